@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 from typer.models import CommandInfo, TyperInfo
 
-from dcp.cli.common import nobody_reads
+from dcp.cli.common import has_no_reader
 
 __all__ = ["Application", "Commands"]
 
@@ -64,7 +64,7 @@ class Commands(TyperGroup):
     """Lists commands by their ``rich_help_panel``, with their first sentence as a whole."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """As of a `TyperGroup`, whose list is one and cuts sentences."""
+        """List commands as a `TyperGroup`, whose list is one and cuts sentences."""
         panels: dict[str, list[tuple[str, str]]] = {}
         for name in self.list_commands(ctx):
             command: Any = self.get_command(ctx, name)
@@ -78,14 +78,14 @@ class Commands(TyperGroup):
                 formatter.write_dl([(name.ljust(widest), text) for name, text in rows])
 
     def invoke(self, ctx: Any) -> Any:
-        """A reader that has seen enough, as ``head`` has, is no failure."""
+        """Run the command; a reader that has seen enough, as ``head`` has, is no failure."""
         try:
             try:
                 return super().invoke(ctx)
             finally:
                 sys.stdout.flush()
         except BrokenPipeError:
-            if not nobody_reads():
+            if not has_no_reader():
                 raise
             # so that the interpreter, which flushes at its end, does not fail of it once more
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -29,14 +29,17 @@ __all__ = [
     "EXIT_FINDINGS",
     "OPTIONS_VARIABLE",
     "Debug",
+    "Exclude",
     "Json",
+    "Only",
     "Options",
+    "Source",
     "describe_bytes",
     "describe_shape",
     "describe_time",
     "describe_value",
     "errors_as_lines",
-    "nobody_reads",
+    "has_no_reader",
     "print_error",
     "print_json",
     "print_json_line",
@@ -63,6 +66,11 @@ Options: TypeAlias = Annotated[
         "which other users can see on a command line; or what the file system reads itself, such as AWS_*.",
     ),
 ]
+Source: TypeAlias = Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")]
+Only: TypeAlias = Annotated[
+    list[str] | None, typer.Option("--only", metavar="GLOB", help="These names, and those below.")
+]
+Exclude: TypeAlias = Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these.")]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Debug: TypeAlias = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -70,7 +78,8 @@ _UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def storage_options(uri: str, given: str | None) -> dict[str, Any] | None:
-    """Options to open ``uri`` with: those ``given``, or those of the environment, which are for URLs only.
+    """Return options to open ``uri`` with: those ``given``, or those of the environment, which are for
+    URLs only.
 
     Of an object store that does not answer, the command line waits less long than a training run. Raises
     `CheckpointError`, which shows nothing of the options, for what is not a JSON object.
@@ -108,7 +117,7 @@ def errors_as_lines(*, debug: bool) -> Iterator[None]:
     except (typer.Exit, typer.BadParameter):
         raise
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and nobody_reads():
+        if isinstance(error, BrokenPipeError) and has_no_reader():
             raise  # as with `| head`, and nothing to report
         if debug:
             traceback.print_exception(error)
@@ -126,7 +135,7 @@ def errors_as_lines(*, debug: bool) -> Iterator[None]:
 
 
 def _extra_with(module: str | None) -> str | None:
-    """The extra that brings the package that such a module is in; None where none does."""
+    """Return the extra that brings the package that such a module is in; None where none does."""
     from importlib.metadata import PackageNotFoundError, requires
 
     package = (module or "").partition(".")[0].replace("_", "-")
@@ -138,7 +147,7 @@ def _extra_with(module: str | None) -> str | None:
     return None
 
 
-def nobody_reads() -> bool:
+def has_no_reader() -> bool:
     """Return whether the other end of standard output is closed: other pipes break, too."""
     poll = select.poll()
     try:
@@ -163,12 +172,13 @@ def unwinding_on_sigterm() -> Iterator[None]:
 
 
 def print_error(message: str) -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     print(f"dcp: {printable(' '.join(message.split()))}", file=sys.stderr)
 
 
 def print_json(value: Any) -> None:
-    """``value`` (plain data, data classes) as JSON on stdout; what JSON lacks (bytes, nan) as its repr."""
+    """Print ``value`` (plain data, data classes) as JSON on stdout; what JSON lacks (bytes, nan) as its
+    repr."""
     plain = _jsonable(value)
     try:
         print(json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False))
@@ -177,7 +187,7 @@ def print_json(value: Any) -> None:
 
 
 def print_json_line(value: Any) -> None:
-    """The same as one line, at once: for output without an end."""
+    """Print the same as one line, at once: for output without an end."""
     print(json.dumps(_jsonable(value), ensure_ascii=False, allow_nan=False), flush=True)
 
 
@@ -200,14 +210,15 @@ def _jsonable(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """``text`` with control characters escaped: names come from files, and must not steer the terminal."""
+    """Return ``text`` with control characters escaped: names come from files, and must not steer the
+    terminal."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def describe_bytes(count: int | None) -> str:
-    """A size to read: three digits and a binary unit; - where it is not known."""
+    """Return a size to read: three digits and a binary unit; - where it is not known."""
     if count is None:
         return "-"
     if count < 1024:
@@ -221,12 +232,12 @@ def describe_bytes(count: int | None) -> str:
 
 
 def describe_shape(shape: Sequence[int]) -> str:
-    """``64x32``; ``scalar`` without dimensions."""
+    """Return ``64x32``; ``scalar`` without dimensions."""
     return "x".join(map(str, shape)) or "scalar"
 
 
 def describe_value(value: object, most: int) -> str:
-    """A value that is no tensor in at most so many characters."""
+    """Return a value that is no tensor in at most so many characters."""
     from dcp.storage.formats.torch.python_values import value_text
 
     text = value_text(value)
@@ -234,7 +245,8 @@ def describe_value(value: object, most: int) -> str:
 
 
 def describe_time(seconds: float | None) -> str:
-    """Seconds since the epoch as local time; - where it is not known, or in no year that a calendar has."""
+    """Return seconds since the epoch as local time; - where it is not known, or in no year that a calendar
+    has."""
     if seconds is None:
         return "-"
     try:

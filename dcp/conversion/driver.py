@@ -2,7 +2,7 @@
 
 `Conversion.prepare` plans, once. The batches run in any order, in this process (`Conversion.run`) or in
 others (`dcp.conversion.copying.batches.run_batch`), and `publish` makes the target exist. Stages of another
-process get what they need of the plan as plain data (`Prepared.to_json`), and refuse a source that has
+process get what they need of the plan as text (`dcp.conversion.wire`), and refuse a source that has
 changed since. No stage needs the machine of another.
 
 Every stage may be repeated, also while an earlier attempt at it still runs: a task writes the same bytes to
@@ -14,12 +14,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import struct
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, Final
 
 import numpy as np
@@ -27,11 +27,10 @@ import numpy as np
 from dcp.conversion.contents.entries import mapped_entries
 from dcp.conversion.copying.batches import BatchSettings, ResultChecks, refuse_faults, run_batch, source_mark
 from dcp.conversion.copying.executors import run_all
-from dcp.conversion.copying.sinks import Output
-from dcp.conversion.copying.tasks import Task, TaskBatch, TaskResult, make_batches, make_tasks
+from dcp.conversion.copying.tasks import Output, Task, TaskBatch, TaskResult, make_batches, make_tasks
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.layouts.sources import TermColumns, copy_sources, sum_sources
-from dcp.conversion.merging.joined import members_of
+from dcp.conversion.merging.joined import JoinedSource
 from dcp.conversion.merging.terms import merge_entries
 from dcp.conversion.publishing import local_files
 from dcp.conversion.publishing.local import LocalPublisher
@@ -39,7 +38,6 @@ from dcp.conversion.publishing.publisher import Publisher
 from dcp.conversion.publishing.stored import StoredPublisher
 from dcp.conversion.targets.job import ConversionOptions, Planned, plan_layout
 from dcp.conversion.targets.places import TargetPlace
-from dcp.conversion.wire import decode_layout, encode_layout
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.closable import Closable
 from dcp.storage.commit_names import is_commit_object
@@ -101,8 +99,7 @@ class ConversionReport:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The plan of a conversion as publishing needs it; `to_json` and `of_json` are each other's inverse, but
-    for literals.
+    """The plan of a conversion as publishing needs it; `dcp.conversion.wire` makes text of it.
 
     ``chunks`` are those of the source that are read. ``inode`` is that of what will be renamed to the target,
     where that is local. ``dropped`` are the values that the target has no place for, ``unmerged`` the tensors
@@ -116,17 +113,6 @@ class Prepared:
     inode: int | None = None
     dropped: tuple[str, ...] = ()
     unmerged: tuple[str, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        facts = {one.name: getattr(self, one.name) for one in fields(self)}
-        return facts | {"layout": encode_layout(self.layout)}
-
-    @classmethod
-    def of_json(cls, data: Mapping[str, Any]) -> Prepared:
-        """From plain data, whose sequences may be lists."""
-        sequences = {name: tuple(data.get(name, ())) for name in ("chunks", "dropped", "unmerged")}
-        return cls(**{**data, **sequences, "layout": decode_layout(data["layout"])})
 
 
 class Conversion(Closable):
@@ -149,8 +135,9 @@ class Conversion(Closable):
         overwrite: bool = False,
         verify: Verify = "blocks",
     ) -> None:
-        _refuse_itself(source, target)
-        self._source = source
+        members = source.members if isinstance(source, JoinedSource) else (source,)
+        _refuse_itself(members, target)
+        self._source, self._members = source, members
         self._open_source = open_source or (lambda: source)
         self._options = options
         self.place = _place_of_attempt(target, attempt) if attempt else target
@@ -176,7 +163,7 @@ class Conversion(Closable):
         """
         engine, publisher, by_file = self._engine, self._publisher, self.place.path is None
         mark = source_mark(engine.store, engine.index, self._options.to)
-        planned = _plan_target(engine, self._source, self.place, self._options, publisher.save_id)
+        planned = self._plan(publisher.save_id)
         identity = _fingerprint(mark, planned, by_file=by_file) + ("" if resume else publisher.save_id)
         layout, done = publisher.begin(planned.layout, identity)
         tasks, chunks = _tasks(engine, layout, planned, by_file=by_file)
@@ -185,14 +172,34 @@ class Conversion(Closable):
         facts = publisher.inode, planned.dropped, planned.unmerged
         prepared = self._prepared = Prepared(mark, layout, found, len(batches), *facts)
         self._checks = ResultChecks(engine, layout.copies)
+        left = {batch.number: batch for batch in batches}
         for result in done:
-            self._checks.add(replace(result, bytes_read=0))  # by another run
+            left.pop(result.number, None)
+            self._checks.take(replace(result, bytes_read=0))  # by another run
         self.has_progress = bool(done)
-        numbers = {result.number for result in done}
-        left = [batch for batch in batches if batch.number not in numbers]
         if left and self.place.path is not None and not publisher.overwrite:
             self.place.refuse_existing()  # with something left to do it is not what an earlier run made
-        return prepared, left
+        return prepared, list(left.values())
+
+    def _plan(self, save_id: str) -> Planned:
+        """Lay out all that the options choose of the source, checked. Raises PlanError, MissingKeyError."""
+        engine, options, place = self._engine, self._options, self.place
+        if options.hf is not None and (options.to != SAFETENSORS.name or place.file_name is not None):
+            raise OptionError("hf is for a folder of safetensors: to='safetensors', and no name of a file")
+        chosen: dict[str, Any] = {"only": options.only, "exclude": options.exclude}
+        chosen |= {"rename": options.rename, "dtype": options.dtype}
+        maps, arithmetic, merged = options.weight_maps, options.arithmetic, None
+        if arithmetic is None:
+            weights = maps[0] if maps else None
+            entries, mapped = mapped_entries(engine.index, engine.store, weights, **chosen)
+        else:
+            beside = options.hf.config if options.hf is not None else None
+            entries, mapped, merged = merge_entries(self._members, arithmetic, maps, config=beside, **chosen)
+        origin = dict(merged.origin) if merged is not None else {}
+        if any(maps):
+            origin["map"] = ", ".join(dict.fromkeys(one.label for one in maps if one is not None))
+        planned = plan_layout(entries, engine, options, place.file_name, save_id, origin=origin)
+        return replace(planned, mapped=mapped, merged=merged)
 
     def carry_out(
         self,
@@ -210,14 +217,14 @@ class Conversion(Closable):
             executor = "inline"  # stores of this process alone; a process costs more than one task
         settings, publisher, checks = self._settings(prepared.source_mark), self._publisher, self._checks
         engine = self._engine if executor == "inline" else None
-        total = sum(batch.size_bytes for batch in batches)
+        total = sum(map(attrgetter("size_bytes"), batches))
         with reporting(progress, "convert", total, show=True) as on_bytes:
 
             def take(batch: TaskBatch, result: TaskResult) -> None:
                 publisher.append(result, batch)
                 self.has_progress = True
                 if checks is not None:
-                    checks.add(result)
+                    checks.take(result)
                 if on_bytes is not None:
                     on_bytes(batch.size_bytes)
 
@@ -252,14 +259,14 @@ class Conversion(Closable):
             engine.resolve(prepared.chunks)
             checks = ResultChecks(engine, layout.copies)
         for result in results:
-            checks.add(result)
-        checks.source.finish(prepared.chunks if engine.verify != "none" else ())
-        checks.target.check_complete()
+            checks.take(result)
+        checks.finish(prepared.chunks if engine.verify != "none" else ())
+        checks.check_complete()
         refuse_faults(checks.faults, engine.index)
-        if engine.verify == "none" or checks.source.stats.blocks_unverified:
+        if engine.verify == "none" or checks.stats.blocks_unverified:
             # What has no checksums must not have been replaced: files of both might be mixed.
             settings.refuse_changed(engine, self._source.name)
-        publisher.publish(layout, checks.target, prepared.inode)
+        publisher.publish(layout, checks, prepared.inode)
         publisher.clear(prepared.batch_count)
         facts = {"dropped_objects": prepared.dropped, "unmerged": prepared.unmerged}
         return self._report(layout, checks, tasks=prepared.batch_count, **facts)
@@ -272,8 +279,8 @@ class Conversion(Closable):
     # -- one that was finished -------------------------------------------------------------------------------
 
     def of_finished(self) -> ConversionReport | None:
-        """The report on a target that is there, if it is what this conversion would make, to the last byte;
-        else None. Writes nothing."""
+        """Return the report on a target that is there, if it is what this conversion would make, to the
+        last byte; else None. Writes nothing."""
         engine, place, to, there = self._engine, self.place, self._options.to, None
         save_id = self._publisher.save_id
         if to == DCP.name:
@@ -282,7 +289,7 @@ class Conversion(Closable):
             except CheckpointError:
                 return None
             save_id = str(there.provenance.get("save_id"))
-        planned = _plan_target(engine, self._source, place, self._options, save_id)
+        planned = self._plan(save_id)
         layout, inode = planned.layout, place.path.stat().st_ino if place.path is not None else None
         is_there = _publisher(place, save_id, overwrite=False).is_published(layout, inode)
         if not is_there or not _is_same(layout.index, there):
@@ -293,14 +300,14 @@ class Conversion(Closable):
         settings = replace(self._settings(""), output=output)
         for batch in make_batches(tasks, 0):
             try:
-                checks.add(run_batch(settings, batch, engine))
+                checks.take(run_batch(settings, batch, engine))
             except CheckpointConflictError:
                 return None
         facts = {"dropped_objects": planned.dropped, "unmerged": planned.unmerged}
         return self._report(layout, checks, tasks=len(tasks), tasks_resumed=len(tasks), **facts)
 
     def _report(self, layout: TargetLayout, checks: ResultChecks, **facts: Any) -> ConversionReport:
-        index, stats = layout.index, checks.source.stats
+        index, stats = layout.index, checks.stats
         return ConversionReport(
             source=self._source.name,
             target=self.place.url,
@@ -311,7 +318,7 @@ class Conversion(Closable):
             bytes_written=sum(layout.file_sizes),
             blocks_verified=stats.blocks_verified,
             blocks_unverified=stats.blocks_unverified,
-            checksums={fqn: checks.target.whole(copy) for fqn, copy in layout.tensor_copies.items()},
+            checksums={fqn: checks.whole(copy) for fqn, copy in layout.tensor_copies.items()},
             **facts,
         )
 
@@ -324,7 +331,7 @@ def _publisher(place: TargetPlace, save_id: str, *, overwrite: bool) -> Publishe
 def _tasks(
     engine: ReadEngine, layout: TargetLayout, planned: Planned, *, by_file: bool
 ) -> tuple[list[Task], Int64]:
-    """The tasks of a layout, and the chunks that they read."""
+    """Return the tasks of a layout, and the chunks that they read."""
     mapped = planned.mapped
     terms: TermColumns | None = None
     if planned.merged is not None:
@@ -355,7 +362,7 @@ def _is_same(made: CheckpointIndex | None, there: CheckpointIndex | None) -> boo
 
 
 def _save_id_of(attempt: str) -> str:
-    """The save id of a ``dcp`` target that the attempt makes."""
+    """Return the save id of a ``dcp`` target that the attempt makes."""
     return hashlib.sha256(attempt.encode()).hexdigest()[:8]
 
 
@@ -377,9 +384,9 @@ def discard_attempt(target: TargetPlace, attempt: str, batches: int) -> None:
 # -- the plan ------------------------------------------------------------------------------------------------
 
 
-def _refuse_itself(source: Source, place: TargetPlace) -> None:
-    """OptionError if ``place`` is where the source is, or a file of it."""
-    for member in members_of(source):
+def _refuse_itself(members: Sequence[Source], place: TargetPlace) -> None:
+    """Raise OptionError if ``place`` is where the source is, or a file of it."""
+    for member in members:
         if _real(member.store.url) != _real(place.store.url):
             continue
         if member.file == place.file_name:
@@ -399,35 +406,13 @@ def _refuse_itself(source: Source, place: TargetPlace) -> None:
 
 
 def _real(url: str) -> str:
-    """Without what leads to the same folder another way."""
+    """Return the URL or path without links, which lead to the same folder another way."""
     return url if "://" in url else os.path.realpath(url)
 
 
-def _plan_target(
-    engine: ReadEngine, source: Source, place: TargetPlace, options: ConversionOptions, save_id: str
-) -> Planned:
-    """The layout of all that the options choose of ``source``, which ``engine`` reads, checked. Raises
-    PlanError, MissingKeyError."""
-    if options.hf is not None and (options.to != SAFETENSORS.name or place.file_name is not None):
-        raise OptionError("hf is for a folder of safetensors: to='safetensors', and no name of a file")
-    chosen = {name: getattr(options, name) for name in ("only", "exclude", "rename", "dtype")}
-    maps, merged = options.weight_maps, None
-    if options.arithmetic is None:
-        weights = maps[0] if maps else None
-        entries, mapped = mapped_entries(engine.index, engine.store, weights, **chosen)
-    else:
-        beside = options.hf.config if options.hf is not None else None
-        members = members_of(source)
-        entries, mapped, merged = merge_entries(members, options.arithmetic, maps, config=beside, **chosen)
-    origin = dict(merged.origin) if merged is not None else {}
-    if shown := list(dict.fromkeys(one.told for one in maps if one is not None)):
-        origin["map"] = ", ".join(shown)
-    planned = plan_layout(entries, engine, options, place.file_name, save_id, origin=origin)
-    return replace(planned, mapped=mapped, merged=merged)
-
-
 def _fingerprint(mark: str, planned: Planned, *, by_file: bool) -> str:
-    """Equal for runs that would write the same bytes from a source of that ``mark``, and for no others."""
+    """Return a text that is equal for runs that would write the same bytes from a source of that ``mark``,
+    and for no others."""
     layout = planned.layout
     digest = hashlib.sha256(f"{mark} {by_file}".encode())
     if planned.mapped is not None:
@@ -439,6 +424,7 @@ def _fingerprint(mark: str, planned: Planned, *, by_file: bool) -> str:
     boxes = copies.tensors, copies.box_offsets, copies.box_sizes
     for column in (*boxes, copies.dtype_codes, copies.files, copies.offsets):
         digest.update(np.ascontiguousarray(column, "<i8").tobytes())
-    for literal in layout.literals:
-        digest.update(struct.pack("<QQI", literal.file, literal.offset, crc32(literal.data)))
+    literals = layout.literals
+    for column in (literals.files, literals.offsets, np.array(list(map(crc32, literals.data)))):
+        digest.update(np.ascontiguousarray(column, "<i8").tobytes())
     return digest.hexdigest()

@@ -191,8 +191,8 @@ def merge(
 def _maps(
     given: Map | Sequence[Map | None] | None, sources: int, adapters: int
 ) -> tuple[WeightMap | None, ...]:
-    """One for all sources, or one for each. OptionError for another number, and for adapters, whose products
-    have the shapes that weights have before a map."""
+    """Return one for all sources, or one for each. OptionError for another number, and for adapters, whose
+    products have the shapes that weights have before a map."""
     if given is None:
         return ()
     if adapters:
@@ -211,12 +211,12 @@ def _places(what: str, given: Sequence[_Place]) -> list[str]:
 
 
 def _opened(place: str, storage_options: Mapping[str, Any] | None) -> OpenWith:
-    """With the options, if it is a place that takes some."""
+    """Return a function that opens a place, with the options if it takes some."""
     return OpenWith(storage_options if "://" in place and type_of_place(place).takes_options else None)
 
 
 def _format_of(target: str, first: Callable[[], Source]) -> str:
-    """The format of a target for which none was given."""
+    """Return the format of a target for which none was given."""
     kinds = {kind: target_named(kind)[0] for kind in target_names()}
     for kind, one in kinds.items():
         if one.has_suffix(target.rstrip("/")):
@@ -232,7 +232,7 @@ def last_steps(
     name: str | Callable[[int], str] = _NAME,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """The checkpoints of the ``last`` committed steps of a run, the newest first.
+    """Return the checkpoints of the ``last`` committed steps of a run, the newest first.
 
     PlanError that names those of them that are damaged or not the whole state; CheckpointNotFoundError for
     fewer.
@@ -257,7 +257,7 @@ def last_steps(
 
 
 def _problem(steps: StepFolders, step: int) -> str:
-    """Return why a step is not averaged; "" if it is."""
+    """Return the reason not to average a step; "" if it is."""
     try:
         facts = steps.facts(step)
     except CheckpointError as error:

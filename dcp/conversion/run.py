@@ -149,8 +149,8 @@ def run_conversion(
     progress: bool | ProgressCallback | None,
     resume: bool,
 ) -> ConversionReport:
-    """The conversion of what ``reopen`` opens, here and in other processes; ``begun`` is when it was asked
-    for, of `time.perf_counter`, and the rest is as for `convert`."""
+    """Carry out the conversion of what ``reopen`` opens, here and in other processes; ``begun`` is when it
+    was asked for, of `time.perf_counter`, and the rest is as for `convert`."""
     check_executor(executor, workers)
     source = reopen()
     with (
@@ -179,7 +179,7 @@ def run_conversion(
 
 @contextmanager
 def _source_changes_reported(found: Source, reopen: Callable[[], Source]) -> Iterator[None]:
-    """SourceChangedError in place of a failure, if the source was replaced since it was ``found``."""
+    """Raise SourceChangedError in place of a failure, if the source was replaced since it was ``found``."""
     try:
         yield
     except (CorruptCheckpointError, StorageError) as error:
@@ -203,7 +203,7 @@ def _is_replaced(before: Source, reopen: Callable[[], Source]) -> bool:
 
 @contextmanager
 def _clearing_up(conversion: Conversion, *, resume: bool) -> Iterator[None]:
-    """On a failure, or an interruption, nothing stays that the next run could not resume."""
+    """Remove, on a failure or an interruption, what the next run could not resume."""
     try:
         yield
     except (CorruptCheckpointError, SourceChangedError, FaultySumsError):

@@ -11,10 +11,9 @@ import numpy.typing as npt
 
 from dcp.planners.rank_state import RankState
 from dcp.saving.feature import SaveFeature
-from dcp.storage.digests.boxes import BoxDigest, RunDigest
+from dcp.storage.digests.boxes import BoxDigest, RunDigest, row_values, run_value
 from dcp.storage.digests.field import as_elements
 from dcp.storage.digests.places import LogicalPlaces
-from dcp.storage.digests.runs import row_values, run_value
 from dcp.storage.digests.shown import SUM_BYTES
 from dcp.storage.engine.observers import Observer
 from dcp.storage.engine.write_tables import WriteColumns

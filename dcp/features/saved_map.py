@@ -65,7 +65,7 @@ class SavedMap(SaveFeature):
 
     def manifest(self, index: CheckpointIndex, rows: Int64, found: Sequence[Any]) -> CheckpointIndex:
         """Note the map's name."""
-        return replace(index, provenance={**index.provenance, "map": self._map.told})
+        return replace(index, provenance={**index.provenance, "map": self._map.label})
 
 
 class _MappedBox(NamedTuple):
@@ -97,7 +97,7 @@ def mapped_state(
     check_mapped(mapped, kept)
     tensors = [*mapped, *beside]
     if leads_back:
-        weights.check_way_back(sources, tensors)
+        weights.require_invertible(sources, tensors)
     held = sorted([*_held(local, tensors), *_zeros(tensors)], key=lambda each: (each.tensor, each.box))
     made = _columns(tensors, held, _nested(columns, mapped, kept))
     memory = LocalMemory.of([each.elements for each in held])

@@ -108,7 +108,7 @@ def open_index(
     rank: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> CheckpointIndex:
-    """The index of the checkpoint under ``checkpoint_id``: a path, or a URL of a supported store.
+    """Read the index of the checkpoint under ``checkpoint_id``: a path, or a URL of a supported store.
 
     It may be a folder with a commit, or a file or folder of any other format (see
     `dcp.storage.formats.opening.sources`).
@@ -135,7 +135,8 @@ def list_checkpoints(
     quick: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[CheckpointSummary]:
-    """The checkpoints in a folder, by step and name; one alone if ``checkpoint_id`` is a checkpoint itself.
+    """List the checkpoints in a folder, by step and name; one alone if ``checkpoint_id`` is a checkpoint
+    itself.
 
     Listed are its folders, and weights without a commit, of any format: of the folder and of those in it, and
     the folder's single files. Folders without files of a checkpoint are left out. An unreadable checkpoint is
@@ -164,10 +165,10 @@ def _list(checkpoint_id: str | os.PathLike[str], opener: OpenWith, *, quick: boo
     store = place.store
     if place.file is not None:
         info = store.stat(place.file)
-        found = None if info is None else _summarize_file(store, info, quick=quick)
+        found = None if info is None else _weight_file(store, info, quick=quick)
         return [] if found is None else [found]
     files = store.list()
-    own = _summarize(store, files, quick=quick)  # no row for a place that cannot be listed itself
+    own = _save(store, files, quick=quick)  # no row for a place that cannot be listed itself
     if own is not None:
         return [own]
     root = open_parent_folder(checkpoint_id, open_store=opener)
@@ -180,7 +181,7 @@ def _list(checkpoint_id: str | os.PathLike[str], opener: OpenWith, *, quick: boo
             listing = below.list() if listing is None else listing
         except CheckpointError as error:
             return _unreadable(below.url, error)
-        return _summarize(below, listing, quick=quick) or _summarize_weights(below, listing, quick=quick)
+        return _save(below, listing, quick=quick) or _weights(below, listing, quick=quick)
 
     at_once = 1 if quick else root.at_once
     summaries = _each(summary, root.listings().items(), at_once)
@@ -200,7 +201,7 @@ def _each(
 
 
 def name_and_step(url: str) -> tuple[str, int | None]:
-    """The last part of a path or URL, and the number at its end."""
+    """Return the last part of a path or URL, and the number at its end."""
     name = url.rstrip("/").rsplit("/", 1)[-1]
     stem = name.rpartition(".")[0] if name.lower().endswith(file_suffixes()) else name
     match = _STEP.search(stem)
@@ -212,24 +213,46 @@ def _unreadable(url: str, error: CheckpointError) -> CheckpointSummary:
     return CheckpointSummary(name, url, "unreadable", step, problem=str(error))
 
 
-def _summarize(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
-    """The save in a folder; None if it has nothing of one. ``files`` is its listing."""
-    name, step = name_and_step(store.url)
-    data_bytes = [file.size_bytes for file in files if file.name.endswith(DATA_SUFFIX)]
+def _save(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
+    """Return the save in a folder; None if it has nothing of one. ``files`` is its listing."""
     committed = [file for file in files if is_commit_object(file.name)]
-    if not committed:
-        left = sum(data_bytes)
-        return CheckpointSummary(name, store.url, "incomplete", step, bytes=left) if data_bytes else None
+    if committed and not quick:
+        return _opened(store, store.url, partial(_open_index, store), files, "committed")
+    data = [file for file in files if file.name.endswith(DATA_SUFFIX)]
+    if committed:
+        return replace(_unopened(store.url, committed, data), state="committed")
+    if not data:
+        return None
+    return replace(_unopened(store.url, data, data), state="incomplete", committed_seconds=None)
+
+
+def _weights(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
+    """Return the weights that a folder has in place of a save; None without any."""
+    weights = folder_weights(files)
+    if weights and not quick:
+        return _opened(store, store.url, partial(index_of_folder, store), files, "complete")
+    return _unopened(store.url, weights, weights) if weights else None
+
+
+def _weight_file(store: Store, file: FileInfo, *, quick: bool) -> CheckpointSummary | None:
+    url = store.path_of(file.name)
     if quick:
-        seconds = max(file.modified_seconds for file in committed)
-        return CheckpointSummary(name, store.url, "committed", step, seconds, bytes=sum(data_bytes))
-    return _opened(store, store.url, partial(_open_index, store), files, "committed")
+        return _unopened(url, [file], [file])
+    return _opened(store, url, partial(index_of_file, store, file.name), [file], "complete")
+
+
+def _unopened(url: str, dated: Sequence[FileInfo], files: Sequence[FileInfo]) -> CheckpointSummary:
+    """Return the checkpoint of ``files`` by the listing alone; its time is the last of ``dated``."""
+    name, step = name_and_step(url)
+    seconds = max(file.modified_seconds for file in dated)
+    size_bytes = sum(file.size_bytes for file in files)
+    return CheckpointSummary(name, url, "unopened", step, seconds, bytes=size_bytes)
 
 
 def _opened(
     store: Store, url: str, read: Callable[[], CheckpointIndex | None], files: Sequence[FileInfo], state: str
 ) -> CheckpointSummary | None:
-    """The checkpoint at ``url`` whose index is ``read``; None if there is none."""
+    """Return the checkpoint at ``url`` whose index is ``read``; None if there is none."""
     try:
         index = read()
     except CheckpointError as error:
@@ -237,57 +260,23 @@ def _opened(
     if index is None:
         return None
     header, (name, step) = header_of(store, index, files, url=url), name_and_step(url)
-    return CheckpointSummary(
-        name,
-        url,
-        state,
-        step,
-        header.committed_seconds,
-        header.format,
-        header.tensors,
-        header.file_bytes,
-        header.world_size,
-    )
-
-
-def _summarize_weights(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
-    """The weights that a folder has in place of a save; None without any."""
-    weights = folder_weights(files)
-    if not weights:
-        return None
-    if quick:
-        return _unopened(store.url, weights)
-    return _opened(store, store.url, partial(index_of_folder, store), files, "complete")
+    facts = header.committed_seconds, header.format, header.tensors, header.file_bytes, header.world_size
+    return CheckpointSummary(name, url, state, step, *facts)
 
 
 def _own_weights(
     store: Store, files: Sequence[FileInfo], *, quick: bool, at_once: int
 ) -> list[CheckpointSummary]:
-    """The weights of a folder that is listed: as a whole, and the files beside them one by one."""
-    whole = _summarize_weights(store, files, quick=quick)
+    """Return the weights of a folder that is listed: as a whole, and the files beside them one by one."""
+    whole = _weights(store, files, quick=quick)
     is_readable = whole is not None and whole.state != "unreadable"
     known = [file.name for file in folder_weights(files)] if is_readable else []
 
     def summary(file: FileInfo) -> CheckpointSummary | None:
-        return _summarize_file(store, file, quick=quick) if quick or is_weight_file(store, file) else None
+        return _weight_file(store, file, quick=quick) if quick or is_weight_file(store, file) else None
 
     found = _each(summary, single_files(files, known), at_once)
     return found if whole is None else [whole, *found]
-
-
-def _summarize_file(store: Store, file: FileInfo, *, quick: bool) -> CheckpointSummary | None:
-    """A file of weights."""
-    url = store.path_of(file.name)
-    if quick:
-        return _unopened(url, [file])
-    return _opened(store, url, partial(index_of_file, store, file.name), [file], "complete")
-
-
-def _unopened(url: str, files: Sequence[FileInfo]) -> CheckpointSummary:
-    name, step = name_and_step(url)
-    seconds = max(file.modified_seconds for file in files)
-    size_bytes = sum(file.size_bytes for file in files)
-    return CheckpointSummary(name, url, "unopened", step, seconds, bytes=size_bytes)
 
 
 def header_of(
@@ -297,7 +286,7 @@ def header_of(
     *,
     url: str | None = None,
 ) -> CheckpointHeader:
-    """Facts about the checkpoint of ``store``; ``files`` is its listing, where the caller has it already.
+    """Sum up the checkpoint of ``store``; ``files`` is its listing, where the caller has it already.
 
     ``url`` names a checkpoint that is one file of the store.
     """
@@ -328,7 +317,8 @@ def header_of(
 
 
 def _committed_seconds(index: CheckpointIndex, listing: Mapping[str, FileInfo]) -> float | None:
-    """When the commit object was written; of files without one, when the last of them was."""
+    """Return the time at which the commit object was written; of files without one, that of the last of
+    them."""
     names: Sequence[str] = [name for name in (METADATA_NAME, MANIFEST_NAME) if name in listing][:1]
     if is_of_files(index.format):
         names = index.files
@@ -336,7 +326,8 @@ def _committed_seconds(index: CheckpointIndex, listing: Mapping[str, FileInfo]) 
 
 
 def figures_by_rank(noted: object) -> tuple[dict[str, float], ...]:
-    """The figures by rank that ``noted`` has, which need not be any: a manifest may come from anybody."""
+    """Return the figures by rank that ``noted`` has, which need not be any: a manifest may come from a
+    stranger."""
     if not isinstance(noted, list):
         return ()
     ranks = [figures if isinstance(figures, dict) else {} for figures in noted]
@@ -354,7 +345,7 @@ _DEEPEST = 4
 def list_runs(
     checkpoint_id: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> list[CheckpointSummary]:
-    """The runs below a folder, however deep within four levels, by name; not the folder itself.
+    """List the runs below a folder, however deep within four levels, by name; not the folder itself.
 
     Their ``state`` is "run" and their ``name`` relative to the folder; ``checkpoints`` is the number of those
     committed directly in them, ``committed_seconds`` the time of the last commit, and ``step`` that of the
@@ -390,8 +381,8 @@ def list_below(
     quick: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[CheckpointSummary]:
-    """The checkpoints of a folder and of all folders below it, within four levels, as `list_checkpoints` has
-    those of one; their names are relative to the folder.
+    """List the checkpoints of a folder and of all folders below it, within four levels, as
+    `list_checkpoints` has those of one; their names are relative to the folder.
 
     Args:
         checkpoint_id: The path or URL of the folder.
@@ -422,7 +413,7 @@ def _below(
     depth: int,
     looked: Mapping[str, SmallFiles] | None = None,
 ) -> Iterator[tuple[str, ParentFolder, dict[str, SmallFiles]]]:
-    """The folders below that are no checkpoints, each with the committed ones directly in it."""
+    """Yield the folders below that are no checkpoints, each with the committed ones directly in it."""
     looked = root.look() if looked is None else looked
     for name in root.names():
         if name.startswith(".") or _is_committed(looked.get(name, {})):
@@ -453,7 +444,7 @@ def _run_summary(name: str, run: ParentFolder, committed: Mapping[str, SmallFile
 
 
 def folder_weights(files: Sequence[FileInfo]) -> list[FileInfo]:
-    """The files that are one set of weights together; as far as names tell."""
+    """Return the files that are one set of weights together; as far as names tell."""
     shown = [file for file in files if not file.name.startswith(".")]
     for one in by_precedence(formats()):
         belongs = one.is_in_folder if one.names_suffice else one.marks_folder
@@ -466,7 +457,7 @@ def folder_weights(files: Sequence[FileInfo]) -> list[FileInfo]:
 
 
 def single_files(files: Sequence[FileInfo], known: Collection[str]) -> list[FileInfo]:
-    """The files that could each be weights, without those ``known`` as parts of the folder's."""
+    """Return the files that could each be weights, without those ``known`` as parts of the folder's."""
     suffixes = file_suffixes()
     return [
         file
@@ -483,5 +474,5 @@ def is_weight_file(store: Store, file: FileInfo) -> bool:
     try:
         begin, _ = store.read_start(file.name, BEGIN_BYTES)
         return any(one.begins_so(begin) for one in formats())
-    except CheckpointError:  # whoever opens it will tell
+    except CheckpointError:  # the error shows when it is opened
         return True

@@ -6,7 +6,7 @@ No tensor is read, and torch is not needed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -24,6 +24,7 @@ __all__ = [
     "ModuleNode",
     "ObjectRow",
     "TensorRow",
+    "first_of_ties",
     "module_tree",
     "object_row",
     "object_rows",
@@ -73,7 +74,7 @@ class ModuleNode:
 
 
 def tensor_rows(index: CheckpointIndex) -> list[TensorRow]:
-    """All tensors in the order of the index."""
+    """Return all tensors in the order of the index."""
     sizes = np.zeros(index.tensor_count, dtype=np.int64)
     np.add.at(sizes, index.chunk_tensors, index.payload_lengths)
     chunks = np.diff(index.chunk_start).tolist()
@@ -99,64 +100,58 @@ def _files_of_tensors(index: CheckpointIndex) -> list[tuple[str, ...]]:
     return [tuple(names[ends[row] : ends[row + 1]]) for row in range(index.tensor_count)]
 
 
-def object_rows(store: Store, index: CheckpointIndex) -> list[ObjectRow]:
-    """All non-tensor values in the order of the index.
+def object_rows(
+    store: Store,
+    index: CheckpointIndex,
+    fqns: Sequence[str] | None = None,
+    *,
+    limit_bytes: int = MAX_PLAIN_BYTES,
+) -> list[ObjectRow]:
+    """List the values ``fqns`` that are no tensors, by default all in the order of the index.
 
-    Plain ones are decoded, and of those that are pickled the harmless ones of up to 64 KiB.
+    Plain ones are decoded, and of those that are pickled the harmless ones of up to ``limit_bytes``.
     """
-    objects = index.objects
-    values = [decode_value(data) for data in objects.values]
-    columns = [c.tolist() for c in (objects.files, objects.offsets, objects.lengths, objects.plain)]
-    pickled = {
-        (file, at, length) for file, at, length, plain in zip(*columns, strict=True) if plain == UNKNOWN
-    }
-    decoded = _plain_values(store, index, [place for place in sorted(pickled) if place[2] <= MAX_PLAIN_BYTES])
+    objects, position = index.objects, index.objects.position
+    chosen = range(len(objects)) if fqns is None else [position[fqn] for fqn in fqns]
+    columns = (column[chosen].tolist() for column in (objects.files, objects.offsets, objects.lengths))
+    places = list(zip(*columns, strict=True))
+    plain = objects.plain[chosen].tolist()
+    pickled = {place for place, at in zip(places, plain, strict=True) if at == UNKNOWN}
+    decoded = _plain_values(store, index, [one for one in sorted(pickled) if one[2] <= limit_bytes])
+    values = {at: decode_value(objects.values[at]) for at in {*plain} - {UNKNOWN}}
     rows = []
-    for fqn, file, offset, length, plain in zip(objects.fqns, *columns, strict=True):
-        name = index.files[file] if file != UNKNOWN else None
-        if plain != UNKNOWN:
-            size_bytes = len(objects.values[plain]) if name is None else length
-            rows.append(ObjectRow(fqn, True, values[plain], size_bytes, name))
-            continue
-        place = file, offset, length
-        rows.append(ObjectRow(fqn, place in decoded, decoded.get(place), length, name))
+    for row, place, at in zip(chosen, places, plain, strict=True):
+        fqn, size_bytes = objects.fqns[row], place[2]
+        name = index.files[place[0]] if place[0] != UNKNOWN else None
+        if at == UNKNOWN:
+            rows.append(ObjectRow(fqn, place in decoded, decoded.get(place), size_bytes, name))
+        else:
+            size_bytes = len(objects.values[at]) if name is None else size_bytes
+            rows.append(ObjectRow(fqn, True, values[at], size_bytes, name))
     return rows
 
 
 def object_row(store: Store, index: CheckpointIndex, fqn: str) -> ObjectRow:
-    """One non-tensor value, decoded if it is harmless."""
-    objects = index.objects
-    at = objects.position[fqn]
-    place = int(objects.files[at]), int(objects.offsets[at]), int(objects.lengths[at])
-    plain = int(objects.plain[at])
-    name = index.files[place[0]] if place[0] != UNKNOWN else None
-    if plain != UNKNOWN:
-        data = objects.values[plain]
-        return ObjectRow(fqn, True, decode_value(data), len(data) if name is None else place[2], name)
-    found = _plain_values(store, index, [place]) if place[2] <= _MAX_SHOWN_BYTES else {}
-    return ObjectRow(fqn, place in found, found.get(place), place[2], name)
+    """Return the value ``fqn``, decoded if it is harmless, also if it is large."""
+    return object_rows(store, index, [fqn], limit_bytes=_MAX_SHOWN_BYTES)[0]
 
 
 def _plain_values(store: Store, index: CheckpointIndex, places: list[_Place]) -> dict[_Place, Any]:
-    """Values at ``places`` (file, offset, length) that are harmless, decoded without running anything."""
+    """Return values at ``places`` (file, offset, length) that are harmless, decoded without running
+    anything."""
     found: dict[_Place, Any] = {}
     with ReadEngine(store, index, threads=store.read_profile.threads or 1) as engine:
         for first in range(0, len(places), _BLOBS_AT_ONCE):
             some = places[first : first + _BLOBS_AT_ONCE]
             for place, blob in zip(some, engine.read_blobs(some), strict=True):
-                with contextlib.suppress(CheckpointFormatError):
-                    found[place] = _plain_value(blob)
+                with contextlib.suppress(CheckpointFormatError):  # it is not harmless, or no torch.save blob
+                    opened = ObjectBlob(blob)
+                    found[place] = python_value(opened.decoded, opened.pickle_bytes)
     return found
 
 
-def _plain_value(blob: bytes) -> Any:
-    """The value of a torch.save blob; `CheckpointFormatError` if it is not harmless, or the blob is none."""
-    opened = ObjectBlob(blob)
-    return python_value(opened.decoded, opened.pickle_bytes)
-
-
 def module_tree(rows: Iterable[TensorRow]) -> ModuleNode:
-    """Tensors grouped by the dots in their names, with sums; the root has an empty name."""
+    """Return tensors grouped by the dots in their names, with sums; the root has an empty name."""
     root = ModuleNode("")
     for row in rows:
         elements = 1
@@ -175,3 +170,53 @@ def _count(node: ModuleNode, elements: int, size_bytes: int) -> None:
     node.tensors += 1
     node.elements += elements
     node.bytes += size_bytes
+
+
+# -- ties ----------------------------------------------------------------------------------------------------
+
+
+def first_of_ties(index: CheckpointIndex, rows: list[int]) -> list[int]:
+    """Return for each of the tensors ``rows`` the first one among them that has the same bytes of the same
+    files."""
+    tied = _may_be_tied(index)
+    if not tied:
+        return rows
+    firsts: dict[tuple[Any, ...], int] = {}
+    return [firsts.setdefault(_identity(index, row), row) if row in tied else row for row in rows]
+
+
+def _may_be_tied(index: CheckpointIndex) -> set[int]:
+    """Return tensors whose first chunk begins where another one's does; none where their places are not
+    known."""
+    if len(index.payload_offsets) < len(index.chunk_files):
+        return set()
+    rows = np.flatnonzero(np.diff(index.chunk_start) > 0)
+    chunks = index.chunk_start[rows]
+    offsets = index.payload_offsets[chunks]
+    places = np.where(offsets < 0, index.record_offsets[chunks], offsets)
+    order = np.lexsort((places, index.chunk_files[chunks]))
+    files, places = index.chunk_files[chunks][order], places[order]
+    same = np.zeros(len(rows) + 1, bool)
+    same[1:-1] = (files[1:] == files[:-1]) & (places[1:] == places[:-1])
+    return set(rows[order][same[1:] | same[:-1]].tolist())
+
+
+def _identity(index: CheckpointIndex, row: int) -> tuple[Any, ...]:
+    """Return a key that is equal for tensors that share all of their bytes, and for no others."""
+    chunks = index.chunks(row)
+    rows = slice(chunks.start, chunks.stop)
+    if not int(index.payload_lengths[rows].sum()):
+        return (row,)
+    offsets = index.payload_offsets[rows]
+    places = np.where(offsets < 0, index.record_offsets[rows], offsets)
+    boxes = slice(int(index.box_start[chunks.start]), int(index.box_start[chunks.stop]))
+    strides = index.payload_strides
+    return (
+        int(index.dtype_codes[row]),
+        index.shape(row),
+        index.chunk_files[rows].tobytes(),
+        places.tobytes(),
+        index.chunk_offsets[boxes].tobytes(),
+        index.chunk_sizes[boxes].tobytes(),
+        tuple(strides.get(chunk) for chunk in chunks) if strides else None,
+    )

@@ -71,6 +71,6 @@ class VerifyReport:
 
 
 def kind_of(error: CheckpointError, otherwise: str) -> str:
-    """The kind of a finding: what a newer version wrote is kept apart from damage of the kind
+    """Return the kind of a finding: what a newer version wrote is kept apart from damage of the kind
     ``otherwise``."""
     return "unsupported" if isinstance(error, UnsupportedFormatError) else otherwise

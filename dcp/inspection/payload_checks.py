@@ -18,11 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.inspection.findings import Finding, ReportBytes, VerifyReport, kind_of
-from dcp.storage.digests.boxes import blocks_of
+from dcp.storage.digests.boxes import KEY, blocks_of, run_value
 from dcp.storage.digests.field import BLOCK_BYTES as DIGEST_BLOCK_BYTES
 from dcp.storage.digests.field import power, product
 from dcp.storage.digests.places import LogicalPlaces
-from dcp.storage.digests.runs import KEY, run_value
 from dcp.storage.digests.shown import SUM_BYTES
 from dcp.storage.engine.memory import item_view
 from dcp.storage.engine.reading.coalescing import coalesce, span_bytes
@@ -88,7 +87,7 @@ class StreamedSums:
         return {row: total.to_bytes(SUM_BYTES, "big") for row, total in self._sums.items()}
 
     def add(self, chunk: int, begin: int, data: memoryview) -> None:
-        """The bytes of a chunk's payload from ``begin`` on."""
+        """Add the bytes of a chunk's payload from ``begin`` on."""
         row = self._tensors[chunk]
         if row not in self._sums or not len(data):
             return
@@ -102,7 +101,7 @@ class StreamedSums:
 
 
 def _are_own(index: CheckpointIndex) -> npt.NDArray[np.bool_]:
-    """Chunks whose record is no other one's, and whose payload, C-ordered, is where that is read."""
+    """Return chunks whose record is no other one's, and whose payload, C-ordered, is where that is read."""
     known: npt.NDArray[np.bool_] = index.payload_offsets != UNKNOWN
     filled = np.flatnonzero(index.payload_lengths)
     if not len(filled):
@@ -161,17 +160,17 @@ class _FileSpan:
         return view
 
     def take(self, offset: int, length: int) -> memoryview:
-        """Bytes of the file, out of memory if they are there."""
+        """Return bytes of the file, out of memory if they are there."""
         if self._begin <= offset and offset + length <= self._end:
             return memoryview(self._buffer)[offset - self._begin : offset - self._begin + length]
         return memoryview(self._open_handle.pread(length, offset))
 
     def read(self, offset: int, length: int) -> bytes:
-        """The same as bytes."""
+        """Return the same as bytes."""
         return bytes(self.take(offset, length))
 
     def steps(self, offset: int, length: int) -> Iterator[memoryview]:
-        """The same block by block; what is not in memory is read in large pieces."""
+        """Yield the same block by block; what is not in memory is read in large pieces."""
         if self._begin <= offset and offset + length <= self._end:
             yield from _blocks(self.take(offset, length))
             return
@@ -297,7 +296,8 @@ class PayloadChecks:
             record, payload = record_offsets[chunk], offsets[chunk]
             end, payload_end = record + record_lengths[chunk], payload + lengths[chunk]
             if is_of_files(index.format):
-                check = partial(self._check_storage, chunk, index.record_crcs.get(chunk))
+                # A storage of a torch.save file, whatever views of it there are, or a safetensors tensor.
+                check = partial(self._check_range, index.record_crcs.get(chunk), chunk, record - payload)
                 yield _CheckedRange(file, record, end - record, fqn, check)
                 continue
             if payload == UNKNOWN:
@@ -315,11 +315,10 @@ class PayloadChecks:
             if payload > record:
                 yield _CheckedRange(file, record, payload - record, fqn, partial(self._check_frame, chunk))
             for begin in range(payload, payload_end, BLOCK_BYTES):
-                crc = crcs[row] if row < row_end else UNKNOWN
+                crc = crcs[row] if row < row_end else None
                 length = min(BLOCK_BYTES, payload_end - begin)
-                yield _CheckedRange(
-                    file, begin, length, fqn, partial(self._check_block, chunk, begin - payload, crc)
-                )
+                check = partial(self._check_range, crc, chunk, begin - payload)
+                yield _CheckedRange(file, begin, length, fqn, check)
                 row += 1
             if end > payload_end:
                 yield _CheckedRange(
@@ -329,28 +328,49 @@ class PayloadChecks:
     def _objects(self, blobs: Mapping[tuple[int, int, int], int]) -> Iterator[_CheckedRange]:
         objects = self._index.objects
         for (file, offset, length), row in sorted(blobs.items()):
-            check = partial(self._check_object, int(objects.crcs[row]))
+            crc = int(objects.crcs[row])
+            check = self._check_blob
+            if crc != UNKNOWN:
+                check = partial(self._check_range, crc, UNKNOWN, 0)
             yield _CheckedRange(file, offset, length, objects.fqns[row], check)
 
     # -- checks ----------------------------------------------------------------------------------------------
 
-    def _check_block(
-        self, chunk: int, begin: int, expected: int, source: _FileSpan, part: _CheckedRange
+    def _check_range(
+        self, expected: int | None, chunk: int, position: int, source: _FileSpan, part: _CheckedRange
     ) -> None:
-        data = source.take(part.offset, part.size_bytes)
-        got = crc32(data)
-        self._sum_up(chunk, begin, data)
-        self._count(part.size_bytes, checked=expected != UNKNOWN)
-        if expected not in (UNKNOWN, got):
-            self._found_mismatch(part, part.offset, part.size_bytes, expected, got)
+        """Check all of a range: of a chunk's payload from ``position`` on, or (`UNKNOWN`) of none."""
+        self._check_bytes(source, part, part.offset, part.size_bytes, expected, chunk, position)
+
+    def _check_bytes(
+        self,
+        source: _FileSpan,
+        part: _CheckedRange,
+        offset: int,
+        size_bytes: int,
+        expected: int | None,
+        chunk: int = UNKNOWN,
+        position: int = 0,
+    ) -> None:
+        """Compare bytes of the file with their checksum, if there is one."""
+        got = 0
+        for data in source.steps(offset, size_bytes):
+            got = crc32(data, got)
+            if chunk != UNKNOWN and self._sums is not None:
+                self._sums.add(chunk, position, data)
+            position += len(data)
+            self._count(len(data), checked=expected is not None)
+        if expected not in (None, got):
+            self._found_mismatch(part, offset, size_bytes, int(expected or 0), got)
 
     def _check_record(self, chunk: int, expected: int, source: _FileSpan, part: _CheckedRange) -> None:
-        """All of a record of the native format whose payload is one block."""
+        """Check all of a record of the native format whose payload is one block."""
         record, data = self._record(chunk), source.take(part.offset, part.size_bytes)
         begin, length = int(self._index.payload_offsets[chunk]), record.payload_bytes
         head = begin - part.offset
         got = crc32(data[head : head + length])
-        self._sum_up(chunk, 0, data[head : head + length])
+        if self._sums is not None:
+            self._sums.add(chunk, 0, data[head : head + length])
         self._count(length)
         if got != expected:
             self._found_mismatch(part, begin, length, expected, got)
@@ -369,7 +389,7 @@ class PayloadChecks:
             self._frame_differs(chunk, whole, source, part)
 
     def _record(self, chunk: int) -> OpenRecord:
-        """The record that is written around a payload there."""
+        """Return the record that is written around a payload there."""
         index = self._index
         dtype_code = int(index.dtype_codes[index.chunk_tensors[chunk]])
         length, offset = int(index.payload_lengths[chunk]), int(index.record_offsets[chunk])
@@ -394,19 +414,6 @@ class PayloadChecks:
         message = "the zip around the tensor's bytes, which stock torch goes by, is damaged"
         self._found("record", message, part, offset, int(index.record_lengths[chunk]))
 
-    def _check_storage(
-        self, chunk: int, expected: int | None, source: _FileSpan, part: _CheckedRange
-    ) -> None:
-        """A storage of a torch.save file, whole, whatever views of it there are; or a safetensors tensor."""
-        got, done = 0, part.offset - int(self._index.payload_offsets[chunk])
-        for data in source.steps(part.offset, part.size_bytes):
-            got = crc32(data, got)
-            self._sum_up(chunk, done, data)
-            done += len(data)
-            self._count(len(data), checked=expected is not None)
-        if expected not in (None, got):
-            self._found_mismatch(part, part.offset, part.size_bytes, int(expected or 0), got)
-
     def _check_foreign(self, chunk: int, source: _FileSpan, part: _CheckedRange) -> None:
         index = self._index
         stored = self._locate(chunk, source, part)
@@ -417,31 +424,15 @@ class PayloadChecks:
             message = f"the record is not the {dtype.name} {sizes} of the metadata"
             self._found("record", message, part, part.offset)
             return
-        got = 0
-        for data in source.steps(stored.payload_offset, stored.payload_bytes):
-            got = crc32(data, got)
-            self._count(len(data), checked=stored.crc32 is not None)
-        if stored.crc32 not in (None, got):
-            self._found_mismatch(
-                part, stored.payload_offset, stored.payload_bytes, int(stored.crc32 or 0), got
-            )
-
-    def _check_object(self, expected: int, source: _FileSpan, part: _CheckedRange) -> None:
-        if expected == UNKNOWN:
-            self._check_blob(source, part)
-            return
-        got = _crc(source, part.offset, part.size_bytes)
-        self._count(part.size_bytes)
-        if got != expected:
-            self._found_mismatch(part, part.offset, part.size_bytes, expected, got)
+        self._check_bytes(source, part, stored.payload_offset, stored.payload_bytes, stored.crc32)
 
     def _check_blob(self, source: _FileSpan, part: _CheckedRange) -> None:
-        """An object of a foreign checkpoint: a zip with a CRC for each entry, or a bare pickle with none."""
+        """Check an object of a foreign checkpoint: a zip with a CRC for each entry, or a bare pickle with
+        none."""
         offset, length = part.offset, part.size_bytes
         head = source.read(offset, min(length, len(LOCAL_SIGNATURE)))
         if head[:1] == _PICKLE_PROTOCOL:
-            _crc(source, offset, length)
-            self._count(length, checked=False)
+            self._check_bytes(source, part, offset, length, None)
             return
         checked = True
         try:
@@ -473,10 +464,6 @@ class PayloadChecks:
             kind = "record" if isinstance(error, CheckpointFormatError) else "unreadable"
             self._found(kind_of(error, kind), f"the record cannot be read: {error}", part, offset, length)
             return None
-
-    def _sum_up(self, chunk: int, begin: int, data: bytes | memoryview) -> None:
-        if self._sums is not None:
-            self._sums.add(chunk, begin, memoryview(data))
 
     # -- results ---------------------------------------------------------------------------------------------
 

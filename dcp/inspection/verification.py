@@ -187,7 +187,8 @@ def _check_metadata(store: Store, index: CheckpointIndex, listing: dict[str, Fil
 
 
 def _check_parts(index: CheckpointIndex) -> Iterator[Finding]:
-    """Tensors of which the index has fewer elements than they have, as where one rank's part was lost."""
+    """Yield tensors of which the index has fewer elements than they have, as where one rank's part was
+    lost."""
     held = np.zeros(index.tensor_count, np.int64)
     np.add.at(held, index.chunk_tensors, row_products(index.chunk_sizes, index.box_start))
     sizes = row_products(index.shape_values, index.shape_start)

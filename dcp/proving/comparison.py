@@ -6,9 +6,8 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgpack
 import numpy as np
@@ -22,10 +21,9 @@ from dcp.planners.per_rank import rank_holder, rank_number
 from dcp.planners.rank_state import RankState, encoded_object
 from dcp.planners.wire.codec import SectionCache, decode_save_columns, encode_save_columns
 from dcp.proving.proof import FindingKind, Proof, ProofFinding, RankProof
-from dcp.storage.digests.boxes import BoxDigest, logical_runs
+from dcp.storage.digests.boxes import KEY, BoxDigest, logical_runs
 from dcp.storage.digests.field import as_elements, power, product
 from dcp.storage.digests.places import LogicalPlaces
-from dcp.storage.digests.runs import KEY
 from dcp.storage.digests.shown import SUM_BYTES
 from dcp.storage.errors import CheckpointFormatError, PlanError
 from dcp.storage.formats import dtypes
@@ -57,20 +55,20 @@ class RankDigests:
     seconds: float
 
     def encode(self) -> bytes:
-        """As bytes."""
+        """Pack it."""
         fields = [encode_save_columns(self.columns), self.added.tobytes(), list(self.prints)]
         return bytes(msgpack.packb([*fields, self.size_bytes, self.seconds]))
 
     @classmethod
     def decode(cls, data: bytes, sections: SectionCache) -> RankDigests:
-        """The inverse of `encode`; all ranks' share ``sections``."""
+        """Return the inverse of `encode`; all ranks' share ``sections``."""
         columns, added, prints, size, seconds = msgpack.unpackb(data)
         elements = as_elements(added)
         return cls(decode_save_columns(columns, sections), elements, prints, size, seconds)
 
 
 def digests_of_rank(local: RankState) -> RankDigests:
-    """The digests of a rank's state; all its tensors are read."""
+    """Compute the digests of a rank's state; all its tensors are read."""
     begun = time.perf_counter()
     columns = local.columns
     places = _places(columns)
@@ -99,7 +97,7 @@ def _places(columns: SaveColumns) -> LogicalPlaces:
 
 
 def _check_inside(columns: SaveColumns, places: LogicalPlaces) -> None:
-    """PlanError for a box that reaches outside of its tensor, as a save raises it."""
+    """Raise PlanError for a box that reaches outside of its tensor, as a save raises it."""
     offsets, sizes = places.offsets, places.sizes
     outside = np.flatnonzero((offsets < 0) | (sizes < 0) | (sizes > places.shapes - offsets))
     if len(outside):
@@ -115,21 +113,20 @@ def _check_inside(columns: SaveColumns, places: LogicalPlaces) -> None:
 
 
 def value_print(plain: bytes | None, blob: bytes) -> bytes:
-    """Values with the same print are equal, their types too. It is ``v`` and a hash of the value or, if
-    that has classes of the user's, ``p`` and a hash of its pickle, which may differ for equal values."""
+    """Return a print that is equal for equal values of equal types. It is ``v`` and a hash of the value
+    or, if that has classes of the user's, ``p`` and a hash of its pickle, which may differ for equal
+    values."""
     if plain is not None:
         return b"v" + _hash(plain)
     encoded: bytes | None = None
     try:
         opened = ObjectBlob(blob)
-        encoded = encode_value(_value_of(opened), limit_bytes=_MAX_ENCODED_BYTES)
+        encoded = encode_value(
+            python_value(opened.decoded, opened.pickle_bytes), limit_bytes=_MAX_ENCODED_BYTES
+        )
     except CheckpointFormatError:
         pass  # it has classes that are not decoded
     return b"p" + _hash(blob) if encoded is None else b"v" + _hash(encoded)
-
-
-def _value_of(opened: ObjectBlob) -> Any:
-    return python_value(opened.decoded, opened.pickle_bytes)
 
 
 def _hash(data: bytes) -> bytes:
@@ -171,7 +168,7 @@ def compare_ranks(
 
 
 def _differing(world_size: int, findings: Sequence[ProofFinding]) -> list[tuple[str, ...]]:
-    """For each rank the names of its findings."""
+    """Return for each rank the names of its findings."""
     names: list[list[str]] = [[] for _ in range(world_size)]
     for found in findings:
         for rank in found.ranks:
@@ -211,7 +208,7 @@ class _DigestComparison:
         }
 
     def findings(self) -> Iterator[ProofFinding]:
-        """All that is not as it was saved."""
+        """Yield all that is not as it was saved."""
         for fqn in self._missing:
             yield ProofFinding("missing", fqn, f"{fqn!r} was saved, and no rank has it")
         for fqn in self._unexpected:
@@ -227,7 +224,7 @@ class _DigestComparison:
     # -- tensors ---------------------------------------------------------------------------------------------
 
     def _types(self, fqn: str, held: _RanksTensor) -> list[ProofFinding]:
-        """The tensors of ranks that have not the saved dtype and shape."""
+        """Return the tensors of ranks that have not the saved dtype and shape."""
         row = self._index.position[fqn]
         dtype, shape = self._index.dtype(row), self._index.shape(row)
         found = []
@@ -246,7 +243,7 @@ class _DigestComparison:
         row = self._index.position[fqn]
         elements = math.prod(self._index.shape(row))
         parts = sum(box.volume for box in held.boxes)
-        found = parts if overlapping is None else _held_elements(held.boxes)
+        found = parts if overlapping is None else sum(box.volume for _, box in disjoint([*held.boxes]))
         if overlapping is not None:
             ranks = sorted(
                 {rank for box in overlapping for some in held.boxes[box].values() for rank in some}
@@ -273,7 +270,7 @@ class _DigestComparison:
         return total.tobytes() == expected
 
     def _odd_ranks(self, row: int, held: _RanksTensor) -> list[int]:
-        """The ranks that have other bytes in a part than are stored, by reading it."""
+        """Return the ranks that have other bytes in a part than are stored, by reading it."""
         odd: set[int] = set()
         for box, found in held.boxes.items():
             expected = self._stored(row, box)
@@ -281,7 +278,7 @@ class _DigestComparison:
         return sorted(odd)
 
     def _stored(self, row: int, box: Box) -> bytes:
-        """The value that the stored elements of ``box`` add to the sum."""
+        """Return the value that the stored elements of ``box`` add to the sum."""
         index = self._index
         runs = logical_runs(index.shape(row), box.offsets, box.sizes, index.dtype(row).itemsize)
         digest = BoxDigest(runs)
@@ -354,14 +351,9 @@ def _values_of(ranks: Sequence[RankDigests]) -> dict[str, _RanksBy]:
     return values
 
 
-def _held_elements(boxes: Iterable[Box]) -> int:
-    """Elements that are in any of ``boxes``, each counted once."""
-    return sum(part.volume for _, part in disjoint([*boxes]))
-
-
 @garbage_collection_paused()
 def _overlaps(boxes: Mapping[str, Collection[Box]]) -> dict[str, tuple[Box, Box]]:
-    """By name of a tensor whose boxes are not apart two of them that share elements; ``boxes`` of one tensor
+    """Return two boxes that share elements, by name of the tensors that have such; ``boxes`` of one tensor
     are distinct."""
     names = [name for name, own in boxes.items() if len(own) > 1]
     by_ndim: dict[int, tuple[list[int], list[Box]]] = {}

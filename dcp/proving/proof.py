@@ -68,12 +68,12 @@ class Proof:
         return not self.findings
 
     def to_json(self) -> str:
-        """All of it, to be kept beside a run."""
+        """Return all of it, to be kept beside a run."""
         return json.dumps({"ok": self.ok, **asdict(self)}, indent=2)
 
     @classmethod
     def of_json(cls, text: str) -> Proof:
-        """The inverse of `to_json`."""
+        """Return the inverse of `to_json`."""
         fields: dict[str, Any] = json.loads(text)
         del fields["ok"]
         fields["findings"] = tuple(

@@ -26,7 +26,7 @@ from dcp.storage.geometry.joins import BoxSet, cut_overlaps, intersecting_pairs,
 from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_matrix
 from dcp.storage.near_names import listed
 
-__all__ = ["LoadPlan", "plan_load"]
+__all__ = ["LoadPlan", "LoadProblems", "intersect", "pieces_of", "plan_load"]
 
 _MAX_LISTED: Final = 20
 """Names in the facts of one error; the rest is counted."""
@@ -80,7 +80,6 @@ def plan_load(
     allow_missing: bool = False,
     cast: bool = False,
     is_per_rank: Callable[[str], bool] | None = None,
-    rows: Int64 | None = None,
 ) -> LoadPlan:
     """Plan reading ``wanted`` and the values ``object_fqns`` from a checkpoint.
 
@@ -91,16 +90,15 @@ def plan_load(
     DtypeMismatchError (unless ``cast``), PlanError for a tensor wanted as another value or the reverse, and
     for elements that are not stored.
     ``is_per_rank`` says whether a name is of a `PerRank` value, about which the advice of the error is
-    another. ``rows`` are those of the wanted tensors in the index, where they are known: then nobody looks
-    for their names.
+    another.
     """
     problems = LoadProblems(names or {})
     known = index.position, index.objects.position
-    stored = [*(wanted.fqns if rows is None else ()), *object_fqns]
+    stored = [*wanted.fqns, *object_fqns]
     if names is not None:
         stored = [names[fqn] for fqn in stored]
     count = len(stored) - len(object_fqns)
-    tensor_rows = _rows(known[0], stored[:count]) if rows is None else rows
+    tensor_rows = _rows(known[0], stored[:count])
     object_rows = _rows(known[1], stored[count:])
     missing: list[str] = []
     if (tensor_rows < 0).any() or (object_rows < 0).any():
@@ -110,7 +108,7 @@ def plan_load(
         problems.missing = missing
         problems.lacks_per_rank = is_per_rank is not None and any(map(is_per_rank, missing))
     usable, cast_fqns = _check_tensors(index, wanted, tensor_rows, cast=cast, problems=problems)
-    parts = _intersect(index, wanted, tensor_rows, usable, problems)
+    parts = intersect(index, wanted, tensor_rows, usable, problems)
     unexpected = _unexpected(index, tensor_rows, object_rows)
     if problems.missing or problems.shapes or problems.dtypes or problems.others:
         problems.raise_all(lambda: _hint(index, stored, unexpected, is_renamed=names is not None))
@@ -118,7 +116,7 @@ def plan_load(
     if not found.all():
         object_fqns = [object_fqns[row] for row in np.flatnonzero(found).tolist()]
     return LoadPlan(
-        _pieces(index, wanted, parts),
+        pieces_of(index, wanted, parts),
         object_rows[found],
         object_fqns,
         tuple(missing),
@@ -228,13 +226,17 @@ def _check_tensors(
     return usable, list(map(wanted.fqns.__getitem__, differs))
 
 
-def _intersect(
+def intersect(
     index: CheckpointIndex,
     wanted: HeldBoxes,
     rows: Int64,
     usable: npt.NDArray[np.bool_],
     problems: LoadProblems,
 ) -> list[_Intersections]:
+    """Intersect those wanted boxes whose tensors are ``usable`` with the chunks of the tensors ``rows``.
+
+    Each element is there once; boxes of which elements are not stored are noted as problems.
+    """
     box_tensors = wanted.item_tensors
     boxes = np.flatnonzero(usable[box_tensors])
     ndims = wanted.ndims[box_tensors[boxes]]
@@ -312,8 +314,8 @@ def _cover(
     return _Intersections(boxes[pieces.boxes], pieces.chunks, pieces.low, pieces.high), gaps
 
 
-def _pieces(index: CheckpointIndex, wanted: HeldBoxes, parts: Sequence[_Intersections]) -> Pieces:
-    """Ragged columns, in the order of the wanted boxes."""
+def pieces_of(index: CheckpointIndex, wanted: HeldBoxes, parts: Sequence[_Intersections]) -> Pieces:
+    """Put intersections into ragged columns, in the order of the wanted boxes."""
     columns: list[list[Int64]] = list(map(list, [[np.zeros(0, np.int64)]] * 5))
     for part in parts:
         ndims = np.full(len(part.boxes), part.low.shape[1], np.int64)

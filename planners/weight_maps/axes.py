@@ -1,4 +1,4 @@
-"""How a tensor is made of named axes: ``(group (q + k + v)) width``.
+"""Named axes that a tensor is made of: ``(group (q + k + v)) width``.
 
 As in einops: dimensions from left to right; in parentheses several axes are one dimension, the last the
 fastest. With ``+`` parts stand one behind the other. Axes of the same names on both sides of a rule are the
@@ -54,7 +54,8 @@ class Axes:
     @classmethod
     @lru_cache(maxsize=1024)
     def parse(cls, text: str) -> Axes:
-        """OptionError for what is no such text, and for an axis that is there twice where it may not be."""
+        """Raise OptionError for what is no such text, and for an axis that is there twice where it may not
+        be."""
         tokens = _tokens(text)
         parser = _Parser(text, tokens)
         nodes = tuple(parser.factors())
@@ -74,16 +75,16 @@ class Axes:
 
     @property
     def names(self) -> list[str]:
-        """Of all axes, each once."""
+        """The names of all axes, each once."""
         return list(dict.fromkeys(name for node in self.nodes for name in _names(node)))
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Extents, if all axes are known. KeyError for one that is not."""
+        """Return extents, if all axes are known. KeyError for one that is not."""
         return tuple(_size(node, sizes) for node in self.nodes)
 
     def solve(self, shape: Sequence[int], sizes: Mapping[str, int]) -> dict[str, int]:
-        """``sizes`` with what ``shape`` tells of the others. PlanError where they do not fit together, or
-        where a dimension has several axes that nobody knows."""
+        """Return ``sizes`` with those that follow from ``shape``. PlanError where they do not fit
+        together, or where a dimension has several axes of unknown size."""
         if len(shape) != len(self.nodes):
             raise PlanError(f"it has {len(shape)} dimensions, and {self.text!r} {len(self.nodes)}")
         known = dict(sizes)
@@ -102,9 +103,9 @@ class Axes:
                 if known[name] < 0:
                     raise PlanError(f"{name} = {known[name]} in {self.text!r} is negative")
             if _size(node, known) != extent:
-                told = ", ".join(f"{name} = {known[name]}" for name in dict.fromkeys(_names(node)))
+                shown = ", ".join(f"{name} = {known[name]}" for name in dict.fromkeys(_names(node)))
                 raise PlanError(
-                    f"a dimension is {extent} where {self.text!r} has {_size(node, known)} ({told})"
+                    f"a dimension is {extent} where {self.text!r} has {_size(node, known)} ({shown})"
                 )
         return known
 
@@ -117,7 +118,7 @@ class Axes:
         return value
 
     def terms(self, sizes: Mapping[str, int]) -> list[AxisPlaces]:
-        """One for each way through the sums: together they are all elements, each once."""
+        """Return one for each way through the sums: together they are all elements, each once."""
         by_dim = [list(_expand(node, 1, sizes)) for node in self.nodes]
         return [
             AxisPlaces(
@@ -147,7 +148,7 @@ class _Parser:
         self.at = 0
 
     def factors(self, depth: int = 0) -> Iterator[_Node]:
-        """Axes and parentheses up to ``)``, ``+`` or the end."""
+        """Yield axes and parentheses up to ``)``, ``+`` or the end."""
         if depth > _MAX_NESTING:
             raise OptionError(f"{self._text!r} is nested too deep")
         while self.at < len(self._tokens) and self._tokens[self.at] not in (")", "+"):
@@ -189,7 +190,7 @@ def _unknown(node: _Node, known: Mapping[str, int]) -> list[str]:
 
 
 def _alternatives(node: _Node) -> list[tuple[str, ...]]:
-    """The axes of each way through the sums."""
+    """Return the axes of each way through the sums."""
     if isinstance(node, str):
         return [(node,)]
     if isinstance(node, _Sum):
@@ -199,7 +200,7 @@ def _alternatives(node: _Node) -> list[tuple[str, ...]]:
 
 
 def _count(node: _Node) -> int:
-    """Return how many ways there are."""
+    """Count the ways through the sums."""
     if isinstance(node, str):
         return 1
     counts = map(_count, node[0])
@@ -214,7 +215,7 @@ def _size(node: _Node, sizes: Mapping[str, int]) -> int:
 
 
 def _expand(node: _Node, step: int, sizes: Mapping[str, int]) -> Iterator[tuple[dict[str, int], int]]:
-    """(step by axis, offset) of each way through the sums, along one dimension."""
+    """Yield (step by axis, offset) of each way through the sums, along one dimension."""
     if isinstance(node, str):
         yield {node: step}, 0
     elif isinstance(node, _Sum):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,18 +16,17 @@ from dcp.planners.weight_maps.pieces import MappedTensor, check_mapped
 from dcp.planners.weight_maps.weight_map import MapSource, WeightMap
 from dcp.storage.formats.container_notes import notes_above
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, starts
-from dcp.storage.formats.opening.sources import complete_index, open_source
 from dcp.storage.stores.base import Store
-from dcp.storage.stores.opening import OpenWith
 
-__all__ = ["MappedIndex", "Misfit", "map_all", "map_index", "map_source", "map_sources", "misfits"]
+__all__ = ["MappedIndex", "Misfit", "map_all", "map_index", "map_sources", "misfits"]
 
 
 @dataclass(frozen=True, eq=False)
 class MappedIndex:
-    """What there is after the map. In ``index`` each tensor is whole, at no known place: it is made of the
-    pieces of ``tensors``, by row. Values that are no tensors are those of the source, with its rows, of which
-    ``objects`` are selected. ``unknown`` are tensors that are as they were, since no rule knows them."""
+    """A checkpoint after the map. In ``index`` each tensor is whole, at no known place: it is made of the
+    pieces of ``tensors``, by row. Values that are no tensors are those of the source, with its rows, of
+    which ``objects`` are selected. ``unknown`` are tensors that are as they were, since no rule knows
+    them."""
 
     index: CheckpointIndex
     tensors: Sequence[MappedTensor]
@@ -37,29 +35,15 @@ class MappedIndex:
 
     @property
     def identity(self) -> str:
-        """Equal for maps that make the same of the same source."""
+        """A text that is equal for maps that make the same of the same source."""
         rows = [(tensor.name, tensor.shape, tensor.dtype_code, tensor.pieces) for tensor in self.tensors]
         return hashlib.sha256(repr(rows).encode()).hexdigest()
-
-
-def map_source(
-    source: str | os.PathLike[str],
-    weights: WeightMap,
-    *,
-    only: Patterns | None = None,
-    exclude: Patterns | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> MappedIndex:
-    """Return what ``weights`` make of the tensors of a checkpoint that ``only`` and ``exclude`` select; none
-    of these is read. Raises what `map_index` raises, and errors of the storage."""
-    found = open_source(source, open_store=OpenWith(storage_options))
-    return map_index(complete_index(found.store, found.index), found.store, weights, only, exclude)
 
 
 def map_index(
     index: CheckpointIndex, store: Store, weights: WeightMap, only: Patterns | None, exclude: Patterns | None
 ) -> MappedIndex:
-    """The selected tensors of ``index`` under ``weights``, whose configuration may be beside them.
+    """Map the selected tensors of ``index`` under ``weights``, whose configuration may be beside them.
 
     PlanError with all names that do not fit; MissingKeyError for patterns that match nothing.
     """
@@ -80,7 +64,7 @@ def map_index(
 
 
 def map_all(index: CheckpointIndex, weights: WeightMap) -> MappedIndex:
-    """All of ``index`` under ``weights``; tensors that no rule knows stay as they are, as values do.
+    """Map all of ``index`` under ``weights``; tensors that no rule knows stay as they are, as values do.
 
     PlanError as of `map_index`.
     """
@@ -110,29 +94,29 @@ class Misfit(NamedTuple):
 
 
 def misfits(mapped: MappedIndex, wanted: CheckpointIndex) -> Iterator[Misfit]:
-    """Yield what of the tensors of ``wanted``, a checkpoint of the other definition, a load through the map
-    would not fill, and what it would have no place for."""
+    """Yield the tensors of ``wanted``, a checkpoint of the other definition, that a load through the map
+    would not fill, and those that it would have no place for."""
     index = mapped.index
     for row, fqn in enumerate(wanted.fqns):
-        at, own = index.position.get(fqn), _told(wanted, row)
+        at, own = index.position.get(fqn), _described(wanted, row)
         if at is None:
             yield Misfit("missing", fqn, own, "")
         elif index.shape(at) != wanted.shape(row):
-            yield Misfit("shape", fqn, own, _told(index, at))
+            yield Misfit("shape", fqn, own, _described(index, at))
         elif index.dtype(at) != wanted.dtype(row):
-            yield Misfit("dtype", fqn, own, _told(index, at))
+            yield Misfit("dtype", fqn, own, _described(index, at))
     for row, fqn in enumerate(index.fqns):
         if fqn not in wanted.position:
-            yield Misfit("unexpected", fqn, "", _told(index, row))
+            yield Misfit("unexpected", fqn, "", _described(index, row))
 
 
-def _told(index: CheckpointIndex, row: int) -> str:
+def _described(index: CheckpointIndex, row: int) -> str:
     shape = "x".join(map(str, index.shape(row))) or "scalar"
     return f"{index.dtype(row).name} {shape}"
 
 
 def map_sources(held: CheckpointIndex | SaveColumns) -> Iterator[MapSource]:
-    """The tensors that a checkpoint has, or a rank, for `WeightMap.apply`."""
+    """Yield the tensors that a checkpoint has, or a rank, for `WeightMap.apply`."""
     shapes, bounds = held.shape_values.tolist(), held.shape_start.tolist()
     facts = zip(held.fqns, held.dtype_codes.tolist(), held.requires_grad.tolist(), strict=True)
     for row, (name, code, requires_grad) in enumerate(facts):
@@ -173,7 +157,7 @@ def _index_of(
 def _nesting(
     index: CheckpointIndex, tensors: Sequence[MappedTensor], unknown: frozenset[str]
 ) -> dict[str, Any]:
-    """Return where values and ``unknown`` are in the nested state; another tensor is what its name says."""
+    """Return the places of values and ``unknown`` in the nested state; that of another tensor is its name."""
     provenance = dict(index.provenance)
     structure, known = provenance.pop("structure", None), index.planner_data
     if not isinstance(known, Mapping):

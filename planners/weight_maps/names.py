@@ -32,7 +32,7 @@ class NamePattern:
     @classmethod
     @lru_cache(maxsize=4096)
     def parse(cls, text: str) -> NamePattern:
-        """OptionError for what is none."""
+        """Raise OptionError for what is none."""
         found = cls(text)
         rest = _PART.sub("", text)
         if not text or "{" in rest or "}" in rest:
@@ -48,7 +48,7 @@ class NamePattern:
         return found
 
     def below(self, prefix: str) -> NamePattern:
-        """The same behind ``prefix``."""
+        """Return the same behind ``prefix``."""
         return NamePattern.parse(prefix + self.text)
 
     @cached_property
@@ -58,23 +58,23 @@ class NamePattern:
 
     @cached_property
     def numbers(self) -> frozenset[str]:
-        """Return those that are numbers."""
+        """The parts that are numbers."""
         return frozenset(part[1] for part in _PART.finditer(self.text) if part[2] is None)
 
     @cached_property
     def parts_of_anything(self) -> frozenset[str]:
-        """Return those that are anything."""
+        """The parts that are anything."""
         return frozenset(part[1] for part in _PART.finditer(self.text) if part[2] == "*")
 
     def match(self, name: str) -> dict[str, str] | None:
-        """The varying parts of ``name``; None if it is none of these."""
+        """Return the varying parts of ``name``; None if it is none of these."""
         if not name.startswith(self._head):
             return None
         found = self._regex.fullmatch(name)
         return found.groupdict() if found else None
 
     def format(self, parts: Mapping[str, str]) -> str:
-        """The name with these parts. KeyError for one that is missing."""
+        """Return the name with these parts. KeyError for one that is missing."""
         return _PART.sub(lambda part: parts[part[1]], self.text)
 
     @cached_property
@@ -86,7 +86,8 @@ class NamePattern:
         return re.compile("".join(self._pieces()), re.DOTALL)
 
     def _pieces(self) -> Iterator[str]:
-        """Numbers and words are taken once, the longest, so that no name takes long to tell."""
+        """Yield parts of a regular expression in which numbers and words are taken once, the longest, so
+        that no name takes long to tell."""
         at = 0
         for part in _PART.finditer(self.text):
             yield re.escape(self.text[at : part.start()])

@@ -1,5 +1,5 @@
-"""Which elements of a source's tensors are which of a target's: what a weight map is once names and shapes
-are known."""
+"""Pieces of tensors: elements of a source's tensors that are elements of a target's. A weight map becomes
+these once names and shapes are known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.geometry.boxes import Box
-from dcp.storage.geometry.lattices import parts_between
+from dcp.storage.geometry.strides import parts_between
 
 __all__ = ["MappedTensor", "Piece", "PieceSide", "check_mapped"]
 
@@ -26,7 +26,7 @@ _MAX_BOXES: Final = 4096
 
 
 class PieceSide(NamedTuple):
-    """Where the elements of a piece are in one tensor.
+    """Places of the elements of a piece in one tensor.
 
     By axis of the piece ``dims``, the dimension along which it goes, and ``steps``, how far from one index to
     the next; ``base`` is the position of the first element, by dimension.
@@ -38,11 +38,11 @@ class PieceSide(NamedTuple):
     base: tuple[int, ...]
 
     def strides(self, strides: Sequence[int]) -> tuple[int, ...]:
-        """By axis, where the tensor's dimensions have ``strides``."""
+        """Return the strides by axis, where the tensor's dimensions have ``strides``."""
         return tuple(step * strides[dim] for dim, step in zip(self.dims, self.steps, strict=True))
 
     def place(self, strides: Sequence[int], origin: Sequence[int]) -> int:
-        """Of the first element, seen from ``origin``."""
+        """Return the place of the first element, seen from ``origin``."""
         return sum((at - low) * s for at, low, s in zip(self.base, origin, strides, strict=True))
 
 
@@ -59,11 +59,11 @@ class Piece(NamedTuple):
         return Piece(self.lengths, self.target, self.source)
 
     def within_source(self, box: Box) -> list[Piece]:
-        """Return what of it ``box`` of the source's tensor has, in disjoint pieces."""
+        """Return the part of it that ``box`` of the source's tensor has, in disjoint pieces."""
         return [piece.inverse for piece in self.inverse.within_target(box)]
 
     def within_target(self, box: Box) -> list[Piece]:
-        """Return what of it ``box`` of the target's tensor has, in disjoint pieces."""
+        """Return the part of it that ``box`` of the target's tensor has, in disjoint pieces."""
         chosen: list[list[tuple[tuple[int, int, int], ...]]] = []  # by dimension: (axis, first, count)
         side = self.target
         for dim, (low, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
@@ -82,9 +82,8 @@ class Piece(NamedTuple):
         return [self._part([part for way in ways for part in way]) for ways in product(*chosen)]
 
     def target_boxes(self) -> Iterator[tuple[Box, Piece]]:
-        """Yield what of it makes whole boxes of the target's tensor, with their places: the axes of each
-        piece are in the order of the box's elements. PlanError where that were more than anybody wants to
-        store."""
+        """Yield the parts of it that make whole boxes of the target's tensor, with their places: the axes
+        of each piece are in the order of the box's elements. PlanError for too many."""
         apart: list[int] = []
         inner: list[int] = []
         for dim in range(len(self.target.base)):
@@ -105,7 +104,8 @@ class Piece(NamedTuple):
             yield Box(piece.target.base, tuple(sizes)), piece._of_axes(inner)
 
     def _together(self, dim: int) -> tuple[list[int], list[int]]:
-        """(axes that are one run along ``dim`` of the target, the slowest first, all others along it)."""
+        """Return (axes that are one run along ``dim`` of the target, the slowest first, all others along
+        it)."""
         axes = [axis for axis, own in enumerate(self.target.dims) if own == dim and self.lengths[axis] != 1]
         axes.sort(key=lambda axis: self.target.steps[axis])
         run, reach = 0, 1
@@ -115,7 +115,7 @@ class Piece(NamedTuple):
         return axes[:run][::-1], axes[run:]
 
     def _of_axes(self, axes: Sequence[int]) -> Piece:
-        """The same of these axes alone; the others have one index."""
+        """Return the same of these axes alone; the others have one index."""
         sides = (
             side._replace(
                 dims=tuple(side.dims[axis] for axis in axes), steps=tuple(side.steps[axis] for axis in axes)
@@ -155,7 +155,7 @@ class MappedTensor:
 
     @classmethod
     def same(cls, name: str, shape: tuple[int, ...], dtype_code: int, requires_grad: bool) -> MappedTensor:
-        """The source's tensor of that name as it is."""
+        """Return the source's tensor of that name as it is."""
         side = PieceSide(name, tuple(range(len(shape))), (1,) * len(shape), (0,) * len(shape))
         return cls(name, shape, [Piece(shape, side, side)], dtype_code, requires_grad)
 
@@ -174,8 +174,8 @@ class MappedTensor:
 
 
 def check_mapped(tensors: Sequence[MappedTensor], taken: Iterable[str]) -> None:
-    """PlanError for names that are ``taken`` by what is behind the map as it was before it, and for tensors
-    of which elements smaller than a byte would have to move."""
+    """Raise PlanError for names that are ``taken`` by what is behind the map as it was before it, and for
+    tensors of which elements smaller than a byte would have to move."""
     twice = {tensor.name for tensor in tensors}.intersection(taken)
     if twice:
         raise PlanError(

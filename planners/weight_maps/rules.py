@@ -70,26 +70,26 @@ class MapRule:
     def __post_init__(self) -> None:
         given = [pattern.axes is None for pattern in (*self.sources, *self.targets)]
         if self.targets and any(given) and not (all(given) and self._is_renaming):
-            raise OptionError(f"{self.told}: each tensor needs its axes, unless it is just renamed")
+            raise OptionError(f"{self.label}: each tensor needs its axes, unless it is just renamed")
         if not self.sources:
             raise OptionError("a rule needs a source")
         for name in self.stacked | self.unstacked:
             if not self._has_axis(name):
-                raise OptionError(f"{self.told}: {{{name}}} is on one side alone, and no axis of the other")
+                raise OptionError(f"{self.label}: {{{name}}} is on one side alone, and no axis of the other")
         self._check_copies()
         self._check_present()
         for side, parts in ((self.sources, self.stacked), (self.targets, self.unstacked)):
             self._check_ways(side, parts)
 
     @property
-    def told(self) -> str:
-        """For messages."""
+    def label(self) -> str:
+        """Return its name in messages."""
         sides = ([pattern.name.text for pattern in side] for side in (self.sources, self.targets))
         return " -> ".join(listed(names, most=_MAX_TOLD, show=str) for names in sides)
 
     @property
     def inverse(self) -> MapRule:
-        """From the targets to the sources."""
+        """The rule from the targets to the sources."""
         return replace(
             self,
             sources=self.targets,
@@ -99,7 +99,7 @@ class MapRule:
         )
 
     def below(self, prefix: str) -> MapRule:
-        """The same for sources whose names begin with ``prefix``."""
+        """Return the same for sources whose names begin with ``prefix``."""
         names = {pattern.name.text for pattern in self.sources}
         return replace(
             self,
@@ -110,19 +110,19 @@ class MapRule:
 
     @property
     def axes(self) -> frozenset[str]:
-        """Of both sides."""
+        """The axes of both sides."""
         given = (pattern.axes for pattern in (*self.sources, *self.targets))
         return frozenset(name for axes in given if axes is not None for name in axes.names)
 
     @property
     def data(self) -> dict[str, Any]:
-        """As it is written, without what is empty."""
-        told: dict[str, Any] = {"from": _written(self.sources), "to": _written(self.targets)}
-        told |= {"sizes": dict(self.sizes), "padding": sorted(self.padding), "copies": sorted(self.copies)}
-        told["when"] = self.when
+        """The rule as it is written, without empty fields."""
+        said: dict[str, Any] = {"from": _written(self.sources), "to": _written(self.targets)}
+        said |= {"sizes": dict(self.sizes), "padding": sorted(self.padding), "copies": sorted(self.copies)}
+        said["when"] = self.when
         for key, pattern in (("present", self.present), ("present_back", self.present_back)):
-            told[key] = pattern and pattern.text
-        return {key: value for key, value in told.items() if value}
+            said[key] = pattern and pattern.text
+        return {key: value for key, value in said.items() if value}
 
     @property
     def is_invertible(self) -> bool:
@@ -130,7 +130,8 @@ class MapRule:
         return bool(self.targets)
 
     def unspecific(self) -> tuple[int, int]:
-        """Parts of anything in its sources' names; with such, less the more text is beside them."""
+        """Return a key to sort by: parts of anything in its sources' names; with such, less the more text
+        is beside them."""
         names = [pattern.name for pattern in self.sources]
         count = max(len(name.parts_of_anything) for name in names)
         return count, -min(len(name.text) for name in names) if count else 0
@@ -146,22 +147,24 @@ class MapRule:
         return _parts(self.targets) - _parts(self.sources)
 
     def _check_copies(self) -> None:
-        """Each is of one side, which has another one."""
+        """Check that each copy is of one side, which has another target."""
         sides = [{pattern.name.text for pattern in side} for side in (self.sources, self.targets)]
         for name in self.copies:
             if sum(name in side for side in sides) != 1:
-                raise OptionError(f"{self.told}: the copy {name!r} is not a name of one side alone")
+                raise OptionError(f"{self.label}: the copy {name!r} is not a name of one side alone")
         if self.targets and any(side <= self.copies for side in sides):
-            raise OptionError(f"{self.told}: what copies are of is not there")
+            raise OptionError(f"{self.label}: what copies are of is not there")
 
     def _check_present(self) -> None:
-        """Its name is known where one of the sources' is."""
+        """Check that the name of ``present`` has no parts that the sources' names lack."""
         for side, pattern in ((self.sources, self.present), (self.targets, self.present_back)):
             if pattern is not None and not all(set(pattern.parts) <= set(own.name.parts) for own in side):
-                raise OptionError(f"{self.told}: present {pattern.text!r} has a part that its own names lack")
+                raise OptionError(
+                    f"{self.label}: present {pattern.text!r} has a part that its own names lack"
+                )
 
     def _check_ways(self, side: Sequence[Pattern], parts: frozenset[str]) -> None:
-        """Elements are told from others by their axes: of one side, no two parts have the same ones."""
+        """Check that axes tell elements apart: of one side, no two parts have the same ones."""
         there: set[frozenset[str]] = set()
         for pattern in side:
             fixed = parts.intersection(pattern.name.parts)
@@ -169,11 +172,11 @@ class MapRule:
                 continue
             for way in pattern.axes.ways:
                 if twice := fixed.intersection(way):
-                    raise OptionError(f"{self.told}: {_told(twice)} is an axis and a part of its name")
+                    raise OptionError(f"{self.label}: {_joined(twice)} is an axis and a part of its name")
                 key = fixed.union(way)
                 if key in there:
                     raise OptionError(
-                        f"{self.told}: two of one side have the axes {_told(key)}: name those apart that "
+                        f"{self.label}: two of one side have the axes {_joined(key)}: name those apart that "
                         "differ, and targets that are the same in copies"
                     )
                 there.add(key)
@@ -191,8 +194,8 @@ class MapRule:
         )
 
     def match(self, name: str, names: Container[str] | None = None) -> tuple[int, dict[str, str]] | None:
-        """(which of the sources, the varying parts) of a name; None if it is none of them, or if what it has
-        to be beside is none of ``names``."""
+        """Return (which of the sources, the varying parts) of a name; None if it is none of them, or if
+        what it has to be beside is none of ``names``."""
         for number, pattern in enumerate(self.sources):
             parts = pattern.name.match(name)
             if parts is not None:
@@ -201,19 +204,20 @@ class MapRule:
         return None
 
     def key(self, found: FoundTensor) -> tuple[tuple[str, str], ...]:
-        """Equal for tensors that are made into the same targets."""
+        """Return a key that is equal for tensors that are made into the same targets."""
         return tuple(sorted((name, text) for name, text in found.parts.items() if name not in self.stacked))
 
     def apply(
         self, tensors: Sequence[FoundTensor], sizes: Mapping[str, int], *, is_part: bool = False
     ) -> Iterator[MappedTensor]:
-        """The targets of ``tensors``, which are those of one `key`. PlanError that says what does not fit.
+        """Yield the targets of ``tensors``, which are those of one `key`. PlanError that says what does
+        not fit.
 
         ``is_part``: of what is stacked, and has a size, there may be more elsewhere.
         """
         sources = [found for found in tensors if self.sources[found.pattern].name.text not in self.copies]
         counts: dict[str, int | None] = {}
-        if is_part and not self.padding:  # zeros are where nobody has anything
+        if is_part and not self.padding:  # zeros are where no rank has anything
             counts = {name: sizes.get(name) for name in self.stacked}
         self._check_complete(sources, counts)
         known = self._solve(sources, sizes, counts)
@@ -229,10 +233,11 @@ class MapRule:
             yield from self._targets(pattern, sources, by_axes, known, used)
         for axes in by_axes.keys() - used:
             if not axes & self.padding:
-                raise PlanError(f"what has the axes {_told(axes)} would be lost")
+                raise PlanError(f"what has the axes {_joined(axes)} would be lost")
 
     def _check_complete(self, sources: Sequence[FoundTensor], counts: Mapping[str, int | None]) -> None:
-        """All that is made into the targets is there; of what ``counts`` has, some may be elsewhere."""
+        """Check that all that is made into the targets is there; of what ``counts`` has, some may be
+        elsewhere."""
         there = {found.pattern for found in sources}
         parts = dict(sources[0].parts) if sources else {}
         for number, pattern in enumerate(self.sources):
@@ -241,8 +246,8 @@ class MapRule:
                 raise PlanError(f"{name!r} is missing")
         by_code = {found.dtype_code: found.name for found in sources}
         if len(by_code) > 1:
-            told = " and ".join(f"{name!r} is {BY_CODE[code].name}" for code, name in by_code.items())
-            raise PlanError(f"different dtypes cannot be one tensor: {told}")
+            said = " and ".join(f"{name!r} is {BY_CODE[code].name}" for code, name in by_code.items())
+            raise PlanError(f"different dtypes cannot be one tensor: {said}")
         for name in self.stacked:
             by_pattern: dict[int, set[int]] = {}
             for found in sources:
@@ -316,7 +321,7 @@ class MapRule:
             sources = by_axes.get(key, ())
             if not sources:
                 if not key & self.padding:
-                    raise PlanError(f"nothing is the part of {name!r} with the axes {_told(key)}")
+                    raise PlanError(f"nothing is the part of {name!r} with the axes {_joined(key)}")
                 padding += math.prod(known[axis] for axis in term.steps)
             used.add(key)
             pieces += [_piece(source, name, term, fixed, known) for source in sources]
@@ -326,13 +331,13 @@ class MapRule:
 
 
 def _check_numbers(name: str, found: set[int], count: int) -> None:
-    """What is stacked is of so many; those that are missing may be elsewhere."""
+    """Check that no number of what is stacked is too high; those that are missing may be elsewhere."""
     if (highest := max(found, default=-1)) >= count:
         raise PlanError(f"there is {name} {highest}, and should be {count} of {name}")
 
 
 def _check_gaps(name: str, found: Sequence[set[int]], *, may_be_elsewhere: bool) -> None:
-    """What is stacked has each number from 0."""
+    """Check that what is stacked has each number from 0."""
     count = max(map(len, found), default=0)
     hint = f"; if another rank has it, say how many there are ({name}=)" if may_be_elsewhere else ""
     for numbers in found:
@@ -353,14 +358,15 @@ def _parts(patterns: Sequence[Pattern]) -> frozenset[str]:
     return frozenset(part for pattern in patterns for part in pattern.name.parts)
 
 
-def _told(axes: frozenset[str]) -> str:
+def _joined(axes: frozenset[str]) -> str:
     return " ".join(sorted(axes)) or "none"
 
 
 def _piece(
     source: _SourceTerm, name: str, term: AxisPlaces, fixed: Mapping[str, int], known: Mapping[str, int]
 ) -> Piece:
-    """The elements that two terms of the same axes have in common; of ``fixed`` ones, those of one index."""
+    """Return the elements that two terms of the same axes have in common; of ``fixed`` ones, those of one
+    index."""
     axes = [axis for axis in term.steps if axis in source.term.steps]
     lengths = tuple(known[axis] for axis in axes)
     return Piece(

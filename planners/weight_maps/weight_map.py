@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from dcp.planners.weight_maps.axes import Axes
-from dcp.planners.weight_maps.model_config import config_at
+from dcp.planners.weight_maps.model_config import config_at, evaluate, names_in
 from dcp.planners.weight_maps.names import NamePattern
 from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.rules import FoundTensor, MapRule, Pattern
-from dcp.planners.weight_maps.sizes import evaluate, names_in
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
 from dcp.storage.near_names import close_to, listed
 
@@ -48,10 +47,11 @@ _Parts = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class WeightMap:
-    """From the tensors of one model definition to those of another; the first rule that knows a name has it.
+    """A map from the tensors of one model definition to those of another; the first rule that knows a name
+    has it.
 
     ``sizes`` are of axes, in all rules: whole numbers, or expressions of ``config``'s names. What neither
-    says is told by the shapes of the source, where these can. ``numbers``, by axis, go before all of them.
+    says follows from the shapes of the source, where these can. ``numbers``, by axis, go before all of them.
     ``counts`` say how many there are of a part of names that is a number: layers, of which none is missing.
     ``models`` are the model types of configurations that it was made for; for others it warns.
     """
@@ -69,7 +69,8 @@ class WeightMap:
 
     @classmethod
     def of(cls, source: WeightMap | Mapping[str, Any] | str | os.PathLike[str]) -> WeightMap:
-        """A map from its data, from a TOML or JSON file, or a ready one by its name, ``llama:hf-to-titan``.
+        """Return a map from its data, from a TOML or JSON file, or a ready one by its name,
+        ``llama:hf-to-titan``.
 
         OptionError for what is none.
         """
@@ -83,9 +84,9 @@ class WeightMap:
         path = Path(text)
         if path.suffix not in (".toml", ".json") or not path.is_file():
             near = close_to(text, list(ready))
-            told = f" (did you mean {', '.join(near)}?)" if near else f"; ready ones are {', '.join(ready)}"
+            shown = f" (did you mean {', '.join(near)}?)" if near else f"; ready ones are {', '.join(ready)}"
             raise OptionError(
-                f"{text!r} is no weight map: neither a ready one nor a .toml or .json file{told}"
+                f"{text!r} is no weight map: neither a ready one nor a .toml or .json file{shown}"
             )
         if path.stat().st_size > _MAX_FILE_BYTES:
             raise OptionError(f"{text} is larger than {_MAX_FILE_BYTES} bytes")
@@ -96,7 +97,7 @@ class WeightMap:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any] | str, *, name: str = "") -> WeightMap:
-        """From plain data, or from TOML or JSON text. OptionError for anything else."""
+        """Make a map from plain data, or from TOML or JSON text. OptionError for anything else."""
         given = _parsed(data) if isinstance(data, str) else data
         name = name or str(given.get("name", ""))
         where = f"weight map {name!r}" if name else "weight map"
@@ -114,24 +115,25 @@ class WeightMap:
         )
 
     def with_config(self, config: Mapping[str, Any]) -> WeightMap:
-        """The same with these names for its expressions: a model's ``config.json``, or sizes by hand, which
-        go before those of before."""
+        """Return the same with these names for its expressions: a model's ``config.json``, or sizes by
+        hand, which go before those of before."""
         self._warn_of_another_model(config)
         return replace(self, config={**self.config, **config})
 
     def with_numbers(self, sizes: Mapping[str, int]) -> WeightMap:
-        """The same with these numbers, of axes or names of its expressions. OptionError for other names."""
+        """Return the same with these numbers, of axes or names of its expressions. OptionError for other
+        names."""
         known = self.size_names
         for name in sizes:
             if name not in known:
                 near = close_to(name, sorted(known))
-                told = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(known))}"
-                raise OptionError(f"{self.name or 'the weight map'} has no size {name!r}; {told}")
+                shown = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(known))}"
+                raise OptionError(f"{self.name or 'the weight map'} has no size {name!r}; {shown}")
         numbers = {name: evaluate(str(size), {}) or 0 for name, size in sizes.items()}
         return replace(self.with_config(numbers), numbers=numbers) if sizes else self
 
     def beside(self, config: Mapping[str, Any]) -> WeightMap:
-        """The same for a checkpoint with this ``config.json``; what was said before goes before it."""
+        """Return the same for a checkpoint with this ``config.json``; what was said before goes before it."""
         if _MODEL_TYPE not in self.config:
             self._warn_of_another_model(config)
         return replace(self, config={**config, **self.config})
@@ -149,31 +151,31 @@ class WeightMap:
             )
 
     @property
-    def told(self) -> str:
-        """For notes on what was made through it."""
+    def label(self) -> str:
+        """Return its name in notes on checkpoints that were made through it."""
         return (self.name or "given")[:_MAX_TOLD]
 
     @property
     def identity(self) -> str:
-        """Equal for maps that say the same, in any process."""
-        told = {**self.data, "config": dict(self.config), "numbers": dict(self.numbers), "keys": self.keys}
-        return hashlib.sha256(json.dumps(told, sort_keys=True, default=repr).encode()).hexdigest()
+        """A text that is equal for maps that say the same, in any process."""
+        shown = {**self.data, "config": dict(self.config), "numbers": dict(self.numbers), "keys": self.keys}
+        return hashlib.sha256(json.dumps(shown, sort_keys=True, default=repr).encode()).hexdigest()
 
     @property
     def mark(self) -> str:
-        """By which ranks compare maps, and people tell them apart."""
-        return f"{self.told} {self.identity[:12]}"
+        """The label by which ranks compare maps, and readers distinguish them."""
+        return f"{self.label} {self.identity[:12]}"
 
     @property
     def data(self) -> dict[str, Any]:
-        """Return what `from_data` takes, of rules and sizes."""
+        """The rules and sizes as `from_data` takes them."""
         rules = [rule.data for rule in self.rules]
         sizes = {"sizes": dict(self.sizes), "counts": dict(self.counts)}
         return {"name": self.name, "models": list(self.models), **sizes, "rules": rules}
 
     @property
     def size_names(self) -> frozenset[str]:
-        """Return what may be said of sizes: axes, and names of its expressions."""
+        """The sizes that may be given: axes, and names of its expressions."""
         texts = [self.sizes, self.counts, *(rule.sizes for rule in self.rules)]
         said = [text for sizes in texts for text in sizes.values() if isinstance(text, str)]
         said += [rule.when for rule in self.rules if rule.when is not None]
@@ -192,7 +194,7 @@ class WeightMap:
         return replace(self, rules=rules, name=name, keys=self.keys[::-1])
 
     def below(self, key: str) -> WeightMap:
-        """The same for a source that has the model below ``key``, as "model" of a training state."""
+        """Return the same for a source that has the model below ``key``, as "model" of a training state."""
         source = f"{key}.{self.keys[0]}" if self.keys[0] else key
         rules = tuple(rule.below(f"{key}.") for rule in self.rules)
         return replace(self, rules=rules, keys=(source, self.keys[1]))
@@ -201,11 +203,11 @@ class WeightMap:
         """Return whether a tensor of the source is none of the model, which is below a key."""
         return bool(self.keys[0]) and not name.startswith(f"{self.keys[0]}.")
 
-    def check_way_back(self, sources: Sequence[MapSource], tensors: Iterable[MappedTensor]) -> None:
-        """PlanError where a load of ``tensors`` through `inverse` would not give ``sources``; found out once
-        for the same ones."""
+    def require_invertible(self, sources: Sequence[MapSource], tensors: Iterable[MappedTensor]) -> None:
+        """Raise PlanError where a load of ``tensors`` through `inverse` would not give ``sources``; found
+        out once for the same ones."""
         structure = hash(tuple(sources))
-        if structure in self._led_back:
+        if structure in self._inverted:
             return
         back = self.inverse
         given = {one.name: (one.name, one.shape, one.dtype_code, one.requires_grad) for one in tensors}
@@ -218,11 +220,11 @@ class WeightMap:
                 "the map could not be restored",
                 fqns=lost[:_MAX_LISTED],
             )
-        self._led_back.add(structure)
+        self._inverted.add(structure)
 
     @cached_property
-    def _led_back(self) -> set[int]:
-        """Return what `check_way_back` has found to lead back."""
+    def _inverted(self) -> set[int]:
+        """The structures for which `require_invertible` was met."""
         return set()
 
     def apply(
@@ -233,14 +235,14 @@ class WeightMap:
         is_part: bool = False,
         names: Container[str] | None = None,
     ) -> list[MappedTensor]:
-        """The target's tensors, in the order of the source's.
+        """Return the target's tensors, in the order of the source's.
 
         PlanError that names all that is wrong: tensors that no rule knows, parts that are missing, shapes
         that do not fit, names that would be there twice; and of ``is_whole`` models layers that are missing.
         ``is_part``: of what is stacked there may be more elsewhere, as many as the map says there are.
         ``names`` are those of all tensors of the source, where ``tensors`` are not all of them.
         """
-        rules, sizes = self._known()
+        rules, sizes = self._used, self._evaluated(self.sizes)
         tensors = list(tensors)
         names = {name for name, *_ in tensors} if names is None else names
         numbers: dict[str, dict[_Parts, set[int]]] = {name: {} for name in self.counts}
@@ -256,7 +258,7 @@ class WeightMap:
             for part in numbers.keys() & parts.keys():
                 before = list(parts).index(part)
                 numbers[part].setdefault(tuple(parts.items())[:before], set()).add(int(parts[part]))
-        problems = list(map(self._told_unknown, unknown))
+        problems = list(map(self._describe_unknown, unknown))
         problems += self._uncounted(numbers) if is_whole else []
         mapped: dict[str, MappedTensor] = {}
         left = _MAX_MADE + sum(map(len, groups.values()))
@@ -265,27 +267,27 @@ class WeightMap:
             if not rule.targets:
                 continue
             try:
-                known = {**sizes, **self._sizes_of(rule), **self.numbers}
+                known = {**sizes, **self._evaluated(rule.sizes), **self.numbers}
                 self._check_counted(rule, known)
                 for tensor in rule.apply(group, known, is_part=is_part):
                     if (left := left - 1) < 0:
                         raise PlanError("too many tensors would be made")
                     if tensor.name in mapped:
-                        problems.append(f"{tensor.name!r} would be there twice, also by {rule.told}")
+                        problems.append(f"{tensor.name!r} would be there twice, also by {rule.label}")
                     mapped[tensor.name] = tensor
             except CheckpointError as error:
-                problems.append(f"{rule.told}: {error}")
+                problems.append(f"{rule.label}: {error}")
         if problems:
             more = f" and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
             hint = self._hint(problems, unknown)
-            told = "; ".join(problems[:_MAX_LISTED])
+            shown = "; ".join(problems[:_MAX_LISTED])
             raise PlanError(
-                f"{self.name or 'the weight map'}: {told}{more}{hint}", problems=problems, fqns=unknown
+                f"{self.name or 'the weight map'}: {shown}{more}{hint}", problems=problems, fqns=unknown
             )
         return list(mapped.values())
 
     def _hint(self, problems: Sequence[str], unknown: Sequence[str]) -> str:
-        """Return what helps."""
+        """Return a hint on how to solve the problems."""
         if not self.config and any("not known" in problem for problem in problems):
             return ". Say which model it is: config, its config.json, or the sizes themselves"
         if unknown and all(map(self.inverse.knows, unknown)):
@@ -297,24 +299,24 @@ class WeightMap:
                 return f". It would know what is below {key!r}: say so (below), and choose that alone (only)"
         return ". What no rule knows can be left out (only, exclude)" if unknown else ""
 
-    def _told_unknown(self, name: str) -> str:
-        """Return why no rule takes a name."""
+    def _describe_unknown(self, name: str) -> str:
+        """Return the reason for which no rule takes a name."""
         found = ((rule, rule.match(name)) for rule in self._used if rule.present is not None)
-        told = [repr(rule.present.format(met[1])) for rule, met in found if met and rule.present is not None]
-        if told:
-            return f"which rule is for {name!r} is not known: there is no {' and no '.join(told)}"
+        shown = [repr(rule.present.format(met[1])) for rule, met in found if met and rule.present is not None]
+        if shown:
+            return f"which rule is for {name!r} is not known: there is no {' and no '.join(shown)}"
         return f"no rule knows {name!r}"
 
     def _check_counted(self, rule: MapRule, known: Mapping[str, int]) -> None:
-        """PlanError where the map says of what ``rule`` stacks how many there are, and that is not known:
-        the last of them may be missing."""
+        """Raise PlanError where the map says of what ``rule`` stacks how many there are, and that is not
+        known: the last of them may be missing."""
         for part in sorted(rule.stacked - known.keys()):
             if (said := rule.sizes.get(part, self.sizes.get(part))) is not None:
                 raise PlanError(f"how many there are of {part} ({said}) is not known")
 
     def _uncounted(self, numbers: Mapping[str, Mapping[_Parts, set[int]]]) -> Iterator[str]:
-        """Yield what is missing of parts of names, where anything is there: of layers, and of the experts of
-        each layer that has any."""
+        """Yield the missing numbers of parts of names, where anything is there: of layers, and of the
+        experts of each layer that has any."""
         for part, count in self._evaluated(self.counts).items():
             for before, there in numbers[part].items() if count <= _MAX_RULES else ():
                 if missing := sorted(set(range(count)) - there):
@@ -326,7 +328,7 @@ class WeightMap:
                     )
 
     def knows(self, name: str) -> bool:
-        """Return whether a rule is about the source's tensors of this name."""
+        """Return whether a rule takes the source's tensors of this name."""
         return self._met(name) is not None
 
     @cached_property
@@ -336,38 +338,30 @@ class WeightMap:
     @cached_property
     def _by_name(self) -> dict[str, int]:
         """The first rule of each name in which nothing varies: a map of plain names has thousands."""
-        named = [
-            (pattern.name.text, number)
-            for number, rule in enumerate(self._used)
-            for pattern in rule.sources
-            if not pattern.name.parts and rule.present is None
-        ]
-        return dict(reversed(named))
+        named: dict[str, int] = {}
+        for number, rule in enumerate(self._used):
+            for pattern in rule.sources:
+                if not pattern.name.parts and rule.present is None:
+                    named.setdefault(pattern.name.text, number)
+        return named
 
     @cached_property
     def _varying(self) -> list[int]:
         """The other rules."""
-        rules = enumerate(self._used)
-        return [
-            number
-            for number, rule in rules
-            if rule.present is not None or any(pattern.name.parts for pattern in rule.sources)
-        ]
+        varying = []
+        for number, rule in enumerate(self._used):
+            if rule.present is not None or any(pattern.name.parts for pattern in rule.sources):
+                varying.append(number)
+        return varying
 
     def _met(self, name: str, names: Container[str] | None = None) -> tuple[int, int, dict[str, str]] | None:
-        """The first rule that knows a name, which of its sources that is, and the varying parts; where
-        ``names`` are given, of rules beside whose tensors is what has to be."""
+        """Return the first rule that knows a name, which of its sources that is, and the varying parts;
+        where ``names`` are given, of rules beside whose tensors is what has to be."""
         named = self._by_name.get(name, len(self._used))
         for number in (*(number for number in self._varying if number < named), named):
             if number < len(self._used) and (met := self._used[number].match(name, names)) is not None:
                 return number, *met
         return None
-
-    def _known(self) -> tuple[list[MapRule], dict[str, int]]:
-        return self._used, self._evaluated(self.sizes)
-
-    def _sizes_of(self, rule: MapRule) -> dict[str, int]:
-        return self._evaluated(rule.sizes)
 
     def _evaluated(self, sizes: Mapping[str, str | int]) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -387,7 +381,7 @@ def weight_map(
     below: str | None = None,
     **sizes: int,
 ) -> WeightMap:
-    """A map from one model definition's weights to another's, for `dcp.convert` and the like.
+    """Make a map from one model definition's weights to another's, for `dcp.convert` and the like.
 
     Args:
         source: The name of a ready map, as "llama:hf-to-titan"; a TOML or JSON file; its data; or a map, as
@@ -409,7 +403,7 @@ def weight_map(
 
 
 def ready_maps() -> dict[str, Path]:
-    """The maps that come with the package, by name."""
+    """Return the maps that come with the package, by name."""
     found = {}
     for path in sorted(_READY.glob("*.toml")):
         family, _, way = path.stem.partition(".")
@@ -454,7 +448,7 @@ def _rule(given: Any, where: str) -> MapRule:
 
 
 def _patterns(given: Any) -> tuple[Pattern, ...]:
-    """Of a name, or of names with their axes."""
+    """Parse a name, or names with their axes."""
     if isinstance(given, str):
         return (Pattern(NamePattern.parse(given), None),)
     if not isinstance(given, Mapping):

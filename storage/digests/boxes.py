@@ -1,12 +1,19 @@
-"""Digests of boxes: where its bytes lie in the tensor, and the sum of their values."""
+"""Digests of runs of bytes, as AES-GCM computes them, and of boxes, which are sums over their runs.
+
+The *value* of a run is that of GHASH over its blocks and one block of zeros: each block times a power of
+`KEY` that grows with the number of blocks behind it. Blocks are counted from the tensor's first byte, so a
+run that begins within one has ``phase`` zero bytes before it.
+"""
 
 from __future__ import annotations
 
 import math
-from functools import cached_property, lru_cache
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from functools import cached_property, lru_cache, partial
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from dcp.storage.digests.field import (
     BLOCK_BYTES,
@@ -16,13 +23,84 @@ from dcp.storage.digests.field import (
     power,
     product,
     scaled,
+    times,
     times_powers,
 )
-from dcp.storage.digests.runs import KEY, row_values, run_value
 from dcp.storage.geometry.ragged import Int64
 from dcp.storage.geometry.strides import c_strides
 
-__all__ = ["BoxDigest", "LogicalRuns", "OrderedSum", "RunDigest", "blocks_of", "logical_runs"]
+__all__ = [
+    "KEY",
+    "BoxDigest",
+    "LogicalRuns",
+    "OrderedSum",
+    "RunDigest",
+    "blocks_of",
+    "logical_runs",
+    "row_values",
+    "run_value",
+]
+
+KEY: Final = 0x66E94BD4EF8A2C3B884CFA59CA342B2E
+"""AES-128 of zeros with the key of zeros, which GHASH goes by. It generates the whole group of the field, so
+that no two positions have the same power."""
+
+_NONCE: Final = bytes(12)
+_MAX_CALL_BYTES: Final = 1 << 30  # AES-GCM takes less than 2 GiB at a time
+_TABLE_BLOCKS: Final = 3
+"""Rows of up to so many blocks are multiplied by tables, all together: a call for each takes as long."""
+
+
+def run_value(data: memoryview, phase: int = 0) -> int:
+    """Return the value of one run."""
+    if phase:
+        data = memoryview(bytes(phase) + bytes(data))
+    if len(data) > _MAX_CALL_BYTES:
+        raise ValueError(f"{len(data)} bytes at once, and the limit is {_MAX_CALL_BYTES}")
+    return int.from_bytes(_ghash()(data), "big") ^ _correction(len(data))
+
+
+def row_values(rows: npt.NDArray[np.uint8], phase: int = 0) -> Elements:
+    """Return the values of many runs of one length, a row each, all of one ``phase``."""
+    count, size = rows.shape
+    blocks = -(-(phase + size) // BLOCK_BYTES)
+    if phase or (blocks <= _TABLE_BLOCKS and size % BLOCK_BYTES):
+        padded = np.zeros((count, blocks * BLOCK_BYTES), np.uint8)
+        padded[:, phase : phase + size] = rows
+        rows, size = padded, blocks * BLOCK_BYTES
+    if blocks > _TABLE_BLOCKS:
+        data = np.ascontiguousarray(rows).reshape(-1).data
+        tags = b"".join(map(_ghash(), (data[begin : begin + size] for begin in range(0, count * size, size))))
+        return as_elements(tags) ^ as_elements(_correction(size).to_bytes(BLOCK_BYTES, "big"))
+    elements = as_elements(np.ascontiguousarray(rows).reshape(-1)).reshape(count, blocks, 2)
+    total = np.zeros((count, 2), np.uint64)
+    for column in range(blocks):
+        total = times(total ^ elements[:, column], KEY)
+    return times(total, KEY)
+
+
+@lru_cache(maxsize=1)
+def _ghash() -> Callable[[Any], bytes]:
+    """Return a function from bytes to what AES-GCM authenticates them by: their value but for
+    `_correction`."""
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # dear to import, and seldom needed
+
+    return partial(AESGCM(bytes(BLOCK_BYTES)).encrypt, _NONCE, b"")
+
+
+@lru_cache(maxsize=1024)
+def _correction(size: int) -> int:
+    """Return the part of the tag beside the value: the encrypted counter, and the length in bits as a
+    block."""
+    return _ENCRYPTED_COUNTER ^ product(8 * size << 64, KEY)
+
+
+_ENCRYPTED_COUNTER: Final = 0x58E2FCCEFA7E3061367F1D57A4E7455A
+"""The tag of no bytes at all."""
+
+
+# -- boxes ---------------------------------------------------------------------------------------------------
+
 
 _STEP_BYTES: Final = 1 << 20
 """Of a long run this much at a time: what was read from memory once is still in the cache behind it."""
@@ -34,7 +112,7 @@ _ROWS_BYTES: Final = 256 << 10
 
 
 def blocks_of(size_bytes: int) -> int:
-    """The number of blocks that ``size_bytes`` take."""
+    """Return the number of blocks that ``size_bytes`` take."""
     return -(-size_bytes // BLOCK_BYTES)
 
 
@@ -73,7 +151,7 @@ class LogicalRuns(NamedTuple):
         return all(stride % BLOCK_BYTES == 0 for stride in self.strides)
 
     def begins(self) -> Int64:
-        """The begin of each run."""
+        """Return the begin of each run."""
         begins = np.array([self.first], np.int64)
         for count, stride in zip(self.counts, self.strides, strict=True):
             begins = (begins[:, None] + stride * np.arange(count, dtype=np.int64)).reshape(-1)
@@ -84,7 +162,7 @@ class LogicalRuns(NamedTuple):
 def logical_runs(
     shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], itemsize: int
 ) -> LogicalRuns:
-    """The runs of the box of ``sizes`` from ``offsets`` on in a tensor of ``shape``."""
+    """Return the runs of the box of ``sizes`` from ``offsets`` on in a tensor of ``shape``."""
     strides = c_strides(shape, itemsize)
     run, counts, steps = itemsize, list[int](), list[int]()
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
@@ -114,7 +192,7 @@ class OrderedSum:
         self._value = self._end = 0
 
     def add(self, value: int, end: int) -> None:
-        """One that has ``end`` blocks before its end."""
+        """Add a value that has ``end`` blocks before its end."""
         if end < self._end:
             value = product(power(KEY, self._end - end), value)
         elif self._value and end > self._end:
@@ -127,7 +205,7 @@ class OrderedSum:
         self._end = max(self._end, end)
 
     def upto(self, end: int) -> int:
-        """The sum with ``end`` blocks in all."""
+        """Return the sum with ``end`` blocks in all."""
         if end == self._end or not self._value:
             return self._value
         return product(power(KEY, end - self._end), self._value)
@@ -143,7 +221,7 @@ class RunDigest:
         self._sum = OrderedSum()
 
     def update(self, data: memoryview) -> None:
-        """The next bytes."""
+        """Take the next bytes."""
         self._position = _extend(self._sum, data, self._position)
 
     def value(self) -> int:
@@ -152,7 +230,8 @@ class RunDigest:
 
 
 def _extend(total: OrderedSum, data: memoryview, begin: int) -> int:
-    """Add the bytes that are at ``begin`` of a tensor, behind those that are in the sum; where they end."""
+    """Add the bytes that are at ``begin`` of a tensor, behind those that are in the sum, and return where
+    they end."""
     for at in range(begin, begin + len(data), _STEP_BYTES):
         part = data[at - begin : at - begin + _STEP_BYTES]
         total.add(run_value(part, at % BLOCK_BYTES), blocks_of(at + len(part)))
@@ -171,7 +250,7 @@ class BoxDigest:
         self._run_count = 0
 
     def update(self, data: memoryview) -> None:
-        """The next bytes."""
+        """Take the next bytes."""
         runs = self._runs
         if not runs.counts:
             _extend(self._sum, data, runs.first + self._position)
@@ -182,8 +261,8 @@ class BoxDigest:
             self._cut(data)
 
     def value(self) -> int:
-        """The value that the box adds to the sum of the tensor's values, but for the blocks behind its last
-        one."""
+        """Return the value that the box adds to the sum of the tensor's values, but for the blocks behind
+        its last one."""
         runs = self._runs
         if not runs.counts:
             return self._sum.upto(blocks_of(runs.last_end))
@@ -203,7 +282,7 @@ class BoxDigest:
         return self._runs.begins()
 
     def _cut(self, data: memoryview) -> None:
-        """Pieces of long runs."""
+        """Take pieces of long runs."""
         size, begins = self._runs.run_bytes, self._begins
         while len(data):
             number, at = divmod(self._position, size)

@@ -40,7 +40,7 @@ _FEW = 3
 
 
 def product(a: int, b: int) -> int:
-    """The product of two elements."""
+    """Return the product of two elements."""
     total = 0
     while a:
         if a & ONE:
@@ -67,7 +67,7 @@ def scaled(value: int, factor: int) -> int:
 
 @lru_cache(maxsize=4096)
 def power(base: int, exponent: int) -> int:
-    """``base`` to a power of 0 and above."""
+    """Return ``base`` to a power of 0 and above."""
     result = ONE
     for bit in range(exponent.bit_length()):
         if exponent >> bit & 1:
@@ -77,7 +77,7 @@ def power(base: int, exponent: int) -> int:
 
 @lru_cache(maxsize=256)
 def _square(base: int, times: int) -> int:
-    """``base`` to the power of ``2**times``."""
+    """Return ``base`` to the power of ``2**times``."""
     if times == 0:
         return base
     root = _square(base, times - 1)
@@ -90,13 +90,13 @@ def as_elements(blocks: bytes | memoryview | npt.NDArray[np.uint8]) -> Elements:
 
 
 def as_int(element: Elements) -> int:
-    """One element."""
+    """Return one element."""
     return int.from_bytes(element.tobytes(), "big")
 
 
 @lru_cache(maxsize=128)
 def _table(factor: int) -> Elements:
-    """The products of ``factor`` with each value of each byte of a block: (16, 256, 2)."""
+    """Return the products of ``factor`` with each value of each byte of a block: (16, 256, 2)."""
     basis, value = [], factor
     for _ in range(128):
         basis.append(value.to_bytes(BLOCK_BYTES, "big"))
@@ -109,7 +109,7 @@ def _table(factor: int) -> Elements:
 
 
 def times(elements: Elements, factor: int) -> Elements:
-    """All ``elements`` (..., 2) times one."""
+    """Return all ``elements`` (..., 2) times one."""
     if elements.size <= 2 * _FEW:
         made = [product(factor, as_int(one)).to_bytes(BLOCK_BYTES, "big") for one in elements.reshape(-1, 2)]
         return as_elements(b"".join(made)).reshape(elements.shape)
@@ -122,7 +122,7 @@ def times(elements: Elements, factor: int) -> Elements:
 
 
 def horner(elements: Elements, factor: int) -> Elements:
-    """``((e[0] * factor + e[1]) * factor + e[2]) ...`` along the last dimension but one, by halves."""
+    """Return ``((e[0] * factor + e[1]) * factor + e[2]) ...`` along the last dimension but one, by halves."""
     while (count := elements.shape[-2]) > 1:
         if count % 2:  # zeros before the first add nothing
             empty = np.zeros((*elements.shape[:-2], 1, 2), np.uint64)
@@ -135,7 +135,7 @@ def horner(elements: Elements, factor: int) -> Elements:
 
 
 def times_powers(elements: Elements, base: int, exponents: Int64) -> Elements:
-    """Each of ``elements`` (n, 2) times ``base`` to a power of its own."""
+    """Return each of ``elements`` (n, 2) times ``base`` to a power of its own."""
     result = elements.copy()
     bit = 0
     while (left := exponents >> bit).any():

@@ -9,9 +9,8 @@ from functools import cached_property, partial
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.digests.boxes import BoxDigest, LogicalRuns, RunDigest, logical_runs
+from dcp.storage.digests.boxes import KEY, BoxDigest, LogicalRuns, RunDigest, logical_runs
 from dcp.storage.digests.field import BLOCK_BYTES, Elements, times_powers
-from dcp.storage.digests.runs import KEY
 from dcp.storage.geometry.ragged import Int64, row_matrix, row_products
 from dcp.storage.geometry.strides import contiguous_positions
 
@@ -32,7 +31,7 @@ class LogicalPlaces:
     itemsizes: Int64
 
     def runs(self, row: int) -> LogicalRuns:
-        """The bytes of one box."""
+        """Return the bytes of one box."""
         part = slice(int(self.start[row]), int(self.start[row + 1]))
         shape, offsets, sizes = (
             tuple(column[part].tolist()) for column in (self.shapes, self.offsets, self.sizes)
@@ -41,7 +40,7 @@ class LogicalPlaces:
 
     @cached_property
     def _runs(self) -> tuple[npt.NDArray[np.bool_], Int64]:
-        """By box: whether its bytes follow each other, and the first one's place, if so."""
+        """(whether the bytes of each box follow each other, the first one's place, if so)."""
         ndims = np.diff(self.start)
         is_run, first = np.ones(len(ndims), np.bool_), np.zeros(len(ndims), np.int64)
         for ndim in np.unique(ndims[ndims > 0]).tolist():
@@ -73,7 +72,7 @@ class LogicalPlaces:
         return is_simple
 
     def digest(self, row: int) -> type[RunDigest] | Callable[[], BoxDigest]:
-        """A factory of what takes the bytes of one box."""
+        """Return a factory of what takes the bytes of one box."""
         return RunDigest if self._simple[row] else partial(BoxDigest, self.runs(row))
 
     @cached_property
@@ -90,7 +89,8 @@ class LogicalPlaces:
         return ends
 
     def placed(self, values: Elements) -> Elements:
-        """The values that the boxes add to their tensors' sums, by the value of each (`BoxDigest.value`)."""
+        """Return the values that the boxes add to their tensors' sums, by the value of each
+        (`BoxDigest.value`)."""
         whole = row_products(self.shapes, self.start) * self.itemsizes
         return times_powers(values, KEY, -(-whole // BLOCK_BYTES) + (-self._ends // BLOCK_BYTES))
 

@@ -21,6 +21,6 @@ def shown_digest(total: bytes, dtype: str, shape: Sequence[int]) -> str:
 
 
 def digest_of_all(named: Iterable[tuple[str, str]]) -> str:
-    """One for many tensors, by their names and digests, in whatever order."""
+    """Return one for many tensors, by their names and digests, in whatever order."""
     lines = sorted(f"{digest} {fqn}\n".encode("utf-8", "surrogatepass") for fqn, digest in named)
     return hashlib.blake2b(_HEAD_OF_ALL + b"".join(lines), digest_size=SUM_BYTES).hexdigest()

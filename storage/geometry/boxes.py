@@ -18,12 +18,12 @@ class Box(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All of a tensor."""
+        """Return all of a tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @classmethod
     def between(cls, low: Sequence[int], high: Sequence[int]) -> Box:
-        """``low <= x < high`` in each dimension."""
+        """Return ``low <= x < high`` in each dimension."""
         return cls(tuple(low), tuple(b - a for a, b in zip(low, high, strict=True)))
 
     @property
@@ -38,23 +38,23 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Return what takes it out of an array."""
+        """The slices that take it out of an array."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
     def moved(self, by: Sequence[int]) -> Box:
-        """The same box, ``by`` farther on."""
+        """Return the same box, ``by`` farther on."""
         return Box(tuple(o + d for o, d in zip(self.offsets, by, strict=True)), self.sizes)
 
     def seen_from(self, origin: Sequence[int]) -> Box:
-        """The same box, in coordinates that begin at ``origin``."""
+        """Return the same box, in coordinates that begin at ``origin``."""
         return Box(tuple(o - d for o, d in zip(self.offsets, origin, strict=True)), self.sizes)
 
     def permuted(self, order: Sequence[int]) -> Box:
-        """The same box of a tensor whose dimensions stand in another ``order``."""
+        """Return the same box of a tensor whose dimensions stand in another ``order``."""
         return Box(tuple(self.offsets[d] for d in order), tuple(self.sizes[d] for d in order))
 
     def intersection(self, other: Box) -> Box | None:
-        """Return what both have; None if that is nothing."""
+        """Return the box that both have; None if there is none."""
         offsets, sizes = [], []
         for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             low, high = max(a, b), min(a + n, b + m)
@@ -65,7 +65,7 @@ class Box(NamedTuple):
         return Box(tuple(offsets), tuple(sizes))
 
     def without(self, hole: Box) -> Iterator[Box]:
-        """Yield what is left without ``hole``: slabs before and behind it, one dimension after the other."""
+        """Yield the rest without ``hole``: slabs before and behind it, one dimension after the other."""
         common = self.intersection(hole)
         if common is None:
             yield self
@@ -81,7 +81,7 @@ class Box(NamedTuple):
 
 
 def contiguous_position(sizes: Sequence[int], box: Box) -> int | None:
-    """The first element's place if ``box`` is one run of a C-ordered array of ``sizes``, else None."""
+    """Return the first element's place if ``box`` is one run of a C-ordered array of ``sizes``, else None."""
     position, step, is_open = 0, 1, True
     for size, offset, length in zip(reversed(sizes), reversed(box.offsets), reversed(box.sizes), strict=True):
         if not is_open and length != 1:
@@ -93,7 +93,7 @@ def contiguous_position(sizes: Sequence[int], box: Box) -> int | None:
 
 
 def split_box(box: Box, max_elements: int) -> Iterator[Box]:
-    """Boxes of up to ``max_elements``, in C order, each one run of ``box``'s elements."""
+    """Yield boxes of up to ``max_elements``, in C order, each one run of ``box``'s elements."""
     sizes, ndim = box.sizes, len(box.sizes)
     if box.volume <= max_elements:
         if box.volume:
@@ -115,8 +115,8 @@ def split_box(box: Box, max_elements: int) -> Iterator[Box]:
 
 
 def range_boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[Box]:
-    """Boxes that have the elements ``begin`` to ``end`` of a C-ordered array, in that order; at most two a
-    dimension."""
+    """Yield boxes that have the elements ``begin`` to ``end`` of a C-ordered array, in that order; at most
+    two a dimension."""
     yield from _range_boxes(tuple(shape), begin, end, ())
 
 

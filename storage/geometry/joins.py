@@ -1,4 +1,4 @@
-"""Which of many boxes meet, and what is left where those that overlap are cut.
+"""Joins of many boxes: those that meet, and what is left where those that overlap are cut.
 
 Boxes are half-open: ``low <= x < high`` in every dimension, int64 arrays of shape (boxes, dimensions), with a
 group (a tensor, say) each; only boxes of one group meet. Nothing here loops over boxes: joins sort one
@@ -40,12 +40,12 @@ class BoxSet(NamedTuple):
     high: Int64
 
     def take(self, rows: npt.NDArray[np.generic]) -> BoxSet:
-        """The boxes at ``rows`` (positions or a mask)."""
+        """Return the boxes at ``rows`` (positions or a mask)."""
         return BoxSet(self.groups[rows], self.low[rows], self.high[rows])
 
 
 def _keys(groups: list[Int64], coordinates: list[Int64]) -> list[Int64]:
-    """One sortable int64 a (group, coordinate), consistent over all the given pairs."""
+    """Return one sortable int64 a (group, coordinate), consistent over all the given pairs."""
     top = max((int(column.max()) for column in coordinates if len(column)), default=0) + 1
     group_top = max((int(column.max()) for column in groups if len(column)), default=0) + 1
     if float(top) * group_top >= _KEY_LIMIT:
@@ -57,7 +57,7 @@ def _keys(groups: list[Int64], coordinates: list[Int64]) -> list[Int64]:
 
 
 def _sorted(keys: Int64) -> tuple[Int64 | None, Int64]:
-    """(order, sorted keys); order None where the keys ascend already, as they mostly do."""
+    """Return (order, sorted keys); order None where the keys ascend already, as they mostly do."""
     if len(keys) < 2 or bool((keys[1:] >= keys[:-1]).all()):
         return None, keys
     order = np.argsort(keys, kind="stable")
@@ -111,8 +111,8 @@ def _join_intervals(
 
 
 def _reorder_dimensions(a: BoxSet, b: BoxSet) -> tuple[BoxSet, BoxSet]:
-    """Both sets with the dimensions of each group turned so that the one with the fewest meetings comes
-    first."""
+    """Return both sets with the dimensions of each group turned so that the one with the fewest meetings
+    comes first."""
     groups = int(max(a.groups.max(), b.groups.max())) + 1
     ndim = a.low.shape[1]
     meetings = np.zeros((groups, ndim))
@@ -154,7 +154,7 @@ def _classes(groups: Int64, low: Int64, high: Int64) -> _Classes:
 
 
 def _join_levels(a: BoxSet, b: BoxSet) -> tuple[Int64, Int64]:
-    """Pairs of rows of a and b that meet, dimension by dimension.
+    """Return pairs of rows of a and b that meet, dimension by dimension.
 
     Boxes that share an interval are joined as one, so a grid of chunks costs its chunks, not their square.
     """
@@ -181,7 +181,7 @@ def _join_levels(a: BoxSet, b: BoxSet) -> tuple[Int64, Int64]:
 
 
 def intersecting_pairs(a: BoxSet, b: BoxSet) -> tuple[Int64, Int64]:
-    """Rows (of a, of b) of all pairs of one group that share a volume, ascending by a, then b.
+    """Return rows (of a, of b) of all pairs of one group that share a volume, ascending by a, then b.
 
     Empty boxes meet nothing; boxes without dimensions meet within their group.
     """
@@ -217,7 +217,7 @@ def _ascending(a: Int64, b: Int64) -> tuple[Int64, Int64]:
 
 
 def _crowded_groups(boxes: BoxSet, dim: int) -> Int64:
-    """Groups whose boxes are not all apart along one dimension."""
+    """Return groups whose boxes are not all apart along one dimension."""
     (low,) = _keys([boxes.groups], [boxes.low[:, dim]])
     order = np.argsort(low, kind="stable")
     groups, high = boxes.groups[order], boxes.high[order, dim]
@@ -226,7 +226,7 @@ def _crowded_groups(boxes: BoxSet, dim: int) -> Int64:
 
 
 def overlapping_pairs(boxes: BoxSet) -> tuple[Int64, Int64]:
-    """Rows (i < j) of all pairs of one group that share a volume.
+    """Return rows (i < j) of all pairs of one group that share a volume.
 
     Boxes that are apart along one dimension, as almost all shardings are, are found by one sort.
     """
@@ -246,7 +246,8 @@ def overlapping_pairs(boxes: BoxSet) -> tuple[Int64, Int64]:
 
 
 def cut_overlaps(boxes: BoxSet, earlier: Int64, later: Int64) -> tuple[Int64, BoxSet]:
-    """(rows, parts of the boxes in these rows) that have each element once, with the first box that has it.
+    """Return (rows, parts of the boxes in these rows) that have each element once, with the first box that
+    has it.
 
     ``earlier`` and ``later`` are as `overlapping_pairs` gives them. Of equal boxes, the usual case, the later
     ones just go.
@@ -290,8 +291,8 @@ def _box(boxes: BoxSet, row: int) -> Box:
 
 
 def disjoint(boxes: Sequence[Box]) -> list[tuple[int, Box]]:
-    """(number of a box, a part of it) such that each element is in one part, that of the first box which has
-    it; in ascending order. Empty boxes have none."""
+    """Return (number of a box, a part of it) such that each element is in one part, that of the first box
+    which has it; in ascending order. Empty boxes have none."""
     firsts: dict[Box, int] = {}
     for number, box in enumerate(boxes):
         if 0 not in box.sizes:

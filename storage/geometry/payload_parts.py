@@ -41,7 +41,7 @@ def box_parts(
     limit_bytes: int,
     gap_bytes: int,
 ) -> Iterator[BoxPart]:
-    """Parts of a box in the order of the payload, each of at most ``limit_bytes`` from end to end.
+    """Yield parts of a box in the order of the payload, each of at most ``limit_bytes`` from end to end.
 
     Rows that lie farther apart than ``gap_bytes`` are parts of their own. ``begin`` is the first element's
     place. A box without elements has no parts.
@@ -60,7 +60,7 @@ def _parts(
     limit_bytes: int,
     gap_bytes: int,
 ) -> Iterator[BoxPart]:
-    """Parts of a box that has one index only in the dimensions before ``dim``."""
+    """Yield parts of a box that has one index only in the dimensions before ``dim``."""
     while dim < len(lengths) and lengths[dim] == 1:
         dim += 1
     size = extent(lengths, strides, itemsize)
@@ -98,8 +98,8 @@ def is_sparse(lengths: Sequence[int], strides: Sequence[int], itemsize: int, gap
 def reaches(
     parts: Sequence[BoxPart], payload_bytes: int, *, gap_bytes: int, whole_blocks: bool
 ) -> Iterator[Reach]:
-    """Yield what is read for each of ``parts`` (in payload order), so that checksums of blocks can be
-    compared.
+    """Yield the bytes that are read for each of ``parts`` (in payload order), so that checksums of blocks
+    can be compared.
 
     Bytes between two parts that are read in any case belong to the first one's. With ``whole_blocks`` the
     blocks at the ends are completed; without, only if they are the payload's own ends and near.

@@ -34,7 +34,7 @@ class BoxGroup(NamedTuple):
 
 
 def starts(counts: npt.ArrayLike) -> Int64:
-    """Positions of ragged rows from their lengths: ``[0, c0, c0 + c1, ...]``, int64, n+1 long."""
+    """Return positions of ragged rows from their lengths: ``[0, c0, c0 + c1, ...]``, int64, n+1 long."""
     lengths = np.asarray(counts, dtype=np.int64)
     result = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=result[1:])
@@ -42,20 +42,20 @@ def starts(counts: npt.ArrayLike) -> Int64:
 
 
 def expand_ranges(first: Int64, counts: Int64) -> Int64:
-    """``first[0], first[0] + 1, ... (counts[0] of them), first[1], ...``."""
+    """Return ``first[0], first[0] + 1, ... (counts[0] of them), first[1], ...``."""
     begin = starts(counts)
     total = int(begin[-1])
     return np.repeat(first - begin[:-1], counts) + np.arange(total, dtype=np.int64)
 
 
 def gather_rows(values: npt.NDArray[_N], start: Int64, rows: Int64) -> npt.NDArray[_N]:
-    """The ragged rows ``rows`` of (values, start), one after the other."""
+    """Return the ragged rows ``rows`` of (values, start), one after the other."""
     first = start[rows]
     return values[expand_ranges(first, start[rows + 1] - first)]
 
 
 def row_matrix(values: Int64, start: Int64, rows: Int64, ndim: int) -> Int64:
-    """The ragged rows ``rows`` of (values, start), all of length ``ndim``, as (rows, ndim)."""
+    """Return the ragged rows ``rows`` of (values, start), all of length ``ndim``, as (rows, ndim)."""
     matrix: Int64 = values[start[rows][:, None] + np.arange(ndim, dtype=np.int64)]
     return matrix
 
@@ -76,7 +76,7 @@ def row_sums(values: Int64, start: Int64) -> Int64:
 
 
 def by_ndim(rows: Int64, start: Int64, offsets: Int64, sizes: Int64) -> Iterator[BoxGroup]:
-    """The boxes ``rows`` of ragged columns, one group a number of dimensions."""
+    """Yield the boxes ``rows`` of ragged columns, one group a number of dimensions."""
     counts = start[rows + 1] - start[rows]
     for ndim in np.unique(counts).tolist():
         chosen = rows[counts == ndim]

@@ -1,11 +1,12 @@
-"""How elements of a box lie in memory or in a payload: strides, their order, and what of them is one run.
+"""Strides: the places of a box's elements in memory or in a payload, their order, and parts that are one
+run.
 
 Strides are in whatever unit the caller counts in: elements, or bytes with an ``itemsize``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 from dcp.storage.geometry.ragged import Int64
 
 __all__ = [
+    "AxisPart",
     "Positions",
     "c_strides",
     "c_strides_by_row",
@@ -21,12 +23,14 @@ __all__ = [
     "dense_order",
     "extent",
     "is_c_ordered",
+    "parts_between",
     "ragged_c_strides",
 ]
 
 
 def c_strides(sizes: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
-    """From one element to the next in each dimension of a C-ordered array, as torch has them."""
+    """Return the strides, from one element to the next in each dimension of a C-ordered array, as torch
+    has them."""
     strides, step = [], itemsize
     for size in reversed(sizes):
         strides.append(step)
@@ -41,8 +45,8 @@ def is_c_ordered(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def dense_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
-    """Dimensions from slowest to fastest if elements (``strides`` in elements) are dense in some order and
-    none is there twice, else None. C order wins where several would do."""
+    """Return dimensions from slowest to fastest if elements (``strides`` in elements) are dense in some
+    order and none is there twice, else None. C order wins where several would do."""
     if is_c_ordered(sizes, strides):
         return tuple(range(len(sizes)))
     order = tuple(sorted(range(len(sizes)), key=lambda d: (sizes[d] != 1, -strides[d], d)))
@@ -50,7 +54,7 @@ def dense_order(sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]
 
 
 def extent(sizes: Sequence[int], strides: Sequence[int], itemsize: int = 1) -> int:
-    """From the first element of a box to the end of its last one; 0 for an empty box."""
+    """Return the length from the first element of a box to the end of its last one; 0 for an empty box."""
     if 0 in sizes:
         return 0
     return itemsize + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
@@ -97,3 +101,43 @@ def ragged_c_strides(sizes: Int64, start: Int64, itemsizes: Int64) -> Int64:
         places = start[rows][:, None] + np.arange(ndim, dtype=np.int64)
         found[places] = c_strides_by_row(sizes[places], itemsizes[rows])
     return found
+
+
+# -- parts of strided elements -------------------------------------------------------------------------------
+
+
+AxisPart = tuple[int, int]
+"""Of an axis: the first index, and how many."""
+
+
+def parts_between(
+    lengths: Sequence[int], steps: Sequence[int], low: int, high: int
+) -> Iterator[tuple[AxisPart, ...]]:
+    """Yield the positions ``i * steps[0] + j * steps[1] + ...`` that are at least ``low`` and below ``high``.
+
+    Disjoint parts, by axis, in the order of their positions; at most two an axis and one more. Each step is
+    at least what all axes behind it reach, so that positions ascend in C order.
+    """
+    if not lengths:
+        if low <= 0 < high:
+            yield ()
+        return
+    step, rest, inner = steps[0], lengths[1:], steps[1:]
+    reach = 1 + sum((n - 1) * s for n, s in zip(rest, inner, strict=True))
+    first, last = max(0, (low - reach) // step + 1), min(lengths[0], -(-high // step))
+    begin, end = max(first, -(-low // step)), min(last, (high - reach) // step + 1)
+    if begin >= end:
+        begin = end = last
+    for index in range(first, begin):
+        yield from _at(index, rest, inner, low - index * step, high - index * step)
+    if begin < end:
+        yield ((begin, end - begin), *((0, n) for n in rest))
+    for index in range(end, last):
+        yield from _at(index, rest, inner, low - index * step, high - index * step)
+
+
+def _at(
+    index: int, lengths: Sequence[int], steps: Sequence[int], low: int, high: int
+) -> Iterator[tuple[AxisPart, ...]]:
+    for part in parts_between(lengths, steps, low, high):
+        yield ((index, 1), *part)

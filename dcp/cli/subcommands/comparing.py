@@ -12,8 +12,11 @@ from dcp.cli.common import (
     EXIT_FAILURE,
     EXIT_FINDINGS,
     Debug,
+    Exclude,
     Json,
+    Only,
     Options,
+    Source,
     describe_bytes,
     describe_shape,
     describe_value,
@@ -57,15 +60,13 @@ _SORTS: dict[str, Callable[[TensorDifference], Any]] = {
 
 
 def diff(
-    a: Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")],
+    a: Source,
     b: Annotated[str, typer.Argument(help="Another one, of any format and sharding.")],
     values: Annotated[
         bool, typer.Option("--values/--no-values", help="Read what checksums do not tell. By default.")
     ] = True,
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="GLOB", help="These names, and those below.")
-    ] = None,
-    exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these.")] = None,
+    only: Only = None,
+    exclude: Exclude = None,
     rename: Annotated[
         list[str] | None,
         typer.Option("--rename", metavar="REGEX=>NEW", help="Replace this in the names of A before."),
@@ -107,7 +108,7 @@ def diff(
 
 
 def _rename(rule: str) -> tuple[str, str]:
-    """As `dcp convert` has it; ``REGEX=NEW`` is how it was before, for rules without ``=>``."""
+    """Parse a rule as `dcp convert` has it; ``REGEX=NEW`` is how it was before, for rules without ``=>``."""
     regex, separator, text = rule.partition("=>" if "=>" in rule else "=")
     if not separator:
         raise typer.BadParameter(f"--rename {rule!r} is not of the form REGEX=>NEW")
@@ -115,7 +116,8 @@ def _rename(rule: str) -> tuple[str, str]:
 
 
 def _renaming(found: Difference) -> str:
-    """A rule for ``--rename`` by which tensors that A alone has are some that B alone has; "" without any."""
+    """Return a rule for ``--rename`` by which tensors that A alone has are some that B alone has; ""
+    without any."""
     # here, because a usage message must not wait for numpy
     from dcp.planners.load.key_hints import rename_for_missing
 
@@ -183,7 +185,7 @@ def _shown(value: object) -> str:
 
 
 def digest(
-    uri: Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")],
+    uri: Source,
     names: Annotated[
         list[str] | None,
         typer.Argument(metavar="[NAME]...", help="These tensors, or globs, and those below."),

@@ -1,4 +1,5 @@
-"""Subcommands that make checkpoints of others: ``convert`` and ``merge``, and ``map``, which shows maps."""
+"""Subcommands that make checkpoints of checkpoints: ``convert`` and ``merge``, and ``map``, which shows
+maps."""
 
 from __future__ import annotations
 
@@ -14,8 +15,11 @@ from typer.core import TyperCommand
 from dcp.cli.common import (
     EXIT_FINDINGS,
     Debug,
+    Exclude,
     Json,
+    Only,
     Options,
+    Source,
     describe_bytes,
     describe_shape,
     errors_as_lines,
@@ -42,7 +46,8 @@ _MAX_LISTED = 5
 
 
 def target_formats() -> list[str]:
-    """The formats that can be written. BadParameter where a package that has one cannot be imported."""
+    """Return the formats that can be written. BadParameter where a package that has one cannot be
+    imported."""
     from dcp.storage.formats.registry import target_names  # here, as it reads what is installed
 
     try:
@@ -52,7 +57,7 @@ def target_formats() -> list[str]:
 
 
 def target_format(name: str) -> str:
-    """One of the formats that can be written; for ours nothing is read of what is installed."""
+    """Return one of the formats that can be written; for ours nothing is read of what is installed."""
     from dcp.storage.formats.registry import target_named
 
     try:
@@ -73,7 +78,7 @@ class Chunks(StrEnum):
 
 
 def _size(text: str | None) -> int | None:
-    """Bytes of ``5GB``, ``4GiB`` or a plain number."""
+    """Return bytes of ``5GB``, ``4GiB`` or a plain number."""
     if text is None:
         return None
     match = _SIZE.fullmatch(text.strip())
@@ -84,7 +89,7 @@ def _size(text: str | None) -> int | None:
 
 
 def _pairs(values: list[str] | None, separator: str, what: str) -> dict[str, str]:
-    """``left<separator>right`` of each value."""
+    """Return ``left<separator>right`` of each value."""
     found = {}
     for value in values or ():
         left, separated, right = value.partition(separator)
@@ -95,7 +100,7 @@ def _pairs(values: list[str] | None, separator: str, what: str) -> dict[str, str
 
 
 def _dtypes(values: list[str] | None) -> str | dict[str, str] | None:
-    """One dtype for all, or dtypes by glob."""
+    """Return one dtype for all, or dtypes by glob."""
     if not values:
         return None
     if len(values) == 1 and "=" not in values[0]:
@@ -103,10 +108,6 @@ def _dtypes(values: list[str] | None) -> str | dict[str, str] | None:
     return _pairs(values, "=", "GLOB=DTYPE; one DTYPE alone is for all tensors")
 
 
-Only = Annotated[
-    list[str] | None, typer.Option("--only", metavar="GLOB", help="These names, and those below.")
-]
-Exclude = Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these.")]
 Rename = Annotated[
     list[str] | None,
     typer.Option(
@@ -147,7 +148,8 @@ TargetOptions = Annotated[
 
 
 def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `dcp.convert` that those of the command line mean, which are in ``given`` by name."""
+    """Return the options of `dcp.convert` that those of the command line mean, which are in ``given`` by
+    name."""
     names = ("to", "files", "hf", "drop_objects", "overwrite", "executor", "workers")
     return {name: given[name] for name in names} | {
         "only": given["only"] or None,
@@ -163,7 +165,7 @@ def options_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def with_progress(target: str) -> Iterator[Callable[[Progress], None]]:
-    """A callback that moves a progress bar, where there is one."""
+    """Provide a callback that moves a progress bar, where there is one."""
     with unwinding_on_sigterm(), progress_bar(target) as show:
 
         def progress(done: Progress) -> None:
@@ -230,7 +232,7 @@ _MapName = Annotated[
 def map_of(
     name: str, config: str | None, sizes: list[str] | None, *, inverse: bool, below: str | None
 ) -> WeightMap:
-    """The map that these options mean; ``below`` as for `dcp.weight_map`."""
+    """Return the map that these options mean; ``below`` as for `dcp.weight_map`."""
     from dcp.planners.weight_maps.weight_map import weight_map
 
     numbers: dict[str, int] = {}
@@ -246,7 +248,7 @@ def map_of(
 def refuse_without_map(
     config: str | None, sizes: list[str] | None, *, inverse: bool, below: str | None
 ) -> None:
-    """A usage error if any of these is given, where no map is."""
+    """Raise a usage error if any of these is given, where no map is."""
     if inverse or below or config or sizes:
         raise typer.BadParameter("--inverse, --below, --config and --set are about --map, which is missing")
 
@@ -282,20 +284,16 @@ def check(
     """Say what a map would make of a checkpoint; nothing is read of its tensors. Exits with 1 if it does not
     fit, or would not load."""
     with errors_as_lines(debug=debug):
-        from dcp.planners.weight_maps.mapped_index import map_source, misfits
+        from dcp.planners.weight_maps.mapped_index import map_index, misfits
         from dcp.storage.errors import PlanError
-        from dcp.storage.formats.opening.sources import open_source
+        from dcp.storage.formats.opening.sources import complete_index, open_source
         from dcp.storage.stores.opening import OpenWith
 
         found = map_of(weights, config, sizes, inverse=inverse, below=below)
         try:
-            mapped = map_source(
-                uri,
-                found,
-                only=only or None,
-                exclude=exclude or None,
-                storage_options=storage_options(uri, options),
-            )
+            source = open_source(uri, open_store=OpenWith(storage_options(uri, options)))
+            index = complete_index(source.store, source.index)
+            mapped = map_index(index, source.store, found, only or None, exclude or None)
         except PlanError as error:
             print(printable(str(error)))
             raise typer.Exit(EXIT_FINDINGS) from None
@@ -315,7 +313,7 @@ def check(
 
 
 def _print_misfits(found: Sequence[Misfit], wanted: int, top: int | None, *, json: bool) -> None:
-    """Exits with 1 where a load would fail."""
+    """Print what does not fit, and exit with 1 where a load would fail."""
     lacking = sum(one.kind != "unexpected" for one in found)
     if json:
         print_json([one._asdict() for one in found])
@@ -350,7 +348,7 @@ class ConvertCommand(TyperCommand):
     """Says in its help which formats can be written; what is installed is looked at only then."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As of any command; where no format was given, the error says which there are."""
+        """Parse as any command does; where no format was given, the error says which there are."""
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:
@@ -359,7 +357,7 @@ class ConvertCommand(TyperCommand):
             raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """As of any command."""
+        """Write the help as of any command."""
         with suppress(typer.BadParameter):  # help is there for whom a broken package is in the way, too
             known = "|".join(target_formats())
             for option in self.params:
@@ -368,7 +366,6 @@ class ConvertCommand(TyperCommand):
         super().format_help(ctx, formatter)
 
 
-_Source = Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")]
 _Target = Annotated[str, typer.Argument(help="What to write: a folder or a file, path or URL.")]
 _To = Annotated[
     str, typer.Option("--to", metavar="FORMAT", parser=target_format, help="The format to write.")
@@ -380,7 +377,7 @@ _Map = Annotated[
 
 
 def convert_command(
-    source: _Source,
+    source: Source,
     target: _Target,
     to: _To,
     only: Only = None,
@@ -559,7 +556,7 @@ def merge_command(
 def _maps(
     names: Sequence[str], config: str | None, sizes: list[str] | None, *, inverse: bool, below: str | None
 ) -> WeightMap | list[WeightMap | None] | None:
-    """As `dcp.merge` takes them; a usage error for options about a map where none is."""
+    """Make the maps as `dcp.merge` takes them; a usage error for options about a map where none is."""
     if not names:
         refuse_without_map(config, sizes, inverse=inverse, below=below)
         return None

@@ -95,7 +95,8 @@ def _summary(summaries: Sequence[CheckpointSummary], runs: Sequence[CheckpointSu
 
 
 def _time_of(summaries: Sequence[CheckpointSummary]) -> str:
-    """The meaning of the time in the rows: files without a commit have only that of their last change."""
+    """Return the meaning of the time in the rows: files without a commit have only that of their last
+    change."""
     kinds = {summary.state == "committed" for summary in summaries if summary.committed_seconds is not None}
     return "written" if len(kinds) > 1 else "modified" if kinds == {False} else "committed"
 
@@ -246,7 +247,8 @@ def _print_fact(name: str, value: str) -> None:
 
 
 def _describe_phases(ranks: Sequence[Mapping[str, float]]) -> str | None:
-    """Each phase of the save with its longest duration, and the rank that took it where there are several."""
+    """Return each phase of the save with its longest duration, and the rank that took it where there are
+    several."""
     phases = dict.fromkeys(phase for seconds in ranks for phase in seconds)
     shown = []
     for phase in phases:
@@ -257,7 +259,7 @@ def _describe_phases(ranks: Sequence[Mapping[str, float]]) -> str | None:
 
 
 def _describe_traffic(ranks: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
-    """The requests that all ranks together made of the storage's service, where that was noted."""
+    """Return the requests that all ranks together made of the storage's service, where that was noted."""
     total = {name: sum(rank.get(name, 0.0) for rank in ranks) for rank in ranks for name in rank}
     if not total:
         return []

@@ -21,8 +21,11 @@ import typer
 
 from dcp.cli.common import (
     Debug,
+    Exclude,
     Json,
+    Only,
     Options,
+    Source,
     describe_bytes,
     describe_shape,
     errors_as_lines,
@@ -69,7 +72,7 @@ _PART: Final = re.compile(
 
 
 def cat(
-    uri: Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")],
+    uri: Source,
     fqn: Annotated[str, typer.Argument(metavar="NAME", help="A tensor or another value, by its flat name.")],
     slice_: Annotated[
         str | None,
@@ -105,7 +108,7 @@ def cat(
 
 
 def _slices(text: str) -> Slices:
-    """``0:2,:,3`` as numpy would take it."""
+    """Return ``0:2,:,3`` as numpy would take it."""
     parts: list[slice | int | EllipsisType] = []
     for part in text.split(","):
         stripped = part.strip()
@@ -146,7 +149,7 @@ def _cat_value(reader: TensorReader, fqn: str, *, is_tensor: bool, json: bool) -
 
 
 def _absent(fqn: str, names: Sequence[str]) -> str:
-    """Names below one that has no value of its own, or names that may have been meant."""
+    """Return names below one that has no value of its own, or names that may have been meant."""
     below = [name.removeprefix(f"{fqn}.") for name in names if name.startswith(f"{fqn}.")]
     if below:
         return f"{fqn!r} is not a value, {len(below):,} are below it: {_children(fqn, below)}"
@@ -157,7 +160,7 @@ def _absent(fqn: str, names: Sequence[str]) -> str:
 
 
 def _children(fqn: str, below: Sequence[str]) -> str:
-    """The parts directly below ``fqn``, or those below the only one, with how many values each has."""
+    """Return the parts directly below ``fqn``, or those below the only one, with how many values each has."""
     counts = Counter(name.partition(".")[0] for name in below)
     if len(counts) == 1 and all("." in name for name in below):
         (only,) = counts
@@ -200,8 +203,8 @@ def _print_tensor(reader: TensorReader, row: int, slices: Slices | None) -> None
 
 
 def _edges(reader: TensorReader, row: int, slices: Slices | None, shape: tuple[int, ...]) -> Array:
-    """An array that prints as the whole would: of long dimensions the first and last elements, and one that
-    is not shown."""
+    """Return an array that prints as the whole would: of long dimensions the first and last elements, and
+    one that is not shown."""
     import numpy as np
 
     long = [size > 2 * _EDGE for size in shape]
@@ -239,7 +242,7 @@ def _as_json(reader: TensorReader, row: int, slices: Slices | None) -> dict[str,
 
 
 def _write_npy(reader: TensorReader, row: int, slices: Slices | None, target: str) -> None:
-    """Types that numpy lacks are written as float32, which has all their values."""
+    """Write an array; types that numpy lacks are written as float32, which has all their values."""
     import numpy as np
 
     from dcp.inspection.values.elements import stored_dtype
@@ -292,11 +295,9 @@ _BAR_CHARACTERS = 40
 
 
 def stats(
-    uri: Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")],
-    only: Annotated[
-        list[str] | None, typer.Option("--only", metavar="GLOB", help="These tensors, and those below.")
-    ] = None,
-    exclude: Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these.")] = None,
+    uri: Source,
+    only: Only = None,
+    exclude: Exclude = None,
     bins: Annotated[int, typer.Option(min=3, help="Bins of a histogram, at most.")] = 32,
     sort: Annotated[
         str,
@@ -331,7 +332,7 @@ def stats(
 
 
 def _sorts() -> dict[str, Callable[[TensorStatistics], Any]]:
-    """The key to sort by."""
+    """Return the key to sort by."""
 
     def figure(name: str, tensor: TensorStatistics) -> float | None:
         return None if tensor.statistics is None else getattr(tensor.statistics, name)

@@ -43,7 +43,8 @@ TOO_LARGE: Final[dict[int, float]] = {
 
 
 def check_castable(name: object) -> int:
-    """The code of the dtype called ``name`` (``torch.`` before it is fine); PlanError if there is no cast."""
+    """Return the code of the dtype called ``name`` (``torch.`` before it is fine); PlanError if there is
+    no cast."""
     text = str(name).removeprefix("torch.")
     if text not in _NAMES:
         raise OptionError(f"dtype must be one of {', '.join(_NAMES)}, not {text!r}")
@@ -51,12 +52,13 @@ def check_castable(name: object) -> int:
 
 
 def stored_dtype(code: int) -> np.dtype[Any]:
-    """The type of the elements to numpy, of a type that can be cast."""
+    """Return the type of the elements to numpy, of a type that can be cast."""
     return elements.stored_dtype(dtypes.BY_CODE[code])
 
 
 def cast(data: memoryview, source_code: int, target_code: int) -> _Array:
-    """The elements of type ``source_code`` in ``data`` as an array of bytes of type ``target_code``."""
+    """Return the elements of type ``source_code`` in ``data`` as an array of bytes of type
+    ``target_code``."""
     source, target = dtypes.BY_CODE[source_code], dtypes.BY_CODE[target_code]
     values = np.frombuffer(data, elements.stored_dtype(source))
     with np.errstate(over="ignore", invalid="ignore"):
@@ -68,8 +70,8 @@ def cast(data: memoryview, source_code: int, target_code: int) -> _Array:
 
 
 def widened(stored: _Array, code: int, out: _Array) -> _Array:
-    """The elements of type ``code``, as they are ``stored``, in the type of ``out``, float32 or float64:
-    ``stored`` itself, or put into ``out``. What is wider is rounded once."""
+    """Return the elements of type ``code``, as they are ``stored``, in the type of ``out``, float32 or
+    float64: ``stored`` itself, or put into ``out``. What is wider is rounded once."""
     dtype = dtypes.BY_CODE[code]
     if stored.dtype == out.dtype:
         return stored
@@ -82,8 +84,8 @@ def widened(stored: _Array, code: int, out: _Array) -> _Array:
 
 
 def narrowed(values: _Array, code: int) -> _Array:
-    """Numbers of float32 or float64 as bytes of the type ``code``: rounded once, to the nearest, ties to
-    even. Numbers from `TOO_LARGE` on, and what is none, are for the caller to find."""
+    """Return numbers of float32 or float64 as bytes of the type ``code``: rounded once, to the nearest,
+    ties to even. Numbers from `TOO_LARGE` on, and what is none, are for the caller to find."""
     dtype = dtypes.BY_CODE[code]
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         if dtype.name in ("float64", "float32", "float16"):
@@ -94,8 +96,8 @@ def narrowed(values: _Array, code: int) -> _Array:
 
 
 def _odd_single(values: _Array) -> _Array:
-    """As float32, "rounded to odd": what is rounded again, to fewer bits, is then as if it were rounded once
-    (Boldo and Melquiond, Emulation of FMA and correctly rounded sums, 2008)."""
+    """Return them as float32, "rounded to odd": what is rounded again, to fewer bits, is then as if it
+    were rounded once (Boldo and Melquiond, Emulation of FMA and correctly rounded sums, 2008)."""
     single = values.astype(np.float32)
     back = single.astype(np.float64)
     bits = single.view(np.uint32)

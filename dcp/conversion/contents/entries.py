@@ -5,16 +5,17 @@ A target's layout is made from `Entries` alone, so that every option works alike
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dcp.conversion.contents.casting import CASTABLE, check_castable
+from dcp.inspection.entries import first_of_ties
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns, renamer
 from dcp.planners.weight_maps.mapped_index import MappedIndex, map_index
@@ -26,6 +27,7 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.container_notes import STRUCTURE_VERSION
 from dcp.storage.formats.index import CheckpointIndex, Int64, Path, itemsizes
+from dcp.storage.geometry.ragged import row_products
 from dcp.storage.stores.base import Store
 
 __all__ = ["Entries", "TargetDtype", "TensorEntry", "Value", "choose_entries", "mapped_entries"]
@@ -60,7 +62,7 @@ class Entries:
     """The entries that are converted, in the order of the source's state dict. ``source_names`` gives the
     names there.
 
-    ``refused`` are values that the source has and that nobody may decode, by new name, with what they need.
+    ``refused`` are values of the source that may not be decoded, by new name, with what they need.
     ``empty`` are the paths of the source's empty containers that are chosen and not renamed.
     """
 
@@ -72,6 +74,11 @@ class Entries:
     empty: frozenset[Path] = frozenset()
 
     @cached_property
+    def names(self) -> list[str]:
+        """The new name of each tensor."""
+        return list(map(itemgetter(1), self.tensors))
+
+    @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
         """The shape of each entry's tensor."""
         values, bounds = self.index.shape_values.tolist(), self.index.shape_start.tolist()
@@ -80,17 +87,17 @@ class Entries:
     @cached_property
     def rows(self) -> Int64:
         """The row in the source of each entry's tensor."""
-        return np.array([entry.tensor for entry in self.tensors], np.int64)
+        return np.array(list(map(itemgetter(0), self.tensors)), np.int64)
 
     @cached_property
     def codes(self) -> Int64:
         """The dtype code in the target of each entry's tensor."""
-        return np.array([entry.dtype_code for entry in self.tensors], np.int64)
+        return np.array(list(map(itemgetter(3), self.tensors)), np.int64)
 
     @cached_property
     def elements(self) -> Int64:
         """The number of elements of each entry's tensor."""
-        return np.array(list(map(math.prod, self.shapes)), np.int64)
+        return row_products(self.index.shape_values, self.index.shape_start)[self.rows]
 
     @property
     def size_bytes(self) -> Int64:
@@ -111,7 +118,7 @@ class Entries:
         return {new_names[name]: paths[new_names[name]] for name in known if name in new_names} | paths
 
     def structure(self) -> dict[str, Any] | None:
-        """The source's notes on those containers that hold what is converted."""
+        """Return the source's notes on those containers that hold what is converted."""
         structure = self.index.provenance.get("structure")
         if not isinstance(structure, dict) or not isinstance(structure.get("containers"), list):
             return None
@@ -178,20 +185,21 @@ def choose_entries(
         _refuse_names(new_names)
     paths = _known_paths(index) or {}
     tensors = _tensors(index, new_names, paths, dtype)
-    values = [
-        Value(row, new_names[name], _path(name, new_names[name], paths.get(name)))
-        for row, name in enumerate(index.objects.fqns)
-        if name in new_names
-    ]
-    refused = {new_names[name]: f"needs {need}" for name, need in unread.items() if name in new_names}
-    empty = frozenset(
-        path
-        for path in containers
-        if (selection is None or selection.selects(_name(path)))
-        and (renaming is None or renaming(_name(path)) == _name(path))
-    )
+    values = []
+    for row, name in enumerate(index.objects.fqns):
+        if name in new_names:
+            values.append(Value(row, new_names[name], _path(name, new_names[name], paths.get(name))))
+    refused = {}
+    for name, need in unread.items():
+        if name in new_names:
+            refused[new_names[name]] = f"needs {need}"
+    empty = set()
+    for path in containers:
+        name = _name(path)
+        if (selection is None or selection.selects(name)) and (renaming is None or renaming(name) == name):
+            empty.add(path)
     source_names = dict(zip(new_names.values(), new_names, strict=True))
-    return Entries(index, tensors, values, source_names, refused, empty)
+    return Entries(index, tensors, values, source_names, refused, frozenset(empty))
 
 
 def mapped_entries(
@@ -204,8 +212,9 @@ def mapped_entries(
     rename: Rename | None = None,
     dtype: TargetDtype = None,
 ) -> tuple[Entries, MappedIndex | None]:
-    """As `choose_entries` or, with a map, of what ``weights`` make of the checkpoint in ``store``: ``only``
-    and ``exclude`` choose before it, and ``rename`` and ``dtype`` have the names after it."""
+    """Choose entries as `choose_entries` does or, with a map, of what ``weights`` make of the checkpoint
+    in ``store``: ``only`` and ``exclude`` choose before it, and ``rename`` and ``dtype`` have the names
+    after it."""
     if weights is None:
         return choose_entries(index, only=only, exclude=exclude, rename=rename, dtype=dtype), None
     mapped = map_index(index, store, weights, only, exclude)
@@ -217,7 +226,7 @@ def mapped_entries(
 def _tensors(
     index: CheckpointIndex, new_names: Mapping[str, str], paths: Mapping[str, Path], dtype: TargetDtype
 ) -> list[TensorEntry]:
-    """The entries of those that have new names; by column, because there may be very many."""
+    """Return the entries of those that have new names; by column, because there may be very many."""
     rows = [row for row, name in enumerate(index.fqns) if name in new_names]
     names = index.fqns if len(rows) == len(index.fqns) else [index.fqns[row] for row in rows]
     new = list(map(new_names.__getitem__, names))
@@ -228,18 +237,17 @@ def _tensors(
     codes = index.dtype_codes[np.array(rows, np.int64)].tolist()
     if dtype is not None:
         codes = _cast(names, codes, dtype)
-    tied_to = list(range(len(rows)))
-    if may_be_tied := _may_be_tied(index):
-        first: dict[tuple[Any, ...], int] = {}
-        for number, row in enumerate(rows):
-            if row in may_be_tied:
-                tied_to[number] = first.setdefault((codes[number], *_identity(index, row)), number)
+    tied_to, firsts = list(range(len(rows))), first_of_ties(index, rows)
+    if firsts != rows:
+        numbers: dict[tuple[int, int], int] = {}
+        for number, key in enumerate(zip(codes, firsts, strict=True)):
+            tied_to[number] = numbers.setdefault(key, number)
     return list(map(TensorEntry, rows, new, own, codes, tied_to))
 
 
 def _cast(names: Sequence[str], codes: Sequence[int], dtype: str | Mapping[str, str]) -> list[int]:
-    """The codes of the target's dtypes for tensors of those names; integers and the like are never cast.
-    PlanError for a glob that matches nothing."""
+    """Return the codes of the target's dtypes for tensors of those names; integers and the like are never
+    cast. PlanError for a glob that matches nothing."""
     rules = {"*": dtype} if isinstance(dtype, str) or not isinstance(dtype, Mapping) else dtype
     wanted = {glob: check_castable(name) for glob, name in rules.items()}
     used, found = set[str](), list(codes)
@@ -259,7 +267,7 @@ def _name(path: Path) -> str:
 
 
 def _empty_containers(index: CheckpointIndex) -> list[Path]:
-    """Their paths, from notes that may come from a stranger."""
+    """Return their paths, from notes that may come from a stranger."""
     structure = index.provenance.get("structure")
     containers = structure.get("containers") if isinstance(structure, dict) else None
     known = _known_paths(index)
@@ -276,7 +284,7 @@ def _empty_containers(index: CheckpointIndex) -> list[Path]:
 
 
 def _refuse_names(new_names: Mapping[str, str]) -> None:
-    """PlanError for a new name that is empty, or that two entries have."""
+    """Raise PlanError for a new name that is empty, or that two entries have."""
     first: dict[str, str] = {}
     for old, new in new_names.items():
         if old and not new:
@@ -286,7 +294,8 @@ def _refuse_names(new_names: Mapping[str, str]) -> None:
 
 
 def _known_paths(index: CheckpointIndex) -> Mapping[str, Path] | None:
-    """The paths that the source has noted of all entries; None where it has none, or any is malformed."""
+    """Return the paths that the source has noted of all entries; None where it has none, or any is
+    malformed."""
     known = index.planner_data
     if isinstance(known, Mapping) and all(isinstance(path, tuple) and path for path in known.values()):
         return known
@@ -294,7 +303,7 @@ def _known_paths(index: CheckpointIndex) -> Mapping[str, Path] | None:
 
 
 def _path(name: str, new: str, path: Path | None) -> Path:
-    """The path of a renamed entry: containers whose names are unchanged stay, the rest is one key."""
+    """Return the path of a renamed entry: containers whose names are unchanged stay, the rest is one key."""
     if path is None:
         return (new,)
     if name == new:
@@ -309,39 +318,3 @@ def _path(name: str, new: str, path: Path | None) -> Path:
     if isinstance(path[kept], int) and rest.isdecimal():
         return (*path[:kept], int(rest))
     return (*path[:kept], rest)
-
-
-def _may_be_tied(index: CheckpointIndex) -> set[int]:
-    """Tensors whose first chunk begins where another one's does; none where nobody knows where they do."""
-    if len(index.payload_offsets) < len(index.chunk_files):
-        return set()
-    rows = np.flatnonzero(np.diff(index.chunk_start) > 0)
-    chunks = index.chunk_start[rows]
-    offsets = index.payload_offsets[chunks]
-    places = np.where(offsets < 0, index.record_offsets[chunks], offsets)
-    order = np.lexsort((places, index.chunk_files[chunks]))
-    files, places = index.chunk_files[chunks][order], places[order]
-    same = np.zeros(len(rows) + 1, bool)
-    same[1:-1] = (files[1:] == files[:-1]) & (places[1:] == places[:-1])
-    return set(rows[order][same[1:] | same[:-1]].tolist())
-
-
-def _identity(index: CheckpointIndex, row: int) -> tuple[Any, ...]:
-    """Equal for tensors that share all of their bytes, and for no others."""
-    chunks = index.chunks(row)
-    rows = slice(chunks.start, chunks.stop)
-    if not int(index.payload_lengths[rows].sum()):
-        return (row,)
-    offsets = index.payload_offsets[rows]
-    places = np.where(offsets < 0, index.record_offsets[rows], offsets)
-    boxes = slice(int(index.box_start[chunks.start]), int(index.box_start[chunks.stop]))
-    strides = index.payload_strides
-    return (
-        int(index.dtype_codes[row]),
-        index.shape(row),
-        index.chunk_files[rows].tobytes(),
-        places.tobytes(),
-        index.chunk_offsets[boxes].tobytes(),
-        index.chunk_sizes[boxes].tobytes(),
-        tuple(strides.get(chunk) for chunk in chunks) if strides else None,
-    )

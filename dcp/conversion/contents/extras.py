@@ -30,11 +30,11 @@ _OWN_KEYS: Final = frozenset({EXTRAS_KEY, "format"})
 def extras_of(
     entries: Entries, values: Sequence[tuple[Value, Any]], structure: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The extras to keep besides tensors; empty for a flat dict of tensors."""
+    """Return the extras to keep besides tensors; empty for a flat dict of tensors."""
     contents = {value.fqn: content for value, content in values}
     order = list(entries.paths)
     if len(contents) < len(entries.values):
-        written = {*contents, *(entry.fqn for entry in entries.tensors)}
+        written = {*contents, *entries.names}
         order = [fqn for fqn in order if fqn in written]
     grads = set(np.flatnonzero(entries.index.requires_grad).tolist())
     has_structure = bool(structure and (structure["containers"] or structure.get("values")))
@@ -42,7 +42,7 @@ def extras_of(
         "paths": {fqn: path for fqn in order if len(path := entries.paths[fqn]) > 1 or path[0] != fqn},
         "values": contents,
         "ties": {
-            entry.fqn: entries.tensors[entry.tied_to].fqn
+            entry.fqn: entries.names[entry.tied_to]
             for number, entry in enumerate(entries.tensors)
             if entry.tied_to != number
         },
@@ -57,7 +57,7 @@ def extras_of(
 
 
 def metadata_of(user: Mapping[str, Any]) -> dict[str, str]:
-    """The metadata of a file: strings of the user's stay readable to others."""
+    """Return the metadata of a file: strings of the user's stay readable to others."""
     return {"format": "pt", **{key: value for key, value in user.items() if _is_text(key, value)}}
 
 
@@ -66,7 +66,7 @@ def _is_text(key: object, value: object) -> bool:
 
 
 def with_extras(store: Store, index: CheckpointIndex) -> CheckpointIndex:
-    """``index`` with what `extras_of` kept; itself where there is nothing.
+    """Return ``index`` with what `extras_of` kept; itself where there is nothing.
 
     Raises CheckpointFormatError for extras that are malformed. Names noted as tied are tied if their bytes
     are still equal, which is looked at.

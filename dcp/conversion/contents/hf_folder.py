@@ -96,8 +96,8 @@ class HfFolder:
 
 
 def read_hf_folder(template: str | os.PathLike[str], also: Sequence[str] = ()) -> HfFolder:
-    """The template at a path or URL, or of the model ``ORGANISATION/NAME[@REVISION]`` of the hub, from its
-    cache or by download. ``also`` are globs of further files to be copied.
+    """Return the template at a path or URL, or of the model ``ORGANISATION/NAME[@REVISION]`` of the hub,
+    from its cache or by download. ``also`` are globs of further files to be copied.
 
     Raises OptionError where there is none, where a glob matches nothing and for too much;
     CheckpointFormatError for a configuration that is none.
@@ -107,7 +107,8 @@ def read_hf_folder(template: str | os.PathLike[str], also: Sequence[str] = ()) -
 
 
 def hf_folder_of(store: Store, also: Sequence[str] = (), open_below: OpenStore | None = None) -> HfFolder:
-    """As `read_hf_folder`, of a folder that is open; ``open_below`` opens the folders below it, by URL."""
+    """Read a template as `read_hf_folder` does, of a folder that is open; ``open_below`` opens the folders
+    below it, by URL."""
     found = [*_wanted(store, "", store.list(), also)]
     if not _CONFIGS & {one.path for one in found}:
         raise OptionError(
@@ -155,7 +156,7 @@ class _Beside(NamedTuple):
 
 
 def _below(parent: ParentFolder, also: Sequence[str]) -> Iterator[_Beside]:
-    """The folders directly below, with their files; none that a link leads to."""
+    """Yield the folders directly below, with their files; none that a link leads to."""
     for name, listing in parent.listings().items():
         is_link = parent.local_path is not None and (parent.local_path / name).is_symlink()
         if name.startswith((".", "__")) or is_link:
@@ -168,8 +169,8 @@ def _below(parent: ParentFolder, also: Sequence[str]) -> Iterator[_Beside]:
 
 
 def _wanted(store: Store, folder: str, listing: Sequence[FileInfo], also: Sequence[str]) -> Iterator[_Beside]:
-    """Of one folder what is known, and what is asked for; of a model or checkpoint of its own only where
-    the glob names the folder."""
+    """Yield the files of one folder that are known or asked for; those of a model or checkpoint of its own
+    only where the glob names the folder."""
     names = {info.name for info in listing}
     known = known_files(folder, names)
     is_own = bool(folder) and _is_model(names)
@@ -199,7 +200,7 @@ def _check_sizes(url: str, found: Sequence[_Beside]) -> None:
 
 
 def _tensor_names(store: Store) -> frozenset[str]:
-    """Of its weights, to compare with; a template needs none, nor all of them."""
+    """Return the names of its weights, to compare with; a template needs none, nor all of them."""
     try:
         index = index_of_folder(store)
     except CheckpointError:
@@ -220,7 +221,8 @@ def _folder_of(template: str | os.PathLike[str], also: Sequence[str]) -> tuple[S
 
 
 def _local(folder: Path) -> tuple[Store, OpenStore]:
-    """Links are read if they stay in the folder or, in a cache of the hub, lead to that model's files."""
+    """Open a folder whose links are read if they stay in the folder or, in a cache of the hub, lead to
+    that model's files."""
     real = folder.resolve()
     within = real.parents[1] if real.parent.name == "snapshots" else real
     opened = partial(PosixStore, links_within=within)
@@ -228,7 +230,7 @@ def _local(folder: Path) -> tuple[Store, OpenStore]:
 
 
 def _snapshot(name: str, revision: str | None, also: Sequence[str]) -> Path:
-    """The folder of the cache that has the model's files, which are fetched if they are not there."""
+    """Return the folder of the cache that has the model's files, which are fetched if they are not there."""
     try:
         hub = import_module("huggingface_hub")
     except ImportError:

@@ -12,18 +12,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from dcp.conversion.copying.sinks import Output
 from dcp.conversion.copying.sums import NOT_FINITE, BadElements
 from dcp.conversion.copying.tasks import (
     TASK_BYTES,
     TASK_COPIES,
     WINDOW_BYTES,
-    Task,
+    Output,
     TaskBatch,
     TaskResult,
     run_task,
@@ -34,7 +33,7 @@ from dcp.storage.engine.reading.fragments import Fragment, Fragments
 from dcp.storage.engine.reading.requests import ReadStats, Verify
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, PlanError, StorageError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
-from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.index import CheckpointIndex, Int64, starts
 from dcp.storage.formats.opening.sources import Source, complete_index
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.near_names import listed
@@ -47,13 +46,13 @@ __all__ = [
     "ResultChecks",
     "SourceChangedError",
     "SourceChecks",
-    "TargetChecksums",
     "refuse_faults",
     "run_batch",
     "source_mark",
 ]
 
 _MAX_LISTED: Final = 10
+_UNKNOWN: Final = -1
 
 
 class SourceChangedError(CheckpointConflictError):
@@ -61,13 +60,11 @@ class SourceChangedError(CheckpointConflictError):
 
 
 def source_mark(store: Store, index: CheckpointIndex, to: str) -> str:
-    """Changes with the source's files, and with how this version converts to ``to``."""
-    listing = {info.name: info for info in store.list()}
-    facts = [
-        (name, listing[name].size_bytes, listing[name].modified_seconds)
-        for name in index.files
-        if name in listing
-    ]
+    """Return a text that changes with the source's files, and with how this version converts to ``to``."""
+    facts, names = [], frozenset(index.files)
+    for info in sorted(store.list(), key=attrgetter("name")):
+        if info.name in names:
+            facts.append((info.name, info.size_bytes, info.modified_seconds))
     sizes = [TASK_BYTES, TASK_COPIES, WINDOW_BYTES]
     head = [__version__, store.url, to, *sizes, index.provenance.get("save_id"), facts]
     return hashlib.sha256(encode_plain(head, limit_bytes=1 << 30) or b"").hexdigest()
@@ -89,14 +86,14 @@ class BatchSettings:
     verify: Verify
 
     def open_engine(self) -> ReadEngine:
-        """The source, for whoever has to compare with its checksums. Raises SourceChangedError."""
+        """Open the source, to compare with its checksums. Raises SourceChangedError."""
         found = self.open_source()
         engine = ReadEngine(found.store, complete_index(found.store, found.index), verify=self.verify)
         self.refuse_changed(engine, found.name)
         return engine
 
     def refuse_changed(self, engine: ReadEngine, name: str) -> None:
-        """SourceChangedError unless ``engine`` reads the source that the conversion was planned for."""
+        """Raise SourceChangedError unless ``engine`` reads the source that the conversion was planned for."""
         if source_mark(engine.store, engine.index, self.to) != self.source_mark:
             raise SourceChangedError(
                 f"{name} has changed while it was converted; convert it again", path=name
@@ -111,54 +108,43 @@ def run_batch(
 ) -> TaskResult:
     """Carry ``batch`` out; what it writes is durable when this returns. ``engine`` reads the source, where
     the caller has it open; ``on_bytes`` gets the size of each window that is written."""
-    output, result = settings.output, TaskResult(batch.number)
+    output, verify, result = settings.output, settings.verify != "none", TaskResult(batch.number)
     with ExitStack() as stack:
         check = None
-        # A file that is written in place has no name yet: whoever has all results compares in time.
-        if not output.in_place and (settings.verify != "none" or batch.is_all):
-            check = _comparison(settings, batch, engine or stack.enter_context(settings.open_engine()))
+        # A file that is written in place has no name yet: what publishes it, with all results, compares.
+        if not output.in_place and (verify or batch.is_all):
+            check = _comparison(batch, engine or stack.enter_context(settings.open_engine()))
         for task in batch.tasks:
-            result.add(_run_task(settings, task, on_bytes, check))
+            place = task.name, task.begin, task.file_bytes
+            try:
+                sink = output.open(*place)
+                found = run_task(task, settings.store, sink, verify=verify, on_bytes=on_bytes, check=check)
+            except StorageError:
+                # Another attempt at this task has been quicker, and its file is what ours would have been.
+                if not output.is_written(task.name):
+                    raise
+                found = run_task(task, settings.store, output.open(*place), verify=verify, check=check)
+            result.add(found)
     if not output.in_place:
         output.store.sync()
     return result
 
 
-def _comparison(
-    settings: BatchSettings, batch: TaskBatch, engine: ReadEngine
-) -> Callable[[TaskResult], None]:
-    """Compares what is complete within the batch, before its files appear."""
-    verifies, chunks, checks = settings.verify != "none", batch.chunks, SourceChecks(engine)
+def _comparison(batch: TaskBatch, engine: ReadEngine) -> Callable[[TaskResult], None]:
+    """Return a function that compares all that is complete within the batch, before its files appear."""
+    verifies, chunks, checks = engine.verify != "none", batch.chunks, SourceChecks(engine)
     if verifies:
         engine.resolve(chunks)
 
     def check(result: TaskResult) -> None:
         if verifies:
             checks.add(result.sources)
-        if batch.is_all:  # nobody else reads the rest of a block, nor makes the rest of the target
+        if batch.is_all:  # no other batch reads the rest of a block, or makes the rest of the target
             if verifies:
                 checks.finish(chunks.tolist())
             refuse_faults(result.faults, engine.index)
 
     return check
-
-
-def _run_task(
-    settings: BatchSettings,
-    task: Task,
-    on_bytes: Callable[[int], None] | None,
-    check: Callable[[TaskResult], None] | None,
-) -> TaskResult:
-    output, verify = settings.output, settings.verify != "none"
-    place = task.name, task.begin, task.file_bytes
-    try:
-        sink = output.open(*place)
-        return run_task(task, settings.store, sink, verify=verify, on_bytes=on_bytes, check=check)
-    except StorageError:
-        # Another attempt at this task has been quicker, and its file is what ours would have been.
-        if not output.is_written(task.name):
-            raise
-        return run_task(task, settings.store, output.open(*place), verify=verify, check=check)
 
 
 # -- checksums -----------------------------------------------------------------------------------------------
@@ -207,7 +193,7 @@ class SourceChecks:
         self.stats.blocks_unverified += uncompared
 
     def finish_begun(self) -> None:
-        """As `finish`, of those blocks alone of which a part was read: for a range of the target."""
+        """Finish as `finish` does those blocks alone of which a part was read: for a range of the target."""
         for chunk, block in self._blocks.incomplete():
             self._read_block(chunk, block)
         self._engine.payloads.verify_whole()
@@ -219,52 +205,37 @@ class SourceChecks:
         engine.check_block(self.stats, chunk, block, crc32(handle.pread(size, origin + begin)))
 
 
-class ResultChecks:
-    """The checks of all results of a conversion: ``source`` is compared, ``target`` is recorded for
-    publishing, and so are ``faults``."""
+class ResultChecks(SourceChecks):
+    """Checks of all results of a conversion: checksums of sources are compared, those of the target recorded
+    for publishing, by block and whole, for each copy; and so are ``faults``."""
 
     def __init__(self, engine: ReadEngine, copies: Copies) -> None:
-        self.source, self.target = SourceChecks(engine), TargetChecksums(copies)
+        super().__init__(engine)
         self.bytes_read = 0
         self.faults: list[BadElements] = []
+        self._sizes = copies.size_bytes
+        self._start = starts(-(-copies.size_bytes // BLOCK_BYTES))
+        self._crcs = np.full(int(self._start[-1]), _UNKNOWN, np.int64)
+        self._written = Fragments()
 
-    def add(self, result: TaskResult) -> None:
+    def take(self, result: TaskResult) -> None:
         """Take what was found. Raises CorruptCheckpointError as soon as a block differs."""
-        self.source.add(result.sources)
-        self.target.add(result.targets)
+        self.add(result.sources)
+        for fragment in result.targets:
+            crc = self._written.add(fragment, int(self._sizes[fragment.owner]))
+            if crc is not None:
+                self._crcs[self._start[fragment.owner] + fragment.begin // BLOCK_BYTES] = crc
         self.bytes_read += result.bytes_read
         self.faults += result.faults
 
-
-class TargetChecksums:
-    """CRC-32s of what was written: by block, and whole, for each copy."""
-
-    def __init__(self, copies: Copies) -> None:
-        self._sizes = copies.size_bytes
-        counts = -(-copies.size_bytes // BLOCK_BYTES)
-        self._start = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self._crcs = np.zeros(int(self._start[-1]), np.uint32)
-        self._known = np.zeros(len(self._crcs), bool)
-        self._blocks = Fragments()
-
-    def add(self, fragments: Iterable[Fragment]) -> None:
-        """Take what a task wrote."""
-        for fragment in fragments:
-            crc = self._blocks.add(fragment, int(self._sizes[fragment.owner]))
-            if crc is not None:
-                place = int(self._start[fragment.owner]) + fragment.begin // BLOCK_BYTES
-                self._crcs[place] = crc
-                self._known[place] = True
-
     def check_complete(self) -> None:
         """Raise CheckpointError if a block of the output has no checksum: it was not written."""
-        if not self._known.all():
+        if missing := int((self._crcs == _UNKNOWN).sum()):
             raise CheckpointError(
-                f"{int((~self._known).sum())} blocks of the output were not written; this is an error of "
-                "dcphub"
+                f"{missing} blocks of the output were not written; this is an error of dcphub"
             )
 
-    def blocks(self, copy: int) -> npt.NDArray[np.uint32]:
+    def blocks(self, copy: int) -> Int64:
         """CRC-32 of each block of a copy."""
         return self._crcs[self._start[copy] : self._start[copy + 1]]
 
@@ -277,7 +248,8 @@ class TargetChecksums:
 
 
 def refuse_faults(faults: Iterable[BadElements], index: CheckpointIndex) -> None:
-    """FaultySumsError that names all tensors of ``faults``, by the source's ``index``; fine without any."""
+    """Raise FaultySumsError that names all tensors of ``faults``, by the source's ``index``; fine without
+    any."""
     counts: Counter[tuple[str, int]] = Counter()
     for fault in faults:
         row = int(index.chunk_tensors[fault.chunk])

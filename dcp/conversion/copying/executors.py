@@ -86,7 +86,8 @@ def run_all(
 
 @contextmanager
 def _open_executor(executor: str | Executor, workers: int | None) -> Iterator[tuple[Executor, int]]:
-    """(executor, calls that it should have at a time). Those made here are ended here."""
+    """Provide an executor and the number of calls that it should have at a time. Those made here are ended
+    here."""
     if isinstance(executor, Executor):
         yield executor, workers or 4 * DEFAULT_WORKERS
     elif executor == "processes":
@@ -104,7 +105,7 @@ def _open_executor(executor: str | Executor, workers: int | None) -> Iterator[tu
 
 
 def check_executor(executor: object, workers: int | None) -> None:
-    """OptionError for those that `run_all` does not take."""
+    """Raise OptionError for those that `run_all` does not take."""
     if workers is not None and workers < 1:
         raise OptionError(f"workers must be positive, not {workers}")
     is_named = executor in ("inline", "processes") or str(executor).startswith("dask://")
@@ -156,7 +157,7 @@ class LocalProcesses(Executor):
             thread.start()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """``fn`` and the arguments are pickled."""
+        """Queue a call; ``fn`` and the arguments are pickled."""
         future: Future[T] = Future()
         self._calls.put((future, (fn, args, kwargs)))
         return future
@@ -253,14 +254,14 @@ def _ask(process: subprocess.Popen[bytes], call: tuple[Any, ...]) -> Any:
 
 
 def _send(stream: IO[bytes], message: object) -> None:
-    """One message, whole."""
+    """Send one message, whole."""
     data = pickle.dumps(message, protocol=5)
     stream.write(_LENGTH.pack(len(data)) + data)
     stream.flush()
 
 
 def _receive(stream: IO[bytes]) -> bytes:
-    """The next message; EOFError at `_END` or that of the stream, or if it ends within one."""
+    """Return the next message; EOFError at `_END` or that of the stream, or if it ends within one."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size or head == _END:
         raise EOFError
@@ -272,7 +273,8 @@ def _receive(stream: IO[bytes]) -> bytes:
 
 
 def serve() -> None:
-    """Calls from stdin until its end; (True, result) or (False, exception) to what was stdout.
+    """Carry out calls from stdin until its end, and send (True, result) or (False, exception) to what was
+    stdout.
 
     On SIGTERM, and when stdin ends while a call runs, because the parent is gone, the call is broken off;
     what it writes to a store is taken back.
@@ -301,7 +303,7 @@ def serve() -> None:
 
 
 def _listen(calls: queue.SimpleQueue[bytes | None], is_busy: threading.Event) -> None:
-    """In a thread, so that the end of stdin is noticed during a call."""
+    """Receive calls in a thread, so that the end of stdin is noticed during a call."""
     # Not sys.stdin, whose lock this thread would hold when the interpreter ends.
     stream = os.fdopen(os.dup(0), "rb")
     try:

@@ -1,15 +1,17 @@
 """Read a task's tensors into a buffer: ranges straight to their place, strided boxes through scratch memory.
 
 Each byte is read once, neighbours together, and each source byte's checksum is taken on the way: as CRC-32s
-of `Fragment`s, which whoever knows them all combines to those of whole blocks
-(`dcp.conversion.copying.batches`). So a block that two tasks have halves of is verified too, and nobody reads
-more than it needs.
+of `Fragment`s, which are combined to those of whole blocks once all are there
+(`dcp.conversion.copying.batches`). So a block that two tasks have halves of is verified too, and no task
+reads more than it needs. One pass over the bytes serves the checksums of the target, too, which the read
+engine of loads does not know: that is why conversions have a reader of their own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -23,8 +25,8 @@ from dcp.storage.engine.reading.fragments import Fragment, within_blocks
 from dcp.storage.engine.reading.receiving import SCRATCH
 from dcp.storage.engine.reading.source import OpenFiles
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
-from dcp.storage.geometry.lattices import AxisPart, parts_between
 from dcp.storage.geometry.payload_parts import box_parts, is_sparse
+from dcp.storage.geometry.strides import AxisPart, parts_between
 from dcp.storage.stores.base import Store
 from dcp.storage.threads import work_off
 
@@ -105,15 +107,14 @@ class RangeReader:
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Fill all targets."""
         profile = self._profile
-        reads = sorted((read for want in wanted for read in self._reads(want)), key=_PLACE)
-        groups = [
-            *coalesce(
-                reads,
-                gap_bytes=profile.gap_bytes,
-                limit_bytes=min(profile.request_bytes, SCRATCH_BYTES),
-                join_below_bytes=profile.join_below_bytes,
-            )
-        ]
+        reads = sorted(chain.from_iterable(map(self._reads, wanted)), key=_PLACE)
+        joined = coalesce(
+            reads,
+            gap_bytes=profile.gap_bytes,
+            limit_bytes=min(profile.request_bytes, SCRATCH_BYTES),
+            join_below_bytes=profile.join_below_bytes,
+        )
+        groups = list(joined)
         self.bytes_read += sum(map(span_bytes, groups))
         threads = min(8, profile.threads or 8, len(groups)) if profile.scatter else 1
         work_off(groups, threads, self._work, "dcp-convert")
@@ -214,9 +215,9 @@ _PLACE: Final = attrgetter("file", "offset")
 
 
 def _box_of(source: SourcePart, part: Sequence[AxisPart], first: int, itemsize: int) -> _Box:
-    """``part`` of the axes of ``source``, from its payload to a buffer that begins with element ``first`` of
-    the copy. Dimensions that lie together on both sides are one; what is one range of bytes on both has no
-    lengths."""
+    """Return ``part`` of the axes of ``source``, from its payload to a buffer that begins with element
+    ``first`` of the copy. Dimensions that lie together on both sides are one; what is one range of bytes
+    on both has no lengths."""
     begin, target = source.begin, (source.target - first) * itemsize
     lengths: list[int] = []
     sources: list[int] = []

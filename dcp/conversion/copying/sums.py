@@ -75,7 +75,8 @@ class Sums:
         self._rights: dict[tuple[int, int], _Array] = {}
 
     def add(self, copy: TaskCopy, place: memoryview, low: int, done: Callable[[], None]) -> None:
-        """Bytes of ``copy`` from ``low`` on, into ``place``; ``done`` is called once they are there."""
+        """Add up bytes of ``copy`` from ``low`` on, into ``place``; ``done`` is called once they are
+        there."""
         size, high = dtypes.BY_CODE[copy.target_code].itemsize, low + len(place)
         width = sum(dtypes.BY_CODE[term.gathers[0].code].itemsize for term in copy.terms if not term.rank)
         last, count = -(-high // size), max(1, self._limit // max(1, width))
@@ -106,7 +107,7 @@ class Sums:
     # -- what to read ----------------------------------------------------------------------------------------
 
     def _want(self, copy: TaskCopy, number: int, first: int, last: int) -> list[_Array]:
-        """Memory that is read into, for what the elements ``first`` to ``last`` need of a term."""
+        """Return memory that is read into, for what the elements ``first`` to ``last`` need of a term."""
         term = copy.terms[number]
         if not term.rank:
             found = self._gather(term.gathers[0], first, last)
@@ -148,7 +149,7 @@ class Sums:
             target[max(at, 0) : end] = data[max(-at, 0) : end - at]
 
     def _added(self, step: _Step, begin: int, count: int) -> _Array:
-        """The sum for ``count`` elements from ``begin`` of the step on."""
+        """Return the sum for ``count`` elements from ``begin`` of the step on."""
         read, total = iter(step.read), self._sum[:count]
         with np.errstate(over="ignore", invalid="ignore"):
             for number, term in enumerate(step.copy.terms):
@@ -166,8 +167,8 @@ class Sums:
         return total
 
     def _multiply(self, term: Term, left: _Array, right: _Array, first: int, begin: int, out: _Array) -> None:
-        """Elements of the product of ``left``, whose first row has element ``first`` of the copy, and
-        ``right``: those from ``begin`` behind ``first`` on."""
+        """Compute elements of the product of ``left``, whose first row has element ``first`` of the copy,
+        and ``right``: those from ``begin`` behind ``first`` on."""
         width, rank = term.width, term.rank
         rows, columns = left.reshape(-1, rank), right.reshape(rank, width)
         at, end, origin = first + begin, first + begin + len(out), first // width
@@ -213,7 +214,7 @@ class Sums:
 
 
 def _has(source: SourcePart, elements: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """A mask of those of these elements of the copy that a part has."""
+    """Return a mask of those of these elements of the copy that a part has."""
     left = elements - source.target
     found: npt.NDArray[np.bool_] = left >= 0
     for n, step in zip(source.lengths, source.target_strides, strict=True):

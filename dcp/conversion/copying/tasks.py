@@ -6,44 +6,169 @@ bounded by a few buffers. The checksums of what it read and wrote, which it retu
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, starmap
+from operator import itemgetter
+from pathlib import Path
 from typing import Any, Final
 
-import msgpack
 import numpy as np
 import numpy.typing as npt
 
 from dcp.conversion.contents.casting import cast
 from dcp.conversion.copying.gather import RangeReader, Wanted
-from dcp.conversion.copying.sinks import ReservedRange, announce
 from dcp.conversion.copying.sums import BadElements, Sums
 from dcp.conversion.layouts.layout import Hole, TargetLayout
 from dcp.conversion.layouts.sources import SourceColumns, TaskCopies, TaskCopy, TermColumns
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.storage.closable import Closable
 from dcp.storage.engine.reading.fragments import Fragment, within_blocks
-from dcp.storage.errors import CheckpointError, CheckpointFormatError
+from dcp.storage.errors import CheckpointConflictError, CheckpointError, CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32, crc32_combine
 from dcp.storage.formats.index import CheckpointIndex, Int64
+from dcp.storage.packing import pack, unpack
 from dcp.storage.stores.base import Store
-from dcp.storage.stores.handles import WriteHandle
+from dcp.storage.stores.handles import Buffer, ReadHandle, WriteHandle
+from dcp.storage.stores.posix.files import PosixWriteHandle, step
 
 __all__ = [
     "TASK_BYTES",
     "TASK_COPIES",
     "WINDOW_BYTES",
+    "ComparedFile",
+    "Output",
+    "ReservedRange",
     "Task",
     "TaskBatch",
     "TaskReader",
     "TaskResult",
+    "announce",
     "make_batches",
     "make_tasks",
+    "observers",
     "run_task",
 ]
+
+observers: Final[list[Callable[[str, str], None]]] = []
+"""Called with (step, file name) before everything that changes storage: crash tests kill there."""
+
+
+def announce(op: str, path: str | os.PathLike[str]) -> None:
+    """Tell the observers what is about to happen."""
+    for observer in observers:
+        observer(op, Path(path).name)
+
+
+@dataclass(frozen=True)
+class Output:
+    """The output of all tasks of a conversion.
+
+    ``in_place``: ``store`` is a folder of this machine whose files have their sizes, and tasks write ranges
+    of them. Else each task writes a whole file, which appears when it is finished, with ``replace`` in place
+    of one that is there.
+    """
+
+    store: Store
+    in_place: bool
+    replace: bool = False
+
+    def open(self, name: str, begin: int, size_bytes: int) -> WriteHandle:
+        """Return the range from ``begin`` on of a file of ``size_bytes``, or the file. A file that is
+        there already, since a run before this one wrote it, need only be compared."""
+        if self.in_place:
+            return ReservedRange(Path(self.store.url) / name, begin)
+        if self.is_written(name):
+            return ComparedFile(self.store.open_read(name), self.store.path_of(name), size_bytes)
+        return self.store.create(name, durable=True, expected_bytes=size_bytes, replace=self.replace)
+
+    def is_written(self, name: str) -> bool:
+        """Return whether a task's file is there, and may not be replaced."""
+        return not (self.in_place or self.replace) and self.store.stat(name) is not None
+
+
+class ReservedRange(PosixWriteHandle):
+    """A range of a file that has its size, while others write other ranges of it."""
+
+    def __init__(self, path: Path, begin: int) -> None:
+        with step(None, "open", path):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        super().__init__(path, descriptor, announce)
+        self._flushed_bytes = begin
+
+    def lend(self, size_bytes: int) -> memoryview:
+        """Page-aligned memory, which `write` takes back filled, without a copy."""
+        self._check_usable()
+        if self._buffer is None:
+            self._take_buffer()
+        return self._view[:size_bytes]
+
+    def write(self, data: Buffer) -> None:
+        """Write in a thread what `lend` gave memory for; waits for the one before the last."""
+        self._fill_bytes = len(data)
+        self._send()
+
+    def abort(self) -> None:
+        """Leave what was written undefined; the file is not this range's to remove."""
+        if self._state == "open":
+            self._stop()
+            self._close("aborted")
+
+    def _flush_to_end(self) -> None:
+        """fdatasync: the size does not change any more."""
+        while self._in_flight:
+            self._pool.give(self._await_oldest())
+        with step(announce, "fdatasync", self._path):
+            os.fdatasync(self._descriptor)
+
+
+class ComparedFile(WriteHandle):
+    """A file that is there already: nothing is written.
+
+    Raises CheckpointConflictError if it has not the very bytes that would be.
+    """
+
+    def __init__(self, there: ReadHandle, path: str, size_bytes: int) -> None:
+        self.name = there.name
+        self._path = path
+        self._there = there
+        self._position = 0
+        if there.size_bytes != size_bytes:
+            raise self._conflict()
+
+    @property
+    def position(self) -> int:
+        """The offset at which the next bytes are compared."""
+        return self._position
+
+    def write(self, data: Buffer) -> None:
+        """Compare it with what is there."""
+        if self._there.pread(len(data), self._position) != data:
+            raise self._conflict()
+        self._position += len(data)
+
+    def finish(self) -> int:
+        """Close the file, which was the same."""
+        self._there.close()
+        return self._position
+
+    def abort(self) -> None:
+        """Close the file, which stays."""
+        self._there.close()
+
+    def _conflict(self) -> CheckpointConflictError:
+        self._there.close()
+        return CheckpointConflictError(
+            f"{self._path} is there already, and not of this conversion; give another target, or delete it",
+            path=self._path,
+        )
+
+
+# -- tasks ---------------------------------------------------------------------------------------------------
+
 
 TASK_BYTES: Final = 64 << 20
 TASK_COPIES: Final = 5_000
@@ -77,16 +202,13 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class TaskBatch:
-    """Neighbouring tasks that are carried out together. ``is_all``: the conversion has no other task."""
+    """Neighbouring tasks that are carried out together, and write ``size_bytes``. ``is_all``: the conversion
+    has no other task."""
 
     number: int
     tasks: tuple[Task, ...]
+    size_bytes: int
     is_all: bool
-
-    @property
-    def size_bytes(self) -> int:
-        """The number of bytes that they write."""
-        return sum(task.end - task.begin for task in self.tasks)
 
     @property
     def file_names(self) -> tuple[str, ...]:
@@ -121,23 +243,23 @@ class TaskResult:
         return TaskResult.decode, (self.encode(),)
 
     def encode(self) -> bytes:
-        """Packed bytes: differences from row to row, because neighbours hardly differ."""
-        found = (self.sources, self.targets, self.faults) if self.faults else (self.sources, self.targets)
-        rows = [np.array(one, "<i8").reshape(-1, 4) for one in found]
-        columns = [np.diff(found.T, axis=1, prepend=np.int64(0)).tobytes() for found in rows]
-        return bytes(msgpack.packb([self.number, self.bytes_read, *columns]))
+        """Pack it: differences from row to row, because neighbours hardly differ."""
+        columns = []
+        for found in (self.sources, self.targets, self.faults):
+            rows = np.array(found, np.int64).reshape(-1, 4)
+            columns.append(np.diff(rows, axis=0, prepend=np.int64(0)).T)
+        return pack([self.number, self.bytes_read, *columns])
 
     @classmethod
     def decode(cls, data: bytes) -> TaskResult:
-        """The inverse of `encode`. Raises CheckpointFormatError for anything else."""
+        """Return the inverse of `encode`. Raises CheckpointFormatError for anything else."""
         try:
-            number, bytes_read, *columns = msgpack.unpackb(data)
-            found = [np.cumsum(np.frombuffer(one, "<i8").reshape(4, -1), axis=1) for one in columns]
-            sources, targets = ([*starmap(Fragment, zip(*one.tolist(), strict=True))] for one in found[:2])
-            faults = [BadElements(*row) for one in found[2:] for row in zip(*one.tolist(), strict=True)]
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            number, bytes_read, *columns = unpack(data)
+            sources, targets, faults = (np.cumsum(one.T, axis=0).tolist() for one in columns)
+            parts = list(starmap(Fragment, sources)), list(starmap(Fragment, targets))
+            return cls(number, bytes_read, *parts, list(starmap(BadElements, faults)))
+        except (ValueError, TypeError, AttributeError) as error:
             raise CheckpointFormatError("what was noted of a conversion is not to be read") from error
-        return cls(number, bytes_read, sources, targets, faults)
 
 
 # -- making tasks --------------------------------------------------------------------------------------------
@@ -153,8 +275,8 @@ def make_tasks(
     *,
     by_file: bool,
 ) -> list[Task]:
-    """The tasks of a layout; ``sources`` are the parts of its copies, ``dtype_codes`` are those of what is
-    copied, by row. With ``terms`` copies are sums of these. ``by_file``: one for each file."""
+    """Make the tasks of a layout; ``sources`` are the parts of its copies, ``dtype_codes`` are those of
+    what is copied, by row. With ``terms`` copies are sums of these. ``by_file``: one for each file."""
     tasks: list[Task] = []
     copies = layout.copies
     source_codes = dtype_codes[copies.tensors].astype(np.int64)
@@ -163,7 +285,7 @@ def make_tasks(
         rows = np.flatnonzero((copies.files == file) & (copies.size_bytes > 0))
         rows = rows[np.argsort(copies.offsets[rows], kind="stable")]
         begins, ends = copies.offsets[rows], copies.offsets[rows] + copies.size_bytes[rows]
-        starts = [offset for offset, _ in literals]
+        starts = list(map(itemgetter(0), literals))
         stops = [offset + len(data) for offset, data in literals]
         holes = tuple(hole for hole in layout.holes if hole.file == file) if by_file else ()
         many = begins[TASK_COPIES::TASK_COPIES].tolist()
@@ -175,22 +297,26 @@ def make_tasks(
             for place in {0, len(parts) - 1} if parts else ():  # those between are in the range whole
                 parts[place] = _clipped(*parts[place], begin, end)
             numbers = np.unique(own.sources.rows[:, 1]).tolist()
-            files = {number: (index.files[number], int(index.file_sizes[number])) for number in numbers}
+            files = {}
+            for number in numbers:
+                files[number] = index.files[number], int(index.file_sizes[number])
             tasks.append(Task(len(tasks), name, size, begin, end, tuple(parts), own, files, holes))
     return tasks
 
 
 def make_batches(tasks: Sequence[Task], batch_bytes: int) -> list[TaskBatch]:
-    """Batches of about ``batch_bytes``, or of more if they were too many; with 0 each task is one."""
+    """Make batches of about ``batch_bytes``, or of more if they were too many; with 0 each task is one."""
     batches: list[TaskBatch] = []
     own: list[Task] = []
-    size, total = 0, sum(task.end - task.begin for task in tasks)
-    wanted = max(batch_bytes, -(-total // _MAX_BATCHES)) if batch_bytes else 0
+    size = wanted = 0
+    if batch_bytes:
+        total = sum(task.end - task.begin for task in tasks)
+        wanted = max(batch_bytes, -(-total // _MAX_BATCHES))
     for task in tasks:
         own.append(task)
         size += task.end - task.begin
         if size >= wanted or task is tasks[-1]:
-            batches.append(TaskBatch(len(batches), tuple(own), len(tasks) == 1))
+            batches.append(TaskBatch(len(batches), tuple(own), size, len(tasks) == 1))
             own, size = [], 0
     return batches
 
@@ -248,7 +374,7 @@ class TaskReader(Closable):
         self.position = task.begin
         self._task = task
         self._reader = RangeReader(store, task.source_files, verify=verify)
-        self._literal_begins = [offset for offset, _ in task.literals]
+        self._literal_begins = list(map(itemgetter(0), task.literals))
         self._literal_ends = [offset + len(data) for offset, data in task.literals]
         self._holes = sorted(task.holes, key=lambda hole: hole.offset)
         self._seen = 0
@@ -262,19 +388,20 @@ class TaskReader(Closable):
         self._reader.close()
 
     def result(self) -> TaskResult:
-        """Checksums of all that was read and made so far, and its faults."""
+        """Return checksums of all that was read and made so far, and its faults."""
         reader = self._reader
         return TaskResult(self._task.number, reader.bytes_read, reader.sources, reader.targets, self._faults)
 
     def take_sources(self) -> list[Fragment]:
-        """Checksums of what was read since the last call; those of what is made are dropped."""
+        """Return checksums of what was read since the last call; those of what is made are dropped."""
         found, self._reader.sources = self._reader.sources, []
         if not self._holes:
             self._reader.targets = []
         return found
 
     def fill(self, buffer: memoryview) -> None:
-        """The next ``len(buffer)`` bytes of the file; ValueError behind the end of the task."""
+        """Fill ``buffer`` with the next ``len(buffer)`` bytes of the file; ValueError behind the end of
+        the task."""
         begin, end = self.position, self.position + len(buffer)
         if end > self._task.end:
             raise ValueError(f"byte {end} is behind the end of the task, {self._task.end}")
@@ -340,7 +467,8 @@ class TaskReader(Closable):
             self._reader.targets.append(Fragment(copy, position + begin, position + end, crc))
 
     def _fill_holes(self, buffer: memoryview, begin: int, end: int) -> None:
-        """Checksums into what is written front to back: the copies of its holes stand before them."""
+        """Put checksums into a file that is written front to back: the copies of its holes stand before
+        them."""
         for fragment in self._reader.targets[self._seen :]:
             self._fragments.setdefault(fragment.owner, []).append(fragment)
         self._seen = len(self._reader.targets)
@@ -354,7 +482,7 @@ class TaskReader(Closable):
 
 
 def _whole(fragments: Sequence[Fragment]) -> int:
-    """The CRC-32 of a copy whose fragments are all there."""
+    """Return the CRC-32 of a copy whose fragments are all there."""
     total = position = 0
     for fragment in sorted(fragments):
         if fragment.begin != position:

@@ -42,7 +42,7 @@ class Literals:
 
     @classmethod
     def of(cls, literals: Sequence[Literal]) -> Literals:
-        """The columns of ``literals``."""
+        """Return the columns of ``literals``."""
         files, offsets = (np.array([literal[field] for literal in literals], np.int64) for field in (0, 1))
         return cls(files, offsets, [literal.data for literal in literals])
 
@@ -50,7 +50,7 @@ class Literals:
         return starmap(Literal, zip(self.files.tolist(), self.offsets.tolist(), self.data, strict=True))
 
     def of_file(self, file: int) -> list[tuple[int, bytes]]:
-        """(offset, data) of those of one file, in its order."""
+        """Return (offset, data) of those of one file, in its order."""
         rows = np.flatnonzero(self.files == file)
         rows = rows[np.argsort(self.offsets[rows], kind="stable")]
         return list(zip(self.offsets[rows].tolist(), map(self.data.__getitem__, rows.tolist()), strict=True))
@@ -89,16 +89,14 @@ class Copies:
         size_bytes: Sequence[int] | Int64,
     ) -> Copies:
         """Whole tensors: rows of ``index``, and where each gets to."""
-        rows, codes, file_numbers, places, sizes = (
-            np.array(column, np.int64) for column in (tensors, dtype_codes, files, offsets, size_bytes)
-        )
+        rows, *columns = np.array((tensors, dtype_codes, files, offsets, size_bytes), np.int64)
         box_sizes = gather_rows(index.shape_values, index.shape_start, rows)
         box_start = starts(index.ndims[rows])
-        return cls(rows, box_start, np.zeros_like(box_sizes), box_sizes, codes, file_numbers, places, sizes)
+        return cls(rows, box_start, np.zeros_like(box_sizes), box_sizes, *columns)
 
     @classmethod
     def of_boxes(cls, boxes: Sequence[tuple[int, Box, int, int, int, int]]) -> Copies:
-        """Copies of ``boxes``: (tensor, box, dtype code, file, offset, size in bytes) of each."""
+        """Return copies of ``boxes``: (tensor, box, dtype code, file, offset, size in bytes) of each."""
         tensors, codes, files, offsets, sizes = (
             np.array([one[field] for one in boxes], np.int64) for field in (0, 2, 3, 4, 5)
         )
@@ -117,7 +115,7 @@ def _none(folder: str, names: Collection[str]) -> frozenset[str]:
 
 
 def _checked_path(path: str) -> str:
-    """The path of a file of the folder, or of one directly below it."""
+    """Return the path of a file of the folder, or of one directly below it."""
     folder, slash, name = path.partition("/")
     return f"{check_name(folder)}/{check_name(name)}" if slash else check_name(path)
 
@@ -146,7 +144,8 @@ class TargetLayout:
     replaced: Callable[[str, Collection[str]], frozenset[str]] = _none
 
     def check(self) -> None:
-        """PlanError unless literals and copies tile each file: a hole would be zeros that nobody saved.
+        """Raise PlanError unless literals and copies tile each file: a hole would be zeros that were
+        never saved.
 
         Nor may two files have one name; CheckpointFormatError for names that lead elsewhere.
         """

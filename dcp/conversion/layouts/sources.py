@@ -18,9 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.conversion.layouts.layout import Copies
-from dcp.planners.load.stored_parts import stored_parts
 from dcp.planners.weight_maps.pieces import MappedTensor
-from dcp.planners.weight_maps.stored import StoredTensors
+from dcp.planners.weight_maps.stored import StoredTensors, stored_parts
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex, Int64, itemsizes, starts
@@ -131,7 +130,8 @@ class SourceColumns:
 
     @classmethod
     def of(cls, engine: ReadEngine, start: Int64, chunks: Int64, places: Any, *axes: Any) -> SourceColumns:
-        """Of parts of ``chunks``: ``places`` are (begin, target); ``axes`` are axis_start and the columns."""
+        """Make columns of parts of ``chunks``: ``places`` are (begin, target); ``axes`` are axis_start and
+        the columns."""
         index = engine.index
         lengths = index.payload_lengths[chunks]
         payloads = index.chunk_files[chunks], engine.payloads.offsets[chunks], lengths
@@ -144,7 +144,7 @@ class SourceColumns:
         return chunks
 
     def take(self, numbers: Int64) -> SourceColumns:
-        """The parts of ``numbers``, in that order."""
+        """Return the parts of ``numbers``, in that order."""
         counts = self.start[numbers + 1] - self.start[numbers]
         rows = expand_ranges(self.start[numbers], counts)
         ndims = self.axis_start[rows + 1] - self.axis_start[rows]
@@ -152,7 +152,7 @@ class SourceColumns:
         return SourceColumns(starts(counts), self.rows[rows], starts(ndims), axes)
 
     def parts(self, first: int, last: int) -> Iterator[tuple[SourcePart, ...]]:
-        """The parts of the numbers ``first`` to ``last``, one after the other."""
+        """Yield the parts of the numbers ``first`` to ``last``, one after the other."""
         bounds = self.start[first : last + 1].tolist()
         low, high = bounds[0], bounds[-1]
         places = (self.axis_start[low : high + 1] - self.axis_start[low]).tolist()
@@ -165,7 +165,7 @@ class SourceColumns:
             yield tuple(found[begin - low : end - low])
 
     def chunks_of(self, first: int, last: int) -> Int64:
-        """The chunks of the numbers ``first`` to ``last``."""
+        """Return the chunks of the numbers ``first`` to ``last``."""
         return np.unique(self.chunks[self.start[first] : self.start[last]])
 
     @property
@@ -197,12 +197,13 @@ class TermColumns:
         return starts(1 + (self.ranks > 0))
 
     def fewest(self, elements: Int64) -> Int64:
-        """By copy, of the gathers that are no factors, which have so many ``elements``."""
+        """Return by copy the fewest elements of a gather that is no factor; gathers have so many
+        ``elements``."""
         whole = np.where(self.ranks > 0, np.iinfo(np.int64).max, elements[self.gathers[:-1]])
         return np.minimum.reduceat(whole, self.start[:-1]) if len(whole) else whole
 
     def take(self, copies: Int64) -> tuple[TermColumns, Int64]:
-        """The terms of ``copies``, in that order, and the numbers of their gathers."""
+        """Return the terms of ``copies``, in that order, and the numbers of their gathers."""
         counts = self.start[copies + 1] - self.start[copies]
         rows = expand_ranges(self.start[copies], counts)
         gathers = expand_ranges(self.gathers[rows], 1 + (self.ranks[rows] > 0))
@@ -210,7 +211,7 @@ class TermColumns:
         return TermColumns(self.accumulate, starts(counts), *columns), gathers
 
     def terms(self, first: int, last: int, sources: SourceColumns) -> Iterator[tuple[Term, ...]]:
-        """The terms of the copies ``first`` to ``last``; ``sources`` are those of all gathers."""
+        """Yield the terms of the copies ``first`` to ``last``; ``sources`` are those of all gathers."""
         bounds = self.start[first : last + 1].tolist()
         rows = slice(bounds[0], bounds[-1])
         low, high = self.gathers[self.start[[first, last]]].tolist()
@@ -240,7 +241,8 @@ class TaskCopies:
     def of(
         cls, copies: Copies, rows: Int64, codes: Int64, sources: SourceColumns, terms: TermColumns | None
     ) -> TaskCopies:
-        """The copies in ``rows`` of a layout's copies; ``codes`` are the source's dtypes of all of these."""
+        """Return the copies in ``rows`` of a layout's copies; ``codes`` are the source's dtypes of all of
+        these."""
         summed, gathers = (None, rows) if terms is None else terms.take(rows)
         own = sources.take(gathers)
         target_codes, sizes = copies.dtype_codes[rows], copies.size_bytes[rows]
@@ -261,18 +263,19 @@ class TaskCopies:
         return ends
 
     def rows_between(self, begin: int, end: int) -> tuple[int, int]:
-        """The first and the one behind the last that reach into bytes ``begin`` to ``end`` of the file."""
+        """Return the first and the one behind the last that reach into bytes ``begin`` to ``end`` of the
+        file."""
         first = int(np.searchsorted(self._ends, begin, "right"))
         return first, max(first, int(np.searchsorted(self.rows[:, 1], end, "left")))
 
     def end_of(self, begin: int, count: int) -> int | None:
-        """The end of the window from byte ``begin`` on that ``count`` copies reach into; None if these are
-        all that are left."""
+        """Return the end of the window from byte ``begin`` on that ``count`` copies reach into; None if
+        these are all that are left."""
         last = int(np.searchsorted(self._ends, begin, "right")) + count
         return int(self.rows[last, 1]) if last < len(self.rows) else None
 
     def between(self, begin: int, end: int) -> Iterator[TaskCopy]:
-        """The copies that reach into bytes ``begin`` to ``end`` of the file, in order."""
+        """Yield the copies that reach into bytes ``begin`` to ``end`` of the file, in order."""
         first, last = self.rows_between(begin, end)
         rows = self.rows[first:last].tolist() if first < last else ()
         if self.terms is None:
@@ -309,12 +312,12 @@ class TensorTerms:
 
     @classmethod
     def of(cls, count: int, rows: Int64, *columns: npt.NDArray[Any]) -> TensorTerms:
-        """The terms of ``count`` tensors; ``rows`` says by term which it is of."""
+        """Return the terms of ``count`` tensors; ``rows`` says by term which it is of."""
         order = np.argsort(rows, kind="stable")
         return cls(starts(np.bincount(rows, minlength=count)), *(column[order] for column in columns))
 
     def products(self, tensor: int) -> list[tuple[Any, ...]]:
-        """The terms of a tensor that are products."""
+        """Return the terms of a tensor that are products."""
         own = slice(int(self.start[tensor]), int(self.start[tensor + 1]))
         columns = (self.weights, self.lefts, self.rights, self.ranks, self.turned)
         return [term for term in zip(*(column[own].tolist() for column in columns), strict=True) if term[3]]
@@ -335,7 +338,7 @@ class MergedTensors:
 
     @property
     def identity(self) -> str:
-        """Equal for merges that compute the same of the same sources."""
+        """A text that is equal for merges that compute the same of the same sources."""
         digest = hashlib.sha256(b"".join(column.tobytes() for column in vars(self.terms).values()))
         pieces = [(tensor.shape, tensor.pieces) for tensor in self.mapped]
         digest.update(repr((self.accumulate, pieces)).encode())
@@ -348,7 +351,7 @@ class MergedTensors:
 def copy_sources(
     engine: ReadEngine, copies: Copies, mapped: Sequence[MappedTensor] | None = None
 ) -> SourceColumns:
-    """The parts of each copy, with their places in the source's files.
+    """Return the parts of each copy, with their places in the source's files.
 
     With ``mapped`` the tensors that are copied are these, made of the source's. Opens the records of foreign
     formats whose payloads' places are not known. PlanError for tensors of which elements are not stored.
@@ -359,8 +362,8 @@ def copy_sources(
 def sum_sources(
     engine: ReadEngine, copies: Copies, merged: MergedTensors
 ) -> tuple[SourceColumns, TermColumns]:
-    """The sources of copies that are sums of the source's tensors, or of those mapped, which are made of
-    them; else as `copy_sources`."""
+    """Return the sources of copies that are sums of the source's tensors, or of those mapped, which are
+    made of them; else as `copy_sources`."""
     terms, mapped = merged.terms, merged.mapped
     counts = terms.start[copies.tensors + 1] - terms.start[copies.tensors]
     own = expand_ranges(terms.start[copies.tensors], counts)
@@ -378,8 +381,8 @@ def sum_sources(
 
 
 def _gathers(copies: Copies, terms: TensorTerms, own: Int64, copy_of: Int64) -> Copies:
-    """The boxes that are read for the terms ``own`` of copies: the box that a copy is or, of the two factors
-    of a product, all rows and all columns that this needs."""
+    """Return the boxes that are read for the terms ``own`` of copies: the box that a copy is or, of the
+    two factors of a product, all rows and all columns that this needs."""
     ranks = terms.ranks[own]
     count = 1 + (ranks > 0)
     term_of = np.repeat(np.arange(len(own)), count)
@@ -405,8 +408,8 @@ def _gathers(copies: Copies, terms: TensorTerms, own: Int64, copy_of: Int64) -> 
 def _box_sources(
     engine: ReadEngine, copies: Copies, turned: npt.NDArray[np.bool_] | None = None
 ) -> SourceColumns:
-    """The sources of boxes of the source's tensors; those that are ``turned`` have two dimensions, of which
-    the second is the slowest in what is made of them."""
+    """Return the sources of boxes of the source's tensors; those that are ``turned`` have two dimensions,
+    of which the second is the slowest in what is made of them."""
     rows, tensor_of = np.unique(copies.tensors, return_inverse=True)
     stored = stored_parts(engine, rows, tensor_of.astype(np.int64), copies.box_offsets, copies.box_sizes)
     wanted, axis_start = stored.wanted, stored.axis_start
@@ -426,7 +429,7 @@ def _box_sources(
 
 
 def _mapped_sources(engine: ReadEngine, copies: Copies, tensors: Sequence[MappedTensor]) -> SourceColumns:
-    """The sources of copies of tensors that are made of the source's."""
+    """Return the sources of copies of tensors that are made of the source's."""
     stored = StoredTensors(engine, tensors)
     counts: list[int] = []
     found: list[tuple[int, int, int]] = []  # chunk, begin, target
@@ -450,8 +453,8 @@ def _mapped_sources(engine: ReadEngine, copies: Copies, tensors: Sequence[Mapped
 
 
 def payload_crcs(index: CheckpointIndex) -> dict[int, int]:
-    """The CRC-32 of all bytes of a tensor in C order, by row, of those that one chunk has as they are and
-    whose blocks have checksums."""
+    """Return the CRC-32 of all bytes of a tensor in C order, by row, of those that one chunk has as they
+    are and whose blocks have checksums."""
     rows = np.flatnonzero(np.diff(index.chunk_start) == 1)
     chunks = index.chunk_start[rows]
     counts = np.diff(index.crc_start)[chunks]

@@ -91,8 +91,8 @@ class AdapterConfig:
 
     @classmethod
     def of(cls, data: bytes, path: str) -> AdapterConfig:
-        """Raises UnsupportedFormatError for what adapters may be and is not done here, all of it named; and
-        CheckpointFormatError."""
+        """Check a configuration and take what counts. Raises UnsupportedFormatError for what adapters may
+        be and is not done here, all of it named; and CheckpointFormatError."""
         config = parse_json(data, path)
         asked = [what for name, what in _NOT_DONE.items() if config.get(name)]
         if config.get("peft_type") != "LORA":
@@ -118,17 +118,17 @@ class AdapterConfig:
         return cls(config["r"], alpha, stabilised, turned, keeps_ties, *by_end)
 
     def rank_of(self, module: str) -> int:
-        """The rank of a module's factors, as this configuration has it."""
+        """Return the rank of a module's factors, as this configuration has it."""
         return int(_by_end(self.ranks, module, self.rank))
 
     def scale(self, module: str) -> float:
-        """The factor by which is multiplied what is added to a module's weight."""
+        """Return the factor by which is multiplied what is added to a module's weight."""
         rank, alpha = self.rank_of(module), float(_by_end(self.alphas, module, self.alpha))
         return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
 
 
 def _faults(config: Mapping[str, Any]) -> Iterator[str]:
-    """Names of what is no number where one has to be: nothing of it is rounded or taken for another."""
+    """Yield names of what is no number where one has to be: nothing of it is rounded or taken for another."""
     for name, pattern, is_one, kind in (
         ("r", "rank_pattern", _is_whole, "whole number above 0"),
         ("lora_alpha", "alpha_pattern", _is_number, "number above 0"),
@@ -159,7 +159,7 @@ def _is_whole(value: Any) -> bool:
 def _compiled(
     patterns: Mapping[str, Any], refused: list[str]
 ) -> Iterator[tuple[re.Pattern[str] | ModulePattern, Any]]:
-    """With what matches them; what cannot be matched is ``refused``."""
+    """Yield patterns as objects that match, with their values; what cannot be matched is ``refused``."""
     for end, value in patterns.items():
         try:
             plain = re.compile(rf"(.*\.)?({end})$") if _is_plain(end) else None
@@ -169,12 +169,13 @@ def _compiled(
 
 
 def _by_end(patterns: _ByEnd, module: str, default: Any) -> Any:
-    """As peft has it: the first that matches the end of a name, behind a dot."""
+    """Return the value that peft would take: that of the first pattern that matches the end of a name,
+    behind a dot."""
     return next((value for end, value in patterns if end.match(module)), default)
 
 
 def open_adapter(checkpoint_id: str, *, open_store: OpenStore) -> Source:
-    """An adapter's folder. Raises CheckpointNotFoundError, and the formats' errors."""
+    """Return an adapter's folder. Raises CheckpointNotFoundError, and the formats' errors."""
     store = open_store(checkpoint_id)
     name = next((name for name in _FILES if store.stat(name) is not None), None)
     if name is None:
@@ -183,15 +184,15 @@ def open_adapter(checkpoint_id: str, *, open_store: OpenStore) -> Source:
 
 
 def _config_of(store: Store) -> AdapterConfig:
-    """The configuration of the adapter in ``store``."""
+    """Return the configuration of the adapter in ``store``."""
     return AdapterConfig.of(
         store.read(ADAPTER_CONFIG, limit_bytes=MAX_CONFIG_BYTES), store.path_of(ADAPTER_CONFIG)
     )
 
 
 def low_ranks(index: CheckpointIndex, store: Store) -> list[LowRank]:
-    """The products that the adapter ``index`` adds; PlanError with all names that are no factors, or one
-    alone, or do not go together."""
+    """Return the products that the adapter ``index`` adds; PlanError with all names that are no factors,
+    or one alone, or do not go together."""
     config = _config_of(store)
     modules: dict[str, dict[str, str]] = {}
     strange = list(index.objects.fqns)
@@ -223,7 +224,7 @@ def low_ranks(index: CheckpointIndex, store: Store) -> list[LowRank]:
 def _check_ranks(
     index: CheckpointIndex, config: AdapterConfig, modules: Mapping[str, Mapping[str, str]], url: str
 ) -> None:
-    """CheckpointFormatError that names all modules whose factors have another rank than is said."""
+    """Raise CheckpointFormatError that names all modules whose factors have another rank than is said."""
     ranks = {module: _shape(index, factors["B"])[1] for module, factors in modules.items()}
     shown = [
         f"{module!r} has the rank {rank}, and the configuration says {config.rank_of(module)}"

@@ -66,7 +66,7 @@ class Arithmetic:
 def weights_of_sources(
     count: int, weights: Sequence[Weight] | None, formula: str | None, decay: Weight | None = None
 ) -> tuple[float, ...]:
-    """The weights of ``count`` sources, in their order: those given, a formula's, or of an average.
+    """Return the weights of ``count`` sources, in their order: those given, a formula's, or of an average.
     OptionError for another number of weights, for those that are no numbers, and for more than one of
     these."""
     if sum(one is not None for one in (weights, formula, decay)) > 1:
@@ -81,14 +81,14 @@ def weights_of_sources(
 
 
 def weights_of_adapters(count: int, weights: Sequence[Weight] | None) -> tuple[float, ...]:
-    """The weights of ``count`` adapters; by default 1. OptionError as for those of sources."""
+    """Return the weights of ``count`` adapters; by default 1. OptionError as for those of sources."""
     if weights is None:
         return (1.0,) * count
     return _numbers("adapter_weights", weights, count, "adapters")
 
 
 def _numbers(what: str, given: Sequence[Weight], count: int, of: str) -> tuple[float, ...]:
-    """OptionError that names all that are no numbers."""
+    """Raise OptionError that names all that are no numbers."""
     if isinstance(given, str | bytes) or not hasattr(given, "__len__"):
         raise OptionError(f"{what}: {given!r} is no list of numbers")
     if len(given) != count:
@@ -104,7 +104,7 @@ def _numbers(what: str, given: Sequence[Weight], count: int, of: str) -> tuple[f
 
 
 def _number(given: Any) -> float | None:
-    """The nearest float64; None where it is no finite number."""
+    """Return the nearest float64; None where it is no finite number."""
     if getattr(given, "shape", None) == () and callable(getattr(given, "item", None)):
         given = given.item()  # a scalar of numpy, or a tensor without dimensions
     if not isinstance(given, Real) or isinstance(given, bool):
@@ -117,7 +117,7 @@ def _number(given: Any) -> float | None:
 
 
 def average_weights(count: int, decay: Weight | None) -> tuple[float, ...]:
-    """The weights of an average of ``count`` checkpoints, the newest first; they add up to 1.
+    """Return the weights of an average of ``count`` checkpoints, the newest first; they add up to 1.
 
     With ``decay`` an exponential moving average, that of number k is ``(1 - decay) * decay**k / (1 -
     decay**count)``; else all are the same.
@@ -135,12 +135,13 @@ def average_weights(count: int, decay: Weight | None) -> tuple[float, ...]:
 
 
 def source_names(count: int) -> list[str]:
-    """The names of sources in a formula: A to Z, then A1 to Z1 and so on."""
+    """Return the names of sources in a formula: A to Z, then A1 to Z1 and so on."""
     return [chr(ord("A") + number % 26) + str(number // 26 or "") for number in range(count)]
 
 
 def formula_weights(formula: str, names: Sequence[str]) -> tuple[float, ...]:
-    """The weights that a formula such as ``A + 0.4 * (B - C)`` gives to the sources of these ``names``.
+    """Return the weights that a formula such as ``A + 0.4 * (B - C)`` gives to the sources of these
+    ``names``.
 
     It may have ``+ - * /``, parentheses, numbers and names, of which no two may be multiplied. What it comes
     to is computed exactly, and rounded once. OptionError for any other, for names of no source, and for
@@ -173,7 +174,7 @@ def _check_names(found: Mapping[str, Fraction], names: Sequence[str]) -> None:
 
 
 def _linear(node: ast.expr) -> _Linear:
-    """ValueError for what is not linear."""
+    """Raise ValueError for what is not linear."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
             return {"": _exactly(number)}
@@ -189,7 +190,7 @@ def _linear(node: ast.expr) -> _Linear:
 
 
 def _exactly(number: float) -> Fraction:
-    """As it is written: 0.4 are two fifths."""
+    """Return a number as it is written: 0.4 are two fifths."""
     return Fraction(repr(float(number)))
 
 

@@ -15,7 +15,7 @@ from dcp.storage.stores.base import FileInfo, ReadOnlyStore, Store
 from dcp.storage.stores.handles import ReadHandle
 from dcp.storage.threads import WorkerThreads
 
-__all__ = ["JoinedSource", "JoinedStore", "join", "members_of", "open_joined"]
+__all__ = ["JoinedSource", "JoinedStore", "join", "open_joined"]
 
 T = TypeVar("T")
 
@@ -52,12 +52,12 @@ class JoinedStore(ReadOnlyStore):
         )
 
     def path_of(self, name: str) -> str:
-        """As of the store which has it."""
+        """Return the path in the store that has the file."""
         store, own = self._owner(name)
         return store.path_of(own)
 
     def list(self) -> list[FileInfo]:
-        """The files of all stores."""
+        """Return the files of all stores."""
         found = {store.url: store.list() for store in self.stores}
         return [
             replace(info, name=f"{number}.{info.name}")
@@ -66,13 +66,13 @@ class JoinedStore(ReadOnlyStore):
         ]
 
     def stat(self, name: str) -> FileInfo | None:
-        """As of the store which has it."""
+        """Return the facts of a file from the store that has it."""
         store, own = self._owner(name)
         info = store.stat(own)
         return None if info is None else replace(info, name=name)
 
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
-        """A handle from the store that has it."""
+        """Return a handle from the store that has it."""
         store, own = self._owner(name)
         return store.open_read(own, expected_bytes=expected_bytes)
 
@@ -88,11 +88,6 @@ class JoinedSource(Source):
     members: tuple[Source, ...] = ()
 
 
-def members_of(source: Source) -> tuple[Source, ...]:
-    """The checkpoints that it is."""
-    return source.members if isinstance(source, JoinedSource) else (source,)
-
-
 def open_joined(members: Sequence[Callable[[], Source]]) -> JoinedSource:
     """`join` of what ``members`` open, some at a time. Raises what these raise."""
     with WorkerThreads(min(_AT_ONCE, len(members))) as pool:
@@ -105,8 +100,8 @@ def _opened(member: Callable[[], Source]) -> Source:
 
 
 def join(members: Sequence[Source]) -> JoinedSource:
-    """One source of ``members``, whose indexes are complete. Rows of the first one's tensors, chunks and
-    values stay what they are; those of the others follow in their order."""
+    """Return one source of ``members``, whose indexes are complete. Rows of the first one's tensors,
+    chunks and values stay what they are; those of the others follow in their order."""
     store = JoinedStore([member.store for member in members])
     members = [members[0], *(_sharing(member, members[0]) for member in members[1:])]
     index = _joined_index([member.index for member in members])
@@ -115,7 +110,7 @@ def join(members: Sequence[Source]) -> JoinedSource:
 
 
 def _parts_of(joined: CheckpointIndex, members: Sequence[Source]) -> Iterator[Source]:
-    """The same, their columns those of ``joined``, so that nothing is in memory twice."""
+    """Yield the same, their columns those of ``joined``, so that nothing is in memory twice."""
     begins = dict.fromkeys(_COLUMNS, 0)
     for member in members:
         ends = {name: begin + len(getattr(member.index, name)) for name, begin in begins.items()}
@@ -125,8 +120,8 @@ def _parts_of(joined: CheckpointIndex, members: Sequence[Source]) -> Iterator[So
 
 
 def _sharing(member: Source, first: Source) -> Source:
-    """With the first one's names, where they are the same: there may be very many. How its state is nested
-    nobody asks of another than the first."""
+    """Share the names of the first source where they are the same, of which there may be very many. The
+    nesting of the state is that of the first alone."""
     own = member.index
     fqns = first.index.fqns if own.fqns == first.index.fqns else own.fqns
     return replace(member, index=replace(own, fqns=fqns, planner_data=None))
@@ -157,7 +152,7 @@ class _JoinedNames(Sequence[str]):
         return f"{number}/{self._members[number][row - self._begins[number]]}"
 
     def own_name(self, row: int) -> str:
-        """Without the number: for errors, which name the source by the path of its file."""
+        """Return the name without the number: for errors, which name the source by the path of its file."""
         number = self._number(row)
         return str(self._members[number][row - self._begins[number]])
 
@@ -166,7 +161,7 @@ class _JoinedNames(Sequence[str]):
 
 
 def _joined_index(parts: Sequence[CheckpointIndex]) -> CheckpointIndex:
-    """One index of several complete ones, one behind the other."""
+    """Return one index of several complete ones, one behind the other."""
     tensors, chunks, files = (
         starts([len(getattr(part, name)) for part in parts]).tolist()
         for name in ("fqns", "chunk_files", "files")
@@ -191,5 +186,5 @@ def _joined_index(parts: Sequence[CheckpointIndex]) -> CheckpointIndex:
 
 
 def _moved(parts: Sequence[Mapping[int, T]], begins: Sequence[int]) -> dict[int, T]:
-    """By row of all of them."""
+    """Return the values by row of all sources joined."""
     return {begins[at] + row: value for at, part in enumerate(parts) for row, value in part.items()}

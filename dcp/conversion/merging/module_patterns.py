@@ -37,7 +37,7 @@ class ModulePattern:
 
     @classmethod
     def parse(cls, text: str) -> ModulePattern:
-        """OptionError for expressions that are none of these."""
+        """Raise OptionError for expressions that are none of these."""
         if len(text) > _MAX_LENGTH:
             raise OptionError(f"a pattern of more than {_MAX_LENGTH} characters")
         parser = _Parser(text)
@@ -64,11 +64,11 @@ class _Parser:
         """The number of repetitions so far."""
 
     def refused(self) -> OptionError:
-        """For what is at this place."""
+        """Return the error for the text at this place."""
         return OptionError(f"{self._text[self.at :][:40]!r} of the pattern {self._text!r:.80}")
 
     def alternatives(self) -> _Matcher:
-        """Up to ``)`` or the end."""
+        """Parse up to ``)`` or the end."""
         found = [self._sequence()]
         while self._takes("|"):
             found.append(self._sequence())
@@ -118,7 +118,7 @@ class _Parser:
         return inner
 
     def _characters(self) -> re.Pattern[str]:
-        """One character, or any of several."""
+        """Return one character, or any of several."""
         rest = self._text[self.at :]
         if found := _CLASS.match(rest):
             token = found[0]
@@ -136,7 +136,8 @@ class _Parser:
         return pattern
 
     def _repeated(self, atom: _Matcher, before: int) -> _Matcher:
-        """With what says how often ``atom`` is there; ``before`` are repetitions before it."""
+        """Return the matcher of a repetition: the text says how often ``atom`` is there; ``before`` are
+        repetitions before it."""
         begin = self.at
         low, high = 1, 1
         if self._takes("*"):
@@ -164,7 +165,7 @@ def _of_characters(pattern: re.Pattern[str]) -> _Matcher:
 
 
 def _often(atom: _Matcher, name: str, at: _Ends, low: int, high: int) -> _Ends:
-    """The places where ``atom`` ends that is there ``low`` to ``high`` times."""
+    """Return the places where ``atom`` ends that is there ``low`` to ``high`` times."""
     found = at if low == 0 else frozenset()
     for count in range(1, min(high, low + len(name) + 1) + 1):
         at = atom(name, at)

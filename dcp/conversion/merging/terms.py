@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, starmap
 from typing import Any, Final
 
@@ -53,10 +53,10 @@ def merge_entries(
     rename: Rename | None = None,
     dtype: TargetDtype = None,
 ) -> tuple[Entries, MappedIndex | None, MergedTensors]:
-    """The entries to write, the first source under its map, and the sums that they are. ``members`` are the
-    sources and, behind them, adapters. ``weight_maps`` is one for all sources, or one for each, and goes
-    without adapters. ``config`` is the model's in the target, without which adapters look for that beside the
-    first source. ``only``, ``exclude`` and ``rename`` are about the names of each.
+    """Choose the entries to write, the first source under its map, and the sums that they are. ``members``
+    are the sources and, behind them, adapters. ``weight_maps`` is one for all sources, or one for each,
+    and goes without adapters. ``config`` is the model's in the target, without which adapters look for
+    that beside the first source. ``only``, ``exclude`` and ``rename`` are about the names of each.
 
     PlanError that says of all tensors which do not go together, why; MissingKeyError for patterns that match
     nothing in any source.
@@ -69,7 +69,7 @@ def merge_entries(
     if adapters and config is None:
         config = model_config(sources[0].store)
     is_tied = bool(config and config.get("tie_word_embeddings"))
-    own = [_Member.of(entries) for entries, _ in chosen]
+    own = [entries for entries, _ in chosen]
     merging = _Merging(own, added, arithmetic, is_tied)
     terms = merging.terms()
     merging.raise_problems([source.name for source in members])
@@ -78,31 +78,9 @@ def merge_entries(
         made = [tensor for number, one in enumerate(chosen) for tensor in _made(number, *one)]
     first = _untied(first, own[1:], terms)
     user = {name: value for name, value in first.index.user.items() if name != _METRICS}
-    first = replace(first, index=replace(first.index, user=user, digests=()))  # of sums nobody has any
+    first = replace(first, index=replace(first.index, user=user, digests=()))  # sums have none
     unmerged = tuple(sorted(merging.unmerged))
     return first, mapped, MergedTensors(terms, arithmetic.code, unmerged, _origin(members, arithmetic), made)
-
-
-@dataclass(frozen=True, eq=False)
-class _Member:
-    """The selection of a source: ``names`` of the tensors in ``rows`` of ``index``, and of those that are
-    tied to another the name of that."""
-
-    index: CheckpointIndex
-    names: list[str]
-    rows: Int64
-    tied: Mapping[str, str]
-
-    @classmethod
-    def of(cls, entries: Entries) -> _Member:
-        """Of the entries."""
-        tensors = entries.tensors
-        tied = {
-            entry.fqn: tensors[entry.tied_to].fqn
-            for number, entry in enumerate(tensors)
-            if entry.tied_to != number
-        }
-        return cls(entries.index, [entry.fqn for entry in tensors], entries.rows, tied)
 
 
 def _chosen(
@@ -113,8 +91,8 @@ def _chosen(
     renaming: dict[str, Any],
     dtype: TargetDtype,
 ) -> list[tuple[Entries, MappedIndex | None]]:
-    """The entries that are selected of each source, under its map; those of the first are cast. A pattern
-    must match in one of them, and not in all."""
+    """Return the entries that are selected of each source, under its map; those of the first are cast. A
+    pattern must match in one of them, and not in all."""
     names = [[*source.index.fqns, *source.index.objects.fqns] for source in sources]
     selection = Selection.of(only, exclude)
     if selection is not None:
@@ -132,14 +110,14 @@ def _chosen(
 
 
 def _made(number: int, entries: Entries, mapped: MappedIndex | None) -> Iterator[MappedTensor]:
-    """The tensors of a source under its map, if it has any, of pieces of all sources joined."""
+    """Yield the tensors of a source under its map, if it has any, of pieces of all sources joined."""
     for tensor in mapped.tensors if mapped else starmap(MappedTensor.same, map_sources(entries.index)):
         sides = ((one, one.source._replace(name=f"{number}/{one.source.name}")) for one in tensor.pieces)
         yield replace(tensor, pieces=[one._replace(source=side) for one, side in sides])
 
 
 def _matching(patterns: Patterns | None, names: Sequence[str]) -> list[str] | None:
-    """The names that match any of ``names``."""
+    """Return the names that match any of ``names``."""
     if patterns is None:
         return None
     given = [patterns] if isinstance(patterns, str) else patterns
@@ -152,7 +130,7 @@ class _Merging:
 
     def __init__(
         self,
-        sources: Sequence[_Member],
+        sources: Sequence[Entries],
         adapters: Sequence[tuple[Source, Sequence[LowRank]]],
         arithmetic: Arithmetic,
         is_tied: bool = False,
@@ -169,7 +147,7 @@ class _Merging:
         self.unmerged: set[str] = set()
 
     def terms(self) -> TensorTerms:
-        """The terms by row of the first source; what is wrong is noted."""
+        """Return the terms by row of the first source; what is wrong is noted."""
         names, rows = self._aligned()
         summed = self._summed(names, rows)
         kept = np.array([at for at, name in enumerate(names) if name in self.unmerged], np.int64)
@@ -188,7 +166,7 @@ class _Merging:
         return TensorTerms.of(self._sources[0].index.tensor_count, *columns)
 
     def raise_problems(self, names: Sequence[str]) -> None:
-        """PlanError with all that was noted; ``names`` are of the sources."""
+        """Raise PlanError with all that was noted; ``names`` are of the sources."""
         if not self._problems:
             return
         shown = [f"{name!r} {problem}" for name, problem in self._problems.items()]
@@ -201,7 +179,7 @@ class _Merging:
         )
 
     def _aligned(self) -> tuple[list[str], list[Int64]]:
-        """Names that all sources have, and in which rows of each these are."""
+        """Return names that all sources have, and in which rows of each these are."""
         first = self._sources[0].names
         if all(one.names == first for one in self._sources[1:]):
             return first, [one.rows for one in self._sources]
@@ -217,8 +195,8 @@ class _Merging:
         return common, [one.rows[places] for one, places in zip(self._sources, chosen, strict=True)]
 
     def _summed(self, names: Sequence[str], rows: Sequence[Int64]) -> Int64:
-        """The places in ``names`` of those that are sums; those that are taken from the first are noted, as
-        what is wrong is."""
+        """Return the places in ``names`` of those that are sums; those that are taken from the first are
+        noted, as what is wrong is."""
         indexes = [one.index for one in self._sources]
         pairs = list(zip(indexes, rows, strict=True))
         alike = np.ones(len(names), bool)
@@ -234,7 +212,7 @@ class _Merging:
         return np.flatnonzero(alike & floating)
 
     def _as_it_is(self, name: str, codes: Sequence[int]) -> None:
-        """Of the first source."""
+        """Take a tensor from the first source as it is; a problem where the types differ."""
         types = [dtypes.BY_CODE[code].name for code in codes]
         if len(set(types)) > 1:
             self._problems[name] = f"is {', '.join(types)}"
@@ -243,8 +221,8 @@ class _Merging:
         self.unmerged.add(name)
 
     def _products(self, tensors: Mapping[str, int]) -> Iterator[tuple[Any, ...]]:
-        """The products that adapters add to ``tensors``, of which the rows are in the first source: rows of
-        `TensorTerms`."""
+        """Yield the products that adapters add to ``tensors``, of which the rows are in the first source:
+        rows of `TensorTerms`."""
         for number, (adapter, added) in enumerate(self._adapters):
             for low_rank in added:
                 row = tensors.get(low_rank.target)
@@ -290,7 +268,7 @@ class _Merging:
 def _of_one_shape(
     first: CheckpointIndex, rows: Int64, other: CheckpointIndex, own: Int64
 ) -> npt.NDArray[np.bool_]:
-    """By tensor, of ``rows`` of the one and ``own`` of the other."""
+    """Return by tensor whether ``rows`` of the one and ``own`` of the other have one shape."""
     found: npt.NDArray[np.bool_] = first.ndims[rows] == other.ndims[own]
     alike = np.flatnonzero(found)
     differs = gather_rows(first.shape_values, first.shape_start, rows[alike]) != gather_rows(
@@ -300,13 +278,14 @@ def _of_one_shape(
     return found
 
 
-def _untied(first: Entries, others: Sequence[_Member], terms: TensorTerms) -> Entries:
-    """The ``first``: what shares its bytes there still does so if it does in all of the ``others``, and gets
-    the same added."""
+def _untied(first: Entries, others: Sequence[Entries], terms: TensorTerms) -> Entries:
+    """Return the ``first``: what shares its bytes there still does so if it does in all of the ``others``,
+    and gets the same added."""
+
+    ties = [{entry.fqn: one.names[entry.tied_to] for entry in one.tensors} for one in others]
 
     def is_tied(entry: TensorEntry, to: TensorEntry) -> bool:
-        names = entry.fqn, to.fqn
-        same = all(one.tied.get(names[0], names[0]) == one.tied.get(names[1], names[1]) for one in others)
+        same = all(own.get(entry.fqn, entry.fqn) == own.get(to.fqn, to.fqn) for own in ties)
         return same and terms.products(entry.tensor) == terms.products(to.tensor)
 
     tensors = []

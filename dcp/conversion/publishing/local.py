@@ -14,9 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from dcp.conversion.copying.batches import TargetChecksums
-from dcp.conversion.copying.sinks import Output, announce
-from dcp.conversion.copying.tasks import TaskBatch, TaskResult
+from dcp.conversion.copying.batches import ResultChecks
+from dcp.conversion.copying.tasks import Output, TaskBatch, TaskResult, announce
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.publishing import local_files
 from dcp.conversion.publishing.publisher import MAX_LEDGER_BYTES, Publisher, framed, header, parse
@@ -38,7 +37,7 @@ __all__ = ["LEDGER_NAME", "LocalLedger", "LocalPublisher"]
 LEDGER_NAME: Final = "ledger"
 
 _ATTEMPTS: Final = 100
-"""To lock a file that whoever held it may have removed just then."""
+"""To lock a file that its last holder may have removed just then."""
 
 
 class LocalLedger:
@@ -75,8 +74,8 @@ class LocalLedger:
                 self.close()
             else:
                 raise StorageError(
-                    f"{self._path} is removed or replaced as soon as it is made, so that nobody can be kept "
-                    "from converting to the same target",
+                    f"{self._path} is removed or replaced as soon as it is made, so that no process can be "
+                    "kept from converting to the same target",
                     path=str(self._path),
                     op="lock",
                 )
@@ -135,7 +134,7 @@ class LocalLedger:
         announce("remove", self._folder)
         with suppress(OSError, CheckpointError):
             self._clear()
-            self._path.unlink()  # last: as long as it is there, nobody else begins
+            self._path.unlink()  # last: as long as it is there, no other process begins
         self.close()
         with suppress(OSError):  # only now: NFS and FUSE keep a removed file in the folder while it is open
             self._folder.rmdir()
@@ -255,7 +254,7 @@ class LocalPublisher(Publisher):
         return is_renamed and self.is_published(layout, self._ledger.inode)
 
     def expect(self, batch: TaskBatch) -> None:
-        """All that is written is in the work folder."""
+        """Do nothing: all that is written is in the work folder."""
 
     def append(self, result: TaskResult, batch: TaskBatch) -> None:
         """As `Publisher.append`."""
@@ -268,11 +267,9 @@ class LocalPublisher(Publisher):
                 return False
         return super().is_published(layout, inode)
 
-    def _publish(
-        self, layout: TargetLayout, checksums: TargetChecksums, index: CheckpointIndex | None
-    ) -> None:
+    def _publish(self, layout: TargetLayout, checks: ResultChecks, index: CheckpointIndex | None) -> None:
         output, target, previous = self._ledger.output, self._target, self.previous
-        local_files.fill_holes(output, layout, checksums)
+        local_files.fill_holes(output, layout, checks)
         local_files.drop_half_written(output)
         for name, data in layout.last_files.items():
             self._write(output, name, data)

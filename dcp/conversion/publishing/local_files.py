@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from dcp.conversion.contents.hf_folder import HF_NAMES
-from dcp.conversion.copying.batches import TargetChecksums
-from dcp.conversion.copying.sinks import announce
+from dcp.conversion.copying.batches import ResultChecks
+from dcp.conversion.copying.tasks import announce
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import CheckpointConflictError, PlanError, StorageError
@@ -101,8 +101,8 @@ def have_sizes(folder: Path, layout: TargetLayout) -> bool:
     return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files)
 
 
-def fill_holes(folder: Path, layout: TargetLayout, checksums: TargetChecksums) -> None:
-    """Checksums into the files; then each is durable."""
+def fill_holes(folder: Path, layout: TargetLayout, checks: ResultChecks) -> None:
+    """Write checksums into the files, and make each of these durable."""
     holes = defaultdict(list)
     crcs: dict[int, bytes] = {}
     for hole in layout.holes:
@@ -113,7 +113,7 @@ def fill_holes(folder: Path, layout: TargetLayout, checksums: TargetChecksums) -
             try:
                 for offset, copy in sorted(holes[file]):
                     if copy not in crcs:
-                        crcs[copy] = checksums.whole(copy).to_bytes(4, "little")
+                        crcs[copy] = checks.whole(copy).to_bytes(4, "little")
                     os.pwrite(descriptor, crcs[copy], offset)
                 os.fsync(descriptor)
             finally:
@@ -136,8 +136,8 @@ def rename(source: Path, target: Path, *, overwrite: bool) -> None:
 
 
 def keep_others(folder: Path, target: Path, layout: TargetLayout) -> None:
-    """Into ``folder``, durably, what a new checkpoint in place of ``target`` does not replace, files that
-    ``layout.replaced`` names among that.
+    """Put into ``folder``, durably, what a new checkpoint in place of ``target`` does not replace, files
+    that ``layout.replaced`` names among that.
 
     Raises PlanError for what would have to be moved.
     """
@@ -153,14 +153,14 @@ def keep_others(folder: Path, target: Path, layout: TargetLayout) -> None:
 
 
 def move_late(old: Path, target: Path, layout: TargetLayout) -> None:
-    """Into ``target`` what has come into the folder that it replaces since `keep_others` looked."""
+    """Move into ``target`` what has come into the folder that it replaces since `keep_others` looked."""
     for entry in _others(old, target, layout):
         if not os.path.lexists(target / entry.name):
             entry.rename(target / entry.name)
 
 
 def _others(old: Path, new: Path, layout: TargetLayout) -> Iterator[Path]:
-    """The entries of a folder that ``new`` does not replace."""
+    """Yield the entries of a folder that ``new`` does not replace."""
     entries = {entry.name: entry for entry in old.iterdir()}
     replaced = layout.replaced("", entries)
     for name, entry in entries.items():
@@ -199,7 +199,7 @@ def _is_replaced(name: str) -> bool:
 
 
 def _keep(entry: Path, kept: Path) -> None:
-    """The same file under another name; where there are no hard links, a copy that is durable."""
+    """Give a file a second name; where there are no hard links, make a durable copy."""
     kept.unlink(missing_ok=True)  # of a run that was killed here
     try:
         os.link(entry, kept)
@@ -253,8 +253,8 @@ def _is_exchanged(one: Path, other: Path) -> bool:
 
 
 def only_copies(work: Path) -> Iterator[tuple[Path, Path]]:
-    """(where it is now, the target) of what `exchange` has moved aside in a work folder, and replaced by
-    nothing yet."""
+    """Yield (where it is now, the target) of what `exchange` has moved aside in a work folder, and
+    replaced by nothing yet."""
     aside = work / _ASIDE
     for old in sorted(aside.iterdir()) if aside.is_dir() else ():
         target = work.parent / old.name
@@ -263,8 +263,8 @@ def only_copies(work: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def refusal_to_put_back(work: Path) -> str | None:
-    """The reason why what was moved aside in a work folder can neither be put back nor go; None if there is
-    none."""
+    """Return the reason why what was moved aside in a work folder can neither be put back nor go; None if
+    there is none."""
     for old, target in only_copies(work):
         if _is_taken(target):
             return (

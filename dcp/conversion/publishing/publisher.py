@@ -24,9 +24,8 @@ from typing import Any, Final, NamedTuple
 import msgpack
 import numpy as np
 
-from dcp.conversion.copying.batches import TargetChecksums
-from dcp.conversion.copying.sinks import Output, announce
-from dcp.conversion.copying.tasks import TaskBatch, TaskResult
+from dcp.conversion.copying.batches import ResultChecks
+from dcp.conversion.copying.tasks import Output, TaskBatch, TaskResult, announce
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.targets.places import TargetPlace
 from dcp.inspection.values.digests import sums_of
@@ -81,12 +80,12 @@ class Publisher(ABC):
 
     @abstractmethod
     def expect(self, batch: TaskBatch) -> None:
-        """Note that another process is about to write the files of ``batch``, of whose end nobody may hear:
-        `discard` removes them then."""
+        """Note that another process is about to write the files of ``batch``: if its end is never heard
+        of, `discard` removes them."""
 
     @contextmanager
     def noted(self, batch: TaskBatch) -> Iterator[None]:
-        """The block writes a batch of an attempt, whose files are noted, so that `discard` removes them."""
+        """Note the files of a batch of an attempt, which the block writes, so that `discard` removes them."""
         yield
 
     @abstractmethod
@@ -107,15 +106,15 @@ class Publisher(ABC):
 
     # -- publishing ------------------------------------------------------------------------------------------
 
-    def publish(self, layout: TargetLayout, checksums: TargetChecksums, inode: int | None) -> None:
+    def publish(self, layout: TargetLayout, checks: ResultChecks, inode: int | None) -> None:
         """Make the target exist, durably; fine if an earlier attempt has done so, which is known by ``inode``
         where it is local. Raises CheckpointConflictError if something else has come into being."""
         if not self.is_published(layout, inode):
             try:
-                index = _final_index(layout, checksums)
+                index = _final_index(layout, checks)
                 if index is not None:
                     index = _with_digests(self.output.store, index)
-                self._publish(layout, checksums, index)
+                self._publish(layout, checks, index)
             except (CheckpointError, OSError) as error:
                 is_committed = isinstance(error, CheckpointError) and error.committed
                 if is_committed or not self.is_published(layout, inode):  # by a quicker attempt
@@ -123,9 +122,7 @@ class Publisher(ABC):
         self._make_durable()
 
     @abstractmethod
-    def _publish(
-        self, layout: TargetLayout, checksums: TargetChecksums, index: CheckpointIndex | None
-    ) -> None:
+    def _publish(self, layout: TargetLayout, checks: ResultChecks, index: CheckpointIndex | None) -> None:
         """Make it exist, which is whole in `output` but for holes; ``index`` is that of a ``dcp`` target."""
 
     @abstractmethod
@@ -178,8 +175,8 @@ class Publisher(ABC):
     def _resumed(
         self, layout: TargetLayout, save_id: str, entries: list[bytes]
     ) -> tuple[TargetLayout, list[TaskResult]] | None:
-        """The layout under the save id of the run that began it, and the results in a ledger's ``entries``;
-        None if these cannot be read."""
+        """Return the layout under the save id of the run that began it, and the results in a ledger's
+        ``entries``; None if these cannot be read."""
         try:
             done = [TaskResult.decode(entry) for entry in entries]
         except CheckpointFormatError:
@@ -192,19 +189,19 @@ class Publisher(ABC):
         return replace(layout, file_names=names, index=index), done
 
 
-def _final_index(layout: TargetLayout, checksums: TargetChecksums) -> CheckpointIndex | None:
-    """The index of a ``dcp`` target with the checksums of its blocks."""
+def _final_index(layout: TargetLayout, checks: ResultChecks) -> CheckpointIndex | None:
+    """Return the index of a ``dcp`` target with the checksums of its blocks."""
     index, copies = layout.index, layout.chunk_copies
     if index is None or copies is None:
         return None
-    blocks = [checksums.blocks(copy) for copy in copies.tolist()]
+    blocks = [checks.blocks(copy) for copy in copies.tolist()]
     crcs = np.concatenate([np.zeros(0, np.uint32), *blocks]).astype(np.uint32)
     return replace(index, crc_start=starts([len(block) for block in blocks]), crcs=crcs)
 
 
 def _with_digests(store: Store, index: CheckpointIndex) -> CheckpointIndex:
-    """With those of the tensors that are not as the source has them, where that has digests: by reading what
-    was written."""
+    """Add the digests of the tensors that are not as the source has them, where that has digests: by
+    reading what was written."""
     rows = [row for row, total in enumerate(index.digests) if not total]
     if not rows:
         return index
@@ -238,19 +235,19 @@ class Noted(NamedTuple):
 
 
 def framed(data: bytes) -> bytes:
-    """An entry."""
+    """Return an entry of the ledger, with its length and checksum."""
     return _HEAD.pack(len(data), crc32(data)) + data
 
 
 def header(fingerprint: str, save_id: str, inode: int | None = None) -> bytes:
-    """The first entry."""
+    """Return the first entry of a ledger."""
     facts = {"version": _VERSION, "fingerprint": fingerprint, "save_id": save_id, "inode": inode}
     return framed(msgpack.packb(facts))
 
 
 def parse(data: bytes, fingerprint: str | None) -> Noted | None:
-    """The entries whose checksums fit, up to the first that does not; None if they are of another conversion
-    than ``fingerprint`` (None: of any)."""
+    """Return the entries whose checksums fit, up to the first that does not; None if they are of another
+    conversion than ``fingerprint`` (None: of any)."""
     found, position = [], 0
     while position + _HEAD.size <= len(data):
         size, crc = _HEAD.unpack_from(data, position)
@@ -271,7 +268,7 @@ def parse(data: bytes, fingerprint: str | None) -> Noted | None:
 
 
 def unpacked(data: bytes) -> Any:
-    """None for anything but msgpack."""
+    """Return None for anything but msgpack."""
     try:
         return msgpack.unpackb(data)
     except (ValueError, msgpack.UnpackException):

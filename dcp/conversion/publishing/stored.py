@@ -1,8 +1,8 @@
 """Publishing in an object store: files appear one by one, each whole; the one that completes them is last.
 
 The ledger is a small object beside the output, replaced with each batch that is done. Two processes at once
-are not told apart by it: files of one name are refused by the store. An attempt has one for each batch, which
-notes the files that its task has written or is about to.
+cannot be distinguished by it: files of one name are refused by the store. An attempt has one for each batch,
+which notes the files that its task has written or is about to.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Final
 
 import msgpack
 
-from dcp.conversion.copying.batches import TargetChecksums
-from dcp.conversion.copying.sinks import Output, announce
-from dcp.conversion.copying.tasks import TaskBatch, TaskResult
+from dcp.conversion.copying.batches import ResultChecks
+from dcp.conversion.copying.tasks import Output, TaskBatch, TaskResult, announce
 from dcp.conversion.layouts.layout import TargetLayout
 from dcp.conversion.publishing.publisher import (
     MAX_LEDGER_BYTES,
@@ -108,7 +107,7 @@ class StoredPublisher(Publisher):
             )
 
     def _replaced(self, layout: TargetLayout) -> Iterator[str]:
-        """Paths of what is in the target's folder, and in those directly below, and does not stay."""
+        """Yield paths of what is in the target's folder, and in those directly below, and does not stay."""
         yield from layout.replaced("", {info.name for info in self._store.list()})
         if layout.last_files and self._store.capabilities.lists_folders:
             parent = ParentFolder(self._store, self.place.open_store)
@@ -120,7 +119,7 @@ class StoredPublisher(Publisher):
     # -- what is done ----------------------------------------------------------------------------------------
 
     def append(self, result: TaskResult, batch: TaskBatch) -> None:
-        """One request, and one for each file: an object store has no appending."""
+        """Write the ledger anew, with one request and one for each file: an object store has no appending."""
         versions = {file: self._version(file) for file in batch.file_names}
         self._ledger += framed(msgpack.packb([result.encode(), versions]))
         self._write(self.place.ledger_name, self._ledger)
@@ -149,7 +148,7 @@ class StoredPublisher(Publisher):
         self._note(name, {file: self._version(file) for file in files})
 
     def _absent(self, batch: TaskBatch) -> dict[str, str]:
-        """The files of ``batch`` that are not there, with their sizes in place of versions."""
+        """Return the files of ``batch`` that are not there, with their sizes in place of versions."""
         sizes = _own_files(batch).items()
         return {name: f"{_EXPECTED}{size}" for name, size in sizes if self._store.stat(name) is None}
 
@@ -182,14 +181,12 @@ class StoredPublisher(Publisher):
     # -- publishing ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
     def _make_durable(self) -> None:
-        """Objects are durable when they appear."""
+        """Do nothing: objects are durable when they appear."""
 
-    def _publish(
-        self, layout: TargetLayout, checksums: TargetChecksums, index: CheckpointIndex | None
-    ) -> None:
+    def _publish(self, layout: TargetLayout, checks: ResultChecks, index: CheckpointIndex | None) -> None:
         for path, data in layout.last_files.items():
             holder, name = self.place.holder(path)
             if self.overwrite or not holds(holder, name, data):  # of a run that was killed here
@@ -236,12 +233,12 @@ class StoredPublisher(Publisher):
 
 
 def _own_files(batch: TaskBatch) -> dict[str, int]:
-    """Sizes in bytes by name, but of data files, which have the save id in theirs."""
+    """Return sizes in bytes by name, but of data files, which have the save id in theirs."""
     return {task.name: task.file_bytes for task in batch.tasks if not task.name.endswith(DATA_SUFFIX)}
 
 
 def _noted(entry: bytes) -> tuple[bytes, dict[str, str]] | None:
-    """(result, versions by file) of an entry; None for anything else."""
+    """Return (result, versions by file) of an entry; None for anything else."""
     match unpacked(entry):
         case [bytes() as result, dict() as versions] if all(
             type(text) is str for pair in versions.items() for text in pair
@@ -251,7 +248,7 @@ def _noted(entry: bytes) -> tuple[bytes, dict[str, str]] | None:
 
 
 def _files(ledger: bytes) -> dict[str, str]:
-    """By file what a ledger has noted of it."""
+    """Return by file the note of a ledger."""
     noted = parse(ledger, None)
     found = map(_noted, noted.entries) if noted is not None else ()
     return {file: version for entry in found if entry for file, version in entry[1].items()}

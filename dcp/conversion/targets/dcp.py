@@ -41,8 +41,8 @@ class _Chunk(NamedTuple):
 
 
 def lay_out(job: LayoutJob) -> Planned:
-    """The target of a conversion: ``files`` data files of about the same size, or fewer if there are not as
-    many chunks. Values keep the bytes that stock torch unpickles."""
+    """Lay out the target of a conversion: ``files`` data files of about the same size, or fewer if there
+    are not as many chunks. Values keep the bytes that stock torch unpickles."""
     entries, options = job.entries, job.options
     if options.files < 1:
         raise OptionError(f"files must be positive, not {options.files}")
@@ -83,7 +83,7 @@ def lay_out(job: LayoutJob) -> Planned:
         )
     )
     boxes = [chunks[row].box for row in rows.tolist()]
-    written = {*(entry.fqn for entry in entries.tensors), *(value.fqn for value in kept)}
+    written = {*entries.names, *(value.fqn for value in kept)}
     index = CheckpointIndex(
         format=DCP.name,
         **_tensors(entries),
@@ -112,8 +112,8 @@ def lay_out(job: LayoutJob) -> Planned:
 
 
 def _chunks(entries: Entries, files: int, chunks: Chunks) -> tuple[list[_Chunk], list[range]]:
-    """The chunks of tensors that are not tied to another, each with its file, and by entry which are its
-    own: tied ones have those of the first."""
+    """Return the chunks of tensors that are not tied to another, each with its file, and by entry which
+    are its own: tied ones have those of the first."""
     boxes = {
         number: _boxes(entries, number, files, chunks)
         for number, entry in enumerate(entries.tensors)
@@ -170,14 +170,14 @@ def _provenance(job: LayoutJob) -> dict[str, Any]:
 
 
 def _tensors(entries: Entries) -> dict[str, Any]:
-    """The columns of an index that are by tensor, and not of chunks. Digests are the source's, of what is not
-    cast."""
-    index, tensors, shapes = entries.index, entries.tensors, entries.shapes
+    """Return the columns of an index that are by tensor, and not of chunks. Digests are the source's, of
+    what is not cast."""
+    index, shapes = entries.index, entries.shapes
     rows, codes = entries.rows.tolist(), entries.codes.tolist()
     orders, own, digests = index.stride_orders, index.dtype_codes.tolist(), index.digests
     kept = (digests[row] if code == own[row] else b"" for row, code in zip(rows, codes, strict=True))
     return {
-        "fqns": [entry.fqn for entry in tensors],
+        "fqns": entries.names,
         "dtype_codes": entries.codes.astype(np.uint8),
         "shape_start": starts(list(map(len, shapes))),
         "shape_values": np.array([extent for shape in shapes for extent in shape], np.int64),
@@ -190,7 +190,8 @@ def _tensors(entries: Entries) -> dict[str, Any]:
 def _objects(
     job: LayoutJob, kept: Sequence[Value], encoded: Sequence[bytes], blobs: Mapping[bytes, tuple[int, int]]
 ) -> ObjectColumns:
-    """Values that are no tensors: their torch.save bytes in file 0, and plain data of those that are."""
+    """Return values that are no tensors: their torch.save bytes in file 0, and plain data of those that
+    are."""
     numbers: dict[bytes, int] = {}
     found = [job.values.encoded(value.row) for value in kept]
     plain = [-1 if one is None else numbers.setdefault(one, len(numbers)) for one in found]

@@ -88,13 +88,13 @@ class ConversionOptions:
     arithmetic: Arithmetic | None = None
 
     def with_template(self, hf: HfFolder) -> ConversionOptions:
-        """With what ``hf`` has beside weights; its configuration is also the map's."""
+        """Return them with what ``hf`` has beside weights; its configuration is also the map's."""
         known = config_of(hf.files[CONFIG], f"{CONFIG} of {hf.url}") if CONFIG in hf.files else {}
         maps = tuple(one and replace(one, config={**known, **one.config}) for one in self.weight_maps)
         return replace(self, hf=hf, weight_maps=maps)
 
     def with_hf(self, hf: str | os.PathLike[str] | None, also: Sequence[str]) -> ConversionOptions:
-        """With the arguments ``hf`` and ``hf_also`` of `dcp.convert`."""
+        """Return them with the arguments ``hf`` and ``hf_also`` of `dcp.convert`."""
         if hf is not None:
             return self.with_template(read_hf_folder(hf, also))
         if also:
@@ -122,7 +122,7 @@ class Planned:
 class LayoutJob:
     """``entries`` are the tensors and values to be written, ``values`` reads what those are.
 
-    ``file_name`` is that of the file where the target is just one. ``is_compared``: whoever copies compares
+    ``file_name`` is that of the file where the target is just one. ``is_compared``: the copying compares
     what is read with the source's checksums, so that a target needs none that are of those bytes. ``origin``
     is for the provenance.
     """
@@ -138,12 +138,12 @@ class LayoutJob:
 
     @cached_property
     def crcs(self) -> Mapping[int, int]:
-        """The source's checksums of whole tensors, by row; none where nobody compares them."""
+        """The source's checksums of whole tensors, by row; none where they are not compared."""
         return payload_crcs(self.entries.index) if self.is_compared else {}
 
     def contents(self, *, is_plain_only: bool) -> tuple[dict[str, Any], dict[str, str]]:
-        """(values by name, why the others have none). ``is_plain_only``: plain data is all that there is room
-        for."""
+        """Return (values by name, why the others have none). ``is_plain_only``: plain data is all that
+        there is room for."""
         found: dict[str, Any] = {}
         refused: dict[str, str] = {}
         for value in self.entries.values:
@@ -157,8 +157,8 @@ class LayoutJob:
         return found, refused
 
     def kept(self, refused: Mapping[str, str]) -> tuple[list[Value], tuple[str, ...]]:
-        """(values that stay, names of those dropped), which are those of ``refused`` and what the source
-        itself refuses. PlanError that lists these unless they may be dropped."""
+        """Return (values that stay, names of those dropped), which are those of ``refused`` and what the
+        source itself refuses. PlanError that lists these unless they may be dropped."""
         refused = {**self.entries.refused, **refused}
         if refused and not self.options.drop_objects:
             shown = [f"{fqn!r} ({why})" for fqn, why in list(refused.items())[:_MAX_LISTED]]
@@ -184,9 +184,9 @@ def plan_layout(
     is_compared: bool = False,
     origin: Mapping[str, Any] | None = None,
 ) -> Planned:
-    """The target's layout. PlanError, with names, for values that it cannot hold and must not drop.
+    """Lay out the target. PlanError, with names, for values that it cannot hold and must not drop.
 
-    ``is_compared``: whoever copies compares what is read with the source's checksums. ``origin`` as in
+    ``is_compared``: the copying compares what is read with the source's checksums. ``origin`` as in
     `LayoutJob`.
     """
     values, url = SourceValues(engine), engine.store.url
@@ -224,7 +224,7 @@ class SourceValues:
         self._blobs: dict[tuple[int, int, int], bytes] = {}
 
     def value(self, row: int) -> Any:
-        """The value of a row: what is harmless, with `PickledTensor` for tensors in it.
+        """Return the value of a row: what is harmless, with `PickledTensor` for tensors in it.
 
         UnsafeObjectError, a CheckpointFormatError, for any other; nothing of it is run.
         """
@@ -234,7 +234,7 @@ class SourceValues:
         return self._decode(self.blob(row), self._objects.fqns[row])
 
     def encoded(self, row: int) -> bytes | None:
-        """The msgpack encoding of a plain value; None for any other."""
+        """Return the msgpack encoding of a plain value; None for any other."""
         number = int(self._objects.plain[row])
         if number >= 0:
             encoded = self._objects.values[number]
@@ -245,7 +245,7 @@ class SourceValues:
             return None
 
     def blob(self, row: int) -> bytes:
-        """The torch.save bytes of a row, as they are stored, or made for plain data that has none."""
+        """Return the torch.save bytes of a row, as they are stored, or made for plain data that has none."""
         objects = self._objects
         place = int(objects.files[row]), int(objects.offsets[row]), int(objects.lengths[row])
         if place[0] < 0:
@@ -267,7 +267,7 @@ class SourceValues:
 
     @staticmethod
     def _decode(blob: bytes, fqn: str) -> Any:
-        """The value of torch.save bytes; tensors in it are `PickledTensor`."""
+        """Return the value of torch.save bytes; tensors in it are `PickledTensor`."""
         if blob[:1] == b"\x80":  # torch's format of before 1.6: magic number, protocol, facts, then the value
             raise UnsafeObjectError(f"object {fqn!r} is in a format that torch alone reads", fqn=fqn)
         try:

@@ -41,7 +41,8 @@ class TargetPlace:
     open_store: OpenStore = PosixStore
 
     def holder(self, path: str) -> tuple[Store, str]:
-        """The folder that a file of the target is in, itself or one directly below, and the file's name."""
+        """Return the folder that a file of the target is in, itself or one directly below, and the file's
+        name."""
         folder, slash, name = path.partition("/")
         return (self.open_store(f"{self.store.url}/{folder}"), name) if slash else (self.store, path)
 
@@ -65,7 +66,7 @@ class TargetPlace:
         return self.store.stat(self.ledger_name) is not None
 
     def ledger_of(self, batch: int) -> str:
-        """As `ledger_name`, where an attempt has one for each batch."""
+        """Return the name of the ledger of a batch, of which an attempt has one for each."""
         return _work_name(f"{self.attempt}/{batch}")
 
     def end_uploads(self) -> None:
@@ -117,7 +118,7 @@ def _work_name(what: str) -> str:
 
 
 def place_of(target: str | os.PathLike[str], to: str, open_store: OpenWith) -> TargetPlace:
-    """The place of a target in the format that ``to`` names: one file, or a folder, as that has it."""
+    """Return the place of a target in the format that ``to`` names: one file, or a folder, as that has it."""
     text = place_text(target)
     one, written = target_named(to)
     is_named = one.has_suffix(text.rstrip("/"))

@@ -52,7 +52,7 @@ _MODEL_DTYPES: Final = frozenset(("float16", "bfloat16", "float32", "float64"))
 
 
 def lay_out(job: LayoutJob) -> Planned:
-    """The target of a conversion; values that are plain data go to the metadata."""
+    """Lay out the target of a conversion; values that are plain data go to the metadata."""
     contents, refused = job.contents(is_plain_only=True)
     kept, dropped = job.kept(refused)
     entries, shard_bytes = job.entries, job.options.shard_bytes
@@ -68,7 +68,7 @@ def lay_out(job: LayoutJob) -> Planned:
 
 
 def _beside(layout: TargetLayout, entries: Entries, hf: HfFolder) -> TargetLayout:
-    """The files of a template beside the weights; what makes the folder a model's is written last."""
+    """Return the files of a template beside the weights; what makes the folder a model's is written last."""
     _check_names(entries, hf)
     found = {dtypes.BY_CODE[entry.dtype_code].name for entry in entries.tensors} & _MODEL_DTYPES
     is_one = len(found) == 1 and not hf.is_adapter
@@ -88,9 +88,9 @@ def _beside(layout: TargetLayout, entries: Entries, hf: HfFolder) -> TargetLayou
 
 
 def _check_names(entries: Entries, hf: HfFolder) -> None:
-    """PlanError where no tensor has a name that the template has or, of an adapter, one has no name as
-    PEFT gives them: readers would pass over them."""
-    names = [entry.fqn for entry in entries.tensors]
+    """Raise PlanError where no tensor has a name that the template has or, of an adapter, one has no name
+    as PEFT gives them: readers would pass over them."""
+    names = entries.names
     odd = [name for name in names if not _ADAPTER_TENSOR.fullmatch(name)] if hf.is_adapter else []
     if odd:
         raise PlanError(
@@ -116,7 +116,7 @@ def safetensors_layout(
     metadata: Mapping[str, str],
     extras: Mapping[str, Any],
 ) -> TargetLayout:
-    """One file of the name ``file_name``, or (None) a folder of shards of up to ``shard_bytes``.
+    """Lay out one file of the name ``file_name``, or (None) a folder of shards of up to ``shard_bytes``.
 
     A tensor above that is a shard of its own; a shard has at most _SHARD_TENSORS. ``metadata`` goes into each
     file, ``extras`` (plain data, if there is any) into the first one. PlanError for more than readers accept.
@@ -124,7 +124,7 @@ def safetensors_layout(
     if shard_bytes < 1:
         raise OptionError(f"shard_bytes must be positive, not {shard_bytes}")
     facts = entries.codes.tolist(), entries.shapes, entries.size_bytes.tolist()
-    tensors = list(map(HeaderTensor, [entry.fqn for entry in entries.tensors], *facts))
+    tensors = list(map(HeaderTensor, entries.names, *facts))
     shards = [list(range(len(tensors)))] if file_name is not None else _shards(tensors, shard_bytes)
     count = len(shards)
     names = ["model.safetensors" if file_name is None else file_name]
@@ -152,7 +152,7 @@ def safetensors_layout(
 
 
 def _shards(tensors: Sequence[HeaderTensor], shard_bytes: int) -> list[list[int]]:
-    """Rows by shard, in the order of the state dict, so that a layer's tensors stay together."""
+    """Return rows by shard, in the order of the state dict, so that a layer's tensors stay together."""
     shards: list[list[int]] = [[]]
     filled = 0
     for row, tensor in enumerate(tensors):

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Collection
+from itertools import repeat
 from typing import Any, Final
 
 import numpy as np
@@ -38,8 +40,8 @@ _OTHER_ENTRIES: Final = 5
 
 
 def lay_out(job: LayoutJob) -> Planned:
-    """The target of a conversion; values are pickled anew, of classes that need no trust. PlanError for more
-    than readers accept."""
+    """Lay out the target of a conversion; values are pickled anew, of classes that need no trust.
+    PlanError for more than readers accept."""
     entries, index = job.entries, job.entries.index
     contents, refused = job.contents(is_plain_only=False)
     kept, dropped = job.kept(refused)
@@ -59,10 +61,9 @@ def lay_out(job: LayoutJob) -> Planned:
     paths = {fqn: path for fqn, path in entries.paths.items() if fqn in contents}
     nested = restore_structure(notes or None, paths, contents.__getitem__)
     # Storages are numbered as torch.load comes across them: it may compute their places from that.
-    found: list[TensorRef | PickledTensor] = []
-    _find(nested, found)
-    storages = list(dict.fromkeys(one if isinstance(one, PickledTensor) else one.key for one in found))
-    pickled = encode_torch_pickle(nested, {storage: str(number) for number, storage in enumerate(storages)})
+    storages: dict[str | PickledTensor, str] = {}
+    _number(nested, storages)
+    pickled = encode_torch_pickle(nested, storages)
     if len(storages) + _OTHER_ENTRIES > MAX_FILE_ENTRIES or len(pickled) > MAX_FILE_PICKLE_BYTES:
         raise PlanError(
             f"one torch.save file would have {len(storages)} tensors and a pickle of {len(pickled)} bytes; "
@@ -106,19 +107,26 @@ def _warn_of_distrusted(contents: dict[str, Any], notes: dict[str, Any]) -> None
 
 
 def _add_storages(
-    archive: ZipLayout, job: LayoutJob, storages: list[str | PickledTensor]
+    archive: ZipLayout, job: LayoutJob, storages: Collection[str | PickledTensor]
 ) -> tuple[Copies, dict[int, int]]:
-    """The copies in ``archive``, and their numbers by entry. What is copied as it is and has a known checksum
-    needs no hole."""
+    """Add storages to ``archive``, and return their copies, in ``archive``, and their numbers by entry.
+    What is copied as it is and has a known checksum needs no hole."""
     entries, index = job.entries, job.entries.index
-    literal = {at: one.data for at, one in enumerate(storages) if isinstance(one, PickledTensor)}
-    numbers = [int(one) for one in storages if not isinstance(one, PickledTensor)]
-    places = np.delete(np.arange(len(storages)), list(literal))
+    literal: dict[int, bytes] = {}
+    numbers: list[int] = []
+    places: list[int] = []
+    for at, one in enumerate(storages):
+        if isinstance(one, PickledTensor):
+            literal[at] = one.data
+        else:
+            numbers.append(int(one))
+            places.append(at)
     rows, codes = entries.rows[numbers], entries.codes[numbers]
-    sizes, holes, known = (np.full(len(storages), fill, np.int64) for fill in (0, -1, 0))
+    sizes, known = np.zeros((2, len(storages)), np.int64)
+    holes = np.full(len(storages), -1, np.int64)
     sizes[list(literal)] = list(map(len, literal.values()))
     sizes[places] = entries.size_bytes[numbers]
-    crcs = np.array([job.crcs.get(row, -1) for row in rows.tolist()], np.int64)
+    crcs = np.array(list(map(job.crcs.get, rows.tolist(), repeat(-1))), np.int64)
     crcs[index.dtype_codes[rows] != codes] = -1
     holes[places] = np.where(crcs < 0, np.arange(len(numbers)), -1)
     known[places] = np.maximum(crcs, 0)
@@ -128,13 +136,15 @@ def _add_storages(
     return copies, dict(zip(numbers, range(len(numbers)), strict=True))
 
 
-def _find(value: Any, found: list[TensorRef | PickledTensor]) -> None:
-    """The tensors of a nested state dict in the order in which they are pickled."""
-    if isinstance(value, TensorRef | PickledTensor):
-        found.append(value)
+def _number(value: Any, storages: dict[str | PickledTensor, str]) -> None:
+    """Number the storages of a nested state dict in the order in which their tensors are pickled."""
+    if isinstance(value, TensorRef):
+        storages.setdefault(value.key, str(len(storages)))
+    elif isinstance(value, PickledTensor):
+        storages.setdefault(value, str(len(storages)))
     elif isinstance(value, dict | list | tuple | deque):
         for item in value.values() if isinstance(value, dict) else value:
             if type(item) is TensorRef:  # the most there is
-                found.append(item)
+                storages.setdefault(item.key, str(len(storages)))
             else:
-                _find(item, found)
+                _number(item, storages)

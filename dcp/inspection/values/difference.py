@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, of whatever formats and shardings. Torch-free.
+"""Differences between two checkpoints, of whatever formats and shardings. Torch-free.
 
 Digests come first, then checksums: where both sides have some for the same boxes, or for parts of tensors
 that follow one another in memory order (whose CRCs are combined), equal tensors are never read. What is left,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
@@ -43,7 +43,7 @@ _SLAB_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What a tensor is called, and its type, on one side."""
+    """The name and the type of a tensor on one side."""
 
     fqn: str
     dtype: str
@@ -69,7 +69,8 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What `diff` found; ``equal`` names the tensors that are the same, ``equal_objects`` counts the values.
+    """The result of `diff`; ``equal`` names the tensors that are the same, ``equal_objects`` counts the
+    values.
 
     ``bytes_read`` are those of both sides beside the indexes: 0 if checksums tell everything.
     """
@@ -158,10 +159,12 @@ def diff_readers(
     progress: ReportBytes | None = None,
 ) -> Difference:
     """`diff` of two open checkpoints."""
-    names = _NamePairs(a, b, only, exclude, rename)
-    tensors = names.match(a.index.fqns, b.index.fqns)
-    objects = names.match(object_names(a.index), object_names(b.index))
-    names.check_some(len(tensors) + len(objects))
+    selection, renamed = Selection.of(only, exclude), renamer(rename)
+    tensors = _pairs(a.index.fqns, b.index.fqns, selection, renamed)
+    objects = _pairs(object_names(a.index), object_names(b.index), selection, renamed)
+    if not tensors and not objects and selection is not None:  # patterns are easily mistyped
+        where = f"{a.name}, {b.name}: only={only!r}, exclude={exclude!r}"
+        raise PlanError(f"{where} select nothing; patterns are shell globs such as 'model.*'")
     found: dict[str, TensorDifference] = {}
     compared: list[_Pair] = []
     equal: list[str] = []
@@ -197,46 +200,31 @@ def diff_readers(
     )
 
 
-class _NamePairs:
-    """Which entries of both sides belong together."""
-
-    def __init__(
-        self,
-        a: TensorReader,
-        b: TensorReader,
-        only: Patterns | None,
-        exclude: Patterns | None,
-        rename: Rename | None,
-    ) -> None:
-        self._where = f"{a.name}, {b.name}: only={only!r}, exclude={exclude!r}"
-        self._selection = Selection.of(only, exclude)
-        self._renamed = renamer(rename)
-
-    def match(self, a: Iterable[str], b: Iterable[str]) -> list[tuple[str | None, str | None]]:
-        """Selected (name in a, name in b), None where one lacks it: those of a in order, then others."""
-        names: dict[str, str] = {}
-        for fqn in a:
-            name = fqn if self._renamed is None else self._renamed(fqn)
-            if names.setdefault(name, fqn) != fqn:
-                raise PlanError(f"rename gives {name!r} for both {names[name]!r} and {fqn!r}", fqn=fqn)
-        others = dict.fromkeys(b)
-        pairs: list[tuple[str | None, str | None, str]]
-        pairs = [(fqn, name if name in others else None, name) for name, fqn in names.items()]
-        pairs += [(None, name, name) for name in others if name not in names]
-        selects = self._selection.selects if self._selection is not None else lambda _: True
-        return [(first, second) for first, second, name in pairs if selects(name)]
-
-    def check_some(self, count: int) -> None:
-        """Raise PlanError if a selection has left nothing: patterns are easily mistyped."""
-        if count == 0 and self._selection is not None:
-            raise PlanError(f"{self._where} select nothing; patterns are shell globs such as 'model.*'")
+def _pairs(
+    a: Iterable[str],
+    b: Iterable[str],
+    selection: Selection | None,
+    renamed: Callable[[str], str] | None,
+) -> list[tuple[str | None, str | None]]:
+    """Return selected (name in a, name in b), None where one lacks it: those of a in order, then others."""
+    names: dict[str, str] = {}
+    for fqn in a:
+        name = fqn if renamed is None else renamed(fqn)
+        if names.setdefault(name, fqn) != fqn:
+            raise PlanError(f"rename gives {name!r} for both {names[name]!r} and {fqn!r}", fqn=fqn)
+    others = dict.fromkeys(b)
+    pairs = []
+    for name in {**names, **others}:
+        if selection is None or selection.selects(name):
+            pairs.append((names.get(name), name if name in others else None))
+    return pairs
 
 
 # -- by the indexes ------------------------------------------------------------------------------------------
 
 
 def _by_index(a: TensorReader, b: TensorReader, pair: _Pair) -> TensorDifference | None:
-    """None if the tensors are the same; "undecided" where only values tell."""
+    """Return None if the tensors are the same; "undecided" where only values tell."""
     before = _facts(a.index, pair.a) if pair.a >= 0 else None
     after = _facts(b.index, pair.b) if pair.b >= 0 else None
 
@@ -266,7 +254,7 @@ def _has_values_to_compare(a: CheckpointIndex, b: CheckpointIndex, pair: _Pair) 
 
 
 def _same_by_checksums(a: TensorReader, b: TensorReader, pair: _Pair) -> bool | None:
-    """None where neither digests nor checksums tell."""
+    """Return None where neither digests nor checksums tell."""
     digests = a.index.digest(pair.a), b.index.digest(pair.b)
     if None not in digests:
         return digests[0] == digests[1]
@@ -279,7 +267,7 @@ def _same_by_checksums(a: TensorReader, b: TensorReader, pair: _Pair) -> bool | 
 
 
 def _chunks_of_boxes(reader: TensorReader, row: int) -> dict[Box, int] | None:
-    """The chunks by their boxes; None if they lie over each other."""
+    """Return the chunks by their boxes; None if they lie over each other."""
     index = reader.index
     found = {}
     for part in reader.parts(row):
@@ -290,7 +278,7 @@ def _chunks_of_boxes(reader: TensorReader, row: int) -> dict[Box, int] | None:
 
 
 def _same_payload(a: TensorReader, b: TensorReader, chunk_a: int, chunk_b: int) -> bool | None:
-    """None where checksums do not tell."""
+    """Return None where checksums do not tell."""
     blocks = a.index.block_crcs(chunk_a), b.index.block_crcs(chunk_b)
     if len(blocks[0]) and len(blocks[1]):
         return bool((blocks[0] == blocks[1]).all())
@@ -334,7 +322,7 @@ class _ValueComparison:
         self._done_bytes = self._total_bytes = 0
 
     def run(self, pairs: list[_Pair]) -> Iterator[tuple[_Pair, ValueDifference]]:
-        """All ``pairs``; those first that both sides have in the same boxes."""
+        """Yield all ``pairs``; those first that both sides have in the same boxes."""
         self._total_bytes = sum(self._a.tensor_bytes(pair.a) + self._b.tensor_bytes(pair.b) for pair in pairs)
         alike = [pair for pair in pairs if self._are_cut_alike(pair)]
         yield from self._run_alike(alike)
@@ -356,7 +344,8 @@ class _ValueComparison:
         )
 
     def _run_alike(self, pairs: list[_Pair]) -> Iterator[tuple[_Pair, ValueDifference]]:
-        """Blocks of both sides are the same boxes, so that two streams will do, each with its checksums."""
+        """Compare tensors that are cut alike: blocks of both sides are the same boxes, so that two streams
+        will do, each with its checksums."""
         by_row = {pair.a: pair for pair in pairs}
         deltas: Deltas | None = None
         current = -1
@@ -375,11 +364,12 @@ class _ValueComparison:
             yield by_row[current], deltas.result()
 
     def _slabs(self, pair: _Pair) -> Iterator[tuple[Array, Array]]:
-        """The same boxes of both sides, however those are cut: along what is stored turned, if anything."""
+        """Yield the same boxes of both sides, however those are cut: along what is stored turned, if
+        anything."""
         a, b = self._a, self._b
         for reader, row, other, other_row in ((a, pair.a, b, pair.b), (b, pair.b, a, pair.a)):
             if not all(reader.is_c_ordered(part.chunk) for part in reader.parts(row)):
-                for tile in reader.tiles(row, _SLAB_BYTES):
+                for _, tile in reader.stream([row], _SLAB_BYTES):
                     array = other.read(other_row, Box(tile.offsets, tile.array.shape).slices)
                     yield (tile.array, array) if reader is a else (array, tile.array)
                 return

@@ -62,7 +62,8 @@ def digests(
     storage_options: Mapping[str, Any] | None = None,
     progress: ReportBytes | None = None,
 ) -> CheckpointDigests:
-    """The digests of tensors: equal for equal dtype, shape and bytes, however they are sharded and stored.
+    """Compute the digests of tensors: equal for equal dtype, shape and bytes, however they are sharded and
+    stored.
 
     Those that the manifest has are not computed. Memory is bounded by some 64 MiB.
 
@@ -98,7 +99,7 @@ def digests_of(
 ) -> CheckpointDigests:
     """`digests` of an open checkpoint."""
     index, rows = reader.index, reader.rows(only, exclude)
-    known = {} if recompute else {row: told for row in rows if (told := index.digest(row)) is not None}
+    known = {} if recompute else {row: noted for row in rows if (noted := index.digest(row)) is not None}
     read = dict(_read(reader, [row for row in rows if row not in known], progress))
     tensors = tuple(
         TensorDigest(
@@ -111,7 +112,7 @@ def digests_of(
 
 
 class CheckedDigests(NamedTuple):
-    """What is wrong with them, and the digest of all tensors; None where not all were looked at."""
+    """Findings about digests, and the digest of all tensors; None where not all were looked at."""
 
     findings: list[Finding]
     digest: str | None
@@ -124,16 +125,18 @@ def check_digests(
     *,
     is_all: bool = False,
 ) -> CheckedDigests:
-    """The tensors of ``reader`` that are not what its manifest's digests say, and those that are not the ones
-    of ``other``. Of those that ``sums`` lack the ones with a digest in the manifest are read, and all where
-    there is an ``other`` or ``is_all``."""
+    """Find the tensors of ``reader`` that are not what its manifest's digests say, and those that are not
+    the ones of ``other``. Of those that ``sums`` lack the ones with a digest in the manifest are read, and
+    all where there is an ``other`` or ``is_all``."""
     index = reader.index
-    told = {row: digest for row in range(index.tensor_count) if (digest := index.digest(row)) is not None}
-    rows = [*told] if other is None and not is_all else [*range(index.tensor_count)]
+    noted = {row: digest for row in range(index.tensor_count) if (digest := index.digest(row)) is not None}
+    rows = [*noted] if other is None and not is_all else [*range(index.tensor_count)]
     own = {row: _shown(index, row, sums[row]) for row in rows if row in sums}
     own |= _read(reader, [row for row in rows if row not in sums], None)
     found = [
-        _other_than_told(reader, row, own[row], digest) for row, digest in told.items() if own[row] != digest
+        _differs_from_manifest(reader, row, own[row], digest)
+        for row, digest in noted.items()
+        if own[row] != digest
     ]
     if other is not None:
         found += _compared(reader, own, other)
@@ -141,9 +144,9 @@ def check_digests(
     return CheckedDigests(found, digest_of_all(named) if len(own) == index.tensor_count else None)
 
 
-def _other_than_told(reader: TensorReader, row: int, own: str, told: str) -> Finding:
+def _differs_from_manifest(reader: TensorReader, row: int, own: str, noted: str) -> Finding:
     fqn = reader.index.fqns[row]
-    message = f"{fqn!r} has the digest {own}, and the manifest says {told}, which comparisons go by"
+    message = f"{fqn!r} has the digest {own}, and the manifest says {noted}, which comparisons go by"
     return Finding("digest", message, fqn=fqn)
 
 
@@ -169,7 +172,7 @@ def _facts(dtype: str, shape: Sequence[int], digest: str) -> str:
 def _read(
     reader: TensorReader, rows: Sequence[int], progress: ReportBytes | None
 ) -> Iterator[tuple[int, str]]:
-    """The digests of ``rows``, in bounded memory."""
+    """Return the digests of ``rows``, in bounded memory."""
     sums = sums_of(reader, rows, progress)
     return ((row, _shown(reader.index, row, total)) for row, total in sums.items())
 
@@ -177,8 +180,8 @@ def _read(
 def sums_of(
     reader: TensorReader, rows: Sequence[int], progress: ReportBytes | None = None
 ) -> dict[int, bytes]:
-    """By row the sum behind a tensor's digest, as a manifest has it; all the tensors are read, in bounded
-    memory."""
+    """Return by row the sum behind a tensor's digest, as a manifest has it; all the tensors are read, in
+    bounded memory."""
     sums = {row: bytes(SUM_BYTES) for row in rows}
     for row, tiles in reader.tiles_of(rows, progress):
         found, shape = OrderedSum(), reader.index.shape(row)

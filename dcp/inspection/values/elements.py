@@ -44,8 +44,8 @@ _OPAQUE: Final = frozenset({"bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"})
 
 
 def stored_dtype(dtype: Dtype) -> np.dtype[Any]:
-    """Return what `TensorReader` gives the elements as: numpy's own type where it has it, else unsigned
-    integers."""
+    """Return the type in which `TensorReader` gives the elements: numpy's own type where it has it, else
+    unsigned integers."""
     return np.dtype(_NUMPY.get(dtype.name, f"<u{dtype.itemsize}"))
 
 
@@ -60,7 +60,7 @@ def is_integral(dtype: Dtype) -> bool:
 
 
 def as_float32(array: Array, dtype: Dtype) -> npt.NDArray[np.float32]:
-    """The exact values of stored floats of 8 and 16 bits (NaN as NaN, the sign of a zero kept).
+    """Return the exact values of stored floats of 8 and 16 bits (NaN as NaN, the sign of a zero kept).
 
     ``array`` is as `stored_dtype` says, of any shape. float4_e2m1fn_x2 has two values in each element, of
     which the one in the low bits comes first: the last dimension is twice as long (0-d becomes 1-d).
@@ -81,7 +81,7 @@ def as_float32(array: Array, dtype: Dtype) -> npt.NDArray[np.float32]:
 
 
 def decode(array: Array, dtype: Dtype) -> Array:
-    """The numbers of stored elements in a type that numpy can calculate with.
+    """Return the numbers of stored elements in a type that numpy can calculate with.
 
     That is `as_float32` for floats of 8 bits and bfloat16, complex64 for complex32, and ``array`` itself for
     everything that numpy has, and for bits without a meaning.
@@ -110,7 +110,7 @@ _FLOATS: Final = MappingProxyType(
 
 @cache
 def _table(name: str) -> npt.NDArray[np.float32]:
-    """The value of each code."""
+    """Return the value of each code."""
     if name == "float8_e8m0fnu":
         table = np.ldexp(np.float64(1), np.arange(256) - 127)
         table[255] = np.nan

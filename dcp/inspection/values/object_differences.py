@@ -1,4 +1,5 @@
-"""Which values that are no tensors differ between two checkpoints: by their encodings, without running any.
+"""Differences between values that are no tensors of two checkpoints: by their encodings, without running
+any.
 
 Plain and other harmless values are compared by value and exact type (1 and 1.0 differ, NaN equals itself bit
 by bit). What needs code, or is large, is compared by its pickle: two pickles may differ and still mean one
@@ -39,7 +40,7 @@ class ObjectDifference:
 
 
 def object_names(index: CheckpointIndex) -> list[str]:
-    """Names of all values, also of those that were not decoded because they need code."""
+    """Return names of all values, also of those that were not decoded because they need code."""
     return [*index.objects.fqns, *_refused(index)]
 
 
@@ -51,7 +52,7 @@ def _refused(index: CheckpointIndex) -> list[str]:
 def compare_objects(
     a: TensorReader, b: TensorReader, pairs: Iterable[tuple[str | None, str | None]], *, values: bool
 ) -> list[ObjectDifference]:
-    """Return what differs of the values that ``pairs`` names in ``a`` and ``b`` (None where one lacks it).
+    """Compare the values that ``pairs`` names in ``a`` and ``b`` (None where one lacks it).
 
     Nothing is read for those whose encodings the indexes have; for others only with ``values``, else they are
     "undecided".
@@ -76,7 +77,7 @@ def compare_objects(
 
 
 def _same_by_index(sides: tuple[_Side, _Side], first: str, second: str) -> bool | None:
-    """None where the indexes do not tell."""
+    """Return None where the indexes do not tell."""
     encoded = sides[0].encoded(first), sides[1].encoded(second)
     if None not in encoded:
         return encoded[0] == encoded[1]
@@ -108,7 +109,7 @@ class _Side:
         self._rows: dict[str, ObjectRow] | None = None
 
     def encoded(self, fqn: str) -> bytes | None:
-        """A plain value as the index has it."""
+        """Return a plain value as the index has it."""
         at = self._objects.position.get(fqn)
         plain = UNKNOWN if at is None else int(self._objects.plain[at])
         return None if plain == UNKNOWN else self._objects.values[plain]
@@ -121,7 +122,7 @@ class _Side:
         return int(self._objects.lengths[at]), int(self._objects.crcs[at])
 
     def value(self, fqn: str, *, read: bool) -> Any:
-        """A plain value, read only if allowed; else None."""
+        """Return a plain value, read only if allowed; else None."""
         encoded = self.encoded(fqn)
         if encoded is not None:
             return decode_value(encoded)
@@ -129,7 +130,7 @@ class _Side:
         return row.value if row is not None and row.is_plain else None
 
     def row(self, fqn: str) -> ObjectRow | None:
-        """A value, decoded if it is plain; None for what was refused when the file was opened."""
+        """Return a value, decoded if it is plain; None for what was refused when the file was opened."""
         if self._rows is None:
             index = self._reader.index
             self._rows = {row.fqn: row for row in object_rows(self._reader.store, index)}
@@ -138,8 +139,8 @@ class _Side:
         return self._rows.get(fqn)
 
     def pickle_print(self, fqn: str) -> _Print:
-        """Return what tells pickles apart: name, size and CRC-32 of a record's entries that hold the
-        value."""
+        """Return a print by which pickles differ: name, size and CRC-32 of a record's entries that hold
+        the value."""
         at = self._objects.position[fqn]
         file, offset, length = (
             int(column[at]) for column in (self._objects.files, self._objects.offsets, self._objects.lengths)

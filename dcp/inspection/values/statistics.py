@@ -8,18 +8,18 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dcp.calls.plain_errors import plain_errors
+from dcp.inspection.entries import first_of_ties
 from dcp.inspection.findings import ReportBytes
 from dcp.inspection.values.elements import is_opaque
 from dcp.inspection.values.summaries import MIN_BINS, Collector, ElementStatistics, Histogram, Summary
 from dcp.inspection.values.tensor_reading import TensorReader, open_tensors
 from dcp.planners.load.selection import Patterns
 from dcp.storage.errors import OptionError
-from dcp.storage.formats.index import CheckpointIndex
 
 __all__ = [
     "CheckpointStatistics",
@@ -101,7 +101,7 @@ def statistics_of(
         raise OptionError(f"bins must be at least {MIN_BINS}, not {bins}")
     index = reader.index
     rows = reader.rows(only, exclude)
-    firsts = _first_of_ties(index, rows)
+    firsts = first_of_ties(index, rows)
     times = Counter(firsts)
     total = Summary()
     found: dict[int, ElementStatistics] = {}
@@ -118,41 +118,17 @@ def statistics_of(
 
 
 def statistics_of_row(reader: TensorReader, row: int, *, bins: int = 32) -> ElementStatistics | None:
-    """The statistics of one tensor of an open checkpoint, by its row in the index; None for bits without a
-    meaning."""
+    """Return the statistics of one tensor of an open checkpoint, by its row in the index; None for bits
+    without a meaning."""
     if is_opaque(reader.index.dtype(row)):
         return None
     return next(summary for _, summary in _summaries(reader, [row], None)).result(bins)
 
 
-def _first_of_ties(index: CheckpointIndex, rows: Sequence[int]) -> list[int]:
-    """For each of ``rows`` the first one among them that has the same bytes of the same files."""
-    files, offsets, lengths = (
-        column.tolist() for column in (index.chunk_files, index.record_offsets, index.record_lengths)
-    )
-    payloads, start = index.payload_offsets.tolist(), index.chunk_start.tolist()
-    firsts: dict[Any, int] = {}
-    found = []
-    for row in rows:
-        chunks = slice(start[row], start[row + 1])
-        boxes = slice(index.box_start[chunks.start], index.box_start[chunks.stop])
-        strides = tuple(index.payload_strides.get(chunk) for chunk in index.chunks(row))
-        key = (
-            index.dtype(row).code,
-            index.shape(row),
-            *(tuple(column[chunks]) for column in (files, offsets, lengths, payloads)),
-            index.chunk_offsets[boxes].tobytes(),
-            index.chunk_sizes[boxes].tobytes(),
-            strides,
-        )
-        found.append(firsts.setdefault(key, row) if 0 not in index.shape(row) else row)
-    return found
-
-
 def _summaries(
     reader: TensorReader, rows: list[int], progress: ReportBytes | None
 ) -> Iterator[tuple[int, Summary]]:
-    """Yield what is in the tensors ``rows``, each once, in their order."""
+    """Yield summaries of the tensors ``rows``, each once, in their order."""
     for row in rows:
         if not reader.tensor_bytes(row):
             yield row, Summary()

@@ -1,4 +1,4 @@
-"""What is said about many numbers, and how it is found in one pass: moments, counts, a histogram. Torch-free.
+"""Summaries of many numbers, found in one pass: moments, counts, a histogram. Torch-free.
 
 Types of 8 and 16 bits are counted: how often each of the 256 or 65,536 codes is there says everything else
 exactly, at a nanosecond or two an element. Of others each step has its moments, which are merged by the
@@ -184,7 +184,7 @@ class Summary:
     # -- results ---------------------------------------------------------------------------------------------
 
     def result(self, bins: int) -> ElementStatistics:
-        """All of it, with a histogram of at most ``bins`` bins."""
+        """Return all of it, with a histogram of at most ``bins`` bins."""
         known = self.finite > 0
         return ElementStatistics(
             self.count,
@@ -222,7 +222,8 @@ class Summary:
 
 
 def _resolution(bottom: int, tops: list[int], bins: int) -> tuple[int, int]:
-    """(exponent up to which magnitudes count as around zero, powers of two in a bin) for ``bins`` other bins.
+    """Return (exponent up to which magnitudes count as around zero, powers of two in a bin) for ``bins``
+    other bins.
 
     ``tops`` are the ends of positive and negative magnitudes, ``bottom`` is the smallest that there is.
     """
@@ -257,7 +258,7 @@ class Collector:
             self._codes = np.zeros(256**dtype.itemsize, np.int64)
 
     def add(self, array: Array) -> None:
-        """Elements as `dcp.inspection.values.elements.stored_dtype` says."""
+        """Take elements as `dcp.inspection.values.elements.stored_dtype` says."""
         if self._codes is None:
             self._summary.add(decode(array, self._dtype))
             return
@@ -267,7 +268,7 @@ class Collector:
             self._codes += np.bincount(codes[begin : begin + step], minlength=len(self._codes))
 
     def summary(self) -> Summary:
-        """Return what is known, once all has been added."""
+        """Return the summary, once all has been added."""
         codes, summary = self._codes, self._summary
         if codes is not None:
             values = _values_of_codes(self._dtype)
@@ -280,7 +281,7 @@ class Collector:
 
 @cache
 def _values_of_codes(dtype: Dtype) -> npt.NDArray[np.float64]:
-    """The values of all codes of a type of 8 or 16 bits; two each where it packs two into one."""
+    """Return the values of all codes of a type of 8 or 16 bits; two each where it packs two into one."""
     codes = np.arange(256**dtype.itemsize, dtype=f"u{dtype.itemsize}")
     values = codes != 0 if dtype.name == "bool" else decode(codes.view(stored_dtype(dtype)), dtype)
     with np.errstate(invalid="ignore"):  # what a signalling NaN makes of a conversion

@@ -1,4 +1,4 @@
-"""How far two tensors of one shape are apart, added up tile by tile. Torch-free."""
+"""Distances of two tensors of one shape, added up tile by tile. Torch-free."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Deltas:
         self._delta_squares += _square_sum(deltas)
 
     def result(self) -> ValueDifference:
-        """Return what is known, once all has been added."""
+        """Return the result, once all has been added."""
         relative = 0.0
         if self._delta_squares:
             relative = math.sqrt(self._delta_squares / self._squares) if self._squares else math.inf
@@ -129,6 +129,6 @@ def _square_sum(values: npt.NDArray[Any]) -> float:
 
 
 def _exact(first: Array, second: Array) -> npt.NDArray[np.float64]:
-    """Differences of integers of 64 bits, which float64 would round before it subtracts them."""
+    """Return differences of integers of 64 bits, which float64 would round before it subtracts them."""
     up = first.astype(np.uint64) - second.astype(np.uint64)  # modulo 2**64, so right where first > second
     return np.where(first > second, up, np.uint64(0) - up).astype(np.float64)

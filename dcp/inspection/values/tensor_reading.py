@@ -1,6 +1,6 @@
 """Tensors of any checkpoint as numpy arrays: whole ones tile by tile in bounded memory, or parts of them.
 
-Torch-free. How a tensor is sharded, and in which order its payloads lie, is not seen any more; checksums are
+Torch-free. A tensor's sharding and the order of its payloads do not show in the result. Checksums are
 compared on the way.
 """
 
@@ -9,36 +9,50 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from operator import itemgetter
 from types import EllipsisType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.findings import ReportBytes
 from dcp.inspection.values.elements import Array, stored_dtype
-from dcp.inspection.values.strided_selection import ChunkPart, StridedSelection, covering_boxes, select
-from dcp.inspection.values.tensor_source import BoxReads, TensorSource, Tile, TileBatches, TileRead
-from dcp.storage.engine.reading.requests import Verify
-from dcp.storage.errors import CorruptCheckpointError
+from dcp.inspection.values.strided_selection import StridedSelection, select
+from dcp.planners.load.selection import Patterns, Selection
+from dcp.storage.closable import Closable
+from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, Elements, Verify, put_at
+from dcp.storage.errors import CorruptCheckpointError, PlanError
+from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.native.record_reader import locate_payload
 from dcp.storage.formats.opening.sources import open_source
-from dcp.storage.geometry.boxes import Box, contiguous_position, split_box
+from dcp.storage.formats.torch.zip_reader import Window
+from dcp.storage.geometry.boxes import Box, contiguous_position, range_boxes, split_box
 from dcp.storage.geometry.joins import disjoint
 from dcp.storage.geometry.strides import dense_order
+from dcp.storage.stores.base import Store
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.threads import WorkerThreads
 
-__all__ = ["MAX_TILE_BYTES", "Slices", "TensorReader", "Tile", "open_tensors"]
+__all__ = ["TILE_BYTES", "ChunkPart", "Slices", "TensorReader", "Tile", "open_tensors"]
 
-MAX_TILE_BYTES: Final = 16 << 20
+TILE_BYTES: Final = 16 << 20
+"""Of a tensor read at once: whole blocks, so that each one's checksum is compared by the engine."""
 
 Slices: TypeAlias = tuple[slice | int | EllipsisType, ...]
 
 _RESOLVED_TENSORS: Final = 1000
 """Records of foreign checkpoints are opened together, for as many tensors."""
+
+_OPENED_BYTES: Final = 1 << 20
+"""Where requests are dear, to read a payload below this takes no longer than to open its record for the
+checksum."""
 
 
 @plain_errors
@@ -48,7 +62,7 @@ def open_tensors(
     storage_options: Mapping[str, Any] | None = None,
     verify: Verify = "blocks",
 ) -> TensorReader:
-    """A `TensorReader` of a checkpoint of any format, which `dcp.storage.formats.opening.sources` finds.
+    """Open a checkpoint of any format, which `dcp.storage.formats.opening.sources` finds, for its tensors.
 
     Args:
         checkpoint_id: A path or URL.
@@ -67,39 +81,168 @@ def open_tensors(
     return TensorReader(source.store, source.index, verify=verify, name=source.name)
 
 
-class TensorReader(TensorSource):
+class ChunkPart(NamedTuple):
+    """The part of a tensor that is taken from ``chunk``, in the tensor's coordinates."""
+
+    chunk: int
+    box: Box
+
+
+class Tile(NamedTuple):
+    """A box of a tensor: ``array``, C-ordered, begins at ``offsets``."""
+
+    offsets: tuple[int, ...]
+    array: Array
+
+
+class _TileRead(NamedTuple):
+    """``size_bytes`` of a chunk, which become the tiles of ``boxes``: of its dimensions from the slowest to
+    the fastest, to which ``back`` gives the tensor's order.
+
+    They are the bytes of the payload from ``begin`` on; with -1 they are those of one box.
+    """
+
+    row: int
+    chunk: int
+    back: tuple[int, ...]
+    boxes: Sequence[Box]
+    begin: int
+    size_bytes: int
+
+
+class _Request(NamedTuple):
+    """Runs, as `ByteRuns` has them by column, and boxes that are read at once."""
+
+    runs: list[tuple[int, int, int, int]]
+    boxes: list[BoxRequest]
+
+
+class TensorReader(Closable):
     """Reads tensors of one checkpoint by their row in its index. Use as a context manager; thread-safe.
 
     Elements are as `dcp.inspection.values.elements.stored_dtype` says: numpy's own types, or unsigned
     integers for those that numpy lacks, which `dcp.inspection.values.elements.decode` makes numbers of.
-    Raises `CorruptCheckpointError` where bytes are not those committed: what ``verify`` tells to check.
+    Raises `CorruptCheckpointError` where bytes are not those committed, as far as ``verify`` asks. ``name``
+    is that of the checkpoint in messages, if not its store's.
     """
+
+    def __init__(
+        self,
+        store: Store,
+        index: CheckpointIndex,
+        *,
+        verify: Verify = "blocks",
+        threads: int | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.store = store
+        self.index = index
+        self.name = name or store.url
+        threads = threads or store.read_profile.threads or 2
+        self._engine = ReadEngine(store, index, verify=verify, threads=threads)
+        self._running = threading.Lock()
+        self._other_bytes = 0
+
+    def close(self) -> None:
+        """Close the files."""
+        self._engine.close()
+
+    def rows(self, only: Patterns | None, exclude: Patterns | None) -> list[int]:
+        """Return the rows of the tensors that these patterns select. PlanError if they select none."""
+        selection = Selection.of(only, exclude)
+        rows = [row for row, fqn in enumerate(self.index.fqns) if selection is None or selection.selects(fqn)]
+        if not rows and selection is not None:
+            raise PlanError(
+                f"{self.name}: only={only!r}, exclude={exclude!r} select none of its "
+                f"{self.index.tensor_count} tensors; patterns are shell globs such as 'model.*' or '*.bias'"
+            )
+        return rows
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes fetched from storage so far; of records opened for their checksums, those asked for."""
+        return self._engine.stats.bytes_read + self._other_bytes
+
+    def count_bytes(self, size_bytes: int) -> None:
+        """Note bytes of the checkpoint that were read by other means, for `bytes_read`."""
+        self._other_bytes += size_bytes
+
+    def window(self, file: int, offset: int, length: int) -> Window:
+        """Return the bytes of a record, read and counted as they are asked for."""
+        return Window(partial(self._read_counted, file), offset, length)
+
+    def _read_counted(self, file: int, offset: int, length: int) -> bytes:
+        self._other_bytes += length
+        return self._engine.handle(file).pread(length, offset)
+
+    def blob(self, file: int, offset: int, length: int) -> bytes:
+        """Return the bytes of a value's record."""
+        return self._engine.read_blob(file, offset, length)
+
+    # -- chunks ----------------------------------------------------------------------------------------------
+
+    def is_c_ordered(self, chunk: int) -> bool:
+        """Return whether a chunk's elements are stored in C order; may have to open its record."""
+        return self.layout_of(chunk) is None
+
+    def layout_of(self, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Return None for C order; else dimensions from slowest to fastest, and the bytes from one element
+        to the next along each. May have to open the chunk's record."""
+        payloads = self._engine.payloads
+        self._engine.resolve([chunk])
+        return payloads.layout(chunk) if payloads.is_permuted(chunk) else None
+
+    def payload_crc(self, chunk: int) -> int | None:
+        """CRC-32 of a chunk's payload as it is stored, None where none was noted. No payload is read, but in
+        a foreign checkpoint the record is opened."""
+        index = self.index
+        if index.payload_offsets[chunk] != UNKNOWN:
+            return index.payload_crc(chunk)
+        if self._engine.joins and index.payload_lengths[chunk] < _OPENED_BYTES:
+            return None
+        begin, length = int(index.record_offsets[chunk]), int(index.record_lengths[chunk])
+        read = partial(self._read_counted, int(index.chunk_files[chunk]))
+        stored = locate_payload(read, begin, length, fqn=index.fqns[int(index.chunk_tensors[chunk])])
+        fills = stored.storage_offset_elements == 0 and stored.payload_bytes == index.payload_lengths[chunk]
+        return stored.crc32 if fills else None
+
+    def parts(self, tensor_row: int) -> list[ChunkPart]:
+        """Return the boxes of a tensor's chunks without what another one has already, in ascending order.
+
+        Raises `CorruptCheckpointError` if they are not all of the tensor.
+        """
+        index = self.index
+        shape, chunks = index.shape(tensor_row), index.chunks(tensor_row)
+        found = disjoint([index.box(chunk) for chunk in chunks])
+        covered = sum(box.volume for _, box in found)
+        if covered != math.prod(shape):
+            raise CorruptCheckpointError(
+                f"{self.name}: there are {covered} of {math.prod(shape)} elements of "
+                f"{index.fqns[tensor_row]!r}, whose shape is {shape}: a part of the checkpoint is missing",
+                path=self.name,
+                fqn=index.fqns[tensor_row],
+            )
+        return [ChunkPart(chunks[number], box) for number, box in found]
+
+    def tensor_bytes(self, tensor_row: int) -> int:
+        """Return bytes of a tensor's elements."""
+        return math.prod(self.index.shape(tensor_row)) * self.index.dtype(tensor_row).itemsize
 
     # -- whole tensors ---------------------------------------------------------------------------------------
 
-    def tiles(self, tensor_row: int, max_bytes: int = MAX_TILE_BYTES) -> Iterator[Tile]:
-        """All elements of a tensor, each exactly once, in tiles of up to ``max_bytes``.
-
-        Tiles come chunk by chunk. Memory is bounded by twice ``max_bytes`` and the 4 MiB of checksummed
-        blocks that they end in. A tensor without elements has no tiles. Raises `CorruptCheckpointError` if
-        the checkpoint lacks a part of the tensor.
-        """
-        for _, tile in self.stream([tensor_row], max_bytes):
-            yield tile
-
     def stream(
-        self, tensor_rows: Iterable[int], max_bytes: int = MAX_TILE_BYTES
+        self, tensor_rows: Iterable[int], tile_bytes: int = TILE_BYTES
     ) -> Generator[tuple[int, Tile], None, None]:
-        """`tiles` of several tensors, with their rows; small neighbours are read together.
+        """Yield all elements of tensors, each exactly once, in tiles of up to ``tile_bytes`` (a multiple
+        of those of a block), with their rows.
 
-        While the caller is busy with one batch of tiles the next is being read.
+        Tiles come chunk by chunk; small neighbours are read together. While the caller is busy with what was
+        read at once the next is being read. A tensor without elements has no tiles. Raises
+        `CorruptCheckpointError` if the checkpoint lacks a part of a tensor.
         """
-        batches = TileBatches(self, self._pieces(tensor_rows, max_bytes), max_bytes)
-        batch = next(batches, None)
-        if batches.at_end:  # no thread for what is read already
-            yield from batch or ()
-            return
+        batches = self._batches(self._reads(tensor_rows, tile_bytes), tile_bytes)
         with WorkerThreads(1, "dcp-ahead") as pool:
+            batch = next(batches, None)
             while batch is not None:
                 ahead: Future[list[tuple[int, Tile]] | None] = pool.submit(next, batches, None)
                 yield from batch
@@ -122,74 +265,111 @@ class TensorReader(TensorSource):
         for row, tiles in itertools.groupby(self.stream(tensor_rows), itemgetter(0)):
             yield row, counted(tiles)
 
-    def tensor_bytes(self, tensor_row: int) -> int:
-        """Bytes of a tensor's elements."""
-        return math.prod(self.index.shape(tensor_row)) * self.index.dtype(tensor_row).itemsize
-
-    def parts(self, tensor_row: int) -> list[ChunkPart]:
-        """The boxes of a tensor's chunks without what another one has already, in ascending order.
-
-        Raises `CorruptCheckpointError` if they are not all of the tensor.
-        """
-        index = self.index
-        shape, chunks = index.shape(tensor_row), index.chunks(tensor_row)
-        found = disjoint([index.box(chunk) for chunk in chunks])
-        covered = sum(box.volume for _, box in found)
-        if covered != math.prod(shape):
-            raise CorruptCheckpointError(
-                f"{self.name}: there are {covered} of {math.prod(shape)} elements of "
-                f"{index.fqns[tensor_row]!r}, whose shape is {shape}: a part of the checkpoint is missing",
-                path=self.name,
-                fqn=index.fqns[tensor_row],
-            )
-        return [ChunkPart(chunks[number], box) for number, box in found]
-
-    def _pieces(self, tensor_rows: Iterable[int], max_bytes: int) -> Iterator[TileRead]:
+    def _reads(self, tensor_rows: Iterable[int], tile_bytes: int) -> Iterator[_TileRead]:
         rows = iter(tensor_rows)
         while some := list(itertools.islice(rows, _RESOLVED_TENSORS)):
             parts = [(row, part) for row in some for part in self.parts(row)]
             self._engine.resolve([part.chunk for _, part in parts])
             for row, part in parts:
-                yield from self._split(row, part, max_bytes)
+                yield from self._reads_of(row, part, tile_bytes)
 
-    def _split(self, row: int, part: ChunkPart, max_bytes: int) -> Iterator[TileRead]:
-        """Pieces of a part in the order in which its bytes lie, so that nothing is read twice."""
-        index, chunk = self.index, part.chunk
-        itemsize, (origin, sizes) = index.dtype(row).itemsize, index.box(chunk)
-        order = self._order(chunk)
-        turn = order or tuple(range(len(sizes)))
-        back = tuple(np.argsort(turn).tolist())
-        stored_sizes = tuple(sizes[d] for d in turn)
-        is_dense = order is not None or self.is_c_ordered(chunk)
-        for box in split_box(part.box.seen_from(origin).permuted(turn), max(1, max_bytes // itemsize)):
-            position = contiguous_position(stored_sizes, box) if is_dense else None
-            begin = -1 if position is None else position * itemsize
-            end = -1 if position is None else begin + box.volume * itemsize
-            is_last = part.box.sizes != sizes or end >= int(index.payload_lengths[chunk])
-            at = box.permuted(back)
-            yield TileRead(
-                row,
-                chunk,
-                at.moved(origin).offsets,
-                at,
-                begin,
-                end,
-                order,
-                position is not None and not is_last,
-            )
+    def _reads_of(self, row: int, part: ChunkPart, tile_bytes: int) -> Iterator[_TileRead]:
+        """Yield reads of a part in the order of its bytes: ranges of a whole dense payload, else boxes."""
+        itemsize, chunk = self.index.dtype(row).itemsize, part.chunk
+        origin, sizes = self.index.box(chunk)
+        order = self._dense_order(chunk)
+        if order is None or part.box.sizes != sizes:
+            order = self._engine.payloads.layout(chunk)[0]
+            back = tuple(np.argsort(order).tolist())
+            for box in split_box(part.box.seen_from(origin).permuted(order), tile_bytes // itemsize):
+                yield _TileRead(row, chunk, back, [box], -1, box.volume * itemsize)
+            return
+        back = tuple(np.argsort(order).tolist())
+        stored, total = [sizes[d] for d in order], math.prod(sizes) * itemsize
+        for begin in range(0, total, tile_bytes):
+            end = min(begin + tile_bytes, total)
+            boxes = list(range_boxes(stored, begin // itemsize, end // itemsize))
+            yield _TileRead(row, chunk, back, boxes, begin, end - begin)
 
-    def _order(self, chunk: int) -> tuple[int, ...] | None:
-        """Dimensions from slowest to fastest where the payload is dense, but not C-ordered."""
-        strides = self.index.payload_strides.get(chunk)
+    def _dense_order(self, chunk: int) -> tuple[int, ...] | None:
+        """Return dimensions from slowest to fastest; None where the payload has bytes of none of the
+        elements."""
+        strides, sizes = self.index.payload_strides.get(chunk), self.index.box(chunk).sizes
         if strides is None:
-            return self._engine.payloads.order(chunk)
-        return dense_order(self.index.box(chunk).sizes, strides)
+            return self._engine.payloads.order(chunk) or tuple(range(len(sizes)))
+        return dense_order(sizes, strides)
+
+    def _batches(self, reads: Iterator[_TileRead], tile_bytes: int) -> Iterator[list[tuple[int, Tile]]]:
+        """Yield tiles of ``reads``, of up to ``tile_bytes`` together."""
+        sums: dict[int, int] = {}
+        batch: list[_TileRead] = []
+        size_bytes = 0
+        for read in reads:
+            if batch and size_bytes + read.size_bytes > tile_bytes:
+                yield self._tiles(batch, sums)
+                batch, size_bytes = [], 0
+            batch.append(read)
+            size_bytes += read.size_bytes
+        if batch:
+            yield self._tiles(batch, sums)
+
+    def _tiles(self, batch: Sequence[_TileRead], sums: dict[int, int]) -> list[tuple[int, Tile]]:
+        request, buffers, tiles = _Request([], []), [], []
+        for read in batch:
+            buffer = np.empty(read.size_bytes, np.uint8)
+            if read.begin >= 0:
+                request.runs.append((read.chunk, read.begin, read.size_bytes, buffer.ctypes.data))
+            else:
+                box = read.boxes[0]
+                array = buffer.view(stored_dtype(self.index.dtype(read.row))).reshape(box.sizes)
+                offsets = box.permuted(read.back).offsets
+                self._want(request, read.chunk, offsets, None, array.transpose(read.back))
+            buffers.append(buffer)
+        self._carry_out(request)
+        for read, buffer in zip(batch, buffers, strict=True):
+            self._check_whole(read, buffer, sums)
+            dtype, origin, at = (
+                stored_dtype(self.index.dtype(read.row)),
+                self.index.box(read.chunk).offsets,
+                0,
+            )
+            for box in read.boxes:
+                end = at + box.volume * dtype.itemsize
+                array = buffer[at:end].view(dtype).reshape(box.sizes).transpose(read.back)
+                place = box.permuted(read.back).moved(origin)
+                tiles.append(
+                    (read.row, Tile(place.offsets, np.ascontiguousarray(array).reshape(place.sizes)))
+                )
+                at = end
+        return tiles
+
+    def _check_whole(self, read: _TileRead, data: Array, sums: dict[int, int]) -> None:
+        """Compare the one checksum of a payload that is read in several requests, which the engine does not.
+
+        ``sums`` has those of the bytes before ``data``, by chunk.
+        """
+        chunk, size_bytes = read.chunk, int(self.index.payload_lengths[read.chunk])
+        is_compared = self._engine.verify == "none" or len(self.index.block_crcs(chunk))
+        if read.begin < 0 or read.size_bytes >= size_bytes or is_compared:
+            return
+        sums[chunk] = crc32(data.data, sums.get(chunk, 0))
+        if read.begin + read.size_bytes < size_bytes:
+            return
+        got, expected = sums.pop(chunk), self.payload_crc(chunk)
+        if expected not in (None, got):
+            fqn, name = self.index.fqns[read.row], self.index.files[int(self.index.chunk_files[chunk])]
+            raise CorruptCheckpointError(
+                f"{self.name}: tensor {fqn!r} is damaged: CRC-32 {got:08x} of its bytes in {name}, "
+                f"which says {expected:08x}. Take another checkpoint.",
+                path=f"{self.store.url}/{name}",
+                fqn=fqn,
+            )
 
     # -- parts of tensors ------------------------------------------------------------------------------------
 
     def read(self, tensor_row: int, slices: Slices | None = None) -> Array:
-        """A tensor, or what ``slices`` take of it as numpy would; only the bytes that this needs are read,
-        and blocks that are not read whole are not checked, unless the reader has ``verify="full"``.
+        """Read a tensor, or what ``slices`` take of it as numpy would; only the bytes that this needs are
+        read, and blocks that are not read whole are not checked, unless the reader has ``verify="full"``.
 
         Slices may have negative bounds and steps; there may be fewer than dimensions, and one ellipsis.
         Raises `PlanError` for what numpy would not take either.
@@ -197,18 +377,19 @@ class TensorReader(TensorSource):
         return self._read(tensor_row, self._selection(tensor_row, slices))
 
     def shape_of(self, tensor_row: int, slices: Slices | None = None) -> tuple[int, ...]:
-        """The shape of what `read` gives; nothing is read."""
+        """Return the shape of what `read` gives; nothing is read."""
         return self._selection(tensor_row, slices).shape
 
     def read_part(self, tensor_row: int, slices: Slices | None, part: Sequence[slice]) -> Array:
-        """``read(tensor_row, slices)[part]``, of which nothing else is read; ``part`` has a slice of step 1
-        for each dimension."""
+        """Return ``read(tensor_row, slices)[part]``, of which nothing else is read; ``part`` has a slice
+        of step 1 for each dimension."""
         return self._read(tensor_row, self._selection(tensor_row, slices).part(part))
 
     def slabs(self, tensor_row: int, slices: Slices | None = None) -> Iterator[Array]:
-        """The same as `read`, in parts along the first dimension that is left, of about `MAX_TILE_BYTES`."""
+        """Yield the same as `read`, in parts along the first dimension that is left, of about
+        `TILE_BYTES`."""
         selection = self._selection(tensor_row, slices)
-        for slab in selection.slabs(MAX_TILE_BYTES // self.index.dtype(tensor_row).itemsize):
+        for slab in selection.slabs(TILE_BYTES // self.index.dtype(tensor_row).itemsize):
             yield self._read(tensor_row, slab)
 
     def _selection(self, tensor_row: int, slices: Slices | None) -> StridedSelection:
@@ -220,46 +401,43 @@ class TensorReader(TensorSource):
         result = np.empty(selection.counts, stored_dtype(index.dtype(tensor_row)))
         if result.size:
             self._engine.resolve([part.chunk for part in parts])
-            if max(selection.steps, default=1) == 1:
-                self._read_direct(parts, selection, result)
-            else:
-                self._read_covering(parts, selection, result)
+            request = _Request([], [])
+            for chunk, box in parts:
+                if (found := selection.within(box)) is not None:
+                    first, place = found
+                    target = result[place] if place else result  # a view also without dimensions
+                    offsets = [at - low for at, low in zip(first, index.box(chunk).offsets, strict=True)]
+                    self._want(request, chunk, offsets, selection.steps, target)
+            self._carry_out(request)
         return selection.finish(result)
 
-    def _read_direct(self, parts: Sequence[ChunkPart], selection: StridedSelection, result: Array) -> None:
-        """Each box straight into its place in ``result``."""
-        request = BoxReads(self)
-        for part in parts:
-            for box, place in covering_boxes(part, selection, result.itemsize, result.nbytes):
-                request.add(part.chunk, self._within(part.chunk, box), _at(result, place))
-        request.carry_out()
+    # -- requests --------------------------------------------------------------------------------------------
 
-    def _read_covering(self, parts: Sequence[ChunkPart], selection: StridedSelection, result: Array) -> None:
-        """Boxes that cover every step-th element, of which those are then taken."""
-        request = BoxReads(self)
-        copies: list[tuple[Array, Array]] = []
-        for part in parts:
-            for box, place in covering_boxes(part, selection, result.itemsize, MAX_TILE_BYTES):
-                scratch = np.empty(box.sizes, result.dtype)
-                request.add(part.chunk, self._within(part.chunk, box), scratch)
-                taken = scratch[tuple(slice(None, None, step) for step in selection.steps)]
-                copies.append((_at(result, place), taken))
-                if request.size_bytes >= MAX_TILE_BYTES:
-                    request = self._finish_copies(request, copies)
-        self._finish_copies(request, copies)
+    def _want(
+        self,
+        request: _Request,
+        chunk: int,
+        offsets: Sequence[int],
+        steps: Sequence[int] | None,
+        target: Array,
+    ) -> None:
+        """Request elements of a resolved chunk for ``target``: from ``offsets`` of it on, each ``steps``
+        behind the one before."""
+        payloads, address = self._engine.payloads, target.ctypes.data
+        if max(steps or (), default=1) == 1 and target.flags.c_contiguous and not payloads.is_permuted(chunk):
+            sizes, box = self.index.box(chunk).sizes, Box(tuple(offsets), target.shape)
+            if (position := contiguous_position(sizes, box)) is not None:
+                request.runs.append((chunk, position * target.itemsize, target.nbytes, address))
+                return
+        order, strides = payloads.layout(chunk)
+        begin = sum(offsets[d] * stride for d, stride in zip(order, strides, strict=True))
+        if steps is not None:
+            strides = tuple(stride * steps[d] for d, stride in zip(order, strides, strict=True))
+        elements = Elements(chunk, begin, tuple(target.shape[d] for d in order), strides)
+        put = put_at(address, target.itemsize, [target.strides[d] for d in order])
+        request.boxes.append(BoxRequest(elements, put))
 
-    def _finish_copies(self, request: BoxReads, copies: list[tuple[Array, Array]]) -> BoxReads:
-        request.carry_out()
-        for target, source in copies:
-            target[...] = source
-        copies.clear()
-        return BoxReads(self)
-
-    def _within(self, chunk: int, box: Box) -> Box:
-        """A box of the tensor as one of a chunk."""
-        return box.seen_from(self.index.box(chunk).offsets)
-
-
-def _at(array: Array, place: tuple[slice, ...]) -> Array:
-    """A view also of an array without dimensions, of which numpy's index gives a copy."""
-    return array[place] if place else array
+    def _carry_out(self, request: _Request) -> None:
+        columns = np.array(request.runs, np.int64).reshape(-1, 4).T
+        with self._running:
+            self._engine.run(ByteRuns(*columns), request.boxes)

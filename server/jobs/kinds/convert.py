@@ -242,8 +242,8 @@ class TargetKind(Kind[T]):
 
     def plan(self, context: JobContext, params: T) -> JobPlan:
         """As `Kind.plan`."""
+        from dcp.conversion import wire
         from dcp.conversion.driver import BATCH_BYTES
-        from dcp.conversion.wire import encode_batch
 
         self.clear_plans(context, params)
         shared: dict[str, Any] = {
@@ -255,14 +255,16 @@ class TargetKind(Kind[T]):
             prepared, batches = conversion.prepare(batch_bytes=BATCH_BYTES)
         shared["source_mark"] = prepared.source_mark
         specs = [
-            TaskSpec(payload={"batch": encode_batch(batch)}, weight_bytes=batch.size_bytes)
+            TaskSpec(payload={"batch": wire.encode(batch)}, weight_bytes=batch.size_bytes)
             for batch in batches
         ]
-        return JobPlan(tasks=specs, plan_data={"shared": shared, "prepared": prepared.to_json()})
+        plan_data = {"shared": shared, "prepared": wire.encode(prepared), "batches": prepared.batch_count}
+        return JobPlan(tasks=specs, plan_data=plan_data)
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
-        from dcp.conversion.wire import decode_batch, encode_result
+        from dcp.conversion import wire
+        from dcp.conversion.copying.tasks import TaskBatch
 
         done = 0
 
@@ -272,19 +274,22 @@ class TargetKind(Kind[T]):
             report_progress(done)
 
         with self._conversion(context, payload) as conversion:
-            result = conversion.run(decode_batch(payload["batch"]), payload["source_mark"], on_bytes)
-        return {"result": encode_result(result)}
+            batch = wire.decode(payload["batch"], TaskBatch)
+            result = conversion.run(batch, payload["source_mark"], on_bytes)
+        return {"result": wire.encode(result)}
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
+        from dcp.conversion import wire
+        from dcp.conversion.copying.tasks import TaskResult
         from dcp.conversion.driver import Prepared
-        from dcp.conversion.wire import decode_result
 
         shared = plan_data["shared"]
         params, subject = self.params.model_validate(shared["params"]), shared["subject"]
-        prepared = Prepared.of_json(plan_data["prepared"])
+        prepared = wire.decode(plan_data["prepared"], Prepared)
         with self._conversion(context, shared) as conversion:
-            report = conversion.publish(prepared, (decode_result(done["result"]) for done in results))
+            done = (wire.decode(result["result"], TaskResult) for result in results)
+            report = conversion.publish(prepared, done)
         root = _root(context, params)
         return {
             "root": root.name,
@@ -310,7 +315,7 @@ class TargetKind(Kind[T]):
 
         if "shared" not in plan_data:
             return
-        shared, batches = plan_data["shared"], plan_data["prepared"]["batch_count"]
+        shared, batches = plan_data["shared"], plan_data["batches"]
         params = self.params.model_validate(shared["params"])
         root = _root(context, params)
         with storage_errors(root):
