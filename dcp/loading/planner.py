@@ -17,7 +17,7 @@ from dcp.planners.load.options import LoadAttempt, LoadOptions, PerRankLoad, Une
 from dcp.planners.load.selection import Matches, Patterns, Rename, check_matches
 from dcp.planners.per_rank import current_rank
 from dcp.planners.rescale import Rescale
-from dcp.planners.wire.torch_plans import index_from_metadata, read_items
+from dcp.planners.torch_plans import index_from_metadata, read_items
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import Path
 

@@ -13,7 +13,7 @@ from dcp.conversion.contents.entries import Entries, choose_entries
 from dcp.loading.planner import DefaultLoadPlanner
 from dcp.planners.flatten import set_element
 from dcp.planners.load.selection import Patterns, Rename
-from dcp.planners.wire.torch_plans import index_from_metadata, known_provenance
+from dcp.planners.torch_plans import index_from_metadata, known_provenance
 from dcp.storage.errors import MissingKeyError, PlanError
 from dcp.storage.formats.container_notes import empty_dicts, notes_by_path, with_original_keys
 from dcp.storage.formats.index import Path

@@ -10,17 +10,11 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp.planners.columns import SaveColumns
+from dcp.planners.columns import SaveColumns, decode_save_columns, encode_rows, encode_save_columns
 from dcp.planners.digest import ReplicaCheck
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
-from dcp.planners.wire.codec import (
-    decode_save_columns,
-    decode_write_columns,
-    encode_save_columns,
-    encode_write_columns,
-)
 from dcp.progress import reporting
 from dcp.ranks.collectives import Codec
 from dcp.saving.feature import Features, SaveFeature
@@ -45,13 +39,13 @@ class RankPlan(NamedTuple):
 
     def encode(self) -> bytes:
         """Packed for the way from the coordinator."""
-        return pack((self.save_id, encode_write_columns(self.writes)))
+        return pack((self.save_id, encode_rows(self.writes)))
 
     @classmethod
     def decode(cls, data: bytes) -> RankPlan:
         """The inverse of `encode`."""
         save_id, writes = unpack(data)
-        return cls(save_id, decode_write_columns(writes))
+        return cls(save_id, WriteColumns(*unpack(writes)))
 
 
 _PLANS: Final = Codec(RankPlan.encode, RankPlan.decode)

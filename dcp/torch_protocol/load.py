@@ -23,7 +23,7 @@ from dcp.features.strictness import unexpected_keys
 from dcp.loading.load import LoadEngine, whole_reader
 from dcp.loading.report import LoadReport
 from dcp.planners.load.options import LoadOptions
-from dcp.planners.wire.torch_plans import index_from_metadata
+from dcp.planners.torch_plans import index_from_metadata
 from dcp.ranks.handshake import begin, check_same_checkpoint
 from dcp.ranks.options import of_load
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, PlanError

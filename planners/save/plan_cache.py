@@ -20,17 +20,17 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from dcp.planners.columns import RankSets, SaveColumns
+from dcp.planners.columns import RankSets, SaveColumns, encode_rows
 from dcp.planners.digest import ReplicaCheck
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan
 from dcp.planners.save.replica_sets import differing, folds_of
 from dcp.planners.value_digests import NOT_COMPARABLE
-from dcp.planners.wire.codec import decode_rank_sets, encode_rank_sets
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import encode_notes
 from dcp.storage.formats.index import Int64, Path
+from dcp.storage.packing import unpack
 
 __all__ = ["PlanCache"]
 
@@ -158,7 +158,7 @@ class PlanCache:
         structure = self._structure
         if not extra or structure is None:
             return
-        sets = decode_rank_sets(extra[_ID_BYTES:])
+        sets = RankSets(*unpack(extra[_ID_BYTES:]))
         self._next_mine = _RankPlan(extra[:_ID_BYTES], structure, writes, sets, check)
 
     def commit(self) -> None:
@@ -200,7 +200,7 @@ class PlanCache:
             return [b""] * len(plan.writes)
         plan_id = uuid.uuid4().bytes
         self._next_joint = _JointPlan(plan_id, replace(plan, sets=None), [mine.numbers for mine in sets])
-        return [plan_id + encode_rank_sets(mine) for mine in sets]
+        return [plan_id + encode_rows(mine) for mine in sets]
 
 
 def _packed(value: Any) -> bytes:

@@ -21,7 +21,7 @@ from dcp.planners.layout.lookup import BoxLookup
 from dcp.planners.per_rank import current_rank
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import SPLIT_BYTES, plan_save
-from dcp.planners.wire.torch_plans import (
+from dcp.planners.torch_plans import (
     NotedPlan,
     columns_from_plan,
     metadata_from_plans,
