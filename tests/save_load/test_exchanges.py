@@ -33,7 +33,7 @@ def _no_earlier_works() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_earlier_works")
 def test_the_end_waits_for_threads_that_drop_tensors() -> None:
-    """A thread that drops the tensors of a complete work after the interpreter has ended aborts the process."""
+    """A thread that drops the tensors of a complete work after the interpreter has ended aborts it."""
     with tempfile.TemporaryDirectory() as folder:
         group = Channel.own_gloo(dist.FileStore(f"{folder}/store", 1), 0, 1, timeout_seconds=60).group
         factor = torch.ones(3, requires_grad=True)
@@ -64,7 +64,7 @@ def test_finished_exchanges_are_forgotten() -> None:
 
 
 def long_messages(rank: int, world_size: int) -> tuple[int, bytes, int]:
-    """Rank 0 has a long message to send, one to keep, and little memory; then rank 1 cannot unpack its part."""
+    """Rank 0 has a long message to send, one to keep, and little memory; rank 1 cannot unpack its part."""
     ranks = Ranks(use_dist=True, timeout_seconds=120)
     message = bytes(24 << 20) if rank == 0 else b"%d" % rank
     limits = resource.getrlimit(resource.RLIMIT_AS)
