@@ -34,6 +34,7 @@ from dcp.calls.plain_errors import plain_errors
 from dcp.calls.torch_names import names_of
 from dcp.engines import make_save
 from dcp.features.plan_cache import cache_of, remembering
+from dcp.planners.save.plan_cache import PlanCache
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
@@ -165,11 +166,12 @@ def save_with(
     coordinator: int = 0,
     has_stateful: bool = True,
     abort: threading.Event | None = None,
+    cache: PlanCache | None = None,
 ) -> tuple[Metadata, SaveOutcome]:
     """Save, and return what the save did on this rank as well.
 
     Without ``has_stateful`` all values are saved as they are; ``abort``, which another thread sets on any
-    rank, calls it off.
+    rank, calls it off. ``cache`` keeps the plan, in place of one for the given writer or planner.
     """
     ranks = Ranks(
         process_group,
@@ -184,10 +186,12 @@ def save_with(
         if map is not None:
             options = replace(options, map=WeightMap.of(map))
         save = make_save(writer, planner, options)
-    if storage_writer is not None:
-        save = remembering(save, cache_of(storage_writer))
-    elif isinstance(planner, DefaultSavePlanner) and planner.enable_plan_caching:
-        save = remembering(save, cache_of(planner))
+    if cache is None and storage_writer is not None:
+        cache = cache_of(storage_writer)
+    elif cache is None and isinstance(planner, DefaultSavePlanner) and planner.enable_plan_caching:
+        cache = cache_of(planner)
+    if cache is not None:
+        save = remembering(save, cache)
 
     def given() -> Held:
         state = stateful_to_plain(state_dict) if has_stateful else state_dict
