@@ -69,12 +69,12 @@ class HeldBoxes:
 
     @cached_property
     def ndims(self) -> Int64:
-        """Number of dimensions by tensor."""
+        """Return the number of dimensions by tensor."""
         return np.diff(self.shape_start)
 
     @cached_property
     def box_start(self) -> Int64:
-        """Positions of the items' boxes."""
+        """Return the positions of the items' boxes."""
         return starts(self.ndims[self.item_tensors])
 
 

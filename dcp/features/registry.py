@@ -1,6 +1,6 @@
-"""All features, in their order: those of this package, and what others have added.
+"""All features, in their order: those of this package, and those that were added.
 
-Others come by `register_feature`, or from a package whose metadata names them: the entry point group
+These come by `register_feature`, or from a package whose metadata names them: the entry point group
 `dcphub.features`. All ranks must have the same; the first step of a save compares their names.
 """
 
@@ -32,8 +32,8 @@ def register_feature(feature: type[SaveFeature]) -> None:
 
 
 def save_features() -> list[type[SaveFeature]]:
-    """The features of a save: ours, those of installed packages by name, those registered; each once.
-    OptionError for two of one name."""
+    """List the features of a save: this package's, those of installed packages by name, those registered;
+    each once. OptionError for two of one name."""
     found: dict[str, type[SaveFeature]] = {}
     for feature in (*SAVE_FEATURES, *_installed(), *_registered):
         if found.setdefault(feature.name, feature) is not feature:

@@ -65,7 +65,7 @@ def prove(
         A `Proof`, the same on all ranks, with what differs on which of them.
 
     Raises:
-        PlanError: The state could not be saved as it is, or the ranks are not about the same.
+        PlanError: The state could not be saved as it is, or the ranks called different operations.
         CheckpointNotFoundError: Nothing is committed there.
         CorruptCheckpointError: Bytes that had to be read are not those that were committed.
         CollectiveTimeoutError: Ranks did not answer in time.

@@ -1,6 +1,6 @@
-"""The first step of an operation: all ranks say which one it is, how they go about it, and where.
+"""The first step of an operation: all ranks say which one it is, in which manner, and where.
 
-Ranks that are not about the same take different steps, and would wait for each other until their timeout, or
+Ranks in different operations take different steps, and would wait for each other until their timeout, or
 take each other's messages for something else. One small exchange, where all are the same.
 """
 
@@ -56,8 +56,8 @@ def begin(
 
     ``manner`` is whatever decides which steps follow, ``options`` what else must be the same for the outcome
     to be one (`dcp.ranks.options`), or gives that. ``kinds`` says what a rank has for a key; keys may differ.
-    Raises PlanError on all ranks where they are about different operations, go about one differently, or have
-    other options or kinds, and what ``place`` raises on any of them.
+    Raises PlanError on all ranks where they take part in different operations, go about one differently, or
+    have other options or kinds, and what ``place`` raises on any of them.
     """
 
     def part() -> bytes:
@@ -116,7 +116,7 @@ def _check_same(
 
 @contextmanager
 def told_to_all(ranks: Ranks) -> Iterator[None]:
-    """Around what a rank does before it comes to `begin`: what it raises is raised on all ranks, there.
+    """Raise on all ranks, in their `begin`, what this rank raises before it comes there.
 
     Where they all fail, as by an argument that is wrong everywhere, each raises its own exception.
     """
@@ -140,18 +140,16 @@ def _tell(ranks: Ranks, error: Exception) -> None:
 
 
 def _not_alike(ranks: Ranks, parts: Sequence[_OperationOfRank], odd: Collection[int]) -> BaseException:
-    same_operation = len({part.operation for part in parts}) == 1
-    advice = (
-        "Give all ranks the same options, and planners and storages of one kind."
-        if same_operation
-        else "All ranks of a process group must call the same function."
-    )
-    error = PlanError(f"the ranks are not about the same: {_by_rank([*map(str, parts)])}. {advice}")
+    what, advice = "called different operations", "All ranks of a process group must call the same function"
+    if len({part.operation for part in parts}) == 1:
+        what = f"{ranks.operation} in different ways"
+        advice = "Give all ranks the same options, and planners and storages of one kind"
+    error = PlanError(f"the ranks {what}: {_by_rank([*map(str, parts)])}. {advice}.")
     return failure_of("begin", dict.fromkeys(odd, error), ranks.rank, None)
 
 
 def check_same_checkpoint(ranks: Ranks, places: Sequence[str], fingerprint: Callable[[], bytes]) -> None:
-    """Raise PlanError on all ranks unless what they are about to load is the same on all of them.
+    """Raise PlanError on all ranks unless the checkpoint that they load is the same on all of them.
 
     ``places`` is what `begin` gave, ``fingerprint`` what the checkpoint there is known by: asked for only
     where the places differ, because a mount may have another name on another host.
@@ -162,18 +160,18 @@ def check_same_checkpoint(ranks: Ranks, places: Sequence[str], fingerprint: Call
     odd = [rank for rank, found in enumerate(prints) if found != prints[ranks.coordinator]]
     if odd:
         error = PlanError(
-            f"the ranks are not about the same checkpoint: {_by_rank(places)}. Give all of them one id",
+            f"the ranks load different checkpoints: {_by_rank(places)}. Give all of them one id",
             ranks=odd,
         )
         raise failure_of("compare", dict.fromkeys(odd, error), ranks.rank, None)
 
 
 def check_same_target(ranks: Ranks, places: Sequence[str], store: Callable[[], Store | None]) -> None:
-    """Raise PlanError on all ranks unless what they are about to save goes to one place.
+    """Raise PlanError on all ranks unless all of them save to one place.
 
     ``places`` is what `begin` gave. Where they differ, because a mount may have another name on another host,
     the coordinator leaves an empty file at its own, which the others look for at theirs: a rank that has
-    nothing to write would not find out otherwise. ``store`` is None for storages of others.
+    nothing to write would not find out otherwise. ``store`` is None for other packages' storages.
     """
     if len(set(places)) == 1:
         return
@@ -208,7 +206,8 @@ def _leave_file(store: Store | None) -> bytes:
 
 
 def _remove_file(store: Store | None, name: str) -> None:
-    """Never raises: the other ranks are in the next step already. What stays behind is removed by a save."""
+    """Remove it without ever raising, because the other ranks are in the next step already. A save removes
+    what stays."""
     try:
         if store is not None:
             store.delete_all([name])

@@ -39,8 +39,8 @@ _OF_LOAD_PLANNERS = ("flatten_state_dict", "flatten_sharded_tensors")
 def of_load(
     options: LoadOptions, planner: DefaultLoadPlanner | None, reader: FileSystemReader | None
 ) -> dict[str, Any]:
-    """The options of a load with ``options``, by the names that its caller knows; what planners and storages
-    of others (None) make of them is not known."""
+    """Return the options of a load with ``options``, by the names that its caller knows; what other
+    packages' planners and storages (None) make of them is not known."""
     told: dict[str, Any] = {}
     if planner is not None:
         told |= _values(options, _OF_LOADS) | _values(planner, _OF_LOAD_PLANNERS)
@@ -53,7 +53,7 @@ def of_load(
 
 
 def of_map(weights: WeightMap | None) -> dict[str, Any]:
-    """The map that a rank was given, in few characters."""
+    """Return the map that a rank was given, in few characters."""
     return {} if weights is None else {"map": weights.mark}
 
 
@@ -62,10 +62,10 @@ def _values(target: object, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def kinds_of(keys: Sequence[Any], values: Sequence[Any]) -> dict[str, str]:
-    """Return what kind of container is at each of ``keys``, of the top level, that has one.
+    """Return the kind of container at each of ``keys``, of the top level, that has one.
 
     An optimizer is given the state that a checkpoint has; the dict of one that has none is not, and stays
-    empty where another rank takes what there is.
+    empty where another rank takes what is stored.
     """
     kinds = {cls: _KINDS[kind] for cls in set(map(type, values)) if (kind := kind_of(cls)) in _KINDS}
     pairs = zip(keys, values, strict=True) if kinds else ()

@@ -32,18 +32,18 @@ __all__ = ["ColumnSave", "RankPlan"]
 
 
 class RankPlan(NamedTuple):
-    """What one rank has to write."""
+    """The rows that one rank has to write, and the id of the save."""
 
     save_id: str
     writes: WriteColumns
 
     def encode(self) -> bytes:
-        """Packed for the way from the coordinator."""
+        """Pack it for the way from the coordinator."""
         return pack((self.save_id, encode_rows(self.writes)))
 
     @classmethod
     def decode(cls, data: bytes) -> RankPlan:
-        """The inverse of `encode`."""
+        """Unpack what `encode` packed."""
         save_id, writes = unpack(data)
         return cls(save_id, WriteColumns(*unpack(writes)))
 
@@ -139,7 +139,7 @@ class ColumnSave(Save):
         return self.local.columns
 
     def global_plan(self, parts: list[SaveColumns], *, with_sets: bool = False) -> list[RankPlan]:
-        """On the coordinator: plan for all ranks."""
+        """Plan for all ranks, on the coordinator."""
         begun = time.perf_counter()
         try:
             self.planned = plan_save(
@@ -182,7 +182,7 @@ class ColumnSave(Save):
     # -- commit ----------------------------------------------------------------------------------------------
 
     def commit(self, outcomes: list[WriteOutcome]) -> bytes:
-        """On the coordinator: publish the index of what all have written."""
+        """Publish the index of what all have written, on the coordinator."""
         plan, begun = self.planned, time.perf_counter()
         if plan is None:
             raise PlanError("the save was not planned")

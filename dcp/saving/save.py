@@ -56,7 +56,7 @@ class SavingRank(NamedTuple):
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """What a save did on this rank: ``seconds`` by phase, ``attempts`` (1 if it worked at once) and
+    """The outcome of a save on this rank: ``seconds`` by phase, ``attempts`` (1 if it worked at once) and
     ``staged_bytes`` of this rank's tensors."""
 
     save_id: str = ""
@@ -113,7 +113,7 @@ class Save(ABC):
 
     @abstractmethod
     def commit(self, outcomes: list[Any]) -> bytes:
-        """On the coordinator: publish what was written; the answer goes to all ranks."""
+        """Publish what was written, on the coordinator; the answer goes to all ranks."""
 
     @abstractmethod
     def metadata(self, answer: bytes) -> Metadata:
@@ -211,8 +211,7 @@ class Save(ABC):
 
 
 def _is_passing(error: CheckpointError) -> bool:
-    """Test whether another attempt may succeed: not on a full disk, which stays full until somebody frees
-    space.
+    """Test whether another attempt may succeed: not on a full disk, which stays full until space is freed.
 
     The class of the error is the same on all ranks."""
     if error.committed or isinstance(error, CheckpointConflictError | StorageFullError):

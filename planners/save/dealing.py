@@ -1,5 +1,4 @@
-"""Who writes which box and which object: replicated boxes are dealt out so that all ranks write about as many
-bytes.
+"""Deal boxes and objects out to the ranks that write them, so that all write about as many bytes.
 
 Largest first to the least loaded of the ranks that hold it (Graham's LPT rule); a box larger than the split
 size is cut into row ranges, poured into its holders like water into vessels of unequal level. Deterministic.
@@ -24,8 +23,8 @@ LARGE_OBJECT_BYTES = 64 << 10
 
 
 class Dealt(NamedTuple):
-    """Who writes each box: the item ``owners``, or of a box that is ``split`` the items and their parts in
-    order. ``loads`` are the bytes by rank that this makes."""
+    """The writers of each box: the item ``owners``, or of a box that is ``split`` the items and their parts
+    in order. ``loads`` are the bytes by rank that this makes."""
 
     owners: Int64
     split: Mapping[int, Sequence[tuple[int, WritePart]]]
@@ -79,7 +78,7 @@ def _deal_special(
 
 
 def _clusters(items: Items, boxes: Boxes, shared: Int64) -> tuple[dict[int, list[int]], set[int]]:
-    """Replicated boxes that are tied on their lowest rank and can be written by one rank together."""
+    """Find replicated boxes that are tied on their lowest rank and can be written by one rank together."""
     first = boxes.first[shared]
     tied = items.ties[first] >= 0
     ties = zip(
@@ -143,7 +142,7 @@ class Balancer:
     split_bytes: int | None
 
     def choose(self, ranks: Sequence[int], begin: int, end: int, nbytes: int) -> int:
-        """The position in ``ranks[begin:end]`` of the least loaded, which takes ``nbytes``."""
+        """Choose the position in ``ranks[begin:end]`` of the least loaded, which takes ``nbytes``."""
         loads = self.loads
         best, least = begin, loads[ranks[begin]]
         for position in range(begin + 1, end):
@@ -154,7 +153,7 @@ class Balancer:
         return best
 
     def deal(self, box: Replicated) -> list[WritePart]:
-        """The parts of one box, in order of their rows; one part with ``dim`` -1 where it is not cut."""
+        """Cut one box into parts, in order of their rows; one part with ``dim`` -1 where it is not cut."""
         if self.split_bytes is not None and box.nbytes > self.split_bytes and len(box.holders) > 1:
             parts = self._split(box, self.split_bytes)
             if parts:
@@ -202,7 +201,8 @@ def _pour(amount: int, levels: Sequence[int]) -> list[float]:
 
 
 def tie_clusters(ties: Sequence[tuple[int, int, int]]) -> dict[int, list[int]]:
-    """Boxes that share memory: ``(box, rank, tie number)`` in, boxes of one cluster by its first box out."""
+    """Group boxes that share memory, given as ``(box, rank, tie number)``: boxes of a cluster by its
+    first."""
     by_tie: dict[tuple[int, int], list[int]] = defaultdict(list)
     for box, rank, tie in ties:
         by_tie[rank, tie].append(box)
