@@ -85,32 +85,23 @@ def _check_alike(ranks: Ranks, parts: Sequence[_OperationOfRank]) -> None:
         raise _not_alike(ranks, parts, odd)
     for name in dict.fromkeys(name for part in parts for name in part.options):
         values = [f"{name}={part.options.get(name, 'not given')}" for part in parts]
-        _check_same(
-            ranks,
-            values,
-            lambda: f"the option {name!r} is not the same on all ranks",  # noqa: B023
-            "Give all ranks the same",
-        )
+        what = f"the option {name!r} is not the same on all ranks"
+        _check_same(ranks, values, what, "Give all ranks the same")
     for key in dict.fromkeys(key for part in parts for key in part.kinds):
-        _check_same(
-            ranks,
-            [part.kinds.get(key, "") for part in parts],
-            lambda: f"{key!r} is not of one kind on all ranks",  # noqa: B023
-            "Give all ranks the same object for it, or leave the key out where a rank has nothing of it",
-            key,
-        )
+        values = [part.kinds.get(key, "") for part in parts]
+        what = f"{key!r} is not of one kind on all ranks"
+        advice = "Give all ranks the same object for it, or leave the key out where a rank has nothing of it"
+        _check_same(ranks, values, what, advice, key)
 
 
-def _check_same(
-    ranks: Ranks, texts: Sequence[str], what: Callable[[], str], advice: str, key: str | None = None
-) -> None:
+def _check_same(ranks: Ranks, texts: Sequence[str], what: str, advice: str, key: str | None = None) -> None:
     """Raise PlanError where the ranks that have something do not have the same."""
     if len({text for text in texts if text}) < 2:
         return
     common = texts[ranks.coordinator] or next(text for text in texts if text)
     odd = [rank for rank, text in enumerate(texts) if text not in ("", common)]
     facts: dict[str, Any] = {"ranks": odd} if key is None else {"ranks": odd, "fqns": [key]}
-    error = PlanError(f"{what()}: {_by_rank(texts)}. {advice}", **facts)
+    error = PlanError(f"{what}: {_by_rank(texts)}. {advice}", **facts)
     raise failure_of("begin", dict.fromkeys(odd, error), ranks.rank, None)
 
 
@@ -166,28 +157,27 @@ def check_same_checkpoint(ranks: Ranks, places: Sequence[str], fingerprint: Call
         raise failure_of("compare", dict.fromkeys(odd, error), ranks.rank, None)
 
 
-def check_same_target(ranks: Ranks, places: Sequence[str], store: Callable[[], Store | None]) -> None:
+def check_same_target(ranks: Ranks, places: Sequence[str], store: Store | None) -> None:
     """Raise PlanError on all ranks unless all of them save to one place.
 
     ``places`` is what `begin` gave. Where they differ, because a mount may have another name on another host,
-    the coordinator leaves an empty file at its own, which the others look for at theirs: a rank that has
-    nothing to write would not find out otherwise. ``store`` is None for other packages' storages.
+    the coordinator leaves an empty file in its ``store``, which the others look for in theirs: a rank that
+    has nothing to write would not find out otherwise. It is None for other packages' storages.
     """
     if len(set(places)) == 1:
         return
-    name = ranks.broadcast("compare", lambda: _leave_file(store())).decode()
+    name = ranks.broadcast("compare", lambda: _leave_file(store)).decode()
     if not name:
         return
 
     def look() -> bytes:
-        own = store()
-        return b"\x01" if own is None or own.stat(name) is not None else b""
+        return b"\x01" if store is None or store.stat(name) is not None else b""
 
     try:
         found = ranks.all_gather("compare", look)
     finally:
-        if ranks.is_coordinator:
-            _remove_file(store(), name)
+        if ranks.is_coordinator and store is not None:
+            _remove_file(store, name)
     odd = [rank for rank, there in enumerate(found) if not there]
     if odd:
         error = PlanError(
@@ -205,12 +195,11 @@ def _leave_file(store: Store | None) -> bytes:
     return name.encode()
 
 
-def _remove_file(store: Store | None, name: str) -> None:
+def _remove_file(store: Store, name: str) -> None:
     """Remove it without ever raising, because the other ranks are in the next step already. A save removes
     what stays."""
     try:
-        if store is not None:
-            store.delete_all([name])
+        store.delete_all([name])
     except Exception as error:  # noqa: BLE001 - as said
         logger.warning("%s may stay behind: %s", name, error)
 
