@@ -111,6 +111,7 @@ def save(
             map says how many there are. What is not below the key of a map that is ``below`` one is saved as
             it is. What is permuted within a box is copied for the save.
         apart: Parts, as "optimizer" or globs on names, that get files of their own: one more a rank and part.
+            They are the same on all ranks.
             `dcp prune` drops them by removing those files, and writes nothing anew.
         timeout_seconds: The longest wait for other ranks.
         user_metadata: Plain data that is kept in the manifest.

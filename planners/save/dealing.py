@@ -68,7 +68,7 @@ def _deal_special(
     """Deal a box that may be cut, or tied boxes, which go to one rank together."""
     first = int(boxes.first[cluster[0]])
     sizes = tuple(items.sizes[items.start[first] : items.start[first + 1]].tolist())
-    parts = balancer.deal(Replicated(sizes, nbytes, _common_ranks(items, boxes, cluster)))
+    parts = balancer.deal(sizes, nbytes, _common_ranks(items, boxes, cluster))
     for tied in cluster:
         own = {int(items.ranks[item]): item for item in reversed(boxes.of(tied).tolist())}
         if len(parts) == 1:
@@ -116,14 +116,6 @@ def deal_objects(objects: GlobalObjects, loads: list[int]) -> Int64:
     return owners
 
 
-class Replicated(NamedTuple):
-    """A box that several ranks hold: sizes, bytes, and the ranks (ascending)."""
-
-    sizes: tuple[int, ...]
-    nbytes: int
-    holders: Sequence[int]
-
-
 class WritePart(NamedTuple):
     """Rows ``[begin, end)`` along ``dim`` of a box, written by ``rank``; the whole box where ``dim`` is
     -1."""
@@ -152,36 +144,37 @@ class Balancer:
         loads[ranks[best]] = least + nbytes
         return best
 
-    def deal(self, box: Replicated) -> list[WritePart]:
-        """Cut one box into parts, in order of their rows; one part with ``dim`` -1 where it is not cut."""
-        if self.split_bytes is not None and box.nbytes > self.split_bytes and len(box.holders) > 1:
-            parts = self._split(box, self.split_bytes)
+    def deal(self, sizes: Sequence[int], nbytes: int, holders: Sequence[int]) -> list[WritePart]:
+        """Deal a box that the ranks ``holders`` (ascending) have, in parts in order of their rows; one part with
+        ``dim`` -1 where it is not cut."""
+        if self.split_bytes is not None and nbytes > self.split_bytes and len(holders) > 1:
+            parts = self._split(sizes, nbytes, holders, self.split_bytes)
             if parts:
                 return parts
-        return [self._whole(box, min(box.holders, key=self.loads.__getitem__))]
+        rank = min(holders, key=self.loads.__getitem__)
+        self.loads[rank] += nbytes
+        return [WritePart(rank, -1, 0, 0)]
 
-    def _whole(self, box: Replicated, rank: int) -> WritePart:
-        self.loads[rank] += box.nbytes
-        return WritePart(rank, -1, 0, 0)
-
-    def _split(self, box: Replicated, split_bytes: int) -> list[WritePart]:
-        most = min(len(box.holders), -(-box.nbytes // max(split_bytes, 1)))
-        dim = next((d for d, size in enumerate(box.sizes) if size >= most), None)
+    def _split(
+        self, sizes: Sequence[int], nbytes: int, holders: Sequence[int], split_bytes: int
+    ) -> list[WritePart]:
+        most = min(len(holders), -(-nbytes // max(split_bytes, 1)))
+        dim = next((d for d, size in enumerate(sizes) if size >= most), None)
         if dim is None:
-            dim = max(range(len(box.sizes)), key=lambda d: box.sizes[d], default=-1)
-        if dim < 0 or box.sizes[dim] < 2:
+            dim = max(range(len(sizes)), key=lambda d: sizes[d], default=-1)
+        if dim < 0 or sizes[dim] < 2:
             return []
-        ranks = sorted(box.holders, key=lambda rank: (self.loads[rank], rank))[: min(most, box.sizes[dim])]
-        shares = _pour(box.nbytes, [self.loads[rank] for rank in ranks])
-        row_bytes = box.nbytes / box.sizes[dim]
+        ranks = sorted(holders, key=lambda rank: (self.loads[rank], rank))[: min(most, sizes[dim])]
+        shares = _pour(nbytes, [self.loads[rank] for rank in ranks])
+        row_bytes = nbytes / sizes[dim]
         parts, begin, poured = [], 0, 0.0
         for rank, share in sorted(zip(ranks, shares, strict=True)):
             poured += share
-            end = min(round(poured / row_bytes), box.sizes[dim])
+            end = min(round(poured / row_bytes), sizes[dim])
             if end > begin:
                 parts.append([rank, begin, end])
                 begin = end
-        parts[-1][2] = box.sizes[dim]
+        parts[-1][2] = sizes[dim]
         if len(parts) < 2:
             return []
         for rank, first, last in parts:
