@@ -145,8 +145,8 @@ class Balancer:
         return best
 
     def deal(self, sizes: Sequence[int], nbytes: int, holders: Sequence[int]) -> list[WritePart]:
-        """Deal a box that the ranks ``holders`` (ascending) have, in parts in order of their rows; one part with
-        ``dim`` -1 where it is not cut."""
+        """Deal a box that the ranks ``holders`` (ascending) have, in parts in order of their rows; one part
+        with ``dim`` -1 where it is not cut."""
         if self.split_bytes is not None and nbytes > self.split_bytes and len(holders) > 1:
             parts = self._split(sizes, nbytes, holders, self.split_bytes)
             if parts:
