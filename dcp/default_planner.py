@@ -33,7 +33,7 @@ from dcp.planners.load.selection import Matches, Patterns, Rename, check_matches
 from dcp.planners.per_rank import current_rank
 from dcp.planners.rescale import Rescale
 from dcp.planners.save.planner import DefaultSavePlanner
-from dcp.planners.wire.torch_plans import index_from_metadata, known_provenance, read_items
+from dcp.planners.torch_plans import index_from_metadata, known_provenance, read_items
 from dcp.storage.errors import MissingKeyError, PlanError
 from dcp.storage.formats.container_notes import empty_dicts, notes_by_path, with_original_keys
 from dcp.storage.formats.index import Path

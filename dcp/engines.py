@@ -75,7 +75,7 @@ def make_save(writer: StorageWriter, planner: SavePlanner | None, options: SaveO
     storage = writer if isinstance(writer, FileSystemWriter) else None
     if options.user_metadata and storage is None:
         raise CheckpointError(
-            f"user_metadata needs a storage of ours; {type(writer).__name__} has no place for it"
+            f"user_metadata needs dcp's FileSystemWriter; {type(writer).__name__} has no place for it"
         )
     if ours is not None and storage is not None and _keeps_steps(ours) and _keeps_steps(storage):
         return ColumnSave(
@@ -115,16 +115,16 @@ def refused_save(
 def load_engine(
     reader: StorageReader, planner: LoadPlanner, ranks: Ranks, options: LoadOptions
 ) -> LoadEngine:
-    """The engine that loads with ``planner`` and ``reader``.
+    """Choose the engine that loads with ``planner`` and ``reader``.
 
-    Raises PlanError for options that cannot be meant, and CheckpointError for those that another
-    package's planner or reader does not know.
+    Raises PlanError for options that cannot be meant, and CheckpointError for those that another package's
+    planner or reader does not know.
     """
     ours = planner if isinstance(planner, DefaultLoadPlanner) else None
     storage = reader if isinstance(reader, FileSystemReader) else None
     if options.verify is not None and storage is None:
         raise CheckpointError(
-            f"verify needs a storage of ours; {type(reader).__name__} checks as it sees fit"
+            f"verify needs dcp's FileSystemReader; got {type(reader).__name__}, which checks in its own way"
         )
     options.check()
     given = options.given_to_planner() if ours is None else []
@@ -147,13 +147,13 @@ def _needs_columns(option: str, planner: object, storage: object) -> OptionError
         "apart": "dcp prune --rewrite frees the same later",
     }
     return OptionError(
-        f"{option} needs a planner and a storage of ours, with none of their steps overridden; {names} work "
+        f"{option} needs a planner and a storage of dcp, with none of their steps overridden; {names} work "
         f"by torch's protocol, whose plans have boxes of whole tensors alone. {instead[option]}"
     )
 
 
 def _keeps_steps(part: object) -> bool:
-    """Return whether our planner or storage, or one of a class derived from it, overrides no step."""
+    """Test that a planner or storage of this package, or of a class derived from one, overrides no step."""
     for base, steps in _STEPS.items():
         if isinstance(part, base):
             for step in steps:

@@ -148,7 +148,8 @@ def load(
         CheckpointConflictError: It was replaced again and again while it was being read.
         StorageError: The storage cannot be read.
         UnsafeObjectError: A value needs ``weights_only=False``.
-        PlanError: An option cannot be meant, a pattern matches nothing, or the ranks are not about the same.
+        PlanError: An option cannot be meant, a pattern matches nothing, or the ranks called different
+            operations.
         CollectiveTimeoutError: Ranks did not answer in time.
 
         These and others of `dcp.errors` are raised on all ranks alike. After an error the tensors of
@@ -266,7 +267,7 @@ def read(
         MissingKeyError: A pattern matches nothing in the checkpoint.
         CorruptCheckpointError: Bytes are not those that were committed.
         UnsafeObjectError: A value needs ``weights_only=False``; ``exclude`` leaves it out.
-        PlanError: An option cannot be meant, or the ranks are not about the same.
+        PlanError: An option cannot be meant, or the ranks called different operations.
         CollectiveTimeoutError: Ranks did not answer in time.
     """
     weights = map_on_all(map, "read", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds)

@@ -34,6 +34,7 @@ from dcp.calls.plain_errors import plain_errors
 from dcp.calls.torch_names import names_of
 from dcp.engines import make_save
 from dcp.features.plan_cache import cache_of, remembering
+from dcp.planners.save.plan_cache import PlanCache
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
@@ -86,7 +87,7 @@ def save(
     Plain tensors and values count as replicated: they must be equal on all ranks (compared by digest), one
     rank stores them; mark what differs by rank with `PerRank`.
 
-    When it returns the checkpoint is committed and, unless the writer was told otherwise, durable. When it
+    When it returns the checkpoint is committed and, unless the writer is set otherwise, durable. When it
     raises, on any rank, it raises on all; what was under the id before is untouched.
 
     The arguments up to ``use_collectives`` are torch's, with torch's meaning.
@@ -96,7 +97,7 @@ def save(
             of them, and `Stateful` objects, whose ``state_dict()`` is saved.
         checkpoint_id: A path or a URL, such as ``s3://bucket/run/step-100``. What is there is replaced, in
             one step.
-        storage_writer: Writes the checkpoint, instead of ours. One that is used again remembers the plan: as
+        storage_writer: Writes the checkpoint, instead of dcp's. One that is used again remembers the plan: as
             long as no rank's structure changes, the next save exchanges digests instead of plans.
         planner: Plans the save, instead of `DefaultSavePlanner`; with ``enable_plan_caching`` it remembers
             the plan where no writer is given.
@@ -105,24 +106,25 @@ def save(
         use_collectives: False lets each rank save its own part without the others
             (``__{rank}.manifest.msgpack``).
         map: From the model definition of ``state_dict`` to that of the checkpoint, as for `dcp.convert`. It
-            is about the names and whole shapes of what a rank has, so all tensors that are made into one are
+            is given the names and whole shapes of what a rank has, so all tensors that are made into one are
             on each rank, be it a shard of them; those that are stacked may be on some ranks each, where the
             map says how many there are. What is not below the key of a map that is ``below`` one is saved as
             it is. What is permuted within a box is copied for the save.
         apart: Parts, as "optimizer" or globs on names, that get files of their own: one more a rank and part.
+            They are the same on all ranks.
             `dcp prune` drops them by removing those files, and writes nothing anew.
         timeout_seconds: The longest wait for other ranks.
         user_metadata: Plain data that is kept in the manifest.
         progress: True for a bar, or a function that gets `dcp.progress.Progress`.
         storage_options: Those of the file system of a URL, as all users of fsspec pass them
             (``endpoint_url``, ``key``, ``secret``, ``anon``, ...; the environment serves as well), and
-            ours in `dcp.storage.stores.objects.options`.
+            those in `dcp.storage.stores.objects.options`.
 
     Returns:
         torch's `Metadata` of the checkpoint, built when it is looked at.
 
     Raises:
-        PlanError: The ranks' parts do not fit together, or the ranks are not about the same.
+        PlanError: The ranks' parts do not fit together, or the ranks called different operations.
         ReplicaMismatchError: Ranks have different data under one name.
         CheckpointConflictError: Another save to the id was faster, or ``overwrite=False`` found one there.
         StorageError: The storage failed; `StorageFullError` where it is full.
@@ -165,11 +167,12 @@ def save_with(
     coordinator: int = 0,
     has_stateful: bool = True,
     abort: threading.Event | None = None,
+    cache: PlanCache | None = None,
 ) -> tuple[Metadata, SaveOutcome]:
     """Save, and return what the save did on this rank as well.
 
     Without ``has_stateful`` all values are saved as they are; ``abort``, which another thread sets on any
-    rank, calls it off.
+    rank, calls it off. ``cache`` keeps the plan, in place of one for the given writer or planner.
     """
     ranks = Ranks(
         process_group,
@@ -184,10 +187,12 @@ def save_with(
         if map is not None:
             options = replace(options, map=WeightMap.of(map))
         save = make_save(writer, planner, options)
-    if storage_writer is not None:
-        save = remembering(save, cache_of(storage_writer))
-    elif isinstance(planner, DefaultSavePlanner) and planner.enable_plan_caching:
-        save = remembering(save, cache_of(planner))
+    if cache is None and storage_writer is not None:
+        cache = cache_of(storage_writer)
+    elif cache is None and isinstance(planner, DefaultSavePlanner) and planner.enable_plan_caching:
+        cache = cache_of(planner)
+    if cache is not None:
+        save = remembering(save, cache)
 
     def given() -> Held:
         state = stateful_to_plain(state_dict) if has_stateful else state_dict
@@ -215,7 +220,7 @@ def async_save(
     overlap: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SaveFuture:
-    """`save` behind the training loop: copies the state, returns, and writes the copy in the background.
+    """Save behind the training loop: copy the state, return, and write the copy in the background.
 
     CPU tensors are copied as well: when this returns, or with ``overlap`` when ``staging_completion`` is
     done, everything may change again. Host buffers, writer and a gloo group of its own are kept for the next
@@ -233,7 +238,7 @@ def async_save(
         async_checkpointer_type: THREAD writes in a thread of this process; PROCESS in a process of its own,
             which is started once, does not compete for the interpreter, and commits what was staged even if
             this process is killed.
-        async_stager: Copies the state, instead of ours.
+        async_stager: Copies the state, instead of dcp's.
         no_dist: As for `save`.
         use_collectives: As for `save`.
         map: As for `save`; what is permuted is copied before this returns.
@@ -294,7 +299,7 @@ def save_state_dict(
     no_dist: bool = False,
     planner: SavePlanner | None = None,
 ) -> Metadata:
-    """`save` as it was called before torch 2.2; `Stateful` values are saved as they are."""
+    """Save as `save` was called before torch 2.2; `Stateful` values are saved as they are."""
     storage_writer.reset()
     metadata, _ = save_with(
         state_dict,

@@ -9,20 +9,27 @@ by ``box_start``. `SaveColumns` travels to the coordinator, `WriteColumns`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.formats.container_notes import ContainerNote
+from dcp.storage.engine.write_tables import WriteColumns
+from dcp.storage.formats.container_notes import ContainerNote, decode_notes, encode_notes
 from dcp.storage.formats.index import Int64, Path, starts
+from dcp.storage.packing import pack, unpack
 
 __all__ = [
     "HeldBoxes",
     "RankSets",
     "SaveColumns",
     "SaveObjects",
+    "SectionCache",
+    "decode_save_columns",
+    "encode_rows",
+    "encode_save_columns",
 ]
 
 
@@ -62,12 +69,12 @@ class HeldBoxes:
 
     @cached_property
     def ndims(self) -> Int64:
-        """Number of dimensions by tensor."""
+        """Return the number of dimensions by tensor."""
         return np.diff(self.shape_start)
 
     @cached_property
     def box_start(self) -> Int64:
-        """Positions of the items' boxes."""
+        """Return the positions of the items' boxes."""
         return starts(self.ndims[self.item_tensors])
 
 
@@ -106,3 +113,53 @@ class RankSets:
     item_rows: Int64
     object_start: Int64
     object_rows: Int64
+
+
+# -- as bytes, for the way between ranks ---------------------------------------------------------------------
+
+SectionCache = dict[bytes, Any]
+"""Decoded sections by their bytes; lives as long as one global plan."""
+
+_NAMES: Final = ("fqns", "dtype_codes", "requires_grad", "shape_start", "shape_values", "stride_orders")
+_ITEMS: Final = tuple(each.name for each in fields(SaveColumns) if each.name.startswith("item_"))
+
+
+def encode_save_columns(columns: SaveColumns) -> bytes:
+    """Pack one rank's save plan.
+
+    Names, shapes and paths, which are mostly equal on all ranks, are sections of their own with equal bytes
+    for equal content: a cache shared by the decoding of many plans decodes each once, and equal sections come
+    back as one object.
+    """
+    objects = columns.objects
+    sections = (
+        {name: getattr(columns, name) for name in _NAMES},
+        objects.fqns,
+        columns.planner_data,
+        encode_notes(columns.notes),
+        ([getattr(columns, name) for name in _ITEMS], objects.digests, objects.sizes),
+    )
+    return pack([pack(section) for section in sections])
+
+
+def decode_save_columns(data: bytes, cache: SectionCache | None = None) -> SaveColumns:
+    """Unpack what `encode_save_columns` packed; give all ranks' plans one ``cache``."""
+    cache = cache if cache is not None else {}
+    *shared, own = unpack(data)
+    for section in shared:
+        if section not in cache:
+            cache[section] = unpack(section)
+    names, object_names, paths, notes = (cache[section] for section in shared)
+    items, digests, sizes = unpack(own)
+    return SaveColumns(
+        **names,
+        **dict(zip(_ITEMS, items, strict=True)),
+        objects=SaveObjects(object_names, digests, sizes),
+        planner_data=paths,
+        notes=decode_notes(notes),
+    )
+
+
+def encode_rows(columns: WriteColumns | RankSets) -> bytes:
+    """Pack the rows that a rank has to write, or to fold; `unpack` gives the fields in their order."""
+    return pack([getattr(columns, each.name) for each in fields(columns)])

@@ -3,8 +3,8 @@
 Mappings are opened at every level, lists only where they hold a tensor, a mapping or such a list; tuples
 never. A flat key is the path joined by dots. torch before 2.4 opened mappings by the rule of lists only; that
 variant (`legacy=True`) finds the entries of checkpoints from then. `PerRank` is opened like a mapping of one
-key, and tensors made of others are opened to these (`dcp.planners.layout.tensor_parts`). Names and paths have
-strings only: keys that are none, and mappings without entries, are noted
+key, and tensor subclasses are opened to their parts (`dcp.planners.layout.tensor_parts`). Names and paths
+have strings only: keys that are none, and mappings without entries, are noted
 (`dcp.storage.formats.container_notes`).
 """
 
@@ -74,7 +74,7 @@ _KINDS = _ContainerKinds()
 
 
 def kind_of(cls: type) -> int:
-    """The kind of values of a class."""
+    """Return the kind of values of a class."""
     return _KINDS[cls]
 
 
@@ -84,11 +84,11 @@ def is_closed_list(entries: list[Any]) -> bool:
 
 
 class Flat(NamedTuple):
-    """A state dict by flat key: values, paths, what those do not tell, and keys that cannot be noted.
+    """A state dict by flat key: values, paths, what paths do not say, and keys that cannot be noted.
 
     ``foreign_keys`` are of types that a checkpoint cannot give back, by flat key. ``per_rank`` are the
     `PerRank` values by their names, and ``owners`` those names by the flat keys of what is in the values.
-    ``facts`` are flat keys of what tells of tensors made of others.
+    ``facts`` are flat keys of the facts of tensor subclasses.
     """
 
     values: dict[str, Any]
@@ -133,14 +133,14 @@ class _StateFlattener:
             self.paths[fqn] = path
 
     def visit_own(self, fqn: str, path: Path, own: PerRank) -> None:
-        """What differs by rank; in one within another, the outer one counts."""
+        """Add what differs by rank; in one within another, the outer one counts."""
         key, count = rank_key(self.rank), len(self.flat)
         self.visit(f"{fqn}.{key}", (*path, key), own.value)
         self.per_rank[fqn] = own
         self.owners.update(dict.fromkeys(itertools.islice(self.flat, count, None), fqn))
 
     def visit_parts(self, fqn: str, path: Path, value: Any) -> None:
-        """A tensor made of others."""
+        """Add the parts of a tensor subclass."""
         parts = parts_of(fqn, value)
         facts = parts.pop(FACTS)
         for name, part in parts.items():
@@ -152,7 +152,7 @@ class _StateFlattener:
         self.facts.add(name)
 
     def open_dtensors(self) -> None:
-        """Those of tensors made of others, which are found by their local tensors alone."""
+        """Open DTensors of tensor subclasses, which are found by their local tensors alone."""
         for fqn in [fqn for fqn, value in self.flat.items() if is_dtensor_of_parts(value)]:
             owner = self.owners.pop(fqn, None)
             count = len(self.flat) - 1
@@ -161,7 +161,7 @@ class _StateFlattener:
                 self.owners.update(dict.fromkeys(itertools.islice(self.flat, count, None), owner))
 
     def visit_all(self, prefix: str, path: Path, mapping: Mapping[Any, Any]) -> None:
-        """The entries of a mapping at ``path``; their keys begin with ``prefix``."""
+        """Add the entries of a mapping at ``path``; their keys begin with ``prefix``."""
         kinds, flat, paths = _KINDS, self.flat, self.paths
         has_only_strings = _STRINGS.issuperset(map(type, mapping))
         all_have_entries = True
@@ -182,7 +182,7 @@ class _StateFlattener:
             self.note(prefix, path, mapping, all_have_entries=all_have_entries)
 
     def add_leaves(self, prefix: str, path: Path, mapping: Mapping[str, Any]) -> bool:
-        """The entries of a mapping if none of them is opened, all together; whether it is so."""
+        """Add the entries of a mapping all together if none of them is opened; False otherwise."""
         keys, entries = list(mapping), list(mapping.values())
         if max(map(_KINDS.__getitem__, set(map(type, entries)))) > TENSOR or len(keys) != len(entries):
             return False
@@ -194,7 +194,7 @@ class _StateFlattener:
         return True
 
     def note(self, prefix: str, path: Path, mapping: Mapping[Any, Any], *, all_have_entries: bool) -> None:
-        """What the paths of a mapping's entries do not tell. Keys with one string collide."""
+        """Note what the paths of a mapping's entries do not say. Keys with one string collide."""
         if all_have_entries and mapping and _INTEGERS.issuperset(map(type, mapping)):
             self.notes.append(note_of(path, mapping, all_have_entries=True))
             return
@@ -211,7 +211,7 @@ class _StateFlattener:
             self.notes.append(note_of(path, keys, all_have_entries=all_have_entries))
 
     def closed(self, entries: Iterable[Any], fqn: str = "", depth: int = 0) -> bool:
-        """True when a container of these entries, in what is called ``fqn``, is kept as one value."""
+        """Test whether a container of these entries, in what is called ``fqn``, is kept as one value."""
         if depth > MAX_NESTING:
             raise _too_deep(fqn)
         for entry in entries:
@@ -237,12 +237,12 @@ def _too_deep(fqn: str) -> PlanError:
 def flatten_state_dict(
     state_dict: Mapping[Any, Any], *, rank: int = 0
 ) -> tuple[dict[str, Any], dict[str, Path]]:
-    """(values by flat key, paths by flat key), as of `flatten`."""
+    """Return (values by flat key, paths by flat key), as of `flatten`."""
     return flatten(state_dict, rank=rank)[:2]
 
 
 def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = False) -> Flat:
-    """A nested state dict by flat key, in its order.
+    """Return a nested state dict by flat key, in its order.
 
     ``rank`` names the entries below `PerRank`. ``legacy`` gives the keys of torch 2.3 and before.
     Raises PlanError when two entries, or two keys of one mapping, have one flat key.
@@ -275,7 +275,7 @@ def _extend(entries: list[Any], position: int) -> None:
 
 
 def _step(container: Any, key: str | int, default: Callable[[], Any]) -> Any:
-    """The child of ``container`` at ``key``, made by ``default`` where there is none."""
+    """Return the child of ``container`` at ``key``, made by ``default`` where there is none."""
     if isinstance(container, PerRank):
         if container.value is None:
             container.value = default()
@@ -316,7 +316,8 @@ def set_element(root: Any, path: Path, value: Any) -> None:
 
 
 def _original_key(container: Any, key: str | int) -> Any:
-    """The key of a mapping that flattening turned into the string ``key``: optimizers count in ints."""
+    """Return the key of a mapping that flattening turned into the string ``key``: optimizers count in
+    ints."""
     if not isinstance(container, Mapping) or key in container:
         return key
     if isinstance(key, str) and key.lstrip("-").isdecimal() and int(key) in container:

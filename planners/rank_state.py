@@ -1,4 +1,4 @@
-"""What one rank has: columns, local tensors, values; nothing is nested."""
+"""A rank's part of a state dict, without nesting: columns, local tensors, values."""
 
 from __future__ import annotations
 
@@ -93,11 +93,12 @@ class RankState:
 
     @property
     def sources(self) -> Sequence[torch.Tensor]:
-        """The local tensors."""
+        """Return the local tensors."""
         return self.memory.tensors
 
     def views(self, rows: Int64) -> list[torch.Tensor]:
-        """The box of each of the items ``rows``: its local tensor itself where the box is all of that."""
+        """Return the box of each of the items ``rows``: its local tensor itself where the box is all of
+        that."""
         columns, numbers = self.columns, self.columns.item_sources[rows]
         views = [self.sources[number] for number in numbers.tolist()]
         sizes = row_products(columns.item_sizes, columns.box_start)[rows]
@@ -111,14 +112,14 @@ class RankState:
         return narrow(source, columns.item_local_offsets[box].tolist(), columns.item_sizes[box].tolist())
 
     def encoded(self) -> RankState:
-        """The same with all values encoded: later changes of lists and dicts do not reach them."""
+        """Encode all values: later changes of lists and dicts do not reach them."""
         cache: dict[bytes, bytes] = {}
         named = zip(self.columns.objects.fqns, self.objects, strict=True)
         objects = [encoded_object(fqn, value, cache, with_digest=True) for fqn, value in named]
         return replace(self, objects=objects)
 
     def encoded_objects(self, rows: Int64) -> EncodedObjects:
-        """The values of object rows ``rows``, encoded."""
+        """Encode the values of object rows ``rows``."""
         cache: dict[bytes, bytes] = {}
         fqns, values = self.columns.objects.fqns, self.objects
         # Two lists, because the interpreter's cyclic collection would look at each of very many pairs.
@@ -131,7 +132,7 @@ class RankState:
         return EncodedObjects(blobs, plains)
 
     def with_digests(self, check: ReplicaCheck) -> RankState:
-        """The same with the digests that the replica check compares: of boxes that other ranks may hold as
+        """Add the digests that the replica check compares: of boxes that other ranks may hold as
         well, and of values."""
         if check == "off" or self.digested:
             return self
@@ -142,7 +143,8 @@ class RankState:
         return replace(self, columns=columns, digested=True)
 
     def digested_objects(self, check: ReplicaCheck) -> SaveObjects:
-        """The names of the values with their digests, 0 for what is not compared, and about their sizes."""
+        """Return the names of the values with their digests, 0 for what is not compared, and about their
+        sizes."""
         fqns = self.columns.objects.fqns
         digests, sizes = np.zeros(len(fqns), np.uint64), np.zeros(len(fqns), np.int64)
         for row, value in enumerate(self.objects if check != "off" else ()):

@@ -19,9 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from dcp.planners.columns import SaveColumns
+from dcp.planners.columns import SaveColumns, decode_save_columns, encode_rows, encode_save_columns
 from dcp.planners.save.global_plan import plan_save
-from dcp.planners.wire.codec import decode_save_columns, encode_save_columns, encode_write_columns
 from dcp.storage.formats.index import starts
 
 ROWS_PER_RANK = 4
@@ -72,7 +71,7 @@ def run_ours(ranks: int, tensors: int, layout: str) -> dict[str, Any]:
     cache: dict[bytes, Any] = {}
     received = timed(seconds, "decode", lambda: [decode_save_columns(data, cache) for data in wire])
     plan = timed(seconds, "plan", lambda: plan_save(received))
-    replies = timed(seconds, "encode replies", lambda: [encode_write_columns(w) for w in plan.writes])
+    replies = timed(seconds, "encode replies", lambda: [encode_rows(w) for w in plan.writes])
     return {
         "who": "dcphub",
         "ranks": ranks,
@@ -91,7 +90,7 @@ def run_stock(ranks: int, tensors: int, layout: str) -> dict[str, Any]:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.planner import SavePlan
 
-    from dcp.planners.wire.torch_plans import write_items
+    from dcp.planners.torch_plans import write_items
 
     fqns = tuple(f"model/layers.{number}.feed_forward.weight" for number in range(tensors))
     plans = [

@@ -91,7 +91,7 @@ class _Sums(Observer):
 
 
 def _places(local: RankState, columns: WriteColumns) -> LogicalPlaces:
-    """The places of the rows that a rank is to write in their tensors."""
+    """Find the places of the rows that a rank is to write in their tensors."""
     held, items = local.columns, _items_of(local, columns)
     offsets, inner = (
         gather_rows(values, held.box_start, items) for values in (held.item_offsets, held.item_local_offsets)
@@ -107,7 +107,7 @@ def _places(local: RankState, columns: WriteColumns) -> LogicalPlaces:
 
 
 def _items_of(local: RankState, columns: WriteColumns) -> Int64:
-    """The held box that each row is, or is a part of."""
+    """Find the held box that each row is, or is a part of."""
     held = local.columns
     order = np.argsort(held.item_sources, kind="stable")
     first = np.searchsorted(held.item_sources[order], columns.sources, "left")

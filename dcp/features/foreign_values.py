@@ -80,8 +80,8 @@ def _told(found: Mapping[str, str]) -> str:
 
 
 def foreign_values(names: Iterable[str], values: Iterable[Any]) -> dict[str, str]:
-    """The names of values that `torch.load(weights_only=True)` and ours refuse, with the class that needs
-    trust; those that the user has told torch are safe are not."""
+    """Find values that `torch.load(weights_only=True)` and this package refuse: names, with the class that
+    needs trust. Classes that the user has registered as safe with torch need none."""
     allowed = {
         item[0] if isinstance(item, tuple) else item for item in torch.serialization.get_safe_globals()
     }
@@ -115,7 +115,7 @@ def _foreign(value: Any, allowed: set[Any], depth: int) -> str | None:
 
 
 def _foreign_key(keys: Iterable[Any], allowed: set[Any]) -> str | None:
-    """The first of ``keys`` that a load hashes for a trusted checkpoint only."""
+    """Describe the first of ``keys`` that a load hashes for a trusted checkpoint only."""
     for key in keys:
         foreign = _foreign(key, allowed, 0)
         is_known = isinstance(key, _TORCH) or type(key) in allowed

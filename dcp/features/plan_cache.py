@@ -1,4 +1,4 @@
-"""Saves that remember their plan: a wrapper around the planning of a save, for who saves again and again."""
+"""Saves that remember their plan: a wrapper around the planning of repeated saves."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _RememberingSave(ColumnSave):
     manner: ClassVar = ("with a plan cache",)
 
     def _attempt(self, number: int) -> tuple[Metadata, SaveOutcome]:
-        """A plan that did not end in a commit does not serve again."""
+        """Forget a plan that did not end in a commit."""
         try:
             done = super()._attempt(number)
         except BaseException:
@@ -65,7 +65,7 @@ class _RememberingSave(ColumnSave):
         return done
 
     def plan(self) -> Callable[[], RankPlan]:
-        """Every rank takes the step that compares: one that has no plan any more says so in it."""
+        """Compare first, on every rank: one that has no plan any more says so in that step."""
         self.start()
         begun = time.perf_counter()
         save_id = self.steps.reduce_broadcast("digests", self._offer, self._compare).decode("ascii")

@@ -1,6 +1,6 @@
-"""All features, in their order: those of this package, and what others have added.
+"""All features, in their order: those of this package, and those that were added.
 
-Others come by `register_feature`, or from a package whose metadata names them: the entry point group
+These come by `register_feature`, or from a package whose metadata names them: the entry point group
 `dcphub.features`. All ranks must have the same; the first step of a save or load compares their names.
 """
 
@@ -65,13 +65,13 @@ def register_feature(feature: type[SaveFeature] | type[LoadFeature]) -> None:
 
 
 def save_features() -> list[type[SaveFeature]]:
-    """The features of a save: ours, those of installed packages by name, those registered; each once.
-    OptionError for two of one name."""
+    """List the features of a save: this package's, those of installed packages by name, those registered;
+    each once. OptionError for two of one name."""
     return _with_others(SAVE_FEATURES, SaveFeature)
 
 
 def load_features() -> list[type[LoadFeature]]:
-    """The same of a load."""
+    """List the features of a load, as `save_features` does."""
     return _with_others(LOAD_FEATURES, LoadFeature)
 
 

@@ -82,8 +82,8 @@ class _MappedBox(NamedTuple):
 def mapped_state(
     local: RankState, weights: WeightMap, *, is_part: bool = False, leads_back: bool = False
 ) -> RankState:
-    """``local`` as what ``weights`` make of it, in views of its memory; what no view is, is copied. Tensors
-    beside the model are as they are.
+    """Convert ``local`` to what ``weights`` make of it, in views of its memory; what no view is, is copied.
+    Tensors beside the model are as they are.
 
     ``is_part``: of what is stacked other ranks may have more. ``leads_back``: the inverse has to make
     ``local`` of it. PlanError as of `WeightMap.apply`, for names that values have, and for elements that
@@ -146,7 +146,7 @@ def _held_elements(tensor: MappedTensor, boxes: Mapping[str, Iterable[Box]]) -> 
 
 
 def _nested(columns: SaveColumns, tensors: Sequence[MappedTensor], kept: Iterable[str]) -> SaveColumns:
-    """``columns`` with the places of what is ``kept``; of ``tensors`` each is what its name says."""
+    """Return ``columns`` with the places of what is ``kept``; of ``tensors`` each is what its name says."""
     known = columns.planner_data
     if known is None:
         return columns
@@ -173,7 +173,8 @@ def _held(local: RankState, tensors: Sequence[MappedTensor]) -> Iterator[_Mapped
 
 
 def _view(view: torch.Tensor, piece: Piece, own: Box, box: Box) -> torch.Tensor:
-    """The elements of ``piece``, which are ``box``, of a view that has the box ``own`` of its source."""
+    """Return the elements of ``piece``, which are ``box``, of a view that has the box ``own`` of its
+    source."""
     steps = view.stride()
     first = view.storage_offset() + piece.source.place(steps, own.offsets)
     return view.as_strided(piece.lengths, piece.source.strides(steps), first).reshape(box.sizes)

@@ -21,6 +21,7 @@ from dcp.background.writers import RefusedWriter
 from dcp.manager.contents import weights_of
 from dcp.manager.coordination import Reason, StepCoordinator
 from dcp.manager.events import EventKind, Events
+from dcp.planners.save.plan_cache import PlanCache
 from dcp.saving.options import SaveOptions
 from dcp.state_dict_saver import save_with
 from dcp.steps.states import PARTIAL
@@ -406,6 +407,7 @@ class LoopSession:
         self._process_group, self._no_dist = process_group, no_dist
         self.world_size = world_size
         self._current: SaveFuture | None = None
+        self._cache = PlanCache()
 
     def save(
         self,
@@ -429,6 +431,7 @@ class LoopSession:
                 process_group=self._process_group,
                 no_dist=self._no_dist,
                 abort=future.abort_event,
+                cache=self._cache,
             )
         except Exception as error:  # noqa: BLE001 - the future's, which the manager looks at
             future.staging_completion.set_result(None)

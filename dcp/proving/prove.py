@@ -11,10 +11,10 @@ from dcp.calls.arguments import stateful_to_plain
 from dcp.calls.plain_errors import plain_errors
 from dcp.features.saved_map import mapped_state
 from dcp.inspection.values.tensor_reading import open_tensors
+from dcp.planners.columns import SectionCache
 from dcp.planners.load.selection import Patterns, Selection
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.weight_maps.weight_map import WeightMap
-from dcp.planners.wire.codec import SectionCache
 from dcp.proving.comparison import RankDigests, compare_ranks, digests_of_rank
 from dcp.proving.proof import Proof
 from dcp.ranks.alone import works_alone
@@ -64,7 +64,7 @@ def prove(
         A `Proof`, the same on all ranks, with what differs on which of them.
 
     Raises:
-        PlanError: The state could not be saved as it is, or the ranks are not about the same.
+        PlanError: The state could not be saved as it is, or the ranks called different operations.
         CheckpointNotFoundError: Nothing is committed there.
         CorruptCheckpointError: Bytes that had to be read are not those that were committed.
         CollectiveTimeoutError: Ranks did not answer in time.

@@ -1,4 +1,4 @@
-"""What ranks say to each other: bytes, outcomes, who is there, and one error from the failures of many.
+"""Exchanges between ranks: bytes, outcomes, signs of life, and one error from the failures of many.
 
 What the bytes mean is known to those who send them.
 """

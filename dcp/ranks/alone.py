@@ -1,4 +1,4 @@
-"""Whether an operation is of all ranks, or of this process alone."""
+"""The choice between an operation of all ranks and one of this process alone."""
 
 from __future__ import annotations
 

@@ -79,12 +79,12 @@ class _Head(NamedTuple):
 
     @classmethod
     def of(cls, row: bytes) -> _Head:
-        """From a row of the table that all ranks have filled."""
+        """Take it from a row of the table that all ranks have filled."""
         size = int.from_bytes(row[:_LENGTH_BYTES], "little")
         return cls(size, row[_LENGTH_BYTES : _LENGTH_BYTES + size])
 
     def followed_by(self, rest: torch.Tensor | None) -> bytes:
-        """The message, whose bytes after these are the first of ``rest``."""
+        """Return the message, whose bytes after these are the first of ``rest``."""
         if rest is None or self.size <= HEAD_BYTES:
             return self.data
         return self.data + _to_bytes(rest, self.size - HEAD_BYTES)
@@ -107,13 +107,13 @@ class Channel:
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup) -> Channel:
-        """The channel of a process group that this process belongs to."""
+        """Return the channel of a process group that this process belongs to."""
         device = _collective_device(group)
         return cls(group, group.get_group_store(), group.rank(), group.size(), device)
 
     @classmethod
     def own_gloo(cls, store: Any, rank: int, world_size: int, *, timeout_seconds: float) -> Channel:
-        """A gloo group of its own over ``store``, which no other collective can get into.
+        """Make a gloo group of its own over ``store``, which no other collective can get into.
 
         Collective: returns when all ranks have come, or raises a RuntimeError of torch's after
         ``timeout_seconds``. It is not among `torch.distributed`'s groups, so
@@ -126,12 +126,14 @@ class Channel:
         return cls(group, store, rank, world_size, torch.device("cpu"))
 
     def next_serial(self) -> int:
-        """Number of the next operation, the same on all ranks that do the same operations in order."""
+        """Return the number of the next operation, the same on all ranks that do the same operations in
+        order."""
         return next(_group_serial.setdefault(self.group, itertools.count()))
 
     @property
     def life(self) -> str | None:
-        """A word for keys in the store that no group before this one has used; None until it is agreed on.
+        """Return a word for keys in the store that no group before this one has used; None until it is agreed
+        on.
 
         torchrun keeps its store when it starts workers again, with all that those before have put there.
         """
@@ -143,7 +145,7 @@ class Channel:
 
     @property
     def given_up(self) -> tuple[list[int], str] | None:
-        """(ranks that were lost, what happened) when this rank first left an operation before its end.
+        """Return (ranks that were lost, what happened) when this rank first left an operation before its end.
 
         The ranks have not begun equally many collectives since, and so would take each other's messages for
         those of another step.
@@ -157,14 +159,15 @@ class Channel:
             self.keep_for_ever()
 
     def keep_for_ever(self) -> None:
-        """Never destroy the group of gloo: its destructor waits for a collective that is under way until that
-        times out, which is half an hour by default, and for others that may be waiting for this process."""
+        """Keep the group of gloo from ever being destroyed: its destructor waits for a collective that is
+        under way until that times out, which is half an hour by default, and for others that may be waiting
+        for this process."""
         if self.device.type == "cpu":
             _keep_for_ever(torch_compat.backend_of(self.group, self.device))
 
     @staticmethod
     def begun(work: Any, *tensors: torch.Tensor) -> Any:
-        """``work`` again, noted as a collective that may be under way when the interpreter ends."""
+        """Return ``work``, noted as a collective that may be under way when the interpreter ends."""
         global _works
         with _works_lock:
             _works = [*(other for other in _works if other.is_held()), _Begun(work, tensors)]
@@ -173,7 +176,7 @@ class Channel:
     # -- exchanges -------------------------------------------------------------------------------------------
 
     def gather(self, data: bytes, root: int, wait: Wait) -> list[bytes] | None:
-        """Every rank's ``data`` on ``root``, None elsewhere."""
+        """Collect every rank's ``data`` on ``root``; None elsewhere."""
         heads = self._all_heads(data, wait)
         rest = _largest_but(root, [head.size for head in heads]) - HEAD_BYTES
         parts: list[torch.Tensor] | list[None] | None = [None] * self.world_size
@@ -195,7 +198,7 @@ class Channel:
         return parts
 
     def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
-        """Every rank's ``data`` on every rank."""
+        """Collect every rank's ``data`` on every rank."""
         heads = self._all_heads(data, wait)
         rest = max(head.size for head in heads) - HEAD_BYTES
         if rest <= 0:
@@ -206,7 +209,7 @@ class Channel:
         return [head.followed_by(part) for head, part in zip(heads, parts, strict=True)]
 
     def all_gather_short(self, data: bytes, wait: Wait) -> list[bytes] | None:
-        """The same; None, on all ranks, where one has more than HEAD_BYTES."""
+        """Do as `all_gather`; None, on all ranks, where one has more than HEAD_BYTES."""
         heads = self._all_heads(data, wait)
         return None if any(head.size > HEAD_BYTES for head in heads) else [head.data for head in heads]
 
@@ -215,7 +218,7 @@ class Channel:
         return len(set(self.all_gather(blake2b(data, digest_size=_DIGEST_BYTES).digest(), wait))) == 1
 
     def scatter(self, data: list[bytes] | None, root: int, wait: Wait) -> bytes:
-        """``data[rank]`` of ``root`` on each rank."""
+        """Send ``data[rank]`` of ``root`` to each rank."""
         sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
         if data is not None:
             sizes = torch.tensor([len(part) for part in data], dtype=torch.int64, device=self.device)
@@ -233,7 +236,7 @@ class Channel:
         return data[root] if data is not None else _to_bytes(own, lengths[self.rank])
 
     def broadcast(self, data: bytes | None, root: int, wait: Wait) -> bytes:
-        """``data`` of ``root`` on every rank."""
+        """Send ``data`` of ``root`` to every rank."""
         inline = _FRAME_BYTES - _LENGTH_BYTES
         head = b"" if data is None else len(data).to_bytes(_LENGTH_BYTES, "little") + data[:inline]
         frame = self._padded(head, _FRAME_BYTES)
@@ -293,7 +296,7 @@ def _to_bytes(tensor: torch.Tensor, size: int | None = None) -> bytes:
 
 
 def _keep_groups_for_ever() -> None:
-    """In a forked child: no process group is destroyed, neither ours nor torch's.
+    """Keep all process groups from being destroyed in a forked child.
 
     The destructor of a gloo group waits for threads that the child does not have, so that a child which ends
     by `sys.exit` would never end.
@@ -303,14 +306,14 @@ def _keep_groups_for_ever() -> None:
 
 
 def _keep_for_ever(owned: Any) -> None:
-    """A reference that nobody gives back outlives the interpreter's clearing up."""
+    """Take a reference that is never given back, and so outlives the interpreter's clearing up."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(owned))
 
 
 def _let_works_go() -> None:
-    """At the end of the interpreter. A thread of gloo's that drops a collective's tensors asks for the
-    interpreter's lock; once there is none it is ended by that, and aborts the process. So works that Python
-    still has are never dropped, and threads that drop another's tensors now are waited for."""
+    """Let go of works at the end of the interpreter. A thread of gloo's that drops a collective's tensors
+    asks for the interpreter's lock; once there is none it is ended by that, and aborts the process. So works
+    that Python still has are never dropped, and threads that drop another's tensors now are waited for."""
     dropped = [other for other in _works if other.work is None]
     for other in _works:
         if other.work is not None:

@@ -88,7 +88,7 @@ class Ranks(Exchanges):
     def reduce_alike(
         self, step: str, local: Callable[[], bytes], reduce: Callable[[list[bytes]], bytes]
     ) -> bytes:
-        """The same for a ``reduce`` whose result, or error, is the same on every rank.
+        """Do the same with a ``reduce`` whose result, or error, is the same on every rank.
 
         Where all messages are short (`channel.HEAD_BYTES`) each rank runs it itself: one exchange is enough.
         """
@@ -126,7 +126,7 @@ class Ranks(Exchanges):
         return self._parts(step, messages, own_error)
 
     def compare(self, step: str, local: Callable[[], bytes]) -> list[bytes]:
-        """`all_gather` of what is mostly the same on all ranks: nothing else travels then than a digest. What
+        """Do as `all_gather` with what is mostly the same on all ranks: then a digest travels alone. What
         operation the ranks are in is for the caller to compare."""
         channel = self._channel
         if channel is None:
@@ -160,7 +160,7 @@ class Ranks(Exchanges):
     def _alone(
         self, step: str, local: Callable[[], Any], reduce: Callable[[list[Any]], Any] | None = None
     ) -> Any:
-        """The step of one rank; its error is the same as it would be among several."""
+        """Take the step of one rank; its error is the same as it would be among several."""
         try:
             if self.abort is not None:
                 self.check_called_off()
@@ -177,7 +177,7 @@ class Ranks(Exchanges):
     def _attempt(
         self, step: str, local: Callable[[], Any], sent: Codec = BYTES, operation: str = ""
     ) -> tuple[bytes, BaseException | None]:
-        """This rank's message: a stamp, the outcome, and the packed result or failure."""
+        """Make this rank's message: a stamp, the outcome, and the packed result or failure."""
         name = f"{operation or self.operation}/{step}"
         stamp = blake2b(name.encode(), digest_size=STAMP_BYTES).digest()
         try:
@@ -189,8 +189,8 @@ class Ranks(Exchanges):
     def _reduce(
         self, gathered: list[bytes] | None, reduce: Callable[[list[Any]], list[bytes]], sent: Codec = BYTES
     ) -> tuple[list[bytes] | bytes | None, BaseException | None]:
-        """The coordinator's answers, or one answer of packed failures of ranks (its own exception beside).
-        None on other ranks."""
+        """Make the coordinator's answers, or one answer of packed failures of ranks (its own exception
+        beside). None on other ranks."""
         if gathered is None:
             return None, None
         if failed := _failures(gathered):
@@ -258,7 +258,7 @@ class LocalSteps:
 
 
 def _failures(messages: Sequence[bytes]) -> dict[int, bytes]:
-    """Return what the ranks that failed have told, by rank."""
+    """Return the packed failures of the ranks that failed, by rank."""
     at = slice(STAMP_BYTES, STAMP_BYTES + 1)
     return {rank: _content(message) for rank, message in enumerate(messages) if message[at] == _FAILED}
 

@@ -135,12 +135,12 @@ class Exchanges:
 
     @property
     def store(self) -> Any:
-        """The group's key-value store; only with ``use_dist``."""
+        """Return the group's key-value store; only with ``use_dist``."""
         return self._store
 
     @property
     def key(self) -> str:
-        """A prefix for keys in `store` that is this operation's alone, the same on all ranks."""
+        """Return a prefix for keys in `store` that is this operation's alone, the same on all ranks."""
         return self._key
 
     def complete(self, step: str, work: Any) -> None:
@@ -177,7 +177,8 @@ class Exchanges:
             raise SaveAbortedError(f"the {self.operation} was called off on rank {rank}", rank=rank)
 
     def watching(self, on_bytes: Callable[[int], None] | None) -> Callable[[int], None] | None:
-        """``on_bytes`` that also ends the work, by SaveAbortedError, soon after a rank has called it off."""
+        """Make an ``on_bytes`` that also ends the work, by SaveAbortedError, soon after a rank has called it
+        off."""
         if self.abort is None:
             return on_bytes
         next_look = time.monotonic() + _CALLED_OFF_SECONDS
@@ -224,8 +225,8 @@ class Exchanges:
         return None if messages is None else self._of_one_step(message, messages)
 
     def _of_one_step(self, own: bytes, messages: list[bytes]) -> list[bytes]:
-        """``messages``, unless one is of another step than ``own``: of an operation that others have given
-        up."""
+        """Return ``messages``, unless one is of another step than ``own``: of an operation that others have
+        given up."""
         if any(message[:STAMP_BYTES] != own[:STAMP_BYTES] for message in messages):
             self._look_for_aborts()
             self._lost("they sent messages of different steps")
@@ -322,8 +323,8 @@ class Exchanges:
             pause = 0.0 if now - begun < 0.002 else min(0.01, pause + 0.0002)
 
     def _look_who_is_late(self, now: float, late: float, tell: float | None) -> float | None:
-        """From ``late`` on ask the other ranks whether they wait here too, and at ``tell`` log who does not.
-        Returns when to tell; infinity once it is done."""
+        """Ask, from ``late`` on, the other ranks whether they wait here too, and at ``tell`` log who
+        does not. Returns when to tell; infinity once it is done."""
         step = str(self._steps)
         try:
             if tell is None:
@@ -385,6 +386,6 @@ class Exchanges:
 
 
 def _reason(error: RuntimeError) -> str:
-    """The first line of what torch says, without its place in the source and its advice."""
+    """Return the first line of what torch says, without its place in the source and its advice."""
     text = str(error).partition("\n")[0]
     return _OF_GLOO.sub("", text) or type(error).__name__

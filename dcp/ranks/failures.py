@@ -59,7 +59,7 @@ class RankFailedError(CheckpointError, CheckpointException):
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that failed."""
+        """Return the ranks that failed."""
         return sorted(self._failures)
 
     def __str__(self) -> str:
@@ -93,7 +93,7 @@ def _failure_class(cause: type[BaseException]) -> type[RankFailedError]:
 def failure_of(
     step: str, failures: Mapping[int, CheckpointError], rank: int, own_error: BaseException | None
 ) -> BaseException:
-    """The one error to raise for ``failures`` (rank -> error); ``own_error`` is this rank's, if any.
+    """Make the one error to raise for ``failures`` (rank -> error); ``own_error`` is this rank's, if any.
 
     KeyboardInterrupt, SystemExit and their like stay what they are on the rank where they happened.
     """
@@ -118,7 +118,7 @@ def failure_of(
 
 
 def _caller_off(error: CheckpointError, rank: int) -> int:
-    """The rank that called a save off, where ``rank`` was told of it; else ``rank``."""
+    """Return the rank that called a save off, where ``rank`` learned of it; else ``rank``."""
     caller = error.rank if isinstance(error, SaveAbortedError) else None
     return rank if caller is None else caller
 
@@ -182,7 +182,7 @@ def _packed(wire: dict[str, Any]) -> bytes:
 
 
 def pack_failures(failures: dict[int, bytes]) -> bytes:
-    """Packed failures by rank."""
+    """Pack failures by rank."""
     return bytes(msgpack.packb(failures))
 
 

@@ -24,7 +24,8 @@ def map_on_all(
     no_dist: bool,
     timeout_seconds: float,
 ) -> WeightMap | None:
-    """The map that is meant. What one rank raises, as of a file that its host lacks, is raised on all."""
+    """Return the map that is meant. An error of one rank, as of a file that its host lacks, is raised on
+    all."""
     try:
         return None if given is None else WeightMap.of(given)
     except Exception:

@@ -1,6 +1,6 @@
-"""The first step of an operation: all ranks say which one it is, how they go about it, and where.
+"""The first step of an operation: all ranks say which one it is, in which manner, and where.
 
-Ranks that are not about the same take different steps, and would wait for each other until their timeout, or
+Ranks in different operations take different steps, and would wait for each other until their timeout, or
 take each other's messages for something else. One small exchange, where all are the same.
 """
 
@@ -56,8 +56,8 @@ def begin(
 
     ``manner`` is whatever decides which steps follow, ``options`` what else must be the same for the outcome
     to be one, or gives that. ``kinds`` says what a rank has for a key; keys may differ.
-    Raises PlanError on all ranks where they are about different operations, go about one differently, or have
-    other options or kinds, and what ``place`` raises on any of them.
+    Raises PlanError on all ranks where they take part in different operations, go about one differently, or
+    have other options or kinds, and what ``place`` raises on any of them.
     """
 
     def part() -> bytes:
@@ -85,38 +85,29 @@ def _check_alike(ranks: Ranks, parts: Sequence[_OperationOfRank]) -> None:
         raise _not_alike(ranks, parts, odd)
     for name in dict.fromkeys(name for part in parts for name in part.options):
         values = [f"{name}={part.options.get(name, 'not given')}" for part in parts]
-        _check_same(
-            ranks,
-            values,
-            lambda: f"the option {name!r} is not the same on all ranks",  # noqa: B023
-            "Give all ranks the same",
-        )
+        what = f"the option {name!r} is not the same on all ranks"
+        _check_same(ranks, values, what, "Give all ranks the same")
     for key in dict.fromkeys(key for part in parts for key in part.kinds):
-        _check_same(
-            ranks,
-            [part.kinds.get(key, "") for part in parts],
-            lambda: f"{key!r} is not of one kind on all ranks",  # noqa: B023
-            "Give all ranks the same object for it, or leave the key out where a rank has nothing of it",
-            key,
-        )
+        values = [part.kinds.get(key, "") for part in parts]
+        what = f"{key!r} is not of one kind on all ranks"
+        advice = "Give all ranks the same object for it, or leave the key out where a rank has nothing of it"
+        _check_same(ranks, values, what, advice, key)
 
 
-def _check_same(
-    ranks: Ranks, texts: Sequence[str], what: Callable[[], str], advice: str, key: str | None = None
-) -> None:
+def _check_same(ranks: Ranks, texts: Sequence[str], what: str, advice: str, key: str | None = None) -> None:
     """Raise PlanError where the ranks that have something do not have the same."""
     if len({text for text in texts if text}) < 2:
         return
     common = texts[ranks.coordinator] or next(text for text in texts if text)
     odd = [rank for rank, text in enumerate(texts) if text not in ("", common)]
     facts: dict[str, Any] = {"ranks": odd} if key is None else {"ranks": odd, "fqns": [key]}
-    error = PlanError(f"{what()}: {_by_rank(texts)}. {advice}", **facts)
+    error = PlanError(f"{what}: {_by_rank(texts)}. {advice}", **facts)
     raise failure_of("begin", dict.fromkeys(odd, error), ranks.rank, None)
 
 
 @contextmanager
 def told_to_all(ranks: Ranks) -> Iterator[None]:
-    """Around what a rank does before it comes to `begin`: what it raises is raised on all ranks, there.
+    """Raise on all ranks, in their `begin`, what this rank raises before it comes there.
 
     Where they all fail, as by an argument that is wrong everywhere, each raises its own exception.
     """
@@ -140,18 +131,16 @@ def _tell(ranks: Ranks, error: Exception) -> None:
 
 
 def _not_alike(ranks: Ranks, parts: Sequence[_OperationOfRank], odd: Collection[int]) -> BaseException:
-    same_operation = len({part.operation for part in parts}) == 1
-    advice = (
-        "Give all ranks the same options, and planners and storages of one kind."
-        if same_operation
-        else "All ranks of a process group must call the same function."
-    )
-    error = PlanError(f"the ranks are not about the same: {_by_rank([*map(str, parts)])}. {advice}")
+    what, advice = "called different operations", "All ranks of a process group must call the same function"
+    if len({part.operation for part in parts}) == 1:
+        what = f"{ranks.operation} in different ways"
+        advice = "Give all ranks the same options, and planners and storages of one kind"
+    error = PlanError(f"the ranks {what}: {_by_rank([*map(str, parts)])}. {advice}.")
     return failure_of("begin", dict.fromkeys(odd, error), ranks.rank, None)
 
 
 def check_same_checkpoint(ranks: Ranks, places: Sequence[str], fingerprint: Callable[[], bytes]) -> None:
-    """Raise PlanError on all ranks unless what they are about to load is the same on all of them.
+    """Raise PlanError on all ranks unless the checkpoint that they load is the same on all of them.
 
     ``places`` is what `begin` gave, ``fingerprint`` what the checkpoint there is known by: asked for only
     where the places differ, because a mount may have another name on another host.
@@ -162,34 +151,33 @@ def check_same_checkpoint(ranks: Ranks, places: Sequence[str], fingerprint: Call
     odd = [rank for rank, found in enumerate(prints) if found != prints[ranks.coordinator]]
     if odd:
         error = PlanError(
-            f"the ranks are not about the same checkpoint: {_by_rank(places)}. Give all of them one id",
+            f"the ranks load different checkpoints: {_by_rank(places)}. Give all of them one id",
             ranks=odd,
         )
         raise failure_of("compare", dict.fromkeys(odd, error), ranks.rank, None)
 
 
-def check_same_target(ranks: Ranks, places: Sequence[str], store: Callable[[], Store | None]) -> None:
-    """Raise PlanError on all ranks unless what they are about to save goes to one place.
+def check_same_target(ranks: Ranks, places: Sequence[str], store: Store | None) -> None:
+    """Raise PlanError on all ranks unless all of them save to one place.
 
     ``places`` is what `begin` gave. Where they differ, because a mount may have another name on another host,
-    the coordinator leaves an empty file at its own, which the others look for at theirs: a rank that has
-    nothing to write would not find out otherwise. ``store`` is None for storages of others.
+    the coordinator leaves an empty file in its ``store``, which the others look for in theirs: a rank that
+    has nothing to write would not find out otherwise. It is None for other packages' storages.
     """
     if len(set(places)) == 1:
         return
-    name = ranks.broadcast("compare", lambda: _leave_file(store())).decode()
+    name = ranks.broadcast("compare", lambda: _leave_file(store)).decode()
     if not name:
         return
 
     def look() -> bytes:
-        own = store()
-        return b"\x01" if own is None or own.stat(name) is not None else b""
+        return b"\x01" if store is None or store.stat(name) is not None else b""
 
     try:
         found = ranks.all_gather("compare", look)
     finally:
-        if ranks.is_coordinator:
-            _remove_file(store(), name)
+        if ranks.is_coordinator and store is not None:
+            _remove_file(store, name)
     odd = [rank for rank, there in enumerate(found) if not there]
     if odd:
         error = PlanError(
@@ -207,11 +195,11 @@ def _leave_file(store: Store | None) -> bytes:
     return name.encode()
 
 
-def _remove_file(store: Store | None, name: str) -> None:
-    """Never raises: the other ranks are in the next step already. What stays behind is removed by a save."""
+def _remove_file(store: Store, name: str) -> None:
+    """Remove it without ever raising, because the other ranks are in the next step already. A save removes
+    what stays."""
     try:
-        if store is not None:
-            store.delete_all([name])
+        store.delete_all([name])
     except Exception as error:  # noqa: BLE001 - as said
         logger.warning("%s may stay behind: %s", name, error)
 

@@ -23,7 +23,7 @@ def grace_seconds(timeout_seconds: float) -> float:
 
 
 class Presence:
-    """What the ranks of one operation tell each other by ``store``.
+    """Signs that the ranks of one operation give each other by ``store``.
 
     ``keys`` are prefixes that the ranks share: that of the operation; and before it that of the group's first
     exchange, if that is not over yet, because some ranks may still be in it.
@@ -68,8 +68,8 @@ class Presence:
         self._store.set(f"{self._keys[-1]}/late/{step}", "1")
 
     def absent(self, step: str) -> list[int]:
-        """The ranks that have not said that they wait in ``step``, for the lowest of those that have; for
-        the others none, so that not every rank asks for every other."""
+        """Return the ranks that have not said that they wait in ``step``, for the lowest of those that have;
+        for the others none, so that not every rank asks for every other."""
         absent: list[int] = []
         for rank in range(self._world_size):
             if rank != self._rank and not self._store.check([f"{self._keys[-1]}/late/{step}/{rank}"]):
@@ -79,7 +79,7 @@ class Presence:
         return absent
 
     def missing(self, deadline: float) -> list[int]:
-        """The ranks that have given no sign of life until ``deadline`` (`time.monotonic`)."""
+        """Return the ranks that have given no sign of life until ``deadline`` (`time.monotonic`)."""
         missing = list(range(self._world_size))
         while True:
             missing = [rank for rank in missing if not self._is_there(rank)]

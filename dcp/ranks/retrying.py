@@ -25,7 +25,8 @@ def retried(
     is_passing: Callable[[CheckpointError], bool],
     wait: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Return what ``attempt`` gives, which is told its number, from 1 on; ``what`` names it in the log.
+    """Return what ``attempt`` gives, which is called with its number, from 1 on; ``what`` names it in the
+    log.
 
     ``retries`` further ones follow on errors that are passing, each after a ``wait`` of ``pause_seconds``,
     doubled each time. Raises the last one's error.

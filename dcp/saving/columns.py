@@ -10,17 +10,11 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp.planners.columns import SaveColumns
+from dcp.planners.columns import SaveColumns, decode_save_columns, encode_rows, encode_save_columns
 from dcp.planners.digest import ReplicaCheck
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
-from dcp.planners.wire.codec import (
-    decode_save_columns,
-    decode_write_columns,
-    encode_save_columns,
-    encode_write_columns,
-)
 from dcp.progress import reporting
 from dcp.ranks.collectives import Codec
 from dcp.saving.feature import Features, SaveFeature
@@ -38,20 +32,20 @@ __all__ = ["ColumnSave", "RankPlan"]
 
 
 class RankPlan(NamedTuple):
-    """What one rank has to write."""
+    """The rows that one rank has to write, and the id of the save."""
 
     save_id: str
     writes: WriteColumns
 
     def encode(self) -> bytes:
-        """Packed for the way from the coordinator."""
-        return pack((self.save_id, encode_write_columns(self.writes)))
+        """Pack it for the way from the coordinator."""
+        return pack((self.save_id, encode_rows(self.writes)))
 
     @classmethod
     def decode(cls, data: bytes) -> RankPlan:
-        """The inverse of `encode`."""
+        """Unpack what `encode` packed."""
         save_id, writes = unpack(data)
-        return cls(save_id, decode_write_columns(writes))
+        return cls(save_id, WriteColumns(*unpack(writes)))
 
 
 _PLANS: Final = Codec(RankPlan.encode, RankPlan.decode)
@@ -145,7 +139,7 @@ class ColumnSave(Save):
         return self.local.columns
 
     def global_plan(self, parts: list[SaveColumns], *, with_sets: bool = False) -> list[RankPlan]:
-        """On the coordinator: plan for all ranks."""
+        """Plan for all ranks, on the coordinator."""
         begun = time.perf_counter()
         try:
             self.planned = plan_save(
@@ -188,7 +182,7 @@ class ColumnSave(Save):
     # -- commit ----------------------------------------------------------------------------------------------
 
     def commit(self, outcomes: list[WriteOutcome]) -> bytes:
-        """On the coordinator: publish the index of what all have written."""
+        """Publish the index of what all have written, on the coordinator."""
         plan, begun = self.planned, time.perf_counter()
         if plan is None:
             raise PlanError("the save was not planned")

@@ -54,8 +54,7 @@ class SaveFeature:
         return local
 
     def explained(self, error: PlanError, parts: Sequence[SaveColumns]) -> PlanError | None:
-        """On the coordinator: make a better error of a plan of ``parts`` that failed; None where it has
-        none."""
+        """Make a better error of a plan of ``parts`` that failed, on the coordinator; None for none."""
         return None
 
     def groups(self, local: RankState) -> Int64 | None:
@@ -67,7 +66,7 @@ class SaveFeature:
         return None
 
     def manifest(self, index: CheckpointIndex, rows: Int64, found: Sequence[Any]) -> CheckpointIndex:
-        """On the coordinator, before the commit: return the index with what goes into it.
+        """Return the index with what goes into it, on the coordinator before the commit.
 
         ``found`` is what the observer's `finish` returned, by rank; ``rows`` the chunks of the index that the
         ranks have written, one rank after the other in the order of their rows. What a feature notes in the
@@ -100,7 +99,8 @@ class Features:
                     self._with[method].append(feature)
 
     def agreed(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Add all features' names and options to the ``options`` that must be the same on all ranks."""
+        """Add all features' names and options to the ``options`` that must be the same on all
+        ranks."""
         found = options | {"features": self._names}
         for feature in self._with["agreed"]:
             for name, value in _asked(feature, "agreed", dict).items():

@@ -1,4 +1,4 @@
-"""What a save is asked for beside its state dict, as one value that is handed down."""
+"""Options of a save, as one value that is handed down."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SaveOptions:
 def compared_options(
     options: SaveOptions, writer: FileSystemWriter | None, plan: PlanOptions | None
 ) -> dict[str, Any]:
-    """Options that must be the same on all ranks, by the names that their caller knows; those of other
+    """Return options that must be the same on all ranks, by the names that their caller knows; those of other
     packages' writers and planners (None) are not known."""
     found: dict[str, Any] = {} if options.step is None else {"step": options.step}
     for name in _OF_WRITERS if writer is not None else ():

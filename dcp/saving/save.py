@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.storage import StorageWriter
 
-    from dcp.storage.stores.base import Store
     from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["Held", "Save", "SaveOutcome", "SavingRank", "agreeing_seconds"]
@@ -56,7 +55,7 @@ class SavingRank(NamedTuple):
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """What a save did on this rank: ``seconds`` by phase, ``attempts`` (1 if it worked at once) and
+    """The outcome of a save on this rank: ``seconds`` by phase, ``attempts`` (1 if it worked at once) and
     ``staged_bytes`` of this rank's tensors."""
 
     save_id: str = ""
@@ -113,7 +112,7 @@ class Save(ABC):
 
     @abstractmethod
     def commit(self, outcomes: list[Any]) -> bytes:
-        """On the coordinator: publish what was written; the answer goes to all ranks."""
+        """Publish what was written, on the coordinator; the answer goes to all ranks."""
 
     @abstractmethod
     def metadata(self, answer: bytes) -> Metadata:
@@ -131,14 +130,17 @@ class Save(ABC):
         self.ranks, self.given = ranks, given
         self.together = self.options.use_collectives
         self.steps = ranks if self.together else LocalSteps()
-        return retried(
-            self._attempt,
-            f"the save to {getattr(self.writer, 'checkpoint_id', None)}",
-            retries=self.options.retries,
-            pause_seconds=self.options.retry_pause_seconds,
-            is_passing=_is_passing,
-            wait=(ranks.abort or threading.Event()).wait,
-        )
+        try:
+            return retried(
+                self._attempt,
+                f"the save to {getattr(self.writer, 'checkpoint_id', None)}",
+                retries=self.options.retries,
+                pause_seconds=self.options.retry_pause_seconds,
+                is_passing=_is_passing,
+                wait=(ranks.abort or threading.Event()).wait,
+            )
+        finally:
+            del self.given  # it may refer to this save: a cycle would keep the tensors for a while
 
     def _attempt(self, number: int) -> tuple[Metadata, SaveOutcome]:
         if number > 1:
@@ -149,7 +151,8 @@ class Save(ABC):
         places = begin(self.ranks, self._place, manner=(*self.manner, *alone), options=self.agreed)
         if self.together:
             if len(set(places)) > 1:
-                check_same_target(self.ranks, places, self._store)
+                store = None if self.storage is None else self.storage.store
+                check_same_target(self.ranks, places, store)
             answer = self._save(is_scattered=len(set(places)) > 1)
         else:  # no plan is exchanged, and no rank sees another's failure before the end
             self.ranks.all_gather("save", self._save_alone)
@@ -157,11 +160,10 @@ class Save(ABC):
         save_id = str(getattr(self.writer, "save_id", ""))
         return self.metadata(answer), SaveOutcome(save_id, seconds, number, self.size_bytes)
 
-    def _store(self) -> Store | None:
-        return self.storage.store if self.storage is not None else None
-
     def _place(self) -> str:
-        return self.storage.store.url if self.storage else str(getattr(self.writer, "checkpoint_id", ""))
+        if self.storage is not None:
+            return self.storage.store.url
+        return str(getattr(self.writer, "checkpoint_id", ""))
 
     def _save(self, *, is_scattered: bool) -> bytes:
         """Plan, write and commit; return the answer of the commit. What fails leaves nothing behind."""
@@ -211,8 +213,7 @@ class Save(ABC):
 
 
 def _is_passing(error: CheckpointError) -> bool:
-    """Test whether another attempt may succeed: not on a full disk, which stays full until somebody frees
-    space.
+    """Test whether another attempt may succeed: not on a full disk, which stays full until space is freed.
 
     The class of the error is the same on all ranks."""
     if error.committed or isinstance(error, CheckpointConflictError | StorageFullError):

@@ -21,7 +21,7 @@ from dcp.loading.feature import LoadFeature, Stored, Target
 from dcp.loading.load import LoadEngine, read_whole
 from dcp.loading.report import LoadReport
 from dcp.planners.load.options import LoadOptions
-from dcp.planners.wire.torch_plans import index_from_metadata
+from dcp.planners.torch_plans import index_from_metadata
 from dcp.ranks.handshake import begin, check_same_checkpoint
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, PlanError
 from dcp.storage.formats.native.manifest import encode_manifest

@@ -99,7 +99,7 @@ class ProtocolSave(Save):
         return list(future.value())
 
     def commit(self, outcomes: list[list[WriteResult]]) -> bytes:
-        """On the coordinator: let the storage commit."""
+        """Let the storage commit, on the coordinator."""
         if self._made is None:
             raise PlanError("the save was not planned")
         try:

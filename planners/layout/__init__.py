@@ -1,4 +1,4 @@
-"""Which boxes of which tensors a rank holds, and where they lie in its memory.
+"""Boxes of tensors that a rank holds, and their places in its memory.
 
-Nothing here knows whether they are saved or loaded.
+Saves and loads share it.
 """

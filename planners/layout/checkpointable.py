@@ -26,7 +26,7 @@ __all__ = [
 
 @runtime_checkable
 class CheckpointableTensor(Protocol):
-    """What ``torch.distributed.checkpoint.CheckpointableTensor`` is, for versions that do not have it.
+    """A stand-in for ``torch.distributed.checkpoint.CheckpointableTensor``, for versions without it.
 
     A plain local tensor with these attributes holds boxes of a global one: box number i is at
     ``local_offsets[i]`` of this tensor and at ``global_offsets[i]`` of one of ``global_shape``, with
@@ -57,19 +57,20 @@ def has_claim(tensor: object) -> bool:
 
 
 def claim_of(tensor: torch.Tensor) -> ShardClaim | None:
-    """The attributes of a `CheckpointableTensor` as they are; None for any other tensor."""
+    """Return the attributes of a `CheckpointableTensor` as they are; None for any other tensor."""
     return ShardClaim(*_attributes(tensor)) if has_claim(tensor) else None
 
 
 def with_claim(tensor: torch.Tensor, claim: ShardClaim | None) -> torch.Tensor:
-    """``tensor``, which is given these attributes."""
+    """Give ``tensor`` these attributes, and return it."""
     for name, value in claim._asdict().items() if claim is not None else ():
         setattr(tensor, name, value)
     return tensor
 
 
 def claimed_boxes(fqn: str, tensor: Any) -> tuple[tuple[int, ...], list[LocalBox]]:
-    """The global shape of a `CheckpointableTensor`, and its boxes; PlanError for what torch refuses."""
+    """Return the global shape of a `CheckpointableTensor`, and its boxes; PlanError for what torch
+    refuses."""
     shape = tuple(tensor.global_shape)
     parts = [[tuple(row) for row in rows] for rows in _attributes(tensor)[1:]]
     if len({len(rows) for rows in parts}) > 1:

@@ -1,7 +1,7 @@
 """The tensors of one rank as columns: which boxes of which global tensors lie where in local memory.
 
 Shared by saving and loading. There may be many thousands of tensors, and most differ in name and memory only.
-So boxes are found once a form (`_Form`), and each tensor is asked only what torch alone can tell.
+So boxes are found once a form (`_Form`), and each tensor is asked only what torch alone knows.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _PlainForms(dict[tuple[int, ...], _Form]):
 
 @dataclass(frozen=True, eq=False)
 class _SourceFacts:
-    """What torch alone can tell of the sources. `ask` raises RuntimeError for tensors without memory."""
+    """Facts of the sources that torch alone knows. `ask` raises RuntimeError for tensors without memory."""
 
     codes: npt.NDArray[np.uint8]
     pointers: Int64
@@ -192,7 +192,7 @@ class _Builder:
     def add_dtensor(
         self, fqn: str, tensor: DTensor, cache: SpecCache, layout_forms: dict[int, _Form]
     ) -> bool:
-        """The usual DTensor, one box of a plain local tensor; whether it is one."""
+        """Add the usual DTensor, one box of a plain local tensor; False where it is another one."""
         source = local_part(tensor)
         if KINDS[type(source)] != PLAIN:
             return False
@@ -213,7 +213,7 @@ class _Builder:
         return True
 
     def add_local(self, fqn: str, local: LocalTensor | None) -> None:
-        """A tensor of any number of boxes, in any number of local tensors."""
+        """Add a tensor of any number of boxes, in any number of local tensors."""
         if local is None:
             return
         if not local.pieces:
@@ -244,7 +244,7 @@ class _Builder:
         self.problems.append((len(self.fqns), problem))
 
     def finish(self) -> RankState:
-        """The columns; PlanError if anything cannot be stored."""
+        """Make the columns; PlanError if anything cannot be stored."""
         counts = self._column("counts").reshape(-1, 5)
         ndims, boxes, sources, sharded, replicated = counts.T
         rows = np.arange(len(counts))
@@ -281,11 +281,11 @@ class _Builder:
         return RankState(columns, memory, list(self.objects.values()), others)
 
     def _column(self, name: str) -> Int64:
-        """The values of all forms, one after the other."""
+        """Return the values of all forms, one after the other."""
         return np.frombuffer(b"".join(map(attrgetter(name), self.forms)), np.int64)
 
     def _row_codes(self, source_start: Int64, facts: _SourceFacts) -> npt.NDArray[np.uint8]:
-        """All sources of a tensor have its dtype."""
+        """Return the dtype of each tensor, which all of its sources have."""
         codes = np.zeros(len(self.fqns), np.uint8)
         filled = np.diff(source_start) > 0
         codes[filled] = facts.codes[source_start[:-1][filled]]
@@ -294,7 +294,7 @@ class _Builder:
         return codes
 
     def _stride_orders(self, source_rows: Int64, facts: _SourceFacts) -> dict[int, tuple[int, ...]]:
-        """By tensor the order of dimensions in memory, where that is dense but not C-ordered."""
+        """Return by tensor the order of dimensions in memory, where that is dense but not C-ordered."""
         orders = {}
         for number in np.flatnonzero(~facts.is_contiguous).tolist():
             order = _dense_order(self.sources[number])
@@ -305,7 +305,7 @@ class _Builder:
     # -- sources ---------------------------------------------------------------------------------------------
 
     def _ask_sources(self, rows: Int64) -> _SourceFacts:
-        """The facts of all sources; PlanError for those that cannot be stored.
+        """Ask for the facts of all sources; PlanError for those that cannot be stored.
 
         Lazily conjugated or negated views are saved by value. They are loaded into as they are, since copies
         heed that.
@@ -355,7 +355,7 @@ class _Builder:
 
 
 def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Dimensions from slowest to fastest of a tensor that is dense, but not C-ordered."""
+    """List the dimensions from slowest to fastest of a tensor that is dense, but not C-ordered."""
     strides = tensor.stride()
     order = tuple(sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim)))
     is_other = order != tuple(range(tensor.ndim))
@@ -363,7 +363,7 @@ def _dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Items of memory from a tensor's first to its last."""
+    """Count the items of memory from a tensor's first to its last."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -419,8 +419,8 @@ def collect_tensors(state_dict: Mapping[str, Any], *, purpose: Literal["save", "
 
 
 def item_ties(local: RankState) -> Int64:
-    """``SaveColumns.item_ties`` of a rank's tensors: boxes with the same bytes at the same place in memory,
-    as tied weights have, become one record."""
+    """Find ``SaveColumns.item_ties`` of a rank's tensors: boxes with the same bytes at the same place in
+    memory, as tied weights have, become one record."""
     columns, sources, pointers = local.columns, local.memory.tensors, local.memory.pointers
     ties = np.full(len(columns.item_tensors), -1, np.int64)
     _, inverse, counts = np.unique(pointers, return_inverse=True, return_counts=True)

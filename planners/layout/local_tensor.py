@@ -1,4 +1,4 @@
-"""What a rank holds of one tensor, of whatever kind: its boxes of the global tensor, in plain local tensors.
+"""Local tensors: the boxes that a rank holds of a tensor of any kind, in plain local tensors.
 
 DTensors may give several boxes a local tensor (see `dcp.planners.layout.placements`).
 """
@@ -53,7 +53,7 @@ class LocalPiece(NamedTuple):
 
 
 class LocalTensor(NamedTuple):
-    """What a rank holds of one global tensor.
+    """A rank's part of one global tensor.
 
     ``sharded`` is False where every rank has the whole; ``replicated`` is True where other ranks may hold the
     same box.
@@ -68,7 +68,7 @@ class LocalTensor(NamedTuple):
 
 
 class TensorLayout(NamedTuple):
-    """What a rank holds of all DTensors of one shape, mesh and placements."""
+    """A rank's part of each DTensor of one shape, mesh and placements."""
 
     local_shape: tuple[int, ...]
     boxes: tuple[LocalBox, ...]
@@ -104,8 +104,8 @@ KINDS: Final = _TensorKinds()
 
 
 def is_tensor_like(value: object) -> bool:
-    """True for what is stored as a tensor: tensors of all kinds, and what implements torch's protocol for
-    them."""
+    """Test whether ``value`` is stored as a tensor: tensors of all kinds, and what implements torch's
+    protocol for them."""
     return KINDS[type(value)] != OBJECT
 
 
@@ -142,7 +142,7 @@ def _layout(fqn: str, spec: Any, shape: tuple[int, ...]) -> TensorLayout | None:
 
 
 def layout_of(fqn: str, spec: Any, shape: tuple[int, ...], cache: SpecCache) -> TensorLayout | None:
-    """The layout of the DTensor ``fqn``; None for a rank outside of its mesh. PlanError for a pending
+    """Return the layout of the DTensor ``fqn``; None for a rank outside of its mesh. PlanError for a pending
     reduction."""
     placements = spec.placements
     order = getattr(spec, "shard_order", None) if len(placements) > 1 else None
@@ -201,7 +201,7 @@ def _from_sharded(fqn: str, tensor: ShardedTensor) -> LocalTensor:
 
 
 def _from_protocol(fqn: str, value: Any) -> LocalTensor:
-    """Boxes of an object that implements torch's `_Checkpointable`."""
+    """Ask an object that implements torch's `_Checkpointable` for its boxes."""
     items = value.__create_write_items__(fqn, value)
     if not items:
         return LocalTensor(tuple(value.shape), value.dtype, False, True, True, [])

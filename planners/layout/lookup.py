@@ -16,7 +16,7 @@ __all__ = ["BoxLookup", "box_view"]
 
 
 def box_view(piece: LocalPiece, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-    """The box at global ``offsets`` of extent ``sizes``, which must lie in ``piece``, as a view of its
+    """Return the box at global ``offsets`` of extent ``sizes``, which must lie in ``piece``, as a view of its
     memory."""
     view = piece.source
     for dim, size in enumerate(sizes):
@@ -43,7 +43,7 @@ class BoxLookup:
     def find(
         self, state_dict: Mapping[str, Any], index: MetadataIndex, sizes: tuple[int, ...] | None = None
     ) -> Any:
-        """The value or tensor view that ``index`` names.
+        """Return the value or tensor view that ``index`` names.
 
         ``sizes`` is the extent of the box; without it, the whole local box that begins at the index' offset.
         Raises PlanError where this rank has no such name or box.

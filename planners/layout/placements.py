@@ -1,4 +1,4 @@
-"""Which part of a global tensor a rank holds, from mesh shape, coordinate and placements alone.
+"""A rank's part of a global tensor, from mesh shape, coordinate and placements alone.
 
 Along each dimension the local tensor is a sequence of runs ``(global start, length)`` in local order. Plain
 sharding gives one run; FSDP2 over tensor parallelism (`_StridedShard`) may give several, and then the local
@@ -40,7 +40,8 @@ class Split(NamedTuple):
 
 
 def _chunk(length: int, parts: int, position: int) -> tuple[int, int]:
-    """(start, stop) of a part, by the rule of `torch.chunk`: equal parts, the last ones shorter or empty."""
+    """Return (start, stop) of a part, by the rule of `torch.chunk`: equal parts, the last ones shorter or
+    empty."""
     full = -(-length // parts)
     return min(position * full, length), min((position + 1) * full, length)
 
@@ -83,7 +84,7 @@ def local_shape(runs: Sequence[Sequence[PositionRun]]) -> tuple[int, ...]:
 
 
 def boxes_of_runs(runs: Sequence[Sequence[PositionRun]]) -> tuple[LocalBox, ...]:
-    """The boxes of a local tensor, in local C order; none where it is empty."""
+    """Return the boxes of a local tensor, in local C order; none where it is empty."""
     located: list[list[tuple[int, int, int]]] = []
     for dim in runs:
         positions = itertools.accumulate((length for _, length in dim), initial=0)

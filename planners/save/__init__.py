@@ -1,4 +1,4 @@
 """The save planner: the boxes of all ranks, checked, joined and dealt out to writers.
 
-What a rank holds is known to `dcp.planners.layout`.
+The boxes that a rank holds are found by `dcp.planners.layout`.
 """

@@ -1,5 +1,4 @@
-"""Who writes which box and which object: replicated boxes are dealt out so that all ranks write about as many
-bytes.
+"""Deal boxes and objects out to the ranks that write them, so that all write about as many bytes.
 
 Largest first to the least loaded of the ranks that hold it (Graham's LPT rule); a box larger than the split
 size is cut into row ranges, poured into its holders like water into vessels of unequal level. Deterministic.
@@ -24,8 +23,8 @@ LARGE_OBJECT_BYTES = 64 << 10
 
 
 class Dealt(NamedTuple):
-    """Who writes each box: the item ``owners``, or of a box that is ``split`` the items and their parts in
-    order. ``loads`` are the bytes by rank that this makes."""
+    """The writers of each box: the item ``owners``, or of a box that is ``split`` the items and their parts
+    in order. ``loads`` are the bytes by rank that this makes."""
 
     owners: Int64
     split: Mapping[int, Sequence[tuple[int, WritePart]]]
@@ -69,7 +68,7 @@ def _deal_special(
     """Deal a box that may be cut, or tied boxes, which go to one rank together."""
     first = int(boxes.first[cluster[0]])
     sizes = tuple(items.sizes[items.start[first] : items.start[first + 1]].tolist())
-    parts = balancer.deal(Replicated(sizes, nbytes, _common_ranks(items, boxes, cluster)))
+    parts = balancer.deal(sizes, nbytes, _common_ranks(items, boxes, cluster))
     for tied in cluster:
         own = {int(items.ranks[item]): item for item in reversed(boxes.of(tied).tolist())}
         if len(parts) == 1:
@@ -79,7 +78,7 @@ def _deal_special(
 
 
 def _clusters(items: Items, boxes: Boxes, shared: Int64) -> tuple[dict[int, list[int]], set[int]]:
-    """Replicated boxes that are tied on their lowest rank and can be written by one rank together."""
+    """Find replicated boxes that are tied on their lowest rank and can be written by one rank together."""
     first = boxes.first[shared]
     tied = items.ties[first] >= 0
     ties = zip(
@@ -117,14 +116,6 @@ def deal_objects(objects: GlobalObjects, loads: list[int]) -> Int64:
     return owners
 
 
-class Replicated(NamedTuple):
-    """A box that several ranks hold: sizes, bytes, and the ranks (ascending)."""
-
-    sizes: tuple[int, ...]
-    nbytes: int
-    holders: Sequence[int]
-
-
 class WritePart(NamedTuple):
     """Rows ``[begin, end)`` along ``dim`` of a box, written by ``rank``; the whole box where ``dim`` is
     -1."""
@@ -143,7 +134,7 @@ class Balancer:
     split_bytes: int | None
 
     def choose(self, ranks: Sequence[int], begin: int, end: int, nbytes: int) -> int:
-        """The position in ``ranks[begin:end]`` of the least loaded, which takes ``nbytes``."""
+        """Choose the position in ``ranks[begin:end]`` of the least loaded, which takes ``nbytes``."""
         loads = self.loads
         best, least = begin, loads[ranks[begin]]
         for position in range(begin + 1, end):
@@ -153,36 +144,37 @@ class Balancer:
         loads[ranks[best]] = least + nbytes
         return best
 
-    def deal(self, box: Replicated) -> list[WritePart]:
-        """The parts of one box, in order of their rows; one part with ``dim`` -1 where it is not cut."""
-        if self.split_bytes is not None and box.nbytes > self.split_bytes and len(box.holders) > 1:
-            parts = self._split(box, self.split_bytes)
+    def deal(self, sizes: Sequence[int], nbytes: int, holders: Sequence[int]) -> list[WritePart]:
+        """Deal a box that the ranks ``holders`` (ascending) have, in parts in order of their rows; one part
+        with ``dim`` -1 where it is not cut."""
+        if self.split_bytes is not None and nbytes > self.split_bytes and len(holders) > 1:
+            parts = self._split(sizes, nbytes, holders, self.split_bytes)
             if parts:
                 return parts
-        return [self._whole(box, min(box.holders, key=self.loads.__getitem__))]
+        rank = min(holders, key=self.loads.__getitem__)
+        self.loads[rank] += nbytes
+        return [WritePart(rank, -1, 0, 0)]
 
-    def _whole(self, box: Replicated, rank: int) -> WritePart:
-        self.loads[rank] += box.nbytes
-        return WritePart(rank, -1, 0, 0)
-
-    def _split(self, box: Replicated, split_bytes: int) -> list[WritePart]:
-        most = min(len(box.holders), -(-box.nbytes // max(split_bytes, 1)))
-        dim = next((d for d, size in enumerate(box.sizes) if size >= most), None)
+    def _split(
+        self, sizes: Sequence[int], nbytes: int, holders: Sequence[int], split_bytes: int
+    ) -> list[WritePart]:
+        most = min(len(holders), -(-nbytes // max(split_bytes, 1)))
+        dim = next((d for d, size in enumerate(sizes) if size >= most), None)
         if dim is None:
-            dim = max(range(len(box.sizes)), key=lambda d: box.sizes[d], default=-1)
-        if dim < 0 or box.sizes[dim] < 2:
+            dim = max(range(len(sizes)), key=lambda d: sizes[d], default=-1)
+        if dim < 0 or sizes[dim] < 2:
             return []
-        ranks = sorted(box.holders, key=lambda rank: (self.loads[rank], rank))[: min(most, box.sizes[dim])]
-        shares = _pour(box.nbytes, [self.loads[rank] for rank in ranks])
-        row_bytes = box.nbytes / box.sizes[dim]
+        ranks = sorted(holders, key=lambda rank: (self.loads[rank], rank))[: min(most, sizes[dim])]
+        shares = _pour(nbytes, [self.loads[rank] for rank in ranks])
+        row_bytes = nbytes / sizes[dim]
         parts, begin, poured = [], 0, 0.0
         for rank, share in sorted(zip(ranks, shares, strict=True)):
             poured += share
-            end = min(round(poured / row_bytes), box.sizes[dim])
+            end = min(round(poured / row_bytes), sizes[dim])
             if end > begin:
                 parts.append([rank, begin, end])
                 begin = end
-        parts[-1][2] = box.sizes[dim]
+        parts[-1][2] = sizes[dim]
         if len(parts) < 2:
             return []
         for rank, first, last in parts:
@@ -202,7 +194,8 @@ def _pour(amount: int, levels: Sequence[int]) -> list[float]:
 
 
 def tie_clusters(ties: Sequence[tuple[int, int, int]]) -> dict[int, list[int]]:
-    """Boxes that share memory: ``(box, rank, tie number)`` in, boxes of one cluster by its first box out."""
+    """Group boxes that share memory, given as ``(box, rank, tie number)``: boxes of a cluster by its
+    first."""
     by_tie: dict[tuple[int, int], list[int]] = defaultdict(list)
     for box, rank, tie in ties:
         by_tie[rank, tie].append(box)

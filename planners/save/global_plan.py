@@ -48,7 +48,7 @@ SPLIT_BYTES = 64 << 20
 class GlobalSavePlan:
     """``index`` says what the checkpoint will hold (files, offsets and CRCs still to come), ``writes[r]``
     what rank r has to write. ``sets`` are by rank the rows to compare with other ranks' when the plan serves
-    again; None where it cannot, or nobody asked."""
+    again; None where it cannot, or was not wanted."""
 
     index: CheckpointIndex
     writes: list[WriteColumns]
@@ -56,7 +56,8 @@ class GlobalSavePlan:
 
 
 def _chunks(items: Items, dealt: Dealt) -> tuple[Int64, Int64, Int64, Int64]:
-    """(the item whose memory has it, offsets, sizes, offsets in that memory) of each chunk of the index."""
+    """Return (the item whose memory has it, offsets, sizes, offsets in that memory) of each chunk of the
+    index."""
     counts = np.ones(len(dealt.owners), np.int64)
     for box, parts in dealt.split.items():
         counts[box] = len(parts)
@@ -86,7 +87,7 @@ def _index(
     paths: dict[str, Path] | None,
     notes: Sequence[ContainerNote],
 ) -> CheckpointIndex:
-    """The index, without the places of bytes."""
+    """Make the index, without the places of bytes."""
     chunks, count = len(chunk_tensors), len(objects.fqns)
     box_start = starts(np.diff(tensors.shape_start)[chunk_tensors])
     zeros = np.zeros(chunks, np.int64)
@@ -129,7 +130,7 @@ def _writes(
     owners: Int64,
     world_size: int,
 ) -> list[WriteColumns]:
-    """By rank its chunks of the index, in the order of its own columns."""
+    """List each rank's chunks of the index, in the order of its own columns."""
     ranks, rows = items.ranks[chunk_items], items.rows[chunk_items]
     width = int(rows.max(initial=0)) + 1
     order = np.argsort(ranks * width + rows, kind="stable")
@@ -165,7 +166,7 @@ def _writes(
 
 
 def _shares(ties: Int64, start: Int64, sizes: Int64, local_offsets: Int64) -> Int64:
-    """The earlier row with the same bytes, by row; -1 where there is none."""
+    """Find the earlier row with the same bytes, by row; -1 where there is none."""
     shares = np.full(len(ties), -1, np.int64)
     seen: dict[tuple[int, bytes, bytes], int] = {}
     for row in np.flatnonzero(ties >= 0).tolist():
@@ -178,7 +179,8 @@ def _shares(ties: Int64, start: Int64, sizes: Int64, local_offsets: Int64) -> In
 
 
 def join_planner_data(parts: Sequence[Mapping[str, Path] | None]) -> dict[str, Path] | None:
-    """All ranks' paths in one mapping; the lowest rank's where they differ. None where no rank has any."""
+    """Join all ranks' paths in one mapping; the lowest rank's where they differ. None where no rank has
+    any."""
     joined: dict[str, Path] | None = None
     previous: Mapping[str, Path] | None = None
     for part in parts:

@@ -1,6 +1,6 @@
 """The plan of the save before, used again as long as no rank's part has changed.
 
-The cache belongs to whoever saves again and again (one manager's session, one writer instance), with an
+The cache belongs to the owner of repeated saves (one manager's session, one writer instance), with an
 instance on each rank. A rank whose part has the structure that it had says which plan it has
 for it; where all have the coordinator's, that serves again, and neither plans nor writes travel. The values,
 which change from save to save, are no part of the structure. That replicas still hold equal values is checked
@@ -20,17 +20,17 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from dcp.planners.columns import RankSets, SaveColumns
+from dcp.planners.columns import RankSets, SaveColumns, encode_rows
 from dcp.planners.digest import ReplicaCheck
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan
 from dcp.planners.save.replica_sets import differing, folds_of
 from dcp.planners.value_digests import NOT_COMPARABLE
-from dcp.planners.wire.codec import decode_rank_sets, encode_rank_sets
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import encode_notes
 from dcp.storage.formats.index import Int64, Path
+from dcp.storage.packing import unpack
 
 __all__ = ["PlanCache"]
 
@@ -84,14 +84,14 @@ class _Structure:
 
 
 def _entries(paths: Mapping[str, Path] | None) -> tuple[list[str], list[Path]] | None:
-    """Names and paths in their order, which two equal dicts may not have in common."""
+    """List names and paths in their order, which two equal dicts may not have in common."""
     return None if paths is None else (list(paths), list(paths.values()))
 
 
 @dataclass(frozen=True, eq=False)
 class _RankPlan:
-    """What a rank keeps: its part of the plan ``plan_id``, the structure it was made for, and what it
-    folds."""
+    """A rank's memory of a plan: its part of the plan ``plan_id``, the structure that it was made for, and
+    what it folds."""
 
     plan_id: bytes
     structure: _Structure
@@ -102,7 +102,7 @@ class _RankPlan:
 
 @dataclass(frozen=True, eq=False)
 class _JointPlan:
-    """What the coordinator keeps: the plan, and the sets that each rank folds."""
+    """The coordinator's memory of a plan: the plan, and the sets that each rank folds."""
 
     plan_id: bytes
     plan: GlobalSavePlan
@@ -129,7 +129,8 @@ class PlanCache:
         check: ReplicaCheck,
         options: Sequence[Any],
     ) -> bytes:
-        """This rank's message to the coordinator: the plan it has for its part, and folds; empty for none.
+        """Make this rank's message to the coordinator: the plan that it has for its part, and folds; empty
+        for none.
 
         ``object_digests`` are those of the values now. ``options`` is all else
         that decides on what this rank has to write, its number and that of all ranks with it; plain data.
@@ -147,7 +148,7 @@ class PlanCache:
 
     @property
     def writes(self) -> WriteColumns:
-        """This rank's part of the cached plan; after a hit."""
+        """Return this rank's part of the cached plan, after a hit."""
         if self._mine is None:
             raise PlanError("the coordinator reuses a plan that this rank does not have")
         return self._mine.writes
@@ -158,11 +159,11 @@ class PlanCache:
         structure = self._structure
         if not extra or structure is None:
             return
-        sets = decode_rank_sets(extra[_ID_BYTES:])
+        sets = RankSets(*unpack(extra[_ID_BYTES:]))
         self._next_mine = _RankPlan(extra[:_ID_BYTES], structure, writes, sets, check)
 
     def commit(self) -> None:
-        """The save is committed: the plan that it went by may serve the next one."""
+        """Let the plan of the save, which is committed, serve the next one."""
         if self._next_mine is None:
             return
         self._mine, self._joint = self._next_mine, self._next_joint
@@ -187,7 +188,7 @@ class PlanCache:
 
     @property
     def plan(self) -> GlobalSavePlan:
-        """The cached plan; after a hit."""
+        """Return the cached plan; after a hit."""
         if self._joint is None:
             raise PlanError("there is no cached plan")
         return self._joint.plan
@@ -200,7 +201,7 @@ class PlanCache:
             return [b""] * len(plan.writes)
         plan_id = uuid.uuid4().bytes
         self._next_joint = _JointPlan(plan_id, replace(plan, sets=None), [mine.numbers for mine in sets])
-        return [plan_id + encode_rank_sets(mine) for mine in sets]
+        return [plan_id + encode_rows(mine) for mine in sets]
 
 
 def _packed(value: Any) -> bytes:

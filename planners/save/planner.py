@@ -1,4 +1,4 @@
-"""The default save planner: columns for our own engine, torch's plan objects for everybody else's."""
+"""The default save planner: columns for our own saves, torch's plan objects for other packages' storages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dcp.planners.layout.lookup import BoxLookup
 from dcp.planners.per_rank import current_rank
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import SPLIT_BYTES, plan_save
-from dcp.planners.wire.torch_plans import (
+from dcp.planners.torch_plans import (
     NotedPlan,
     columns_from_plan,
     metadata_from_plans,
@@ -116,7 +116,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
     # -- torch's interface -----------------------------------------------------------------------------------
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's boxes and objects as torch's plan."""
+        """Return this rank's boxes and objects as torch's plan."""
         together = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         local = self.create_local_columns(digests=together)
         items = write_items(local.columns, local.memory.tensors, list(self.state_dict))
@@ -156,25 +156,26 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """The tensor (a view of local memory) or BytesIO of an item."""
+        """Return the tensor (a view of local memory) or BytesIO of an item."""
         if write_item.tensor_data is not None:
             # for planners whose finish_plan did not pass the plan on
             self._box_sizes.setdefault(write_item.index, tuple(write_item.tensor_data.chunk.sizes))
         return self.transform_object(write_item, self.lookup_object(write_item.index))
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """The tensor, or the bytes of a value: of what is equal to plain data that data."""
+        """Return the tensor, or the bytes of a value: of one that equals plain data, those of that."""
         is_value = write_item.type is WriteItemType.BYTE_IO
         return super().transform_object(write_item, by_value(object) if is_value else object)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The value, or the view of the box, that ``index`` names; PlanError where this rank has none."""
+        """Return the value, or the view of the box, that ``index`` names; PlanError where this rank has
+        none."""
         return self._lookup.find(self.state_dict, index, self._box_sizes.get(index))
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What of a `DefaultSavePlanner` decides on the global plan."""
+    """The options of a `DefaultSavePlanner` that decide on the global plan."""
 
     dedup_to_lowest_rank: bool = False
     split_bytes: int | None = None
@@ -182,5 +183,5 @@ class PlanOptions:
 
     @classmethod
     def of(cls, planner: DefaultSavePlanner) -> PlanOptions:
-        """The options of ``planner``."""
+        """Return the options of ``planner``."""
         return cls(planner.dedup_save_to_lowest_rank, planner.split_bytes, planner.replica_check)

@@ -43,8 +43,8 @@ class _Members:
 def replica_sets(
     items: Items, boxes: Boxes, objects: GlobalObjects, all_columns: Sequence[SaveColumns]
 ) -> list[RankSets] | None:
-    """The sets by rank of what has digests; None where a rank holds a box twice, which only a full plan
-    compares."""
+    """Find the sets, by rank, of what has digests; None where a rank holds a box twice, which only a full
+    plan compares."""
     of_boxes, of_objects = _members_of_boxes(items, boxes), _members_of_objects(objects, all_columns)
     if of_boxes is None:
         return None
@@ -68,7 +68,7 @@ def replica_sets(
 
 
 def _of_rank(members: _Members, sets: Int64, rank: int) -> tuple[Int64, Int64]:
-    """(sets, rows) of a rank, by set and then in the order of the groups, which all ranks share."""
+    """Return (sets, rows) of a rank, by set and then in the order of the groups, which all ranks share."""
     mine = np.flatnonzero(members.ranks == rank)
     order = mine[np.argsort(sets[mine], kind="stable")]
     return sets[order], members.rows[order]
@@ -111,7 +111,7 @@ def _scattered(ranks: Int64) -> npt.NDArray[np.uint64]:
 def folds_of(
     sets: RankSets, part: RankState, object_digests: npt.NDArray[np.uint64], check: ReplicaCheck
 ) -> npt.NDArray[np.uint64]:
-    """The fold of each set, in the order of their numbers, for the values that ``part`` has now."""
+    """Compute the fold of each set, in the order of their numbers, for the values that ``part`` has now."""
     items = digest_tensors(part.views(sets.item_rows), check)
     objects = object_digests[sets.object_rows]
     bounds = zip(pairwise(sets.item_start.tolist()), pairwise(sets.object_start.tolist()), strict=True)

@@ -37,7 +37,7 @@ _MAX_LISTED_RANKS = 8
 
 
 def rank_list(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0, 1, 2 and 5 more``."""
+    """List ranks in words: ``rank 3``, ``ranks 0, 1, 2 and 5 more``."""
     shown = ", ".join(str(rank) for rank in ranks[:_MAX_LISTED_RANKS])
     more = len(ranks) - _MAX_LISTED_RANKS
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}" + (f" and {more} more" if more > 0 else "")
@@ -57,7 +57,7 @@ class GlobalTensors:
     problems: list[str] = field(default_factory=list)
 
     def shape(self, row: int) -> list[int]:
-        """Global shape of a row."""
+        """Return the global shape of a row."""
         shape: list[int] = self.shape_values[self.shape_start[row] : self.shape_start[row + 1]].tolist()
         return shape
 
@@ -72,7 +72,7 @@ class _Table(NamedTuple):
 
 
 def _numbered(fqns: Sequence[str], position: dict[str, int]) -> Int64:
-    """The number of each name, in the order in which they come; ``position`` is all of them."""
+    """Number each name, in the order in which they come; ``position`` is all of them."""
     if not position:
         position.update(zip(fqns, range(len(fqns)), strict=True))
         if len(position) == len(fqns):
@@ -153,8 +153,8 @@ class GlobalObjects:
     """Objects by first appearance.
 
     ``owners`` is the lowest rank that has each; ``rows[r]`` maps rank r's object rows to rows here.
-    ``mismatches`` describes objects whose known digests differ, or that several ranks have and nobody can
-    compare.
+    ``mismatches`` describes objects whose known digests differ, or that several ranks have and that cannot be
+    compared.
     """
 
     fqns: list[str]
@@ -164,7 +164,7 @@ class GlobalObjects:
     mismatches: list[tuple[str, str]] = field(default_factory=list)
 
     def holders(self, row: int) -> list[int]:
-        """All ranks that have an object."""
+        """Return all ranks that have an object."""
         return [rank for rank, rows in enumerate(self.rows) if (rows == row).any()]
 
 
@@ -218,7 +218,7 @@ def _sides(row: int, rows_by_rank: list[Int64], digests: Sequence[npt.NDArray[np
 
 
 def describe_sides(sides: Sequence[Sequence[int]]) -> str:
-    """``ranks 0, 1 have one value, rank 2 another``."""
+    """Describe sides as ``ranks 0, 1 have one value, rank 2 another``."""
     words = ["one value", "another", *["yet another"] * len(sides)]
     told = [
         f"{rank_list(side)} ha{'ve' if len(side) > 1 else 's'} {word}"
@@ -245,14 +245,14 @@ class Items:
     ties: Int64
 
     def box_text(self, item: int) -> str:
-        """``[0:4, 2:3]``, for messages."""
+        """Write a box as ``[0:4, 2:3]``, for messages."""
         begin, end = self.start[item], self.start[item + 1]
         pairs = zip(self.offsets[begin:end].tolist(), self.sizes[begin:end].tolist(), strict=True)
         return "[" + ", ".join(f"{offset}:{offset + size}" for offset, size in pairs) + "]"
 
 
 def gather_items(all_columns: Sequence[SaveColumns], tensors: GlobalTensors) -> Items:
-    """The items of all ranks, in rank order."""
+    """Join the items of all ranks, in rank order."""
     ranks, rows, mapped, ndims = [], [], [], []
     for rank, (columns, tensor_rows) in enumerate(zip(all_columns, tensors.rows, strict=True)):
         count = len(columns.item_tensors)
@@ -275,7 +275,7 @@ def gather_items(all_columns: Sequence[SaveColumns], tensors: GlobalTensors) -> 
 
 
 def _positions(items: Items, chosen: Int64, tensors: GlobalTensors) -> Int64:
-    """A sort key by item of ``chosen``: tensor first, then the box's first element in C order."""
+    """Make a sort key of each item of ``chosen``: tensor first, then the box's first element in C order."""
     shape_start, shape_values = tensors.shape_start, tensors.shape_values
     ndims = np.diff(shape_start)
     volumes = np.maximum(row_products(shape_values, shape_start), 1)
@@ -305,12 +305,12 @@ class Boxes:
     """One item of each box."""
 
     def of(self, box: int) -> Int64:
-        """The items of a box."""
+        """Return the items of a box."""
         return self.members[self.start[box] : self.start[box + 1]]
 
 
 def distinct_boxes(items: Items, chosen: Int64, tensors: GlobalTensors) -> Boxes:
-    """The boxes of the items ``chosen``."""
+    """Find the distinct boxes of the items ``chosen``."""
     keys = _positions(items, chosen, tensors)
     order = np.argsort(keys, kind="stable")
     members, keys = chosen[order], keys[order]

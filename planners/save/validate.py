@@ -57,7 +57,7 @@ def invalid_plan(problems: Sequence[str], mismatches: Sequence[tuple[str, str]])
 
 
 def check_volumes(tensors: GlobalTensors) -> list[str]:
-    """Tensors of more elements than can be counted, which no memory holds."""
+    """List tensors of more elements than can be counted, which no memory holds."""
     logs = np.log2(np.maximum(tensors.shape_values, 1).astype(np.float64))
     sums = np.concatenate([[0.0], np.cumsum(logs)])
     sizes = sums[tensors.shape_start[1:]] - sums[tensors.shape_start[:-1]]
@@ -71,7 +71,7 @@ def check_volumes(tensors: GlobalTensors) -> list[str]:
 
 
 def check_kinds(tensors: GlobalTensors, objects: GlobalObjects) -> list[str]:
-    """Names that are a tensor on one rank and another value on another."""
+    """List names that are a tensor on one rank and another value on another."""
     both = set(objects.fqns).intersection(tensors.fqns) if objects.fqns else ()
     if not both:
         return []
@@ -121,7 +121,7 @@ def _nesting_problem(path: Path, all_columns: Sequence[SaveColumns]) -> str:
 
 
 def check_bounds(items: Items, tensors: GlobalTensors) -> tuple[npt.NDArray[np.bool_], list[str]]:
-    """(items inside of their tensors, what is wrong with the others)."""
+    """Return (items inside of their tensors, what is wrong with the others)."""
     counts = np.diff(items.start)
     inside = np.ones(len(items.tensors), bool)
     filled = np.flatnonzero(counts > 0)
@@ -145,7 +145,8 @@ def check_bounds(items: Items, tensors: GlobalTensors) -> tuple[npt.NDArray[np.b
 def check_boxes(
     items: Items, first: Int64, tensors: GlobalTensors, volumes: Int64, *, complete: bool
 ) -> list[str]:
-    """Overlaps between distinct boxes (one item each: ``first``), and, if ``complete``, parts nobody has."""
+    """List overlaps of distinct boxes (one item each: ``first``), and, if ``complete``, parts that are
+    missing."""
     box_tensors = items.tensors[first]
     by_tensor = np.bincount(box_tensors, minlength=len(tensors.fqns))
     several = first[by_tensor[box_tensors] > 1]
@@ -182,7 +183,7 @@ def _gaps(
 
 
 def check_replica_digests(items: Items, boxes: Boxes, tensors: GlobalTensors) -> list[tuple[str, str]]:
-    """(fqn, description) of boxes whose known digests differ between ranks."""
+    """List (fqn, description) of boxes whose known digests differ between ranks."""
     holders = np.diff(boxes.start)
     if not len(holders) or (holders == 1).all():
         return []

@@ -19,23 +19,21 @@ import torch.distributed as dist
 import dcp
 from dcp.ranks import channel
 from dcp.ranks.channel import Channel
-from dcp.ranks.collectives import Ranks
+from dcp.ranks.collectives import Codec, Ranks
 from tests.support.ranks import run_ranks
 
 
 @pytest.fixture
 def _no_earlier_works() -> Iterator[None]:
     """Exchanges of earlier tests are put aside."""
-    earlier = channel._works[:]
-    channel._works.clear()
+    earlier, channel._works[:] = channel._works[:], []
     yield
     channel._works.extend(earlier)
 
 
 @pytest.mark.usefixtures("_no_earlier_works")
 def test_the_end_waits_for_threads_that_drop_tensors() -> None:
-    """A complete work that Python has let go, and a thread of the group's has not: where that drops it after
-    the interpreter has ended, the process aborts."""
+    """A thread that drops the tensors of a complete work after the interpreter has ended aborts it."""
     with tempfile.TemporaryDirectory() as folder:
         group = Channel.own_gloo(dist.FileStore(f"{folder}/store", 1), 0, 1, timeout_seconds=60).group
         factor = torch.ones(3, requires_grad=True)
@@ -66,7 +64,7 @@ def test_finished_exchanges_are_forgotten() -> None:
 
 
 def long_messages(rank: int, world_size: int) -> tuple[int, bytes, int]:
-    """Rank 0 has a long message to take part with, and then one to keep, and memory for little more."""
+    """Rank 0 has a long message to send, one to keep, and little memory; rank 1 cannot unpack its part."""
     ranks = Ranks(use_dist=True, timeout_seconds=120)
     message = bytes(24 << 20) if rank == 0 else b"%d" % rank
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -78,6 +76,9 @@ def long_messages(rank: int, world_size: int) -> tuple[int, bytes, int]:
         scattered = ranks.reduce_scatter("probe", lambda: message, lambda parts: [message, *parts[1:]])()
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
+    odd = ranks.reduce_scatter("probe", bytes, lambda parts: [b"1", b"x", b"", b""], reply=Codec(bytes, int))
+    with pytest.raises(dcp.RankFailedError, match=r"invalid literal.*rank[ s]+1"):
+        ranks.all_gather("probe", lambda: b"%d" % odd() if rank < 2 else b"")
     return int(gathered), scattered[:10], len(scattered)
 
 
@@ -118,9 +119,8 @@ def exchanges(rank: int, world_size: int, root: str) -> list[int]:
 
 
 def test_saves_and_loads_take_few_exchanges(tmp_path: Path) -> None:
-    """Each is a moment at which all ranks have to have a core. A save by a known plan needs none for that,
-    unless a rank has forgotten it. Of a load: the handshake, the index, the plan, the end of reading, the
-    values; and one more where objects are given their state. Most are a gather and a broadcast."""
+    """A save by a known plan needs none for that. Of a load: the handshake, the index, the plan, the end of
+    reading, the values; one more where objects are given their state. Most are a gather and a broadcast."""
     for first, again, forgot, last, plain, into_object in run_ranks(3, exchanges, str(tmp_path / "x")):
         assert min(first, forgot) > again == last
         assert (plain, into_object) == (9, 11)

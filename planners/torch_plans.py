@@ -69,8 +69,8 @@ class NotedPlan(SavePlan):
 def write_items(
     columns: SaveColumns, sources: Sequence[torch.Tensor], order: Sequence[str]
 ) -> list[WriteItem]:
-    """An item for each box and each object, in the order of the names ``order``. ``sources`` are by source
-    number."""
+    """Make an item for each box and each object, in the order of the names ``order``. ``sources`` are by
+    source number."""
     boxes: dict[str, list[WriteItem]] = {}
     offsets, sizes = columns.item_offsets.tolist(), columns.item_sizes.tolist()
     start, shape_start = columns.box_start.tolist(), columns.shape_start.tolist()
@@ -126,7 +126,7 @@ class _Tensors:
 
 
 def columns_from_plan(plan: SavePlan) -> tuple[SaveColumns, list[WriteItem], list[WriteItem]]:
-    """(columns, items by item row, items by object row) of a plan made of objects, whoever made it.
+    """Return (columns, items by item row, items by object row) of a plan made of objects, whoever made it.
 
     ``planner_data`` is carried over only where it maps names to paths.
     """
@@ -182,7 +182,7 @@ def plan_from_writes(
     tensor_items: Sequence[WriteItem],
     object_items: Sequence[WriteItem],
 ) -> SavePlan:
-    """``plan`` reduced to what its rank writes, in its order; items of split boxes name their part."""
+    """Reduce ``plan`` to what its rank writes, in its order; items of split boxes name their part."""
     position = {id(item): number for number, item in enumerate(plan.items)}
     hints = writes.chunks - index.chunk_start[index.chunk_tensors[writes.chunks]]
     placed: list[tuple[int, int, WriteItem]] = []
@@ -230,7 +230,7 @@ def metadata_from_plans(index: CheckpointIndex, plans: Sequence[SavePlan]) -> Me
 
 
 def index_from_metadata(metadata: Metadata) -> CheckpointIndex:
-    """Names, shapes and boxes of torch's metadata as columns, without the places of bytes."""
+    """Convert torch's metadata to columns of names, shapes and boxes, without the places of bytes."""
     tensors, objects = _Tensors(), []
     counts: list[int] = []
     offsets: list[int] = []
@@ -261,7 +261,7 @@ def index_from_metadata(metadata: Metadata) -> CheckpointIndex:
 
 
 def known_provenance(metadata: Metadata) -> Mapping[str, Any]:
-    """Return who saved it, if a reader of ours read it; torch's own metadata does not say."""
+    """Return who saved it, if our reader read it; torch's own metadata does not say."""
     return metadata.index.provenance if isinstance(metadata, LazyMetadata) and metadata.has_index else {}
 
 
