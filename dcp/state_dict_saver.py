@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
 from torch.distributed.checkpoint.storage import StorageWriter
 from typing_extensions import deprecated
 
-from dcp.background.future import SaveFuture
+from dcp.background.writers import SaveFuture
 from dcp.calls.arguments import (
     choose_writer,
     refuse_a_place,
@@ -45,7 +45,7 @@ from dcp.saving.columns import cache_of
 from dcp.saving.engine import RankPart, SaveOrder
 from dcp.saving.options import SaveOptions
 from dcp.saving.order import SaveOutcome, carry_out
-from dcp.steps.states import patterns_of_part
+from dcp.steps.notes import patterns_of_part
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
@@ -149,6 +149,7 @@ def save(
         process_group=process_group,
         no_dist=no_dist,
         storage_options=storage_options,
+        cache=_cache_for(storage_writer, planner),
     )
     return metadata
 
@@ -166,9 +167,11 @@ def save_with(
     coordinator: int = 0,
     has_stateful: bool = True,
     abort: threading.Event | None = None,
+    cache: PlanCache | None = None,
 ) -> tuple[Metadata, SaveOutcome]:
     """`save`, with what it did on this rank; without ``has_stateful`` all values are saved as they are, and
-    ``abort``, which another thread sets on any rank, calls it off."""
+    ``abort``, which another thread sets on any rank, calls it off. ``cache`` keeps the plan for other saves.
+    """
     alone = works_alone(process_group, no_dist=no_dist, operation="save")
 
     ranks = Ranks(
@@ -189,7 +192,7 @@ def save_with(
             state, rank=ranks.rank, world_size=ranks.world_size, is_coordinator=ranks.is_coordinator
         )
 
-    return carry_out(SaveOrder(engine, options), part, ranks, cache=_cache_for(storage_writer, planner))
+    return carry_out(SaveOrder(engine, options), part, ranks, cache=cache)
 
 
 @plain_errors
@@ -301,6 +304,7 @@ def save_state_dict(
         no_dist=no_dist,
         coordinator=coordinator_rank,
         has_stateful=False,
+        cache=_cache_for(storage_writer, planner),
     )
     return metadata
 

@@ -70,7 +70,7 @@ class CatalogRegistration:
       same one.
     - ``tags`` are put on every checkpoint.
     - ``spool``: a folder for notes that have not been sent yet. By default it is in the hidden folder
-      ``.catalog-spool`` of a local run, so that any host can go on with it, and below
+      ``.catalog-spool`` of a local run, so that any host can continue with it, and below
       ``~/.local/state/dcphub`` for others. It takes ``spool_notes`` at most; then the oldest ones go.
     - ``request_seconds`` bounds the waits of a request, ``close_seconds`` what closing the manager waits for
       notes that have not been sent.
@@ -126,7 +126,7 @@ class Registrar:
     # -- from training ---------------------------------------------------------------------------------------
 
     def on_event(self, event: Event) -> None:
-        """A listener of the manager's events."""
+        """Listen to the manager's events."""
         if event.step is None:
             return
         if event.kind == "saved":
@@ -138,7 +138,7 @@ class Registrar:
             self._put(event.step, {"deleted": True})
 
     def tell(self, name: str, step: int | None, *, deleted: bool) -> None:
-        """The checkpoint ``name`` of the run was committed or deleted."""
+        """Note that the checkpoint ``name`` of the run was committed or deleted."""
         self._put(step, {"deleted": True} if deleted else {}, name)
 
     def _put(self, step: int | None, more: Mapping[str, Any], name: str | None = None) -> None:
@@ -158,12 +158,12 @@ class Registrar:
             self._changed.notify_all()
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Until everything is registered; whether it is, within ``timeout_seconds``."""
+        """Wait until everything is registered; tell whether it is, within ``timeout_seconds``."""
         with self._changed:
             return self._changed.wait_for(self._is_done, timeout_seconds)
 
     def close(self) -> bool:
-        """As `wait`, for ``close_seconds`` at the most; what is left by then stays in the spool.
+        """Wait as `wait` does, for ``close_seconds`` at the most; what is left by then stays in the spool.
 
         A few seconds are taken in any case until the notes are on disk, if it takes that.
         """
@@ -239,7 +239,7 @@ class Registrar:
                 client.close()
 
     def _next(self) -> Note | None:
-        """The next note that is due, once the service may be asked again; None to end."""
+        """Wait for the next note that is due, once the service may be asked again; None to end."""
         with self._changed:
             while not self._closed:
                 now = time.monotonic()
@@ -261,7 +261,8 @@ class Registrar:
         )
 
     def _post(self, client: httpx.Client, note: Note) -> bool | None:
-        """True if the note is dealt with, None if it should be sent again; False if the service is away."""
+        """Send a note: True if it is dealt with, None if it should be sent again; False if the service is
+        away."""
         import httpx
 
         try:
@@ -287,7 +288,7 @@ class Registrar:
     def _away(self, what: str, at_least_seconds: float = 0.0) -> None:
         if not self._failed_in_a_row:
             logger.warning(
-                "%s: the catalog %s cannot be told of checkpoints now, and will be later: %s",
+                "%s: the catalog %s cannot be reached now, and is notified of checkpoints later: %s",
                 self._run_url,
                 self._options.url,
                 what,
@@ -311,7 +312,7 @@ class Registrar:
 
 
 def registration_of(catalog: str | CatalogRegistration | None) -> CatalogRegistration | None:
-    """Registration that ``catalog`` asks for. Raises OptionError for what is no URL, and
+    """Return the registration that ``catalog`` asks for. Raises OptionError for what is no URL, and
     ModuleNotFoundError without httpx."""
     if catalog is None:
         return None
@@ -360,7 +361,7 @@ class Note:
 
     @property
     def key(self) -> str:
-        """The checkpoint that it is about."""
+        """The checkpoint of the note."""
         return f"{self.body.get('root') or self.body.get('root_url')}\0{self.body.get('key')}"
 
 
@@ -379,7 +380,8 @@ class Spool:
         self._is_told = False
 
     def load(self) -> list[Note]:
-        """The notes that are there, the oldest first; unreadable ones are removed, and too many of them."""
+        """Read the notes that are there, the oldest first; unreadable ones are removed, and too many of
+        them."""
         found: list[Note] = []
         try:
             names = sorted(os.listdir(self.folder))  # noqa: PTH208 - names only
@@ -429,7 +431,7 @@ class Spool:
         return True
 
     def remove(self, note: Note) -> None:
-        """It has arrived, or will never."""
+        """Remove a note that has arrived, or never will."""
         if note.path is None:
             return
         try:

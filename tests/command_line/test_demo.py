@@ -95,11 +95,6 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
     assert (root / "checkpoints" / "exports" / "step-00000004" / "model.safetensors").exists()
     assert len(re.findall(r"downloaded,[^:]*:\s+all\s+[0-9]+\s+tensors", output)) == 2
 
-    # its pages say so, too
-    assert len(re.findall(r"^ +ok +pages: ", output, re.MULTILINE)) == 4
-    verified = r"^ +/checkpoints/[0-9]+/files +Verified: verified, .* by job [0-9]+"
-    assert re.search(verified, output, re.MULTILINE)
-
     # what is left: four committed checkpoints, and no process
     rows = command("ls", root / "checkpoints" / "run", "--json").json
     assert [(row["step"], row["state"]) for row in rows] == [(step, "committed") for step in (1, 2, 3, 4)]
