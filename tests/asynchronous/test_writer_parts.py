@@ -54,7 +54,6 @@ UNHEARD = error_to_data(CheckpointError("late", committed=True))
     [
         ([Ending(saved=True, save_id="a"), Ending(saved=True, save_id="a")], True, (None, False)),
         ([Ending(saved=True, save_id="a"), Ending(died="was killed")], True, (None, True)),
-        ([Ending(died="was killed"), Ending(saved=True, save_id="a")], True, (None, True)),
         ([Ending(died="was killed"), Ending(error=FAILED, broken=True)], True, ("WriterProcessError", True)),
         ([Ending(error=FAILED), Ending(error=FAILED)], True, ("ReplicaMismatchError", False)),
         ([Ending(saved=True, save_id="a"), Ending(died="was killed")], False, ("WriterProcessError", True)),
