@@ -8,7 +8,6 @@ may be sent twice. What is lost all the same, a scan of the catalog finds. Torch
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -27,8 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from dcp.storage.errors import OptionError
-from dcp.storage.stores.posix.refusals import sync_folder
+from dcp.storage.errors import CheckpointError, OptionError
+from dcp.storage.stores.names import TEMPORARY_PREFIX
+from dcp.storage.stores.posix.store import PosixStore
 from dcp.version import __version__
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ _TRY_AGAIN: Final = frozenset({401, 403, 408, 425, 429})
 MAX_NOTE_BYTES: Final = 64 << 10
 
 _NAME: Final = re.compile(r"[0-9]{20}-[0-9a-f]{8}-[0-9]{6,}\.json")
-_ASIDE: Final = re.compile(r"\.tmp-[0-9]{20}-.*")
 _STALE_SECONDS: Final = 3600.0
 
 
@@ -351,11 +350,11 @@ def _retry_after(answer: httpx.Response) -> float:
 
 @dataclass(eq=False, slots=True)
 class Note:
-    """``body`` is what it says, ``path`` where it lies, None if it is in memory only. What was ``refused``
+    """A note with the content ``body``, in the file ``name``, "" if it is in memory only. What was refused
     comes again when it is ``due`` (of the monotonic clock)."""
 
     body: Mapping[str, Any]
-    path: Path | None = None
+    name: str = ""
     refusals: int = 0
     due: float = 0.0
 
@@ -374,6 +373,7 @@ class Spool:
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder = folder
+        self._store = PosixStore(folder)
         self._limit = limit
         self._own = uuid.uuid4().hex[:8]
         self._numbers = itertools.count()
@@ -384,79 +384,52 @@ class Spool:
         them."""
         found: list[Note] = []
         try:
-            names = sorted(os.listdir(self.folder))  # noqa: PTH208 - names only
-        except FileNotFoundError:
-            return []
+            listed = self._store.list()
         except OSError as error:
             self._tell(error)
             return []
-        for name in names:
-            if _ASIDE.fullmatch(name):
-                self._remove_stale(self.folder / name)
-            elif _NAME.fullmatch(name):
-                found.append(Note({}, self.folder / name))
+        for info in listed:
+            is_stale = time.time() - info.modified_seconds > _STALE_SECONDS
+            if _NAME.fullmatch(info.name):
+                found.append(Note({}, info.name))
+            elif is_stale and info.name.startswith(TEMPORARY_PREFIX):  # of a killed writer
+                self.remove(Note({}, info.name))
         for note in found[: -self._limit]:
             self.remove(note)
         return [note for note in found[-self._limit :] if self._read(note)]
 
     def add(self, notes: Sequence[Note]) -> None:
         """Put ``notes`` on disk, as far as that works."""
-        added = 0
         for note in notes:
+            name = f"{time.time_ns():020d}-{self._own}-{next(self._numbers):06d}.json"
             data = json.dumps(note.body).encode()
-            if len(data) <= MAX_NOTE_BYTES:
-                added += self._add(note, data)
-        if added:
+            if len(data) > MAX_NOTE_BYTES:
+                continue
             try:
-                sync_folder(self.folder)
+                self._store.make_root()
+                self._store.publish(name, data, durable=True, expected=None)
+                note.name = name
             except OSError as error:
                 self._tell(error)
 
-    def _add(self, note: Note, data: bytes) -> bool:
-        name = f"{time.time_ns():020d}-{self._own}-{next(self._numbers):06d}.json"
-        aside = self.folder / f".tmp-{name}"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with aside.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.rename(self.folder / name)
-        except OSError as error:
-            self._tell(error)
-            with contextlib.suppress(OSError):
-                aside.unlink(missing_ok=True)
-            return False
-        note.path = self.folder / name
-        return True
-
     def remove(self, note: Note) -> None:
         """Remove a note that has arrived, or never will."""
-        if note.path is None:
-            return
         try:
-            note.path.unlink(missing_ok=True)
+            if note.name:
+                self._store.delete(note.name)
         except OSError as error:
             self._tell(error)
 
     def _read(self, note: Note) -> bool:
-        assert note.path is not None
         try:
-            with note.path.open("rb") as file:
-                body = json.loads(file.read(MAX_NOTE_BYTES + 1))
-        except (OSError, ValueError):
+            body = json.loads(self._store.read(note.name, limit_bytes=MAX_NOTE_BYTES))
+        except (OSError, ValueError, CheckpointError):
             body = None
         if isinstance(body, dict) and isinstance(body.get("key"), str):
             note.body = body
             return True
         self.remove(note)
         return False
-
-    def _remove_stale(self, path: Path) -> None:
-        """Remove what a killed writer left; a living one writes it for a moment only."""
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
-                path.unlink()
 
     def _tell(self, error: OSError) -> None:
         if not self._is_told:

@@ -31,7 +31,7 @@ from dcp.storage.errors import (
 )
 from dcp.storage.stores.base import Store, Version
 
-__all__ = ["Acknowledged", "Cursor"]
+__all__ = ["Acknowledged", "Cursor", "start_ticks"]
 
 logger = logging.getLogger(__name__)
 
@@ -255,7 +255,7 @@ def _own_identity() -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": _machine(),
         "pid": os.getpid(),
-        "started": _started(os.getpid()),
+        "started": start_ticks(os.getpid()),
     }
 
 
@@ -268,7 +268,7 @@ def _machine() -> str:
         return uuid.uuid4().hex  # like no other
 
 
-def _started(pid: int) -> int | None:
+def start_ticks(pid: int) -> int | None:
     """Return when a process was started, in ticks since the boot, so that another one with its id is told
     from it; None if it is gone."""
     try:
@@ -284,4 +284,4 @@ def _has_ended(holder: dict[str, Any]) -> bool:
     pid = holder.get("pid")
     if holder.get("machine") != _machine() or type(pid) is not int:
         return False
-    return _started(pid) != holder.get("started")
+    return start_ticks(pid) != holder.get("started")
