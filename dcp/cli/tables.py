@@ -36,14 +36,14 @@ _ASCII_HEIGHTS: Final = " .:-=+*%#"
 
 
 def sparkline(counts: Sequence[int]) -> str:
-    """One character for each of ``counts``, as high as it is; whatever is not 0 can be seen."""
+    """Draw one character for each of ``counts``, as high as it is; whatever is not 0 can be seen."""
     heights = _HEIGHTS if can_print(_HEIGHTS) else _ASCII_HEIGHTS
     largest = max(counts, default=0)
     return "".join(heights[-(-count * 8 // largest) if largest else 0] for count in counts)
 
 
 def bar(count: int, largest: int, width: int) -> str:
-    """A bar of ``width`` characters for ``largest``, and of its share for ``count``."""
+    """Draw a bar of ``width`` characters for ``largest``, and of its share for ``count``."""
     eighths = -(-count * width * 8 // largest) if largest else 0
     if not can_print(_WIDTHS):
         return "#" * -(-eighths // 8)
@@ -66,8 +66,8 @@ _UPDATE_SECONDS = 0.1
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Show | None]:
-    """Takes (bytes done, bytes in all), and shows rate and time left on stderr; None if that is no
-    terminal."""
+    """Give a function of (bytes done, bytes in all) that shows rate and time left on stderr; None if that is
+    no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -112,20 +112,20 @@ _GAP = "  "
 
 
 def output_columns() -> int | None:
-    """The width of the output: the terminal's width or ``COLUMNS``; None where nothing bounds it, as in a
-    pipe."""
+    """Return the width of the output: the terminal's width or ``COLUMNS``; None where nothing bounds it, as
+    in a pipe."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
         return shutil.get_terminal_size().columns
     return None
 
 
 def counted(count: int, what: str) -> str:
-    """``1 file``, ``2,000 files``."""
+    """Count things, as ``1 file``, ``2,000 files``."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def top_of(rows: list[T], top: int | None) -> list[T]:
-    """The first ``top`` of ``rows``, all without."""
+    """Return the first ``top`` of ``rows``, all without."""
     return rows if top is None else rows[:top]
 
 
@@ -136,14 +136,14 @@ def print_rest(rows: Sequence[object], top: int | None, what: str) -> None:
 
 
 def sort_key(option: str, keys: Mapping[str, Callable[[T], Any]]) -> Callable[[T], Any]:
-    """The key of ``--sort``; its mistakes are wrong usage."""
+    """Return the key of ``--sort``; its mistakes are wrong usage."""
     if option not in keys:
         raise typer.BadParameter(f"{option!r} is none of {', '.join(keys)}", param_hint="--sort")
     return keys[option]
 
 
 def largest_first(figure_of: Callable[[T], float | None]) -> Callable[[T], tuple[bool, float]]:
-    """A key that sorts by a figure, the largest first, and what has none last."""
+    """Make a key that sorts by a figure, the largest first, and what has none last."""
 
     def key(row: T) -> tuple[bool, float]:
         figure = figure_of(row)
@@ -159,7 +159,7 @@ def print_table(
     right: Sequence[str] = (),
     narrow: Sequence[str] = (),
 ) -> None:
-    """Aligned columns; those named in ``right`` are flushed right.
+    """Print aligned columns; those named in ``right`` are flushed right.
 
     Where the output is too narrow for them, columns without any value are left out, and then, one by one
     until it is wide enough, what ``narrow`` says: ``name`` leaves that column out, ``name:20`` shortens what
@@ -214,7 +214,7 @@ def _fit(
 
 
 def shortened(text: str, width: int) -> str:
-    """``text``, without its middle if it is longer than ``width``: names differ at both ends."""
+    """Return ``text``, without its middle if it is longer than ``width``: names differ at both ends."""
     if len(text) <= width:
         return text
     mark = "…" if can_print("…") else "..."

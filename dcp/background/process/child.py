@@ -41,6 +41,7 @@ _SET = {
 
 class Child:
     """Starts a writer process in a session of its own; never raises: a process that cannot start has ended.
+    ``arguments`` are its rank, the world size, and the timeout in seconds.
 
     ``on_message`` gets what it says and ``on_end`` is called once when it has ended, both in a thread of this
     object. ``end`` then says how it ended, as the rest of a sentence; it is empty before.
@@ -48,7 +49,7 @@ class Child:
 
     def __init__(
         self,
-        hello: Mapping[str, Any],
+        arguments: Sequence[object],
         *,
         on_message: Callable[[Child, dict[str, Any]], None],
         on_end: Callable[[Child], None],
@@ -61,7 +62,7 @@ class Child:
         ours, theirs = connected_pair()
         with theirs:
             try:
-                self._process = _popen(theirs)
+                self._process = _popen(theirs, arguments)
             except OSError as error:
                 ours.close()
                 self._pid = 0
@@ -69,7 +70,6 @@ class Child:
                 return
         self._pid = self._process.pid
         self._connection = Connection(ours, watch_process(self._pid))
-        self.send({"kind": "hello", "version": __version__, **hello})
         threading.Thread(target=self._receive, name="dcp-writer-watch", daemon=True).start()
 
     def send(self, body: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
@@ -127,12 +127,12 @@ class Child:
         self._on_end(self)
 
 
-def _popen(theirs: socket.socket) -> subprocess.Popen[bytes]:
+def _popen(theirs: socket.socket, arguments: Sequence[object]) -> subprocess.Popen[bytes]:
     fd = theirs.fileno()
     # -P: a folder that training happens to run in must not provide modules that it does not provide there
     command = [sys.executable or "", "-P", "-m", "dcp.background.process.main"]
     return subprocess.Popen(
-        [*command, str(fd), str(os.getpid())],
+        [*command, *map(str, (fd, os.getpid(), __version__, *arguments))],
         stdin=subprocess.DEVNULL,
         pass_fds=[fd],
         start_new_session=True,  # else Ctrl-C and the launcher's signals to the trainer's group reach it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import pickle
 import queue
@@ -39,7 +38,6 @@ from dcp.saving.options import SaveOptions
 from dcp.saving.order import agreeing_seconds, carry_out
 from dcp.storage.errors import CollectiveTimeoutError, WriterProcessError
 from dcp.storage.tensors import LocalMemory, torch_dtype
-from dcp.version import __version__
 
 __all__ = ["WriterLoop"]
 
@@ -68,12 +66,12 @@ class _ReceivedSave:
 class WriterLoop:
     """Saves run in the main thread, as they would in a program of their own; another thread receives."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, rank: int, world_size: int, timeout_seconds: float) -> None:
         self._connection = connection
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._saves: dict[int, _ReceivedSave] = {}
         self._alone = False
-        self._meeting = _Meeting()
+        self._meeting = _Meeting(rank, world_size, timeout_seconds)
         self._memory = _TrainerMemory()
         self._cache = PlanCache()
 
@@ -116,16 +114,6 @@ class WriterLoop:
                 save.go.set()
             self._saves[save.serial] = save
             self._tasks.put(lambda: self._carry_out(save))
-        elif kind == "hello":
-            if body["version"] != __version__:  # the installed package has been replaced since
-                logger.error(
-                    "the trainer runs dcphub %s, but %s is installed now: restart the training",
-                    body["version"],
-                    __version__,
-                )
-                os._exit(1)
-            multiprocessing.current_process().name = f"rank {body['rank']}"
-            self._meeting.introduce(body["rank"], body["world_size"], body["timeout_seconds"])
         elif kind == "join":
             self._meeting.invite(Address(**body["address"]), message.fds)
             self._tasks.put(self._meeting.join_early)
@@ -210,9 +198,8 @@ def _refused(error: Exception, body: dict[str, Any]) -> SaveOrder:
 class _Meeting:
     """The writers' own process group, made once all trainers have said where it meets."""
 
-    def __init__(self) -> None:
-        self.rank, self.world_size = 0, 1
-        self._timeout_seconds = 0.0
+    def __init__(self, rank: int, world_size: int, timeout_seconds: float) -> None:
+        self.rank, self.world_size, self._timeout_seconds = rank, world_size, timeout_seconds
         self._address: Address | None = None
         self._listener: int | None = None
         self._informed = threading.Event()
@@ -221,9 +208,6 @@ class _Meeting:
         self._presence: Presence | None = None
         self._store: Store | None = None
         self._failure: CollectiveTimeoutError | None = None
-
-    def introduce(self, rank: int, world_size: int, timeout_seconds: float) -> None:
-        self.rank, self.world_size, self._timeout_seconds = rank, world_size, timeout_seconds
 
     def invite(self, address: Address, fds: list[int]) -> None:
         self._address, self._listener = address, fds[0] if fds else None

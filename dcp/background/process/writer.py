@@ -129,12 +129,8 @@ class ProcessWriter(BackgroundWriter):
             self._thread.start()
 
     def _start_child(self) -> None:
-        hello = {
-            "rank": self._rank,
-            "world_size": self._world_size,
-            "timeout_seconds": self._timeout_seconds,
-        }
-        self._child = Child(hello, on_message=self._on_message, on_end=self._on_end)
+        arguments = (self._rank, self._world_size, self._timeout_seconds)
+        self._child = Child(arguments, on_message=self._on_message, on_end=self._on_end)
         self._sender = Sender(self._child)
 
     def _abort(self, save: _SentSave) -> None:

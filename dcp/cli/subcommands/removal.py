@@ -213,7 +213,7 @@ def _find_parts(
 def _prune(
     store: Store, parts: tuple[Part, ...], *, yes: bool, rewrite: bool, tell: bool
 ) -> tuple[Drop, bool]:
-    """The outcome, and whether anything was changed."""
+    """Return the outcome, and whether anything was changed."""
     from dcp.manager.cleanup.dropping import drop_parts, plan_drop
 
     found = (

@@ -95,7 +95,8 @@ def serve_command(
 
 
 def read_settings(config: Path | None, **flags: Any) -> Settings:
-    """Flags that were given, then the environment, then the file; one line for what is wrong with them."""
+    """Read flags that were given, then the environment, then the file; one line for what is wrong with
+    them."""
     from pydantic import ValidationError
 
     from dcp.server.settings import CONFIG_VARIABLE, DEFAULT_CONFIG, Settings
@@ -134,7 +135,7 @@ def _roots_of(given: list[str] | None) -> dict[str, dict[str, str]] | None:
 
 
 def _name_of(url: str) -> str:
-    """After the folder, or the last part of the URL, in the letters that names of roots have."""
+    """Name it after the folder, or the last part of the URL, in the letters that names of roots have."""
     _, scheme, place = url.rpartition("://")
     last = place.rstrip("/").rpartition("/")[2] if scheme else Path(url).expanduser().resolve().name
     return re.sub(r"[^a-z0-9._-]+", "-", last.lower()).strip("-._")[:63]
@@ -224,7 +225,7 @@ def status(
 def open_database(
     config: Config, url: str | None, *, with_tables: bool = False, is_made: bool = False
 ) -> Iterator[Database]:
-    """The database of the settings; exits with a line for a wrong URL, and for one that is away.
+    """Open the database of the settings; exits with a line for a wrong URL, and for one that is away.
 
     ``with_tables``: those of this version. SQLite gets them, as from `dcp serve`; for another one the line
     says what to do. ``is_made``: also where there is no file yet.
@@ -300,7 +301,7 @@ def create(
 def _made(
     connection: Connection, name: str, scopes: list[str], roots: list[str] | None, lasts_seconds: float | None
 ) -> tuple[int, str]:
-    """(the number of the new key, what it is)."""
+    """Make a key: (its number, what it is)."""
     from dcp.server.catalog import audit
     from dcp.server.problems import ProblemError
     from dcp.server.security import keys

@@ -104,7 +104,7 @@ def command(
 
 
 def _steps(run: str, **how: Any) -> Watch:
-    """As `dcp.watch`; a usage error for what it refuses."""
+    """Call `dcp.watch`; a usage error for what it refuses."""
     from dcp.storage.errors import OptionError  # here, because a usage message must not wait for numpy
     from dcp.watching.watch import watch
 
@@ -144,7 +144,7 @@ def _tell(step: WatchedStep, status: int | None, *, json: bool) -> None:
 def _run(
     words: list[str], steps: Watch, step: WatchedStep, tries: int, pause_seconds: float, *, json: bool
 ) -> int:
-    """The exit status of the command's last try; 0 too where the checkpoint is not there any more."""
+    """Return the exit status of the command's last try; 0 too where the checkpoint is not there any more."""
     for number in range(1, tries + 1):
         status = _run_once(words, step, json=json)
         if status == 0:

@@ -217,7 +217,8 @@ def remove_leftovers(
         finished, finished_bytes = finish_drop(store)
         with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):  # no save commits between look and deletion
             store.sync()  # the commit that made them strays may not have been durable
-            still = {*_still_left(store, now_seconds, older_than_seconds)} & {*left.files}
+            now = leftovers_of(store, now_seconds, older_than_seconds=older_than_seconds)
+            still = {*left.files}.intersection(now.files if now is not None and now.kind == "strays" else ())
             removed = remove_strays(store, still.__contains__)
         removed = replace(
             removed, files=removed.files + len(finished), size_bytes=removed.size_bytes + finished_bytes
@@ -226,8 +227,3 @@ def remove_leftovers(
         names_of_uploads = frozenset(left.uploads)
         abort_uploads(store, lambda name: name in names_of_uploads)
     return removed.files, removed.size_bytes
-
-
-def _still_left(store: Store, now_seconds: float, older_than_seconds: float) -> tuple[FileInfo, ...]:
-    left = leftovers_of(store, now_seconds, older_than_seconds=older_than_seconds)
-    return left.files if left is not None and left.kind == "strays" else ()

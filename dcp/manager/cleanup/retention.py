@@ -158,7 +158,7 @@ class Retention(Keep):
         if self.optimizer is not None and type(self.optimizer) is not Keep:
             raise OptionError(f"optimizer: must be a Keep, such as Keep(last=2), not {self.optimizer!r}")
         parts = {} if self.parts is None else self.parts
-        if not isinstance(parts, Mapping) or not all(_is_glob(name) for name in parts):
+        if not isinstance(parts, Mapping) or not all(type(name) is str and name for name in parts):
             raise OptionError(f"parts: must be a map from globs on names to Keep, not {parts!r}")
         for name, keep in parts.items():
             if type(keep) is not Keep:
@@ -306,10 +306,6 @@ def _spare_unsound(retention: Keep, states: Sequence[StepState], reasons: dict[i
 def _check_count(name: str, value: object) -> None:
     if type(value) is not int or value < 1:
         raise OptionError(f"{name}: must be a whole number of at least 1, not {value!r}")
-
-
-def _is_glob(name: object) -> bool:
-    return type(name) is str and bool(name)
 
 
 def _plain(value: Any) -> Any:
