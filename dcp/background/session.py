@@ -6,6 +6,7 @@ share nothing, so that two managers in one process cannot get into each other's 
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import logging
 import os
 import signal
@@ -430,6 +431,11 @@ def _known_kind(
 def _drain_all() -> None:
     for session in list(_open_sessions):
         session.close()
+    # Threads that a hanging storage keeps are given up: concurrent.futures would wait for them without bound.
+    threads: dict[threading.Thread, object] = getattr(concurrent.futures.thread, "_threads_queues", {})
+    for thread in list(threads):
+        if thread.daemon and thread.name.startswith("dcp"):
+            del threads[thread]
 
 
 _of_parent: list[AsyncSession] = []
