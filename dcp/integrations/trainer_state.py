@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import msgpack
 import torch
@@ -29,6 +29,7 @@ from dcp.errors import CheckpointError, OptionError, PlanError
 from dcp.inspection.checkpoints import list_checkpoints
 from dcp.manager.catalog import CatalogRegistration, Registrar, registration_of
 from dcp.manager.cleanup.removal import remove_checkpoint
+from dcp.manager.saving import Mode
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -36,7 +37,6 @@ from dcp.state_dict_saver import AsyncCheckpointerType, async_save, save
 from dcp.storage.stores.opening import OpenWith
 
 __all__ = [
-    "Mode",
     "PathSaves",
     "TrainedModel",
     "TrainedOptimizers",
@@ -252,8 +252,6 @@ def _plain(name: str) -> str:
 
 # -- saves to paths that a trainer chooses -------------------------------------------------------------------
 
-
-Mode = Literal["thread", "process", "sync"]
 
 _AFTER_ERROR_SECONDS = 60.0
 """The time for a save under way when training has ended with an exception: other ranks may be dead."""
