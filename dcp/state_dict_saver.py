@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
 from torch.distributed.checkpoint.storage import StorageWriter
 from typing_extensions import deprecated
 
-from dcp.background.future import SaveFuture
+from dcp.background.writers import SaveFuture
 from dcp.calls.arguments import (
     choose_writer,
     refuse_a_place,
@@ -44,7 +44,7 @@ from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import told_to_all
 from dcp.saving.options import SaveOptions
 from dcp.saving.save import Held, SaveOutcome, SavingRank
-from dcp.steps.states import patterns_of_part
+from dcp.steps.notes import patterns_of_part
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:

@@ -2,62 +2,38 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgpack
 
-from dcp.ranks.failures import RankFailedError, failure_of
-from dcp.storage.errors import (
-    CheckpointError,
-    CollectiveTimeoutError,
-    WriterProcessError,
-    error_from_wire,
-    error_to_wire,
-)
+from dcp.ranks.failures import RankFailedError, decode_failure, failure_of, pack_failure
+from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, WriterProcessError
 
-__all__ = ["Ending", "Verdict", "error_from_data", "error_to_data", "plain_error", "verdict"]
-
-_TRACEBACK_CHARACTERS = 8000
+__all__ = ["Ending", "Verdict", "error_from_data", "error_to_data", "verdict"]
 
 
 def error_to_data(error: BaseException) -> dict[str, Any]:
-    """Plain data that describes ``error``, the failures by rank of a `RankFailedError` included."""
-    data: dict[str, Any] = {"own": plain_error(error), "step": "", "ranks": {}}
-    if isinstance(error, RankFailedError):
-        data["step"] = str(error.step or "save")
-        data["ranks"] = {rank: plain_error(cause) for rank, (cause, _) in error.failures.items()}
-    return data
+    """Describe ``error`` in plain data, the failures by rank of a `RankFailedError` included."""
+    failures = error.failures if isinstance(error, RankFailedError) else {}
+    return {
+        "own": pack_failure(error),
+        "step": str(getattr(error, "step", "") or "save"),
+        "ranks": {rank: pack_failure(cause) for rank, (cause, _) in failures.items()},
+    }
 
 
 def error_from_data(data: dict[str, Any], rank: int) -> BaseException:
-    """The exception that ``error_to_data`` described in rank ``rank``'s writer."""
+    """Rebuild the exception that `error_to_data` described in rank ``rank``'s writer."""
+    own = decode_failure(data["own"])
     if not data["ranks"]:
-        return _described(data["own"])
-    failures = {int(failed): _described(wire) for failed, wire in data["ranks"].items()}
+        return own
+    failures = {int(failed): decode_failure(packed) for failed, packed in data["ranks"].items()}
     error = failure_of(data["step"], failures, rank, None)
     if isinstance(error, CheckpointError):
-        error.__dict__.update(data["own"]["facts"])
+        error.__dict__.update(own.facts)
     return error
-
-
-def _described(wire: dict[str, Any]) -> CheckpointError:
-    error = error_from_wire(wire)
-    error.add_note(f"traceback of the writer process:\n{wire['traceback']}")
-    return error
-
-
-def plain_error(error: BaseException) -> dict[str, Any]:
-    """Data for `dcp.storage.errors.error_from_wire`; always msgpack-able."""
-    text = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:]
-    wire = error_to_wire(error, text)
-    try:
-        msgpack.packb(wire, unicode_errors="surrogatepass")
-    except (TypeError, ValueError, OverflowError):  # facts that are not plain data must not hide the failure
-        wire["facts"] = {key: repr(value) for key, value in wire["facts"].items()}
-    return wire
 
 
 @dataclass(frozen=True)
@@ -65,7 +41,7 @@ class Ending:
     """The end of a save for one rank.
 
     ``died`` says how its writer process ended, if that is why; ``error`` is the data of what was raised
-    otherwise. ``broken``: the writers of this rank cannot go on talking to the others.
+    otherwise. ``broken``: the writers of this rank are out of step with the others.
     """
 
     saved: bool = False
@@ -75,24 +51,24 @@ class Ending:
     broken: bool = False
 
     def encode(self) -> bytes:
-        """As bytes, for the other ranks."""
+        """Encode as bytes, for the other ranks."""
         data: bytes = msgpack.packb(asdict(self), unicode_errors="surrogatepass")
         return data
 
     @classmethod
     def decode(cls, data: bytes) -> Ending:
-        """The inverse of `encode`."""
+        """Undo `encode`."""
         return cls(**msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False))
 
     @property
     def is_timeout(self) -> bool:
         """Tell whether other ranks were waited for in vain."""
-        return bool(self.error) and self.error["own"]["class"] == CollectiveTimeoutError.__name__
+        return bool(self.error) and isinstance(decode_failure(self.error["own"]), CollectiveTimeoutError)
 
     @property
     def committed(self) -> bool:
         """Tell whether this rank knows that the checkpoint is committed."""
-        return self.saved or (bool(self.error) and error_from_wire(self.error["own"]).committed)
+        return self.saved or (bool(self.error) and decode_failure(self.error["own"]).committed)
 
 
 @dataclass(frozen=True)
@@ -106,7 +82,8 @@ class Verdict:
 
 
 def verdict(endings: Mapping[int, Ending], rank: int, *, together: bool) -> Verdict:
-    """The verdict of ``endings`` by rank, as ``rank`` raises it; ranks that nobody knows of are left out.
+    """Return the verdict of ``endings`` by rank, as ``rank`` raises it; ranks that are not known are left
+    out.
 
     A save that all ranks make ``together`` is committed if one of them knows so, whatever befell the others'
     writers after that; an error of the commit itself, such as of `.metadata`, is raised all the same. A death

@@ -1,4 +1,4 @@
-"""A session: what asynchronous saves share and nobody else may touch.
+"""A session: what asynchronous saves share, and nothing else may use.
 
 One stager with its host buffers, one writer (thread or process), one gloo group, one plan cache. Two sessions
 share nothing, so that two managers in one process cannot get into each other's way.
@@ -6,6 +6,7 @@ share nothing, so that two managers in one process cannot get into each other's 
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import logging
 import os
 import signal
@@ -27,9 +28,8 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from dcp.background.future import SaveFuture
 from dcp.background.process.rendezvous import own_client
-from dcp.background.writers import BackgroundWriter, Payload, RefusedWriter, Staged, ThreadWriter
+from dcp.background.writers import BackgroundWriter, RefusedWriter, SaveFuture, Staged, ThreadWriter
 from dcp.calls.arguments import stateful_to_plain, with_own_id
 from dcp.calls.plain_errors import shorten
 from dcp.engines import make_save, refused_save
@@ -49,6 +49,8 @@ from dcp.storage.errors import CheckpointError, OptionError, StagingError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.planner import SavePlanner
+
+    from dcp.background.writers import Payload
 
 __all__ = ["AsyncSession", "default_session", "own_channel"]
 
@@ -140,7 +142,7 @@ class AsyncSession:
             payload = self._stage(order, state_dict, stager, overlap)
         except Exception as error:  # noqa: BLE001 - raised by the future, and on the other ranks too
             payload = Staged.failed(error)
-        except BaseException as error:  # noqa: BLE001 - raised below, once the other ranks are told
+        except BaseException as error:  # noqa: BLE001 - raised below, once the other ranks know
             interrupt = error
             payload = Staged.failed(StagingError(f"staging was ended by a {type(error).__name__}"))
         order.seconds["blocked"] = time.perf_counter() - begun
@@ -152,7 +154,7 @@ class AsyncSession:
 
     @contextmanager
     def told_to_all(self) -> Iterator[None]:
-        """Around what a rank does before `save`: what it raises fails the save that the other ranks begin,
+        """Fail the save that the other ranks begin with what a rank raises in this block, before its `save`,
         with that error."""
         try:
             yield
@@ -171,7 +173,7 @@ class AsyncSession:
             self._hand_over(order, Staged.failed(error), SaveFuture("a place that was refused"))
 
     def _options_of(self, options: SaveOptions) -> SaveOptions:
-        """``options`` in the background, where a callback that raises must not fail the save."""
+        """Return ``options`` for the background, where a callback that raises must not fail the save."""
         progress = harmless(options.progress) if callable(options.progress) else options.progress
         return replace(options, progress=progress, timeout_seconds=self.timeout_seconds)
 
@@ -182,9 +184,9 @@ class AsyncSession:
         _chain(payload.done, future.staging_completion)
         try:
             self._worker.submit(order, payload, future)
-        except BaseException:
+        except BaseException as error:
             payload.release()
-            self._forget(future)
+            future.set_exception(error)  # another thread may wait for the end of what it has called off
             raise
 
     def _stage(
@@ -202,7 +204,7 @@ class AsyncSession:
         if isinstance(chosen, DefaultStager) and type(chosen).stage is DefaultStager.stage:
             return chosen.stage_local(part(state), overlap=overlap, shared=self._in_process)
         if not self._in_process:
-            self._wait_until_left(0)  # nobody knows where the stager copies to, or when that is read no more
+            self._wait_until_left(0)  # where the stager copies to, and until when that is read, is not known
             return Staged(_staged_by(chosen, state, part))
         # what a user's own stager has copied is not where another process can read it
         staged = _staged_by(chosen, state, part).result(self.timeout_seconds)
@@ -225,7 +227,7 @@ class AsyncSession:
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def under_way(self) -> list[SaveFuture]:
-        """Saves that have not ended yet."""
+        """List the saves that have not ended yet."""
         with self._changed:
             return list(self._unfinished)
 
@@ -249,9 +251,6 @@ class AsyncSession:
             committed = isinstance(error, CheckpointError) and error.committed
             what = "is committed, but what followed failed" if committed else "failed"
             logger.error("asynchronous save to %s %s: %s", future.checkpoint_id, what, error)
-        self._forget(future)
-
-    def _forget(self, future: SaveFuture) -> None:
         with self._changed:
             self._unfinished.discard(future)
             self._changed.notify_all()
@@ -279,7 +278,7 @@ class AsyncSession:
             self._stager.close()
 
     def _leave_to_parent(self) -> None:
-        """In a forked child: nothing here works any more, nor waits for what the parent does."""
+        """Close in a forked child, where nothing here works any more, nor waits for what the parent does."""
         self._closed = True
         self._finalizer.detach()
         self._changed = threading.Condition()  # another thread may have held the old one
@@ -296,7 +295,7 @@ class AsyncSession:
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Ctrl-C within is raised at the end: a save handed over by half would leave all waiting for it."""
+    """Raise Ctrl-C at the end of the block: all ranks would wait for a save that is handed over by half."""
     former = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(former):
         yield
@@ -319,7 +318,7 @@ def _ranks(channel: Channel | None, timeout_seconds: float, abort: threading.Eve
 def own_channel(
     shared: Ranks, *, manner: Sequence[str] = (), options: Mapping[str, Any] | None = None
 ) -> Channel | None:
-    """A gloo group of the ``shared`` ranks, over the store of theirs: saves run beside the training's
+    """Make a gloo group of the ``shared`` ranks, over their store: saves run beside the training's
     collectives, and two threads that use one group would take each other's messages. None for one rank.
     Collective."""
     begin(shared, lambda: "", manner=manner, options=options)
@@ -327,7 +326,7 @@ def own_channel(
         return None
     # torchrun keeps its store when it starts the workers again: the addresses of those that died are in it.
     token = shared.broadcast("meet", lambda: uuid.uuid4().hex.encode()).decode()
-    # A connection of its own: while training waits for a key (new_group does), nobody else could use its.
+    # A connection of its own: while training waits for a key (new_group does), its own is busy.
     store = dist.PrefixStore(f"{shared.key}/{token}", own_client(shared.store))
     rank, world_size = shared.rank, shared.world_size
     return shared.form(
@@ -392,7 +391,8 @@ _IN_FLIGHT = 2
 def default_session(
     process_group: ProcessGroup | None, *, no_dist: bool, kind: AsyncCheckpointerType
 ) -> AsyncSession:
-    """The session of `dcp.async_save` for a process group: buffers and writer are kept for the next call."""
+    """Return the session of `dcp.async_save` for a process group: buffers and writer are kept for the next
+    call."""
     if works_alone(process_group, no_dist=no_dist, operation="save"):
         sessions, group = _alone, None
     else:
@@ -410,8 +410,8 @@ def default_session(
 def _known_kind(
     kind: object, group: ProcessGroup | None, sessions: Mapping[AsyncCheckpointerType, AsyncSession]
 ) -> AsyncCheckpointerType:
-    """``kind``. What is none is an OptionError of the others', too: in the first step of a session that they
-    make, or by the save that they begin with the only one there is."""
+    """Return ``kind``. Raises OptionError for any other value, on the other ranks as well: in the first step
+    of a session that they make, or by the save that they begin with the only one there is."""
     try:
         return AsyncCheckpointerType(kind)
     except ValueError as error:
@@ -428,6 +428,11 @@ def _known_kind(
 def _drain_all() -> None:
     for session in list(_open_sessions):
         session.close()
+    # Threads that a hanging storage keeps are given up: concurrent.futures would wait for them without bound.
+    threads: dict[threading.Thread, object] = getattr(concurrent.futures.thread, "_threads_queues", {})
+    for thread in list(threads):
+        if thread.daemon and thread.name.startswith("dcp"):
+            del threads[thread]
 
 
 _of_parent: list[AsyncSession] = []

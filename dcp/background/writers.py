@@ -1,4 +1,5 @@
-"""Background writers: carry out saves one after the other, behind the training loop; here in a thread."""
+"""Background writers carry out saves one after the other, behind the training loop, here in a thread; the
+result of a save is one future that serves both usages of torch's."""
 
 from __future__ import annotations
 
@@ -10,53 +11,128 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+from dcp.calls.plain_errors import plain_errors
 from dcp.features.plan_cache import remembering
 from dcp.planners.save.plan_cache import PlanCache
-from dcp.storage.errors import CheckpointError
+from dcp.progress import is_within_callback
+from dcp.saving.save import SaveOutcome
+from dcp.storage.errors import CheckpointError, SaveAbortedError
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
-    from dcp.background.future import SaveFuture
     from dcp.ranks.collectives import Ranks
     from dcp.saving.save import Save
+    from dcp.staging.stager import StagedState
 
-__all__ = ["BackgroundWriter", "Payload", "RefusedWriter", "Staged", "ThreadWriter"]
+__all__ = ["BackgroundWriter", "RefusedWriter", "SaveFuture", "SaveOutcome", "Staged", "ThreadWriter"]
 
 
-class Payload(Protocol):
-    """A rank's part of a save: `DefaultStager.stage_local` gives one."""
+class SaveFuture(Future[Metadata], AsyncSaveResponse):
+    """An asynchronous save under way.
+
+    As a future: `result` waits for the commit and gives torch's `Metadata`; it raises what the save raised,
+    on all ranks alike. As torch's `AsyncSaveResponse`: ``staging_completion`` is done when the state may
+    change again (it fails with StagingError if the state changed while it was copied), ``upload_completion``
+    is this future itself.
+
+    `cancel` calls the save off, on all ranks, and says whether it came in time.
+    """
+
+    # the base is a dataclass: it would compare futures by value and take their hash away
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __init__(self, checkpoint_id: str | os.PathLike[str]) -> None:
+        Future.__init__(self)
+        self.checkpoint_id = os.fspath(checkpoint_id)
+        self.staging_completion: Future[None] = Future()
+        self.outcome: SaveOutcome | None = None
+        self.abort_event = threading.Event()
+        self._on_abort: Callable[[], None] | None = None
+
+    @plain_errors
+    def result(self, timeout: float | None = None) -> Metadata:
+        """Return torch's `Metadata` once the checkpoint is committed; raises what the save raised."""
+        return super().result(timeout)
 
     @property
-    def done(self) -> Future[Any]:
-        """Gives the part when its copies are complete and checked; fails where staging failed."""
+    def upload_completion(self) -> Future[Metadata]:  # type: ignore[override]
+        """This future."""
+        return self
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Phases that are over once ``done`` is."""
+    @plain_errors
+    def cancel(self) -> bool:
+        """Call the save off, and wait until it has ended; any rank may, from any thread, and again.
 
-    def release(self) -> None:
-        """The save has ended, whatever the end: the copies may be overwritten; idempotent."""
+        Returns:
+            True if nothing of it is committed or left behind: `result` raises SaveAbortedError, on all ranks.
+            False if it had committed before that, or failed.
+
+        Raises:
+            CheckpointError: In a progress callback, which the save waits for: `abort` does not wait.
+        """
+        if is_within_callback():
+            raise CheckpointError(
+                "cancel() in a progress callback would wait for itself; abort() calls the save off as well"
+            )
+        self.abort()
+        self.exception()
+        return self.cancelled()
+
+    def cancelled(self) -> bool:
+        """Tell whether the save was called off, by whichever rank, before it committed."""
+        return self.done() and isinstance(self.exception(), SaveAbortedError)
+
+    def abort(self) -> None:
+        """Call the save off as `cancel` does, without waiting for the end, for which `exception` waits."""
+        self.abort_event.set()
+        callback = self._on_abort
+        if callback is not None:
+            callback()
+
+    def when_aborted(self, callback: Callable[[], None]) -> None:
+        """Have ``callback`` called by `abort`: for a writer that does not see ``abort_event``.
+
+        It is dropped when the save has ended: it holds the staged copy, and futures are kept for long.
+        """
+        self._on_abort = callback
+        if self.abort_event.is_set():
+            callback()
+        self.add_done_callback(_drop_on_abort)
+
+
+def _drop_on_abort(future: Future[Metadata]) -> None:
+    if isinstance(future, SaveFuture):
+        future._on_abort = None
 
 
 @dataclass
 class Staged:
-    """A part that another stager than ours has copied, or could not copy."""
+    """A rank's part of a save that another stager than dcp's has copied, or could not copy; `StagedState` is
+    that of dcp's."""
 
     done: Future[Any]
     seconds: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def failed(cls, error: BaseException) -> Staged:
-        """Stands for a state that could not be staged, so that the other ranks learn why."""
+        """Make a part that stands for a state that could not be staged, so that the other ranks learn why."""
         done: Future[Any] = Future()
         done.set_exception(error)
         return cls(done)
 
     def release(self) -> None:
-        """Drop the copy."""
+        """Drop the copy: the save has ended."""
         self.done = Future()
+
+
+if TYPE_CHECKING:
+    Payload: TypeAlias = Staged | StagedState
 
 
 class RefusedWriter(FileSystemWriter):
@@ -67,7 +143,7 @@ class RefusedWriter(FileSystemWriter):
         super().__init__(os.curdir, open_store=partial(_fail, error))
 
     def discard(self) -> None:
-        """Nothing was written."""
+        """Do nothing: nothing was written."""
 
 
 def _fail(error: Exception, path: str | os.PathLike[str]) -> NoReturn:
@@ -103,23 +179,26 @@ class ThreadWriter(BackgroundWriter):
         self._thread: threading.Thread | None = None
         self._cache = PlanCache()
         self._closed = False
+        self._changing = threading.RLock()
 
     def submit(self, order: Save, payload: Payload, future: SaveFuture) -> None:
         """Queue the save."""
-        if self._closed:
-            raise CheckpointError("this writer is closed")
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="dcp-writer", daemon=True)
-            self._thread.start()
-        self._tasks.put(partial(self._carry_out, order, payload, future))
+        with self._changing:  # no save may be queued behind the end
+            if self._closed:
+                raise CheckpointError("this writer is closed")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="dcp-writer", daemon=True)
+                self._thread.start()
+            self._tasks.put(partial(self._carry_out, order, payload, future))
 
     def close(self, timeout_seconds: float) -> None:
         """Let the queue run empty, then end the thread."""
-        self._closed = True
-        if self._thread is not None:
+        with self._changing:
+            self._closed = True
             self._tasks.put(None)
-            if self._thread is not threading.current_thread():  # which drops the session after its last save
-                self._thread.join(timeout_seconds)
+        # the thread itself drops the session after its last save
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_seconds)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:

@@ -36,14 +36,14 @@ _ASCII_HEIGHTS: Final = " .:-=+*%#"
 
 
 def sparkline(counts: Sequence[int]) -> str:
-    """Return one character for each of ``counts``, as high as it is; whatever is not 0 can be seen."""
+    """Draw one character for each of ``counts``, as high as it is; whatever is not 0 can be seen."""
     heights = _HEIGHTS if can_print(_HEIGHTS) else _ASCII_HEIGHTS
     largest = max(counts, default=0)
     return "".join(heights[-(-count * 8 // largest) if largest else 0] for count in counts)
 
 
 def bar(count: int, largest: int, width: int) -> str:
-    """Return a bar of ``width`` characters for ``largest``, and of its share for ``count``."""
+    """Draw a bar of ``width`` characters for ``largest``, and of its share for ``count``."""
     eighths = -(-count * width * 8 // largest) if largest else 0
     if not can_print(_WIDTHS):
         return "#" * -(-eighths // 8)
@@ -66,8 +66,8 @@ _UPDATE_SECONDS = 0.1
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Show | None]:
-    """Provide a function of (bytes done, bytes in all) that shows rate and time left on stderr; None if
-    that is no terminal."""
+    """Give a function of (bytes done, bytes in all) that shows rate and time left on stderr; None if that is
+    no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -112,15 +112,15 @@ _GAP = "  "
 
 
 def output_columns() -> int | None:
-    """Return the width of the output: the terminal's width or ``COLUMNS``; None where nothing bounds it,
-    as in a pipe."""
+    """Return the width of the output: the terminal's width or ``COLUMNS``; None where nothing bounds it, as
+    in a pipe."""
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
         return shutil.get_terminal_size().columns
     return None
 
 
 def counted(count: int, what: str) -> str:
-    """Return ``1 file``, ``2,000 files``."""
+    """Count things, as ``1 file``, ``2,000 files``."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
@@ -143,7 +143,7 @@ def sort_key(option: str, keys: Mapping[str, Callable[[T], Any]]) -> Callable[[T
 
 
 def largest_first(figure_of: Callable[[T], float | None]) -> Callable[[T], tuple[bool, float]]:
-    """Return a key that sorts by a figure, the largest first, and what has none last."""
+    """Make a key that sorts by a figure, the largest first, and what has none last."""
 
     def key(row: T) -> tuple[bool, float]:
         figure = figure_of(row)

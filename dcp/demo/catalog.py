@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import html
 import json
 import re
 import subprocess
@@ -32,11 +31,6 @@ _READY_SECONDS: Final = 120.0
 _STOP_SECONDS: Final = 60.0
 _DTYPES: Final = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "I64": "int64", "U8": "uint8"}
 """Dtypes of the demo's checkpoints, by the names of safetensors."""
-_FACT: Final = re.compile(
-    r"<(?:dt|h2)\b[^>]*>(.*?)</(?:dt|h2)>(.*?)(?=<(?:dt|h2)\b|</(?:dl|section|aside|main)>)", re.DOTALL
-)
-"""A heading of the health strip or a term of a list, with its value."""
-_ROW: Final = re.compile(r"""<th\b[^>]*scope="row"[^>]*>(.*?)</th>""", re.DOTALL)
 
 
 class CatalogService:
@@ -101,8 +95,8 @@ class CatalogAct:
     def tell(
         self, digests: dict[str, str], losses: Mapping[int, float], until_end: ExitStack
     ) -> CatalogService:
-        """The service, which is up ``until_end``. ``digests`` are of what the last step of the job "run" has
-        saved, ``losses`` by step those of the job "uninterrupted"."""
+        """Return the service, which is up ``until_end``. ``digests`` are of what the last step of the job
+        "run" has saved, ``losses`` by step those of the job "uninterrupted"."""
         self._narrator.chapter("Serve all of it as a catalog")
         how = "nothing configured" if isinstance(self._place, FolderPlace) else "only the bucket named"
         self._narrator.say(
@@ -116,8 +110,7 @@ class CatalogAct:
             try:
                 self._find(client, losses)
                 self._verify(client)
-                export = self._convert(client, digests)
-                self._look(client, service.url, export)
+                self._convert(client, digests)
             except ClientError as error:
                 raise DemoError(f"the catalog: {error}") from error
         return service
@@ -151,8 +144,8 @@ class CatalogAct:
             what = "the copy with the flipped bit" if job == "damaged" else "the checkpoint it was made of"
             self._narrator.check(f"a job reads every byte: {what} is {outcome}", seen == outcome, seen)
 
-    def _convert(self, client: Client, digests: dict[str, str]) -> int:
-        """A rule, a checkpoint that it is for, and the model in the hands of a user; the id of the export."""
+    def _convert(self, client: Client, digests: dict[str, str]) -> None:
+        """Make a rule, register a checkpoint that it is for, and compare what a user downloads of it."""
         name = checkpoint_name(self._work.steps)
         place = {"to": "safetensors", "target_key": "exports/{name}", "drop_objects": True}
         rule = {
@@ -187,40 +180,6 @@ class CatalogAct:
         streamed = self._work.root / "streamed.safetensors"
         client.download(source or 0, streamed, drop_objects=True)
         self._compare("the source, made into one file while it is sent", streamed, digests)
-        return int(target.id)
-
-    def _look(self, client: Client, url: str, export: int) -> None:
-        """Fetch the pages of all that as a browser does, and check that they agree with what was done."""
-        self._narrator.say("The same service has pages for people. What they say, fetched as a browser does:")
-        name = checkpoint_name(self._work.steps)
-        whole, damaged = (self._checkpoint(client, f"{job}/{name}") for job in ("run", "damaged"))
-        headers = {"accept": "text/html"}
-        with httpx.Client(base_url=url, headers=headers, transport=httpx.HTTPTransport()) as http:
-            listed = {row.split(" ")[0] for row in _page(http, "/")[1]}
-            strip, _ = _page(http, f"/checkpoints/{whole}/files")
-            broken, _ = _page(http, f"/checkpoints/{damaged}")
-            _, origin = _page(http, f"/checkpoints/{export}/lineage")
-        shown = [("/", f"{len(listed)} runs: {', '.join(sorted(listed))}")]
-        for fact in ("Committed", "Verified", "Loads in stock torch", "Resumes on"):
-            shown.append((f"/checkpoints/{whole}/files", f"{fact}: {strip.get(fact, 'nothing is said')}"))
-        resumes = broken.get("Resumes on", "nothing is said")
-        shown.append((f"/checkpoints/{damaged}", f"Resumes on: {resumes}"))
-        shown.append((f"/checkpoints/{export}/lineage", " and ".join(origin)))
-        self._narrator.table(["page", "what it says"], shown)
-        check, runs = self._narrator.check, {*JOBS, "released", "exports"}
-        check("pages: the first page lists every run", listed == runs, f"{sorted(listed ^ runs)}")
-        is_good = "verified" in strip.get("Verified", "") and "any number" in strip.get("Resumes on", "")
-        check(
-            f"pages: step {self._work.steps} is shown as verified, for stock torch and for any number of "
-            "ranks",
-            is_good and strip.get("Loads in stock torch", "").startswith("yes"),
-            f"{strip}",
-        )
-        is_bad = "damaged" in broken.get("Verified", "") and "nothing" in resumes
-        check("pages: its copy with the flipped bit is shown as damaged", is_bad, f"{broken}")
-        made_of = {row.partition("/")[0] for row in origin}  # and what that training was resumed from
-        named = {"released", "exports"} <= made_of
-        check("pages: the export is shown with what it was made of", named, f"{origin}")
 
     def _compare(self, what: str, path: Path, digests: dict[str, str]) -> None:
         found = digests_of_safetensors(path)
@@ -241,7 +200,8 @@ class CatalogAct:
 
 
 def digests_of_safetensors(path: Path) -> dict[str, str]:
-    """As `dcp.demo.training.digests` makes them, read with nothing but the specification of the format."""
+    """Compute digests as `dcp.demo.digests` does, of a file read with nothing but the specification of the
+    format."""
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
     header: dict[str, Any] = json.loads(data[8 : 8 + size])
@@ -254,18 +214,3 @@ def digests_of_safetensors(path: Path) -> dict[str, str]:
         digest.update(data[begin:end])
         found[name] = digest.hexdigest()
     return found
-
-
-def _page(http: httpx.Client, path: str) -> tuple[dict[str, str], list[str]]:
-    """Fetch a page; give its facts by what they are called, and the names of its tables' rows."""
-    answer = http.get(path)
-    if answer.status_code != 200 or not answer.headers["content-type"].startswith("text/html"):
-        raise DemoError(f"the page {path} was answered with {answer.status_code}")
-    facts: dict[str, str] = {}
-    for name, value in _FACT.findall(answer.text):
-        facts.setdefault(_text(name), _text(value.replace("<p", ",<p")).removeprefix(", "))
-    return facts, [_text(row) for row in _ROW.findall(answer.text)]
-
-
-def _text(markup: str) -> str:
-    return " ".join(html.unescape(re.sub("<[^>]*>", " ", markup)).split()).replace(" ,", ",")

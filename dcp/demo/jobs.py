@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp.demo.places import FolderPlace, Place
+from dcp.watching.cursor import start_ticks
 
 __all__ = ["DemoError", "JobOutcome", "Workplace", "environ_of"]
 
@@ -168,13 +169,12 @@ def _await(process: BaseProcess, results: Path, ranks: int, on_step: Callable[[i
 
 def _end(process: BaseProcess, results: Path) -> None:
     """Kill the launcher, then the ranks: no process of the job outlives it, but for writer processes."""
-    training = importlib.import_module(_RANKS)
     process.kill()
     process.join()
     notes = [note.read_text() for note in results.glob("rank-*.pid")]
     started = {int(pid): int(ticks) for pid, ticks in map(str.split, notes)}
     give_up = time.monotonic() + _END_SECONDS
-    while alive := [pid for pid, ticks in started.items() if training.start_ticks(pid) == ticks]:
+    while alive := [pid for pid, ticks in started.items() if start_ticks(pid) == ticks]:
         if time.monotonic() > give_up:
             raise DemoError(
                 f"processes {alive} of a killed job are still there after {_END_SECONDS:g} seconds"

@@ -44,7 +44,7 @@ class TransformerBlock(nn.Module):
         self.mlp_out = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Shape [windows, context, width], in and out."""
+        """Map shape [windows, context, width] to the same."""
         windows, context, width = x.shape
         projected = self.attention_in(self.attention_norm(x))
         heads = projected.view(windows, context, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
@@ -70,7 +70,7 @@ class Transformer(nn.Module):
         self.head.weight = self.character.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int64 of [windows, context] to float32 of [windows, context, VOCABULARY]."""
+        """Map int64 of [windows, context] to float32 of [windows, context, VOCABULARY]."""
         before = F.pad(tokens[:, :-1], (1, 0))
         x = self.character(tokens) + self.pair(before * VOCABULARY + tokens)
         x = x + self.position(torch.arange(tokens.shape[1]))
@@ -81,7 +81,8 @@ class Transformer(nn.Module):
 
 
 def build_model(size: ModelSize) -> Transformer:
-    """The model with its parameters sharded over all ranks (FSDP2): equal values whatever their number."""
+    """Build the model with its parameters sharded over all ranks (FSDP2): equal values whatever their
+    number."""
     torch.manual_seed(20)
     model = Transformer(size)
     for block in model.blocks:

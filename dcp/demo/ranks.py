@@ -14,24 +14,12 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from dcp.demo.train import TIMEOUT_SECONDS, TrainingJob, train
+from dcp.watching.cursor import start_ticks
 
-__all__ = ["TrainingJob", "launch", "start_ticks"]
+__all__ = ["TrainingJob", "launch"]
 
 torch.compiler.reset()
 """So that the compiler is imported here, once: FSDP2 does it in each rank, for seconds."""
-
-_STATE, _START_TICKS = 0, 19
-"""Fields of ``/proc/PID/stat`` behind the command's name."""
-
-
-def start_ticks(pid: int) -> int | None:
-    """Give the clock tick at which a process started, which tells it from a later one of its number; None if
-    it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[_STATE] in ("Z", "X") else int(fields[_START_TICKS])
 
 
 def launch(job: TrainingJob, ranks: int, environment: Mapping[str, str], log: Path) -> None:

@@ -50,7 +50,8 @@ class S3ServerError(Exception):
 
 
 def find_weed() -> Path:
-    """The program ``weed``: beside this interpreter, else on the PATH. Raises `S3ServerError` without it."""
+    """Find the program ``weed``: beside this interpreter, else on the PATH. Raises `S3ServerError` without
+    it."""
     beside = Path(sys.executable).parent / "weed"
     if os.access(beside, os.X_OK):
         return beside

@@ -128,7 +128,7 @@ class Checkpoints:
             _note_digests(training, job, f"saved-{training.step}.json")
         stops = job.stop == (training.step, "staged")
         if stops:
-            self.manager.wait()  # the claim is about the next save alone
+            self.manager.wait()  # the claim is on the next save alone
         state = {"app": training, "rng": PerRank(training.generator.get_state())}
         self.manager.save(training.step, state, metrics={"loss": loss})
         if stops:

@@ -14,8 +14,8 @@ from torch.utils.data import RandomSampler
 
 import dcp
 from dcp.integrations import trainer_state as shared
-from dcp.integrations.path_saves import PathSaves
 from dcp.integrations.random_state import RandomState
+from dcp.integrations.trainer_state import PathSaves
 from dcp.storage.formats.opening.folder import has_checkpoint
 from dcp.storage.stores import open_store
 

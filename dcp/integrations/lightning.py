@@ -14,9 +14,10 @@ import torch
 
 from dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError, UnsafeObjectError
 from dcp.integrations import trainer_state as shared
-from dcp.integrations.path_saves import Mode, PathSaves
 from dcp.integrations.random_state import RandomState
+from dcp.integrations.trainer_state import PathSaves
 from dcp.manager.catalog import CatalogRegistration
+from dcp.manager.saving import Mode
 from dcp.planners.per_rank import PerRank
 from dcp.ranks.failures import causes_of
 from dcp.state_dict import get_model_state_dict, set_model_state_dict

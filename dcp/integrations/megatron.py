@@ -28,7 +28,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from dcp.background.future import SaveFuture
+from dcp.background.writers import SaveFuture
 from dcp.errors import CorruptCheckpointError, OptionError
 from dcp.integrations.trainer_state import committed_beside, package_of, refused_by_all
 from dcp.state_dict_loader import LoadKeywords, load

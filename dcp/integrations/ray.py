@@ -59,7 +59,7 @@ class RayCheckpointManager(CheckpointManager):
         force: bool = False,
         **options: Any,
     ) -> SaveFuture | None:
-        """As `CheckpointManager.save`; what was committed before is reported to Ray."""
+        """Save as `CheckpointManager.save`; what was committed before is reported to Ray."""
         is_due = self.should_save(step, last=bool(options.get("last")))  # first: a wrong step raises
         is_urgent = step % self._ask_every_steps == 0 and self._is_preempted()
         if force or is_urgent or is_due:
@@ -73,7 +73,7 @@ class RayCheckpointManager(CheckpointManager):
         return future
 
     def close(self, timeout_seconds: float | None = None) -> None:
-        """As `CheckpointManager.close`, with the last report."""
+        """Close as `CheckpointManager.close`, with the last report."""
         self._report()
         super().close(timeout_seconds)
 

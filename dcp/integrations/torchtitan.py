@@ -25,7 +25,7 @@ from dcp.state_dict_loader import load
 from dcp.state_dict_saver import save
 
 if TYPE_CHECKING:
-    from dcp.background.future import SaveFuture
+    from dcp.background.writers import SaveFuture
 
     _Base: Any  # which has no types
 else:

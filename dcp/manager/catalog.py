@@ -8,7 +8,6 @@ may be sent twice. What is lost all the same, a scan of the catalog finds. Torch
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -27,8 +26,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from dcp.storage.errors import OptionError
-from dcp.storage.stores.posix.refusals import sync_folder
+from dcp.storage.errors import CheckpointError, OptionError
+from dcp.storage.stores.names import TEMPORARY_PREFIX
+from dcp.storage.stores.posix.store import PosixStore
 from dcp.version import __version__
 
 if TYPE_CHECKING:
@@ -55,7 +55,6 @@ _TRY_AGAIN: Final = frozenset({401, 403, 408, 425, 429})
 MAX_NOTE_BYTES: Final = 64 << 10
 
 _NAME: Final = re.compile(r"[0-9]{20}-[0-9a-f]{8}-[0-9]{6,}\.json")
-_ASIDE: Final = re.compile(r"\.tmp-[0-9]{20}-.*")
 _STALE_SECONDS: Final = 3600.0
 
 
@@ -70,7 +69,7 @@ class CatalogRegistration:
       same one.
     - ``tags`` are put on every checkpoint.
     - ``spool``: a folder for notes that have not been sent yet. By default it is in the hidden folder
-      ``.catalog-spool`` of a local run, so that any host can go on with it, and below
+      ``.catalog-spool`` of a local run, so that any host can continue with it, and below
       ``~/.local/state/dcphub`` for others. It takes ``spool_notes`` at most; then the oldest ones go.
     - ``request_seconds`` bounds the waits of a request, ``close_seconds`` what closing the manager waits for
       notes that have not been sent.
@@ -126,7 +125,7 @@ class Registrar:
     # -- from training ---------------------------------------------------------------------------------------
 
     def on_event(self, event: Event) -> None:
-        """A listener of the manager's events."""
+        """Listen to the manager's events."""
         if event.step is None:
             return
         if event.kind == "saved":
@@ -138,7 +137,7 @@ class Registrar:
             self._put(event.step, {"deleted": True})
 
     def tell(self, name: str, step: int | None, *, deleted: bool) -> None:
-        """The checkpoint ``name`` of the run was committed or deleted."""
+        """Note that the checkpoint ``name`` of the run was committed or deleted."""
         self._put(step, {"deleted": True} if deleted else {}, name)
 
     def _put(self, step: int | None, more: Mapping[str, Any], name: str | None = None) -> None:
@@ -158,12 +157,12 @@ class Registrar:
             self._changed.notify_all()
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Until everything is registered; whether it is, within ``timeout_seconds``."""
+        """Wait until everything is registered; tell whether it is, within ``timeout_seconds``."""
         with self._changed:
             return self._changed.wait_for(self._is_done, timeout_seconds)
 
     def close(self) -> bool:
-        """As `wait`, for ``close_seconds`` at the most; what is left by then stays in the spool.
+        """Wait as `wait` does, for ``close_seconds`` at the most; what is left by then stays in the spool.
 
         A few seconds are taken in any case until the notes are on disk, if it takes that.
         """
@@ -239,7 +238,7 @@ class Registrar:
                 client.close()
 
     def _next(self) -> Note | None:
-        """The next note that is due, once the service may be asked again; None to end."""
+        """Wait for the next note that is due, once the service may be asked again; None to end."""
         with self._changed:
             while not self._closed:
                 now = time.monotonic()
@@ -261,7 +260,8 @@ class Registrar:
         )
 
     def _post(self, client: httpx.Client, note: Note) -> bool | None:
-        """True if the note is dealt with, None if it should be sent again; False if the service is away."""
+        """Send a note: True if it is dealt with, None if it should be sent again; False if the service is
+        away."""
         import httpx
 
         try:
@@ -287,7 +287,7 @@ class Registrar:
     def _away(self, what: str, at_least_seconds: float = 0.0) -> None:
         if not self._failed_in_a_row:
             logger.warning(
-                "%s: the catalog %s cannot be told of checkpoints now, and will be later: %s",
+                "%s: the catalog %s cannot be reached now, and is notified of checkpoints later: %s",
                 self._run_url,
                 self._options.url,
                 what,
@@ -311,7 +311,7 @@ class Registrar:
 
 
 def registration_of(catalog: str | CatalogRegistration | None) -> CatalogRegistration | None:
-    """Registration that ``catalog`` asks for. Raises OptionError for what is no URL, and
+    """Return the registration that ``catalog`` asks for. Raises OptionError for what is no URL, and
     ModuleNotFoundError without httpx."""
     if catalog is None:
         return None
@@ -350,17 +350,17 @@ def _retry_after(answer: httpx.Response) -> float:
 
 @dataclass(eq=False, slots=True)
 class Note:
-    """``body`` is what it says, ``path`` where it lies, None if it is in memory only. What was ``refused``
+    """A note with the content ``body``, in the file ``name``, "" if it is in memory only. What was refused
     comes again when it is ``due`` (of the monotonic clock)."""
 
     body: Mapping[str, Any]
-    path: Path | None = None
+    name: str = ""
     refusals: int = 0
     due: float = 0.0
 
     @property
     def key(self) -> str:
-        """The checkpoint that it is about."""
+        """The checkpoint of the note."""
         return f"{self.body.get('root') or self.body.get('root_url')}\0{self.body.get('key')}"
 
 
@@ -373,88 +373,63 @@ class Spool:
 
     def __init__(self, folder: Path, limit: int) -> None:
         self.folder = folder
+        self._store = PosixStore(folder)
         self._limit = limit
         self._own = uuid.uuid4().hex[:8]
         self._numbers = itertools.count()
         self._is_told = False
 
     def load(self) -> list[Note]:
-        """The notes that are there, the oldest first; unreadable ones are removed, and too many of them."""
+        """Read the notes that are there, the oldest first; unreadable ones are removed, and too many of
+        them."""
         found: list[Note] = []
         try:
-            names = sorted(os.listdir(self.folder))  # noqa: PTH208 - names only
-        except FileNotFoundError:
-            return []
+            listed = self._store.list()
         except OSError as error:
             self._tell(error)
             return []
-        for name in names:
-            if _ASIDE.fullmatch(name):
-                self._remove_stale(self.folder / name)
-            elif _NAME.fullmatch(name):
-                found.append(Note({}, self.folder / name))
+        for info in listed:
+            is_stale = time.time() - info.modified_seconds > _STALE_SECONDS
+            if _NAME.fullmatch(info.name):
+                found.append(Note({}, info.name))
+            elif is_stale and info.name.startswith(TEMPORARY_PREFIX):  # of a killed writer
+                self.remove(Note({}, info.name))
         for note in found[: -self._limit]:
             self.remove(note)
         return [note for note in found[-self._limit :] if self._read(note)]
 
     def add(self, notes: Sequence[Note]) -> None:
         """Put ``notes`` on disk, as far as that works."""
-        added = 0
         for note in notes:
+            name = f"{time.time_ns():020d}-{self._own}-{next(self._numbers):06d}.json"
             data = json.dumps(note.body).encode()
-            if len(data) <= MAX_NOTE_BYTES:
-                added += self._add(note, data)
-        if added:
+            if len(data) > MAX_NOTE_BYTES:
+                continue
             try:
-                sync_folder(self.folder)
+                self._store.make_root()
+                self._store.publish(name, data, durable=True, expected=None)
+                note.name = name
             except OSError as error:
                 self._tell(error)
 
-    def _add(self, note: Note, data: bytes) -> bool:
-        name = f"{time.time_ns():020d}-{self._own}-{next(self._numbers):06d}.json"
-        aside = self.folder / f".tmp-{name}"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with aside.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            aside.rename(self.folder / name)
-        except OSError as error:
-            self._tell(error)
-            with contextlib.suppress(OSError):
-                aside.unlink(missing_ok=True)
-            return False
-        note.path = self.folder / name
-        return True
-
     def remove(self, note: Note) -> None:
-        """It has arrived, or will never."""
-        if note.path is None:
-            return
+        """Remove a note that has arrived, or never will."""
         try:
-            note.path.unlink(missing_ok=True)
+            if note.name:
+                self._store.delete(note.name)
         except OSError as error:
             self._tell(error)
 
     def _read(self, note: Note) -> bool:
-        assert note.path is not None
         try:
-            with note.path.open("rb") as file:
-                body = json.loads(file.read(MAX_NOTE_BYTES + 1))
-        except (OSError, ValueError):
+            body = json.loads(self._store.read(note.name, limit_bytes=MAX_NOTE_BYTES))
+        except (OSError, ValueError, CheckpointError):
             body = None
         if isinstance(body, dict) and isinstance(body.get("key"), str):
             note.body = body
             return True
         self.remove(note)
         return False
-
-    def _remove_stale(self, path: Path) -> None:
-        """Remove what a killed writer left; a living one writes it for a moment only."""
-        with contextlib.suppress(OSError):
-            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
-                path.unlink()
 
     def _tell(self, error: OSError) -> None:
         if not self._is_told:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp.steps.states import PARTIAL
+from dcp.steps.notes import PARTIAL
 from dcp.storage.errors import CheckpointError, OptionError
 
 __all__ = ["Metrics", "check_weights", "user_metadata_of", "weights_of"]
@@ -28,10 +28,10 @@ _OURS = frozenset({"step", "metrics", "run", PARTIAL})
 def user_metadata_of(
     step: int, metrics: Metrics | None, run: str | None, others: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The user metadata of a save; ``metrics`` as floats.
+    """Make the user metadata of a save; ``metrics`` as floats.
 
     Raises OptionError for a metric that is not a number, and for ``others`` that are not plain data or under
-    names of ours.
+    names that the manager uses.
     """
     if metrics is not None and not isinstance(metrics, Mapping):
         raise OptionError(f"metrics must map names to numbers, not be a {type(metrics).__name__}")
@@ -81,8 +81,8 @@ def check_weights(state_dict: Mapping[str, Any], names: Sequence[str]) -> None:
 
 
 def weights_of(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """The entries called ``names``, keys joined by dots, in their places. Below the top level they are looked
-    for when it is saved, which fails where there is none."""
+    """Return the entries called ``names``, keys joined by dots, in their places. Below the top level they are
+    looked for when it is saved, which fails where there is none."""
     found: dict[str, Any] = {}
     for key, value in state_dict.items():
         below = [name for name in names if name.startswith(f"{key}.")]
@@ -110,7 +110,7 @@ class _SomeEntries:
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing is loaded by it."""
+        """Do nothing: nothing is loaded by it."""
 
 
 def _copy(source: Mapping[str, Any], target: dict[str, Any], path: str) -> bool:

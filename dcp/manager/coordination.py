@@ -13,10 +13,9 @@ import math
 import struct
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -42,25 +41,12 @@ _NOBODY = -1
 _NOW = "agree now"
 
 
-@dataclass(frozen=True, slots=True)
-class Votes:
-    """Wishes of a rank, or what was agreed: the wishes of any rank.
+Vote = Literal["stop", "time", "failed"]
+"""A rank's wish: to stop (SIGTERM or `request_stop`), to save by the clock, to raise a save's failure."""
 
-    ``stop``: SIGTERM or `request_stop`. ``time``: a save by the clock. ``failed``: a save's failure is to be
-    raised.
-    """
-
-    stop: bool = False
-    time: bool = False
-    failed: bool = False
-
-    def without(self, others: Votes) -> Votes:
-        """Return those that ``others`` has not."""
-        return Votes(*(own and not other for own, other in zip(astuple(self), astuple(others), strict=True)))
-
-    def with_(self, others: Votes) -> Votes:
-        """Return those too that ``others`` has."""
-        return Votes(*(own or other for own, other in zip(astuple(self), astuple(others), strict=True)))
+Votes = frozenset[Vote]
+_VOTES: tuple[Vote, ...] = get_args(Vote)
+_NONE: Votes = frozenset()
 
 
 class _Turn(NamedTuple):
@@ -79,48 +65,13 @@ class Refusal(NamedTuple):
     """Answer to a rank that was called for no step: the votes ``agreed`` there, and the step that the other
     ranks save, None if they save none; ``is_known`` is false where they tell nothing of that now."""
 
-    agreed: Votes = Votes()
+    agreed: Votes = _NONE
     saved: int | None = None
     is_known: bool = True
 
 
-class Agreement:
-    """The agreement of one rank with itself: whatever it wants is agreed at once."""
-
-    def exchange(self, step: int, votes: Votes, saves: Callable[[Votes], bool] = lambda _: False) -> Votes:
-        """Give what is agreed at ``step``, and cast ``votes`` for a later one; all ranks call it alike.
-
-        ``saves`` says, of what is agreed, whether this rank is going to save the step.
-        """
-        saves(votes)
-        return votes
-
-    def meet(self) -> None:
-        """Return when all ranks have come to restore. Raises PlanError where some save instead, with ``step``
-        and whether it is being saved (``saving``) among its facts."""
-
-    def refuse(self) -> Refusal:
-        """Take part in the step that the others are at, where this rank was called for none. If they do not
-        save it, they raise CheckpointError at their next one, which names this rank."""
-        return Refusal()
-
-    def any_rank(self, value: bool) -> bool:
-        """Tell whether ``value`` is true on any rank, now: waits for all of them."""
-        return value
-
-    def fail(self, error: Exception) -> None:
-        """In place of `any_rank`, which raises ``error`` on the others then."""
-
-    def least(self, values: Sequence[float]) -> list[float]:
-        """The least of each of the ``values`` on any rank, now: waits for all of them."""
-        return list(values)
-
-    def close(self, *, wait: bool) -> None:
-        """Leave; with ``wait`` after the last exchange has ended, if it does soon. Idempotent."""
-
-
-class RankAgreement(Agreement):
-    """The agreement of all ranks of ``channel``, which nobody else may use.
+class RankAgreement:
+    """The agreement of all ranks of ``channel``, which nothing else may use.
 
     Votes cast at one step are agreed at the next, and not cast again by a rank that has just seen them
     granted. ``every_steps``: exchange only at each so many-th call. Waits are bounded by ``timeout_seconds``;
@@ -141,48 +92,54 @@ class RankAgreement(Agreement):
         self._calls = 0
         self._work: Any = None
         self._cast = torch.zeros(0, dtype=torch.int64, device="cpu")
-        self._kept = Votes()
+        self._kept = _NONE
         self._step = 0
         self._closed = False
         atexit.register(channel.keep_for_ever)
 
-    def exchange(self, step: int, votes: Votes, saves: Callable[[Votes], bool] = lambda _: False) -> Votes:
-        """See `Agreement`. Raises CheckpointError where ranks are at different steps."""
-        agreed = self._read().with_(self._kept)
-        self._kept = Votes()
-        is_due = saves(agreed)
-        if self._calls % self._every_steps == 0:
-            self._step = step
-            self._begin(votes.without(agreed), _Turn(step, -step, self._ranks.rank, saves=int(is_due)))
-        self._calls += 1
+    def read(self) -> Votes:
+        """Return what was agreed at the step before. Raises CheckpointError where ranks were at different
+        steps."""
+        agreed, self._kept = self._read() | self._kept, _NONE
         return agreed
 
+    def cast(self, step: int, votes: Votes, *, saves: bool) -> None:
+        """Cast ``votes`` at ``step``, to be read at a later one; ``saves``: this rank saves the step."""
+        if self._calls % self._every_steps == 0:
+            self._step = step
+            self._begin(votes, _Turn(step, -step, self._ranks.rank, saves=int(saves)))
+        self._calls += 1
+
     def meet(self) -> None:
-        """See `Agreement`."""
-        self._kept = self._read().with_(self._kept)
-        self._begin(Votes(), _Turn(_NOBODY, -_NOBODY, restores=self._ranks.rank))
+        """Return when all ranks have come to restore. Raises PlanError where some save instead, with ``step``
+        and whether it is being saved (``saving``) among its facts."""
+        self._kept = self._read() | self._kept
+        self._begin(_NONE, _Turn(_NOBODY, -_NOBODY, restores=self._ranks.rank))
         self._read()
 
     def refuse(self) -> Refusal:
-        """See `Agreement`."""
-        agreed = self._kept = self._read().with_(self._kept)
+        """Take part in the step that the others are at, where this rank was called for none. If they do not
+        save it, they raise CheckpointError at their next one, which names this rank."""
+        agreed = self._kept = self._read() | self._kept
         self._calls += 1
         if (self._calls - 1) % self._every_steps:
             return Refusal(agreed, is_known=False)
-        self._begin(Votes(), _Turn(_NOBODY, -_NOBODY, refuses=self._ranks.rank))
+        self._begin(_NONE, _Turn(_NOBODY, -_NOBODY, refuses=self._ranks.rank))
         votes, turn = self._completed()
-        self._kept = agreed.with_(votes)
+        self._kept = agreed | votes
         return Refusal(agreed, turn.latest if turn.saves else None)
 
     def _begin(self, votes: Votes, turn: _Turn) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self._cast = torch.tensor([*map(int, astuple(votes)), *turn], dtype=torch.int64, device="cpu")
+        self._cast = torch.tensor(
+            [*(vote in votes for vote in _VOTES), *turn], dtype=torch.int64, device="cpu"
+        )
         self._work = self._channel.begun(self._channel.group.allreduce([self._cast], options), self._cast)
 
     def _read(self) -> Votes:
         if self._work is None:
-            return Votes()
+            return _NONE
         votes, turn = self._completed()
         if turn.refuses != _NOBODY:
             if turn.saves:  # which fails, and tells why
@@ -213,15 +170,15 @@ class RankAgreement(Agreement):
         self._ranks.complete("agree", self._work)
         self._work = None
         values = self._cast.tolist()
-        end = len(values) - len(_Turn._fields)
-        return Votes(*map(bool, values[:end])), _Turn(*values[end:])
+        votes = frozenset(vote for vote, is_cast in zip(_VOTES, values, strict=False) if is_cast)
+        return votes, _Turn(*values[len(_VOTES) :])
 
     def any_rank(self, value: bool) -> bool:
-        """See `Agreement`."""
+        """Tell whether ``value`` is true on any rank, now: waits for all of them."""
         return b"\x01" in self._ranks.all_gather(_NOW, lambda: b"\x01" if value else b"\x00")
 
     def fail(self, error: Exception) -> None:
-        """See `Agreement`."""
+        """Raise ``error`` on the others, in place of `any_rank`."""
 
         def raised() -> bytes:
             raise error
@@ -230,13 +187,13 @@ class RankAgreement(Agreement):
             self._ranks.all_gather(_NOW, raised)
 
     def least(self, values: Sequence[float]) -> list[float]:
-        """See `Agreement`."""
+        """Return the least of each of the ``values`` on any rank, now: waits for all of them."""
         form = f"<{len(values)}d"
         parts = self._ranks.all_gather("agree on times", lambda: struct.pack(form, *values))
         return [*map(min, zip(*(struct.unpack(form, part) for part in parts), strict=True))]
 
     def close(self, *, wait: bool) -> None:
-        """See `Agreement`."""
+        """Leave; with ``wait`` after the last exchange has ended, if it does soon. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -285,11 +242,11 @@ class StepCoordinator:
         self._saves_each = every_steps is None and every_seconds is None
         self._may_save_first = save_first
         self._exchanges = exchanges or channel is None
-        self._agreement = (
-            Agreement()
-            if channel is None
-            else RankAgreement(channel, timeout_seconds=timeout_seconds, every_steps=agree_every_steps)
-        )
+        self._agreement = None  # one rank agrees with itself at once
+        if channel is not None:
+            self._agreement = RankAgreement(
+                channel, timeout_seconds=timeout_seconds, every_steps=agree_every_steps
+            )
         self._since_seconds = time.monotonic()
         self._step: int | None = None
         self._first: int | None = None
@@ -311,37 +268,40 @@ class StepCoordinator:
         as for `CheckpointManager.save`.
         """
         if step == self._step:
-            return Votes()
+            return _NONE
+        votes: list[Vote] = []
+        if (self.notices.moments or self._stop_wanted) and not self.stopping:
+            votes.append("stop")
         waited = time.monotonic() - self._since_seconds
-        wanted = Votes(
-            stop=(self.notices.received or self._stop_wanted) and not self.stopping,
-            time=self._every_seconds is not None and waited >= self._every_seconds,
-            failed=failed,
-        )
-
-        def saves(agreed: Votes) -> bool:
-            self._first = step if self._first is None else self._first
-            self._step, self._time_is_up = step, agreed.time
-            self.stopping = self.stopping or agreed.stop
-            return not agreed.failed and (force or self.reason(step, last=last) is not None)
-
-        if self._exchanges:
-            return self._agreement.exchange(step, wanted, saves)
-        saves(Votes())
-        return Votes()
+        if self._every_seconds is not None and waited >= self._every_seconds:
+            votes.append("time")
+        if failed:
+            votes.append("failed")
+        wanted = agreed = frozenset(votes)
+        if self._agreement is not None:
+            agreed = self._agreement.read() if self._exchanges else _NONE
+        self._first = step if self._first is None else self._first
+        self._step, self._time_is_up = step, "time" in agreed
+        self.stopping = self.stopping or "stop" in agreed
+        if self._agreement is not None and self._exchanges:
+            saves = "failed" not in agreed and (force or self.reason(step, last=last) is not None)
+            self._agreement.cast(step, wanted - agreed, saves=saves)
+        return agreed
 
     def meet(self) -> None:
-        """Come together to restore: see `Agreement.meet`."""
-        if self._exchanges:
+        """Come together to restore: see `RankAgreement.meet`."""
+        if self._agreement is not None and self._exchanges:
             self._agreement.meet()
 
     def refuse(self, error: Exception, *, saves: bool) -> bool:
-        """This rank refuses the step that it was called with, by ``error``; whether the others begin a save,
-        which then counts here, too. ``saves``: whether they do whatever the step is. See `Agreement.refuse`.
-        """
+        """Refuse the step that this rank was called with, by ``error``; tell whether the others begin a save,
+        which then counts here, too. ``saves``: whether they do whatever the step is. See
+        `RankAgreement.refuse`."""
+        if self._agreement is None:
+            return False
         agreed, saved, is_known = self._agreement.refuse() if self._exchanges else Refusal(is_known=False)
-        self.stopping = self.stopping or agreed.stop
-        if self.stopping and not self._stop_saved and not agreed.failed:
+        self.stopping = self.stopping or "stop" in agreed
+        if self.stopping and not self._stop_saved and "failed" not in agreed:
             self._agreement.fail(error)  # at the first of their `seconds_left`; the next step is the stop's
             return False
         if saved is not None:
@@ -380,28 +340,31 @@ class StepCoordinator:
         return True
 
     def saved(self, step: int, reason: Reason | None) -> None:
-        """``step`` is being saved: the intervals count from here."""
+        """Note that ``step`` is being saved: the intervals count from here."""
         self._saved, self._skipped = step, None
         self._since_seconds, self._time_is_up = time.monotonic(), False
         self._stop_saved = self._stop_saved or reason == "stop"
 
     def skipped(self, step: int) -> None:
-        """``step`` was left out on purpose, as if it had been saved; as the last one it still may be."""
+        """Note that ``step`` was left out on purpose, as if it had been saved; as the last one it still may
+        be."""
         self.saved(step, None)
         self._skipped = step
 
     def restored(self, step: int) -> None:
-        """The run goes on from ``step``."""
+        """Continue from ``step``."""
         self.saved(step, None)
         self._may_save_first = False
 
     def any_rank(self, value: bool) -> bool:
         """Tell whether ``value`` is true on any rank, now: waits for all of them."""
-        return self._agreement.any_rank(value)
+        return value if self._agreement is None else self._agreement.any_rank(value)
 
     def seconds_left(self, wanted_seconds: float) -> tuple[float, float]:
-        """Time until a deadline, infinite without one, and the most that a rank wants: the same
+        """Return the time until a deadline, infinite without one, and the most that a rank wants: the same
         on all ranks, for whom it waits."""
+        if self._agreement is None:
+            return self.notices.seconds_left(), wanted_seconds
         if not self._exchanges:
             return math.inf, wanted_seconds
         self._agreement.any_rank(False)  # who comes late must not find that the others counted from earlier
@@ -409,7 +372,7 @@ class StepCoordinator:
         return left, -wanted
 
     def request_stop(self) -> None:
-        """As if SIGTERM had come."""
+        """Stop as if SIGTERM had come."""
         if not self._exchanges:
             raise CheckpointError(
                 "request_stop() needs the ranks to agree at each step: make the manager with "
@@ -420,10 +383,10 @@ class StepCoordinator:
     def close(self, *, together: bool) -> None:
         """Leave the other ranks; ``together``: they leave too. Idempotent."""
         self._finalizer.detach()
-        self.notices.close()
-        self._agreement.close(wait=together)
+        _let_go(self.notices, self._agreement, wait=together)
 
 
-def _let_go(notices: Notices, agreement: Agreement) -> None:
+def _let_go(notices: Notices, agreement: RankAgreement | None, *, wait: bool = False) -> None:
     notices.close()
-    agreement.close(wait=False)
+    if agreement is not None:
+        agreement.close(wait=wait)

@@ -139,7 +139,8 @@ class Events:
             )
 
     def _log(self, event: Event) -> None:
-        """One record whose ``extra`` has the event's fields, for handlers that write structured logs."""
+        """Write one record whose ``extra`` has the event's fields, for handlers that write structured
+        logs."""
         level = logging.WARNING if event.kind in _TROUBLE or event.error is not None else logging.INFO
         if not logger.isEnabledFor(level):
             return
@@ -168,7 +169,8 @@ def _tell_torch(event: Event) -> None:
         data["step"] = event.step
     if event.error is not None:
         data["error"] = event.error
-    data.update({f"seconds.{name}": spent for name, spent in event.seconds.items()})
+    for name, spent in event.seconds.items():
+        data[f"seconds.{name}"] = spent
     data.update(event.data)
     moment = datetime.fromtimestamp(event.time, UTC)
     torch.monitor.log_event(torch.monitor.Event(f"dcp.{event.kind}", moment, data))

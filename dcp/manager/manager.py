@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, get_args
 
 import torch.distributed as dist
 
-from dcp.background.future import SaveFuture
 from dcp.background.session import AsyncSession, own_channel
+from dcp.background.writers import SaveFuture
 from dcp.calls.arguments import check_top_level, with_options
 from dcp.calls.plain_errors import plain_errors
 from dcp.manager.catalog import CatalogRegistration, Registrar, registration_of
@@ -114,8 +114,8 @@ class CheckpointManager:
             pinned ones stay. The highest step is the newest: after going back, `delete` those after it.
         when_busy: What a save by interval does while the one before is not finished: "wait", "skip" (until
             the next interval) or "raise"; the same on all ranks. Last, forced and stopping saves wait.
-        on_failure: A save that failed in spite of ``retries`` is logged, told as an event and counted in
-            `failures`, and training goes on ("warn"), unless the saves to come would fail as well: a state
+        on_failure: A save that failed in spite of ``retries`` is logged, emitted as an event and counted in
+            `failures`, and training continues ("warn"), unless the saves to come would fail as well: a state
             that cannot be saved (PlanError), ranks that do not come (CollectiveTimeoutError). `save` raises
             such an error, or with "raise" any, at the next call, on all ranks at the same step, and so do
             `wait` and `close`.
@@ -147,7 +147,7 @@ class CheckpointManager:
             each so many-th step.
         storage_options: For a ``root`` such as ``s3://bucket/run``, as for `dcp.save`. A ``writer`` that has
             options of its own keeps them.
-        catalog: The service (``dcp serve``) that is told of commits and deletions, in the background: its
+        catalog: The service (``dcp serve``) that is notified of commits and deletions, in the background: its
             URL, or a `CatalogRegistration`. That it is away never slows or fails training.
         map: Each step is saved through it, as `dcp.save` does, and restored through its inverse: a run's
             steps are under another model definition's names. What the inverse does not lead back to is
@@ -193,7 +193,14 @@ class CheckpointManager:
         catalog: str | CatalogRegistration | None = None,
         map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     ) -> None:
+        self._closed = False
         self._no_dist = works_alone(process_group, no_dist=no_dist, operation="save")
+        self._mode, self._run, self._may_be_alone = mode, run, no_dist
+        self._process_group = process_group
+        self._make_writer = writer if writer is not None else FileSystemWriter
+        names = (weights,) if isinstance(weights, str) else tuple(weights)
+        self._saved_first = names if grace_seconds is not None else ()
+        """Entries that are saved first before a deadline; () where there is none to come."""
         ranks = Ranks(
             process_group,
             use_dist=not self._no_dist,
@@ -205,7 +212,7 @@ class CheckpointManager:
             if keep is not None and not isinstance(keep, Retention):
                 raise OptionError(f"keep must be a Retention, such as Retention(last=3), not {keep!r}")
             weight_map = None if map is None else WeightMap.of(map)  # a file is read once
-            notices = grace_of(grace_seconds, handle_sigterm=handle_sigterm)
+            notices = Notices(*grace_of(grace_seconds, handle_sigterm=handle_sigterm))
             self._opener = OpenWith(storage_options)
             self._folders = StepFolders(root, name, open_store=self._opener)
             registration = registration_of(catalog)
@@ -225,23 +232,11 @@ class CheckpointManager:
         }
         if weight_map is not None:
             alike["map"] = weight_map.mark
-        self._closed = False
         channel = None if self._no_dist else own_channel(ranks, options=alike)
         self.rank, self.world_size = (0, 1) if channel is None else (channel.rank, channel.world_size)
-        self._mode, self._run, self._may_be_alone = mode, run, no_dist
-        self._make_writer = writer if writer is not None else FileSystemWriter
-        names = (weights,) if isinstance(weights, str) else tuple(weights)
-        self._saved_first = names if grace_seconds is not None else ()
-        """Entries that are saved first before a deadline; () where there is none to come."""
-        self._registrar = None
-        if registration is not None and self.rank == 0:
-            self._registrar = Registrar(registration, self._folders.root.url, self._folders.name)
-        told = () if self._registrar is None else (self._registrar.on_event,)
-        self._events = Events(self._folders.root.url, self.rank, on_event, also=told)
-        self._ledger = SaveLedger(keep_failures=on_failure == "raise")
         seen_by_one = handle_sigterm or grace_seconds is not None or every_seconds is not None
         self._coordinator = StepCoordinator(
-            Notices(*notices),
+            notices,
             channel,
             every_steps=every_steps,
             every_seconds=every_seconds,
@@ -250,13 +245,7 @@ class CheckpointManager:
             agree_every_steps=agree_every_steps,
             timeout_seconds=timeout_seconds,
         )
-        self._after_commit = None
-        if self.rank == 0:
-            damaged = self._ledger.damaged
-            self._after_commit = AfterCommit(
-                self._folders, keep, verify_saved, self._events, on_damage=damaged
-            )
-        self._options = options = SaveOptions(
+        self._options = SaveOptions(
             progress=progress,
             timeout_seconds=timeout_seconds,
             retries=retries,
@@ -265,21 +254,11 @@ class CheckpointManager:
             map_leads_back=True,
             apart=() if keep is None else tuple(part.patterns for part in keep.dropping),
         )
-        self._process_group = process_group
-        self._session = (
-            LoopSession(process_group, no_dist=self._no_dist, world_size=self.world_size)
-            if mode == "sync"
-            else AsyncSession(
-                process_group,
-                no_dist=self._no_dist,
-                kind=AsyncCheckpointerType(mode),
-                stager=stager,
-                timeout_seconds=timeout_seconds,
-                start=mode == "process",
-            )
-        )
-        if self._coordinator.notices.has_grace:
-            self._coordinator.notices.see_to_it(partial(_call_off, weakref.ref(self._session)))
+        self._ledger = SaveLedger(keep_failures=on_failure == "raise")
+        self._listen(registration, on_event, keep, verify_saved)
+        self._session = self._open_session(stager)
+        if notices.has_grace:
+            notices.see_to_it(partial(_call_off, weakref.ref(self._session)))
         self._saver = StepSaver(
             self._coordinator,
             self._session,
@@ -287,10 +266,42 @@ class CheckpointManager:
             self._events,
             () if self._after_commit is None else (self._after_commit,),
             when_busy,
-            options,
+            self._options,
             planner,
         )
         _open.add(self)
+
+    def _listen(
+        self,
+        registration: CatalogRegistration | None,
+        on_event: EventCallback | Sequence[EventCallback] | None,
+        keep: Retention | None,
+        check: Check,
+    ) -> None:
+        """Set up what follows saves: events, and on rank 0 the catalog and the work after a commit."""
+        is_first, root = self.rank == 0, self._folders.root.url
+        self._registrar = None
+        if registration is not None and is_first:
+            self._registrar = Registrar(registration, root, self._folders.name)
+        own = () if self._registrar is None else (self._registrar.on_event,)
+        self._events = Events(root, self.rank, on_event, also=own)
+        self._after_commit = None
+        if is_first:
+            self._after_commit = AfterCommit(
+                self._folders, keep, check, self._events, on_damage=self._ledger.damaged
+            )
+
+    def _open_session(self, stager: AsyncStager | None) -> LoopSession | AsyncSession:
+        if self._mode == "sync":
+            return LoopSession(self._process_group, no_dist=self._no_dist, world_size=self.world_size)
+        return AsyncSession(
+            self._process_group,
+            no_dist=self._no_dist,
+            kind=AsyncCheckpointerType(self._mode),
+            stager=stager,
+            timeout_seconds=self._options.timeout_seconds,
+            start=self._mode == "process",
+        )
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -312,8 +323,7 @@ class CheckpointManager:
             CheckpointError: The manager is closed; or what an earlier save raised (see ``on_failure``).
         """
         self._check_open()
-        with self._saver.step_refused_by_all(saves=last):
-            step = whole_step(step)
+        step = self._whole_step(step, saves=last)
         self._saver.exchange(step, last=last)
         return self._coordinator.reason(step, last=last) is not None
 
@@ -359,9 +369,9 @@ class CheckpointManager:
         self._check_open()
         self._events.refuse_to_wait("save()")
         saver = self._saver
-        with saver.step_refused_by_all(saves=last or force):
-            step = whole_step(step)
-        reason = saver.begin_step(step, last=last, force=force)
+        step = self._whole_step(step, saves=last or force)
+        saver.exchange(step, last=last, force=force)
+        reason = saver.reason(step, last=last, force=force)
         if reason is None:
             self._check_state(state_dict)  # not only once it is saved
             return None
@@ -369,11 +379,14 @@ class CheckpointManager:
             return None
 
         def prepare() -> tuple[FileSystemWriter, dict[str, Any]]:
-            with saver.refused_by_all(step, reason):
+            try:
                 self._check_state(state_dict)
                 described = user_metadata_of(step, metrics, self._run, user_metadata)
-                writer = self._make_writer(self.checkpoint_id(step))
+                writer = self._make_writer(self._folders.checkpoint_id(step))
                 return with_options(writer, self._opener), described
+            except Exception as error:
+                saver.refuse(step, reason, error)
+                raise
 
         if reason == "stop":
 
@@ -383,10 +396,19 @@ class CheckpointManager:
             return saver.begin_last(step, state_dict, prepare, self._saved_first, is_whole)
         return saver.begin(step, reason, state_dict, *prepare(), overlap=overlap)
 
+    def _whole_step(self, step: int, *, saves: bool) -> int:
+        """Check the ``step`` of a call; for what is none see `StepSaver.refuse_call`."""
+        try:
+            return whole_step(step)
+        except OptionError as error:
+            self._saver.refuse_call(error, saves=saves)
+            raise
+
     def _check_state(self, state_dict: Any) -> None:
-        """In the background each save would fail by it, and only be told."""
+        """Refuse what each save in the background would fail by, where that is only logged."""
         check_top_level(state_dict)
-        check_weights(state_dict, self._saved_first)
+        if self._saved_first:
+            check_weights(state_dict, self._saved_first)
 
     @property
     def failures(self) -> int:
@@ -442,9 +464,9 @@ class CheckpointManager:
         """Load the newest good checkpoint into ``state_dict``, or that of ``step`` and no other; all ranks
         together. The next saves count from it.
 
-        A damaged checkpoint is noted, told, and an older one taken; an older one than that of weights alone,
-        too, unless ``only`` or ``step`` asks for what it has. Errors of the storage are retried and then
-        raised, as all others are, rather than set training back.
+        A damaged checkpoint is noted, an event says so, and an older one is taken; an older one than that of
+        weights alone, too, unless ``only`` or ``step`` asks for what it has. Errors of the storage are
+        retried and then raised, as all others are, rather than set training back.
 
         Args:
             state_dict: What was given to `save`.
@@ -478,9 +500,9 @@ class CheckpointManager:
             options.setdefault("map", weights.inverse)
         restored = restore(
             state_dict,
-            list_steps=self._newest_first,
-            checkpoint_id=self.checkpoint_id,
-            step=step,
+            self._folders,
+            self._newest_first,
+            step,
             on_damage=None if self._after_commit is None else self._after_commit.doubt,
             retry_pause_seconds=self._options.retry_pause_seconds,
             timeout_seconds=self._options.timeout_seconds,
@@ -504,10 +526,10 @@ class CheckpointManager:
             self._events.emit("restored", restored.step, seconds=report.seconds, size_bytes=size_bytes)
         return restored
 
-    # -- the steps that there are ----------------------------------------------------------------------------
+    # -- committed steps -------------------------------------------------------------------------------------
 
     def checkpoint_id(self, step: int) -> str:
-        """Path or URL by which `dcp.load` loads the checkpoint of ``step``, be there one or not.
+        """Return the path or URL by which `dcp.load` loads the checkpoint of ``step``, be there one or not.
 
         Args:
             step: Of the training.
@@ -522,8 +544,8 @@ class CheckpointManager:
 
     @plain_errors
     def all_steps(self) -> list[int]:
-        """The committed steps, ascending, as this process sees them on the storage; not those that are to be
-        deleted.
+        """List the committed steps, ascending, as this process sees them on the storage; not those that are
+        to be deleted.
 
         Raises:
             StorageError: The storage cannot be listed.
@@ -533,7 +555,7 @@ class CheckpointManager:
 
     @plain_errors
     def latest(self) -> int | None:
-        """The newest of `all_steps`; `restore` may find it damaged and take an older one.
+        """Return the newest of `all_steps`; `restore` may find it damaged and take an older one.
 
         Returns:
             The step; None if nothing is committed.
@@ -545,10 +567,12 @@ class CheckpointManager:
 
     def _newest_first(self) -> Iterator[int]:
         going = self._going()
-        return (step for step in self._folders.newest_first() if step not in going)
+        for step in self._folders.newest_first():
+            if step not in going:
+                yield step
 
     def _going(self) -> set[int]:
-        return set() if self._after_commit is None else set(self._after_commit.deleting())
+        return set() if self._after_commit is None else self._after_commit.deleting()
 
     @plain_errors
     def delete(self, step: int) -> None:
@@ -612,7 +636,7 @@ class CheckpointManager:
 
     @plain_errors
     def pinned(self) -> list[int]:
-        """The pinned ones of `all_steps`.
+        """List the pinned ones of `all_steps`.
 
         Raises:
             StorageError: The storage cannot be listed.
@@ -701,7 +725,7 @@ class CheckpointManager:
         self._close(min(self._options.timeout_seconds, most), together=False)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: closed, nothing to wait for, and no lock that another thread may have held."""
+        """Close in a forked child, without a wait, or a lock that another thread may have held."""
         self._closed = True
         self._ledger = SaveLedger(keep_failures=False)
         self._after_commit = None
@@ -726,7 +750,7 @@ class CheckpointManager:
             self.end_with_interpreter(failed=True)
 
 
-# -- managers that nobody closed -----------------------------------------------------------------------------
+# -- managers that were not closed ---------------------------------------------------------------------------
 
 _open: weakref.WeakSet[CheckpointManager] = weakref.WeakSet()
 

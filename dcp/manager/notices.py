@@ -27,71 +27,82 @@ _LARGEST_RESERVE_SECONDS = 5.0
 
 
 def _reserve_seconds(grace_seconds: float) -> float:
-    """Time before the end at which saves are called off: their files have to be removed in that time."""
+    """Return the time before the end at which saves are called off: their files have to be removed in that
+    time."""
     return min(_LARGEST_RESERVE_SECONDS, grace_seconds / 10)
 
 
 class Notices:
     """Notices that the run is to stop. ``signals`` and ``files`` have the seconds of grace of each; of a
-    signal None means that nobody knows.
+    signal None means that it is not known.
 
     Files are looked for by a thread, and a deadline is seen to by it, once `see_to_it` has begun it. Time is
-    that of `time.monotonic`, so that no clock that is set has a part in it.
+    that of `time.monotonic`, so that no clock that is set has a part in it. All notices of a process share
+    one handler a signal, which is installed with the first and taken away with the last, and calls the Python
+    handler that was there before.
     """
 
     def __init__(self, signals: Mapping[int, float | None], files: Mapping[str, float] | None = None) -> None:
-        self._signals = {StopSignal(number): grace for number, grace in signals.items()}
-        self._files = dict(files or {})
-        self._there = {path: _identity(path) for path in self._files}
-        self._appeared: dict[str, float] = {}
+        self.signals = tuple(signals)
+        self.moments: dict[int | str, float] = {}
+        """The time at which each notice came first."""
+        self._grace = dict[int | str, float | None]([*signals.items(), *(files or {}).items()])
+        self._there = {path: _identity(path) for path in files or ()}
         self._closed = threading.Event()
         for path, identity in self._there.items():
             if identity is not None:
                 logger.warning("%s is there already: it is no notice until it appears anew", path)
 
     def listen(self) -> None:
-        """Notice signals from now on, until `close`."""
-        for stop in self._signals:
-            stop.listen()
-
-    @property
-    def received(self) -> bool:
-        """Tell whether one has come."""
-        return bool(self._appeared) or any(stop.received for stop in self._signals)
+        """Notice signals from now on, until `close`; only the main thread can install their handlers."""
+        for number in self.signals:
+            installed = _installed.get(number)
+            if installed is None or not installed.is_in_place():
+                if threading.current_thread() is not threading.main_thread():
+                    name = signal.Signals(number).name
+                    logger.warning(
+                        "%s is not handled: only the main thread can install a signal handler", name
+                    )
+                    continue
+                if installed is not None and installed.pid != os.getpid():
+                    _listeners.clear()  # a fork: those who listened are in the parent
+                _installed[number] = _Handler(number)
+            _listeners.add((number, self))
 
     @property
     def has_grace(self) -> bool:
         """Tell whether a deadline may come of one."""
-        return bool(self._files) or any(grace is not None for grace in self._signals.values())
+        return any(grace is not None for grace in self._grace.values())
 
     def seconds_left(self) -> float:
-        """Until saves have to be called off, at the earliest by all that has come; infinite if nothing has
-        that has a deadline."""
-        moments = [(stop.moment, grace) for stop, grace in self._signals.items()]
-        moments += [(self._appeared.get(path), grace) for path, grace in self._files.items()]
-        ends = [
-            moment + grace - _reserve_seconds(grace)
-            for moment, grace in moments
-            if moment is not None and grace is not None
-        ]
-        return min(ends, default=math.inf) - time.monotonic()
+        """Return the time until saves have to be called off, at the earliest by all that has come; infinite
+        if nothing has that has a deadline."""
+        end = math.inf
+        for notice, moment in tuple(self.moments.items()):
+            grace = self._grace[notice]
+            if grace is not None:
+                end = min(end, moment + grace - _reserve_seconds(grace))
+        return end - time.monotonic()
 
     def see_to_it(self, call_off: Callable[[], None]) -> None:
         """Look for files from now on, and call ``call_off`` again and again once a deadline has come."""
         threading.Thread(target=self._look, args=(call_off,), name="dcp-notices", daemon=True).start()
 
     def close(self) -> None:
-        """Notice nothing any more; idempotent."""
+        """Notice nothing any more; idempotent. The last to leave puts former handlers back."""
         self._closed.set()
-        for stop in self._signals:
-            stop.close()
+        for number in self.signals:
+            _listeners.discard((number, self))
+            installed = _installed.get(number)
+            if installed is not None and not _of(number) and installed.take_away():
+                del _installed[number]
 
     def _look(self, call_off: Callable[[], None]) -> None:
         while not self._closed.wait(min(_LOOK_SECONDS, max(_SHORTEST_SECONDS, self.seconds_left()))):
-            for path in self._files.keys() - self._appeared.keys():
+            for path in self._there.keys() - self.moments.keys():
                 identity = _identity(path)
                 if identity not in (None, self._there[path]):
-                    self._appeared[path] = time.monotonic()
+                    self.moments[path] = time.monotonic()
                     logger.warning("the notice %s has appeared", path)
                 self._there[path] = identity
             if self.seconds_left() <= 0:
@@ -99,7 +110,7 @@ class Notices:
 
 
 def _identity(path: str) -> tuple[int, int, int] | None:
-    """Identity of the file or folder that is there; None if none is, or it cannot be read."""
+    """Return the identity of the file or folder that is there; None if none is, or it cannot be read."""
     try:
         found = Path(path).stat()
     except (OSError, ValueError):
@@ -110,7 +121,7 @@ def _identity(path: str) -> tuple[int, int, int] | None:
 def grace_of(
     grace: Grace | None, *, handle_sigterm: bool
 ) -> tuple[dict[int, float | None], dict[str, float]]:
-    """Arguments of `Notices`. Raises OptionError for what is no notice, or no time."""
+    """Return the arguments of `Notices`. Raises OptionError for what is no notice, or no time."""
     given: Mapping[signal.Signals | str | os.PathLike[str], float]
     given = grace if isinstance(grace, Mapping) else {} if grace is None else {signal.SIGTERM: grace}
     signals: dict[int, float | None] = {signal.SIGTERM: None} if handle_sigterm else {}
@@ -148,50 +159,11 @@ def _place(path: str) -> str:
 # -- signals -------------------------------------------------------------------------------------------------
 
 
-class StopSignal:
-    """Tell whether the signal ``number`` has arrived since `listen`, and when first (`time.monotonic`).
-
-    All listeners of a process share one handler a signal. It is installed with the first and taken away with
-    the last, and calls the Python handler that was there before. It can only be installed from the main
-    thread; elsewhere `listen` says False.
-    """
-
-    def __init__(self, number: int = signal.SIGTERM) -> None:
-        self.number = number
-        self.moment: float | None = None
-
-    @property
-    def received(self) -> bool:
-        """True once it has arrived."""
-        return self.moment is not None
-
-    def listen(self) -> bool:
-        """Notice it from now on; False where that is not possible."""
-        installed = _installed.get(self.number)
-        if installed is None or not installed.is_in_place():
-            name = signal.Signals(self.number).name
-            if threading.current_thread() is not threading.main_thread():
-                logger.warning("%s is not handled: only the main thread can install a signal handler", name)
-                return False
-            if installed is not None and installed.pid != os.getpid():
-                _listeners.clear()  # a fork: those who listened are in the parent
-            _installed[self.number] = _Handler(self.number)
-        _listeners.add(self)
-        return True
-
-    def close(self) -> None:
-        """Notice it no longer; idempotent. The last to leave puts the handler back that was there before."""
-        _listeners.discard(self)
-        installed = _installed.get(self.number)
-        if installed is not None and not _of(self.number) and installed.take_away():
-            del _installed[self.number]
-
-
 class _Handler:
     """Installs itself, over the handler that is there.
 
     It runs between two instructions of the main thread, which may hold any lock: so it takes none, and sets
-    plain attributes. If somebody else's handler has come on top, the next one is another instance above that,
+    plain attributes. If another handler has come on top, the next one is another instance above that,
     so that handlers which call each other do not run in a circle.
     """
 
@@ -221,7 +193,7 @@ class _Handler:
         if heard:
             now = time.monotonic()
             for listener in listeners:
-                listener.moment = now if listener.moment is None else listener.moment
+                listener.moments.setdefault(number, now)
         if callable(self._previous):
             self._previous(number, frame)
         elif not heard and number == signal.SIGTERM and self._previous == signal.SIG_DFL:
@@ -229,9 +201,9 @@ class _Handler:
             os.kill(os.getpid(), number)
 
 
-_listeners: set[StopSignal] = set()
+_listeners: set[tuple[int, Notices]] = set()
 _installed: dict[int, _Handler] = {}
 
 
-def _of(number: int) -> list[StopSignal]:
-    return [listener for listener in tuple(_listeners) if listener.number == number]
+def _of(number: int) -> list[Notices]:
+    return [notices for listened, notices in tuple(_listeners) if listened == number]

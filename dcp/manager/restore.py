@@ -18,20 +18,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-import msgpack
-
 from dcp.loading.report import LoadReport
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
-from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.failures import causes_of, is_damage
 from dcp.ranks.handshake import begin, told_to_all
 from dcp.ranks.retrying import retried
 from dcp.state_dict_loader import LoadKeywords, load_with
-from dcp.steps.folders import whole_step
-from dcp.steps.states import partial_of
+from dcp.steps.folders import StepFolders, whole_step
+from dcp.steps.notes import partial_of
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -42,8 +39,6 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.dropped import dropped_from
 from dcp.storage.formats.opening.folder import has_checkpoint, open_index
-from dcp.storage.stores import OpenStore
-from dcp.storage.stores.opening import OpenWith
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -79,25 +74,25 @@ class Restored:
 
 def restore(
     state_dict: dict[str, Any],
-    *,
+    folders: StepFolders,
     list_steps: Callable[[], Iterable[int]],
-    checkpoint_id: Callable[[int], str],
-    step: int | None = None,
-    process_group: ProcessGroup | None = None,
-    no_dist: bool = False,
-    on_damage: Callable[[int, CheckpointError], None] | None = None,
-    retry_pause_seconds: float = 1.0,
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-    storage_options: Mapping[str, Any] | None = None,
+    step: int | None,
+    *,
+    process_group: ProcessGroup | None,
+    no_dist: bool,
+    on_damage: Callable[[int, CheckpointError], None] | None,
+    retry_pause_seconds: float,
+    timeout_seconds: float,
+    storage_options: Mapping[str, Any] | None,
     **options: Unpack[LoadKeywords],
 ) -> Restored | None:
     """Load the newest step that can be read into ``state_dict``, or ``step`` and no other; all ranks alike.
 
-    ``list_steps`` gives the committed steps, newest first; it is called on the coordinator only, and asked
-    for no more of them than are tried. ``checkpoint_id`` is that of a step. ``options`` are those of
-    `dcp.load`, as are ``storage_options``. ``on_damage`` is called on every rank for each step whose stored
-    bytes are not what was committed, and is still there; what it raises is logged. Errors of the storage are
-    retried a few times, after ``retry_pause_seconds``, doubled each time.
+    ``list_steps`` gives the committed steps of ``folders``, newest first; it is called on the coordinator
+    only, and asked for no more of them than are tried. ``options`` are those of `dcp.load`, as are
+    ``storage_options``. ``on_damage`` is called on every rank for each step whose stored bytes are not what
+    was committed, and is still there; what it raises is logged. Errors of the storage are retried a few
+    times, after ``retry_pause_seconds``, doubled each time.
 
     None if no step is committed. Raises CorruptCheckpointError, which lists them, if there are steps and
     none can be read, so that training does not start afresh by mistake; all other errors of `dcp.load` at
@@ -125,14 +120,7 @@ def restore(
         filled=set[str](),  # what a load has filled must not stay where the next leaves something as it is
     )
     restoring = _Restoring(
-        ranks,
-        list_steps,
-        checkpoint_id,
-        OpenWith(storage_options),
-        lambda name: load(checkpoint_id=name),
-        on_damage,
-        retry_pause_seconds,
-        bool(asked.allow_partial_load),
+        ranks, folders, list_steps, load, on_damage, retry_pause_seconds, bool(asked.allow_partial_load)
     )
     return restoring.newest() if step is None else restoring.only(step)
 
@@ -140,10 +128,9 @@ def restore(
 @dataclass(eq=False)
 class _Restoring:
     ranks: Ranks
+    folders: StepFolders
     list_steps: Callable[[], Iterable[int]]
-    checkpoint_id: Callable[[int], str]
-    open_store: OpenStore
-    load: Callable[[str], LoadReport]
+    load: Callable[..., LoadReport]
     on_damage: Callable[[int, CheckpointError], None] | None
     pause_seconds: float
     takes_partial: bool
@@ -152,11 +139,8 @@ class _Restoring:
     def newest(self) -> Restored | None:
         skipped: dict[int, str] = {}
         partial: list[int] = []
-        while True:
-            # Anew each time: a writer that outlived the job before may commit and clean up meanwhile.
-            step = self._first(skipped)
-            if step is None:
-                break
+        # Listed anew each time: a writer that outlived the job before may commit and clean up meanwhile.
+        while (step := self._first(skipped)) is not None:
             if self.takes_partial and (reason := self._partial(step)):
                 skipped[step] = reason
                 partial.append(step)
@@ -187,22 +171,23 @@ class _Restoring:
 
     def _first(self, skipped: Collection[int]) -> int | None:
         def packed() -> bytes:
-            step = next((step for step in self.list_steps() if step not in skipped), None)
-            return b"" if step is None else bytes(msgpack.packb(step))
+            for step in self.list_steps():
+                if step not in skipped:
+                    return str(step).encode()
+            return b""
 
-        what = "the listing of the steps"
-        found = self._retried(what, lambda: self.ranks.broadcast("steps", packed))
-        return int(msgpack.unpackb(found)) if found else None
+        found = self._retried("the listing of the steps", lambda _: self.ranks.broadcast("steps", packed))
+        return int(found) if found else None
 
     def _load(self, step: int) -> LoadReport:
-        name = self.checkpoint_id(step)
-        return self._retried(f"the restore of step {step}", lambda: self.load(name))
+        place = self.folders.checkpoint_id(step)
+        return self._retried(f"the restore of step {step}", lambda _: self.load(checkpoint_id=place))
 
-    def _retried(self, what: str, attempt: Callable[[], T]) -> T:
-        """The result of ``attempt``, tried again while the storage fails."""
+    def _retried(self, what: str, attempt: Callable[[int], T]) -> T:
+        """Return the result of ``attempt``, which gets its number, tried again while the storage fails."""
         try:
             return retried(
-                lambda _: attempt(),
+                attempt,
                 what,
                 retries=_RETRIES,
                 pause_seconds=self.pause_seconds,
@@ -228,7 +213,7 @@ class _Restoring:
             metrics={name: float(value) for name, value in metrics.items() if isinstance(value, int | float)},
             user_metadata=report.user_metadata,
             world_size=report.world_size,
-            checkpoint_id=self.checkpoint_id(step),
+            checkpoint_id=self.folders.checkpoint_id(step),
             skipped_partial=tuple(partial),
         )
 
@@ -236,26 +221,25 @@ class _Restoring:
         """Tell about a step that cannot be used; why, in one line."""
         vanished = not self.ranks.broadcast("look", lambda: b"\x01" if self._is_committed(step) else b"")
         reason = "it is not there any more" if vanished else _reason(error)
-        logger.warning("%s cannot be restored: %s", self.checkpoint_id(step), reason)
+        logger.warning("%s cannot be restored: %s", self.folders.checkpoint_id(step), reason)
         if not vanished and self.on_damage is not None:
             try:
                 self.on_damage(step, error)
             except Exception:  # one rank's trouble with noting it must not part it from the others
-                logger.exception("the damage of %s could not be noted", self.checkpoint_id(step))
+                logger.exception("the damage of %s could not be noted", self.folders.checkpoint_id(step))
         return reason
 
     def _partial(self, step: int) -> str:
         """Return why a checkpoint that is not the whole state is passed over; "" if it is."""
-
         reason = self.ranks.broadcast("parts", lambda: self._lack(step).encode()).decode()
         if reason:
-            logger.warning("%s is passed over: %s", self.checkpoint_id(step), reason)
+            logger.warning("%s is passed over: %s", self.folders.checkpoint_id(step), reason)
         return reason
 
     def _lack(self, step: int) -> str:
         """Describe what a checkpoint lacks and how to load the rest; "" for a whole or an unreadable one."""
         try:
-            index = open_index(self.open_store(self.checkpoint_id(step)))
+            index = open_index(self.folders.store(step))
         except CheckpointError:
             return ""
         rest = f"restore(state, only=...) or restore(state, {step}, only=...) loads"
@@ -265,20 +249,19 @@ class _Restoring:
         return f"its {'; '.join(map(str, dropped))}: {rest} what is left" if dropped else ""
 
     def _newest_whole(self, step: int) -> str:
-        """The newest step that is the whole state, where something was dropped from ``step``."""
+        """Find the newest step that is the whole state, where something was dropped from ``step``."""
 
         def found() -> bytes:
-            if not self._lack(step):
-                return b""
-            return next(
-                (str(one) for one in self.list_steps() if one != step and not self._lack(one)), ""
-            ).encode()
+            for one in self.list_steps() if self._lack(step) else ():
+                if one != step and not self._lack(one):
+                    return str(one).encode()
+            return b""
 
         return self.ranks.broadcast("whole", found).decode()
 
     def _is_committed(self, step: int) -> bool:
         try:
-            return has_checkpoint(self.open_store(self.checkpoint_id(step)))
+            return has_checkpoint(self.folders.store(step))
         except CheckpointError:
             return True
 

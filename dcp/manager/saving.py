@@ -7,24 +7,23 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch.distributed as dist
 
-from dcp.background.future import SaveFuture, SaveOutcome
 from dcp.background.session import AsyncSession
-from dcp.background.writers import RefusedWriter
+from dcp.background.writers import RefusedWriter, SaveFuture, SaveOutcome
 from dcp.manager.contents import weights_of
 from dcp.manager.coordination import Reason, StepCoordinator
 from dcp.manager.events import EventKind, Events
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.saving.options import SaveOptions
 from dcp.state_dict_saver import save_with
-from dcp.steps.states import PARTIAL
+from dcp.steps.notes import PARTIAL
 from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, CorruptCheckpointError, PlanError
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
@@ -55,8 +54,6 @@ _CAUTION = 2.0
 _PATIENT: frozenset[Reason] = frozenset({"last", "force", "stop"})
 """Saves that wait for the one before, whatever ``when_busy`` says."""
 _REMEMBERED = 3
-_PHASES = ("blocked", "save")
-"""Phases that follow each other: the copy of the state, and all from there to the commit."""
 
 
 # -- a step --------------------------------------------------------------------------------------------------
@@ -66,11 +63,11 @@ class SaveListener(Protocol):
     """A follower of the saves of this rank."""
 
     def saving(self, step: int) -> None:
-        """A save of ``step`` is about to begin; in the training thread, which waits."""
+        """Prepare for a save of ``step``; called in the training thread, which waits."""
 
     def ended(self, step: int, save_id: str | None) -> None:
-        """It has committed as ``save_id`` ("" where that is not known), or failed (None); in the thread that
-        carried it out."""
+        """Note that it has committed as ``save_id`` ("" where that is not known), or failed (None); in the
+        thread that carried it out."""
 
 
 @dataclass(eq=False)
@@ -92,19 +89,18 @@ class StepSaver:
     resumed_from: Mapping[str, Any] | None = None
 
     def exchange(self, step: int, *, last: bool, force: bool = False) -> None:
-        """Once a step: exchange with the other ranks what to do; raise what failed, on all of them."""
+        """Exchange, once a step, with the other ranks what to do; raise what failed, on all of them."""
         was_stopping = self.coordinator.stopping
         agreed = self.coordinator.begin(step, failed=self.ledger.has_failure, last=last, force=force)
-        if agreed.stop and not was_stopping:
+        if "stop" in agreed and not was_stopping:
             self.events.emit("stop_requested", step)
-        if agreed.failed:
+        if "failed" in agreed:
             self.ledger.settle(self.options.timeout_seconds)
             self.ledger.raise_failure(damage=True)
             raise CheckpointError("a save failed on another rank, whose log and exception say why", step=step)
 
-    def begin_step(self, step: int, *, last: bool, force: bool) -> Reason | None:
-        """`exchange`, then why the step is saved; None if it is not, which is told of a repeated one."""
-        self.exchange(step, last=last, force=force)
+    def reason(self, step: int, *, last: bool, force: bool) -> Reason | None:
+        """Return why the step is saved; None if it is not, which is logged of a repeated one."""
         reason = self.coordinator.reason(step, last=last)
         if force and reason not in ("last", "stop"):  # that of a stop is waited for, forced or not
             return "force"
@@ -130,9 +126,10 @@ class StepSaver:
             self.coordinator.skipped(step)
             self.events.emit("save_skipped", step, reason=reason)
             return False
-        # not beyond a deadline, when it is called off
-        left = max(0.0, self.coordinator.notices.seconds_left()) + _HANG_SECONDS
-        self.ledger.settle(min(self.options.timeout_seconds, left))
+        if self.ledger.running():
+            # not beyond a deadline, when it is called off
+            left = max(0.0, self.coordinator.notices.seconds_left()) + _HANG_SECONDS
+            self.ledger.settle(min(self.options.timeout_seconds, left))
         self.ledger.raise_failure(damage=False)
         return True
 
@@ -190,7 +187,7 @@ class StepSaver:
         whether, by this rank's knowledge, the whole state of the step is committed already, which weights
         must not replace.
         """
-        left, expected = self.coordinator.seconds_left(self.ledger.expected_seconds)
+        left, expected = self.coordinator.seconds_left(self.ledger.expected_seconds())
         if left <= 0:
             self.coordinator.saved(step, "stop")
             self.events.emit("save_cancelled", step, error="the deadline has passed", reason="stop")
@@ -216,31 +213,21 @@ class StepSaver:
             error = "the storage does not answer, and the deadline has come"
             self.events.emit("save_cancelled", step, error=error, reason="stop")
 
-    @contextmanager
-    def refused_by_all(self, step: int, reason: Reason) -> Iterator[None]:
-        """For what a rank does before `begin`: an error there fails, on all ranks, the save of ``step``
-        that the others begin."""
-        try:
-            yield
-        except Exception as error:
-            self.session.refuse(error, self.options)
-            if self.session.world_size > 1:
-                self.coordinator.saved(step, reason)  # as on the others
-            raise
+    def refuse(self, step: int, reason: Reason, error: Exception) -> None:
+        """Fail, on all ranks, the save of ``step`` that the others begin, with what a rank raises before."""
+        self.session.refuse(error, self.options)
+        if self.session.world_size > 1:
+            self.coordinator.saved(step, reason)  # as on the others
 
-    @contextmanager
-    def step_refused_by_all(self, *, saves: bool) -> Iterator[None]:
-        """The same for what finds out which step it is. At a step without an exchange the others hear of
-        it only if they save whatever the step is, by the interval or because of the call (``saves``)."""
-        try:
-            yield
-        except Exception as error:
-            if self.coordinator.refuse(error, saves=saves):
-                self.session.refuse(error, self.options)
-            raise
+    def refuse_call(self, error: Exception, *, saves: bool) -> None:
+        """Do the same for a call of which the step is not known. At a step without an exchange the others
+        hear of it only if they save whatever the step is, by the interval or because of the call
+        (``saves``)."""
+        if self.coordinator.refuse(error, saves=saves):
+            self.session.refuse(error, self.options)
 
     def _on_ended(self, step: int, what: dict[str, Any], future: SaveFuture, _: object) -> None:
-        """In the thread that carried out the save."""
+        """Note the end, in the thread that carried out the save."""
         error, outcome = future.exception(), future.outcome or SaveOutcome()
         committed = error is None or (isinstance(error, CheckpointError) and error.committed)
         try:
@@ -279,7 +266,8 @@ class SaveLedger:
         self._keep_failures = keep_failures
         self._changed = threading.Condition()
         self._running: dict[SaveFuture, int] = {}
-        self._failures = 0
+        self.failures = 0
+        """Saves that failed, and checkpoints found damaged."""
         self._closing = False
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._failure: BaseException | None = None
@@ -290,20 +278,22 @@ class SaveLedger:
     # -- written ---------------------------------------------------------------------------------------------
 
     def begun(self, step: int, future: SaveFuture) -> None:
-        """The save of ``step`` is under way."""
+        """Note that the save of ``step`` is under way."""
         with self._changed:
             self._running[future] = step
 
     def ended(self, future: SaveFuture, error: BaseException | None) -> None:
-        """It is not any more, and everything that follows at once has happened. One that was called off has
-        not failed, unless it was late when its manager closed."""
+        """Note that it is not any more, and everything that follows at once has happened. One that was called
+        off has not failed, unless it was late when its manager closed."""
         with self._changed:
+            # phases that follow each other: the copy of the state, and all from there to the commit
             if error is None and future.outcome is not None:
-                self._seconds.append(sum(future.outcome.seconds.get(name, 0.0) for name in _PHASES))
+                spent = future.outcome.seconds
+                self._seconds.append(spent.get("blocked", 0.0) + spent.get("save", 0.0))
             is_committed = error is None or (isinstance(error, CheckpointError) and error.committed)
             self._has_committed |= is_committed
             if error is not None and (self._closing or not future.cancelled()):
-                self._failures += not is_committed
+                self.failures += not is_committed
                 self._untold = None if future.cancelled() else error
                 if self._keep_failures or _is_lasting(error):
                     self._failure = error
@@ -311,26 +301,19 @@ class SaveLedger:
             self._changed.notify_all()
 
     def closing(self) -> None:
-        """No save begins any more; those that are called off now took too long."""
+        """Note that no save begins any more; those that are called off now took too long."""
         self._closing = True
 
     def damaged(self, error: CorruptCheckpointError) -> None:
-        """A committed checkpoint was found damaged, by this rank."""
+        """Note a committed checkpoint that this rank found damaged."""
         with self._changed:
-            self._failures += 1
+            self.failures += 1
             self._damage = error if self._keep_failures else None
 
     # -- asked -----------------------------------------------------------------------------------------------
 
-    @property
-    def failures(self) -> int:
-        """Saves that failed, and checkpoints found damaged."""
-        with self._changed:
-            return self._failures
-
-    @property
     def expected_seconds(self) -> float:
-        """Time that a save may take, as the slowest of the last ones did; infinite where none has ended."""
+        """Return what a save may take, as the slowest of the last ones did; infinite where none has ended."""
         with self._changed:
             return max(self._seconds, default=math.inf)
 
@@ -341,7 +324,7 @@ class SaveLedger:
             return self._failure is not None or self._damage is not None
 
     def running(self) -> list[int]:
-        """Steps whose saves are under way."""
+        """List the steps whose saves are under way."""
         with self._changed:
             return sorted(self._running.values())
 
@@ -367,7 +350,7 @@ class SaveLedger:
             error, self._untold = self._untold, None
         if error is not None and not self._has_committed:
             raise CheckpointError(
-                f"nothing was saved: no save of this manager was committed, and {self._failures} failed, the "
+                f"nothing was saved: no save of this manager was committed, and {self.failures} failed, the "
                 f"last one by: {error}"
             ) from error
 
@@ -377,7 +360,7 @@ class SaveLedger:
             return self._changed.wait_for(lambda: not self._running, timeout_seconds)
 
     def settle(self, timeout_seconds: float) -> None:
-        """As `wait`. Raises CheckpointError where it is not so."""
+        """Wait as `wait` does. Raises CheckpointError where one still is."""
         if not self.wait(timeout_seconds):
             steps = ", ".join(map(str, self.running()))
             raise CheckpointError(
@@ -406,6 +389,7 @@ class LoopSession:
     def __init__(self, process_group: ProcessGroup | None, *, no_dist: bool, world_size: int) -> None:
         self._process_group, self._no_dist = process_group, no_dist
         self.world_size = world_size
+        self._cache = PlanCache() if world_size > 1 else None  # one rank plans as soon as it compares
         self._current: SaveFuture | None = None
         self._cache = PlanCache()
 
@@ -420,6 +404,7 @@ class LoopSession:
     ) -> SaveFuture:
         """Save ``state_dict``; whatever fails is the future's error, on all ranks alike."""
         future = self._current = SaveFuture(getattr(storage_writer, "checkpoint_id", None) or "")
+        future.staging_completion.set_result(None)
         begun = time.perf_counter()
         try:
             check_group(no_dist=self._no_dist)
@@ -433,13 +418,13 @@ class LoopSession:
                 abort=future.abort_event,
                 cache=self._cache,
             )
-        except Exception as error:  # noqa: BLE001 - the future's, which the manager looks at
-            future.staging_completion.set_result(None)
+        except BaseException as error:  # another thread may wait for the end of what it has called off
             future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
         else:
             spent = time.perf_counter() - begun
             future.outcome = replace(outcome, seconds=outcome.seconds | {"blocked": spent})
-            future.staging_completion.set_result(None)
             future.set_result(metadata)
         finally:
             self._current = None
@@ -451,7 +436,7 @@ class LoopSession:
             self.save({}, storage_writer=RefusedWriter(error), planner=None, options=options)
 
     def under_way(self) -> list[SaveFuture]:
-        """Saves that have not ended."""
+        """List the saves that have not ended."""
         current = self._current
         return [] if current is None else [current]
 
@@ -460,7 +445,7 @@ class LoopSession:
         return nullcontext()
 
     def close(self, timeout_seconds: float) -> None:
-        """Nothing is under way by now."""
+        """Do nothing: nothing is under way by now."""
 
 
 def check_group(*, no_dist: bool) -> None:

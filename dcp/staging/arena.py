@@ -186,7 +186,7 @@ def _map(size_bytes: int, flags: int, fd: int) -> int:
 
 
 def _owned(address: int, size_bytes: int, *, lock: bool) -> _Memory:
-    """The mapping as a buffer; it is unmapped when the last tensor that views it is gone."""
+    """Return the mapping as a buffer; it is unmapped when the last tensor that views it is gone."""
     memory = (ctypes.c_ubyte * size_bytes).from_address(address)
     if lock:
         _page_lock(address, size_bytes)
@@ -244,7 +244,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def _available_bytes() -> int | None:
-    """About how many bytes can be had before the system kills a process, by the machine and by its control
+    """Estimate how many bytes can be had before the system kills a process, by the machine and by its control
     groups (version 2) up to the root, each of which may have a limit; None where it does not say."""
     machine = _fields(Path("/proc/meminfo"))
     known = []
@@ -258,7 +258,7 @@ def _available_bytes() -> int | None:
 
 
 def _left_in(group: Path) -> int | None:
-    """None for a group without a limit, and for what is no group."""
+    """Return the bytes left in a group; None for one without a limit, and for what is no group."""
     limit, used = (_lines(group / name) for name in ("memory.max", "memory.current"))
     if not limit or not used or not limit[0].isdecimal():
         return None

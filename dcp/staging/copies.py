@@ -68,7 +68,8 @@ class Slot:
     layout: Layout | None = None
 
     def lay_out(self, sources: LocalMemory) -> Layout:
-        """Views for ``sources``: the last ones where they fit, as they do for saves of one training state."""
+        """Make views for ``sources``: the last ones where they fit, as they do for saves of one training
+        state."""
         first = _first_of_ties(sources)
         unnamed = np.flatnonzero(sources.dtype_codes == 0).tolist()
         dtypes = [sources.tensors[row].dtype for row in unnamed]
@@ -117,8 +118,8 @@ def _layout(
 
 
 def _first_of_ties(sources: LocalMemory) -> Int64:
-    """By source, the number of the first that is the same memory read the same way: equal address, dtype,
-    shape and strides."""
+    """Return by source the number of the first that is the same memory read the same way: equal address,
+    dtype, shape and strides."""
     pointers, tensors = sources.pointers.copy(), sources.tensors
     for row in np.flatnonzero(~sources.is_plain).tolist():
         pointers[row] = tensors[row].data_ptr()

@@ -69,7 +69,8 @@ class Samples:
         return cls(np.arange(len(memory.tensors)), _checksums, _checksums(memory))
 
     def differing(self, copies: LocalMemory) -> list[int]:
-        """Numbers of the tensors whose copies are not what was seen; shapes and dtypes must be equal."""
+        """Return the numbers of the tensors whose copies are not what was seen; shapes and dtypes must be
+        equal."""
         if not len(self.rows):
             return []
         numbers: list[int] = np.unique(self.rows[self.seen() != self.look(copies)()]).tolist()
@@ -103,7 +104,7 @@ class _Words:
 
     @classmethod
     def over(cls, memory: LocalMemory, serial: int) -> _Words:
-        """Words spread evenly over tensors, shifted by ``serial``."""
+        """Spread words evenly over tensors, shifted by ``serial``."""
         numels, count = memory.volumes, len(memory.tensors)
         sizes = itemsizes(memory.dtype_codes)
         for row in np.flatnonzero(sizes == 0).tolist():  # of a dtype that no checkpoint has
@@ -171,7 +172,7 @@ class _Words:
         return enter
 
     def _elements(self, tensor: torch.Tensor, row: int) -> torch.Tensor:
-        """The elements of a tensor's words, one after the other, on its device."""
+        """Gather the elements of a tensor's words, one after the other, on its device."""
         tensor = tensor.detach().resolve_conj().resolve_neg().view(_BIT_PATTERNS[tensor.itemsize])
         count, length = int(self.counts[row]), int(self.lengths[row])
         begin, step = int(self.begins[row]), int(self.steps[row])
@@ -248,7 +249,7 @@ def check_staged(
 
 
 def changed_error(fqns: Iterable[str]) -> StagingError:
-    """The copies of these tensors are not what the state was."""
+    """Make the error that the copies of these tensors are not what the state was."""
     names = dict.fromkeys(fqns)
     return _error(
         names,
@@ -280,7 +281,8 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _sources(state_dict: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor]]:
-    """(names, plain local tensors) of all that can be looked at; a name comes once for each of its parts."""
+    """Return (names, plain local tensors) of all that can be looked at; a name comes once for each of its
+    parts."""
     cache: SpecCache = {}
     found: list[tuple[str, torch.Tensor]] = []
     for fqn, value in flatten_sharded(flatten_state_dict(state_dict)[0]).items():
@@ -288,7 +290,7 @@ def _sources(state_dict: Mapping[str, Any]) -> tuple[list[str], list[torch.Tenso
             continue
         try:
             local = local_tensor(fqn, value, cache)
-        except PlanError:  # planners of others may know what to do with it
+        except PlanError:  # other planners may know what to do with it
             continue
         # one local tensor may hold several boxes
         parts = {id(source): source for source, _ in local.pieces} if local is not None else {}
@@ -301,7 +303,7 @@ def _sources(state_dict: Mapping[str, Any]) -> tuple[list[str], list[torch.Tenso
 
 
 def _sharing(sources: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> list[int]:
-    """Numbers of the copies that overlap any source, on the same device."""
+    """Return the numbers of the copies that overlap any source, on the same device."""
     shared: list[int] = []
     for device in {copy.device for copy in copies}:
         numbers = np.array([number for number, copy in enumerate(copies) if copy.device == device])
@@ -318,7 +320,7 @@ def _sharing(sources: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) ->
 
 
 def _extents(tensors: Sequence[torch.Tensor]) -> tuple[Int64, Int64]:
-    """(first, last + 1) addresses that the elements of each tensor occupy."""
+    """Return (first, last + 1) addresses that the elements of each tensor occupy."""
     begins = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
     reaches = [
         sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -1,4 +1,4 @@
-"""Stagers: state into host memory that is allocated once, so that training can go on."""
+"""Stagers: state into host memory that is allocated once, so that training can continue."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class StagedState:
     _give_back: Callable[[], None] = field(default=lambda: None, repr=False)
 
     def release(self) -> None:
-        """The arena may be used for another save, once nothing is copied into it any more; idempotent, from
+        """Give the arena back for another save, once nothing is copied into it any more; idempotent, from
         any thread."""
         self.done.add_done_callback(lambda _: self._give_back())
 
@@ -197,7 +197,7 @@ class DefaultStager(TorchDefaultStager):
             raise error  # an interrupt is the training thread's, which never sees the result
 
     def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any] | Future[dict[str, Any]]:
-        """A copy of ``state_dict`` on the CPU, by torch's protocol: the same structure, with DTensors and
+        """Copy ``state_dict`` to the CPU, by torch's protocol: the same structure, with DTensors and
         ShardedTensors in their places, other values copied.
 
         With an accelerator and ``use_async_staging`` a future of it, and then the state must not change
@@ -205,7 +205,7 @@ class DefaultStager(TorchDefaultStager):
         what the state was. The result is valid until ``arenas`` further calls, which use its memory again.
         ``kwargs`` are for torch's signature; nothing reads them.
         """
-        # nobody says when a copy is not needed any more, so they take turns
+        # torch does not say when a copy is not needed any more, so they take turns
         if len(self._turns) == self._arenas.limit:
             self._turns.popleft().release()
         with self._arenas.copying(_TIMEOUT_SECONDS):  # the tree copies what is not strided
@@ -222,7 +222,7 @@ class DefaultStager(TorchDefaultStager):
             self._turns[-1].done.result(_TIMEOUT_SECONDS)
 
     def lock(self, timeout_seconds: float = _TIMEOUT_SECONDS) -> AbstractContextManager[None]:
-        """To be held while the state changes (around ``optimizer.step()``) where stagings overlap.
+        """Hold this while the state changes (around ``optimizer.step()``) where stagings overlap.
 
         Entering waits for the staging under way, one that `stage_local` has begun before; a further one
         waits until the block is left. StagingTimeoutError after ``timeout_seconds``.
@@ -256,7 +256,7 @@ class BlockingAsyncStager(TorchBlockingAsyncStager):
         self._kept: DefaultStager | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy of ``state_dict`` on the CPU."""
+        """Copy ``state_dict`` to the CPU."""
         kept = self.cache_staged_state_dict
         tree = StateTree(state_dict, type_check=self.type_check)
         stager = self._kept or DefaultStager(StagingOptions(kept, False, False, False))
@@ -272,7 +272,7 @@ class BlockingAsyncStager(TorchBlockingAsyncStager):
         return copied
 
     def synchronize_staging(self) -> None:
-        """Nothing: `stage` has waited."""
+        """Do nothing: `stage` has waited."""
 
     def close(self) -> None:
         """Let go of threads and kept memory; idempotent. Copies that were given out stay valid."""
@@ -301,7 +301,7 @@ class _Arenas:
         self._changers: list[int] = []
 
     def take(self, kind: ArenaKind, page_locked: bool, timeout_seconds: float) -> Slot:
-        """An arena of that kind that nobody uses; the one given back last, since its views may fit.
+        """Take an arena of that kind that is free: the one given back last, since its views may fit.
 
         Raises StagingTimeoutError when all are in use for so long.
         """
@@ -342,7 +342,7 @@ class _Arenas:
         return once
 
     def begin_copying(self, timeout_seconds: float) -> None:
-        """Wait until nobody changes the state, and keep changers out until `end_copying`.
+        """Wait until nothing changes the state, and keep changers out until `end_copying`.
 
         Raises StagingError in a thread that is a changer itself: it would wait for ever.
         """
@@ -360,14 +360,14 @@ class _Arenas:
             self._copying += 1
 
     def end_copying(self) -> None:
-        """The copies are there, or were given up; any thread may say so."""
+        """Note that the copies are there, or were given up; from any thread."""
         with self._changed:
             self._copying -= 1
             self._changed.notify_all()
 
     @contextmanager
     def copying(self, timeout_seconds: float) -> Iterator[None]:
-        """`begin_copying` to `end_copying`."""
+        """Enclose `begin_copying` and `end_copying`."""
         self.begin_copying(timeout_seconds)
         try:
             yield
@@ -402,7 +402,7 @@ class _Arenas:
 
 
 def _fqns(local: RankState, sources: Sequence[int]) -> list[str]:
-    """Names of the tensors that lie in these sources."""
+    """Return the names of the tensors that lie in these sources."""
     columns = local.columns
     wrong = np.flatnonzero(np.isin(columns.item_sources, sources))
     return [columns.fqns[tensor] for tensor in columns.item_tensors[wrong].tolist()]

@@ -53,7 +53,7 @@ class StateTree:
         self._visit((), state_dict)
 
     def copied(self, copies: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """A deep copy of the state dict with ``copies`` in the places of the sources: DTensors and
+        """Make a deep copy of the state dict with ``copies`` in the places of the sources: DTensors and
         ShardedTensors are new ones around them, and later changes of other values, attributes of containers
         among them, do not reach it."""
         made: dict[int, Any] = {key: make(copies) for key, (make, _) in self._tensors.items()}
@@ -63,7 +63,7 @@ class StateTree:
         return state_dict
 
     def fqns(self, numbers: Sequence[int]) -> list[str]:
-        """Names of these sources."""
+        """Return the names of these sources."""
         return [".".join(map(str, self._paths[number])) for number in numbers]
 
     def _visit(self, path: _Path, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which steps a run has checkpoints of, and the facts about each that retention and resuming go by.
+"""Steps of which a run has checkpoints, and the facts of each that retention and resuming go by.
 
 A step is a folder below the root, named by a format. It counts if a save committed there and its deletion has
 not begun. Which ones there are is known from listings alone; manifests are read for facts, and only once.
@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, SupportsIndex, TypeVar
 
 from dcp.inspection.checkpoints import header_of
-from dcp.steps.notes import Notes, read_notes, update_notes
-from dcp.steps.states import Health, StepState, partial_of
+from dcp.steps.notes import Health, Notes, StepState, partial_of, read_notes, update_notes
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME, is_commit_object
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, OptionError
 from dcp.storage.formats.dropped import DroppedPart, dropped_from
@@ -46,7 +45,7 @@ _Value = TypeVar("_Value")
 _PROBES: Final = (0, 7, 123_456_789)
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
 _END_OF_STEPS: Final = 10**18
-"""What `_NUMBER` can read back from a name, and the ranks can exchange."""
+"""The first step that `_NUMBER` cannot read back from a name, and the ranks cannot exchange."""
 _LONGEST_ID: Final = 256
 
 _RACY_SECONDS: Final = 2.0
@@ -55,7 +54,7 @@ _RACY_SECONDS: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What a checkpoint says of itself. ``committed_seconds`` counts from the epoch.
+    """Facts that a checkpoint has of itself. ``committed_seconds`` counts from the epoch.
 
     ``save_id`` identifies the commit: that of the save or, where the format has none (a damaged manifest has
     neither), a digest of the commit object. ``durable``: it was synced when it was committed. ``metrics``
@@ -73,7 +72,7 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What is committed in a folder: ``index``, or why it cannot be read (``problem``).
+    """The commit of a folder: ``index``, or why it cannot be read (``problem``).
 
     ``versions`` are those of the commit objects, from before they were read.
     """
@@ -85,7 +84,8 @@ class Commit:
 
 
 def whole_step(step: SupportsIndex) -> int:
-    """``step`` as an int: numpy's whole numbers are taken too. Raises OptionError for what is no step."""
+    """Return ``step`` as an int: numpy's whole numbers are taken too. Raises OptionError for what is no
+    step."""
     try:
         number = -1 if isinstance(step, bool) else operator.index(step)
     except TypeError:
@@ -129,8 +129,8 @@ class StepFolders:
     """The step folders below a root; safe to use from several threads.
 
     ``name_format`` has one field ``{step}``, or is a function of the step; it must write the step in decimal
-    digits. Raises OptionError if it does not, or if names could not be told apart. ``open_store`` makes the
-    stores below a root that is given by its name.
+    digits. Raises OptionError if it does not, or if names could not be distinguished. ``open_store`` makes
+    the stores below a root that is given by its name.
     """
 
     def __init__(
@@ -151,7 +151,8 @@ class StepFolders:
     # -- names -----------------------------------------------------------------------------------------------
 
     def name(self, step: int) -> str:
-        """The folder's name. Raises OptionError as `whole_step`, and for a name that is not a plain one."""
+        """Return the folder's name. Raises OptionError as `whole_step`, and for a name that is not a plain
+        one."""
         step = whole_step(step)
         form = self._name_format
         try:
@@ -160,7 +161,7 @@ class StepFolders:
             raise OptionError(f"name: {form!r} gives no folder name for step {step}: {error}") from error
 
     def step_of(self, name: str) -> int | None:
-        """The step whose folder is called ``name``; None if no step's is."""
+        """Return the step whose folder is called ``name``; None if no step's is."""
         for match in _NUMBER.finditer(name):
             step = int(match[0])
             if self.name(step) == name:
@@ -172,7 +173,7 @@ class StepFolders:
         return self.store(step).url
 
     def store(self, step: int) -> Store:
-        """The step's folder; nothing is touched."""
+        """Return the step's folder; nothing is touched."""
         return self.root.store(self.name(step))
 
     def _check_format(self) -> None:
@@ -186,26 +187,29 @@ class StepFolders:
     # -- which there are -------------------------------------------------------------------------------------
 
     def folders(self) -> dict[int, SmallFiles]:
-        """All step folders by step, ascending, with the commit objects and notes that are in them.
+        """Return all step folders by step, ascending, with the commit objects and notes that are in them.
 
         Uncommitted and half-deleted ones too. One listing, and no more on object stores; elsewhere a request
         or three for each folder.
         """
-        found = {self.step_of(name): files for name, files in self.root.look((NOTES_NAME,)).items()}
-        return dict(sorted((step, files) for step, files in found.items() if step is not None))
+        found: dict[int, SmallFiles] = {}
+        for name, files in self.root.look((NOTES_NAME,)).items():
+            if (step := self.step_of(name)) is not None:
+                found[step] = files
+        return dict(sorted(found.items()))
 
     def all_steps(self) -> list[int]:
-        """Steps with a committed checkpoint whose deletion has not begun, ascending; nothing is opened
-        besides new notes."""
+        """List the steps with a committed checkpoint whose deletion has not begun, ascending; nothing is
+        opened besides new notes."""
         return list(self.committed())
 
     def committed(self) -> dict[int, SmallFiles]:
-        """`all_steps`, each with its small files."""
+        """Return `all_steps`, each with its small files."""
         folders = self.folders()
         return {step: folders[step] for step, counts in self._of_each(self._counts, folders) if counts}
 
     def newest_first(self) -> Iterator[int]:
-        """`all_steps`, descending; the notes of a step are read when it is asked for, and not before."""
+        """Give `all_steps`, descending; the notes of a step are read when it is asked for, and not before."""
         for step, files in reversed(self.folders().items()):
             if self._counts(step, files):
                 yield step
@@ -224,12 +228,12 @@ class StepFolders:
             return True
 
     def half_deleted(self) -> list[int]:
-        """Steps whose deletion has begun: notes have a tombstone, for whatever commit."""
+        """List the steps whose deletion has begun: notes have a tombstone, for whatever commit."""
         noted = {step: files for step, files in self.folders().items() if NOTES_NAME in files}
         return [step for step, notes in self._of_each(self._notes_of, noted) if notes.deleting is not None]
 
     def pinned(self) -> list[int]:
-        """The pinned ones of `all_steps`."""
+        """List the pinned ones of `all_steps`."""
 
         def is_pinned(step: int, files: SmallFiles) -> bool:
             return self._counts(step, files) and self._notes_of(step, files).pinned
@@ -252,7 +256,7 @@ class StepFolders:
         notes = self._notes_of(step, files)
         if notes.deleting is None:
             return True
-        # Rare: only now it matters which commit the tombstone is about.
+        # Rare: only now it matters which commit the tombstone is of.
         commit = read_commit(self.store(step))
         return commit is not None and not notes.is_deleting(commit.save_id)
 
@@ -266,17 +270,17 @@ class StepFolders:
         return self._facts_of(step, self.root.look_into(self.name(step)))
 
     def notes(self, step: int) -> Notes:
-        """The step's notes; empty ones if there are none. Those that cannot be read count as a pin."""
+        """Return the step's notes; empty ones if there are none. Those that cannot be read count as a pin."""
         info = self.store(step).stat(NOTES_NAME)
         return self._notes_of(step, {} if info is None else {NOTES_NAME: info})
 
     def update_notes(self, step: int, change: Callable[[Notes], Notes]) -> Notes:
-        """As `dcp.steps.notes.update_notes`."""
+        """Update as `dcp.steps.notes.update_notes`."""
         self._notes.forget(step)
         return update_notes(self.store(step), change)
 
     def survey(self, pending: Collection[int] = ()) -> list[StepState]:
-        """All steps with what retention goes by, ascending.
+        """Return all steps with what retention goes by, ascending.
 
         A step is "damaged" if its index is, or a verification of this very commit said so; "pending" if it is
         among ``pending`` (being verified, or being saved again), "partial" if it is not the whole state; else
@@ -289,7 +293,7 @@ class StepFolders:
         return [state for _, state in self._of_each(look, self.folders()) if state is not None]
 
     def unverified(self) -> list[int]:
-        """Steps of whose commit no verification is noted: a trainer was killed before it had one."""
+        """List the steps of whose commit no verification is noted: a trainer was killed before it had one."""
         looks = self._of_each(self._is_unverified, self.folders())
         return [step for step, is_unverified in looks if is_unverified]
 
@@ -332,7 +336,8 @@ class StepFolders:
         return self._facts.get(step, objects, lambda: self._read_facts(step, objects))
 
     def _read_facts(self, step: int, objects: SmallFiles) -> StepFacts:
-        """Of what is committed as ``objects``: by no request but those that read them, if it has an id."""
+        """Read the facts of what is committed as ``objects``, by no request but those that read them, if it
+        has an id."""
         store = self.store(step)
         index = open_index(store)
         save_id = _id_of(index)
@@ -364,7 +369,7 @@ class StepFolders:
 
 
 class _Cache(Generic[_Value]):
-    """What was read of small files, by step, for as long as their sizes and times stay what they were."""
+    """Contents of small files, by step, for as long as their sizes and times stay what they were."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[SmallFiles, _Value]] = {}
@@ -377,10 +382,11 @@ class _Cache(Generic[_Value]):
             return entry[1]
         began_seconds = time.time()
         value = read()
-        newest_seconds = max((info.modified_seconds for info in files.values()), default=0.0)
-        if began_seconds - newest_seconds > _RACY_SECONDS:
-            with self._guard:
-                self._entries[step] = files, value
+        for info in files.values():
+            if began_seconds - info.modified_seconds <= _RACY_SECONDS:
+                return value
+        with self._guard:
+            self._entries[step] = files, value
         return value
 
     def forget(self, step: int) -> None:

@@ -1,4 +1,5 @@
-"""What a manager remembers about one checkpoint, in a small file beside its manifest.
+"""Notes of a manager on one checkpoint, in a small file beside its manifest; facts of a step, and parts of a
+state, which may be dropped.
 
 The manifest never changes once it is published; pins, what verification found, and that a deletion has begun
 come later, and are here. `docs/format.md` specifies the bytes. Changes are compared and replaced, so that two
@@ -10,8 +11,8 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import astuple, dataclass, field
+from typing import Any, Final, Literal, TypeVar
 
 from dcp.storage.commit_names import NOTES_NAME
 from dcp.storage.errors import (
@@ -29,16 +30,58 @@ from dcp.storage.stores.base import Store
 
 __all__ = [
     "MAX_NOTES_BYTES",
+    "OPTIMIZER",
+    "PARTIAL",
     "Deleting",
+    "Health",
     "Notes",
+    "StepState",
     "Verified",
     "decode_notes",
     "encode_notes",
+    "partial_of",
+    "patterns_of_part",
     "read_notes",
     "update_notes",
 ]
 
 logger = logging.getLogger(__name__)
+
+PARTIAL: Final = "partial"
+"""The name in the user metadata under which a partial checkpoint says which entries it has."""
+
+Health = Literal["good", "pending", "damaged", "partial"]
+"""Of a committed step: to be counted on; being verified or replaced; known not to load as committed; saved
+before a deadline, and not the whole state."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """Facts of a committed step for retention; ``committed_seconds`` counts from the epoch,
+    ``dropped`` are the globs of what was dropped from it."""
+
+    step: int
+    committed_seconds: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    health: Health = "good"
+    pinned: bool = False
+    dropped: frozenset[str] = frozenset()
+
+
+def partial_of(user: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the entries of a partial checkpoint, by its user metadata; () of one that is the whole state."""
+    names = user.get(PARTIAL)
+    return tuple(map(str, names)) if isinstance(names, list | tuple) else ()
+
+
+OPTIMIZER: Final = ("optim*.state.*", "*.optim*.state.*", "optim*.param_groups*", "*.optim*.param_groups*")
+"""Names of what an optimizer keeps, as trainers call it: what is below ``state`` and ``param_groups`` under a
+key that begins with ``optim``. A weight that is called so has neither above it."""
+
+
+def patterns_of_part(name: str) -> tuple[str, ...]:
+    """Return globs on the names of its entries; ``name`` is "optimizer", or such a glob itself."""
+    return OPTIMIZER if name == "optimizer" else (name,)
 
 
 MAX_NOTES_BYTES: Final = 1 << 20
@@ -50,11 +93,15 @@ _CRC_HEAD: Final = b"\xa5crc32\xce"
 _CRC_PLACE: Final = 0xFFFFFFFF
 """Encoded as the five bytes that any CRC may take the place of."""
 _ATTEMPTS: Final = 32
+_VERIFIED: Final = {"save_id": str, "time": float, "ok": bool, "what": str}
+_DELETING: Final = {"save_id": str, "time": float, "owners": list, "newest": float}
+"""Entries of the file, in the order of the fields of the classes below."""
+_Noted = TypeVar("_Noted")
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a verification of the commit ``save_id`` found, ``seconds`` after the epoch.
+    """Result of a verification of the commit ``save_id``, ``seconds`` after the epoch.
 
     ``what`` says what was looked at if ``ok`` ("sizes", "full"), and what is wrong if not.
     """
@@ -84,7 +131,7 @@ class Deleting:
 class Notes:
     """The notes of one folder. ``others`` are entries of later versions, which are kept as they are.
 
-    ``verified`` and ``deleting`` name the commit that they are about and mean nothing for another one; a pin
+    ``verified`` and ``deleting`` name their commit and mean nothing for another one; a pin
     is the folder's, whatever is saved there.
     """
 
@@ -103,28 +150,13 @@ class Notes:
 
 
 def encode_notes(notes: Notes) -> bytes:
-    """The bytes of the file. Raises OptionError if they would be above `MAX_NOTES_BYTES`."""
-    verified, deleting = notes.verified, notes.deleting
+    """Make the bytes of the file. Raises OptionError if they would be above `MAX_NOTES_BYTES`."""
     fields: dict[str, Any] = {
         "kind": _KIND,
         "version": list(_VERSION),
         "pinned": notes.pinned,
-        "verified": None
-        if verified is None
-        else {
-            "save_id": verified.save_id,
-            "time": float(verified.seconds),
-            "ok": verified.ok,
-            "what": verified.what,
-        },
-        "deleting": None
-        if deleting is None
-        else {
-            "save_id": deleting.save_id,
-            "time": float(deleting.seconds),
-            "owners": list(deleting.owners),
-            "newest": float(deleting.newest_seconds),
-        },
+        "verified": _entries(notes.verified, _VERIFIED),
+        "deleting": _entries(notes.deleting, _DELETING),
         **notes.others,
         "crc32": _CRC_PLACE,
     }
@@ -138,7 +170,7 @@ def encode_notes(notes: Notes) -> bytes:
 
 
 def decode_notes(data: bytes) -> Notes:
-    """The notes in the bytes of a file; time and memory are bounded by its size.
+    """Read the notes in the bytes of a file; time and memory are bounded by its size.
 
     Raises `CorruptCheckpointError` for bytes other than those written, `UnsupportedFormatError` for what a
     newer dcphub wrote, as far as this one does not know it, `CheckpointFormatError` for what no writer
@@ -154,37 +186,25 @@ def decode_notes(data: bytes) -> Notes:
         raise CheckpointFormatError("the file has no notes of dcphub")
     fields.pop("crc32", None)
     with reading_version(fields.pop("version", None), _VERSION, "the file of notes"):
-        return Notes(
-            pinned=_take(fields, "pinned", bool),
-            verified=_verified(fields.pop("verified", None)),
-            deleting=_deleting(fields.pop("deleting", None)),
-            others=fields,
-        )
+        deleting = _value(Deleting, _DELETING, fields.pop("deleting", None))
+        if deleting is not None and any(type(owner) is not str for owner in deleting.owners):
+            raise CheckpointFormatError("owners of the notes are not strings")
+        pinned = _take(fields, "pinned", bool)
+        verified = _value(Verified, _VERIFIED, fields.pop("verified", None))
+        return Notes(pinned, verified, deleting, fields)
 
 
-def _verified(fields: Any) -> Verified | None:
+def _entries(value: Verified | Deleting | None, kinds: Mapping[str, type]) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    return {name: kind(part) for (name, kind), part in zip(kinds.items(), astuple(value), strict=True)}
+
+
+def _value(cls: Callable[..., _Noted], kinds: Mapping[str, type], fields: Any) -> _Noted | None:
     if fields is None:
         return None
-    return Verified(
-        save_id=_take(fields, "save_id", str),
-        seconds=_take(fields, "time", float),
-        ok=_take(fields, "ok", bool),
-        what=_take(fields, "what", str),
-    )
-
-
-def _deleting(fields: Any) -> Deleting | None:
-    if fields is None:
-        return None
-    owners = _take(fields, "owners", list)
-    if any(type(owner) is not str for owner in owners):
-        raise CheckpointFormatError("owners of the notes are not strings")
-    return Deleting(
-        save_id=_take(fields, "save_id", str),
-        seconds=_take(fields, "time", float),
-        owners=tuple(owners),
-        newest_seconds=_take(fields, "newest", float),
-    )
+    parts = [_take(fields, name, kind) for name, kind in kinds.items()]
+    return cls(*(tuple(part) if type(part) is list else part for part in parts))
 
 
 def _take(fields: Any, name: str, kind: type) -> Any:
@@ -194,7 +214,7 @@ def _take(fields: Any, name: str, kind: type) -> Any:
 
 
 def read_notes(store: Store) -> Notes:
-    """The notes of a folder; empty ones if there are none. Raises the errors of `decode_notes`, with
+    """Read the notes of a folder; empty ones if there are none. Raises the errors of `decode_notes`, with
     ``path``."""
     path = store.path_of(NOTES_NAME)
     try:

@@ -32,11 +32,20 @@ from dcp.state_dict import (
 from dcp.state_dict_loader import load as dcp_load
 from dcp.state_dict_saver import save as dcp_save
 from dcp.storage.errors import OptionError
-from dcp.testing.judging import SavedState, SavedTensor, judge
-from dcp.testing.live_state import LiveTensor, PartOf, Whole, parameter_names, tensors_of
+from dcp.testing.judging import Report, SavedState, SavedTensor, StateFinding, Trial, judge
+from dcp.testing.live_state import (
+    Identity,
+    LiveTensor,
+    PartOf,
+    Whole,
+    bits_of,
+    coded_bits,
+    number_of,
+    parameter_names,
+    tensors_of,
+    write_bits,
+)
 from dcp.testing.rank_processes import RankFailure, RankProcesses
-from dcp.testing.report import Report, StateFinding, Trial
-from dcp.testing.values import Identity, bits_of, coded_bits, number_of, write_bits
 
 __all__ = ["Build", "Finding", "ModelState", "OptimizerState", "PartOf", "Report", "Trial", "Whole", "check"]
 

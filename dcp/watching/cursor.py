@@ -1,5 +1,5 @@
-"""How far a consumer of a run has come, and who holds it now: one small file, so that the next goes on after
-a kill.
+"""Cursor of a consumer of a run: the steps that it has acknowledged and its holder, in one small file, so
+that the next one continues after a kill.
 
 The file has what was acknowledged, and its holder, who writes it anew with another beat every few seconds.
 Each change compares and replaces, so that one of two holders finds out at its next change that it has lost
@@ -31,7 +31,7 @@ from dcp.storage.errors import (
 )
 from dcp.storage.stores.base import Store, Version
 
-__all__ = ["Acknowledged", "Cursor"]
+__all__ = ["Acknowledged", "Cursor", "start_ticks"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +78,8 @@ class _Content:
 
     @classmethod
     def decode(cls, data: bytes) -> _Content:
-        """Raises CheckpointFormatError for what `encode` does not write, UnsupportedFormatError for what a
-        newer one may."""
+        """Undo `encode`. Raises CheckpointFormatError for what `encode` does not write,
+        UnsupportedFormatError for what a newer one may."""
         try:
             fields = json.loads(data)
             is_ours = fields["kind"] == _KIND
@@ -185,7 +185,7 @@ class Cursor:
             return self._content.acknowledged.get(step)
 
     def acknowledge(self, step: int, commit: Acknowledged, present: Collection[int]) -> None:
-        """``commit`` of ``step`` is done, durably; ``present`` are the steps that there are.
+        """Note that ``commit`` of ``step`` is done, durably; ``present`` are the committed steps.
 
         Raises CheckpointConflictError where another holder has taken this one for gone: then it is not.
         """
@@ -217,7 +217,8 @@ class Cursor:
         raise StorageError(f"{self.path} cannot be replaced", path=self.path, op="publish")
 
     def _look_again(self) -> None:
-        """After a conflict: one's own publish, whose answer was lost, or another holder's."""
+        """Look again after a conflict: it may be one's own publish, whose answer was lost, or another
+        holder's."""
         version, there = self._read()
         mine = self._content.holder
         if mine is None or there.holder is None or there.holder.get("token") != mine["token"]:
@@ -240,9 +241,9 @@ class Cursor:
             ) from error
 
     def _held(self, holder: dict[str, Any] | None) -> CheckpointConflictError:
-        who = "nobody any more" if holder is None else f"process {holder.get('pid')} on {holder.get('host')}"
+        who = "no process" if holder is None else f"process {holder.get('pid')} on {holder.get('host')}"
         return CheckpointConflictError(
-            f"the consumer {self._name!r} is {who}: one at a time goes on from {self.path}. Give each a "
+            f"the consumer {self._name!r} is {who}: one at a time continues from {self.path}. Give each a "
             "name of its own, or end the other one",
             path=self.path,
         )
@@ -254,7 +255,7 @@ def _own_identity() -> dict[str, Any]:
         "host": socket.gethostname(),
         "machine": _machine(),
         "pid": os.getpid(),
-        "started": _started(os.getpid()),
+        "started": start_ticks(os.getpid()),
     }
 
 
@@ -267,9 +268,9 @@ def _machine() -> str:
         return uuid.uuid4().hex  # like no other
 
 
-def _started(pid: int) -> int | None:
-    """When a process was started, in ticks since the boot, so that another one with its id is told from it;
-    None if it is gone."""
+def start_ticks(pid: int) -> int | None:
+    """Return when a process was started, in ticks since the boot, so that another one with its id is told
+    from it; None if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -278,9 +279,9 @@ def _started(pid: int) -> int | None:
 
 
 def _has_ended(holder: dict[str, Any]) -> bool:
-    """Return whether the holder was a process of this machine that is gone; of others only their beats
-    tell."""
+    """Return whether the holder was a process of this machine that is gone; of processes elsewhere only
+    their beats tell."""
     pid = holder.get("pid")
     if holder.get("machine") != _machine() or type(pid) is not int:
         return False
-    return _started(pid) != holder.get("started")
+    return start_ticks(pid) != holder.get("started")

@@ -52,7 +52,7 @@ class WatchedStep:
     _acknowledge: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
     def acknowledge(self) -> None:
-        """It is done with, and not given again; idempotent.
+        """Mark the step as done, so that it is not given again; idempotent.
 
         Raises:
             CheckpointConflictError: Another process has become this consumer, and is given the step again.
@@ -62,7 +62,7 @@ class WatchedStep:
 
 
 class Watch(Closable, Iterator[WatchedStep]):
-    """What `watch` returns: an iterator, and a context manager that lets go of the consumer's name."""
+    """The result of `watch`: an iterator, and a context manager that lets go of the consumer's name."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Watch(Closable, Iterator[WatchedStep]):
         facts = self._facts(step.step)
         return facts is not None and facts.save_id == step.save_id
 
-    # -- what there is ---------------------------------------------------------------------------------------
+    # -- steps that are there --------------------------------------------------------------------------------
 
     def _found(self) -> WatchedStep | None:
         try:
@@ -173,7 +173,7 @@ class Watch(Closable, Iterator[WatchedStep]):
         return facts is None or facts.save_id == known.save_id
 
     def _step(self, step: int) -> WatchedStep | None:
-        """None if it has gone since it was listed."""
+        """Read a step; None if it has gone since it was listed."""
         facts = self._facts(step)
         if facts is None or not self._folders.has(step):
             return None
@@ -227,7 +227,8 @@ def watch(
     name: Callable[[int], str] | str = "step-{step:08d}",
     storage_options: Mapping[str, Any] | None = None,
 ) -> Watch:
-    """The committed steps of a run, those that are there and those to come: for evaluators and exporters::
+    """Give the committed steps of a run, those that are there and those to come: for evaluators and
+    exporters::
 
         with dcp.watch("s3://bucket/run", consumer="eval") as steps:
             for step in steps:
@@ -236,8 +237,8 @@ def watch(
     Each commit is acknowledged once for a consumer of that name, durably, when the next one is asked for or
     by `WatchedStep.acknowledge`; until then whoever continues is given it again, also after a kill. A step
     that is saved anew is another commit. What retention deletes before its turn is not given. The lowest step
-    that is there is the next. One process at a time is a consumer; others get an error, or go on from it once
-    it has ended or given no sign of life for half a minute.
+    that is there is the next. One process at a time is a consumer; others get an error, or continue from it
+    once it has ended or given no sign of life for half a minute.
 
     Args:
         root: The folder of the run, or its URL. It need not be there yet.

@@ -12,7 +12,7 @@ from dcp.server.database.tables import aliases, checkpoints
 from dcp.server.records.administration import RetentionTotals, TensorBytes
 from dcp.server.retention.parts import part_bytes
 from dcp.server.retention.planning import plan_run, runs_of
-from dcp.steps.states import OPTIMIZER
+from dcp.steps.notes import OPTIMIZER
 
 __all__ = ["retention_totals", "tensor_bytes"]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,7 @@ class CancelAt:
 
 
 def cancelled_at(folder: Path, number: int, version: int) -> tuple[list[bool], bool]:
-    """A save of ``version`` that is cancelled, twice, before its operation ``number``: the answers, and
-    whether it was saved."""
+    """The answers to a save cancelled, twice, before its operation ``number``; whether it was saved."""
     hook = CancelAt(number)
     writer = FaultyWriter([Fault(onwards=True, hook=hook)])(folder)
     hook.future = save(version_state(version), storage_writer=writer)
@@ -74,8 +74,7 @@ def cancelled_at(folder: Path, number: int, version: int) -> tuple[list[bool], b
 
 @pytest.mark.parametrize("old", [0, 1])
 def test_at_every_operation_of_a_save_the_answer_is_true(tmp_path: Path, old: int) -> None:
-    """Before each of its steps on storage, by two threads at once: True, and the folder is as it was before
-    the save; or, once the commit has begun, False, and the new version is there."""
+    """By two threads: True, and the folder is as before; or, once the commit has begun, False."""
     seen: list[tuple[list[bool], bool]] = []
     number = 0
     while not seen or seen[-1][0]:
@@ -128,19 +127,33 @@ def cancel_by_the_rank_that_is_ready(rank: int, world_size: int, root: Path, kin
         answer = future.cancel()
     error = future.exception(240)
     found = [answer, isinstance(error, SaveAbortedError), future.cancelled(), getattr(error, "ranks", None)]
-    found.append((root / "x").exists())
+    exists = (root / "x").exists()
     again = dcp.async_save(state_of_ranks(rank), checkpoint_id=root / "x", **options)
     again.result(240)
-    return [*found, again.cancel()]
+    return [*found, exists, again.cancel()]
 
 
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_any_rank_ends_the_writing_of_all(tmp_path: Path, kind: str) -> None:
-    """A rank that is ready ends the save while another still writes; all hold that it was cancelled, and by
-    whom. After a commit all are answered that it was not."""
+    """A rank that is ready ends the save while another still writes; all know by whom."""
     alike = [True, True, [1], False, False]
     found = run_ranks(2, cancel_by_the_rank_that_is_ready, tmp_path, kind)
     assert found == [[None, *alike], [True, *alike]]
+
+
+def test_an_interrupted_save_in_the_loop_has_ended(tmp_path: Path) -> None:
+    """Ctrl-C in a save of mode "sync" ends the wait of another thread that calls it off."""
+
+    def interrupt(_: object) -> None:
+        answers.append(thread.submit(manager.cancel))
+        time.sleep(0.5)  # until that waits
+        raise KeyboardInterrupt
+
+    answers: list[Future[bool]] = []
+    with ThreadPoolExecutor(1) as thread, manager_of(tmp_path, mode="sync", progress=interrupt) as manager:
+        with pytest.raises(KeyboardInterrupt):
+            manager.save(1, state_at(1))
+        assert answers[0].result(60) is False
 
 
 @pytest.mark.parametrize("on_failure", ["warn", "raise"])

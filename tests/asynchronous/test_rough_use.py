@@ -53,7 +53,8 @@ def test_a_relative_id_is_of_the_folder_where_it_was_given(
 # -- interrupts ----------------------------------------------------------------------------------------------
 
 _INTERRUPTED = """
-import sys, torch, dcp
+import sys, time, torch, dcp
+from dcp.storage.stores.posix.store import PosixStore
 class Interrupted:
     def state_dict(self):
         raise KeyboardInterrupt
@@ -71,14 +72,16 @@ except KeyboardInterrupt:
     large = torch.arange(1 << 24, dtype=torch.int32)  # under way when the script ends
     futures = [save(str(number), {"w": large}) for number in range(2)]
     manager.save(3, {"w": torch.full((64,), 3)})
+    hang = lambda step, name: time.sleep(900 * (step.endswith("write") and name.endswith(".distcp")))
+    writer = lambda at: dcp.FileSystemWriter(at, open_store=lambda path: PosixStore(path, hang))
+    dcp.CheckpointManager(f"{run}-hangs", timeout_seconds=1, writer=writer).save(1, {"w": large})
     raise SystemExit(3)
 """
 
 
 @pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
 def test_a_script_that_ends_has_saved(tmp_path: Path, kind: str) -> None:
-    """The interpreter's end waits for the commits of what was begun, by a manager that nobody closes too, and
-    where one save was ended by Ctrl-C while it was staged, which is raised there."""
+    """The end waits for commits, of a manager too and where Ctrl-C came, but not for a storage that hangs."""
     ended = run_program("-c", _INTERRUPTED, tmp_path, kind, finalizes=True)
     assert ended.returncode == 3, ended.stderr
     assert sorted(path.parent.name for path in tmp_path.glob("*/manifest.msgpack")) == ["0", "1"]
@@ -94,8 +97,7 @@ def save_in_fork(root: Path, kind: dcp.AsyncCheckpointerType) -> None:
 
 
 def fork_while_saving(root: Path, kind: dcp.AsyncCheckpointerType) -> list[Any]:
-    """Exit codes of forks, one that does nothing and one that saves, and whether the first outlasted the
-    save under way."""
+    """Exit codes of forks, one that does nothing and one that saves, and whether each outlasted the save."""
     save = partial(dcp.async_save, no_dist=True, async_checkpointer_type=kind)
     save(state_of(1), checkpoint_id=root / "first").result(240)
     gate = FileGate(root / "gate")

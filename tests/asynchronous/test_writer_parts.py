@@ -44,9 +44,7 @@ def test_sharded_tensors_arrive_without_their_process_groups() -> None:
 
 FAILED = error_to_data(failure_of("plan", {1: ReplicaMismatchError("differ", fqn="w")}, 0, None))
 LATE = error_to_data(failure_of("write", {0: StorageError("no .metadata", committed=True)}, 0, None))
-"""The checkpoint is there, and something of it is not."""
 UNHEARD = error_to_data(CheckpointError("late", committed=True))
-"""It is there, and not every rank has heard of it."""
 
 
 @pytest.mark.parametrize(
@@ -54,7 +52,6 @@ UNHEARD = error_to_data(CheckpointError("late", committed=True))
     [
         ([Ending(saved=True, save_id="a"), Ending(saved=True, save_id="a")], True, (None, False)),
         ([Ending(saved=True, save_id="a"), Ending(died="was killed")], True, (None, True)),
-        ([Ending(died="was killed"), Ending(saved=True, save_id="a")], True, (None, True)),
         ([Ending(died="was killed"), Ending(error=FAILED, broken=True)], True, ("WriterProcessError", True)),
         ([Ending(error=FAILED), Ending(error=FAILED)], True, ("ReplicaMismatchError", False)),
         ([Ending(saved=True, save_id="a"), Ending(died="was killed")], False, ("WriterProcessError", True)),

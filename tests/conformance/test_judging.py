@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from dcp.testing.judging import SavedState, SavedTensor, judge
-from dcp.testing.live_state import LiveTensor
-from dcp.testing.report import StateFinding
-from dcp.testing.values import Identity, coded_bits, gram_width, write_bits
+from dcp.testing.judging import SavedState, SavedTensor, StateFinding, judge
+from dcp.testing.live_state import Identity, LiveTensor, coded_bits, gram_width, write_bits
 
 _SHAPE = (8, 50)
 _DTYPES = (

@@ -124,8 +124,7 @@ def stops(manager: dcp.CheckpointManager, step: int) -> bool:
 
 
 def test_the_users_handler_is_called_too_and_comes_back(tmp_path: Path, heard: list[int]) -> None:
-    """SIGTERM reaches it and the managers that are open and listen, and nobody else after the last of them is
-    closed."""
+    """SIGTERM reaches it and the managers that are open and listen, and it alone after the last is closed."""
     users = signal.getsignal(signal.SIGTERM)
     deaf = manager_of(tmp_path / "c", every_steps=100, handle_sigterm=False)
     with manager_of(tmp_path / "a") as one, manager_of(tmp_path / "b") as other:

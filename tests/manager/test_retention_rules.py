@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.manager.cleanup.retention import Best, Keep, Retention, plan
-from dcp.steps.states import OPTIMIZER, StepState
+from dcp.steps.notes import OPTIMIZER, StepState
 
 NOW = 1_000_000.0
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dcp.background.process.wire import Connection, watch_process
+from dcp.background.process.wire import Connection, connected_pair, watch_process
 from dcp.version import __version__
 
 __all__ = ["Child", "child_environment"]
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _REAP_SECONDS = 5.0
 
 _ENDED = frozenset({errno.EPIPE, errno.ECONNRESET, errno.EBADF})
-"""Of a process that has ended, or is about to be found so."""
+"""Errors of sending to a process that has ended."""
 
 _DROPPED = ("TORCHELASTIC_", "MASTER_ADDR", "MASTER_PORT")
 """Variables that would tie the writers' group to the trainers' launcher."""
@@ -41,6 +41,7 @@ _SET = {
 
 class Child:
     """Starts a writer process in a session of its own; never raises: a process that cannot start has ended.
+    ``arguments`` are its rank, the world size, and the timeout in seconds.
 
     ``on_message`` gets what it says and ``on_end`` is called once when it has ended, both in a thread of this
     object. ``end`` then says how it ended, as the rest of a sentence; it is empty before.
@@ -48,7 +49,7 @@ class Child:
 
     def __init__(
         self,
-        hello: Mapping[str, Any],
+        arguments: Sequence[object],
         *,
         on_message: Callable[[Child, dict[str, Any]], None],
         on_end: Callable[[Child], None],
@@ -58,10 +59,10 @@ class Child:
         self._on_end = on_end
         self._killed_because = ""
         self._ended = threading.Event()
-        ours, theirs = socket.socketpair()
+        ours, theirs = connected_pair()
         with theirs:
             try:
-                self._process = _popen(theirs)
+                self._process = _popen(theirs, arguments)
             except OSError as error:
                 ours.close()
                 self._pid = 0
@@ -69,7 +70,6 @@ class Child:
                 return
         self._pid = self._process.pid
         self._connection = Connection(ours, watch_process(self._pid))
-        self.send({"kind": "hello", "version": __version__, **hello})
         threading.Thread(target=self._receive, name="dcp-writer-watch", daemon=True).start()
 
     def send(self, body: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
@@ -81,12 +81,12 @@ class Child:
         except BlockingIOError:
             self.kill("did not take messages any more and was killed")
         except OSError as error:
-            if error.errno not in _ENDED:  # nobody would ever hear how its save ended
-                self.kill(f"could not be told what to do and was killed: {error}")
+            if error.errno not in _ENDED:  # its save would never be heard to end
+                self.kill(f"could not be sent a message and was killed: {error}")
             logger.debug("writer process %d: %s", self._pid, error)
 
     def kill(self, because: str) -> None:
-        """SIGKILL; ``because`` becomes its ``end``."""
+        """Send SIGKILL; ``because`` becomes its ``end``."""
         if not self.end:
             self._killed_because = because
             self._process.kill()
@@ -95,7 +95,7 @@ class Child:
         """Have it end, by itself if it does so in time."""
         self.send({"kind": "close"})
         if not self._ended.wait(timeout_seconds):
-            self.kill("did not end when it was told to, and was killed")
+            self.kill("did not end when it was asked to, and was killed")
             self._ended.wait(_REAP_SECONDS)
 
     def _receive(self) -> None:
@@ -108,11 +108,12 @@ class Child:
             logger.exception("a message of writer process %d", self._pid)
             self.kill(f"could not be understood and was killed: {type(error).__name__}: {error}")
         end = self._killed_because or _end_of(self._reap())
-        self._connection.close()  # before anybody is told, who may look for what is still open
+        self._connection.close()  # before `on_end`, which may look for what is still open
         self._note_end(end)
 
     def _reap(self) -> int:
-        """The exit status; the connection is closed, so the process has ended or has no business any more."""
+        """Return the exit status; the connection is closed, so the process has ended or has no business any
+        more."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(_REAP_SECONDS)
         self._process.kill()
@@ -126,12 +127,12 @@ class Child:
         self._on_end(self)
 
 
-def _popen(theirs: socket.socket) -> subprocess.Popen[bytes]:
+def _popen(theirs: socket.socket, arguments: Sequence[object]) -> subprocess.Popen[bytes]:
     fd = theirs.fileno()
     # -P: a folder that training happens to run in must not provide modules that it does not provide there
     command = [sys.executable or "", "-P", "-m", "dcp.background.process.main"]
     return subprocess.Popen(
-        [*command, str(fd), str(os.getpid())],
+        [*command, *map(str, (fd, os.getpid(), __version__, *arguments))],
         stdin=subprocess.DEVNULL,
         pass_fds=[fd],
         start_new_session=True,  # else Ctrl-C and the launcher's signals to the trainer's group reach it
@@ -140,7 +141,8 @@ def _popen(theirs: socket.socket) -> subprocess.Popen[bytes]:
 
 
 def child_environment() -> dict[str, str]:
-    """The trainer's environment without what is about the trainer alone, and with its module search path."""
+    """Make the trainer's environment without what ties a process to its launcher, with its module search
+    path."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED)}
     paths = [os.path.abspath(path) for path in sys.path if isinstance(path, str)]  # noqa: PTH100 - "" is cwd
     return kept | _SET | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

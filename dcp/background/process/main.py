@@ -1,10 +1,11 @@
-"""The process that writes in the background: ``python -m dcp.background.process.main FD PID``.
+"""The process that writes in the background: ``python -m dcp.background.process.main FD PID VERSION RANK
+WORLD_SIZE TIMEOUT_SECONDS``.
 
 A trainer starts it, and talks to it over the socket FD. It outlives the trainer PID: when that is gone, it
 finishes the saves which it was given, and ends. SIGTERM, SIGINT and SIGHUP are ignored, and so are SIGUSR1
 and SIGUSR2, by which schedulers give notice: they are meant for the training, which on a signal to all
-processes may have its last save still to give. Nothing here imports
-torch before the process has lowered its priority.
+processes may have its last save still to give. Nothing here imports torch before the process has lowered its
+priority.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from dcp.background.process.wire import Connection, watch_parent
+from dcp.version import __version__
 
 __all__ = ["main"]
 
@@ -28,16 +30,19 @@ _NICENESS: Final = 10
 
 def main(arguments: Sequence[str]) -> None:
     """Serve one trainer; returns when all is done."""
-    fd, trainer = map(int, arguments)
+    fd, trainer, version, *others = arguments
+    if version != __version__:  # the installed package has been replaced since
+        sys.exit(f"the trainer runs dcphub {version}, but {__version__} is installed now: restart it")
+    rank, world_size, timeout_seconds = int(others[0]), int(others[1]), float(others[2])
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
-    os.set_inheritable(fd, False)  # what custom storages start must not hold the connection
-    connection = Connection(socket.socket(fileno=fd), watch_parent(trainer))
+    os.set_inheritable(int(fd), False)  # what custom storages start must not hold the connection
+    connection = Connection(socket.socket(fileno=int(fd)), watch_parent(int(trainer)))
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.WARNING,
-        format=f"dcp writer process {os.getpid()} of %(processName)s: %(levelname)s: %(message)s",
+        format=f"dcp writer process {os.getpid()} of rank {rank}: %(levelname)s: %(message)s",
     )
     gc.disable()  # what is imported stays: to look through it again and again is an eighth of the start
     from dcp.background.process.serving import WriterLoop
@@ -46,7 +51,7 @@ def main(arguments: Sequence[str]) -> None:
     gc.enable()
     status = 1
     try:
-        WriterLoop(connection).run()
+        WriterLoop(connection, rank, world_size, timeout_seconds).run()
         status = 0
     except Exception:
         logging.getLogger(__name__).exception("an unexpected error ends this process")

@@ -2,7 +2,7 @@
 
 Both run the same program, so this is pickle, with three differences: staged tensors stay in shared memory; a
 DTensor goes as its local tensor and the description of its mesh, because process groups stay behind; and
-what the other process could not import is refused here, where the user can still be told.
+what the other process could not import is refused here, where the user can still be warned.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def unpack(data: bytes, memory: torch.Tensor | None = None) -> Any:
 
 
 def map_memory(fd: int, size_bytes: int) -> torch.Tensor:
-    """The bytes of a memory file; the mapping lasts as long as the tensor and its views."""
+    """Map the bytes of a memory file; the mapping lasts as long as the tensor and its views."""
     if size_bytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8)
@@ -143,7 +143,7 @@ def map_memory(fd: int, size_bytes: int) -> torch.Tensor:
 def tensor_view(
     memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The contiguous tensor at byte ``offset`` of ``memory``."""
+    """View the contiguous tensor at byte ``offset`` of ``memory``."""
     size = math.prod(shape) * dtype.itemsize
     if size == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")

@@ -47,9 +47,9 @@ def meet(
 ) -> tuple[Address, socket.socket | None]:
     """Agree on the address with the other trainers; rank 0 also gets the socket that listens there.
 
-    ``store`` is for this meeting alone (a prefix nobody used before). ``check`` is called while waiting, and
-    raises where waiting has become useless. Raises CollectiveTimeoutError that names the ranks that did not
-    come.
+    ``store`` is for this meeting alone (a prefix that was not used before). ``check`` is called while
+    waiting, and raises where waiting has become useless. Raises CollectiveTimeoutError that names the ranks
+    that did not come.
     """
     deadline = time.monotonic() + timeout_seconds
     store.set(f"host/{rank}", _namespace())
@@ -66,7 +66,7 @@ def meet(
 
 
 def own_client(store: Any) -> Any:
-    """A connection of one's own to the same store, where its kind has that; else the store."""
+    """Make another connection to the same store, where its kind has that; else the store."""
     try:
         return store.clone()
     except (RuntimeError, NotImplementedError):
@@ -74,7 +74,8 @@ def own_client(store: Any) -> Any:
 
 
 def own_store(address: Address, listener_fd: int | None, timeout_seconds: float) -> Store:
-    """In a writer process: the writers' store; hosted here where ``listener_fd`` is given (and taken).
+    """Connect a writer process to the writers' store; it is hosted here where ``listener_fd`` is given (and
+    taken).
 
     Raises ConnectionRefusedError where its host is gone: it listened before anybody knew the address, and
     the store's client would try again until its timeout.
@@ -103,7 +104,7 @@ def _see_that_it_listens(address: Address, timeout_seconds: float) -> None:
 
 
 def _read(store: Any, key: str, rank: int, deadline: float, check: Callable[[], None]) -> bytes:
-    """The value of ``key``, which ``rank`` sets."""
+    """Wait for the value of ``key``, which ``rank`` sets."""
     pause = 0.001
     while not store.check([key]):
         check()
@@ -120,7 +121,7 @@ def _read(store: Any, key: str, rank: int, deadline: float, check: Callable[[], 
 
 
 def _namespace() -> bytes:
-    """Equal on two ranks if they reach each other by the loopback interface."""
+    """Return what is equal on two ranks if they reach each other by the loopback interface."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     net = os.stat("/proc/self/ns/net")  # noqa: PTH116 - what the link points to is no path
     return b"%s/%d/%d" % (boot, net.st_dev, net.st_ino)
@@ -135,7 +136,7 @@ def _listen(loopback: bool) -> socket.socket:
 
 
 def _host_name() -> str:
-    """The name by which other hosts reach this one, the host of rank 0 of the group."""
+    """Return the name by which other hosts reach this one, the host of rank 0 of the group."""
     named = os.environ.get(HOST_VARIABLE)
     if named:
         return named

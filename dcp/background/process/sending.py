@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from dcp.background.error_codec import plain_error
 from dcp.background.process.child import Child
 from dcp.background.process.pickled_state import pack
-from dcp.background.writers import Payload
 from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.rank_state import RankState
+from dcp.ranks.failures import pack_failure
 from dcp.saving.save import Save
 from dcp.staging.stager import StagedState
 from dcp.storage.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from dcp.background.writers import Payload
     from dcp.staging.arena import HostArena
 
 __all__ = ["Sender"]
@@ -32,22 +32,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Sent:
-    """By which number the child knows an arena's mapping of a generation, and the layout it has of it."""
+    """The number by which the child knows an arena's mapping of a generation, and what was sent of the state
+    in it."""
 
     key: int
     generation: int
     layout: int = 0
+    columns: tuple[object, ...] = ()
 
 
 class Sender:
     """Sends saves to one writer process, which keeps what does not change from one to the next: the mappings
-    of arenas, the views of a layout, the columns."""
+    of arenas, and the form of the state in each (the views of its layout, its columns)."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
         self._arenas: weakref.WeakKeyDictionary[HostArena, _Sent] = weakref.WeakKeyDictionary()
         self._next_key = 0
-        self._columns: tuple[SaveColumns, object] | None = None
 
     def send(self, order: Save, payload: Payload, *, go: bool, place: str) -> None:
         """Send a save whose ``payload`` is done. What cannot be sent is sent as the save's failure, so that
@@ -61,9 +62,11 @@ class Sender:
             "together": options.use_collectives,
             "on_columns": order.on_columns,
             "timeout_seconds": options.timeout_seconds,
+            "retries": options.retries,
+            "retry_pause_seconds": options.retry_pause_seconds,
             "progress": "report" if callable(progress) else bool(progress),
         }
-        known = dict(body)
+        refused = dict(body)
         fds: list[int] = []
         part_fd = -1
         try:
@@ -72,22 +75,17 @@ class Sender:
                 order, seconds=order.seconds | payload.seconds, options=replace(options, progress=None)
             )
             body["order"] = pack(sent, "the save's storage or planner")
+            part_fd = self._add_part(payload, body)
+            fds = [part_fd, body.pop("mapping_fd")] if "mapping_fd" in body else [part_fd]
         except Exception as error:  # noqa: BLE001 - raised by the save, on all ranks
-            body["refused"] = plain_error(error)
-        else:
-            try:
-                part_fd = self._add_part(payload, body)
-                fds = [part_fd, body.pop("mapping_fd")] if "mapping_fd" in body else [part_fd]
-            except Exception as error:  # noqa: BLE001 - raised by the save, on all ranks
-                self.forget()
-                body = {name: body[name] for name in (*known, "cwd", "order")}
-                body["staging_error"] = plain_error(error)
+            self.forget()
+            body = refused | {"refused": pack_failure(error)}
         try:
             self._child.send(body, fds)
         except Exception as error:
             logger.exception("a save could not be sent to the writer process")
             self.forget()
-            self._child.send(known | {"refused": plain_error(error)})
+            self._child.send(refused | {"refused": pack_failure(error)})
         finally:
             if part_fd >= 0:
                 os.close(part_fd)
@@ -96,7 +94,6 @@ class Sender:
         """Send everything with the next save: a save has failed, and with it perhaps the taking in of what
         it brought."""
         self._arenas.clear()
-        self._columns = None
 
     def _add_part(self, payload: Payload, body: dict[str, Any]) -> int:
         """Say in ``body`` what the child does not know yet; returns a memory file with what is of this save
@@ -120,22 +117,20 @@ class Sender:
         if not isinstance(part, RankState):
             packed = pack(part, "the state dict", arena)
             return _memory_file(lambda file: file.write(packed))
-        if known.layout != payload.layout:
-            views = part.memory
-            shapes = views.dtype_codes, views.shape_start, views.shape_values
-            body["layout"] = pickle.dumps((payload.offsets, *shapes), pickle.HIGHEST_PROTOCOL)
-            known.layout = payload.layout
         columns = (part.columns, part.replicated)
         # pickling 20,000 rows takes 7 ms of the training's time, comparing them 1
-        if self._columns is None or not all(map(_same, columns, self._columns)):
-            body["columns"] = pickle.dumps(columns, pickle.HIGHEST_PROTOCOL)
-            self._columns = columns
+        if known.layout != payload.layout or not all(map(_same, columns, known.columns)):
+            views = part.memory
+            shapes = views.dtype_codes, views.shape_start, views.shape_values
+            form = (payload.offsets, *shapes, *columns)
+            body["form"] = pickle.dumps(form, pickle.HIGHEST_PROTOCOL)
+            known.layout, known.columns = payload.layout, columns
         objects = list(part.objects)
         return _memory_file(lambda file: pickle.dump(objects, file, pickle.HIGHEST_PROTOCOL))
 
 
 def _memory_file(fill: Callable[[BinaryIO], object]) -> int:
-    """A new memory file with what ``fill`` writes to it; the descriptor is the caller's."""
+    """Make a memory file with what ``fill`` writes to it; the descriptor is the caller's."""
     memory = os.memfd_create("dcp-values", os.MFD_CLOEXEC)
     try:
         with os.fdopen(memory, "wb", closefd=False) as file:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import pickle
 import queue
@@ -12,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -32,13 +32,12 @@ from dcp.planners.rank_state import RankState
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.progress import Progress, ProgressCallback
 from dcp.ranks.collectives import Ranks
-from dcp.ranks.failures import RankFailedError
+from dcp.ranks.failures import RankFailedError, decode_failure
 from dcp.ranks.presence import Presence
 from dcp.saving.options import SaveOptions
 from dcp.saving.save import Save, agreeing_seconds
-from dcp.storage.errors import CollectiveTimeoutError, WriterProcessError, error_from_wire
+from dcp.storage.errors import CollectiveTimeoutError, WriterProcessError
 from dcp.storage.tensors import LocalMemory, torch_dtype
-from dcp.version import __version__
 
 __all__ = ["WriterLoop"]
 
@@ -67,12 +66,12 @@ class _ReceivedSave:
 class WriterLoop:
     """Saves run in the main thread, as they would in a program of their own; another thread receives."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, rank: int, world_size: int, timeout_seconds: float) -> None:
         self._connection = connection
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._saves: dict[int, _ReceivedSave] = {}
         self._alone = False
-        self._meeting = _Meeting()
+        self._meeting = _Meeting(rank, world_size, timeout_seconds)
         self._memory = _TrainerMemory()
         self._cache = PlanCache()
 
@@ -98,8 +97,7 @@ class WriterLoop:
             self._go_on_alone()
 
     def _go_on_alone(self) -> None:
-        """Nobody is left to say that all ranks are ready for the saves received; they are carried out
-        anyway."""
+        """Carry out the saves received, without a trainer to say that all ranks are ready for them."""
         self._alone = True
         if self._meeting.expect_nothing_more(needed=bool(self._saves)):
             os._exit(0)  # the main thread waits for the other writers, for no save
@@ -116,16 +114,6 @@ class WriterLoop:
                 save.go.set()
             self._saves[save.serial] = save
             self._tasks.put(lambda: self._carry_out(save))
-        elif kind == "hello":
-            if body["version"] != __version__:  # the installed package has been replaced since
-                logger.error(
-                    "the trainer runs dcphub %s, but %s is installed now: restart the training",
-                    body["version"],
-                    __version__,
-                )
-                os._exit(1)
-            multiprocessing.current_process().name = f"rank {body['rank']}"
-            self._meeting.introduce(body["rank"], body["world_size"], body["timeout_seconds"])
         elif kind == "join":
             self._meeting.invite(Address(**body["address"]), message.fds)
             self._tasks.put(self._meeting.join_early)
@@ -148,10 +136,14 @@ class WriterLoop:
         finally:
             save.close_fds()
             del self._saves[save.serial]
-        try:
-            self._connection.send(reply)
-        except OSError:
-            logger.debug("nobody is left to hear how save %d ended", save.serial)
+        while not self._alone:
+            try:
+                self._connection.send(reply)
+                return
+            except BlockingIOError:  # the trainer reads again once its progress callback has returned
+                continue
+            except (BrokenPipeError, ConnectionResetError):
+                return
 
     def _run(self, save: _ReceivedSave) -> dict[str, Any]:
         body = save.body
@@ -160,7 +152,7 @@ class WriterLoop:
             # first: the saves to come build on it, whatever becomes of this one
             payload = self._memory.payload(body, save.fds)
             if "refused" in body:
-                raise error_from_wire(body["refused"])
+                raise decode_failure(body["refused"])
             os.chdir(body["cwd"])
             order: Save = pickled_state.unpack(body["order"])
         except Exception as error:  # noqa: BLE001 - raised in the save's first step, on all ranks
@@ -192,17 +184,21 @@ class WriterLoop:
 
 
 def _refused(error: Exception, body: dict[str, Any]) -> Save:
-    """In the place of the order of ``body``, on the road that the others take."""
-    options = SaveOptions(use_collectives=body["together"], timeout_seconds=body["timeout_seconds"])
+    """Make a save in the place of that of ``body``, which takes the same steps as the others."""
+    options = SaveOptions(
+        use_collectives=body["together"],
+        timeout_seconds=body["timeout_seconds"],
+        retries=body["retries"],
+        retry_pause_seconds=body["retry_pause_seconds"],
+    )
     return refused_save(RefusedWriter(error), options, body["serial"], on_columns=body["on_columns"])
 
 
 class _Meeting:
     """The writers' own process group, made once all trainers have said where it meets."""
 
-    def __init__(self) -> None:
-        self.rank, self.world_size = 0, 1
-        self._timeout_seconds = 0.0
+    def __init__(self, rank: int, world_size: int, timeout_seconds: float) -> None:
+        self.rank, self.world_size, self._timeout_seconds = rank, world_size, timeout_seconds
         self._address: Address | None = None
         self._listener: int | None = None
         self._informed = threading.Event()
@@ -212,22 +208,19 @@ class _Meeting:
         self._store: Store | None = None
         self._failure: CollectiveTimeoutError | None = None
 
-    def introduce(self, rank: int, world_size: int, timeout_seconds: float) -> None:
-        self.rank, self.world_size, self._timeout_seconds = rank, world_size, timeout_seconds
-
     def invite(self, address: Address, fds: list[int]) -> None:
         self._address, self._listener = address, fds[0] if fds else None
         self._informed.set()
 
     def expect_nothing_more(self, *, needed: bool) -> bool:
-        """The trainer is gone, and no save will come but those that it has sent; the group is ``needed`` for
+        """Note that the trainer is gone, and what it has sent is all; the group is ``needed`` for
         one. Whether the main thread is just joining one that is not."""
         self._needed = needed
         self._informed.set()
         return not needed and self._store is None and self._joining.locked()
 
     def ranks(self, timeout_seconds: float, abort: threading.Event) -> Ranks:
-        """The ranks of one save; joins the group before the first."""
+        """Return the ranks of one save; joins the group before the first."""
         self._join()
         bound = timeout_seconds - agreeing_seconds(timeout_seconds)
         return Ranks(use_dist=self.world_size > 1, timeout_seconds=bound, abort=abort)
@@ -279,7 +272,7 @@ class _Meeting:
             self._store = store
 
     def _missing(self) -> list[int]:
-        """The ranks whose writers are not at the store; rank 0 where there is no store."""
+        """List the ranks whose writers are not at the store; rank 0 where it is gone."""
         try:
             if self._presence is not None:
                 return self._presence.missing(0.0)
@@ -288,7 +281,7 @@ class _Meeting:
         return [0]
 
     def part(self) -> None:
-        """Before ending without a trainer: the host of the store waits for the others, a while."""
+        """Let the host of the store wait for the others, a while, before it ends without a trainer."""
         if self._store is None:
             return
         deadline = time.monotonic() + _FAREWELL_SECONDS
@@ -302,60 +295,55 @@ class _Meeting:
 
 
 class _TrainerMemory:
-    """The trainer's host arenas as this process sees them; views are kept as long as the layout is."""
+    """The trainer's host arenas as this process sees them, with the form of the state that is staged in each:
+    its tensors, columns and replicated rows."""
 
     def __init__(self) -> None:
         self._arenas: dict[int, torch.Tensor] = {}
-        self._layouts: dict[int, LocalMemory] = {}
-        self._columns: tuple[SaveColumns, np.ndarray[Any, np.dtype[np.uint8]]] | None = None
+        self._forms: dict[int, tuple[LocalMemory, SaveColumns, np.ndarray[Any, np.dtype[np.uint8]]]] = {}
 
     def payload(self, body: dict[str, Any], fds: list[int]) -> Callable[[], RankState | dict[str, Any]]:
-        """Take in arenas and layouts that came with a save; the result gives its staged state.
+        """Take in arenas and forms that came with a save; the result gives its staged state.
 
         Where that fails nothing is kept, so that no later save is mixed up with what an earlier one brought.
         """
         try:
             for known in self._arenas.keys() - body.get("keep", self._arenas.keys()):
                 del self._arenas[known]
-                self._layouts.pop(known, None)
+                self._forms.pop(known, None)
             if "mapping" in body:
                 self._arenas[body["arena"]] = pickled_state.map_memory(fds[1], body["mapping"])
-            if "layout" in body:
-                self._layouts[body["arena"]] = _views(self._arenas[body["arena"]], body["layout"])
-            if "columns" in body:
-                self._columns = pickle.loads(body["columns"])
+            if "form" in body:
+                self._forms[body["arena"]] = _form(self._arenas[body["arena"]], body["form"])
         except BaseException:
             self._arenas.clear()
-            self._layouts.clear()
-            self._columns = None
+            self._forms.clear()
             raise
-        return lambda: self._state(body, fds)
+        return partial(self._state, body, fds)
 
     def _state(self, body: dict[str, Any], fds: list[int]) -> RankState | dict[str, Any]:
-        if "staging_error" in body:
-            raise error_from_wire(body["staging_error"])
-        arena, sources = self._arenas.get(body["arena"]), self._layouts.get(body["arena"])
+        arena, form = self._arenas.get(body["arena"]), self._forms.get(body["arena"])
         with os.fdopen(fds[0], "rb", closefd=False) as file:
             file.seek(0)
             if arena is not None and not body["on_columns"]:
                 state: dict[str, Any] = pickled_state.unpack(file.read(), arena)
                 return state
-            if arena is not None and sources is not None and self._columns is not None:
-                columns, replicated = self._columns
+            if form is not None:
+                sources, columns, replicated = form
                 return RankState(columns, sources, pickle.load(file), replicated)
         raise WriterProcessError(
             "what this save builds on was lost with the one before it; the next save brings all of it"
         )
 
 
-def _views(arena: torch.Tensor, layout: bytes) -> LocalMemory:
-    """The tensors of a layout: their places in ``arena``, dtypes and shapes."""
-    offsets, dtype_codes, shape_start, shape_values = pickle.loads(layout)
+def _form(arena: torch.Tensor, data: bytes) -> tuple[LocalMemory, SaveColumns, Any]:
+    """View the tensors of a layout, by their places in ``arena``, dtypes and shapes; and what goes with
+    them."""
+    offsets, dtype_codes, shape_start, shape_values, columns, replicated = pickle.loads(data)
     extents = shape_values.tolist()
     shapes = [tuple(extents[begin:end]) for begin, end in pairwise(shape_start.tolist())]
-    return LocalMemory.of(
-        [
-            pickled_state.tensor_view(arena, offset, shape, torch_dtype(code))
-            for offset, shape, code in zip(offsets.tolist(), shapes, dtype_codes.tolist(), strict=True)
-        ]
-    )
+    views = [
+        pickled_state.tensor_view(arena, offset, shape, torch_dtype(code))
+        for offset, shape, code in zip(offsets.tolist(), shapes, dtype_codes.tolist(), strict=True)
+    ]
+    return LocalMemory.of(views), columns, replicated

@@ -14,17 +14,16 @@ import time
 from collections import deque
 from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dcp.background.error_codec import Ending, Verdict, error_to_data, verdict
-from dcp.background.future import SaveFuture, SaveOutcome
 from dcp.background.process.child import Child
 from dcp.background.process.rendezvous import meet, own_client
 from dcp.background.process.sending import Sender
-from dcp.background.writers import BackgroundWriter, Payload
+from dcp.background.writers import BackgroundWriter, SaveFuture, SaveOutcome
 from dcp.progress import Progress
 from dcp.ranks.channel import Channel
 from dcp.ranks.collectives import Ranks
@@ -38,6 +37,9 @@ from dcp.storage.errors import (
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.torch_storage.metadata import LazyMetadata
+
+if TYPE_CHECKING:
+    from dcp.background.writers import Payload
 
 __all__ = ["ProcessWriter"]
 
@@ -114,7 +116,7 @@ class ProcessWriter(BackgroundWriter):
         thread.join(timeout_seconds)
         if thread.is_alive():
             (self._child or child).kill(
-                f"had not finished {timeout_seconds:g} s after it was told to, and was killed"
+                f"had not finished {timeout_seconds:g} s after it was asked to, and was killed"
             )
             thread.join(_CLOSE_SECONDS)
         self._give_up_the_rest()
@@ -126,12 +128,8 @@ class ProcessWriter(BackgroundWriter):
             self._thread.start()
 
     def _start_child(self) -> None:
-        hello = {
-            "rank": self._rank,
-            "world_size": self._world_size,
-            "timeout_seconds": self._timeout_seconds,
-        }
-        self._child = Child(hello, on_message=self._on_message, on_end=self._on_end)
+        arguments = (self._rank, self._world_size, self._timeout_seconds)
+        self._child = Child(arguments, on_message=self._on_message, on_end=self._on_end)
         self._sender = Sender(self._child)
 
     def _abort(self, save: _SentSave) -> None:
@@ -233,7 +231,7 @@ class ProcessWriter(BackgroundWriter):
     def _ending_of(self, save: _SentSave) -> Ending:
         """Wait for the end of the save here: by its writer's word or end, or because another rank gave it up.
 
-        Its writer may go on for a while then, because its own waits for a lost rank end soon.
+        Its writer may continue for a while then, because its own waits for a lost rank end soon.
         """
         agreeing = agreeing_seconds(save.order.options.timeout_seconds)
         look_seconds, grace_seconds = min(0.5, agreeing / 10), agreeing / 4
@@ -276,7 +274,7 @@ class ProcessWriter(BackgroundWriter):
         if self._lost or self._agreement is None:
             return verdict({self._rank: ending}, self._rank, together=together)
         bound = save.order.options.timeout_seconds
-        if ending.is_timeout:  # most of the time is over, and more than what is left brings nobody
+        if ending.is_timeout:  # most of the time is over, and no rank comes after it
             bound = agreeing_seconds(bound)
         try:
             if not ending.saved:
@@ -296,21 +294,25 @@ class ProcessWriter(BackgroundWriter):
         restart = found.restart and not self._lost and not self._closing
         for note in found.notes:
             logger.warning("%s", note)
-        with self._sending:
-            with self._changed:
-                is_given_up = save not in self._saves  # by a close whose time was over; its future has ended
-                if not is_given_up:
-                    self._saves.popleft()
-            save.payload.release()
-            if is_given_up:
-                return
-            if found.error is not None and self._sender is not None:
-                self._sender.forget()
-            if restart:
-                self._replace_child()
-            else:
-                self._let_next_go()
-        _end(save, found, self._rank)
+        is_given_up = False  # by a close whose time was over; its future has ended
+        try:
+            with self._sending:
+                with self._changed:
+                    is_given_up = save not in self._saves
+                    if not is_given_up:
+                        self._saves.popleft()
+                save.payload.release()
+                if is_given_up:
+                    return
+                if found.error is not None and self._sender is not None:
+                    self._sender.forget()
+                if restart:
+                    self._replace_child()
+                else:
+                    self._let_next_go()
+        finally:  # whatever fails here is not of this save, which nothing else will end
+            if not is_given_up:
+                _end(save, found, self._rank)
         if restart:
             self._meet()
 
@@ -330,7 +332,8 @@ class ProcessWriter(BackgroundWriter):
         self._send_staged()
 
     def _give_up_the_rest(self) -> None:
-        """After a close that was not answered in time: nobody must wait for the futures for ever."""
+        """End the futures after a close that was not answered in time, so that no wait for them lasts for
+        ever."""
         with self._changed:
             left, self._saves = list(self._saves), deque()
         for save in left:

@@ -95,7 +95,7 @@ def serve_command(
 
 
 def read_settings(config: Path | None, **flags: Any) -> Settings:
-    """Return flags that were given, then the environment, then the file; one line for what is wrong with
+    """Read flags that were given, then the environment, then the file; one line for what is wrong with
     them."""
     from pydantic import ValidationError
 
@@ -301,7 +301,7 @@ def create(
 def _made(
     connection: Connection, name: str, scopes: list[str], roots: list[str] | None, lasts_seconds: float | None
 ) -> tuple[int, str]:
-    """Return (the number of the new key, what it is)."""
+    """Make a key: (its number, what it is)."""
     from dcp.server.catalog import audit
     from dcp.server.problems import ProblemError
     from dcp.server.security import keys

@@ -104,7 +104,7 @@ def command(
 
 
 def _steps(run: str, **how: Any) -> Watch:
-    """Watch as `dcp.watch` does; a usage error for what it refuses."""
+    """Call `dcp.watch`; a usage error for what it refuses."""
     from dcp.storage.errors import OptionError  # here, because a usage message must not wait for numpy
     from dcp.watching.watch import watch
 

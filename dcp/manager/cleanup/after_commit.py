@@ -7,6 +7,7 @@ On the coordinator only: one process of a run deletes. How one checkpoint is rem
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -91,10 +92,6 @@ class _Task:
     attempt: int = 0
     due_seconds: float = 0.0
 
-    @property
-    def deletes(self) -> bool:
-        return self.what not in ("commit", "doubt")
-
 
 class AfterCommit:
     """Looks after the checkpoints below ``folders``. It listens to saves.
@@ -120,8 +117,10 @@ class AfterCommit:
         self._on_damage = on_damage
         self._others = OtherRuns(folders)
         self._changed = threading.Condition()
-        self._tasks: list[_Task] = []
-        """In the order in which they came; one is there until it is done."""
+        self._looks: list[_Task] = []
+        """Commits and doubts in the order in which they came; one is there until it is done."""
+        self._deletions: dict[int, _Task] = {}
+        """By step, in the same way."""
         self._changing: set[int] = set()
         """Steps that are being deleted, or dropped from: a save of one waits that long."""
         self._unsettled: Counter[int] = Counter()
@@ -139,23 +138,26 @@ class AfterCommit:
         """The newest save that was made durable here."""
         self._warned: set[str] = set()
         """Metrics of rules that could not be judged."""
-        self._settled: set[tuple[int, str]] = set()
-        """Steps and names of parts that they have not, or not in files of their own."""
+        self._settled: dict[int, set[str]] = {}
+        """By step the names of parts that it has not, or not in files of their own."""
 
     # -- of saves --------------------------------------------------------------------------------------------
 
     def saving(self, step: int) -> None:
-        """A save of ``step`` begins: a deletion there is over first, and what is left of it is done right
-        here. A checkpoint that is still whole stays: the commit replaces it, so that it is never missing."""
+        """Prepare for a save of ``step``: a deletion there is over first, and what is left of it is done
+        right here. A checkpoint that is still whole stays: the commit replaces it, so that it is never
+        missing."""
         self._others.saving(step)
         with self._changed:
             self._unsettled[step] += 1
-            looks = not self._resumed or step in self._half_deleted or step in self.deleting()
-            is_free = self._changed.wait_for(lambda: step not in self._changing, _WAIT_SECONDS)
+            looks = not self._resumed or step in self._half_deleted or step in self._deletions
+            is_free = step not in self._changing or self._changed.wait_for(
+                lambda: step not in self._changing, _WAIT_SECONDS
+            )
             if is_free:
-                self._tasks = [task for task in self._tasks if task.step != step or not task.deletes]
+                self._deletions.pop(step, None)
                 self._changed.notify_all()
-            self._settled = {one for one in self._settled if one[0] != step}
+            self._settled.pop(step, None)
             self._half_deleted.discard(step)
         try:  # training waits for this: a look at this one step at the most
             if not is_free:
@@ -173,12 +175,12 @@ class AfterCommit:
             self._events.emit("delete_failed", step, error=error)
 
     def ended(self, step: int, save_id: str | None) -> None:
-        """The save of ``step`` has committed: look after it in the background; or it failed."""
+        """Look after ``step`` in the background, whose save has committed; None is of one that failed."""
         if save_id is None:
             self._settle(step)
-            return
-        self._others.committed(step, save_id)
-        self._add(_Task(step, "commit"))
+        else:
+            self._others.committed(step, save_id)
+            self._look_later(_Task(step, "commit"))
 
     # -- of the user's ---------------------------------------------------------------------------------------
 
@@ -189,31 +191,30 @@ class AfterCommit:
                 f"step {step} is being saved or verified, and cannot be deleted yet; wait() first", step=step
             )
 
-    def deleting(self) -> list[int]:
-        """Steps that are to be deleted."""
-        with self._changed:
-            return sorted(task.step for task in self._tasks if task.deletes)
+    def deleting(self) -> set[int]:
+        """Return the steps that are to be deleted."""
+        return set(self._deletions)
 
     def doubt(self, step: int, error: CheckpointError) -> None:
-        """A restore could not read ``step``: see in the background whether it is damaged, and note that.
+        """See in the background whether ``step``, which a restore could not read, is damaged, and note that.
 
         Until then retention neither counts nor deletes it. It is read again here, because what failed may be
         one host's view of the storage, and a checkpoint that is noted as damaged may be deleted.
         """
         with self._changed:
             self._unsettled[step] += 1
-        self._add(_Task(step, "doubt", str(error)))
+        self._look_later(_Task(step, "doubt", str(error)))
 
     # -- the end ---------------------------------------------------------------------------------------------
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Until all that was committed is looked after, and all that had to go is deleted or given up; False
-        if it is not after ``timeout_seconds``."""
+        """Wait until all that was committed is looked after, and all that had to go is deleted or given up;
+        False if it is not after ``timeout_seconds``."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._tasks, timeout_seconds)
+            return self._changed.wait_for(lambda: not (self._looks or self._deletions), timeout_seconds)
 
     def close(self, timeout_seconds: float) -> bool:
-        """As `wait`, with no pause between attempts, and nothing is begun after it; idempotent.
+        """Wait as `wait` does, with no pause between attempts, and nothing is begun after it; idempotent.
 
         What is cut off leaves checkpoints that are whole or gone, and the next manager here finishes it.
         """
@@ -233,20 +234,29 @@ class AfterCommit:
 
     # -- the threads -----------------------------------------------------------------------------------------
 
-    def _add(self, task: _Task) -> None:
+    def _look_later(self, task: _Task) -> None:
         with self._changed:
-            if self._given_up:
-                logger.info("%s: closed; the next manager here goes on", self._folders.root.url)
-                return
-            if task.deletes and task.step in self.deleting():
-                return
-            self._tasks.append(task)
-            for deletes, name in ((False, "dcp-after-commit"), (True, "dcp-deletions")):
-                if len(self._threads) < 2:
-                    thread = threading.Thread(target=self._work, args=(deletes,), name=name, daemon=True)
-                    self._threads.append(thread)
-                    thread.start()
-            self._changed.notify_all()
+            if self._takes_work():
+                self._looks.append(task)
+
+    def _delete_later(self, step: int, what: _What) -> None:
+        with self._changed:
+            if self._takes_work():
+                self._deletions.setdefault(step, _Task(step, what))
+
+    def _takes_work(self) -> bool:
+        """Tell whether this is not closed, and wake the threads, which get to work once the caller has added
+        something and left the lock."""
+        if self._given_up:
+            logger.info("%s: closed; the next manager here continues", self._folders.root.url)
+            return False
+        for deletes, name in ((False, "dcp-after-commit"), (True, "dcp-deletions")):
+            if len(self._threads) < 2:
+                thread = threading.Thread(target=self._work, args=(deletes,), name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        self._changed.notify_all()
+        return True
 
     def _work(self, deletes: bool) -> None:
         while (task := self._next(deletes)) is not None:
@@ -258,32 +268,33 @@ class AfterCommit:
                     self._look_again(task.step, task.reason)
                 else:
                     again = self._delete(task)
-            except Exception as error:  # noqa: BLE001 - told; the next checkpoint is to be looked after
+            except Exception as error:  # noqa: BLE001 - an event; the next checkpoint is to be looked after
                 self._events.emit("verify_failed", task.step, error=error, damaged=False)
             with self._changed:
-                if deletes:
-                    self._changing.discard(task.step)
-                if again:
-                    task.due_seconds = time.monotonic() + _PAUSE_SECONDS * 2 ** (task.attempt - 1)
+                if not deletes:
+                    self._looks.remove(task)
                 else:
-                    self._tasks.remove(task)
+                    self._changing.discard(task.step)
+                    if again:
+                        task.due_seconds = time.monotonic() + _PAUSE_SECONDS * 2 ** (task.attempt - 1)
+                    else:
+                        self._deletions.pop(task.step, None)
                 self._changed.notify_all()
 
     def _next(self, deletes: bool) -> _Task | None:
         """Wait for a task of this kind that is due; None at the end, once there is none of either kind."""
         with self._changed:
-            while not self._given_up and (self._tasks or not self._closing):
-                now = time.monotonic()
-                own = [each for each in self._tasks if each.deletes is deletes]
-                ready = (each for each in own if self._closing or each.due_seconds <= now)
-                task = next((each for each in ready if not deletes or each.step not in self._changing), None)
-                if task is not None:
-                    task.attempt += 1
-                    if deletes:
-                        self._changing.add(task.step)
-                    return task
-                due = min((each.due_seconds for each in own if each.due_seconds > now), default=None)
-                self._changed.wait(None if due is None else due - now)
+            while not self._given_up and (self._looks or self._deletions or not self._closing):
+                now, due = time.monotonic(), math.inf
+                for task in self._deletions.values() if deletes else self._looks:
+                    if task.due_seconds > now and not self._closing:
+                        due = min(due, task.due_seconds)
+                    elif not deletes or task.step not in self._changing:
+                        task.attempt += 1
+                        if deletes:
+                            self._changing.add(task.step)
+                        return task
+                self._changed.wait(None if math.isinf(due) else due - now)
             return None
 
     def _settle(self, step: int) -> None:
@@ -297,10 +308,10 @@ class AfterCommit:
     # -- commits ---------------------------------------------------------------------------------------------
 
     def _look_after(self, step: int) -> None:
-        if not self._begun:
-            self._begun = True
-            self._go_on_with_what_was_left()
         try:
+            if not self._begun:
+                self._begun = True
+                self._finish_earlier_work()
             self._folders.forget(step)
             if self._check != "off":
                 problem = self._verify(step, self._check)
@@ -317,15 +328,15 @@ class AfterCommit:
         self._others.look(step, self._unsettled_now())
         self._retain(step)
 
-    def _go_on_with_what_was_left(self) -> None:
-        """Go on with what an earlier process began here: deletions; saves that never committed; verifications
+    def _finish_earlier_work(self) -> None:
+        """Finish what an earlier process began here: deletions; saves that never committed; verifications
         that its end cut off."""
         try:
             half_deleted = self._folders.half_deleted()
             with self._changed:  # no save may begin in between: it takes a step back, or finds it clean
                 for step in half_deleted:
                     if not self._unsettled[step]:
-                        self._add(_Task(step, "rest"))
+                        self._delete_later(step, "rest")
                 self._resumed = True
             self._find_abandoned()
             drops = self._keep is not None and bool(self._keep.dropping)
@@ -337,7 +348,7 @@ class AfterCommit:
                 for step in sorted(set(self._folders.unverified()) - self._unsettled_now()):
                     self._verify(step, self._check)
         except CheckpointError as error:
-            logger.warning("%s: post-commit work goes on without it: %s", self._folders.root.url, error)
+            logger.warning("%s: post-commit work continues without it: %s", self._folders.root.url, error)
 
     def _find_abandoned(self) -> None:
         """Delete step folders whose saves have never committed. Only those whose newest data file, or empty
@@ -347,7 +358,7 @@ class AfterCommit:
                 continue
             store = self._folders.store(step)
             if is_abandoned(store, store.list(), _ABANDONED_AFTER_SECONDS, time.time()):
-                self._add(_Task(step, "abandoned"))
+                self._delete_later(step, "abandoned")
 
     def _look_again(self, step: int, reason: str) -> None:
         """Verify a checkpoint that some rank could not read."""
@@ -401,7 +412,7 @@ class AfterCommit:
             return
         # What is still being deleted, by the user's wish or ours, is as good as gone: counted, it would push
         # out what is to stay.
-        states = self._folders.survey(self._unsettled_now() | set(self.deleting()))
+        states = self._folders.survey(self._unsettled_now() | self.deleting())
         plan = retention.plan(self._keep, states, time.time())
         for metric in plan.unjudged.keys() - self._warned:
             self._warned.add(metric)
@@ -419,7 +430,7 @@ class AfterCommit:
                 states[-1].step,
             )
         for step, parts in plan.drop.items():
-            wanted = [part for part in parts if (step, part.name) not in self._settled]
+            wanted = [part for part in parts if part.name not in self._settled.get(step, ())]
             if wanted and step != saved:
                 self._drop(step, wanted)
 
@@ -435,8 +446,8 @@ class AfterCommit:
         try:
             found = drop_parts(self._folders.store(step), parts, time.time())
             if found.outcome in ("absent", "shared"):
-                with self._changed:  # before a save of the step goes on, of which this says nothing
-                    self._settled |= {(step, part.name) for part in parts}
+                with self._changed:  # before a save of the step continues, of which this says nothing
+                    self._settled.setdefault(step, set()).update(part.name for part in parts)
         except (CheckpointError, OSError) as error:
             self._events.emit("drop_failed", step, error=error, parts=names)
             return
@@ -480,7 +491,7 @@ class AfterCommit:
         """Delete the checkpoint of ``step`` in the background, unless a save of it has begun."""
         with self._changed:  # a save that begins now takes it back again
             if not self._unsettled[step]:
-                self._add(_Task(step, "checkpoint"))
+                self._delete_later(step, "checkpoint")
             return not self._unsettled[step]
 
     def _delete(self, task: _Task) -> bool:
@@ -489,7 +500,7 @@ class AfterCommit:
         begun = time.monotonic()
         try:
             removed = self._remove(step, what)
-        except Exception as error:  # noqa: BLE001 - told; one folder must not stop the others
+        except Exception as error:  # noqa: BLE001 - an event; one folder must not stop the others
             # anything but a failure of the storage would fail the same way again
             is_passing = isinstance(error, CheckpointError | OSError)
             again = is_passing and task.attempt < _ATTEMPTS and not self._closing

@@ -3,7 +3,7 @@
 1. A new manifest, and a new `.metadata` for stock torch, without the part: published over the old ones by the
    commit of a save (`dcp.storage.commit`), which compares with what was there when the drop began. Before
    that instant the checkpoint is whole, after it it is without the part, and its provenance says so.
-2. Files that hold nothing that stays are removed. A crash before leaves them, and `finish_drop` goes on.
+2. Files that hold nothing that stays are removed. A crash before leaves them, and `finish_drop` removes them.
 
 A file that holds both, as where a save put all of a rank into one, stays; or, if that is asked for, what
 stays of it is copied to a new file before the commit, and read again. The id of the save stays: it is the
@@ -68,7 +68,7 @@ Outcome = Literal["dropped", "absent", "pinned", "shared"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
-    """What dropping parts of a checkpoint has done, or would do.
+    """The result of dropping parts of a checkpoint, or a forecast of it.
 
     ``outcome``: "dropped"; or nothing is changed, because it has nothing of them ("absent"), it is "pinned",
     or all of their bytes are in files with what stays ("shared"). ``parts`` are those that it has. ``files``
@@ -118,7 +118,7 @@ class _Droppable:
         return sum(length for place, length in dict(own).items() if place not in kept)
 
     def size_of(self, names: Iterable[str]) -> int:
-        """The bytes of files as they were listed."""
+        """Sum up the bytes of files as they were listed."""
         return sum(self.before[name].size_bytes for name in names if name in self.before)
 
 
@@ -189,11 +189,11 @@ def drop_parts(store: Store, parts: Sequence[Part], now_seconds: float, *, rewri
 
 
 def _refuse_changed(store: Store, previous: commit.Previous, error: CheckpointNotFoundError) -> None:
-    """Where a file is gone, say who has removed it: who commits removes what it has replaced."""
+    """Say, where a file is gone, who has removed it: who commits removes what it has replaced."""
     now = commit.previous_state(store, commit.Names())
     if now.exists and (now.manifest, now.metadata) != (previous.manifest, previous.metadata):
         raise CheckpointConflictError(
-            f"{store.url}: a save or another drop came first; what there is now is as that left it",
+            f"{store.url}: a save or another drop came first; the checkpoint was modified concurrently",
             path=store.url,
         ) from error
 
@@ -268,13 +268,13 @@ def _note(index: CheckpointIndex, part: Part, names: Collection[str], seconds: f
 
 
 def _rows_of(index: CheckpointIndex, names: Collection[str]) -> npt.NDArray[np.bool_]:
-    """By tensor, whether it is one of ``names``."""
+    """Tell of each tensor whether it is one of ``names``."""
     return np.array([name in names for name in index.fqns], np.bool_)
 
 
 def _described(found: _Droppable) -> CheckpointIndex:
-    """The index to publish. It is one of ours also for a checkpoint of stock torch's, since ours can say
-    what was dropped."""
+    """Make the index to publish. It is of dcp's format also for a checkpoint of stock torch's, since ours can
+    say what was dropped."""
     provenance: dict[str, Any] = dict(found.after.provenance)
     for part in found.parts:
         provenance = noted_in(provenance, part)
@@ -307,7 +307,7 @@ def _remove_aside(store: Store, now: Mapping[str, FileInfo]) -> None:
 
 
 def _left_behind(index: CheckpointIndex, before: Mapping[str, FileInfo]) -> set[str]:
-    """Files of the save of ``index`` that it does not refer to any more."""
+    """Name the files of the save of ``index`` that it does not refer to any more."""
     owners = {owner_of(name) for name in index.files} | {index.provenance.get("save_id")}
     replaced = index.provenance.get("replaced_files", [])
     own = {name for name in before if owner_of(name) is not None and owner_of(name) in owners}
@@ -329,7 +329,8 @@ def _is_stale(store: Store, index: CheckpointIndex, before: Mapping[str, FileInf
 def _with_copies(
     store: Store, index: CheckpointIndex, shared: Sequence[str]
 ) -> tuple[CheckpointIndex, tuple[str, ...]]:
-    """``index`` over copies of the files ``shared``, with the copies' names; they were read and compared."""
+    """Return ``index`` over copies of the files ``shared``, with the copies' names; they were read and
+    compared."""
     save_id = uuid.uuid4().hex[:8]
     files, sizes = list(index.files), index.file_sizes.copy()
     records, payloads, offsets = (
@@ -440,7 +441,7 @@ def to_prune(
 
 
 def steps_of(root: ParentFolder) -> StepFolders:
-    """The steps of a run that anybody named: as most of its folders are called, before their number.
+    """Return the steps of a run, whatever its folders are called: by what most have before their number.
 
     Raises OptionError where two ways to name them are as frequent.
     """
@@ -459,6 +460,6 @@ def steps_of(root: ParentFolder) -> StepFolders:
 
 
 def _width(steps: Sequence[str]) -> int:
-    """Digits that all steps are filled up to; 1 where they are not."""
+    """Count the digits that all steps are filled up to; 1 where they are not."""
     widths = {len(step) for step in steps}
     return widths.pop() if len(widths) == 1 else 1

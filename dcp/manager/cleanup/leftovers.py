@@ -1,4 +1,4 @@
-"""What killed saves leave in and below a folder, for a clean-up that nobody has to be asked for.
+"""Leftovers of killed saves in and below a folder, and their removal without questions.
 
 Folders in which nothing was ever committed; files beside a checkpoint that it does not refer to, named as
 only saves name theirs; removals that were interrupted; the work folders of conversions that were not resumed;
@@ -58,7 +58,7 @@ LeftoverKind = Literal["abandoned", "removal", "strays", "conversion", "replacem
 
 @dataclass(frozen=True, slots=True)
 class Leftovers:
-    """What is left in one folder.
+    """Leftovers in one folder.
 
     ``kind``: "abandoned" (nothing was committed, or a lock file alone is left), "removal" (one was
     interrupted), "strays" (files beside a checkpoint), "conversion" (one that was killed), "replacement" (a
@@ -108,7 +108,8 @@ def find_leftovers(
 
 
 def _conversions(root: Path, before_seconds: float) -> Iterator[tuple[Store, Leftovers]]:
-    """Folders in which conversions to something in ``root`` were at work, and have written nothing since."""
+    """Find folders in which conversions to something in ``root`` were at work, and have written nothing
+    since."""
     for folder in sorted(root.glob(f"{TEMPORARY_PREFIX}convert-*")):
         paths = [path for path in folder.rglob("*") if path.is_file()]
         stats = {path: path.stat() for path in paths}
@@ -126,7 +127,7 @@ def _conversions(root: Path, before_seconds: float) -> Iterator[tuple[Store, Lef
 
 
 def _remove_conversion(left: Leftovers) -> Removed:
-    """Under the ledger's own lock: one that goes on just now stays. What was to be replaced is put back."""
+    """Remove it under the ledger's own lock: one at work stays. What was to be replaced is put back."""
     with closing(LocalLedger(Path(left.url))) as ledger:
         try:
             ledger.open("")
@@ -170,13 +171,13 @@ def leftovers_of(
 
 
 def _uploads(store: Store, files: list[FileInfo]) -> tuple[str, ...]:
-    """Unfinished ones of saves, and of conversions whose ledgers are among ``files``."""
+    """Name unfinished ones of saves, and of conversions whose ledgers are among ``files``."""
     ledgers = {info.name for info in files if info.name.startswith(TEMPORARY_PREFIX)}
     return unfinished_uploads(store, lambda name: is_written_under(ledgers, name))
 
 
 def _strays(store: Store, files: list[FileInfo], before_seconds: float) -> Iterator[FileInfo]:
-    """Files of saves that nothing refers to, and whose save has written nothing since."""
+    """Find files of saves that nothing refers to, and whose save has written nothing since."""
     old = [info for info in files if is_left_by_a_save(info.name) and info.modified_seconds < before_seconds]
     if not old:
         return
@@ -216,7 +217,8 @@ def remove_leftovers(
         finished, finished_bytes = finish_drop(store)
         with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):  # no save commits between look and deletion
             store.sync()  # the commit that made them strays may not have been durable
-            still = {*_still_left(store, now_seconds, older_than_seconds)} & {*left.files}
+            now = leftovers_of(store, now_seconds, older_than_seconds=older_than_seconds)
+            still = {*left.files}.intersection(now.files if now is not None and now.kind == "strays" else ())
             removed = remove_strays(store, still.__contains__)
         removed = replace(
             removed, files=removed.files + len(finished), size_bytes=removed.size_bytes + finished_bytes
@@ -225,8 +227,3 @@ def remove_leftovers(
         names_of_uploads = frozenset(left.uploads)
         abort_uploads(store, lambda name: name in names_of_uploads)
     return removed.files, removed.size_bytes
-
-
-def _still_left(store: Store, now_seconds: float, older_than_seconds: float) -> tuple[FileInfo, ...]:
-    left = leftovers_of(store, now_seconds, older_than_seconds=older_than_seconds)
-    return left.files if left is not None and left.kind == "strays" else ()

@@ -16,7 +16,7 @@ __all__ = ["OtherRuns"]
 logger = logging.getLogger(__name__)
 
 _SKEW_SECONDS = 300.0
-"""How far apart clocks of hosts may be."""
+"""The difference that clocks of hosts may have."""
 
 
 class OtherRuns:
@@ -36,26 +36,26 @@ class OtherRuns:
         self._is_told = False
 
     def saving(self, step: int) -> None:
-        """This run saves ``step``."""
+        """Note that this run saves ``step``."""
         self._own.pop(step, None)
         self._begun[step] = time.monotonic()
 
     def committed(self, step: int, save_id: str) -> None:
-        """This run has committed ``step``."""
+        """Note that this run has committed ``step``."""
         self._own[step] = save_id
 
     def dropping(self, step: int) -> None:
-        """A part of ``step``, which an earlier run may have saved, is dropped by this one."""
+        """Note that this run drops a part of ``step``, which an earlier one may have saved."""
         self._dropped.add(step)
 
     def look(self, step: int, unsettled: Collection[int]) -> None:
-        """Look for steps of others after this run has committed ``step``; one listing, and no more as long as
-        there are none. Those that are ``unsettled`` are being saved here."""
+        """Look for steps of other runs after this run has committed ``step``; one listing, and no more as
+        long as there are none. Those that are ``unsettled`` are being saved here."""
         if self._is_told:
             return
         try:
             folders = self._folders.folders()
-        except CheckpointError as error:  # the next commit looks again; this one's retention goes on
+        except CheckpointError as error:  # the next commit looks again; this one's retention continues
             logger.debug("%s: not looked at for other runs: %s", self._folders.root.url, error)
             return
         found = {

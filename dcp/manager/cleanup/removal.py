@@ -64,14 +64,15 @@ _OWN_ASIDE: Final = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{32}}")
 _ASIDE: Final = re.compile(
     rf"{_OWN_ASIDE.pattern}|{re.escape(TEMPORARY_PREFIX)}convert-[0-9a-f]{{16}}|(?:__[0-9]+)?\.metadata\.tmp"
 )
-"""What killed publishes leave: ours, and stock torch's; and the ledgers of conversions to object stores."""
+"""Files that killed publishes leave: of dcp and of stock torch; and the ledgers of conversions to object
+stores."""
 _STOCK_OWNER: Final = ""
 """Stock's data files have no save id in their names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What came of it: ``files`` and ``size_bytes`` removed, and names ``left`` in the folder.
+    """Result of a removal: ``files`` and ``size_bytes`` removed, and names ``left`` in the folder.
 
     ``outcome`` is "deleted"; or nothing was done, because the checkpoint is "pinned", another save has
     "replaced" it, or it is "absent".
@@ -145,7 +146,7 @@ def is_abandoned(
 
 
 def emptied(store: Store, before_seconds: float) -> list[FileInfo] | None:
-    """The lock file, if there is one, of a folder that has nothing else since that time; else None.
+    """Return the lock file, if there is one, of a folder that has nothing else since that time; else None.
 
     A deletion was killed before its last step, or a save before its first. A save that begins in such a
     folder makes it young.
@@ -190,13 +191,13 @@ def is_left_by_a_save(name: str) -> bool:
 
 
 def owner_of(name: str) -> str | None:
-    """The id of the save that a data file of ours is of, by its name; None for all other files."""
+    """Return the id of the save of a data file of dcp's, by its name; None for all other files."""
     match = _DATA.fullmatch(name)
     return None if match is None else match["owner"]
 
 
 def is_left_aside(name: str) -> bool:
-    """Return whether a file of ours is called so before it is published under its own name."""
+    """Return whether a file of dcp is called so before it is published under its own name."""
     return _OWN_ASIDE.fullmatch(name) is not None
 
 
@@ -240,7 +241,7 @@ def _tombstone(store: Store, commit: Commit, now_seconds: float) -> Deleting:
 
 
 def _names_of_files(store: Store, commit: Commit) -> Sequence[str]:
-    """The data files of ``commit``; of a damaged manifest those that the `.metadata` beside it names.
+    """Name the data files of ``commit``; of a damaged manifest those that the `.metadata` beside it names.
 
     Times alone do not tell: the files of a quick save are of the same second as its commit objects.
     """

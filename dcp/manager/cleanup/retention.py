@@ -1,4 +1,4 @@
-"""Which checkpoints to keep: rules as data, and the plan that follows from them.
+"""Retention: rules for which checkpoints to keep, as data, and the plan that follows from them.
 
 A step is kept if any rule keeps it. Whatever the rules, pinned steps, steps whose verification is pending,
 and the newest good step are kept. Only good steps count for a rule: a damaged one, or one that is not the
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from typing import Any, Final, Literal, NamedTuple, Self, cast
 
-from dcp.steps.states import StepState, patterns_of_part
+from dcp.steps.notes import StepState, patterns_of_part
 from dcp.storage.errors import OptionError
 from dcp.storage.near_names import close_to
 
@@ -55,7 +55,7 @@ class Best:
             raise OptionError(f"best.mode: must be 'min' or 'max', not {self.mode!r}")
 
     def pick(self, steps: Iterable[StepState]) -> list[int]:
-        """The best of ``steps``, the best one first."""
+        """Return the best of ``steps``, the best one first."""
         sign = 1.0 if self.mode == "min" else -1.0
         known = [(state, state.metrics.get(self.metric, math.nan)) for state in steps]
         ranked = sorted((sign * value, -state.step) for state, value in known if math.isfinite(value))
@@ -110,11 +110,11 @@ class Keep:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The rules written as plain data (YAML, JSON); ``best`` is a map or a list of maps."""
+        """Read the rules written as plain data (YAML, JSON); ``best`` is a map or a list of maps."""
         return cls(**_rules_of(_known(data, cls.__name__, _RULES)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that `from_dict` reads; rules that are not set are left out."""
+        """Return plain data that `from_dict` reads; rules that are not set are left out."""
         plain: dict[str, Any] = _plain(self)
         return plain
 
@@ -133,14 +133,14 @@ class Part(NamedTuple):
 
 
 def part_named(name: str, keep: Keep | None = None) -> Part:
-    """The part that ``name`` stands for: "optimizer", or a glob on names of entries."""
+    """Return the part that ``name`` stands for: "optimizer", or a glob on names of entries."""
     return Part(name, patterns_of_part(name), keep)
 
 
 @dataclass(frozen=True, slots=True)
 class Retention(Keep):
-    """Which checkpoints stay, and which parts of them; at least one rule. A step is kept if any of the rules
-    of `Keep` keeps it; without any all are.
+    """Rules for which checkpoints stay, and which parts of them; at least one. A step is kept if any of the
+    rules of `Keep` keeps it; without any all are.
 
     - ``optimizer``: of the steps that are kept, which keep their optimizer. From the others it is dropped,
       and the weights stay as they are. Dropped are entries called as trainers call them: what is below
@@ -158,7 +158,7 @@ class Retention(Keep):
         if self.optimizer is not None and type(self.optimizer) is not Keep:
             raise OptionError(f"optimizer: must be a Keep, such as Keep(last=2), not {self.optimizer!r}")
         parts = {} if self.parts is None else self.parts
-        if not isinstance(parts, Mapping) or not all(_is_glob(name) for name in parts):
+        if not isinstance(parts, Mapping) or not all(type(name) is str and name for name in parts):
             raise OptionError(f"parts: must be a map from globs on names to Keep, not {parts!r}")
         for name, keep in parts.items():
             if type(keep) is not Keep:
@@ -178,8 +178,8 @@ class Retention(Keep):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The rules written as plain data (YAML, JSON); ``best`` is a map or a list of maps, ``optimizer`` a
-        map of rules, ``parts`` one of such maps."""
+        """Read the rules written as plain data (YAML, JSON); ``best`` is a map or a list of maps,
+        ``optimizer`` a map of rules, ``parts`` one of such maps."""
         fields = _rules_of(_known(data, "Retention", (*_RULES, "optimizer", "parts")))
         if fields.get("optimizer") is not None:
             fields["optimizer"] = Keep.from_dict(fields["optimizer"])
@@ -193,7 +193,7 @@ class Retention(Keep):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is kept, by step and with all reasons, and what is to be deleted, oldest first.
+    """Steps that are kept, with all reasons, and steps that are to be deleted, oldest first.
 
     ``newest`` is the good step that is kept whatever the rules. ``unjudged``: by metric, a sentence on the
     rules that could not be judged, where they alone keep steps. ``drop``: of steps that are kept the parts
@@ -234,7 +234,7 @@ def plan(retention: Keep | None, steps: Iterable[StepState], now_seconds: float)
     keep = {step: tuple(why) for step, why in reasons.items() if why}
     drop: dict[int, tuple[Part, ...]] = {}
     for part in retention.dropping if isinstance(retention, Retention) else ():
-        # Neither steps that go nor those that have lost it already must push it out of others.
+        # Neither steps that go nor those that have lost it already must push it out of other steps.
         having = [state for state in good if state.step in keep and not part.is_gone(state)]
         planned = plan(part.keep, having, now_seconds)
         unjudged |= planned.unjudged
@@ -269,7 +269,7 @@ def _spare_unjudged(
     retention: Keep, good: Sequence[StepState], reasons: dict[int, list[str]]
 ) -> dict[str, str]:
     """Keep ``good`` where a rule has nothing to go by; a sentence on each metric that has spared one."""
-    told = {}
+    found = {}
     spared = [state.step for state in good if not reasons[state.step]]
     for rule in retention.bests:
         if rule.pick(good):
@@ -277,8 +277,8 @@ def _spare_unjudged(
         for state in good:
             reasons[state.step].append(f"best {rule.metric} ({rule.mode}), which cannot be judged")
         if spared:
-            told[rule.metric] = _unjudged(rule, good)
-    return told
+            found[rule.metric] = _unjudged(rule, good)
+    return found
 
 
 def _unjudged(rule: Best, good: Sequence[StepState]) -> str:
@@ -308,12 +308,8 @@ def _check_count(name: str, value: object) -> None:
         raise OptionError(f"{name}: must be a whole number of at least 1, not {value!r}")
 
 
-def _is_glob(name: object) -> bool:
-    return type(name) is str and bool(name)
-
-
 def _plain(value: Any) -> Any:
-    """Rules as plain data, without what is not set."""
+    """Return rules as plain data, without what is not set."""
     if isinstance(value, (Best, Keep)):
         value = {each.name: getattr(value, each.name) for each in fields_of(value)}
     if isinstance(value, Mapping):
@@ -322,7 +318,7 @@ def _plain(value: Any) -> Any:
 
 
 def _rules_of(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields, with those of ``best`` as rules."""
+    """Return the fields, with those of ``best`` as rules."""
     best = fields.get("best")
     if best is not None:
         if not isinstance(best, (Mapping, list, tuple)):
