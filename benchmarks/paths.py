@@ -26,7 +26,7 @@ OURS = tuple(f"{HOME}/{folder}/" for folder in ("dcp", "storage", "planners"))
 
 
 def entered(operation: Callable[[int], object]) -> tuple[int, int]:
-    """(functions, modules) that ``operation`` enters, in all threads."""
+    """Count the (functions, modules) that ``operation`` enters, in all threads."""
     operation(0)
     seen = set()
 
@@ -50,7 +50,7 @@ def main() -> None:
     state = {"model": {"w": torch.randn(64, 64), "b": torch.randn(64)}, "step": 3}
     into = {"model": {"w": torch.zeros(64, 64), "b": torch.zeros(64)}, "step": 0}
     with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as top:
-        manager = dcp.CheckpointManager(f"{top}/run", no_dist=True)
+        manager = dcp.CheckpointManager(f"{top}/run", mode="sync", no_dist=True)
         operations: dict[str, Callable[[int], Any]] = {
             "save": lambda at: dcp.save(state, checkpoint_id=f"{top}/save{at}", no_dist=True),
             "load": lambda at: dcp.load(into, checkpoint_id=f"{top}/save0", no_dist=True),
@@ -58,6 +58,7 @@ def main() -> None:
                 f"{top}/save0", f"{top}/{at}.pt", to="torch", executor="inline"
             ),
             "manager.save": lambda at: manager.save(at, state),
+            "manager.restore": lambda at: manager.restore(into),
         }
         found = {name: entered(operation) for name, operation in operations.items()}
         manager.close()
