@@ -238,6 +238,9 @@ class _FaultyWriteHandle(WriteHandle):
         _strike(operation, due)
         self._inner.write(view)
 
+    def write_many(self, parts: Sequence[bytes | memoryview]) -> None:
+        self.write(b"".join(parts))
+
     def finish(self) -> int:
         self._store._run("finish", self.name, self.position)
         return self._inner.finish()

@@ -28,7 +28,7 @@ from tests.support.manager_runs import (
 from tests.support.ranks import run_ranks
 
 TENSORS = 40
-"""Of the optimizer; each is a write of its own."""
+"""Of the optimizer; each is so large that it is a write of its own."""
 WHOLE = [".metadata", "data", "manifest.msgpack"]
 
 
@@ -40,7 +40,7 @@ class Weights:
 
     def state_dict(self) -> dict[str, Any]:
         """Weights that are one write, an optimizer that is many."""
-        optimizer = {f"{number}": torch.full((4096,), self.version) for number in range(TENSORS)}
+        optimizer = {f"{number}": torch.full((196_608,), self.version) for number in range(TENSORS)}
         return {"net": {"model": {"w": torch.full((2048,), self.version)}}, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -259,7 +259,7 @@ def test_what_is_no_notice_is_refused(tmp_path: Path, grace: Any, word: str) -> 
 
 
 def _ranked(rank: int, version: float) -> dict[str, Any]:
-    optimizer = {f"{rank}.{number}": torch.full((4096,), version) for number in range(60)}
+    optimizer = {f"{rank}.{number}": torch.full((196_608,), version) for number in range(60)}
     return {"model": {f"w{rank}": torch.full((2048,), version)}, "optimizer": optimizer}
 
 
@@ -267,7 +267,7 @@ def _before_a_deadline(rank: int, world_size: int, root: str, mode: Any) -> list
     """Rank 1 alone is given notice, by a file; rank 0 is the slow one."""
     notice, seen = Path(root) / f"notice-{rank}", Recorder()
     grace_seconds = 16.0 if mode == "process" else 4.0  # writer processes have to start
-    delay_seconds = grace_seconds / 40 if rank == 0 else 0.0
+    delay_seconds = grace_seconds / 20 if rank == 0 else 0.0
     writer = FaultyWriter([Fault("write", onwards=True, delay_seconds=delay_seconds)])
     options: dict[str, Any] = {
         "grace_seconds": {str(notice): grace_seconds},
