@@ -22,7 +22,7 @@ SHARD ?=
 PYTEST = $(BIN)/python -m pytest $(WORKERS) $(if $(SHARD),--shard=$(SHARD))
 PACKAGES_ARGS ?=
 
-.PHONY: help demo test test-all test-torch test-trainer mutants browser check lint types contracts bench packages format pictures sync-client clean
+.PHONY: help demo test test-all test-torch test-trainer mutants browser check lint types contracts english bench packages format pictures sync-client clean
 
 help:
 	@echo "make demo      train, kill in a save, resume on other ranks, flip a bit, serve; checks every claim"
@@ -34,7 +34,7 @@ help:
 	@echo "make test-torch TORCH=2.10.0  what depends on torch, with that version, in an environment of its own"
 	@echo "make test-trainer TRAINER=ray  or torchtitan, megatron: with that package, in an environment of its own"
 	@echo "make mutants   seeds each fault of tests/mutants, and says which test finds it; MUTANTS=area chooses"
-	@echo "make check     ruff, mypy, import contracts; each alone: make lint, types, contracts"
+	@echo "make check     ruff, mypy, import contracts, plain English; alone: make lint, types, contracts, english"
 	@echo "make bench     ours, stock torch and others in turn, on the same data"
 	@echo "make packages  a wheel and an sdist, installed with each extra on each Python, and tried"
 	@echo "make format    what ruff can repair by itself"
@@ -111,7 +111,7 @@ browser:
 		apt-get update -q >/dev/null; apt-get install -y -q chromium >/dev/null || true; \
 	fi
 
-check: lint types contracts
+check: lint types contracts english
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -122,6 +122,9 @@ types: $(STAMP)
 
 contracts: $(STAMP)
 	$(BIN)/lint-imports
+
+english: $(STAMP)
+	$(BIN)/python -m tests.support.english
 
 bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks

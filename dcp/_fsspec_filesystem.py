@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint._fsspec_filesystem`` has: storages for any URL that fsspec knows."""
+"""Names of ``torch.distributed.checkpoint._fsspec_filesystem``: storages for any URL that fsspec knows."""
 
 from typing import TYPE_CHECKING
 

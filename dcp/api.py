@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint.api`` has.
+"""Names of ``torch.distributed.checkpoint.api``.
 
 `CheckpointException` is torch's own; where stock torch raises it, ours raises a `dcp.errors.CheckpointError`
 that is a `CheckpointException` too.

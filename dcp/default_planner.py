@@ -200,11 +200,11 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         self.call.take_blob(read_item.dest_index.fqn, value)
 
     def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
-        """A fresh buffer: objects are replaced, not filled."""
+        """Return a fresh buffer: objects are replaced, not filled."""
         return io.BytesIO()
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """The view of the wanted box that ``index`` names."""
+        """Return the view of the wanted box that ``index`` names."""
         if self._lookup is None:
             self._lookup = BoxLookup()
         tensor: torch.Tensor = self._lookup.find(self.state_dict, index)
@@ -215,7 +215,7 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
     """Fills an empty dict with what the checkpoint has: all, or what is at or below one of ``keys``.
 
     A key names an entry by its flat key, or a dict or list that entries were nested in. Keys of dicts are of
-    the types that were saved, where a save of ours noted these. Tensors are whole and on the CPU, on every
+    the types that were saved, where dcp saved the checkpoint. Tensors are whole and on the CPU, on every
     rank that loads. Other than torch's planner it runs no pickle (``weights_only``), and raises
     MissingKeyError for a key that the checkpoint does not have.
     """
@@ -271,5 +271,5 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
 
 
 def _ancestors(path: Path) -> list[str]:
-    """The flat names of what is at ``path``, and of all that it is nested in."""
+    """Return the flat names of what is at ``path``, and of all that it is nested in."""
     return list(accumulate(map(str, path), "{}.{}".format))

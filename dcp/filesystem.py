@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint.filesystem`` has.
+"""Names of ``torch.distributed.checkpoint.filesystem``.
 
 Reader and writer are ours; `FileSystem`, `FileSystemBase` and `SerializationFormat` are torch's own, for code
 that subclasses or names them.

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint.format_utils`` has, on our conversion engine.
+"""Names of ``torch.distributed.checkpoint.format_utils``, on our conversion engine.
 
 ``python -m dcp.format_utils MODE SRC DST`` takes torch's arguments. A source that is not there is an error
 (exit status 2); torch's prints a line and reports success.
@@ -47,7 +47,7 @@ def dcp_to_torch_save(
 ) -> None:
     """Write a sharded checkpoint as one file for `torch.load`, in memory of a few buffers.
 
-    As torch's, it replaces a file that is there, and restores the nesting that the checkpoint tells of. Other
+    As torch's, it replaces a file that is there, and restores the nesting that the checkpoint records. Other
     than torch's it unpickles nothing: values that need code are a PlanError which names them
     (`dcp.convert` can leave them out). Errors are those of `dcp.convert`.
     """

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint.fsspec_filesystem`` has, from torch 2.15 on; here in any version."""
+"""Names of ``torch.distributed.checkpoint.fsspec_filesystem``, from torch 2.15 on; here in any version."""
 
 from dcp.storage.torch_storage.fsspec_storage import FsspecReader, FsspecWriter
 

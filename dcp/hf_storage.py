@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint.hf_storage`` has: our reader, and torch's writer.
+"""Names of ``torch.distributed.checkpoint.hf_storage``: our reader, and torch's writer.
 
 `dcp.convert` writes safetensors as well, from any format and in constant memory.
 """

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint.logger`` has: torch's own logging hooks."""
+"""Names of ``torch.distributed.checkpoint.logger``: torch's own logging hooks."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint.metadata`` has: torch's own classes, which `.metadata` is made of."""
+"""Names of ``torch.distributed.checkpoint.metadata``: torch's own classes, which `.metadata` is made of."""
 
 from typing import TYPE_CHECKING
 

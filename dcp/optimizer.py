@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint.optimizer`` has: torch's own, and it works with our readers."""
+"""Names of ``torch.distributed.checkpoint.optimizer``: torch's own, and it works with our readers."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint.planner`` has: torch's own interfaces, which our planners implement."""
+"""Names of ``torch.distributed.checkpoint.planner``: torch's own interfaces, which our planners implement."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint.protocol`` has, from torch 2.14 on; here in any version."""
+"""Names of ``torch.distributed.checkpoint.protocol``, from torch 2.14 on; here in any version."""
 
 from dcp.planners.layout.checkpointable import CheckpointableTensor
 

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint.quantized_hf_storage`` has: torch's reader, with truer metadata."""
+"""Names of ``torch.distributed.checkpoint.quantized_hf_storage``: torch's reader, with truer metadata."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint.state_dict`` has: torch's own helpers around models and optimizers.
+"""Names of ``torch.distributed.checkpoint.state_dict``: torch's own helpers around models and optimizers.
 
 They turn parallelised models and optimizers into state dicts of fully qualified names and back;
 `dcp.save` and `dcp.load` take what they return.

@@ -27,7 +27,7 @@ from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.given_maps import map_on_all
-from dcp.ranks.handshake import told_to_all
+from dcp.ranks.handshake import raise_on_all_ranks
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import OptionError
 
@@ -86,7 +86,7 @@ def load(
     Tensors are filled where they are, with any sharding, device or stride; other values are replaced;
     `Stateful` objects give their ``state_dict()`` to be filled and get it back by ``load_state_dict()``.
     Optimizers that have made no step get the state that the checkpoint has, also those that are attributes of
-    such an object. The checkpoint may be of ours or of stock torch, saved by any number of ranks. One that is
+    such an object. The checkpoint may be dcp's or stock torch's, saved by any number of ranks. One that is
     replaced while it is being read is read anew, at most twice.
 
     Entries of the checkpoint under keys of the top level that ``state_dict`` does not have are not asked for
@@ -101,9 +101,9 @@ def load(
 
     Args:
         state_dict: What is to be filled; nested dicts and lists of tensors, values and `Stateful` objects.
-        checkpoint_id: A path or URL: a checkpoint of ours or of stock torch, a torch.save file, a safetensors
+        checkpoint_id: A path or URL: a checkpoint of dcp or stock torch, a torch.save file, a safetensors
             file, or a Hugging Face folder.
-        storage_reader: Reads the checkpoint, instead of ours.
+        storage_reader: Reads the checkpoint, instead of `FileSystemReader`.
         planner: Plans the load, instead of `DefaultLoadPlanner`.
         process_group: The ranks that load together; the default group without it.
         no_dist: Load in this process alone.
@@ -205,7 +205,7 @@ def load_with(
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="load")
     planner = planner if planner is not None else DefaultLoadPlanner()
-    with told_to_all(ranks):
+    with raise_on_all_ranks(ranks):
         reader = choose_reader(storage_reader, checkpoint_id, storage_options)
         engine = load_engine(reader, planner, ranks, options)
         target = engine.target(state_dict)
@@ -231,7 +231,7 @@ def read(
     progress: bool | ProgressCallback | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The state dict that a checkpoint holds, or a part of it, in new memory: no template is needed.
+    """Return the state dict that a checkpoint holds, or a part of it, in new memory: no template is needed.
 
     Tensors are whole, however they were sharded, on every rank that calls this. Dicts, lists and the types of
     keys are those that were saved, as far as the format tells; tensors that were tied are one tensor. What
@@ -239,9 +239,9 @@ def read(
     no dict comes as one, with the names that ``dcp ls`` shows.
 
     Args:
-        checkpoint_id: A path or URL: a checkpoint of ours or of stock torch, a torch.save file, a safetensors
+        checkpoint_id: A path or URL: a checkpoint of dcp or stock torch, a torch.save file, a safetensors
             file, or a Hugging Face folder.
-        storage_reader: Reads the checkpoint, instead of ours.
+        storage_reader: Reads the checkpoint, instead of `FileSystemReader`.
         only: Shell globs on the checkpoint's names ("model.weight"): what they match, and everything below.
         exclude: The same for what is left out.
         rename: From the checkpoint's names to those of the result, as for `dcp.convert`: regular expressions
@@ -273,7 +273,7 @@ def read(
     weights = map_on_all(map, "read", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds)
     alone = works_alone(process_group, no_dist=no_dist, operation="read")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="read")
-    with told_to_all(ranks):
+    with raise_on_all_ranks(ranks):
         reader = choose_reader(storage_reader, checkpoint_id, storage_options)
         LoadOptions(only=only, exclude=exclude, rename=rename).check()
         whole = Whole(only=only, exclude=exclude, rename=rename, dtype=dtype, device=_device(device))
@@ -336,7 +336,7 @@ def _load_state_dict_from_keys(
     storage_reader: StorageReader | None = None,
     process_group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """torch's name for `dcp.read`, by names instead of patterns."""
+    """Return torch's name for `dcp.read`, by names instead of patterns."""
     names = [keys] if isinstance(keys, str) else keys
     only = None if names is None else [re.sub(r"[*?[]", r"[\g<0>]", name) for name in names]
     return read(checkpoint_id, storage_reader=storage_reader, process_group=process_group, only=only)

@@ -41,7 +41,7 @@ from dcp.progress import ProgressCallback
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
-from dcp.ranks.handshake import told_to_all
+from dcp.ranks.handshake import raise_on_all_ranks
 from dcp.saving.options import SaveOptions
 from dcp.saving.save import Held, SaveOutcome, SavingRank
 from dcp.steps.notes import patterns_of_part
@@ -182,7 +182,7 @@ def save_with(
         operation="save",
         abort=abort,
     )
-    with told_to_all(ranks):
+    with raise_on_all_ranks(ranks):
         writer = choose_writer(storage_writer, checkpoint_id, storage_options)
         if map is not None:
             options = replace(options, map=WeightMap.of(map))
@@ -265,7 +265,7 @@ def async_save(
     if async_stager is None and _stages_itself(storage_writer):
         async_stager = storage_writer  # as torch does for storages from before there were stagers
     session = default_session(process_group, no_dist=no_dist, kind=async_checkpointer_type)
-    with session.told_to_all():
+    with session.raise_on_all_ranks():
         refuse_a_place("async_save", state_dict)
         if storage_writer is not None:
             given, storage_writer = storage_writer, with_own_id(storage_writer)

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint.stateful`` has: torch's own protocol of objects with a state dict."""
+"""Names of ``torch.distributed.checkpoint.stateful``: torch's own protocol of objects with a state dict."""
 
 from typing import TYPE_CHECKING
 

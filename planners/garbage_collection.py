@@ -11,7 +11,7 @@ __all__ = ["garbage_collection_paused"]
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """The interpreter's cyclic collection waits for the end of the block, unless it was off before.
+    """Yield the interpreter's cyclic collection waits for the end of the block, unless it was off before.
 
     It is that of all threads, so the block is to take tenths of a second at most.
     """

@@ -24,7 +24,7 @@ class PerRank:
 
 
 def rank_key(rank: int) -> str:
-    """The path component under which a rank's own value is stored."""
+    """Return the path component under which a rank's own value is stored."""
     return f"rank-{rank}"
 
 
@@ -37,7 +37,7 @@ def rank_holder(fqn: str) -> str | None:
 
 
 def rank_number(fqn: str) -> int:
-    """The rank that the component found by `rank_holder` names; -1 if there is none."""
+    """Return the rank that the component found by `rank_holder` names; -1 if there is none."""
 
     found = _RANK_KEY.search(fqn)
     return int(found[1]) if found is not None else -1

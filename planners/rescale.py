@@ -55,7 +55,7 @@ def rescaled_value(name: str, rule: RescaleRule, states: list[Any], rank: int, w
         raise PlanError(f"{name!r}: {error}", fqn=name) from error
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a user's function raises is told with the name of the value
+    except Exception as error:  # whatever a user's function raises is raised with the name of the value
         raise CheckpointError(
             f"{name!r} was saved by {len(states)} ranks, and its rule {getattr(rule, '__name__', rule)!r} "
             f"cannot make it for {world_size}: {type(error).__name__}: {error}",
@@ -94,7 +94,7 @@ def _sum(states: list[Any], rank: int, world_size: int) -> Any:
 
 
 def _share(total: Any, rank: int, world_size: int) -> Any:
-    """The part of a whole number, or of a tensor of such, that one rank has."""
+    """Return the part of a whole number, or of a tensor of such, that one rank has."""
     return (total + world_size - 1 - rank) // world_size
 
 

@@ -210,7 +210,7 @@ def _placed(item: WriteItem, box: Box, hint: int) -> WriteItem:
 
 
 def metadata_from_plans(index: CheckpointIndex, plans: Sequence[SavePlan]) -> Metadata:
-    """torch's metadata of a global plan. A tensor's properties are those of its first item in a local
+    """Return torch's metadata of a global plan. A tensor's properties are those of its first item in a local
     plan."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for plan in plans:
@@ -266,7 +266,7 @@ def known_provenance(metadata: Metadata) -> Mapping[str, Any]:
 
 
 def read_items(plan: LoadPlan, wanted: HeldBoxes, index: CheckpointIndex) -> list[ReadItem]:
-    """torch's read items of a load plan.
+    """Return torch's read items of a load plan.
 
     Destination offsets are relative to the wanted box, which the destination index names by its offset.
     """

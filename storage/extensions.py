@@ -51,7 +51,7 @@ def loaded_extension(group: str, name: str) -> Any:
         raise UnsupportedFormatError(f"{what} is declared more than once: uninstall all but one")
     try:
         return same_name[0].load()
-    except (Exception, SystemExit) as error:  # whatever a module of others does when it is imported
+    except (Exception, SystemExit) as error:  # whatever another package's module does when it is imported
         raise UnsupportedFormatError(
             f"{what} cannot be loaded: {type(error).__name__}: {error}. Mend that package, or uninstall it"
         ) from error

@@ -39,7 +39,7 @@ from dcp.ranks.alone import works_alone
 from dcp.ranks.channel import Channel
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
-from dcp.ranks.handshake import begin, told_to_all
+from dcp.ranks.handshake import begin, raise_on_all_ranks
 from dcp.saving.options import SaveOptions
 from dcp.saving.save import Held, Save, SavingRank
 from dcp.staging.guard import check_staged, sample_state
@@ -130,7 +130,7 @@ class AsyncSession:
                 "this session is closed, or of the process that forked this one; open another"
             )
         options = self._options_of(options if options is not None else SaveOptions())
-        with self.told_to_all():
+        with self.raise_on_all_ranks():
             order = make_save(with_own_id(storage_writer), planner, options)
         self._wait_until_left(self._in_flight - 1)
         self._serial += 1
@@ -153,7 +153,7 @@ class AsyncSession:
         return future
 
     @contextmanager
-    def told_to_all(self) -> Iterator[None]:
+    def raise_on_all_ranks(self) -> Iterator[None]:
         """Fail the save that the other ranks begin with what a rank raises in this block, before its `save`,
         with that error."""
         try:
@@ -421,7 +421,7 @@ def _known_kind(
             next(iter(sessions.values())).refuse(refused)
         if sessions or group is None:
             raise refused from error
-        with told_to_all(Ranks(group, use_dist=True, operation="async_save")):
+        with raise_on_all_ranks(Ranks(group, use_dist=True, operation="async_save")):
             raise refused from error
 
 

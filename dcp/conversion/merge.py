@@ -125,7 +125,7 @@ def merge(
         target_options: Of the file system of the target's.
         verify: "none" compares no checksums of the sources.
         progress: As for `dcp.convert`.
-        resume: Go on with a merge that was killed, where it was called in the same way on unchanged sources.
+        resume: Continue a merge that was killed, where it was called in the same way on unchanged sources.
 
     Returns:
         What was written, and at what cost; with the ``weights``.

@@ -90,7 +90,7 @@ def convert(
         target_options: Of the file system of the target's.
         verify: "none" compares no checksums of the source.
         progress: True for a bar, or a function that gets `dcp.progress.Progress`.
-        resume: Go on with a conversion that was killed, where it was called in the same way on an unchanged
+        resume: Continue a conversion that was killed, where it was called in the same way on an unchanged
             source. Of one that was finished the target is compared with what it would be, and nothing is
             written.
 

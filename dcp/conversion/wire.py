@@ -51,7 +51,7 @@ def decode(text: str, kind: type[T]) -> T:
 
 
 def _packed(value: Any) -> Any:
-    """Plain data and arrays; objects are dicts with the key None."""
+    """Return plain data and arrays; objects are dicts with the key None."""
     if isinstance(value, np.ndarray):
         return np.diff(value, axis=0, prepend=np.int64(0)) if value.dtype.kind == "i" else value
     if isinstance(value, CheckpointIndex):

@@ -1,1 +1,1 @@
-"""What a save or load can do beside moving tensors, a file a feature; nothing of the core imports one."""
+"""Features of saves and loads beside moving tensors, a file each; the core imports none."""

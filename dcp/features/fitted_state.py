@@ -45,7 +45,7 @@ class _Entry:
 
 
 def keys_with_empty(index: CheckpointIndex) -> frozenset[str]:
-    """Keys of the top level that have an empty dict below them."""
+    """Return keys of the top level that have an empty dict below them."""
     noted = notes_by_path(_structure(index))
     return frozenset(str(path[0]) for path in empty_dicts(noted, ()) if len(path) > 1)
 
@@ -74,7 +74,7 @@ class StoredForms:
         self._rank = rank
 
     def fit(self, key: Any, holder: Any, state: Any) -> Any:
-        """``state``, which ``holder`` at ``key`` of the top level gave, in the stored form.
+        """Return ``state``, which ``holder`` at ``key`` of the top level gave, in the stored form.
 
         Containers that change are copies, for they may be the object's own.
         """
@@ -137,7 +137,7 @@ class StoredForms:
         return fresh
 
     def _fit_own(self, fresh: Any, stored: Any, name: str) -> Any:
-        """A `PerRank` value, of which this rank's part counts."""
+        """Return a `PerRank` value, of which this rank's part counts."""
         key = rank_key(self._rank)
         if not isinstance(stored, Mapping) or key not in stored:
             return fresh
@@ -176,7 +176,7 @@ class StoredForms:
         return _with_entries(fresh, children)
 
     def _fit_list(self, fresh: list[Any], stored: list[Any], name: str) -> Any:
-        """A list: as long as the stored one, unless models or optimizers are in it."""
+        """Return a list: as long as the stored one, unless models or optimizers are in it."""
         pairs = enumerate(zip(fresh, stored, strict=False))
         items = [self._fit(value, twin, f"{name}.{number}") for number, (value, twin) in pairs]
         if _names_parameters_inside(fresh):
@@ -193,8 +193,8 @@ class StoredForms:
         return fresh if same else items
 
     def _new(self, stored: Any, *, every: bool = False) -> Any:
-        """New containers and tensors for what is stored, as far as it is lost, or ``every``; `_NOTHING` where
-        none of it is.
+        """Return new containers and tensors for what is stored, as far as it is lost, or ``every``;
+        `_NOTHING` where none of it is.
 
         Values of single ranks, and the parts of tensors made of other tensors, are no entries of a dict for
         the object.
@@ -220,14 +220,14 @@ class StoredForms:
 
 
 def _structure(index: CheckpointIndex) -> dict[str, Any] | None:
-    """The notes on containers, of a version that is known."""
+    """Return the notes on containers, of a version that is known."""
     structure = index.provenance.get("structure")
     known = isinstance(structure, dict) and structure.get("version") == STRUCTURE_VERSION
     return structure if known else None
 
 
 def _with_entries(mapping: Mapping[Any, Any], entries: Mapping[Any, Any]) -> Any:
-    """A copy of a mapping, of its class if that can be changed, that has other entries."""
+    """Return a copy of a mapping, of its class if that can be changed, that has other entries."""
     if not isinstance(mapping, MutableMapping):
         return dict(entries)
     made = copy.copy(mapping)

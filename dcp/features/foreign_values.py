@@ -56,7 +56,7 @@ def warn_of_foreign(fqns: Sequence[str], values: Sequence[Any], keys: Mapping[st
             "%d of the saved values will load only with weights_only=False, or with their classes in "
             "torch.serialization.add_safe_globals: %s. Plain data instead needs neither",
             len(found),
-            _told(found),
+            _listed(found),
         )
         named = zip(fqns, values, strict=True)
         nested = [name for name, value in named if name in found and is_stateful(value)]
@@ -71,11 +71,11 @@ def warn_of_foreign(fqns: Sequence[str], values: Sequence[Any], keys: Mapping[st
             "%d keys of dicts are saved as their strings alone: %s. They are found again in a state dict "
             "that has them, and are strings in any other. Numbers, strings, bytes, None and tuples are kept",
             len(keys),
-            _told(keys),
+            _listed(keys),
         )
 
 
-def _told(found: Mapping[str, str]) -> str:
+def _listed(found: Mapping[str, str]) -> str:
     return listed(list(found), most=_MAX_TOLD, show=lambda fqn: f"{fqn!r:.200} ({found[fqn]})")
 
 

@@ -36,6 +36,6 @@ class LegacyKeys(LoadFeature):
 
 
 def _stored_names(call: LoadCall, flat: Mapping[str, Any]) -> Iterable[str]:
-    """The checkpoint's names of the entries of ``flat`` that are loaded."""
+    """Return the checkpoint's names of the entries of ``flat`` that are loaded."""
     chosen = call.selected(flat)
     return chosen if call.renamed is None else map(call.renamed, chosen)

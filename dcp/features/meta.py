@@ -28,7 +28,7 @@ class MetaTensors(LoadFeature):
     name = "meta"
 
     def state(self) -> None:
-        """Replace them in the state dict. Raises PlanError for a part of a tensor made of others."""
+        """Replace them in the state dict. Raises PlanError for a part of a composite tensor."""
         call = self.call
         chosen = call.selected(call.flat.values)
         if not _has_meta_tensor(list(chosen.values())):
@@ -111,7 +111,7 @@ def _real_dtensor(tensor: DTensor) -> DTensor:
 
 
 def _materialise(value: Any) -> Any:
-    """``value`` with every meta tensor in it replaced by an uninitialised real one.
+    """Return ``value`` with every meta tensor in it replaced by an uninitialised real one.
 
     Dicts, lists and `PerRank` are changed in place; tuples are replaced where something in them was.
     """

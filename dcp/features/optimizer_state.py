@@ -44,7 +44,7 @@ _NOT_LOOKED_THROUGH = (torch.Tensor, torch.nn.Module, type, ModuleType)
 
 
 def optimizers_without_state(holder: Any) -> list[Optimizer]:
-    """Optimizers that ``holder`` is or has among its attributes, which have parameters without state.
+    """Return optimizers that ``holder`` is or has among its attributes, which have parameters without state.
 
     One that another one wraps comes before it.
     """
@@ -122,7 +122,7 @@ def _add_stored_state(
 
 
 def parameter_groups(state: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """(flat key, group) of the parameter groups in state dicts of optimizers, in ``state`` or below it.
+    """Yield (flat key, group) of the parameter groups in state dicts of optimizers, in ``state`` or below it.
 
     ``prefix`` is what the flat keys of the entries of ``state`` begin with.
     """
@@ -159,7 +159,7 @@ def _inner(holder: Any) -> Iterator[Any]:
 
 
 def _without_state(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Parameters that would be trained, and have no state yet."""
+    """Return parameters that would be trained, and have no state yet."""
     return [
         parameter
         for group in optimizer.param_groups
@@ -170,7 +170,7 @@ def _without_state(optimizer: Optimizer) -> list[torch.Tensor]:
 
 @contextmanager
 def _with_state(optimizer: Optimizer) -> Iterator[None]:
-    """The optimizer with state for parameters that have none, as after a first step."""
+    """Yield the optimizer with state for parameters that have none, as after a first step."""
     parameters = _without_state(optimizer)
     state = optimizer.state
     known = set(state)
@@ -186,7 +186,7 @@ def _with_state(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _step(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
-    """A step for ``parameters`` with gradients of zero, of which only the new state remains."""
+    """Take a step for ``parameters`` with gradients of zero, of which only the new state remains."""
     chosen = set(map(id, parameters))
     attributes = dict(vars(optimizer))
     gradients = [parameter.grad for parameter in parameters]
@@ -222,7 +222,7 @@ def _step(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
 
 
 def _stand_in(group: dict[str, Any], chosen: set[int]) -> dict[str, Any]:
-    """A copy of a parameter group to make a step of no size with."""
+    """Return a copy of a parameter group to make a step of no size with."""
     made = {name: _copied(value) for name, value in group.items() if name != "params"}
     made["params"] = [parameter for parameter in group["params"] if id(parameter) in chosen]
     if "lr" in group:
@@ -237,7 +237,7 @@ def _copied(value: Any) -> Any:
 
 
 def _pruned(state: Any, without: Any, name: str, is_stored: Callable[[str, Any], bool]) -> Any:
-    """``state`` less the entries that ``without`` lacks and the checkpoint lacks too."""
+    """Return ``state`` less the entries that ``without`` lacks and the checkpoint lacks too."""
     if isinstance(state, Mapping) and isinstance(without, Mapping):
         kept = {
             key: _pruned(value, without[key], f"{name}.{key}", is_stored) if key in without else value
@@ -265,7 +265,8 @@ def _pruned(state: Any, without: Any, name: str, is_stored: Callable[[str, Any],
 def optimizer_dicts(
     state: Mapping[Any, Any], prefix: str, depth: int = _NESTED
 ) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """(what the flat keys of its entries begin with, state dict of an optimizer), of ``state`` or below it.
+    """Yield (what the flat keys of its entries begin with, state dict of an optimizer), of ``state`` or below
+    it.
 
     ``prefix`` is what the flat keys of the entries of ``state`` begin with.
     """

@@ -55,7 +55,7 @@ class PerRankValues(LoadFeature):
     _copies: Sequence[tuple[str, torch.Tensor, torch.Tensor]] = ()
 
     def agreed(self) -> dict[str, Any]:
-        """The rule for values without one."""
+        """Return the rule for values without one."""
         return {"per_rank": self.options.per_rank}
 
     def takes_part(self) -> bool:
@@ -89,13 +89,13 @@ class PerRankValues(LoadFeature):
         call.leave({*chain(*below.values()), *(fqn for fqn, name in owners.items() if name in made)})
 
     def destinations(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """New memory in place of tensors that may stay unfilled.
+        """Return new memory in place of tensors that may stay unfilled.
 
         The checkpoint that is loaded after this one turned out to be damaged may leave them as they are, or
         be of another number of ranks.
         """
         copies = self._copies = list[tuple[str, torch.Tensor, torch.Tensor]]()
-        if not self.call.attempt.stores_later:
+        if not self.call.attempt.defers_values:
             return values
         apart = dict(values)
         for fqn, name in self.call.flat.owners.items():
@@ -135,7 +135,7 @@ class PerRankValues(LoadFeature):
             )
             for value in wanted
         ]
-        if not call.attempt.stores_later:
+        if not call.attempt.defers_values:
             self.put()
 
     def put(self) -> None:

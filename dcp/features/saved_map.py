@@ -53,7 +53,7 @@ class SavedMap(SaveFeature):
     def held(self, local: RankState, at: SavingRank) -> RankState:
         """Return boxes of the other model definition."""
         is_part = at.world_size > 1 and self.options.use_collectives  # only then gaps are looked for
-        return mapped_state(local, self._map, is_part=is_part, leads_back=self.options.map_leads_back)
+        return mapped_state(local, self._map, is_part=is_part, must_invert=self.options.map_must_invert)
 
     def explained(self, error: PlanError, parts: Sequence[SaveColumns]) -> PlanError | None:
         """Name what a plan lacks by the state dict that was saved."""
@@ -80,12 +80,12 @@ class _MappedBox(NamedTuple):
 
 @garbage_collection_paused()
 def mapped_state(
-    local: RankState, weights: WeightMap, *, is_part: bool = False, leads_back: bool = False
+    local: RankState, weights: WeightMap, *, is_part: bool = False, must_invert: bool = False
 ) -> RankState:
     """Convert ``local`` to what ``weights`` make of it, in views of its memory; what no view is, is copied.
     Tensors beside the model are as they are.
 
-    ``is_part``: of what is stacked other ranks may have more. ``leads_back``: the inverse has to make
+    ``is_part``: of what is stacked other ranks may have more. ``must_invert``: the inverse has to make
     ``local`` of it. PlanError as of `WeightMap.apply`, for names that values have, and for elements that
     would be too many boxes.
     """
@@ -96,7 +96,7 @@ def mapped_state(
     kept = [*columns.objects.fqns, *(tensor.name for tensor in beside)]
     check_mapped(mapped, kept)
     tensors = [*mapped, *beside]
-    if leads_back:
+    if must_invert:
         weights.require_invertible(sources, tensors)
     held = sorted([*_held(local, tensors), *_zeros(tensors)], key=lambda each: (each.tensor, each.box))
     made = _columns(tensors, held, _nested(columns, mapped, kept))

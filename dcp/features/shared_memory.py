@@ -53,13 +53,13 @@ class SharedMemory(LoadFeature):
     def boxes(
         self, pieces: Pieces, index: CheckpointIndex, held: HeldBoxes, memory: LocalMemory
     ) -> LocalMemory:
-        """The memory to load into, in which such destinations have others in their places.
+        """Return the memory to load into, in which such destinations have others in their places.
 
         These are few: tied weights whose entries are one payload need none. Raises PlanError for a
         destination whose own elements share memory.
         """
         self._shared = ()
-        if not self.call.attempt.stores_later:  # nobody would `put`; a foreign plan has no places of chunks
+        if not self.call.attempt.defers_values:  # nobody would `put`; a foreign plan has no places of chunks
             return memory
         groups = _groups(pieces, memory, held)
         if not groups:
@@ -153,7 +153,7 @@ class _Rows:
 
 
 def _groups(pieces: Pieces, memory: LocalMemory, wanted: HeldBoxes) -> list[list[int]]:
-    """Numbers of destinations whose extents in memory meet."""
+    """Return numbers of destinations whose extents in memory meet."""
     dests = np.flatnonzero(np.bincount(pieces.dests, minlength=len(memory.tensors)))
     sizes = (memory.volumes * itemsizes(memory.dtype_codes))[dests]
     for position in np.flatnonzero(~memory.is_plain[dests]).tolist():
@@ -191,7 +191,8 @@ def _sharing(tensors: Sequence[torch.Tensor], group: Sequence[int]) -> list[int]
 
 
 def _boxes_of_one(address: int, places: Sequence[Place]) -> BoxSet | None:
-    """The boxes, in bytes, that slices of one larger tensor at ``address`` are of it; None for others."""
+    """Return the boxes, in bytes, that slices of one larger tensor at ``address`` are of it; None for
+    others."""
     if len({place.strides for place in places}) > 1:
         return None
     steps = np.array([*places[0].strides, 1], np.int64)

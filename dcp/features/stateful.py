@@ -35,7 +35,7 @@ class StatefulObjects(LoadFeature):
     name = "stateful"
 
     def target(self, target: Target) -> Target:
-        """The entries of the state dict, with those of the objects in it."""
+        """Return the entries of the state dict, with those of the objects in it."""
         return _Objects(target.state_dict, self.options)
 
 
@@ -84,7 +84,7 @@ class _Objects(Target):
         """Return what kind of container is at each key that has one.
 
         An optimizer is given the state that a checkpoint has; the dict of one that has none is not, and stays
-        empty where another rank takes what there is.
+        empty where another rank takes what is stored.
         """
         found = {}
         values = [self.state_dict[key] for key in self._keys]
@@ -197,7 +197,7 @@ class _Objects(Target):
         self._added.clear()
 
     def _stored_beside(self, stored: Stored, fqn: str, keys: Iterable[str]) -> list[str]:
-        """Keys of values, no tensors, that the checkpoint has beside ``keys`` of the dict ``fqn``."""
+        """Return keys of values, no tensors, that the checkpoint has beside ``keys`` of the dict ``fqn``."""
         own = {str(key): f"{fqn}.{key}" for key in keys}
         names = own if self._renamed is None else {key: self._renamed(name) for key, name in own.items()}
         begins = {name.removesuffix(key) for key, name in names.items() if name.endswith(f".{key}")}
@@ -270,7 +270,7 @@ def _flat(key: Any, state: Any) -> dict[str, Any]:
 
 
 def _copies(state: Mapping[Any, Any], prefix: str = "", depth: int = 2) -> Iterator[str]:
-    """Names of copies in the state dicts of modules, also in those below keys."""
+    """Yield names of copies in the state dicts of modules, also in those below keys."""
     for name in copies_in_state(state):
         yield prefix + name
     if not depth or MAPPING not in map(kind_of, set(map(type, state.values()))):

@@ -34,7 +34,7 @@ class Strictness(LoadFeature):
     _lost: Sequence[str] = ()
 
     def agreed(self) -> dict[str, Any]:
-        """The rule for them."""
+        """Return the rule for them."""
         return {"unexpected": self.options.unexpected}
 
     def takes_part(self) -> bool:
@@ -43,8 +43,8 @@ class Strictness(LoadFeature):
         return self.call.options.unexpected == "error"
 
     def unexpected(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The same. Raises UnexpectedKeyError for state of parameters that an optimizer's dict of this rank
-        has, and no state of any: that another rank takes it is no help here."""
+        """Return the same. Raises UnexpectedKeyError for state of parameters that an optimizer's dict of this
+        rank has, and no state of any: that another rank takes it is no help here."""
         call = self.call
         if names and call.flattens:
             self._lost = _names_within(names, call.root, call.flat.paths, call.renamed)
@@ -56,8 +56,8 @@ class Strictness(LoadFeature):
         return names
 
     def findings(self, *, is_shared: bool) -> Any:
-        """One bit a name, because a stage of a pipeline leaves what all others take; None if this rank takes
-        all."""
+        """Return one bit a name, because a stage of a pipeline leaves what all others take; None if this rank
+        takes all."""
         call, view = self.call, self.call.view
         if not call.unexpected:
             return None
@@ -91,7 +91,7 @@ def _names_of(index: CheckpointIndex) -> list[str]:
 
 
 def _packed(names: Sequence[str], those: set[str]) -> Any:
-    """A bit by name, for ``those``; no bits where there are none."""
+    """Return a bit by name, for ``those``; no bits where there are none."""
     if not those:
         return np.zeros(0, np.uint8)
     return np.packbits(np.fromiter(map(those.__contains__, names), np.bool_, len(names)))
@@ -149,7 +149,7 @@ def _shortest(prefixes: Collection[str]) -> tuple[str, ...]:
 def _unexpected_keys(
     names: Sequence[str], lost: Sequence[str], unmapped: Collection[str] = ()
 ) -> UnexpectedKeyError:
-    """The error for the ``lost`` of the checkpoint's ``names``, in groups by their common parents."""
+    """Return the error for the ``lost`` of the checkpoint's ``names``, in groups by their common parents."""
     gone = set(lost)
     taken = {above for name in names if name not in gone for above in _with_parents(name)}
     groups: dict[str, list[str]] = {}

@@ -38,11 +38,11 @@ class LoadedMap(LoadFeature):
         return self.options.map
 
     def agreed(self) -> dict[str, Any]:
-        """The map, in few characters."""
+        """Return the map, in few characters."""
         return {"map": self._weights.mark}
 
     def beside(self, reader: FileSystemReader) -> str:
-        """A config.json beside the weights, which has sizes."""
+        """Return a config.json beside the weights, which has sizes."""
         if reader.place.file is None and saved_by_rank(reader.store):
             raise OptionError(
                 f"{reader.store.url}: each rank has an index of its own here, and a map is about a whole "
@@ -51,7 +51,7 @@ class LoadedMap(LoadFeature):
         return json.dumps(model_config(reader.store))
 
     def view(self, view: View, beside: Any) -> View:
-        """The checkpoint through the map."""
+        """Return the checkpoint through the map."""
         return MappedView(view.index, self._weights.beside(json.loads(beside)))
 
 
@@ -69,14 +69,14 @@ class MappedView(View):
         return ByteRuns.none(), self._fills(engine, pieces, memory)
 
     def lost(self, unexpected: Sequence[str]) -> list[str]:
-        """Tensors that no rule knows and no rank has a place for, beside others of the map."""
+        """Return tensors that no rule knows and no rank has a place for, beside others of the map."""
         unknown = self.unmapped
         mapped = (tensor for tensor in self._mapped.tensors if tensor.name not in unknown)
         tops = {name.partition(".")[0] for tensor in mapped if unknown for name in tensor.sources}
         return [name for name in unexpected if name in unknown and name.partition(".")[0] in tops]
 
     def _fills(self, engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> Iterator[Filled]:
-        """Boxes that are padded are set to zero before."""
+        """Yield boxes that are padded are set to zero before."""
         tensors, rows = self._mapped.tensors, pieces.chunks.tolist()
         stored = StoredTensors(engine, [tensors[row] for row in dict.fromkeys(rows)])
         bounds = pieces.box_start.tolist()

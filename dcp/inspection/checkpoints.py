@@ -24,7 +24,7 @@ from dcp.storage.formats.dropped import DroppedPart, dropped_from
 from dcp.storage.formats.format import BEGIN_BYTES
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening.folder import open_index as _open_index
-from dcp.storage.formats.opening.places_near import near_places_told
+from dcp.storage.formats.opening.places_near import naming_near_places
 from dcp.storage.formats.opening.sources import index_of_file, index_of_folder, locate, open_source
 from dcp.storage.formats.registry import by_precedence, file_suffixes, formats, is_of_files
 from dcp.storage.stores.base import FileInfo, Store
@@ -156,7 +156,7 @@ def list_checkpoints(
         StorageError: The storage cannot be listed.
     """
     opener = OpenWith(storage_options)
-    with near_places_told(checkpoint_id, opener):
+    with naming_near_places(checkpoint_id, opener):
         return _list(checkpoint_id, opener, quick=quick)
 
 

@@ -55,7 +55,7 @@ __all__ = ["SPAN_BYTES", "PayloadChecks", "StreamedSums"]
 class StreamedSums:
     """The sums of the tensors each of whose chunks is a run of its bytes, and is stored for itself.
 
-    Of others, as those cut by columns and tied ones, `sums` has none: they are read again.
+    Of the rest, as those cut by columns and tied ones, `sums` has none: they are read again.
     """
 
     def __init__(self, index: CheckpointIndex) -> None:

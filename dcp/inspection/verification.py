@@ -36,7 +36,7 @@ from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.formats.opening.folder import MAX_TORCH_METADATA_BYTES
-from dcp.storage.formats.opening.places_near import near_places_told
+from dcp.storage.formats.opening.places_near import naming_near_places
 from dcp.storage.formats.opening.sources import SourcePlace, index_at, locate
 from dcp.storage.formats.registry import is_of_files
 from dcp.storage.formats.torch.format import TORCH_DCP
@@ -90,7 +90,7 @@ def verify(
     if only is not None and against is None:
         raise OptionError("only is about against, which is missing")
     opener = OpenWith(storage_options)
-    with near_places_told(checkpoint_id, opener):
+    with naming_near_places(checkpoint_id, opener):
         place = locate(checkpoint_id, open_store=opener)
         if against is None:
             return verify_place(place, threads=threads, progress=progress)

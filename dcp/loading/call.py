@@ -41,13 +41,13 @@ class LoadAttempt:
 
     ``unasked``: keys of the top level whose entries the caller left out, because nothing of them can be
     selected. ``must_fill``: entries that the load has to fill, because one that failed may have filled them.
-    ``stores_later``: values wait for `LoadCall.store`, so that a load which fails changes none of them.
+    ``defers_values``: values wait for `LoadCall.store`, so that a load which fails changes none of them.
     """
 
     options: LoadOptions = field(default_factory=LoadOptions)
     unasked: tuple[str, ...] = ()
     must_fill: frozenset[str] = frozenset()
-    stores_later: bool = False
+    defers_values: bool = False
 
 
 class LoadCall:
@@ -65,7 +65,7 @@ class LoadCall:
     index: CheckpointIndex
     """What is loaded from, since `choose`."""
     view: View | None = None
-    """The same with how it is read, where steps of ours read it."""
+    """The same with how it is read, where dcp's own steps read it."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class LoadCall:
         features.each("state")
 
     def flattened(self, *, legacy: bool = False) -> Flat:
-        """``root`` by flat key; with the keys of torch before 2.4 if ``legacy``."""
+        """Return ``root`` by flat key; with the keys of torch before 2.4 if ``legacy``."""
         flat = Flat(self.root, {}, (), {}, {}, {}, frozenset())
         if self.flattens:
             with garbage_collection_paused():
@@ -145,7 +145,7 @@ class LoadCall:
             self.values = {fqn: value for fqn, value in self.values.items() if fqn not in fqns}
 
     def plan(self, index: CheckpointIndex) -> tuple[LoadPlan, HeldBoxes, LocalMemory]:
-        """(what to read, the boxes that are filled, local tensors by destination number).
+        """Return (what to read, the boxes that are filled, local tensors by destination number).
 
         The tensors are the state dict's own and may require grad; but where some share memory, others may
         take their places until `store`. Raises one error with everything that does not fit (see
@@ -167,7 +167,7 @@ class LoadCall:
             )
             self._note(plan)
             self._waiting = set()
-            if self.attempt.stores_later:
+            if self.attempt.defers_values:
                 self._waiting.update(object_fqns, *[feature.later for feature in self.features.part])
             for _, ask in self.features.having("boxes"):
                 memory = ask(LocalMemory, plan.pieces, index, held, memory)
@@ -223,7 +223,7 @@ class LoadCall:
         for _, accepts in self.features.having("accept"):
             left = [not accepts(bool, fqn, value) for fqn, value in zip(fqns, values, strict=True)]
             fqns, values = list(compress(fqns, left)), list(compress(values, left))
-        if self.attempt.stores_later:
+        if self.attempt.defers_values:
             self._later.append((fqns, values))
         else:
             self._put_all(fqns, values)

@@ -53,8 +53,8 @@ class View:
         return classify(engine, pieces, memory)
 
     def renamed(self, name_of: Callable[[str], str]) -> View:
-        """The same tensors and values, with what ``name_of`` makes of their names. PlanError for two of one
-        name."""
+        """Return the same tensors and values, with what ``name_of`` makes of their names. PlanError for two
+        of one name."""
         view, index = copy.copy(self), self.index
         fqns, values = ([*map(name_of, names)] for names in (index.fqns, index.objects.fqns))
         if len({*fqns, *values}) < len(fqns) + len(values):
@@ -148,18 +148,18 @@ class LoadFeature:
     """Entries for which `loaded` reads others whole."""
 
     def target(self, target: Target) -> Target:
-        """Another target, as one that has objects among its values."""
+        """Return another target, as one that has objects among its values."""
         return target
 
     def agreed(self) -> dict[str, Any]:
-        """Options that must be the same on all ranks, by the names that a caller knows."""
+        """Return options that must be the same on all ranks, by the names that a caller knows."""
         return {}
 
     def beside(self, reader: FileSystemReader) -> Any:
         """On the coordinator: plain data that `view` needs, of other files of the checkpoint's folder."""
 
     def view(self, view: View, beside: Any) -> View:
-        """Another view of the checkpoint: other names, or tensors made of those that are stored."""
+        """Return another view of the checkpoint: other names, or tensors made of those that are stored."""
         return view
 
     def takes_part(self) -> bool:
@@ -176,7 +176,7 @@ class LoadFeature:
         """Leave out entries that are not loaded, or refuse them."""
 
     def destinations(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """``values``, some of them in other memory."""
+        """Return ``values``, some of them in other memory."""
         return values
 
     def unexpected(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -186,11 +186,11 @@ class LoadFeature:
     def boxes(
         self, pieces: Pieces, index: CheckpointIndex, held: HeldBoxes, memory: LocalMemory
     ) -> LocalMemory:
-        """The memory to load into, some of it in place of the state dict's."""
+        """Return the memory to load into, some of it in place of the state dict's."""
         return memory
 
     def findings(self, *, is_shared: bool) -> Any:
-        """Plain data for `judge`; None for nothing. ``is_shared``: all ranks load by one index."""
+        """Return plain data for `judge`; None for nothing. ``is_shared``: all ranks load by one index."""
 
     def judge(self, found: Sequence[Any]) -> None:
         """Raise what all ranks' findings mean, by rank: the same on every rank that does, which may be the
@@ -251,13 +251,13 @@ class Features:
             ask(object, *args, **kwargs)
 
     def through(self, method: str, kind: Any, value: Any, *args: Any) -> Any:
-        """``value`` of type ``kind``, as the last one sees it."""
+        """Return ``value`` of type ``kind``, as the last one sees it."""
         for _, ask in self.having(method):
             value = ask(kind, value, *args)
         return value
 
     def agreed(self) -> dict[str, Any]:
-        """The names of all, and their options, which must be the same on all ranks."""
+        """Return the names of all, and their options, which must be the same on all ranks."""
         found: dict[str, Any] = {"features": [kind.name for kind in self._kinds]}
         for feature, ask in self.having("agreed"):
             own = ask(dict)

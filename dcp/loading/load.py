@@ -27,13 +27,13 @@ from dcp.planners.load.selection import Matches, check_matches
 from dcp.progress import reporting
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import causes_of, is_damage
-from dcp.ranks.handshake import begin, check_same_checkpoint, told_to_all
+from dcp.ranks.handshake import begin, check_same_checkpoint, raise_on_all_ranks
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, PlanError, StorageError
 from dcp.storage.formats.index import Path
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.opening.folder import saved_by_rank
-from dcp.storage.formats.opening.places_near import near_places_told
+from dcp.storage.formats.opening.places_near import naming_near_places
 from dcp.storage.formats.opening.sources import index_at
 from dcp.storage.geometry.ragged import row_products
 from dcp.storage.packing import pack, unpack
@@ -60,7 +60,7 @@ class LoadEngine(ABC):
     over those of the planner.
     """
 
-    stores_later = False
+    defers_values = False
     """Values wait for the whole load to succeed."""
 
     def __init__(
@@ -79,7 +79,7 @@ class LoadEngine(ABC):
         self._has_given_back = False
 
     def target(self, state_dict: dict[str, Any]) -> Target:
-        """The target of a load into ``state_dict``. Raises OptionError for a value without entries."""
+        """Return the target of a load into ``state_dict``. Raises OptionError for a value without entries."""
         check_top_level(state_dict)
         target: Target = self.features.through("target", Target, Target(state_dict))
         return target
@@ -99,7 +99,7 @@ class LoadEngine(ABC):
         filled = filled if filled is not None else set()
         with ExitStack() as stack:
             if self._storage is not None:
-                with told_to_all(self.ranks):
+                with raise_on_all_ranks(self.ranks):
                     stack.enter_context(self._storage.in_use())
             attempts = 0
             try:
@@ -118,7 +118,7 @@ class LoadEngine(ABC):
             return report
 
     def _attempt(self, target: Target, filled: set[str], attempts: int) -> LoadReport | None:
-        """The report; None where another attempt may end better."""
+        """Return the report; None where another attempt may end better."""
         report = LoadReport(attempts=attempts)
         planner, ranks = self._ours, self.ranks
         if planner is not None:
@@ -126,7 +126,7 @@ class LoadEngine(ABC):
                 options=self.options,
                 unasked=target.unasked,
                 must_fill=frozenset(filled),
-                stores_later=self.stores_later,
+                defers_values=self.defers_values,
             )
             planner.begin_load(ranks.rank, ranks.world_size, attempt, self.features)
         try:
@@ -167,7 +167,7 @@ class LoadEngine(ABC):
             raise error
 
     def agreed(self) -> dict[str, Any]:
-        """Options that must be the same on all ranks, because the outcome would differ by rank.
+        """Return options that must be the same on all ranks, because the outcome would differ by rank.
 
         ``rename`` is not among them: stages of a pipeline may number their layers on their own. What planners
         and storages of other packages make of options is not known.
@@ -195,7 +195,7 @@ class LoadEngine(ABC):
                 return
 
     def findings(self, *, is_shared: bool) -> bytes:
-        """The findings of features in the plan of this rank, for `judge`; empty for none."""
+        """Return the findings of features in the plan of this rank, for `judge`; empty for none."""
         found = {}
         for feature, ask in self.features.having("findings"):
             own = ask(object, is_shared=is_shared)
@@ -230,7 +230,7 @@ def _is_stale(cause: BaseException) -> bool:
 class ColumnLoad(LoadEngine):
     """One load on columns: the coordinator reads the index, each rank plans and reads its own part."""
 
-    stores_later = True
+    defers_values = True
 
     def __init__(
         self,
@@ -296,17 +296,19 @@ class ColumnLoad(LoadEngine):
         return len(packed).to_bytes(_LENGTH_BYTES, "big") + packed + manifest
 
     def _fingerprint(self, places: Sequence[str]) -> bytes:
-        """The fingerprint of the checkpoint at this rank's place; what the coordinator read there is not read
-        again."""
+        """Return the fingerprint of the checkpoint at this rank's place; what the coordinator read there is
+        not read again."""
         ranks, manifest = self.ranks, self._manifest
         if places[ranks.rank] != places[ranks.coordinator]:
-            with near_places_told(self._reader.path, self._reader.open_store):
+            with naming_near_places(self._reader.path, self._reader.open_store):
                 manifest = encode_manifest(index_at(self._reader.place))
         return blake2b(manifest).digest()
 
     def _set_up(self) -> View:
-        """The checkpoint as it is shown, with the planner set up for it: once a plan, because objects are
-        asked for their state."""
+        """Return the checkpoint as it is shown, with the planner set up for it.
+
+        Once a plan, because objects are asked for their state.
+        """
         reader, ranks = self._reader, self.ranks
         if self._view is None:
             if self._manifest and not ranks.is_coordinator:

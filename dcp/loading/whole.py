@@ -81,7 +81,7 @@ class Whole(Target):
         return self._known.paths
 
     def nested(self) -> dict[str, Any]:
-        """The nested state dict of what was loaded."""
+        """Return the nested state dict of what was loaded."""
         entries, flat = self._known, self.state_dict
         structure = entries.structure()
         kinds = structure.get("values", {}) if structure is not None else {}
@@ -96,7 +96,8 @@ class Whole(Target):
 
 
 def _gaps(entries: Entries, structure: Mapping[str, Any] | None) -> dict[str, Path]:
-    """Entries for the positions of lists that were not chosen, so that the others stay where they were."""
+    """Return entries for the positions of lists that were not chosen, so that the others stay where they
+    were."""
     noted = notes_by_path(structure)
     most = entries.index.tensor_count + len(entries.index.objects) + len(noted)  # a stranger's may be endless
     chosen: dict[Path, set[int]] = {}

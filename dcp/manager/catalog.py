@@ -377,7 +377,7 @@ class Spool:
         self._limit = limit
         self._own = uuid.uuid4().hex[:8]
         self._numbers = itertools.count()
-        self._is_told = False
+        self._is_warned = False
 
     def load(self) -> list[Note]:
         """Read the notes that are there, the oldest first; unreadable ones are removed, and too many of
@@ -432,8 +432,8 @@ class Spool:
         return False
 
     def _tell(self, error: OSError) -> None:
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_warned:
+            self._is_warned = True
             logger.warning(
                 "%s: notes to the catalog cannot be kept on disk (%s); they are in memory only",
                 self.folder,

@@ -39,7 +39,7 @@ EventKind = Literal[
 _NOT_WITHIN_WORK = frozenset(
     {"save_skipped", "restored", "skipped_damaged", "skipped_partial", "stop_requested"}
 )
-"""Told by the training thread while nothing waits for it."""
+"""Called by the training thread while nothing waits for it."""
 
 _TROUBLE = frozenset(
     {

@@ -42,7 +42,7 @@ from dcp.progress import ProgressCallback
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
-from dcp.ranks.handshake import told_to_all
+from dcp.ranks.handshake import raise_on_all_ranks
 from dcp.saving.options import SaveOptions
 from dcp.state_dict_loader import LoadKeywords
 from dcp.state_dict_saver import AsyncCheckpointerType
@@ -207,7 +207,7 @@ class CheckpointManager:
             timeout_seconds=timeout_seconds,
             operation="CheckpointManager",
         )
-        with told_to_all(ranks):
+        with raise_on_all_ranks(ranks):
             _check_choices(mode=mode, when_busy=when_busy, on_failure=on_failure, verify_saved=verify_saved)
             if keep is not None and not isinstance(keep, Retention):
                 raise OptionError(f"keep must be a Retention, such as Retention(last=3), not {keep!r}")
@@ -251,7 +251,7 @@ class CheckpointManager:
             retries=retries,
             retry_pause_seconds=retry_pause_seconds,
             map=weight_map,
-            map_leads_back=True,
+            map_must_invert=True,
             apart=() if keep is None else tuple(part.patterns for part in keep.dropping),
         )
         self._ledger = SaveLedger(keep_failures=on_failure == "raise")

@@ -24,7 +24,7 @@ from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import causes_of, is_damage
-from dcp.ranks.handshake import begin, told_to_all
+from dcp.ranks.handshake import begin, raise_on_all_ranks
 from dcp.ranks.retrying import retried
 from dcp.state_dict_loader import LoadKeywords, load_with
 from dcp.steps.folders import StepFolders, whole_step
@@ -103,7 +103,7 @@ def restore(
     """
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="restore")
-    with told_to_all(ranks):
+    with raise_on_all_ranks(ranks):
         step = None if step is None else whole_step(step)
         weights = options.get("map")
         chosen: dict[str, Any] = {**options, "map": None if weights is None else WeightMap.of(weights)}

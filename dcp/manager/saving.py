@@ -271,7 +271,7 @@ class SaveLedger:
         self._closing = False
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._failure: BaseException | None = None
-        self._untold: BaseException | None = None
+        self._unreported: BaseException | None = None
         self._has_committed = False
         self._damage: CorruptCheckpointError | None = None
 
@@ -294,7 +294,7 @@ class SaveLedger:
             self._has_committed |= is_committed
             if error is not None and (self._closing or not future.cancelled()):
                 self.failures += not is_committed
-                self._untold = None if future.cancelled() else error
+                self._unreported = None if future.cancelled() else error
                 if self._keep_failures or _is_lasting(error):
                     self._failure = error
             self._running.pop(future, None)
@@ -340,14 +340,14 @@ class SaveLedger:
                 found, self._damage = self._damage, None
                 error = error if error is not None else found
             if error is not None:
-                self._untold = None
+                self._unreported = None
         if error is not None:
             raise error
 
     def raise_unsaved(self) -> None:
         """Raise CheckpointError where saves failed, the last of them was not raised, and none committed."""
         with self._changed:
-            error, self._untold = self._untold, None
+            error, self._unreported = self._unreported, None
         if error is not None and not self._has_committed:
             raise CheckpointError(
                 f"nothing was saved: no save of this manager was committed, and {self.failures} failed, the "

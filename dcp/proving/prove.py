@@ -20,7 +20,7 @@ from dcp.proving.proof import Proof
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
-from dcp.ranks.handshake import begin, check_same_checkpoint, told_to_all
+from dcp.ranks.handshake import begin, check_same_checkpoint, raise_on_all_ranks
 from dcp.storage.formats.native.manifest import encode_manifest
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def prove(
     """
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="prove")
-    with told_to_all(ranks):
+    with raise_on_all_ranks(ranks):
         weights = None if map is None else WeightMap.of(map)
     shown = {"only": only, "exclude": exclude, "map": weights and weights.mark}
     places = begin(ranks, lambda: os.fspath(checkpoint_id), options=shown)

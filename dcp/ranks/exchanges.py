@@ -41,7 +41,7 @@ STAMP_BYTES = 8
 """Every message that is gathered begins with so many, which are the same on all ranks in one step."""
 
 _SLICE = timedelta(milliseconds=50)
-"""Between two looks at whether to go on waiting, signals of Python's among them."""
+"""Seconds between two looks at whether to wait any longer, signals of Python's among them."""
 
 _LATE_SECONDS = 30.0
 """After so long in one step, or a quarter of the time there is for it, the log says who has not come."""
@@ -90,7 +90,7 @@ class Exchanges:
         self.is_coordinator = True
         """Whether this rank plans and commits for all."""
         self.abort = abort
-        self._told_called_off = False
+        self._abort_is_passed_on = False
         self._steps = 0
         self._step = ""
         self._channel: Channel | None = None
@@ -197,8 +197,8 @@ class Exchanges:
 
     def _tell_called_off(self) -> None:
         """Tell the ranks that are still at work, who would else learn of it at the end of their part."""
-        if self._channel is not None and not self._told_called_off:
-            self._told_called_off = True
+        if self._channel is not None and not self._abort_is_passed_on:
+            self._abort_is_passed_on = True
             with contextlib.suppress(RuntimeError):  # the store is gone: the next exchange says so
                 self._store.set(f"{self._key}/called-off", str(self.rank))
 

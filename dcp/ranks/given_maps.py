@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
-from dcp.ranks.handshake import told_to_all
+from dcp.ranks.handshake import raise_on_all_ranks
 
 __all__ = ["map_on_all"]
 
@@ -31,5 +31,5 @@ def map_on_all(
     except Exception:
         alone = works_alone(process_group, no_dist=no_dist, operation=operation)
         ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation=operation)
-        with told_to_all(ranks):
+        with raise_on_all_ranks(ranks):
             raise

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _MAX_VALUE = 1000
 """Characters of an option: patterns may be many."""
 
-__all__ = ["begin", "check_same_checkpoint", "check_same_target", "told_to_all"]
+__all__ = ["begin", "check_same_checkpoint", "check_same_target", "raise_on_all_ranks"]
 
 
 class _OperationOfRank(NamedTuple):
@@ -106,7 +106,7 @@ def _check_same(ranks: Ranks, texts: Sequence[str], what: str, advice: str, key:
 
 
 @contextmanager
-def told_to_all(ranks: Ranks) -> Iterator[None]:
+def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
     """Raise on all ranks, in their `begin`, what this rank raises before it comes there.
 
     Where they all fail, as by an argument that is wrong everywhere, each raises its own exception.

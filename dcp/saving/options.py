@@ -39,7 +39,7 @@ class SaveOptions:
     progress: bool | ProgressCallback | None = None
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     map: WeightMap | None = None
-    map_leads_back: bool = False
+    map_must_invert: bool = False
     """What is saved through the map will be restored through its inverse."""
     retries: int = 0
     retry_pause_seconds: float = 1.0

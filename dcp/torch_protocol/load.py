@@ -77,7 +77,7 @@ class ProtocolLoad(LoadEngine):
                 sent=PICKLED,
                 reply=PICKLED,
             )
-            if storage is not None:  # of others nobody knows what a checkpoint is known by
+            if storage is not None:  # other packages' readers have no fingerprint of a checkpoint
                 check_same_checkpoint(ranks, places, lambda: _fingerprint(storage) if self._together else b"")
             if self._ours is not None:
                 ranks.reduce_alike("unexpected", lambda: self.findings(is_shared=self._together), self.judge)
@@ -150,7 +150,7 @@ def _fingerprint(reader: FileSystemReader) -> bytes:
 
 
 def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
-    """The global metadata, or this rank's own where the checkpoint was saved without collectives."""
+    """Return the global metadata, or this rank's own where the checkpoint was saved without collectives."""
     try:
         return reader.read_metadata(), True
     except (OSError, CheckpointNotFoundError) as error:

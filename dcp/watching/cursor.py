@@ -269,8 +269,8 @@ def _machine() -> str:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process was started, in ticks since the boot, so that another one with its id is told
-    from it; None if it is gone."""
+    """Return when a process was started, in ticks since the boot, so that another one with its id is
+    recognised; None if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -81,7 +81,7 @@ class Watch(Closable, Iterator[WatchedStep]):
         self._since = since
         self._once = once
         self._stop = threading.Event()
-        self._claimed = self._told = False
+        self._claimed = self._warned = False
         self._stamps: dict[int, str] = {}
         self._queue: deque[int] = deque()
         self._delivered: WatchedStep | None = None
@@ -144,8 +144,8 @@ class Watch(Closable, Iterator[WatchedStep]):
         if not self._claimed and self._folders.root.exists():
             self._check_run()
             self._claimed = self._cursor.claim(self._stop)
-        elif not self._claimed and not self._told:
-            self._told = True
+        elif not self._claimed and not self._warned:
+            self._warned = True
             logger.warning("%s is not there yet", self._folders.root.url)
         return self._claimed
 

@@ -345,9 +345,9 @@ class _Builder:
         for row, source in zip(rows.tolist(), self.sources, strict=True):
             if KINDS[type(source)] == PLAIN and (fault := _fault(self.fqns[row], source)) is not None:
                 problems.append((row, fault))
-        told = [text for _, text in sorted(problems, key=itemgetter(0))]
-        shown = told[:_MAX_LISTED]
-        more = f"; and {len(told) - len(shown)} more" if len(told) > len(shown) else ""
+        texts = [text for _, text in sorted(problems, key=itemgetter(0))]
+        shown = texts[:_MAX_LISTED]
+        more = f"; and {len(texts) - len(shown)} more" if len(texts) > len(shown) else ""
         raise PlanError(
             f"tensors that cannot be {'loaded into' if self.loading else 'saved'}: {'; '.join(shown)}{more}",
             problems=shown,

@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 OBJECT, PLAIN, DTENSOR, _SHARDED, _PROTOCOL, _ASYNC, WRAPPER = range(7)
-"""Kinds of values: what is no tensor, tensors that are their memory, and those that are made of others."""
+"""Kinds of values: what is no tensor, tensors that are their memory, and composite tensors."""
 
 
 class LocalPiece(NamedTuple):
@@ -110,8 +110,8 @@ def is_tensor_like(value: object) -> bool:
 
 
 def _ordered_mesh_dims(spec: Any, ndim: int) -> list[int]:
-    """Mesh dimensions in the order in which their shardings are applied; left to right unless the spec says
-    else."""
+    """Return mesh dimensions in the order in which their shardings are applied; left to right unless the spec
+    says else."""
     listed = [mesh_dim for entry in shard_order(spec) for mesh_dim in entry.mesh_dims]
     return listed + [mesh_dim for mesh_dim in range(ndim) if mesh_dim not in listed]
 

@@ -71,7 +71,7 @@ def _split_runs(runs: Sequence[PositionRun], split: Split) -> list[PositionRun]:
 
 
 def local_runs(shape: Sequence[int], splits: Sequence[Split]) -> list[list[PositionRun]]:
-    """Runs by dimension; ``splits`` are applied in order."""
+    """Return runs by dimension; ``splits`` are applied in order."""
     runs: list[list[PositionRun]] = [[(0, size)] if size else [] for size in shape]
     for split in splits:
         runs[split.dim] = _split_runs(runs[split.dim], split)
@@ -79,7 +79,7 @@ def local_runs(shape: Sequence[int], splits: Sequence[Split]) -> list[list[Posit
 
 
 def local_shape(runs: Sequence[Sequence[PositionRun]]) -> tuple[int, ...]:
-    """Shape of the local tensor."""
+    """Return shape of the local tensor."""
     return tuple(sum(length for _, length in dim) for dim in runs)
 
 

@@ -69,7 +69,7 @@ def is_group(name: str) -> bool:
 
 
 def _summary(names: Sequence[str]) -> list[str]:
-    """The first parts of ``names``, with how many there are of each."""
+    """Return the first parts of ``names``, with how many there are of each."""
     counts = Counter(name.partition(".")[0] for name in names)
     several = {name.partition(".")[0] for name in names if "." in name}
     return [f"{part}.* ({count:,})" if part in several else repr(part) for part, count in counts.items()]
@@ -78,8 +78,8 @@ def _summary(names: Sequence[str]) -> list[str]:
 def rename_for_missing(
     missing: Sequence[str], unused: Sequence[str], found: Collection[str]
 ) -> tuple[Rules | None, int]:
-    """The renaming that finds the most of ``missing``, at least half of them, and how many; None without any.
-    The arguments are those of `hint_for_missing`."""
+    """Return the renaming that finds the most of ``missing``, at least half of them, and how many; None
+    without any. The arguments are those of `hint_for_missing`."""
     there = frozenset(unused)
     best: tuple[Rules | None, int] = None, 0
     for rules in _candidates(missing, unused):
@@ -111,7 +111,7 @@ def _regex_of(wrapper: str, names: Sequence[str]) -> str:
 
 
 def _added_wrappers(missing: Sequence[str], unused: Sequence[str]) -> Iterator[Rules]:
-    """The checkpoint's names have a wrapper's part, always at the same depth."""
+    """Suggest a wrapper's part that the checkpoint's names have, always at the same depth."""
     wanted = frozenset(missing)
     for wrapper in WRAPPERS:
         for name in unused:
@@ -125,7 +125,7 @@ def _added_wrappers(missing: Sequence[str], unused: Sequence[str]) -> Iterator[R
 
 
 def _other_prefixes(name: str, unused: Sequence[str]) -> Iterator[Rules]:
-    """The checkpoint has the same names behind another beginning, which may be none."""
+    """Suggest another beginning, which may be none, behind which the checkpoint has the same names."""
     parts = name.split(".")
     for first in range(min(len(parts), _DEPTH)):
         suffix = ".".join(parts[first:])

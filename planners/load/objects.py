@@ -26,7 +26,7 @@ __all__ = ["load_object"]
 
 
 def load_object(fqn: str, blob: bytes | io.BytesIO, *, weights_only: bool) -> Any:
-    """The value of torch.save bytes.
+    """Return the value of torch.save bytes.
 
     With ``weights_only`` what `torch.load(weights_only=True)` allows, and what is harmless beyond that
     (`dcp.storage.formats.torch.python_values`): arrays of numpy, dates, paths and the like.
@@ -73,7 +73,7 @@ def _refused(fqn: str, text: str, *, weights_only: bool) -> CheckpointFormatErro
 
 
 def _safe_object(blob: bytes) -> Any:
-    """The value of torch.save bytes, tensors in it included.
+    """Return the value of torch.save bytes, tensors in it included.
 
     Raises UnsafeObjectError where it is not harmless, another CheckpointFormatError where it is damaged or
     makes more of its bytes than an honest value does.

@@ -64,7 +64,7 @@ class LoadOptions:
         return self
 
     def given_to_planner(self) -> list[str]:
-        """Names of those that are given and that a planner decides on."""
+        """Return names of those that are given and that a planner decides on."""
         return [name for name in _OF_PLANNERS if getattr(self, name) is not None]
 
     def over(self, settings: object) -> LoadOptions:

@@ -167,7 +167,8 @@ def _check_keys(
     *,
     is_tensor: bool,
 ) -> list[str]:
-    """Names that are not stored at all; those stored as another kind, which ``others`` has, are problems."""
+    """Return names that are not stored at all; those stored as another kind, which ``others`` has, are
+    problems."""
     missing = []
     for row in np.flatnonzero(rows < 0).tolist():
         fqn = fqns[row]
@@ -196,7 +197,7 @@ def _unexpected(index: CheckpointIndex, tensors: Int64, objects: Int64) -> tuple
 def _check_tensors(
     index: CheckpointIndex, wanted: HeldBoxes, rows: Int64, *, cast: bool, problems: LoadProblems
 ) -> tuple[npt.NDArray[np.bool_], list[str]]:
-    """(wanted tensors that are stored in the wanted shape, names whose dtype differs)."""
+    """Return (wanted tensors that are stored in the wanted shape, names whose dtype differs)."""
     found = np.flatnonzero(rows >= 0)
     stored = rows[found]
     wrong = wanted.ndims[found] != index.ndims[stored]
@@ -294,7 +295,7 @@ def _intersect_ndim(
 def _cover(
     pieces: _Intersections, boxes: Int64, low: Int64, high: Int64
 ) -> tuple[_Intersections, list[tuple[int, int]]]:
-    """(pieces without overlaps, (box position, elements there) of boxes that are not filled).
+    """Return (pieces without overlaps, (box position, elements there) of boxes that are not filled).
 
     Overlapping pieces, which some foreign checkpoints have, are reduced to disjoint ones first, so that
     volumes prove coverage and nothing is read twice.
@@ -359,7 +360,7 @@ class LoadProblems:
     lacks_per_rank: bool = False
 
     def shown(self, fqn: str) -> str:
-        """A name for a message, with what the checkpoint calls it where that differs."""
+        """Return a name for a message, with what the checkpoint calls it where that differs."""
         name = self.names.get(fqn, fqn)
         return f"{fqn!r}" if fqn == name else f"{fqn!r} (renamed to {name!r})"
 

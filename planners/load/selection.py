@@ -49,7 +49,7 @@ class _Glob:
         return self.regex.match(key) is not None
 
     def may_match_below(self, key: str) -> bool:
-        """False where no name at or below ``key`` can match, whatever names there are."""
+        """Return False where no name at or below ``key`` can match, whatever names there are."""
         below, glob = f"{key}.", _GLOB.search(self.text)
         if glob is None:
             return self.matches(key) or self.text.startswith(below)
@@ -57,7 +57,7 @@ class _Glob:
         return below.startswith(literal) or literal.startswith(below)
 
     def covers(self, key: str) -> bool:
-        """True where every name below ``key`` matches."""
+        """Return True where every name below ``key`` matches."""
         return self.matches(key) or (
             self.text.endswith(".*") and fnmatch.fnmatchcase(key, self.text.removesuffix(".*"))
         )
@@ -73,7 +73,7 @@ class Selection:
 
     @classmethod
     def of(cls, only: Patterns | None, exclude: Patterns | None) -> Selection | None:
-        """None where neither is given, and everything is selected. Raises PlanError for what are no
+        """Return None where neither is given, and everything is selected. Raises PlanError for what are no
         patterns."""
         if only is None and exclude is None:
             return None
@@ -89,7 +89,7 @@ class Selection:
         return not any(pattern.matches(key) for pattern in self.exclude)
 
     def reaches(self, key: str) -> bool:
-        """False where nothing at or below ``key`` can be selected, whatever there is below it."""
+        """Return False where nothing at or below ``key`` can be selected, whatever there is below it."""
         if self.only is not None and not any(pattern.may_match_below(key) for pattern in self.only):
             return False
         return not any(pattern.covers(key) for pattern in self.exclude)
@@ -165,7 +165,8 @@ def check_patterns(selection: Selection, names: Sequence[str]) -> None:
 
 
 def renamer(rename: Rename | None) -> Callable[[str], str] | None:
-    """``rename`` as one function of the key; None without any. Raises PlanError for what is no renaming."""
+    """Return ``rename`` as one function of the key; None without any. Raises PlanError for what is no
+    renaming."""
     if rename is None:
         return None
     if isinstance(rename, Mapping):
@@ -217,7 +218,7 @@ def _patterns(option: str, given: Patterns) -> tuple[_Glob, ...]:
 
 
 def _close(text: str, keys: Iterable[str]) -> list[str]:
-    """Names as deep as the pattern that are written almost alike, with what is below them left out."""
+    """Return names as deep as the pattern that are written almost alike, with what is below them left out."""
     bare = text.removesuffix(".*")
     depth = bare.count(".") + 1
     names = {".".join(key.split(".", depth)[:depth]) for key in keys}

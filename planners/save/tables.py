@@ -72,7 +72,7 @@ class _Table(NamedTuple):
 
 
 def _numbered(fqns: Sequence[str], position: dict[str, int]) -> Int64:
-    """Number each name, in the order in which they come; ``position`` is all of them."""
+    """Return number each name, in the order in which they come; ``position`` is all of them."""
     if not position:
         position.update(zip(fqns, range(len(fqns)), strict=True))
         if len(position) == len(fqns):
@@ -82,7 +82,7 @@ def _numbered(fqns: Sequence[str], position: dict[str, int]) -> Int64:
 
 
 def global_tensors(all_columns: Sequence[SaveColumns]) -> GlobalTensors:
-    """One table of all ranks' tensors; differing dtypes and shapes are listed as problems."""
+    """Return one table of all ranks' tensors; differing dtypes and shapes are listed as problems."""
     position: dict[str, int] = {}
     tables: dict[tuple[object, ...], _Table] = {}
     rows: list[Int64] = []
@@ -169,7 +169,7 @@ class GlobalObjects:
 
 
 def global_objects(all_columns: Sequence[SaveColumns], *, check_replicas: bool) -> GlobalObjects:
-    """One table of all ranks' objects."""
+    """Return one table of all ranks' objects."""
     position: dict[str, int] = {}
     tables: dict[tuple[str, ...], tuple[Int64, list[int]]] = {}
     rows_by_rank: list[Int64] = []

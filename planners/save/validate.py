@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 MAX_LISTED = 20
-"""Problems told in one message; the rest is counted."""
+"""Problems named in one message; the rest is counted."""
 
 MAX_VOLUME_LOG2 = 60
 """Elements of one tensor; positions of elements are sort keys of 63 bits."""
@@ -36,11 +36,11 @@ MAX_VOLUME_LOG2 = 60
 
 def invalid_plan(problems: Sequence[str], mismatches: Sequence[tuple[str, str]]) -> PlanError:
     """Make one error for everything found; ``mismatches`` are (fqn, description) of replicas that differ."""
-    told = [*problems, *(text for _, text in mismatches)]
-    shown = told[:MAX_LISTED]
-    more = f"; and {len(told) - len(shown)} more" if len(told) > len(shown) else ""
-    plural = "s" if len(told) > 1 else ""
-    message = f"Failed to validate global plan: {len(told)} problem{plural}: {'; '.join(shown)}{more}"
+    texts = [*problems, *(text for _, text in mismatches)]
+    shown = texts[:MAX_LISTED]
+    more = f"; and {len(texts) - len(shown)} more" if len(texts) > len(shown) else ""
+    plural = "s" if len(texts) > 1 else ""
+    message = f"Failed to validate global plan: {len(texts)} problem{plural}: {'; '.join(shown)}{more}"
     if mismatches:
         message += (
             ". Only one of the differing values would be stored: synchronise them, "

@@ -85,7 +85,7 @@ def _square(base: int, times: int) -> int:
 
 
 def as_elements(blocks: bytes | memoryview | npt.NDArray[np.uint8]) -> Elements:
-    """Whole blocks of bytes, one after the other, as (n, 2)."""
+    """Return whole blocks of bytes, one after the other, as (n, 2)."""
     return np.frombuffer(blocks, np.uint64).reshape(-1, 2)
 
 

@@ -115,7 +115,7 @@ class Format:
         """
         try:
             return self.begins is not None and self.begins(begin)
-        except Exception as error:  # whatever a format of others does
+        except Exception as error:  # whatever another package's format does
             raise UnsupportedFormatError(
                 f"the format {self.name!r} cannot tell whether a file is of it: "
                 f"{type(error).__name__}: {error}. Mend its package, or uninstall it"

@@ -48,7 +48,7 @@ HOSTILE_NAMES: Sequence[str] = (
 
 
 def pattern_bytes(size: int, seed: int = 0) -> bytes:
-    """Bytes that do not repeat at any power of two, so that a misplaced block shows."""
+    """Return bytes that do not repeat at any power of two, so that a misplaced block shows."""
     unit = bytes((7 * n + seed) % 251 for n in range(251))
     return (unit * (size // len(unit) + 1))[:size]
 
@@ -77,15 +77,15 @@ class StoreContract:
 
     @pytest.fixture
     def store(self) -> Store:
-        """An empty store, its root made. Every backend overrides this."""
+        """Provide an empty store with its root made. Every backend overrides this."""
         raise TypeError(f"{type(self).__name__} must override the fixture 'store'")
 
     def raw_read(self, store: Store, name: str) -> bytes | None:
-        """The file's bytes, None if it is absent; past the store where the backend can."""
+        """Return the file's bytes, None if it is absent; past the store where the backend can."""
         return None if store.stat(name) is None else store.read(name, limit_bytes=1 << 30)
 
     def reopen(self, store: Store) -> Store:
-        """Another store object for the same place, as another process would have."""
+        """Return another store object for the same place, as another process would have."""
         return store
 
     @pytest.mark.parametrize("durable", [False, True])
@@ -102,7 +102,7 @@ class StoreContract:
     @pytest.mark.parametrize("durable", [False, True])
     @pytest.mark.parametrize("piece", [1, 4095, 300_000, 9 * _MIB])
     def test_pieces(self, store: Store, piece: int, durable: bool) -> None:
-        """How a file is cut into writes does not matter, and the position counts every accepted byte."""
+        """A file may be cut into any writes, and the position counts every accepted byte."""
         data = pattern_bytes(min(20_000 * piece, 19 * _MIB + 1))
         with store.create("data.bin", durable=durable) as handle:
             for start in range(0, len(data), piece):
@@ -357,7 +357,7 @@ class StoreContract:
         assert store.delete_all([]) == {}
 
     def test_unfinished_uploads(self, store: Store) -> None:
-        """Those that are asked for end, others and finished files stay."""
+        """Uploads that are asked for end, others and finished files stay."""
         write_file(store, "done.bin", pattern_bytes(20 * _MIB))
         kept, ended = store.create("kept.bin", durable=True), store.create("ended.bin", durable=True)
         for handle in (kept, ended):

@@ -48,7 +48,7 @@ class Filled(NamedTuple):
 
 
 def classify(engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> tuple[ByteRuns, Iterator[Filled]]:
-    """(rows that are one run each, the others) of ``pieces``, which are boxes of resolved chunks."""
+    """Return (rows that are one run each, the others) of ``pieces``, which are boxes of resolved chunks."""
     runs, others = _plain_runs(engine, pieces, memory)
     return runs, map(partial(_filled, engine, pieces, memory), others.tolist())
 
@@ -97,8 +97,8 @@ def read_into(
 
 
 def _plain_runs(engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> tuple[ByteRuns, Int64]:
-    """(rows that are one run in the payload and one in plain memory of the stored dtype, numbers of the
-    others)."""
+    """Return (rows that are one run in the payload and one in plain memory of the stored dtype, numbers of
+    the others)."""
     index, box_start = engine.index, pieces.box_start
     chunks, dests, ndims = pieces.chunks, pieces.dests, np.diff(box_start)
     tensors = index.chunk_tensors[chunks]
@@ -150,7 +150,7 @@ def _stored_name(engine: ReadEngine, chunk: int) -> str:
 
 
 def _filled(engine: ReadEngine, pieces: Pieces, memory: LocalMemory, row: int) -> Filled:
-    """A row's elements, and the part of its tensor that is read into."""
+    """Return a row's elements, and the part of its tensor that is read into."""
     box = slice(int(pieces.box_start[row]), int(pieces.box_start[row + 1]))
     at, local, lengths = (
         tuple(values[box].tolist())

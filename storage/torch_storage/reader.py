@@ -164,7 +164,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
         return self._index
 
     def read_index(self, rank: int | None = None, *, own_rank: int | None = None) -> CheckpointIndex:
-        """The checkpoint's index, read once a load; ``rank`` and ``own_rank`` as in `open_index`."""
+        """Return the checkpoint's index, read once a load; ``rank`` and ``own_rank`` as in `open_index`."""
         if self._index is None:
             try:
                 self._index = index_at(self.place, rank=rank, own_rank=own_rank)
@@ -196,7 +196,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
             )
 
     def _has_changed(self) -> bool:
-        """False where the index was not read here."""
+        """Return False where the index was not read here."""
         return self._listed is not None and self.may_be_mixed and self._files() != self._listed
 
     def _files(self) -> frozenset[FileInfo]:
@@ -232,8 +232,8 @@ class FileSystemReader(NoFileSystem, StorageReader):
         self._asked_verify = verify
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's metadata, read anew: a load begins here. Objects are built when they are looked
-        at."""
+        """Return the checkpoint's metadata, read anew: a load begins here. Objects are built when they are
+        looked at."""
         self._index = self._listed = self._asked_verify = None
         self.stats = ReadStats()
         self._traffic_before = self.store.traffic()
@@ -296,8 +296,8 @@ class FileSystemReader(NoFileSystem, StorageReader):
     # -- columns ---------------------------------------------------------------------------------------------
 
     def engine(self, index: CheckpointIndex, verify: Verify | None = None) -> ReadEngine:
-        """A reading engine on this checkpoint; use it as a context manager. ``verify`` is the reader's own
-        policy if it is None. What reading costs is added to `stats`."""
+        """Return a reading engine on this checkpoint; use it as a context manager. ``verify`` is the reader's
+        own policy if it is None. What reading costs is added to `stats`."""
         threads = self.threads
         if threads is None:
             threads = self.store.read_profile.threads or _default_threads()
@@ -306,7 +306,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
         return engine
 
     def read_objects(self, engine: ReadEngine, fqns: Sequence[str]) -> Iterator[bytes]:
-        """The stored torch.save bytes of non-tensor values, in order and checked.
+        """Yield the stored torch.save bytes of non-tensor values, in order and checked.
 
         Neighbours in a file are read together, some 64 MiB at a time. Plain values that have no record of
         their own, as in a torch.save file, are encoded.
@@ -359,7 +359,7 @@ def _blob_fault(blob: bytes, expected: int) -> str | None:
 
 
 def _encoded(plain: bytes) -> bytes:
-    """The torch.save bytes of a value of the index."""
+    """Return the torch.save bytes of a value of the index."""
     buffer = io.BytesIO()
     torch.save(decode_value(plain), buffer)
     return buffer.getvalue()

@@ -38,10 +38,7 @@ FAILURES: dict[str, tuple[str, Callable[[Any, Path], None]]] = {
         "Missing key in checkpoint state_dict: ",
         lambda package, root: _load(package, root, nested={"lr": 0.5, "absent": 1}),
     ),
-    "shape": (
-        "Size mismatch between saved ",
-        lambda package, root: _load(package, root, w=torch.ones(4)),
-    ),
+    "shape": ("Size mismatch between saved ", lambda package, root: _load(package, root, w=torch.ones(4))),
     "exists": ("Checkpoint already exists", _save_again),
     "no place": (
         "`checkpoint_id` must be specified if storage_reader/storage_writer is None",

@@ -60,10 +60,7 @@ def test_experts_of_one_rank_alone() -> None:
 def test_shards_in_the_order_of_the_mesh() -> None:
     """pytorch#129206: strided shards are put together as plain ones; each element is there, elsewhere."""
     report = _tried(
-        builds.fsdp2_tensor_parallel,
-        faulty.save_full_in_order_of_the_mesh,
-        faulty.load_full,
-        worlds=(4, 1),
+        builds.fsdp2_tensor_parallel, faulty.save_full_in_order_of_the_mesh, faulty.load_full, worlds=(4, 1)
     )
     found = [found for found in _told(report, 4, 1) if found.part == "model"]
     assert {(one.kind, one.name) for one in found} == {

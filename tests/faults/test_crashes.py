@@ -189,8 +189,7 @@ def look(scenario: Scenario, folder: Path) -> Crash:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in OFTEN else pytest.mark.exhaustive) for name in SAVES],
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.exhaustive) for name in SAVES]
 )
 def test_a_save_killed_before_any_step_leaves_the_old_or_the_new(tmp_path: Path, name: str) -> None:
     """Keeps the old version until one step and has the new one after it, whole, for dcp and for stock; the

@@ -123,9 +123,7 @@ def _rank_0_ends_while_the_group_forms(rank: int, world_size: int, root: Path, k
         dist.ProcessGroupGloo = end  # type: ignore[misc, assignment]
     return outcome(
         lambda: dcp.async_save(
-            STATE,
-            checkpoint_id=root,
-            async_checkpointer_type=dcp.AsyncCheckpointerType(kind),
+            STATE, checkpoint_id=root, async_checkpointer_type=dcp.AsyncCheckpointerType(kind)
         ).result(240)
     )
 

@@ -33,12 +33,7 @@ from tests.support.formats_indexes import (
 
 @pytest.mark.parametrize(
     "state_dict",
-    [
-        rich_state_dict,
-        lambda: {"a": {"b": 1}, "c": "x"},
-        lambda: {"t": torch.ones(3)},
-        dict,
-    ],
+    [rich_state_dict, lambda: {"a": {"b": 1}, "c": "x"}, lambda: {"t": torch.ones(3)}, dict],
     ids=["rich", "objects", "tensor", "nothing"],
 )
 def test_real_saves(tmp_path: Path, state_dict: Callable[[], dict[str, Any]]) -> None:

@@ -103,10 +103,7 @@ def test_it_is_tried_again_or_let_go(tmp_path: Path, caplog: pytest.LogCaptureFi
     def answer(asked: Asked) -> Answer:
         return Answer(next(statuses), {"detail": "not such a key"}, headers={"Retry-After": "0"})
 
-    with (
-        scripted_service(answer) as service,
-        caplog.at_level(logging.WARNING, "dcp.manager.catalog"),
-    ):
+    with scripted_service(answer) as service, caplog.at_level(logging.WARNING, "dcp.manager.catalog"):
         saved(tmp_path, service.url, range(1, 2))
         saved(tmp_path, service.url, range(2, 4))
         assert [body["step"] for body in service.bodies()] == [1, 1, 1, 2, 3]

@@ -31,10 +31,7 @@ def test_every_function_takes_them(s3_server: S3Server, s3_root: str) -> None:
     options = s3_server.storage_options
     dcp.save(version_state(1), checkpoint_id=f"{s3_root}/step-1", storage_options=options, no_dist=True)
     future = dcp.async_save(
-        version_state(2),
-        checkpoint_id=f"{s3_root}/step-2/",
-        storage_options=options,
-        no_dist=True,
+        version_state(2), checkpoint_id=f"{s3_root}/step-2/", storage_options=options, no_dist=True
     )
     assert "model.w" in future.result(60).state_dict_metadata
     assert [_seen(f"{s3_root}/step-{step}", options) for step in (1, 2)] == [1, 2]

@@ -83,10 +83,7 @@ def test_unsound_states_are_refused_on_all_ranks(tmp_path: Path) -> None:
 def test_elements_that_are_not_stored_are_refused(tmp_path: Path) -> None:
     """A hole, also one that pieces which lie over each other make up for in volume; of many the first are
     listed."""
-    for name, boxes in (
-        ("hole", [((0,), (3,)), ((4,), (1,))]),
-        ("overlap", [((0,), (3,)), ((1,), (3,))]),
-    ):
+    for name, boxes in (("hole", [((0,), (3,)), ((4,), (1,))]), ("overlap", [((0,), (3,)), ((1,), (3,))])):
         save_sharded(tmp_path / name, {"t": torch.arange(6.0)}, {"t": boxes})
         with pytest.raises(PlanError, match=r"'t': of the box at \[0\] of sizes \[6\].*stores 4 of 6"):
             dcp.load({"t": torch.zeros(6)}, checkpoint_id=tmp_path / name, no_dist=True)

@@ -14,13 +14,7 @@ import structlog
 from tests.support.catalog import catalog
 from tests.support.databases import database, empty_database, make_database, postgres_server, share_statements
 
-__all__ = [
-    "catalog",
-    "database",
-    "empty_database",
-    "make_database",
-    "postgres_server",
-]
+__all__ = ["catalog", "database", "empty_database", "make_database", "postgres_server"]
 
 
 _KINDS: Final = ("postgresql", "sqlite")

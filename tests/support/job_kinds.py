@@ -86,10 +86,7 @@ class MadeKind(Kind[MadeParams]):
             )
             for number, act in enumerate(params.acts)
         ]
-        return JobPlan(
-            tasks=specs,
-            plan_data={"folder": params.folder, "act": params.publish_act},
-        )
+        return JobPlan(tasks=specs, plan_data={"folder": params.folder, "act": params.publish_act})
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """The act."""

@@ -111,12 +111,7 @@ class Ranks:
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(
-        self,
-        world_size: int,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        *,
-        timeout_seconds: float,
+        self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...], *, timeout_seconds: float
     ) -> list[Any]:
         """Results by rank; RankDied and RankRaised stand for what they say. AssertionError on a hang."""
         if any(not process.is_alive() or _is_worn(process.pid) for process, _ in self._workers):

@@ -9,10 +9,7 @@ from typing import Final
 
 __all__ = ["refuse"]
 
-_NUMBERS: Final = {
-    "flock": {"x86_64": 73, "aarch64": 32},
-    "renameat2": {"x86_64": 316, "aarch64": 276},
-}
+_NUMBERS: Final = {"flock": {"x86_64": 73, "aarch64": 32}, "renameat2": {"x86_64": 316, "aarch64": 276}}
 _PR_SET_SECCOMP: Final = 22
 _PR_SET_NO_NEW_PRIVS: Final = 38
 

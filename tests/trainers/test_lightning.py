@@ -121,7 +121,7 @@ def _checkpoint() -> dict[str, Any]:
                 "best_k_models": {"/a/b.c/epoch=1-step=2.ckpt": torch.tensor(0.5)},
                 "kth_value": torch.tensor(float("inf")),
                 "best_model_score": None,
-            },
+            }
         },
         "hyper_parameters": OrderedDict(width=16, when=datetime.date(2026, 1, 2), names=["a", ("b", None)]),
         "mixed": {"a": {"b": 1}, "a.b": 2, 0: "zero", "0": "text", None: [], "deep": {"x": OrderedDict()}},

@@ -51,8 +51,7 @@ def test_what_was_never_used_has_no_state(tmp_path: Path) -> None:
     net, fresh = Net(), Net()
     optimizer, other = trained(net), torch.optim.AdamW(Net().parameters())
     dcp.save(
-        {"model": TrainedModel(net), "optimizer": TrainedOptimizers(net, [optimizer])},
-        checkpoint_id=tmp_path,
+        {"model": TrainedModel(net), "optimizer": TrainedOptimizers(net, [optimizer])}, checkpoint_id=tmp_path
     )
     names = dcp.open_index(tmp_path).fqns
     assert not [name for name in names if "state.unused" in name]
@@ -64,8 +63,7 @@ def test_what_was_never_used_has_no_state(tmp_path: Path) -> None:
     steps = []
     other.register_step_pre_hook(lambda *_: steps.append(1))
     dcp.load(
-        {"model": TrainedModel(fresh), "optimizer": TrainedOptimizers(fresh, [other])},
-        checkpoint_id=tmp_path,
+        {"model": TrainedModel(fresh), "optimizer": TrainedOptimizers(fresh, [other])}, checkpoint_id=tmp_path
     )
     assert (len(other.state), steps, other.param_groups[1]["weight_decay"]) == (2, [], 0)
     for one, made in ((net, optimizer), (fresh, other)):

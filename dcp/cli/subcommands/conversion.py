@@ -255,7 +255,7 @@ def refuse_without_map(
 
 @map_app.command("ls")
 def list_maps(json: Json = False) -> None:
-    """The maps that come with the package."""
+    """List the maps that come with the package."""
     from dcp.planners.weight_maps.weight_map import WeightMap, ready_maps
 
     found = {name: WeightMap.of(name).description for name in ready_maps()}

@@ -80,7 +80,7 @@ def _remove_checkpoint(uri: str, options: dict[str, Any] | None, *, yes: bool) -
     # here, because a usage message must not wait for numpy
     from dcp.manager.cleanup.removal import files_to_remove, remove_checkpoint
     from dcp.steps.notes import read_notes
-    from dcp.storage.formats.opening.places_near import near_places_told
+    from dcp.storage.formats.opening.places_near import naming_near_places
     from dcp.storage.stores.opening import OpenWith
 
     opener = OpenWith(options)
@@ -88,7 +88,7 @@ def _remove_checkpoint(uri: str, options: dict[str, Any] | None, *, yes: bool) -
     now_seconds = time.time()
     files = files_to_remove(store, now_seconds)
     if not files:
-        with near_places_told(uri, opener):
+        with naming_near_places(uri, opener):
             raise CheckpointNotFoundError(
                 f"{store.url} holds no checkpoint that was committed; what killed saves left is for dcp gc",
                 path=store.url,

@@ -207,7 +207,7 @@ def upgrade(config: Config = None, database: DatabaseUrl = None, debug: Debug = 
 def status(
     config: Config = None, database: DatabaseUrl = None, json: Json = False, debug: Debug = False
 ) -> None:
-    """The revision that the database has, and the one that this version needs; 1 if they differ."""
+    """Print the revision of the database and the one that this version needs; exit with 1 if they differ."""
     with errors_as_lines(debug=debug):
         from dcp.server.database import migrations
 

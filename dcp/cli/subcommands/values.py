@@ -269,7 +269,7 @@ def _write_npy(reader: TensorReader, row: int, slices: Slices | None, target: st
 
 @contextlib.contextmanager
 def _output(target: str) -> Iterator[BinaryIO]:
-    """Standard output, or a file that appears when it is complete."""
+    """Yield standard output, or a file that appears when it is complete."""
     if target == "-":
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()

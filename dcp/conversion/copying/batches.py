@@ -236,11 +236,11 @@ class ResultChecks(SourceChecks):
             )
 
     def blocks(self, copy: int) -> Int64:
-        """CRC-32 of each block of a copy."""
+        """Return CRC-32 of each block of a copy."""
         return self._crcs[self._start[copy] : self._start[copy + 1]]
 
     def whole(self, copy: int) -> int:
-        """CRC-32 of all of a copy; its blocks must be known."""
+        """Return CRC-32 of all of a copy; its blocks must be known."""
         total, size = 0, int(self._sizes[copy])
         for number, crc in enumerate(self.blocks(copy).tolist()):
             total = crc32_combine(total, crc, min(BLOCK_BYTES, size - number * BLOCK_BYTES))

@@ -100,7 +100,7 @@ class ReservedRange(PosixWriteHandle):
         self._flushed_bytes = begin
 
     def lend(self, size_bytes: int) -> memoryview:
-        """Page-aligned memory, which `write` takes back filled, without a copy."""
+        """Return page-aligned memory, which `write` takes back filled, without a copy."""
         self._check_usable()
         if self._buffer is None:
             self._take_buffer()

@@ -88,7 +88,7 @@ class Copies:
         offsets: Sequence[int] | Int64,
         size_bytes: Sequence[int] | Int64,
     ) -> Copies:
-        """Whole tensors: rows of ``index``, and where each gets to."""
+        """Return whole tensors: rows of ``index``, and where each gets to."""
         rows, *columns = np.array((tensors, dtype_codes, files, offsets, size_bytes), np.int64)
         box_sizes = gather_rows(index.shape_values, index.shape_start, rows)
         box_start = starts(index.ndims[rows])

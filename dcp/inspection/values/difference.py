@@ -293,7 +293,7 @@ def _same_payload(a: TensorReader, b: TensorReader, chunk_a: int, chunk_b: int) 
 
 
 def _whole_crc(reader: TensorReader, row: int) -> int | None:
-    """CRC-32 of a tensor's bytes in C order, if its chunks follow one another there."""
+    """Return CRC-32 of a tensor's bytes in C order, if its chunks follow one another there."""
     index, shape = reader.index, reader.index.shape(row)
     chunks = _chunks_of_boxes(reader, row)
     if chunks is None:

@@ -115,7 +115,7 @@ class _Side:
         return None if plain == UNKNOWN else self._objects.values[plain]
 
     def stamp(self, fqn: str) -> tuple[int, int] | None:
-        """Length and CRC-32 of a record."""
+        """Return length and CRC-32 of a record."""
         at = self._objects.position.get(fqn)
         if at is None or self._objects.crcs[at] == UNKNOWN:
             return None

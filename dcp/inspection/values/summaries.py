@@ -1,7 +1,7 @@
 """Summaries of many numbers, found in one pass: moments, counts, a histogram. Torch-free.
 
 Types of 8 and 16 bits are counted: how often each of the 256 or 65,536 codes is there says everything else
-exactly, at a nanosecond or two an element. Of others each step has its moments, which are merged by the
+exactly, at a nanosecond or two an element. Of the rest each step has its moments, which are merged by the
 formula of Chan, Golub and LeVeque ("Updating Formulae and a Pairwise Algorithm for Computing Sample
 Variances", 1979), so that nothing is lost by subtracting large sums. All sums are float64.
 

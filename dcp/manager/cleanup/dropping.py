@@ -268,7 +268,7 @@ def _note(index: CheckpointIndex, part: Part, names: Collection[str], seconds: f
 
 
 def _rows_of(index: CheckpointIndex, names: Collection[str]) -> npt.NDArray[np.bool_]:
-    """Tell of each tensor whether it is one of ``names``."""
+    """Return for each tensor whether it is one of ``names``."""
     return np.array([name in names for name in index.fqns], np.bool_)
 
 

@@ -33,7 +33,7 @@ class OtherRuns:
         self._own: dict[int, str] = {}
         self._seen: dict[int, SmallFiles] = {}
         self._dropped: set[int] = set()
-        self._is_told = False
+        self._is_warned = False
 
     def saving(self, step: int) -> None:
         """Note that this run saves ``step``."""
@@ -51,7 +51,7 @@ class OtherRuns:
     def look(self, step: int, unsettled: Collection[int]) -> None:
         """Look for steps of other runs after this run has committed ``step``; one listing, and no more as
         long as there are none. Those that are ``unsettled`` are being saved here."""
-        if self._is_told:
+        if self._is_warned:
             return
         try:
             folders = self._folders.folders()
@@ -73,7 +73,7 @@ class OtherRuns:
             if is_new:
                 self._seen[each] = files
             if is_new and each != step and moments[each] > since and self._is_of_another(each):
-                self._is_told = True
+                self._is_warned = True
                 logger.warning(
                     "%s was committed by another run, while this one saves to the same folder: they "
                     "overwrite and delete each other's steps. Give each run a folder of its own",

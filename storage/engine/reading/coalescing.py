@@ -92,7 +92,7 @@ R = TypeVar("R", bound=FileRange)
 def coalesce(
     ranges: Iterable[R], *, gap_bytes: int, limit_bytes: int, join_below_bytes: int | None = None
 ) -> Iterator[list[R]]:
-    """Groups of ``ranges``, which come in the order of the files, that are read at once.
+    """Yield groups of ``ranges``, which come in the order of the files, that are read at once.
 
     Between two of a group are at most ``gap_bytes``; a group spans at most ``limit_bytes``, unless it is one
     range that does. Ranges that share bytes with the one before begin a new group, and ranges above
@@ -125,7 +125,7 @@ def coalesce_columns(
     gap_bytes: int,
     limit_bytes: int,
 ) -> Int64:
-    """The rows at which groups begin, as `coalesce` makes them of the ranges that ``may_join``.
+    """Return the rows at which groups begin, as `coalesce` makes them of the ranges that ``may_join``.
 
     Of two that share bytes both are alone.
     """
@@ -171,18 +171,18 @@ class PlacedRuns:
 
     @classmethod
     def of(cls, runs: ByteRuns, chunk_files: Int64, payload_offsets: Int64) -> PlacedRuns:
-        """Runs of chunks whose payloads are resolved; without those that have no bytes."""
+        """Return runs of chunks whose payloads are resolved; without those that have no bytes."""
         files = chunk_files[runs.chunks]
         offsets = payload_offsets[runs.chunks] + runs.payload_positions
         order = np.lexsort((runs.sizes_bytes, offsets, files))
         return cls(files, offsets, runs).take(order[runs.sizes_bytes[order] > 0])
 
     def take(self, rows: npt.NDArray[np.generic] | slice) -> PlacedRuns:
-        """The rows at ``rows``."""
+        """Return the rows at ``rows``."""
         return PlacedRuns(self.files[rows], self.offsets[rows], self.runs.take(rows))
 
     def tuples(self) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """(file, offset, size, chunk, payload position, address) of each."""
+        """Yield (file, offset, size, chunk, payload position, address) of each."""
         runs = self.runs
         columns = (runs.sizes_bytes, runs.chunks, runs.payload_positions, runs.addresses)
         return zip(*map(np.ndarray.tolist, (self.files, self.offsets, *columns)), strict=True)
@@ -224,7 +224,7 @@ class Cluster:
 def split_off_clusters(
     placed: PlacedRuns, is_small: npt.NDArray[np.bool_], *, gap_bytes: int, limit_bytes: int
 ) -> tuple[list[Cluster], PlacedRuns]:
-    """(clusters of at most ``limit_bytes``, the other runs).
+    """Return (clusters of at most ``limit_bytes``, the other runs).
 
     Only runs that ``is_small`` names, and that lie in one block of their payload, get into clusters. Gaps up
     to ``gap_bytes`` between them are read for nothing. Runs that share bytes with their neighbours stay

@@ -105,7 +105,8 @@ class ReadEngine(Closable, ReadSource):
         return self.stats
 
     def read_blobs(self, places: Sequence[tuple[int, int, int]]) -> list[bytes]:
-        """The stored bytes of objects, each at (file, offset, length): neighbours are read together."""
+        """Return the stored bytes of objects, each at (file, offset, length): neighbours are read
+        together."""
         with self._files.missing_is_damage():
             for file, offset, length in places:
                 self._check_end(self.handle(file), offset + length)
@@ -116,7 +117,7 @@ class ReadEngine(Closable, ReadSource):
         return [found[place].tobytes() for place in places]
 
     def read_blob(self, file: int, offset: int, length: int) -> bytes:
-        """An object's stored bytes."""
+        """Return an object's stored bytes."""
         return self.read_blobs([(file, offset, length)])[0]
 
     def _fetch(self, pieces: Sequence[RequestPiece]) -> None:
@@ -170,8 +171,8 @@ class ReadEngine(Closable, ReadSource):
 def _requests_for(
     source: ReadSource, runs: ByteRuns, boxes: Iterable[BoxRequest], needed_bytes: int, threads: int
 ) -> tuple[list[JoinedRequest], list[Copy]]:
-    """The requests for ``runs`` and ``boxes``; smaller ones than the store likes where that keeps all threads
-    busy."""
+    """Return the requests for ``runs`` and ``boxes``; smaller ones than the store likes where that keeps all
+    threads busy."""
     profile = source.profile
     share = -(-needed_bytes // threads)
     request_bytes = min(profile.request_bytes, max(_LEAST_REQUEST_BYTES, share))
@@ -192,7 +193,8 @@ def _requests_for(
 
 
 def _clusters(source: ReadSource, runs: ByteRuns, copied_bytes: int) -> tuple[list[Cluster], PlacedRuns]:
-    """Runs that are to be copied anyway, and follow one another so closely that one request reads them."""
+    """Return runs that are to be copied anyway, and follow one another so closely that one request reads
+    them."""
     placed = PlacedRuns.of(runs, source.index.chunk_files, source.payloads.offsets)
     profile = source.profile
     is_small = placed.runs.sizes_bytes < min(COPIED_BELOW_BYTES, profile.join_below_bytes)
@@ -216,7 +218,7 @@ def _run_pieces(source: ReadSource, placed: PlacedRuns) -> Iterator[RequestPiece
 
 
 def _with_whole_blocks(piece: RequestPiece, payload_bytes: int) -> Iterator[RequestPiece]:
-    """``piece``, and the rest of the blocks that it has only a part of."""
+    """Yield ``piece``, and the rest of the blocks that it has only a part of."""
     if piece.size_bytes == payload_bytes:
         yield piece
         return

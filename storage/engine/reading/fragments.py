@@ -25,8 +25,8 @@ class Fragment(NamedTuple):
 
 
 def within_blocks(size_bytes: int, position: int, other: int | None = None) -> Iterator[tuple[int, int]]:
-    """(begin, end) of parts of ``size_bytes`` that lie in one block each: of the payload of which they are
-    the bytes from ``position`` on, and of another one of which they are those from ``other`` on."""
+    """Yield (begin, end) of parts of ``size_bytes`` that lie in one block each: of the payload of which they
+    are the bytes from ``position`` on, and of another one of which they are those from ``other`` on."""
     begin, shift = 0, 0 if other is None else other - position
     while begin < size_bytes:
         at = position + begin
@@ -57,8 +57,8 @@ class Fragments:
         self._lock = threading.Lock()
 
     def add(self, fragment: Fragment, owner_bytes: int) -> int | None:
-        """The CRC-32 of the fragment's block, once the first time that it is known; ``owner_bytes`` is the
-        size of the payload. For a fragment that is a whole block it is returned each time."""
+        """Return the CRC-32 of the fragment's block, once the first time that it is known; ``owner_bytes`` is
+        the size of the payload. For a fragment that is a whole block it is returned each time."""
         owner, first, last, crc = fragment
         block, begin = divmod(first, BLOCK_BYTES)
         end = begin + last - first
@@ -83,7 +83,7 @@ class Fragments:
             return total
 
     def incomplete(self) -> list[tuple[int, int]]:
-        """(owner, block) of those that have bytes which were not read."""
+        """Return (owner, block) of those that have bytes which were not read."""
         with self._lock:
             return [key for key, block in self._blocks.items() if not block.is_complete]
 
@@ -95,7 +95,7 @@ class Fragments:
 
 
 def _combined(parts: dict[int, tuple[int, int]], block_bytes: int) -> int | None:
-    """The CRC-32 of the whole; None if the parts overlap instead of following one another."""
+    """Return the CRC-32 of the whole; None if the parts overlap instead of following one another."""
     position = total = 0
     while position < block_bytes:
         part = parts.get(position)

@@ -75,11 +75,12 @@ class Payloads:
         return np.array([*self._orders, *self._index.payload_strides], np.int64)
 
     def order(self, chunk: int) -> tuple[int, ...] | None:
-        """Dimensions from slowest to fastest where a foreign record has them dense, but not in C order."""
+        """Return dimensions from slowest to fastest where a foreign record has them dense, but not in C
+        order."""
         return self._orders.get(chunk)
 
     def layout(self, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(dimensions from slowest to fastest, bytes from one element to the next along each of them).
+        """Return (dimensions from slowest to fastest, bytes from one element to the next along each of them).
 
         The last ones may have no bytes between their elements: expanded dimensions.
         """

@@ -85,7 +85,7 @@ class _StreamingRead:
         self._clusters: list[tuple[ByteRuns, npt.NDArray[np.uint32]]] = []
 
     def buffers(self) -> Iterator[memoryview]:
-        """Memory for one attempt."""
+        """Yield memory for one attempt."""
         self._findings, self._clusters = [], []
         direct, worker = set(map(id, self._request.direct)), self._worker
         position = self._request.begin
@@ -124,7 +124,7 @@ class _StreamingRead:
             self._worker.source.check_runs(self._worker.stats, ByteRuns.joined(runs), np.concatenate(crcs))
 
     def _filled(self, piece: RequestPiece, memory: memoryview) -> Iterator[memoryview]:
-        """The memory of a piece in steps, which are hashed once they have come."""
+        """Yield the memory of a piece in steps, which are hashed once they have come."""
         if not self._verify or piece.chunk == NO_CHUNK:
             yield memory
             return

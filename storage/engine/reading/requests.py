@@ -58,7 +58,7 @@ class ByteRuns:
 
     @classmethod
     def joined(cls, several: Sequence[ByteRuns]) -> ByteRuns:
-        """All of ``several``, of which there is at least one."""
+        """Return all of ``several``, of which there is at least one."""
         if len(several) == 1:
             return several[0]
         columns = zip(
@@ -72,7 +72,7 @@ class ByteRuns:
         return cls(*np.zeros((4, 0), np.int64))
 
     def take(self, rows: npt.NDArray[np.generic] | slice) -> ByteRuns:
-        """The rows at ``rows``."""
+        """Return the rows at ``rows``."""
         return ByteRuns(
             self.chunks[rows], self.payload_positions[rows], self.sizes_bytes[rows], self.addresses[rows]
         )

@@ -54,7 +54,7 @@ class OpenFiles:
         self._handles.clear()
 
     def handle(self, file: int) -> ReadHandle:
-        """The open file number ``file``; its size must be the committed one.
+        """Return the open file number ``file``; its size must be the committed one.
 
         Files are opened beside each other, because that may take a request; one file by one thread.
         """
@@ -94,7 +94,7 @@ class OpenFiles:
 
     @contextmanager
     def missing_is_damage(self) -> Iterator[None]:
-        """The checkpoint is there: where a file of it is not, it is damaged. That may show only when it is
+        """Raise damage for a missing file: the checkpoint is there. That may show only when it is
         read."""
         try:
             yield
@@ -108,7 +108,7 @@ class OpenFiles:
 
 
 def _max_open_files() -> int:
-    """A quarter of what the process may open: a checkpoint of many ranks has more files than that."""
+    """Return a quarter of what the process may open: a checkpoint of many ranks has more files than that."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return max(8, (limit if limit != resource.RLIM_INFINITY else 1 << 20) // 4)
 
@@ -148,20 +148,20 @@ class ReadSource:
         return self.index.files[file], int(self.index.file_sizes[file])
 
     def locate(self, chunk: int) -> tuple[ReadHandle, int]:
-        """The file of a chunk and the absolute offset of its payload."""
+        """Return the file of a chunk and the absolute offset of its payload."""
         return self.handle(int(self.index.chunk_files[chunk])), self.payloads.offset(chunk)
 
     def elements(
         self, chunk: int, offsets: Sequence[int], lengths: Sequence[int]
     ) -> tuple[Elements, tuple[int, ...]]:
-        """A box of a resolved chunk by the places of its elements in the payload, and its dimensions in the
-        order of these axes."""
+        """Return a box of a resolved chunk by the places of its elements in the payload, and its dimensions
+        in the order of these axes."""
         order, steps = self.payloads.layout(chunk)
         begin = sum(offsets[d] * step for d, step in zip(order, steps, strict=True))
         return Elements(chunk, begin, tuple(lengths[d] for d in order), steps), order
 
     def itemsize(self, chunk: int) -> int:
-        """Bytes per element of a chunk."""
+        """Return bytes per element of a chunk."""
         return self._itemsizes[self._chunk_tensors[chunk]]
 
     def check_block(self, stats: ReadStats, chunk: int, block: int, crc: int) -> None:
@@ -201,7 +201,7 @@ class ReadSource:
             self.check_block(stats, chunk, position // BLOCK_BYTES, whole)
 
     def corruption(self, chunk: int, block: int, expected: int, got: int) -> CorruptCheckpointError:
-        """The error for bytes that are not those committed."""
+        """Return the error for bytes that are not those committed."""
         fqn = self.index.own_name(int(self.index.chunk_tensors[chunk]))
         name = self.index.files[int(self.index.chunk_files[chunk])]
         offset = self.payloads.offset(chunk) + block * BLOCK_BYTES

@@ -53,7 +53,7 @@ _STOCK_DATA_FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp")
 
 
 def open_index(store: Store, *, rank: int | None = None, own_rank: int | None = None) -> CheckpointIndex:
-    """The index of the checkpoint that is committed in ``store``.
+    """Return the index of the checkpoint that is committed in ``store``.
 
     It is the manifest, unless stock torch has overwritten the folder since (then `.metadata`). Without one
     it is `.metadata`, and without that what ranks saved on their own: that of ``rank`` if it is given
@@ -96,7 +96,7 @@ def saved_by_rank(store: Store) -> bool:
 
 
 def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> CheckpointIndex | None:
-    """The index of one manifest and the `.metadata` beside it; None if both are absent."""
+    """Return the index of one manifest and the `.metadata` beside it; None if both are absent."""
     for _ in range(_ATTEMPTS):
         manifest, index, start = _read_pair(store, manifest_name, metadata_name)
         if manifest is None or index is None:
@@ -153,7 +153,7 @@ class _Start(NamedTuple):
 def _read_pair(
     store: Store, manifest_name: str, metadata_name: str
 ) -> tuple[bytes | None, CheckpointIndex | None, _Start | None]:
-    """(the manifest, what it says, the start of `.metadata`), None for what is absent.
+    """Return (the manifest, what it says, the start of `.metadata`), None for what is absent.
 
     Where that takes requests they are under way at once. Either may then be the older one: whoever finds that
     they do not belong together looks again.
@@ -179,7 +179,7 @@ def _start_of(store: Store, name: str) -> _Start | None:
 
 
 def _whole(store: Store, name: str, start: _Start | None) -> bytes | None:
-    """The file that has ``start``; None if it is absent."""
+    """Return the file that has ``start``; None if it is absent."""
     if start is None or len(start.data) == start.size_bytes:
         return None if start is None else start.data
     return _unless_missing(store.read, name, limit_bytes=MAX_TORCH_METADATA_BYTES)

@@ -17,7 +17,7 @@ from dcp.storage.stores import OpenStore
 from dcp.storage.stores.folders import ParentFolder, open_parent_folder
 from dcp.storage.stores.posix.files import broken_link
 
-__all__ = ["near_places_told", "with_near_places"]
+__all__ = ["naming_near_places", "with_near_places"]
 
 _LOOKED_AT: Final = 200
 """Folders that are looked into for checkpoints."""
@@ -31,9 +31,9 @@ _FOLDER: Final = re.compile(r"[^:]+://[^/]+/?[^/]")
 
 
 @contextmanager
-def near_places_told(checkpoint_id: str | os.PathLike[str], open_store: OpenStore) -> Iterator[None]:
-    """A CheckpointNotFoundError of this block says as well which checkpoints lie below ``checkpoint_id`` or,
-    if that is not there, what is beside it."""
+def naming_near_places(checkpoint_id: str | os.PathLike[str], open_store: OpenStore) -> Iterator[None]:
+    """Yield a CheckpointNotFoundError of this block says as well which checkpoints lie below
+    ``checkpoint_id`` or, if that is not there, what is beside it."""
     try:
         yield
     except CheckpointNotFoundError as error:
@@ -43,7 +43,7 @@ def near_places_told(checkpoint_id: str | os.PathLike[str], open_store: OpenStor
 def with_near_places(
     error: CheckpointNotFoundError, checkpoint_id: str | os.PathLike[str], open_store: OpenStore
 ) -> CheckpointNotFoundError:
-    """The same error, which says as well what `near_places_told` says."""
+    """Return the same error, which says as well what `naming_near_places` says."""
     try:
         text = _hint(str(error).removesuffix(" Check the path."), checkpoint_id, open_store)
     except (CheckpointError, OSError):  # the error that is on its way matters more
@@ -52,7 +52,7 @@ def with_near_places(
 
 
 def _hint(message: str, checkpoint_id: str | os.PathLike[str], open_store: OpenStore) -> str:
-    """``message`` and the hint; "" without a hint."""
+    """Return ``message`` and the hint; "" without a hint."""
     root = open_parent_folder(checkpoint_id, open_store=open_store)
     path = root.local_path
     if path is not None and broken_link(path):

@@ -2,7 +2,7 @@
 
 A local path that is a file is that file. A URL is tried as a file only if its last part ends as names of such
 files do (`file_suffixes`), because that costs a request; a folder may have such a name, too. In a folder a
-commit of ours or of stock torch comes before weights that lie there as well. Torch-free.
+commit of dcp or stock torch comes before weights that lie there as well. Torch-free.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dcp.storage.errors import (
 from dcp.storage.formats.format import BEGIN_BYTES, Format, found
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening.folder import open_index
-from dcp.storage.formats.opening.places_near import near_places_told
+from dcp.storage.formats.opening.places_near import naming_near_places
 from dcp.storage.formats.registry import by_precedence, file_suffixes, format_of, formats
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store
@@ -73,7 +73,7 @@ class Source:
 
 
 def locate(checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = open_store) -> SourcePlace:
-    """The folder or file of a checkpoint id; that something is in it is not known yet.
+    """Return the folder or file of a checkpoint id; that something is in it is not known yet.
 
     A link to a file is followed, since the caller named it. Raises what ``open_store`` raises and, for a URL
     that could be a file, what asking its store does.
@@ -102,7 +102,7 @@ def _is_file(path: Path) -> bool:
 
 
 def index_at(place: SourcePlace, *, rank: int | None = None, own_rank: int | None = None) -> CheckpointIndex:
-    """The index of what is at ``place``; ``rank`` and ``own_rank`` as in
+    """Return the index of what is at ``place``; ``rank`` and ``own_rank`` as in
     `dcp.storage.formats.opening.folder.open_index`.
 
     Raises CheckpointNotFoundError where there is neither a commit nor a file of weights, and the formats'
@@ -138,7 +138,7 @@ def _explain_links(place: SourcePlace) -> None:
 
 
 def index_of_file(store: Store, name: str) -> CheckpointIndex:
-    """The index of one file of ``store``, of the format that its name or how it begins says.
+    """Return the index of one file of ``store``, of the format that its name or how it begins says.
 
     Raises CheckpointNotFoundError if it is absent.
     """
@@ -156,7 +156,7 @@ def _format_of_file(name: str, begin: bytes) -> Format:
         (one for one in of_files if one.begins_so(begin)),
         (one for one in of_files if one.takes_the_rest),
     )
-    return next(meant)  # no more are asked: one of others may fail
+    return next(meant)  # no more are asked: another package's may fail
 
 
 @contextmanager
@@ -184,7 +184,7 @@ def _checked(index: CheckpointIndex) -> CheckpointIndex:
 
 
 def index_of_folder(store: Store) -> CheckpointIndex | None:
-    """The index of the files in a folder that are one checkpoint together; None if there are none.
+    """Return the index of the files in a folder that are one checkpoint together; None if there are none.
 
     Raises what the formats raise: CorruptCheckpointError where files or tensors are missing,
     CheckpointFormatError for names that reach outside the folder, and for names that stand twice.
@@ -199,7 +199,8 @@ def index_of_folder(store: Store) -> CheckpointIndex | None:
 
 
 def complete_index(store: Store, index: CheckpointIndex) -> CheckpointIndex:
-    """``index`` with what its format has besides tensors, where that takes more than reading the index.
+    """Return ``index`` with what its format has besides tensors, where that takes more than reading the
+    index.
 
     Raises CheckpointFormatError where that is malformed.
     """
@@ -214,7 +215,7 @@ def open_source(
     checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = open_store, rank: int | None = None
 ) -> Source:
     """`locate` and `index_at` together."""
-    with near_places_told(checkpoint_id, open_store):
+    with naming_near_places(checkpoint_id, open_store):
         place = locate(checkpoint_id, open_store=open_store)
         index = index_at(place, rank=rank)
     return Source(place.store, index, place.url, place.file)

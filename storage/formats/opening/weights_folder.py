@@ -53,20 +53,20 @@ class _Weights:
 
 
 def index_of_safetensors_folder(store: Store) -> CheckpointIndex | None:
-    """The index of ``*.safetensors`` files, whatever they are called; None if there are none. Raises as
-    `_index_of`."""
+    """Return the index of ``*.safetensors`` files, whatever they are called; None if there are none. Raises
+    as `_index_of`."""
     return _index_of(store, ".safetensors", "model.safetensors", takes_all=True)
 
 
 def index_of_bin_folder(store: Store) -> CheckpointIndex | None:
-    """The index of ``pytorch_model.bin``, or the ``*.bin`` files that an index names; as
+    """Return the index of ``pytorch_model.bin``, or the ``*.bin`` files that an index names; as
     `index_of_safetensors_folder`."""
     return _index_of(store, ".bin", "pytorch_model.bin", takes_all=False)
 
 
 def _index_of(store: Store, suffix: str, usual: str, *, takes_all: bool) -> CheckpointIndex | None:
-    """The index of the weights in a folder, whose files end in ``suffix`` and of which one alone is called
-    ``usual``; None if it has none. ``takes_all``: files of any other names are weights, too.
+    """Return the index of the weights in a folder, whose files end in ``suffix`` and of which one alone is
+    called ``usual``; None if it has none. ``takes_all``: files of any other names are weights, too.
 
     Raises CorruptCheckpointError where files or tensors are missing, CheckpointFormatError for names that
     reach outside the folder, names that stand twice, and whatever the files' own formats forbid.
@@ -224,7 +224,7 @@ def _check_covered(store: Store, joined: CheckpointIndex) -> None:
 
 
 def _metadata(indexes: Sequence[CheckpointIndex]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """(what all files agree about, what is left of each by file)."""
+    """Return (what all files agree about, what is left of each by file)."""
     common = {
         key: value
         for key, value in indexes[0].user.items()

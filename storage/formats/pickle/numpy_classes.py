@@ -269,4 +269,4 @@ def _globals() -> dict[tuple[str, str], Any]:
 
 
 NUMPY_GLOBALS: Final = _globals()
-"""What a pickle of arrays may name, as functions of ours."""
+"""Names that a pickle of arrays may use, as functions of this package."""

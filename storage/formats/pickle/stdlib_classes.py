@@ -334,4 +334,4 @@ def _globals() -> dict[tuple[str, str], Any]:
 
 
 STDLIB_GLOBALS: Final = _globals()
-"""What a pickle may name of the standard library, as functions of ours."""
+"""Names of the standard library that a pickle may use, as functions of this package."""

@@ -193,4 +193,4 @@ TENSOR_GLOBALS: dict[tuple[str, str], Any] = {
     **{("torch", name): _StorageClass(dtype) for name, dtype in dtypes.BY_STORAGE_CLASS.items()},
     **{("torch", name): dtype for name, dtype in dtypes.BY_NAME.items()},
 }
-"""What a pickled tensor may name, as inert values and functions of ours."""
+"""Names that a pickled tensor may use, as inert values and functions of this package."""

@@ -52,10 +52,7 @@ def train(service: Service, key: str, checkpoints: str, environment: dict[str, s
     arguments = ["--checkpoints", checkpoints, "--catalog", service.url, "--catalog-root", "runs"]
     arguments += ["--catalog-folder", "llama", "--results", str(results), "--steps", str(STEPS)]
     torchrun(
-        "tests.support.catalog_job",
-        arguments,
-        ranks=2,
-        environment={**environment, "DCP_CATALOG_KEY": key},
+        "tests.support.catalog_job", arguments, ranks=2, environment={**environment, "DCP_CATALOG_KEY": key}
     )
 
 

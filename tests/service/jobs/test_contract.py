@@ -121,8 +121,7 @@ def test_every_kind_on_s3(on_s3: JobSite, s3_server: S3Server, s3_root: str, sta
 
 
 @pytest.mark.parametrize(
-    ("what", "is_damaged"),
-    [("verify", False), ("merge", False), *((what, True) for what in WRITERS[:2])],
+    ("what", "is_damaged"), [("verify", False), ("merge", False), *((what, True) for what in WRITERS[:2])]
 )
 def test_what_is_gone_or_damaged_fails_with_a_reason(
     what: str, is_damaged: bool, local: JobSite, tmp_path: Path

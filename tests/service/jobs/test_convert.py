@@ -24,8 +24,7 @@ def given(site: JobSite, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.each_database  # rules of rename apply in their order, which JSONB would not keep
 @pytest.mark.parametrize(
-    ("to", "key"),
-    [("safetensors", "a/step-5"), ("torch", "step-5.pt"), ("dcp", "b/c/5")],
+    ("to", "key"), [("safetensors", "a/step-5"), ("torch", "step-5.pt"), ("dcp", "b/c/5")]
 )
 def test_to_another_root(to: str, key: str, local: JobSite, tmp_path: Path, state: dict[str, Any]) -> None:
     """Writes each format so that it loads elsewhere, with nothing beside it, once though asked for twice."""

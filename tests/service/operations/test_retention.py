@@ -50,9 +50,7 @@ def test_rules_keep_with_all_their_reasons(catalog: Catalog) -> None:
     assert set(catalog.states().values()) == {"committed"}
 
 
-def test_what_is_held_is_kept_and_a_damaged_one_is_not_the_newest(
-    catalog: Catalog,
-) -> None:
+def test_what_is_held_is_kept_and_a_damaged_one_is_not_the_newest(catalog: Catalog) -> None:
     """What somebody holds stays whatever the rules say, and a good one is kept in a damaged one's place."""
     numbers = fill(catalog)
     catalog.add("run/final")

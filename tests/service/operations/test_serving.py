@@ -49,12 +49,7 @@ def test_with_nothing_configured(tmp_path: Path) -> None:
         assert service.stop() == 0
 
 
-ROOTS = {
-    "My Runs/": "my-runs",
-    "here=./here/": "here",
-    "./lr=0.1": "lr-0.1",
-    "away=./nowhere": "away",
-}
+ROOTS = {"My Runs/": "my-runs", "here=./here/": "here", "./lr=0.1": "lr-0.1", "away=./nowhere": "away"}
 """As they are given, and as they are called then."""
 
 
