@@ -325,7 +325,9 @@ def _load_state_dict(
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, coordinator=coordinator_rank, operation="load")
     planner = planner if planner is not None else DefaultLoadPlanner()
-    load_engine(storage_reader, planner, ranks, LoadOptions()).load(Target(state_dict))
+    with raise_on_all_ranks(ranks):
+        engine = load_engine(storage_reader, planner, ranks, LoadOptions())
+    engine.load(Target(state_dict))
 
 
 @plain_errors

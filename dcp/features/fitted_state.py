@@ -118,7 +118,7 @@ class StoredForms:
             return self._fit_list(fresh, stored, name)
         if kind not in (OTHER, *_CONTAINERS) or _names_parameters_inside(fresh):
             return fresh
-        made = self._new(stored, every=True)
+        made = self._new(stored, name, every=True)
         return fresh if made is _NOTHING else made
 
     def _fit_entry(self, fresh: Any, kind: int, stored: _Entry) -> Any:
@@ -133,7 +133,7 @@ class StoredForms:
             self.made.add(stored.name)
             return fresh.new_empty(stored.shape)
         if kind in (OTHER, *_CONTAINERS) and not _names_parameters_inside(fresh):
-            return self._new(stored, every=True)
+            return self._new(stored, stored.name, every=True)
         return fresh
 
     def _fit_own(self, fresh: Any, stored: Any, name: str) -> Any:
@@ -163,7 +163,7 @@ class StoredForms:
         has_numbers = bool(fresh) and {int}.issuperset(map(type, fresh))
         added = {}
         for key, twin in {} if fixed else stored.items():
-            if str(key) not in own and (made := self._new(twin)) is not _NOTHING:
+            if str(key) not in own and (made := self._new(twin, f"{name}.{key}")) is not _NOTHING:
                 # torch's own checkpoints have the strings of keys only
                 is_number = has_numbers and type(key) is str and key.lstrip("-").isdecimal()
                 added[int(key) if is_number else key] = made
@@ -183,7 +183,8 @@ class StoredForms:
             items += fresh[len(items) :]
         else:
             every = is_closed_list(fresh)
-            made = [self._new(twin, every=every) for twin in stored[len(items) :]]
+            left = enumerate(stored[len(items) :], len(items))
+            made = [self._new(twin, f"{name}.{number}", every=every) for number, twin in left]
             if _NOTHING in made:
                 made = []
             if self._selection is not None:
@@ -192,7 +193,7 @@ class StoredForms:
         same = len(items) == len(fresh) and all(new is old for new, old in zip(items, fresh, strict=True))
         return fresh if same else items
 
-    def _new(self, stored: Any, *, every: bool = False) -> Any:
+    def _new(self, stored: Any, name: str, *, every: bool = False) -> Any:
         """Return new containers and tensors for what is stored, as far as it is lost, or ``every``;
         `_NOTHING` where none of it is.
 
@@ -207,13 +208,14 @@ class StoredForms:
             self.made.add(stored.name)
             return torch.empty(stored.shape, dtype=stored.dtype)
         if isinstance(stored, list):
-            items = [self._new(item, every=every) for item in stored]
+            items = [self._new(item, f"{name}.{at}", every=every) for at, item in enumerate(stored)]
             return _NOTHING if _NOTHING in items else items
         if _is_made_of_parts(stored) or any(rank_holder(f".{key}") is not None for key in stored):
             return _NOTHING
-        children = {key: self._new(value, every=every) for key, value in stored.items()}
+        children = {key: self._new(value, f"{name}.{key}", every=every) for key, value in stored.items()}
         children = {key: value for key, value in children.items() if value is not _NOTHING}
-        return _with_entries(stored, children) if children or not stored else _NOTHING
+        is_wanted = children or (not stored and self._selects(name))
+        return _with_entries(stored, children) if is_wanted else _NOTHING
 
     def _selects(self, name: str) -> bool:
         return self._selection is None or self._selection.selects(name)

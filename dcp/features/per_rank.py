@@ -95,8 +95,6 @@ class PerRankValues(LoadFeature):
         be of another number of ranks.
         """
         copies = self._copies = list[tuple[str, torch.Tensor, torch.Tensor]]()
-        if not self.call.attempt.defers_values:
-            return values
         apart = dict(values)
         for fqn, name in self.call.flat.owners.items():
             value = values.get(fqn)
@@ -135,8 +133,6 @@ class PerRankValues(LoadFeature):
             )
             for value in wanted
         ]
-        if not call.attempt.defers_values:
-            self.put()
 
     def put(self) -> None:
         """Put what rules made, and copy what was loaded apart."""

@@ -59,8 +59,6 @@ class SharedMemory(LoadFeature):
         destination whose own elements share memory.
         """
         self._shared = ()
-        if not self.call.attempt.defers_values:  # nobody would `put`; a foreign plan has no places of chunks
-            return memory
         groups = _groups(pieces, memory, held)
         if not groups:
             return memory

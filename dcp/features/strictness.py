@@ -8,6 +8,7 @@ for.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from itertools import accumulate
 from typing import Any
 
@@ -64,8 +65,8 @@ class Strictness(LoadFeature):
         lost = [*self._lost, *(view.lost(call.unexpected) if view is not None else ())]
         if call.scales:
             lost = [name for name in lost if name not in call.scales]
-        names = _names_of(call.index)
-        found = [_packed(names, set(those)) for those in (call.unexpected, lost)]
+        names = sorted(_names_of(call.index))  # other packages' readers may order them by rank
+        found = [*(_packed(names, set(those)) for those in (call.unexpected, lost)), _mark(names)]
         if is_shared:
             return found
         self.judge([found])  # an index of this rank alone
@@ -76,18 +77,24 @@ class Strictness(LoadFeature):
         lost = [column for own in found if own is not None and len(column := own[1])]
         if not lost or any(own is None for own in found):
             return
-        if len({len(own[0]) for own in found}) > 1:  # another package's reader gave ranks other metadata
+        if len({own[2] for own in found}) > 1:  # another package's reader gave ranks other metadata
             return
         left = np.bitwise_and.reduce([own[0] for own in found]) & np.bitwise_or.reduce(lost)
         names, view = _names_of(self.call.index), self.call.view
         rows = np.flatnonzero(np.unpackbits(left, count=len(names)))
         if len(rows):
             unmapped = view.unmapped if view is not None else ()
-            raise _unexpected_keys(names, [names[row] for row in rows.tolist()], unmapped)
+            ordered = sorted(names)
+            gone = {ordered[row] for row in rows.tolist()}
+            raise _unexpected_keys(names, [name for name in names if name in gone], unmapped)
 
 
 def _names_of(index: CheckpointIndex) -> list[str]:
     return [*index.fqns, *index.objects.fqns]
+
+
+def _mark(names: Sequence[str]) -> bytes:
+    return blake2b("\0".join(names).encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
 def _packed(names: Sequence[str], those: set[str]) -> Any:

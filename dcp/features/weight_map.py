@@ -70,13 +70,15 @@ class MappedView(View):
 
     def lost(self, unexpected: Sequence[str]) -> list[str]:
         """Return tensors that no rule knows and no rank has a place for, beside others of the map."""
-        unknown = self.unmapped
+        unknown = self._mapped.unknown
         mapped = (tensor for tensor in self._mapped.tensors if tensor.name not in unknown)
         tops = {name.partition(".")[0] for tensor in mapped if unknown for name in tensor.sources}
-        return [name for name in unexpected if name in unknown and name.partition(".")[0] in tops]
+        pairs = zip(self._mapped.index.fqns, self.index.fqns, strict=True)  # `renamed` keeps the rows
+        gone = {shown for name, shown in pairs if name in unknown and name.partition(".")[0] in tops}
+        return [name for name in unexpected if name in gone]
 
     def _fills(self, engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> Iterator[Filled]:
-        """Yield boxes that are padded are set to zero before."""
+        """Yield what is filled; boxes that are padded are set to zero before."""
         tensors, rows = self._mapped.tensors, pieces.chunks.tolist()
         stored = StoredTensors(engine, [tensors[row] for row in dict.fromkeys(rows)])
         bounds = pieces.box_start.tolist()

@@ -153,7 +153,9 @@ class LoadCall:
         """
         with garbage_collection_paused():
             self.choose(index)
-            values = self.features.through("destinations", Mapping, self.values)
+            values = self.values
+            if self.attempt.defers_values:
+                values = self.features.through("destinations", Mapping, values)
             local = collect_tensors(values, purpose="load")
             held, memory, object_fqns = local.columns, local.memory, local.columns.objects.fqns
             plan = plan_load(
@@ -169,8 +171,8 @@ class LoadCall:
             self._waiting = set()
             if self.attempt.defers_values:
                 self._waiting.update(object_fqns, *[feature.later for feature in self.features.part])
-            for _, ask in self.features.having("boxes"):
-                memory = ask(LocalMemory, plan.pieces, index, held, memory)
+                for _, ask in self.features.having("boxes"):
+                    memory = ask(LocalMemory, plan.pieces, index, held, memory)
             return plan, held, memory
 
     def _note(self, plan: LoadPlan) -> None:

@@ -20,6 +20,7 @@ from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import ByteRuns, Pieces
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.index import CheckpointIndex, Path
+from dcp.storage.packing import pack
 from dcp.storage.tensors import LocalMemory
 from dcp.storage.torch_storage.destinations import Filled, classify
 
@@ -60,12 +61,30 @@ class View:
         if len({*fqns, *values}) < len(fqns) + len(values):
             twice = next(name for name in fqns + values if (fqns + values).count(name) > 1)
             raise PlanError(f"two entries of the checkpoint would be called {twice!r}", fqn=twice)
-        view.index = replace(index, fqns=fqns, objects=replace(index.objects, fqns=values))
+        paths = index.planner_data
+        if isinstance(paths, Mapping):
+            paths = {new: _moved(path, new) for name, path in paths.items() if (new := name_of(name))}
+        view.index = replace(
+            index, fqns=fqns, objects=replace(index.objects, fqns=values), planner_data=paths
+        )
+        view.unmapped = frozenset(map(name_of, self.unmapped))
         return view
 
     def lost(self, unexpected: Sequence[str]) -> list[str]:
         """Return those of the ``unexpected`` names that are lost for a reason of the view's own."""
         return []
+
+
+def _moved(path: Any, new: str) -> Any:
+    """Return the path of an entry with the name ``new``: its own end, as far as the name has it, below
+    dicts."""
+    if not isinstance(path, tuple) or ".".join(map(str, path)) == new:
+        return path
+    kept = len(path)
+    while kept and new.endswith(f".{path[kept - 1]}"):
+        kept -= 1
+        new = new.removesuffix(f".{path[kept]}")
+    return (*new.split("."), *path[kept:])
 
 
 class Stored(NamedTuple):
@@ -163,7 +182,8 @@ class LoadFeature:
         return view
 
     def takes_part(self) -> bool:
-        """Return whether the feature has a part in ``call``; if not, none of the following is called."""
+        """Return whether the feature has a part in ``call``; if not, none of the following is called but
+        `judge`, for what it found on other ranks."""
         return True
 
     def state(self) -> None:
@@ -204,10 +224,15 @@ class LoadFeature:
         """Make what is made of other entries of the checkpoint."""
 
     def put(self) -> None:
-        """Put what was made or loaded apart into the state dict. Until here no value has changed."""
+        """Put what was made or loaded apart into the state dict.
+
+        Until here tensors alone have changed; by torch's protocol other values as well, and there neither
+        `destinations` nor `boxes` was called.
+        """
 
     def done(self, report: LoadReport, *, is_coordinator: bool) -> None:
-        """Say what was done, after the values are there."""
+        """Say what was done, once the values of this rank are there: another one may fail yet, and objects
+        are given their state after it."""
 
 
 class Features:
@@ -219,12 +244,17 @@ class Features:
     def __init__(self, kinds: Sequence[type[LoadFeature]], options: LoadOptions) -> None:
         self._kinds, self._all = kinds, list[LoadFeature]()
         for kind in kinds:
-            if not kind.option or getattr(options, kind.option) is not None:
+            option = kind.option
+            if not option or _ask(kind, "option", getattr, object, options, option) is not None:
                 feature = _ask(kind, "__init__", kind, LoadFeature)
                 feature.options = options
                 self._all.append(feature)
         self.part = self._all
         """Those that have a part in the present call."""
+
+    def begin(self) -> None:
+        """Begin an attempt: all have a part until `open`."""
+        self.part = self._all
 
     def open(self, call: LoadCall) -> None:
         """Begin ``call`` with those that have a part in it."""
@@ -238,10 +268,10 @@ class Features:
                 idle.append(feature)
         self.part = list(filterfalse(idle.__contains__, self._all))
 
-    def having(self, method: str) -> Iterator[tuple[LoadFeature, Callable[..., Any]]]:
-        """Features with a ``method`` of their own, and a function that calls it; its first argument is the
-        type of the result."""
-        for feature in self.part:
+    def having(self, method: str, *, idle: bool = False) -> Iterator[tuple[LoadFeature, Callable[..., Any]]]:
+        """Features with a ``method`` of their own, if ``idle`` also those without a part, and a function that
+        calls it; its first argument is the type of the result."""
+        for feature in self._all if idle else self.part:
             if getattr(type(feature), method) is not getattr(LoadFeature, method):
                 yield feature, partial(_ask, feature, method, getattr(feature, method))
 
@@ -256,9 +286,18 @@ class Features:
             value = ask(kind, value, *args)
         return value
 
-    def agreed(self) -> dict[str, Any]:
-        """Return the names of all, and their options, which must be the same on all ranks."""
-        found: dict[str, Any] = {"features": [kind.name for kind in self._kinds]}
+    def packed(self, method: str, *args: Any, **kwargs: Any) -> bytes:
+        """Return what ``method`` of each gives, packed, by name; empty where none gives anything."""
+        found = {}
+        for feature, ask in self.having(method):
+            own = ask(object, *args, **kwargs)
+            if own is not None:
+                found[feature.name] = _ask(feature, method, pack, bytes, own)
+        return pack(found) if found else b""
+
+    def agreed(self, others: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the names of all, their options and ``others``, which must be the same on all ranks."""
+        found: dict[str, Any] = {"features": [kind.name for kind in self._kinds], **others}
         for feature, ask in self.having("agreed"):
             own = ask(dict)
             if odd := [key for key in own if not isinstance(key, str) or key in found]:

@@ -72,6 +72,7 @@ class LoadEngine(ABC):
         features: Sequence[type[LoadFeature]],
     ) -> None:
         self.ranks = ranks
+        self._given = options
         self.options = options if planner is None else options.over(planner)
         self.features = Features(features, self.options)
         self._ours = planner
@@ -123,12 +124,13 @@ class LoadEngine(ABC):
         planner, ranks = self._ours, self.ranks
         if planner is not None:
             attempt = LoadAttempt(
-                options=self.options,
+                options=self._given,  # a planner may set its own until it is set up
                 unasked=target.unasked,
                 must_fill=frozenset(filled),
                 defers_values=self.defers_values,
             )
             planner.begin_load(ranks.rank, ranks.world_size, attempt, self.features)
+        self.features.begin()
         try:
             self.run(target, report)
         except BaseException as error:
@@ -173,7 +175,7 @@ class LoadEngine(ABC):
         and storages of other packages make of options is not known.
         """
         options, planner, storage = self.options, self._ours, self._storage
-        found = self.features.agreed()
+        found: dict[str, Any] = {}
         if planner is not None:
             found |= {name: getattr(options, name) for name in _COMPARED}
             found |= {name: getattr(planner, name) for name in _COMPARED_OF_PLANNERS}
@@ -181,7 +183,9 @@ class LoadEngine(ABC):
             if isinstance(found.get(name), list | tuple | set | frozenset):
                 patterns = sorted(found[name])
                 found[name] = patterns[0] if len(patterns) == 1 else patterns
-        return found if storage is None else found | {"verify": options.verify or storage.verify}
+        if storage is not None:
+            found["verify"] = options.verify or storage.verify
+        return self.features.agreed(found)
 
     def fit(self, target: Target, plan: Callable[[], object]) -> None:
         """Call ``plan``, which asks ``target`` for the state, until it succeeds or nothing else may fit."""
@@ -196,19 +200,14 @@ class LoadEngine(ABC):
 
     def findings(self, *, is_shared: bool) -> bytes:
         """Return the findings of features in the plan of this rank, for `judge`; empty for none."""
-        found = {}
-        for feature, ask in self.features.having("findings"):
-            own = ask(object, is_shared=is_shared)
-            if own is not None:
-                found[feature.name] = own
-        return pack(found) if found else b""
+        return self.features.packed("findings", is_shared=is_shared)
 
     def judge(self, parts: Sequence[bytes]) -> bytes:
         """Raise what the findings of all ranks mean."""
         if any(parts):
             found = [unpack(part) if part else {} for part in parts]
-            for feature, ask in self.features.having("judge"):
-                ask(object, [own.get(feature.name) for own in found])
+            for feature, ask in self.features.having("judge", idle=True):
+                ask(object, [unpack(own[feature.name]) if feature.name in own else None for own in found])
         return b""
 
     def _give_back(self, target: Target) -> bytes:
@@ -257,7 +256,7 @@ class ColumnLoad(LoadEngine):
         self._target, self._report, self._view, self._is_set_up = target, report, None, False
         begun = time.perf_counter()
         reader.reset()  # it may have served another load, before another save
-        agreed, kinds = (self.agreed, target.kinds()) if ranks.world_size > 1 else (None, None)
+        agreed, kinds = (self.agreed, target.kinds) if ranks.world_size > 1 else (None, None)
         places = begin(ranks, self._place, options=agreed, kinds=kinds)
         shared = ranks.broadcast("index", self._read_index)
         size = _LENGTH_BYTES + int.from_bytes(shared[:_LENGTH_BYTES], "big")
@@ -284,15 +283,11 @@ class ColumnLoad(LoadEngine):
         Before it stands the data that features have read beside it. The index is left out where one rank
         loads alone, or each has an index of its own.
         """
-        reader, alone, manifest, beside = self._reader, self.ranks.world_size == 1, b"", {}
+        reader, alone, manifest = self._reader, self.ranks.world_size == 1, b""
         if alone or reader.place.file is not None or not saved_by_rank(reader.store):
             index = reader.read_index()
             manifest = b"" if alone else encode_manifest(index)
-        for feature, ask in self.features.having("beside"):
-            found = ask(object, reader)
-            if found is not None:
-                beside[feature.name] = found
-        packed = pack(beside) if beside else b""
+        packed = self.features.packed("beside", reader)
         return len(packed).to_bytes(_LENGTH_BYTES, "big") + packed + manifest
 
     def _fingerprint(self, places: Sequence[str]) -> bytes:
@@ -315,7 +310,8 @@ class ColumnLoad(LoadEngine):
                 reader.use_index(decode_manifest(self._manifest))
             view = View(reader.read_index(own_rank=ranks.rank))
             for feature, ask in self.features.having("view"):
-                view = ask(View, view, self._beside.get(feature.name))
+                own = self._beside.get(feature.name)
+                view = ask(View, view, None if own is None else unpack(own))
             self._view = view
         view = self._view
         if not self._is_set_up:
@@ -383,13 +379,14 @@ def read_whole(
     call: LoadCall, reader: FileSystemReader, engine: ReadEngine, only: Sequence[str]
 ) -> tuple[Any, dict[str, Path]]:
     """Read parts of the engine's checkpoint whole: see `dcp.loading.feature.ReadWhole`."""
-    index, whole = engine.index, Whole(only=only)
+    view, whole = call.view or View(engine.index), Whole(only=only)
+    index = view.index
     state = whole.state(Stored((), (), lambda: index, call.rank))
     options = LoadOptions(rename=whole.stored, weights_only=call.options.weights_only)
     none = Features((), options)
     part = LoadCall(state, LoadAttempt(), options, call.rank, call.world_size, none, flattens=False)
     plan, _, memory = part.plan(index)
-    read_into(engine, *View(index).reads(engine, plan.pieces, memory), memory.tensors)
+    read_into(engine, *view.reads(engine, plan.pieces, memory), memory.tensors)
     part.read_values(reader, engine, plan)
     return whole.nested(), dict(whole.paths)
 

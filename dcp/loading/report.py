@@ -33,10 +33,11 @@ class LoadReport:
     differ. ``kept_per_rank``: `PerRank` values that are as they were, because the checkpoint has none for
     this rank. ``rescaled``: `Rescale` values that their rules made, because another number of ranks saved.
 
-    ``bytes_needed``: payload bytes that this rank asked for; ``bytes_read``: bytes fetched from storage for
-    them. ``blocks_verified`` and ``blocks_unverified``: checksum blocks compared, and those read without
-    being compared (partly needed, or the format has no checksum). ``seconds``: by phase. ``attempts``:
-    more than 1 where the checkpoint was replaced while it was being read, and its successor was loaded.
+    ``bytes_needed``: payload bytes that this rank asked for; ``bytes_read``: bytes fetched from storage, also
+    of other values and of headers. ``blocks_verified`` and ``blocks_unverified``: checksum blocks compared,
+    and those read without being compared (partly needed, or the format has no checksum). ``seconds``: by
+    phase. ``attempts``: more than 1 where the checkpoint was replaced while it was being read, and its
+    successor was loaded.
 
     ``storage`` is what this rank asked of the storage's service, empty for a disk: "requests" (each attempt)
     and their number by kind, "retries", "bytes_received", "request_seconds" (the sum, also of concurrent

@@ -10,6 +10,7 @@ import logging
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_VALUE = 1000
-"""Characters of an option: patterns may be many."""
+"""Characters of an option, and then a digest: patterns may be many."""
 
 __all__ = ["begin", "check_same_checkpoint", "check_same_target", "raise_on_all_ranks"]
 
@@ -49,7 +50,7 @@ def begin(
     *,
     manner: Sequence[str] = (),
     options: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
-    kinds: Mapping[str, str] | None = None,
+    kinds: Callable[[], Mapping[str, str]] | None = None,
 ) -> tuple[str, ...]:
     """Return what ``place`` gives on each rank: the id. That may differ, where disks have other names on some
     hosts.
@@ -64,8 +65,9 @@ def begin(
         given = options() if callable(options) else options or {}
         if ranks.world_size == 1:
             return place().encode("utf-8", "surrogatepass")
-        told = {name: repr(value)[:_MAX_VALUE] for name, value in given.items()}
-        own = _OperationOfRank(ranks.operation, ", ".join(manner), place(), told, dict(kinds or {}))
+        shown = {name: _shown(value) for name, value in given.items()}
+        found = dict(kinds()) if kinds is not None else {}
+        own = _OperationOfRank(ranks.operation, ", ".join(manner), place(), shown, found)
         return bytes(msgpack.packb(own, unicode_errors="surrogatepass"))
 
     found = ranks.compare("begin", part)
@@ -76,6 +78,14 @@ def begin(
     if any(part != own for part in parts):  # there may be very many kinds
         _check_alike(ranks, parts)
     return tuple(part.place for part in parts)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    if len(text) <= _MAX_VALUE:
+        return text
+    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return f"{text[:_MAX_VALUE]}... ({digest})"
 
 
 def _check_alike(ranks: Ranks, parts: Sequence[_OperationOfRank]) -> None:
@@ -166,7 +176,8 @@ def check_same_target(ranks: Ranks, places: Sequence[str], store: Store | None) 
     """
     if len(set(places)) == 1:
         return
-    name = ranks.broadcast("compare", lambda: _leave_file(store)).decode()
+    made: list[Store] = []
+    name = ranks.broadcast("compare", lambda: _leave_file(store, made)).decode()
     if not name:
         return
 
@@ -177,7 +188,7 @@ def check_same_target(ranks: Ranks, places: Sequence[str], store: Store | None) 
         found = ranks.all_gather("compare", look)
     finally:
         if ranks.is_coordinator and store is not None:
-            _remove_file(store, name)
+            _remove_file(store, name, made)
     odd = [rank for rank, there in enumerate(found) if not there]
     if odd:
         error = PlanError(
@@ -186,20 +197,27 @@ def check_same_target(ranks: Ranks, places: Sequence[str], store: Store | None) 
         raise failure_of("compare", dict.fromkeys(odd, error), ranks.rank, None)
 
 
-def _leave_file(store: Store | None) -> bytes:
+def _leave_file(store: Store | None, made: list[Store]) -> bytes:
     if store is None:
         return b""
+    if not store.exists():
+        made.append(store)
     store.make_root()
     name = f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
     store.create(name, durable=False).finish()
     return name.encode()
 
 
-def _remove_file(store: Store, name: str) -> None:
+def _remove_file(store: Store, name: str, made: Sequence[Store]) -> None:
     """Remove it without ever raising, because the other ranks are in the next step already. A save removes
-    what stays."""
+    what stays.
+
+    A folder that was ``made`` for the file goes too: the save makes it again, and takes away what it made.
+    """
     try:
         store.delete_all([name])
+        for one in made:
+            one.remove_root()
     except Exception as error:  # noqa: BLE001 - as said
         logger.warning("%s may stay behind: %s", name, error)
 

@@ -128,11 +128,12 @@ class Features:
         """Return the groups of the first one that has any."""
         for feature in self._with["groups"]:
             numbers = _asked(feature, "groups", np.ndarray | None, local)
-            if numbers is not None and numbers.shape != (len(local.sources),):
+            if numbers is None:
+                continue
+            if numbers.shape != (len(local.sources),):
                 raise _refused(feature, "groups", f"{len(local.sources)} numbers are wanted")
-            if numbers is not None:
-                found: Int64 = numbers.astype(np.int64)
-                return found
+            found: Int64 = numbers.astype(np.int64)
+            return found
         return None
 
     def observers(self, local: RankState, columns: WriteColumns) -> dict[str, Observer]:

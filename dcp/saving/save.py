@@ -151,9 +151,8 @@ class Save(ABC):
         places = begin(self.ranks, self._place, manner=(*self.manner, *alone), options=self.agreed)
         if self.together:
             if len(set(places)) > 1:
-                store = None if self.storage is None else self.storage.store
-                check_same_target(self.ranks, places, store)
-            answer = self._save(is_scattered=len(set(places)) > 1)
+                check_same_target(self.ranks, places, None if self.storage is None else self.storage.store)
+            answer = self._save()
         else:  # no plan is exchanged, and no rank sees another's failure before the end
             self.ranks.all_gather("save", self._save_alone)
         seconds = self.times | {"save": time.perf_counter() - begun}
@@ -165,7 +164,7 @@ class Save(ABC):
             return self.storage.store.url
         return str(getattr(self.writer, "checkpoint_id", ""))
 
-    def _save(self, *, is_scattered: bool) -> bytes:
+    def _save(self) -> bytes:
         """Plan, write and commit; return the answer of the commit. What fails leaves nothing behind."""
         ranks, storage, begun = self.ranks, self.storage, time.perf_counter()
         plan = None
@@ -177,9 +176,9 @@ class Save(ABC):
             )
             return answer
         except BaseException as error:  # an interrupt, too, must not leave files behind
-            # By the coordinator alone: by now every rank has reported to it, or was given up. Of what is
-            # elsewhere it knows nothing.
-            if storage is not None and (ranks.is_coordinator or is_scattered or not self.together):
+            # By the coordinator alone: by now every rank has reported to it, or was given up. Another rank,
+            # which was interrupted, would take away what the coordinator is just committing.
+            if storage is not None and (ranks.is_coordinator or not self.together):
                 self._clear_up(storage, error, is_planned=plan is not None)
             if self.together and isinstance(error, SaveAbortedError):
                 with suppress(CheckpointError):  # on no rank it has ended before nothing of it is left
@@ -187,7 +186,7 @@ class Save(ABC):
             raise
 
     def _save_alone(self) -> bytes:
-        self._save(is_scattered=False)
+        self._save()
         return b""
 
     def _clear_up(self, storage: FileSystemWriter, error: BaseException, *, is_planned: bool) -> None:

@@ -64,7 +64,7 @@ class ProtocolLoad(LoadEngine):
         begun = time.perf_counter()
         ranks, storage = self.ranks, self._storage
         manner = ["by torch's protocol"]
-        kinds = target.kinds() if ranks.world_size > 1 else None
+        kinds = target.kinds if ranks.world_size > 1 else None
         places = begin(ranks, self._place, manner=manner, options=self.agreed, kinds=kinds)
 
         def plan() -> None:
@@ -128,6 +128,8 @@ class ProtocolLoad(LoadEngine):
         if ours is not None and storage is not None and any(one.whole for one in ours.call.features.part):
             with storage.engine(storage.read_index(), self.options.verify) as engine:
                 self.features.each("loaded", partial(read_whole, ours.call, storage, engine))
+        if ours is not None:
+            ours.call.store()
         report.note(
             None if ours is None else ours.call,
             None if storage is None else storage.index,

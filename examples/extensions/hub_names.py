@@ -1,7 +1,7 @@
 """A feature in one file: loads of checkpoints that have the names of Hugging Face's hub.
 
 A state dict with ``module.layers.0.wq.weight`` takes what is stored as
-``model.layers.0.self_attn.q_proj.weight``. Checkpoints that have the state dict's own names load as ever.
+``model.layers.0.self_attn.q_proj.weight``. Checkpoints with names of ``module`` load as ever.
 """
 
 from __future__ import annotations

@@ -147,9 +147,7 @@ def _writes(
         own_start = box_start[begin : end + 1] - box_start[begin]
         object_rows = objects.rows[rank]
         mine = np.flatnonzero(owners[object_rows] == rank)
-        shares = np.full(end - begin, -1, np.int64)
-        if (ties[begin:end] >= 0).any():
-            shares = _shares(ties[begin:end], own_start, sizes[box], local_offsets[box])
+        shares = _shares(ties[begin:end], own_start, sizes[box], local_offsets[box])
         writes.append(
             WriteColumns(
                 sources=sources[begin:end],
@@ -219,9 +217,8 @@ def plan_save(
     notes, mixed_keys = join_notes([Noted(part.notes, part.planner_data or {}) for part in all_columns])
     paths = join_planner_data([columns.planner_data for columns in all_columns])
     # here already: what follows compares boxes of one tensor, which must be one
-    problems = [*tensors.problems, *check_volumes(tensors), *mixed_keys]
+    problems = [*tensors.problems, *check_volumes(tensors), *check_kinds(tensors, objects), *mixed_keys]
     if world_size > 1:
-        problems += check_kinds(tensors, objects)
         problems += check_nesting(all_columns, paths or {}, notes)
     if problems:
         raise invalid_plan(problems, objects.mismatches)

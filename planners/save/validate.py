@@ -170,7 +170,6 @@ def check_boxes(
 def _gaps(
     box_volumes: Int64, box_tensors: Int64, tensors: GlobalTensors, volumes: Int64, overlapped: set[int]
 ) -> list[str]:
-    sums = np.zeros(len(tensors.fqns) + 1, np.int64)
     running = starts(box_volumes)
     edges = np.searchsorted(box_tensors, np.arange(len(tensors.fqns) + 1))
     sums = running[edges[1:]] - running[edges[:-1]]

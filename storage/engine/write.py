@@ -153,7 +153,7 @@ class DataFile:
     ) -> None:
         """Append tensors of one dtype and shape, as `tensor` does one by one; each row has the bytes of one.
 
-        They have at most JOINED_BYTES: then their records differ in bytes and checksum alone.
+        They have less than ALIGNED_PAYLOAD_BYTES: then their records differ in bytes and checksum alone.
         """
         count, size = payloads.shape
         crcs = crc32_rows(payloads)

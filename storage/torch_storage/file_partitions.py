@@ -12,9 +12,10 @@ import numpy as np
 
 from dcp.storage.engine.memory import gather_small, item_view, view
 from dcp.storage.engine.observers import Observer, see_all, see_many_in_all
-from dcp.storage.engine.write import JOINED_BYTES, WHOLE_BYTES, DataFile, Payload
+from dcp.storage.engine.write import WHOLE_BYTES, DataFile, Payload
 from dcp.storage.engine.write_tables import CHUNK_COLUMNS, OBJECT_COLUMNS, WriteColumns, WriteOutcome
 from dcp.storage.formats.index import Int64, itemsizes, starts
+from dcp.storage.formats.native.record import ALIGNED_PAYLOAD_BYTES
 from dcp.storage.geometry.ragged import expand_ranges
 from dcp.storage.tensors import LocalMemory, byte_pieces, narrow
 
@@ -116,7 +117,7 @@ class PartitionWriter:
             differs[compared] = np.logical_or.reduceat(before != after, starts(counts)[:-1])
         begins = np.flatnonzero(np.append(True, differs))
         are_alike = np.diff(begins, append=len(rows)) >= _ALIKE_FROM
-        are_alike &= self.payload_bytes[rows[begins]] <= JOINED_BYTES
+        are_alike &= self.payload_bytes[rows[begins]] < ALIGNED_PAYLOAD_BYTES
         kept = np.append(True, are_alike[1:] | are_alike[:-1])
         pieces = np.split(rows, begins[kept][1:])
         return list(zip(pieces, are_alike[kept].tolist(), strict=True))
@@ -168,7 +169,8 @@ class PartitionWriter:
                 self._write_each(file, some)
                 continue
             payloads = gather_small(memory.pointers[columns.sources[some]], size)
-            see_many_in_all(self._observers, some, payloads)
+            if size:
+                see_many_in_all(self._observers, some, payloads)
             file.alike(int(self._dtype_codes[first]), shape, payloads)
             if self._on_bytes is not None:
                 self._on_bytes(payloads.nbytes)

@@ -370,12 +370,12 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
                 finish_device_work(memory.tensors)
                 with WorkerThreads(min(len(parts), max(2, self.thread_count)), "dcp-write") as pool:
                     placed = list(pool.map(writing.write, numbers, parts))
+            if self.sync_files:
+                self.store.sync()
         except BaseException:
             for file in writing.files.values():
                 file.abort()
             raise
-        if self.sync_files:
-            self.store.sync()
         return writing.outcome(parts, placed)
 
     def _partitions(self, rows: Int64, payloads: Int64, has_objects: bool) -> list[FilePartition]:

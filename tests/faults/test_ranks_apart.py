@@ -71,11 +71,11 @@ def save_different_ids(rank: int, world_size: int, root: Path, kind: str) -> Any
 
     found = outcome(act)
     dist.barrier()
-    left = sorted(str(path.relative_to(root)) for path in root.glob("*/*"))
+    left = sorted(str(path.relative_to(root)) for path in root.rglob("*"))
     if kind == "over old ones":
         old = {"w": torch.zeros(6)}
         dcp.load(old, checkpoint_id=root / name, no_dist=True)
-        left = [] if old["w"].tolist() == [-1.0] * 6 and len(left) == 6 else left
+        left = [] if old["w"].tolist() == [-1.0] * 6 and len(left) == 8 else left
     dcp.save(STATE, checkpoint_id=root / "one", timeout_seconds=120)
     return found, left
 
