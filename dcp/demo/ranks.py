@@ -18,6 +18,8 @@ from dcp.watching.cursor import start_ticks
 
 __all__ = ["TrainingJob", "launch"]
 
+_PORT_BYTES = 5
+
 torch.compiler.reset()
 """So that the compiler is imported here, once: FSDP2 does it in each rank, for seconds."""
 
@@ -30,23 +32,32 @@ def launch(job: TrainingJob, ranks: int, environment: Mapping[str, str], log: Pa
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output, stream.fileno())
     os.close(output)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    os.environ.update(
-        MASTER_ADDR=store.host,
-        MASTER_PORT=str(store.port),
-        WORLD_SIZE=str(ranks),
-        LOCAL_WORLD_SIZE=str(ranks),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # rank 0 serves none
-        TORCHELASTIC_RESTART_COUNT="0",
+    receive, send = os.pipe()
+    context = start_processes(  # type: ignore[no-untyped-call]
+        _rank, (job, ranks, receive, send), ranks, join=False, start_method="fork"
     )
+    # only now, because a fork of a process with threads may hang
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(send, f"{store.port:{_PORT_BYTES}}".encode() * ranks)
     try:
-        start_processes(_rank, (job,), ranks, start_method="fork")  # type: ignore[no-untyped-call]
+        while not context.join():
+            pass
     except ProcessException as error:
         sys.exit(f"{error}")
 
 
-def _rank(rank: int, job: TrainingJob) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+def _rank(rank: int, job: TrainingJob, ranks: int, receive: int, send: int) -> None:
+    os.close(send)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=os.read(receive, _PORT_BYTES).decode().strip(),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # rank 0 serves none
+        TORCHELASTIC_RESTART_COUNT="0",
+    )
     note = job.results / f"rank-{rank}.pid"
     note.with_suffix(".part").write_text(f"{os.getpid()} {start_ticks(os.getpid())}")
     note.with_suffix(".part").rename(note)  # whoever reads it must not find half of a number
