@@ -190,7 +190,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         return LoadPlan(read_items(plan, wanted, index), planner_data=call.matches)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add. Raises PlanError for patterns that match nothing on any rank."""
+        """Add nothing. Raises PlanError for patterns that match nothing on any rank."""
         check_matches([plan.planner_data for plan in global_plan if isinstance(plan.planner_data, Matches)])
         plans: list[LoadPlan] = super().create_global_plan(global_plan)
         return plans

@@ -58,7 +58,7 @@ class SaveFeature:
         return None
 
     def groups(self, local: RankState) -> Int64 | None:
-        """Return number the local tensors: those of different numbers go into different files."""
+        """Number the local tensors: those of different numbers go into different files."""
         return None
 
     def observer(self, local: RankState, columns: WriteColumns) -> Observer | None:

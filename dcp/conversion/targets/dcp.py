@@ -20,7 +20,7 @@ from dcp.storage.engine.write import data_file_name
 from dcp.storage.errors import OptionError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, starts
+from dcp.storage.formats.index import CheckpointIndex, Int64, ObjectColumns, starts
 from dcp.storage.formats.native.format import DCP
 from dcp.storage.formats.native.record import begin_record
 from dcp.storage.geometry.boxes import Box
@@ -50,30 +50,10 @@ def lay_out(job: LayoutJob) -> Planned:
         raise OptionError(f"chunks must be 'keep' or 'split', not {options.chunks!r}")
     kept, dropped = job.kept({})
     chunks, of_entries = _chunks(entries, options.files, options.chunks)
-    sizes = [0] * (max((chunk.file for chunk in chunks), default=0) + 1)
-    names = [data_file_name(0, number, job.save_id) for number in range(len(sizes))]
-    literals: list[Literal] = []
-    holes: list[Hole] = []
-
-    def put(file: int, data: bytes) -> None:
-        literals.append(Literal(file, sizes[file], data))
-        sizes[file] += len(data)
-
-    blobs: dict[bytes, tuple[int, int]] = {}  # (offset, CRC-32) in file 0: equal ones are stored once
     encoded = [job.values.blob(value.row) for value in kept]
-    for blob in dict.fromkeys(encoded):
-        blobs[blob] = sizes[0], crc32(blob)
-        put(0, blob)
-    places = []  # offset and length of the record, offset of the payload
-    for copy, (_, code, box, size, file) in enumerate(chunks):
-        record = begin_record(code, box.sizes, size, sizes[file])
-        begin = sizes[file]
-        put(file, record.prefix)
-        places.append((begin, record.record_bytes, sizes[file]))
-        sizes[file] += size
-        holes += [Hole(copy, file, sizes[file] + at) for at in record.crc_positions]
-        put(file, record.suffix(0))
-    at = np.array(places, np.int64).reshape(-1, 3)
+    filled = _fill(chunks, encoded)
+    sizes, at = filled.sizes, filled.places
+    names = [data_file_name(0, number, job.save_id) for number in range(len(sizes))]
     rows = np.array([number for own in of_entries for number in own], np.int64)
     records = dict(
         zip(
@@ -96,7 +76,7 @@ def lay_out(job: LayoutJob) -> Planned:
         **records,
         files=names,
         file_sizes=np.array(sizes, np.int64),
-        objects=_objects(job, kept, encoded, blobs),
+        objects=_objects(job, kept, encoded, filled.blobs),
         planner_data={fqn: path for fqn, path in entries.paths.items() if fqn in written},
         provenance=_provenance(job),
         user=dict(entries.index.user),
@@ -107,8 +87,48 @@ def lay_out(job: LayoutJob) -> Planned:
             for chunk, offset in zip(chunks, at[:, 2].tolist(), strict=True)
         ]
     )
-    layout = TargetLayout(names, sizes, Literals.of(literals), copies, holes, index, rows)
+    layout = TargetLayout(names, sizes, Literals.of(filled.literals), copies, filled.holes, index, rows)
     return Planned(layout, dropped)
+
+
+class _Filled(NamedTuple):
+    """Files that are laid out: their ``sizes``, literal bytes, and holes for checksums that are known later.
+
+    ``places`` has of each chunk offset and length of its record, and the offset of its payload; ``blobs``
+    (offset in file 0, CRC-32) of each value's bytes.
+    """
+
+    sizes: list[int]
+    literals: list[Literal]
+    holes: list[Hole]
+    places: Int64
+    blobs: dict[bytes, tuple[int, int]]
+
+
+def _fill(chunks: list[_Chunk], encoded: list[bytes]) -> _Filled:
+    """Lay out values, equal ones once, and then chunks with their records, in the files of the chunks."""
+    sizes = [0] * (max((chunk.file for chunk in chunks), default=0) + 1)
+    literals: list[Literal] = []
+    holes: list[Hole] = []
+
+    def put(file: int, data: bytes) -> None:
+        literals.append(Literal(file, sizes[file], data))
+        sizes[file] += len(data)
+
+    blobs: dict[bytes, tuple[int, int]] = {}
+    for blob in dict.fromkeys(encoded):
+        blobs[blob] = sizes[0], crc32(blob)
+        put(0, blob)
+    places = []
+    for copy, (_, code, box, size, file) in enumerate(chunks):
+        record = begin_record(code, box.sizes, size, sizes[file])
+        begin = sizes[file]
+        put(file, record.prefix)
+        places.append((begin, record.record_bytes, sizes[file]))
+        sizes[file] += size
+        holes += [Hole(copy, file, sizes[file] + at) for at in record.crc_positions]
+        put(file, record.suffix(0))
+    return _Filled(sizes, literals, holes, np.array(places, np.int64).reshape(-1, 3), blobs)
 
 
 def _chunks(entries: Entries, files: int, chunks: Chunks) -> tuple[list[_Chunk], list[range]]:

@@ -115,8 +115,11 @@ class FsspecStore(ObjectStore):
             ) from error
 
     def _has_condition(self, *, creates: bool) -> bool | None:
-        """Return True for this process's memory replaces under one. Of creating: no where fsspec looks before
-        it writes; to be tried where the file system takes the argument, because some ignore it."""
+        """Return whether files are published under a condition, as this process's memory does.
+
+        Of creating: False where fsspec looks before it writes; None, to be tried, where the file system takes
+        the argument, because some ignore it.
+        """
         if self._is_memory or not creates:
             return self._is_memory
         kind = type(self._filesystem)
