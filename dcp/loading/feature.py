@@ -14,6 +14,7 @@ from functools import partial
 from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from dcp.calls.features import ask, refused
 from dcp.planners.columns import HeldBoxes
 from dcp.planners.load.options import LoadOptions
 from dcp.storage.engine.reading.engine import ReadEngine
@@ -245,8 +246,8 @@ class Features:
         self._kinds, self._all = kinds, list[LoadFeature]()
         for kind in kinds:
             option = kind.option
-            if not option or _ask(kind, "option", getattr, object, options, option) is not None:
-                feature = _ask(kind, "__init__", kind, LoadFeature)
+            if not option or ask(kind.name, "option", getattr, object, options, option) is not None:
+                feature = ask(kind.name, "__init__", kind, LoadFeature)
                 feature.options = options
                 self._all.append(feature)
         self.part = self._all
@@ -273,57 +274,34 @@ class Features:
         calls it; its first argument is the type of the result."""
         for feature in self._all if idle else self.part:
             if getattr(type(feature), method) is not getattr(LoadFeature, method):
-                yield feature, partial(_ask, feature, method, getattr(feature, method))
+                yield feature, partial(ask, feature.name, method, getattr(feature, method))
 
     def each(self, method: str, *args: Any, **kwargs: Any) -> None:
         """Call ``method`` of each."""
-        for _, ask in self.having(method):
-            ask(object, *args, **kwargs)
+        for _, call in self.having(method):
+            call(object, *args, **kwargs)
 
     def through(self, method: str, kind: Any, value: Any, *args: Any) -> Any:
         """Return ``value`` of type ``kind``, as the last one sees it."""
-        for _, ask in self.having(method):
-            value = ask(kind, value, *args)
+        for _, call in self.having(method):
+            value = call(kind, value, *args)
         return value
 
     def packed(self, method: str, *args: Any, **kwargs: Any) -> bytes:
         """Return what ``method`` of each gives, packed, by name; empty where none gives anything."""
         found = {}
-        for feature, ask in self.having(method):
-            own = ask(object, *args, **kwargs)
+        for feature, call in self.having(method):
+            own = call(object, *args, **kwargs)
             if own is not None:
-                found[feature.name] = _ask(feature, method, pack, bytes, own)
+                found[feature.name] = ask(feature.name, method, pack, bytes, own)
         return pack(found) if found else b""
 
     def agreed(self, others: Mapping[str, Any]) -> dict[str, Any]:
         """Return the names of all, their options and ``others``, which must be the same on all ranks."""
         found: dict[str, Any] = {"features": [kind.name for kind in self._kinds], **others}
-        for feature, ask in self.having("agreed"):
-            own = ask(dict)
+        for feature, call in self.having("agreed"):
+            own = call(dict)
             if odd := [key for key in own if not isinstance(key, str) or key in found]:
-                raise CheckpointError(
-                    f"feature {feature.name!r}, agreed: {odd[0]!r} is another one's, or no name"
-                )
+                raise refused(feature.name, "agreed", f"{odd[0]!r} is another option's name, or no name")
             found |= own
         return found
-
-
-def _ask(
-    feature: LoadFeature | type[LoadFeature],
-    method: str,
-    function: Callable[..., Any],
-    kind: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    try:
-        result = function(*args, **kwargs)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        text = f"feature {feature.name!r}, {method}: {type(error).__name__}: {error}"
-        raise CheckpointError(text) from error
-    if not isinstance(result, kind):
-        name = type(result).__name__
-        raise CheckpointError(f"feature {feature.name!r}, {method}: it returned a {name}")
-    return result

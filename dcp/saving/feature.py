@@ -8,17 +8,18 @@ loop, a thread and a writer process. The core imports none of them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
+from dcp.calls.features import ask, refused
 from dcp.planners.columns import SaveColumns
 from dcp.planners.rank_state import RankState
 from dcp.storage.engine.observers import Observer
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
-from dcp.storage.errors import CheckpointError, OptionError, PlanError
+from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, Int64
 from dcp.storage.packing import pack, unpack
 
@@ -93,7 +94,7 @@ class Features:
                 getattr(options, kind.option, None) or getattr(writer, kind.option, None)
             ):
                 continue
-            feature = _called(kind.name, "", kind, options, writer)
+            feature = ask(kind.name, "__init__", kind, SaveFeature, options, writer)
             for method in _METHODS:
                 if getattr(kind, method) is not getattr(SaveFeature, method):
                     self._with[method].append(feature)
@@ -103,35 +104,33 @@ class Features:
         ranks."""
         found = options | {"features": self._names}
         for feature in self._with["agreed"]:
-            for name, value in _asked(feature, "agreed", dict).items():
+            for name, value in ask(feature.name, "agreed", feature.agreed, dict).items():
                 if not isinstance(name, str) or name in found:
-                    raise OptionError(
-                        f"feature {feature.name!r}, agreed: {name!r} is no option's name, or another's"
-                    )
+                    raise refused(feature.name, "agreed", f"{name!r} is another option's name, or no name")
                 found[name] = value
         return found
 
     def held(self, local: RankState, at: SavingRank) -> RankState:
         """Return what this rank has, as the last one sees it."""
         for feature in self._with["held"]:
-            local = _asked(feature, "held", RankState, local, at)
+            local = ask(feature.name, "held", feature.held, RankState, local, at)
         return local
 
     def explain(self, error: PlanError, parts: Sequence[SaveColumns]) -> None:
         """Raise the first better error, if there is one."""
         for feature in self._with["explained"]:
-            better = _asked(feature, "explained", PlanError | None, error, parts)
+            better = ask(feature.name, "explained", feature.explained, PlanError | None, error, parts)
             if better is not None:
                 raise better from error
 
     def groups(self, local: RankState) -> Int64 | None:
         """Return the groups of the first one that has any."""
         for feature in self._with["groups"]:
-            numbers = _asked(feature, "groups", np.ndarray | None, local)
+            numbers = ask(feature.name, "groups", feature.groups, np.ndarray | None, local)
             if numbers is None:
                 continue
             if numbers.shape != (len(local.sources),):
-                raise _refused(feature, "groups", f"{len(local.sources)} numbers are wanted")
+                raise refused(feature.name, "groups", f"{len(local.sources)} numbers are wanted")
             found: Int64 = numbers.astype(np.int64)
             return found
         return None
@@ -140,7 +139,7 @@ class Features:
         """Make the observers, by the names of their features."""
         found = {}
         for feature in self._with["observer"]:
-            observer = _asked(feature, "observer", Observer | None, local, columns)
+            observer = ask(feature.name, "observer", feature.observer, Observer | None, local, columns)
             if observer is not None:
                 found[feature.name] = observer
         return found
@@ -149,7 +148,7 @@ class Features:
         """Return what observers found, as it is after its way to the coordinator."""
         found = {}
         for name, observer in observers.items():
-            found[name] = _called(name, "finish", lambda one: unpack(pack(one.finish())), observer)
+            found[name] = ask(name, "finish", lambda one: unpack(pack(one.finish())), object, observer)
         return found
 
     def manifest(
@@ -160,29 +159,10 @@ class Features:
             rows = np.concatenate([columns.chunks for columns in writes])
             found = [outcome.found.get(feature.name) for outcome in outcomes]
             before = dict(index.provenance)
-            index = _asked(feature, "manifest", CheckpointIndex, index, rows, found)
+            index = ask(feature.name, "manifest", feature.manifest, CheckpointIndex, index, rows, found)
             changed = {*before, *index.provenance} - {feature.name}
             if any(before.get(key) != index.provenance.get(key) for key in changed):
-                raise _refused(feature, "manifest", "the provenance changed under another name than its own")
+                raise refused(
+                    feature.name, "manifest", "the provenance changed under another name than its own"
+                )
         return index
-
-
-def _asked(feature: SaveFeature, method: str, kind: Any, *args: Any) -> Any:
-    result = _called(feature.name, method, getattr(feature, method), *args)
-    if not isinstance(result, kind):
-        raise _refused(feature, method, f"it returned a {type(result).__name__}")
-    return result
-
-
-def _called(name: str, method: str, function: Callable[..., Any], *args: Any) -> Any:
-    try:
-        return function(*args)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        where = f"feature {name!r}, {method}" if method else f"feature {name!r}"
-        raise CheckpointError(f"{where}: {type(error).__name__}: {error}") from error
-
-
-def _refused(feature: SaveFeature, method: str, why: str) -> CheckpointError:
-    return CheckpointError(f"feature {feature.name!r}, {method}: {why}")
