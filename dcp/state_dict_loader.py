@@ -23,11 +23,9 @@ from dcp.planners.load.options import LoadDtype, LoadOptions, PerRankLoad, Unexp
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
-from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
-from dcp.ranks.given_maps import map_on_all
-from dcp.ranks.handshake import raise_on_all_ranks
+from dcp.ranks.handshake import raise_on_all_ranks, works_alone
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import OptionError
 
@@ -160,7 +158,7 @@ def load(
     """
     weights = None
     if map is not None:
-        weights = map_on_all(map, "load", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds)
+        weights = _map_on_all(map, "load", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds)
     options = LoadOptions(
         only=only,
         exclude=exclude,
@@ -270,7 +268,7 @@ def read(
         PlanError: An option cannot be meant, or the ranks called different operations.
         CollectiveTimeoutError: Ranks did not answer in time.
     """
-    weights = map_on_all(map, "read", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds)
+    weights = _map_on_all(map, "read", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds)
     alone = works_alone(process_group, no_dist=no_dist, operation="read")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="read")
     with raise_on_all_ranks(ranks):
@@ -338,7 +336,26 @@ def _load_state_dict_from_keys(
     storage_reader: StorageReader | None = None,
     process_group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Return torch's name for `dcp.read`, by names instead of patterns."""
+    """Read as `dcp.read` does, under torch's name, by names instead of patterns."""
     names = [keys] if isinstance(keys, str) else keys
     only = None if names is None else [re.sub(r"[*?[]", r"[\g<0>]", name) for name in names]
     return read(checkpoint_id, storage_reader=storage_reader, process_group=process_group, only=only)
+
+
+def _map_on_all(
+    given: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None,
+    operation: str,
+    process_group: ProcessGroup | None,
+    *,
+    no_dist: bool,
+    timeout_seconds: float,
+) -> WeightMap | None:
+    """Return the map that is meant. An error of one rank, as of a file that its host lacks, is raised on
+    all."""
+    try:
+        return None if given is None else WeightMap.of(given)
+    except Exception:
+        alone = works_alone(process_group, no_dist=no_dist, operation=operation)
+        ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation=operation)
+        with raise_on_all_ranks(ranks):
+            raise

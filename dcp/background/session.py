@@ -35,11 +35,10 @@ from dcp.calls.plain_errors import shorten
 from dcp.engines import make_save, refused_save
 from dcp.planners.rank_state import RankState
 from dcp.progress import harmless
-from dcp.ranks.alone import works_alone
 from dcp.ranks.channel import Channel
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
-from dcp.ranks.handshake import begin, raise_on_all_ranks
+from dcp.ranks.handshake import begin, raise_on_all_ranks, works_alone
 from dcp.saving.options import SaveOptions
 from dcp.saving.save import Held, Save, SavingRank
 from dcp.staging.guard import check_staged, sample_state

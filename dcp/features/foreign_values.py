@@ -5,35 +5,16 @@ The coordinator's save warns, because the next to notice would be whoever resume
 
 from __future__ import annotations
 
-import collections
-import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
-from dcp.calls.arguments import is_stateful
-from dcp.planners.by_value import by_value
 from dcp.planners.rank_state import RankState
 from dcp.saving.feature import SaveFeature
-from dcp.storage.formats.container_notes import NO_PLAIN_KEY, plain_key
-from dcp.storage.formats.torch.python_values import is_harmless_leaf
-from dcp.storage.near_names import listed
+from dcp.saving.foreign_values import warn_of_foreign
 
 if TYPE_CHECKING:
     from dcp.saving.save import SavingRank
 
-__all__ = ["ForeignValues", "warn_of_foreign"]
-
-logger = logging.getLogger(__name__)
-
-_ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor})
-_SEQUENCES: Final = frozenset((list, tuple, collections.deque))
-_MAPPINGS: Final = frozenset((dict, collections.OrderedDict, collections.Counter, collections.defaultdict))
-_TORCH: Final = (torch.Tensor, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
-_MAX_DEPTH: Final = 64
-_MAX_TOLD: Final = 10
+__all__ = ["ForeignValues"]
 
 
 class ForeignValues(SaveFeature):
@@ -46,90 +27,3 @@ class ForeignValues(SaveFeature):
         if at.is_coordinator:
             warn_of_foreign(local.columns.objects.fqns, local.objects, local.foreign_keys)
         return local
-
-
-def warn_of_foreign(fqns: Sequence[str], values: Sequence[Any], keys: Mapping[str, str]) -> None:
-    """Log a warning of values that only a trusted checkpoint gives back, and of ``keys`` that none does, by
-    name with their types."""
-    if not _ATOMS.issuperset(map(type, values)) and (found := foreign_values(fqns, values)):
-        logger.warning(
-            "%d of the saved values will load only with weights_only=False, or with their classes in "
-            "torch.serialization.add_safe_globals: %s. Plain data instead needs neither",
-            len(found),
-            _listed(found),
-        )
-        named = zip(fqns, values, strict=True)
-        nested = [name for name, value in named if name in found and is_stateful(value)]
-        if nested:
-            logger.warning(
-                "%s: objects with a state_dict() are asked for it at the top level of the state dict only, "
-                "and are pickled whole below: put them at the top, or their state_dict() in their place",
-                listed(nested, most=_MAX_TOLD),
-            )
-    if keys:
-        logger.warning(
-            "%d keys of dicts are saved as their strings alone: %s. They are found again in a state dict "
-            "that has them, and are strings in any other. Numbers, strings, bytes, None and tuples are kept",
-            len(keys),
-            _listed(keys),
-        )
-
-
-def _listed(found: Mapping[str, str]) -> str:
-    return listed(list(found), most=_MAX_TOLD, show=lambda fqn: f"{fqn!r:.200} ({found[fqn]})")
-
-
-def foreign_values(names: Iterable[str], values: Iterable[Any]) -> dict[str, str]:
-    """Find values that `torch.load(weights_only=True)` and this package refuse: names, with the class that
-    needs trust. Classes that the user has registered as safe with torch need none."""
-    allowed = {
-        item[0] if isinstance(item, tuple) else item for item in torch.serialization.get_safe_globals()
-    }
-    found = {}
-    for name, value in zip(names, values, strict=True):
-        if type(value) not in _ATOMS:
-            foreign = _foreign(by_value(value), allowed, 0)
-            if foreign is not None:
-                found[name] = foreign
-    return found
-
-
-def _foreign(value: Any, allowed: set[Any], depth: int) -> str | None:
-    kind = type(value)
-    if kind in _ATOMS:
-        return None
-    if kind in (set, frozenset):
-        return _foreign_key(value, allowed)
-    if kind in _SEQUENCES:
-        return _foreign_in(value, allowed, depth + 1)
-    if kind in _MAPPINGS:
-        factory = getattr(value, "default_factory", None)
-        if factory is not None and getattr(factory, "__module__", None) != "builtins":
-            return "collections.defaultdict with a factory"
-        return _foreign_key(value, allowed) or _foreign_in(value.values(), allowed, depth + 1)
-    if isinstance(value, _TORCH) or is_harmless_leaf(value) or kind in allowed:
-        return None
-    if isinstance(value, np.ndarray | np.generic | np.dtype):
-        return f"numpy.{kind.__name__} of {getattr(value, 'dtype', value)}"
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _foreign_key(keys: Iterable[Any], allowed: set[Any]) -> str | None:
-    """Describe the first of ``keys`` that a load hashes for a trusted checkpoint only."""
-    for key in keys:
-        foreign = _foreign(key, allowed, 0)
-        is_known = isinstance(key, _TORCH) or type(key) in allowed
-        if foreign is None and plain_key(key) is NO_PLAIN_KEY and not is_known:
-            foreign = f"{type(key).__module__}.{type(key).__qualname__}"
-        if foreign is not None:
-            return f"{foreign} as a key"
-    return None
-
-
-def _foreign_in(items: Iterable[Any], allowed: set[Any], depth: int) -> str | None:
-    if depth > _MAX_DEPTH:
-        return f"more than {_MAX_DEPTH} levels"
-    if _ATOMS.issuperset(map(type, items)):  # quick, for long histories
-        return None
-    found = (_foreign(item, allowed, depth) for item in items)
-    return next((foreign for foreign in found if foreign is not None), None)

@@ -146,7 +146,8 @@ class Target:
 class LoadFeature:
     """One feature in one load, on one rank; made without arguments, and given the ``options`` of the load.
 
-    Methods are listed in the order in which they are called, each of all features before the next. All run in
+    Methods are listed in the order in which they are called, each of all features before the next; `names`
+    and `entries` may be called twice in one plan. All run in
     steps that ranks take together, so that an error is raised on all of them. From `takes_part` on, ``call``
     is the load: where a plan fails and other states are tried, these are called again with another one.
     """
@@ -154,7 +155,8 @@ class LoadFeature:
     name: ClassVar[str] = ""
     """Stands for the feature in messages."""
     option: ClassVar[str] = ""
-    """The option of `dcp.load` without which the feature has no part; "" for none."""
+    """The option of `dcp.load` without which the feature has no part; "" for none. Given means not None, so
+    that False counts."""
 
     options: LoadOptions
     call: LoadCall

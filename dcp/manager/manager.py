@@ -33,16 +33,16 @@ from dcp.manager.saving import (
     LoopSession,
     Mode,
     SaveLedger,
+    SaveListener,
     StepSaver,
     WhenBusy,
     check_group,
 )
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
-from dcp.ranks.alone import works_alone
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
-from dcp.ranks.handshake import raise_on_all_ranks
+from dcp.ranks.handshake import raise_on_all_ranks, works_alone
 from dcp.saving.options import SaveOptions
 from dcp.state_dict_loader import LoadKeywords
 from dcp.state_dict_saver import AsyncCheckpointerType
@@ -264,7 +264,7 @@ class CheckpointManager:
             self._session,
             self._ledger,
             self._events,
-            () if self._after_commit is None else (self._after_commit,),
+            self._listeners,
             when_busy,
             self._options,
             planner,
@@ -286,10 +286,12 @@ class CheckpointManager:
         own = () if self._registrar is None else (self._registrar.on_event,)
         self._events = Events(root, self.rank, on_event, also=own)
         self._after_commit = None
+        self._listeners: list[SaveListener] = []
         if is_first:
             self._after_commit = AfterCommit(
                 self._folders, keep, check, self._events, on_damage=self._ledger.damaged
             )
+            self._listeners.append(self._after_commit)
 
     def _open_session(self, stager: AsyncStager | None) -> LoopSession | AsyncSession:
         if self._mode == "sync":

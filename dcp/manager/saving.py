@@ -146,7 +146,7 @@ class StepSaver:
         """Save, behind the loop where the session does."""
         self.coordinator.saved(step, reason)
         for listener in self.listeners:
-            listener.saving(step)
+            self._tell(listener.saving, step)
         try:
             future = self.session.save(
                 state_dict,
@@ -162,7 +162,7 @@ class StepSaver:
             )
         except BaseException:
             for listener in self.listeners:
-                listener.ended(step, None)
+                self._tell(listener.ended, step, None)
             raise
         self.ledger.begun(step, future)
         what = {"partial": ", ".join(user_metadata[PARTIAL])} if PARTIAL in user_metadata else {}
@@ -247,9 +247,16 @@ class StepSaver:
                     **what,
                 )
             for listener in self.listeners:
-                listener.ended(step, outcome.save_id if committed else None)
+                self._tell(listener.ended, step, outcome.save_id if committed else None)
         finally:
             self.ledger.ended(future, error)
+
+    def _tell(self, method: Callable[..., None], step: int, *args: Any) -> None:
+        """Call a listener; one that fails keeps neither the save nor other listeners from going on."""
+        try:
+            method(step, *args)
+        except Exception:
+            logger.exception("%s: a listener of saves failed at step %d", self.events.root, step)
 
 
 # -- the saves of a manager ----------------------------------------------------------------------------------
@@ -389,7 +396,6 @@ class LoopSession:
     def __init__(self, process_group: ProcessGroup | None, *, no_dist: bool, world_size: int) -> None:
         self._process_group, self._no_dist = process_group, no_dist
         self.world_size = world_size
-        self._cache = PlanCache() if world_size > 1 else None  # one rank plans as soon as it compares
         self._current: SaveFuture | None = None
         self._cache = PlanCache()
 

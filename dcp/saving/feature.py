@@ -35,7 +35,10 @@ _METHODS: Final = ("agreed", "held", "explained", "groups", "observer", "manifes
 
 @dataclass(frozen=True)
 class SaveFeature:
-    """One feature in one save. Methods are listed in the order in which they are called."""
+    """One feature in one save.
+
+    Methods are listed in the order in which they are called; `held` comes first where the state is staged.
+    """
 
     options: SaveOptions
     writer: FileSystemWriter
@@ -59,7 +62,8 @@ class SaveFeature:
         return None
 
     def groups(self, local: RankState) -> Int64 | None:
-        """Number the local tensors: those of different numbers go into different files."""
+        """Return a number for each local tensor: those of different numbers go into different files; None for
+        one group."""
         return None
 
     def observer(self, local: RankState, columns: WriteColumns) -> Observer | None:

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp.features.foreign_values import warn_of_foreign
 from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
+from dcp.saving.foreign_values import warn_of_foreign
 from dcp.saving.options import compared_options
 from dcp.saving.save import Save, SavingRank
 from dcp.storage.errors import CheckpointError, PlanError

@@ -72,7 +72,7 @@ class _Table(NamedTuple):
 
 
 def _numbered(fqns: Sequence[str], position: dict[str, int]) -> Int64:
-    """Number each name, in the order in which they come; ``position`` is all of them."""
+    """Return the number of each name, in the order in which they come; ``position`` is all of them."""
     if not position:
         position.update(zip(fqns, range(len(fqns)), strict=True))
         if len(position) == len(fqns):

@@ -282,17 +282,12 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
     ) -> None:
         """Commit ``index``, with the metadata of the ``user`` and the ``provenance`` of the save; on failure
         no file of this save remains."""
-        index = dataclasses.replace(
-            index,
-            provenance={
-                **index.provenance,
-                "save_id": self.save_id,
-                "time": time.time(),
-                **({} if self.sync_files else {"durable": False}),
-                **(provenance or {}),
-            },
-            user=dict(user or {}),
-        )
+        own = {"save_id": self.save_id, "time": time.time(), **(provenance or {})}
+        if not self.sync_files:
+            own["durable"] = False
+        if taken := own.keys() & index.provenance.keys():
+            raise OptionError(f"a feature is called {min(taken)!r}, which is a fact of each save: rename it")
+        index = dataclasses.replace(index, provenance={**index.provenance, **own}, user=dict(user or {}))
         previous = self._previous
         if previous is None:
             previous = commit.previous_state(self.store, self.names)
