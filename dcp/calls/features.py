@@ -24,7 +24,8 @@ def ask(name: str, method: str, function: Callable[..., Any], kind: Any, *args: 
     except Exception as error:
         raise refused(name, method, f"{type(error).__name__}: {error}") from error
     if not isinstance(result, kind):
-        raise refused(name, method, f"it returned a {type(result).__name__}")
+        wanted = getattr(kind, "__name__", str(kind))
+        raise refused(name, method, f"it returned {type(result).__name__}, and {wanted} is wanted")
     return result
 
 

@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 _KINDS: Final = (Prepared, TaskBatch, Task, TaskCopies, SourceColumns, TermColumns, TargetLayout, Copies)
 _INDEX, _RESULT = -1, -2
+_UNREADABLE: Final = (ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError)
 _DAMAGED: Final = "the plan of a conversion, or the result of a task, is damaged"
 _LEFT_OUT: Final = ("literals", "replaced")
 """Fields of a layout that publishing does not need: tasks write the literals."""
@@ -43,7 +44,7 @@ def decode(text: str, kind: type[T]) -> T:
     """Make an object of ``kind`` of what `encode` wrote. Raises CheckpointFormatError for anything else."""
     try:
         found = _restored(unpack(zlib.decompress(base64.b64decode(text))))
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, zlib.error) as error:
+    except (*_UNREADABLE, zlib.error) as error:
         raise CheckpointFormatError(_DAMAGED) from error
     if not isinstance(found, kind):
         raise CheckpointFormatError(_DAMAGED)

@@ -80,7 +80,11 @@ def _with_others(ours: list[type[F]], base: type[F]) -> list[type[F]]:
     for other in (*_installed(), *_registered):
         if issubclass(other, base) and other not in found:
             if other.name in {feature.name for feature in found}:
-                raise OptionError(f"two features are called {other.name!r}: give each a name of its own")
+                one = next(feature for feature in found if feature.name == other.name)
+                raise OptionError(
+                    f"two features are called {other.name!r}, {_class_of(one)} and {_class_of(other)}: give "
+                    "each a name of its own"
+                )
             found.append(other)
     return found
 
@@ -99,3 +103,7 @@ def _checked(feature: Any) -> type[SaveFeature] | type[LoadFeature]:
             "dcp.loading.feature.LoadFeature, with a name"
         )
     return feature
+
+
+def _class_of(feature: type[SaveFeature] | type[LoadFeature]) -> str:
+    return f"{feature.__module__}.{feature.__qualname__}"

@@ -216,8 +216,11 @@ class LoadFeature:
         """Return plain data for `judge`; None for nothing. ``is_shared``: all ranks load by one index."""
 
     def judge(self, found: Sequence[Any]) -> None:
-        """Raise what all ranks' findings mean, by rank: the same on every rank that does, which may be the
-        coordinator alone."""
+        """Raise what all ranks' findings mean, by rank.
+
+        It is called on every rank, or on the coordinator alone: the same findings must raise the same on any
+        rank, or other ranks wait for one that has raised.
+        """
 
     def accept(self, fqn: str, value: Any) -> bool:
         """Take a loaded value; False where it goes to the state dict."""

@@ -95,12 +95,19 @@ class RankAgreement:
         self._kept = _NONE
         self._step = 0
         self._closed = False
+        self._forgets_failure = False
         atexit.register(channel.keep_for_ever)
+
+    def forget_failure(self, step: int) -> None:
+        """Take back the vote for a failure that was raised at ``step`` itself, on all ranks."""
+        self._forgets_failure = step == self._step
 
     def read(self) -> Votes:
         """Return what was agreed at the step before. Raises CheckpointError where ranks were at different
         steps."""
         agreed, self._kept = self._read() | self._kept, _NONE
+        if self._forgets_failure:
+            agreed, self._forgets_failure = agreed - {"failed"}, False
         return agreed
 
     def cast(self, step: int, votes: Votes, *, saves: bool) -> None:
@@ -292,6 +299,11 @@ class StepCoordinator:
         """Come together to restore: see `RankAgreement.meet`."""
         if self._agreement is not None and self._exchanges:
             self._agreement.meet()
+
+    def forget_failure(self, step: int) -> None:
+        """See `RankAgreement.forget_failure`."""
+        if self._agreement is not None:
+            self._agreement.forget_failure(step)
 
     def refuse(self, error: Exception, *, saves: bool) -> bool:
         """Refuse the step that this rank was called with, by ``error``; tell whether the others begin a save,

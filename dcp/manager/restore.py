@@ -107,7 +107,10 @@ def restore(
         weights = options.get("map")
         chosen: dict[str, Any] = {**options, "map": None if weights is None else WeightMap.of(weights)}
         asked = LoadOptions(**chosen)
-    begin(ranks, lambda: "", manner=[] if step is None else [f"of step {step}"])
+    places = begin(ranks, lambda: folders.root.url, manner=[] if step is None else [f"of step {step}"])
+    if len(set(places)) > 1 and ranks.is_coordinator:
+        named = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
+        logger.warning("ranks restore from different roots, which must be the same folder: %s", named)
     load = partial(
         load_with,
         state_dict,

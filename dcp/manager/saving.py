@@ -130,7 +130,11 @@ class StepSaver:
             # not beyond a deadline, when it is called off
             left = max(0.0, self.coordinator.notices.seconds_left()) + _HANG_SECONDS
             self.ledger.settle(min(self.options.timeout_seconds, left))
-        self.ledger.raise_failure(damage=False)
+        try:
+            self.ledger.raise_failure(damage=False)
+        except BaseException:
+            self.coordinator.forget_failure(step)
+            raise
         return True
 
     def begin(

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from dcp.ranks.channel import Channel
 from dcp.ranks.failures import failure_of
 from dcp.ranks.presence import Presence, grace_seconds
-from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, SaveAbortedError
+from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, OptionError, SaveAbortedError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -82,6 +82,9 @@ class Exchanges:
         channel: Channel | None = None,
         abort: threading.Event | None = None,
     ) -> None:
+        is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
+        if not is_number or not timeout_seconds > 0:
+            raise OptionError(f"timeout_seconds must be a number above 0, not {timeout_seconds!r}")
         self.coordinator = coordinator if use_dist else 0
         self.timeout_seconds = timeout_seconds
         self.operation = operation

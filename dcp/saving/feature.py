@@ -32,6 +32,12 @@ __all__ = ["Features", "SaveFeature"]
 
 _METHODS: Final = ("agreed", "held", "explained", "groups", "observer", "manifest")
 
+_FACTS: Final = frozenset(
+    {"assemble_seconds", "dcphub_version", "durable", "rank_seconds", "rank_traffic", "replaced_files"}
+    | {"resumed_from", "save_id", "structure", "time", "torch_version", "world_size"}
+)
+"""Names of the provenance that saves have."""
+
 
 @dataclass(frozen=True)
 class SaveFeature:
@@ -94,10 +100,14 @@ class Features:
         """Those that have a method of their own, by its name."""
         for kind in kinds:
             self._names.append(kind.name)
-            if kind.option and not (
-                getattr(options, kind.option, None) or getattr(writer, kind.option, None)
-            ):
-                continue
+            if kind.name in _FACTS:
+                raise refused(kind.name, "name", "the provenance has a fact of each save under it: rename it")
+            if kind.option:
+                given = [getattr(of, kind.option) for of in (options, writer) if hasattr(of, kind.option)]
+                if not given:
+                    raise refused(kind.name, "option", f"neither a save nor its writer has {kind.option!r}")
+                if not any(given):
+                    continue
             feature = ask(kind.name, "__init__", kind, SaveFeature, options, writer)
             for method in _METHODS:
                 if getattr(kind, method) is not getattr(SaveFeature, method):
@@ -146,6 +156,7 @@ class Features:
             observer = ask(feature.name, "observer", feature.observer, Observer | None, local, columns)
             if observer is not None:
                 found[feature.name] = observer
+                observer.name = feature.name
         return found
 
     def found_by(self, observers: Mapping[str, Observer]) -> dict[str, Any]:

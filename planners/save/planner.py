@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import default_planner as torch_planner
@@ -28,6 +28,7 @@ from dcp.planners.torch_plans import (
     plan_from_writes,
     write_items,
 )
+from dcp.storage.errors import OptionError
 from dcp.storage.formats.container_notes import ContainerNote
 from dcp.storage.formats.index import Path
 
@@ -63,6 +64,9 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         super().__init__(
             flatten_state_dict, flatten_sharded_tensors, dedup_replicated_tensors, dedup_save_to_lowest_rank
         )
+        if replica_check not in get_args(ReplicaCheck):
+            choices = ", ".join(map(repr, get_args(ReplicaCheck)))
+            raise OptionError(f"replica_check must be one of {choices}, not {replica_check!r}")
         self.enable_plan_caching = enable_plan_caching
         self.replica_check = replica_check
         self.split_bytes = split_bytes

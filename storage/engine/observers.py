@@ -18,8 +18,10 @@ class Observer:
     """Sees what one rank writes; rows are those of its `WriteColumns`.
 
     Called by the writing threads, for one row by one of them and in the order of its bytes. The memory that
-    it is given is for reading, during the call.
+    it is given is for reading, during the call. ``name`` stands for it in messages.
     """
+
+    name = ""
 
     def see(self, row: int, position: int, data: memoryview) -> None:
         """Look at the bytes ``position`` and following of a row's payload, 1 MiB at most. Not called for
@@ -39,7 +41,10 @@ def see_all(observers: Sequence[Observer], row: int, position: int, data: memory
     """Show bytes to all ``observers``, for reading and for as long as this call takes."""
     for observer in observers:
         shown = data.toreadonly()
-        observer.see(row, position, shown)
+        try:
+            observer.see(row, position, shown)
+        except Exception as error:
+            raise _failed(observer, "see", error) from error
         try:
             shown.release()
         except BufferError:
@@ -54,4 +59,14 @@ def see_many_in_all(observers: Sequence[Observer], rows: Int64, payloads: npt.ND
     shown = payloads.view()
     shown.flags.writeable = False
     for observer in observers:
-        observer.see_many(rows, shown)
+        try:
+            observer.see_many(rows, shown)
+        except Exception as error:
+            raise _failed(observer, "see_many", error) from error
+
+
+def _failed(observer: Observer, method: str, error: Exception) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    name = observer.name or type(observer).__name__
+    return CheckpointError(f"feature {name!r}, {method}: {type(error).__name__}: {error}")

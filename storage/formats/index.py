@@ -341,6 +341,9 @@ def _tensor_problem(index: CheckpointIndex) -> str | None:
         return "unknown dtype code"
     if (index.shape_values < 0).any():
         return "negative size"
+    sizes = row_products(index.shape_values.astype(np.float64), index.shape_start)
+    if (sizes * itemsizes(index.dtype_codes) > 2.0**62).any():  # its size in int64 would be another one
+        return "a tensor is larger than any storage"
     if len(index.digests) not in (0, tensors) or not {*map(len, index.digests)} <= {0, SUM_BYTES}:
         return "digests are not those of its tensors"
     return None

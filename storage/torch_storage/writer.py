@@ -285,8 +285,6 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         own = {"save_id": self.save_id, "time": time.time(), **(provenance or {})}
         if not self.sync_files:
             own["durable"] = False
-        if taken := own.keys() & index.provenance.keys():
-            raise OptionError(f"a feature is called {min(taken)!r}, which is a fact of each save: rename it")
         index = dataclasses.replace(index, provenance={**index.provenance, **own}, user=dict(user or {}))
         previous = self._previous
         if previous is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,11 +142,20 @@ def test_a_cancelled_save_leaves_nothing(tmp_path: Path, writer: int) -> None:
 
 
 def test_a_killed_process_costs_one_save(tmp_path: Path, writer: int) -> None:
-    """The save after its death says how it died; the one after that goes through a new process."""
-    save(tmp_path / "1", 1).result(240)
+    """The one that it has not read; one that it has committed is saved. The next has a new process."""
+    is_read = threading.Event()
+    first = save(tmp_path / "1", 1, progress=lambda _: is_read.wait(60))
+    until(lambda: (tmp_path / "1" / ".metadata").exists(), "its commit")
+    time.sleep(1)  # its end is sent
+    os.kill(writer, signal.SIGSTOP)
+    second = save(tmp_path / "2", 2)
+    time.sleep(1)  # it is sent, and stays unread
     os.kill(writer, signal.SIGKILL)
+    time.sleep(1)  # all its threads have ended
+    is_read.set()
+    first.result(240)
     with pytest.raises(WriterProcessError, match="rank 0 was killed by SIGKILL"):
-        save(tmp_path / "1", 2).result(240)
+        second.result(240)
     noted = NotedPids(tmp_path / "new-pids")
     save(tmp_path / "3", 3, storage_writer=noted.writer(tmp_path / "3")).result(240)
     assert not lives(writer) and noted.others() != [writer]

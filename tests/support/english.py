@@ -1,7 +1,4 @@
-"""Check the prose of the library: openers of docstrings, and words that its readers would not search for.
-
-`docs/contributing.md` has the rules. Docstrings, comments and messages of the folders below are read.
-"""
+"""Check the prose of the library: openers of docstrings, and words with a plainer one (docs/contributing.md)."""
 
 from __future__ import annotations
 
@@ -22,9 +19,8 @@ _WORDS = re.compile(r"(?i)\b(told|tells? of|of ours|of others|somebody|goes on|g
 
 def docstring_problems(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield (line, problem) for docstrings without a verb or noun at the beginning."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in [one for one in ast.walk(tree) if isinstance(one, kinds)]:
         text = ast.get_docstring(node) or ""
         line = node.body[0].lineno if node.body else 1
         if opener := _QUESTION.match(text):

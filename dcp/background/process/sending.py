@@ -74,7 +74,7 @@ class Sender:
             sent = replace(
                 order, seconds=order.seconds | payload.seconds, options=replace(options, progress=None)
             )
-            body["order"] = pack(sent, "the save's storage or planner")
+            body["order"] = pack(sent, "the save's storage, planner or features")
             part_fd = self._add_part(payload, body)
             fds = [part_fd, body.pop("mapping_fd")] if "mapping_fd" in body else [part_fd]
         except Exception as error:  # noqa: BLE001 - raised by the save, on all ranks

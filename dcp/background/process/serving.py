@@ -144,6 +144,10 @@ class WriterLoop:
                 continue
             except (BrokenPipeError, ConnectionResetError):
                 return
+            except OSError:  # no descriptor is left, and it is too long for a packet
+                if reply.get("metadata") is None:
+                    raise
+                reply["metadata"] = None
 
     def _run(self, save: _ReceivedSave) -> dict[str, Any]:
         body = save.body

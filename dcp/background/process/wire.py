@@ -90,8 +90,8 @@ class Connection:
             data, fds, flags, _ = socket.recv_fds(
                 self._sock, _LONGEST_BYTES, _MOST_FDS, socket.MSG_CMSG_CLOEXEC
             )
-        except ConnectionResetError:  # it has ended before it read all that was sent
-            return None
+        except ConnectionResetError:  # it ended with something unread; what it had sent is behind this error
+            return self.receive()
         if not data:
             return None
         if flags & socket.MSG_CTRUNC:

@@ -90,7 +90,7 @@ def _remove_checkpoint(uri: str, options: dict[str, Any] | None, *, yes: bool) -
     if not files:
         with naming_near_places(uri, opener):
             raise CheckpointNotFoundError(
-                f"{store.url} holds no checkpoint that was committed; what killed saves left is for dcp gc",
+                f"{store.url} holds no checkpoint that was committed; what killed saves left is for dcp gc.",
                 path=store.url,
             )
     if read_notes(store).pinned:

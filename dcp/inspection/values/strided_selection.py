@@ -54,6 +54,10 @@ class StridedSelection:
         """The shape of the result."""
         return tuple(n for n, drop in zip(self.counts, self.dropped, strict=True) if not drop)
 
+    def is_whole(self, shape: Corner) -> bool:
+        """Return whether it is all of a tensor of ``shape``, as it is."""
+        return self.counts == shape and not any((*self.flipped, *self.dropped))
+
     def slabs(self, max_elements: int) -> Iterator[StridedSelection]:
         """Yield parts along the first dimension of the result, in its order."""
         dim = next((dim for dim, drop in enumerate(self.dropped) if not drop), None)

@@ -315,7 +315,7 @@ class TargetKind(Kind[T]):
 
         if "shared" not in plan_data:
             return
-        shared, batches = plan_data["shared"], plan_data["batches"]
+        shared, batches = plan_data["shared"], plan_data.get("batches", 0)
         params = self.params.model_validate(shared["params"])
         root = _root(context, params)
         with storage_errors(root):
