@@ -1,4 +1,4 @@
-"""Check the prose of the library: openers of docstrings, and words with a plainer one (docs/contributing.md)."""
+"""Check the prose of the library: openers of docstrings, and words that have a plainer one."""
 
 from __future__ import annotations
 
