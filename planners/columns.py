@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.formats.container_notes import ContainerNote, decode_notes, encode_notes
-from dcp.storage.formats.index import Int64, Path, starts
+from dcp.storage.formats.index import Path
+from dcp.storage.geometry.strides import Int64, starts
 from dcp.storage.packing import pack, unpack
 
 __all__ = [

@@ -17,10 +17,9 @@ from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.digest import ReplicaCheck, digest_bytes, digest_tensors
 from dcp.planners.value_digests import digest_value
 from dcp.storage.errors import PlanError
-from dcp.storage.formats.index import Int64
 from dcp.storage.formats.native.record import object_record
 from dcp.storage.formats.plain import encode_plain
-from dcp.storage.geometry.ragged import row_products
+from dcp.storage.geometry.strides import Int64, row_products
 from dcp.storage.tensors import LocalMemory, narrow
 from dcp.storage.torch_storage.file_partitions import EncodedObjects
 

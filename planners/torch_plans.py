@@ -31,9 +31,10 @@ from dcp.planners.load.plan import LoadPlan
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import ContainerNote
-from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, starts
-from dcp.storage.formats.torch.format import TORCH_DCP
+from dcp.storage.formats.index import CheckpointIndex, ObjectColumns
+from dcp.storage.formats.registry import TORCH_DCP
 from dcp.storage.geometry.boxes import Box
+from dcp.storage.geometry.strides import starts
 from dcp.storage.torch_compat import tensor_properties
 from dcp.storage.torch_storage.metadata import LazyMetadata
 

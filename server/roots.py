@@ -45,7 +45,7 @@ from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix.files import storage_error
 
 if TYPE_CHECKING:
-    from dcp.storage.formats.opening.sources import Source, SourcePlace
+    from dcp.storage.formats.opening import Source, SourcePlace
 
 __all__ = [
     "MAX_KEY_CHARACTERS",
@@ -237,7 +237,7 @@ class StorageRoot:
         Raises UnprocessableError for a key that is not clean, and errors of the store, which `problem`
         translates.
         """
-        from dcp.storage.formats.opening.sources import SourcePlace  # only here: numpy takes its time
+        from dcp.storage.formats.opening import SourcePlace  # only here: numpy takes its time
 
         url = self.url_of(check_key(key))
         if self.path is not None:
@@ -257,7 +257,7 @@ class StorageRoot:
 
         Raises a ProblemError: not found, not readable, or storage that does not answer.
         """
-        from dcp.storage.formats.opening.sources import Source, index_at
+        from dcp.storage.formats.opening import Source, index_at
 
         try:
             place = self.place(key)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Self
 
-__all__ = ["Closable"]
-
 
 class Closable(ABC):
     """Holds something until `close`, which a ``with`` block calls at its end."""

@@ -48,12 +48,11 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.native.format import DCP
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
-from dcp.storage.formats.opening.folder import is_large_metadata_of
-from dcp.storage.formats.torch.format import TORCH_DCP
-from dcp.storage.formats.torch.metadata.reader import decode_torch_metadata
-from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
+from dcp.storage.formats.opening import is_large_metadata_of
+from dcp.storage.formats.registry import DCP, TORCH_DCP
+from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
+from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
 from dcp.storage.stores.base import Store, Version
 from dcp.storage.stores.names import TEMPORARY_PREFIX
 from dcp.storage.threads import clearing_up

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["DATA_SUFFIX", "MANIFEST_NAME", "METADATA_NAME", "NOTES_NAME", "RANK_LOCAL", "is_commit_object"]
-
 MANIFEST_NAME: Final = "manifest.msgpack"
 """Ours."""
 

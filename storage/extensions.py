@@ -18,8 +18,6 @@ from dcp.storage.errors import UnsupportedFormatError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["extension_names", "loaded_extension"]
-
 
 @cache
 def _entry_points(group: str) -> dict[str, list[EntryPoint]]:

@@ -10,8 +10,6 @@ import difflib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-__all__ = ["close_to", "listed", "near_names"]
-
 _COMPARED: Final = 2_000
 """Texts that are compared letter by letter, a few microseconds each."""
 

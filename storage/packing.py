@@ -15,8 +15,6 @@ from isal import isal_zlib
 
 from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 
-__all__ = ["pack", "unpack"]
-
 _VERSION: Final = 3
 _ARRAY: Final = 1
 _PLAIN, _COMPRESSED = b"\0", b"\1"

@@ -14,22 +14,9 @@ import torch
 from dcp.storage.engine.memory import view
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import Int64, itemsizes, starts
+from dcp.storage.formats.index import itemsizes
 from dcp.storage.geometry.boxes import Box, split_box
-from dcp.storage.geometry.ragged import row_products
-
-__all__ = [
-    "LocalMemory",
-    "as_copied",
-    "byte_pieces",
-    "dtype_code",
-    "dtype_codes",
-    "finish_device_work",
-    "is_addressable",
-    "is_whole_memory",
-    "narrow",
-    "torch_dtype",
-]
+from dcp.storage.geometry.strides import Int64, row_products, starts
 
 _SLAB_BYTES = 4 << 20
 _COPY_BELOW_BYTES = 128 << 10

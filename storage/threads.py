@@ -16,17 +16,6 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Final, Generic, TypeVar
 
-__all__ = [
-    "CALLER_LEFT",
-    "AnyEvent",
-    "WorkerThreads",
-    "clearing_up",
-    "or_unwanted",
-    "result_of",
-    "unwanted_once",
-    "work_off",
-]
-
 T = TypeVar("T")
 
 CALLER_LEFT: Final[ContextVar[threading.Event | None]] = ContextVar("CALLER_LEFT", default=None)

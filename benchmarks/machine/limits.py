@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from dcp.storage.formats.opening.folder import open_index
+from dcp.storage.formats.opening import open_index
 from dcp.storage.stores import open_store
 
 __all__ = ["RawReads", "StateCopy", "copy_memory", "write_direct", "write_page_cache"]

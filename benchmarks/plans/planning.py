@@ -21,7 +21,7 @@ import numpy as np
 
 from dcp.planners.columns import SaveColumns, decode_save_columns, encode_rows, encode_save_columns
 from dcp.planners.save.global_plan import plan_save
-from dcp.storage.formats.index import starts
+from dcp.storage.geometry.strides import starts
 
 ROWS_PER_RANK = 4
 COLUMNS = 1024

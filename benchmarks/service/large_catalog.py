@@ -27,8 +27,9 @@ from dcp.server.catalog.roots import sync_roots
 from dcp.server.database.engine import Database
 from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import CheckpointIndex, starts
+from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest
+from dcp.storage.geometry.strides import starts
 
 __all__ = ["Sizes", "fill", "found_by_jobs", "numbers_of", "write_checkpoints"]
 

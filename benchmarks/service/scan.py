@@ -30,9 +30,10 @@ from dcp.server.scanning.scanner import Scanner
 from dcp.server.settings import RootSettings, Settings
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.formats.index import CheckpointIndex, starts
+from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest
-from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
+from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
+from dcp.storage.geometry.strides import starts
 
 __all__ = ["main", "measure"]
 

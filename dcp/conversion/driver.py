@@ -45,12 +45,11 @@ from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, OptionError
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.formats.index import CheckpointIndex, Int64
-from dcp.storage.formats.native.format import DCP
+from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest
-from dcp.storage.formats.opening.folder import open_index
-from dcp.storage.formats.opening.sources import Source, complete_index
-from dcp.storage.formats.safetensors.format import SAFETENSORS
+from dcp.storage.formats.opening import Source, complete_index, open_index
+from dcp.storage.formats.registry import DCP, SAFETENSORS
+from dcp.storage.geometry.strides import Int64
 
 __all__ = ["BATCH_BYTES", "Conversion", "ConversionReport", "Prepared", "discard_attempt"]
 

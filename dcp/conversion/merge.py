@@ -30,7 +30,7 @@ from dcp.progress import ProgressCallback
 from dcp.steps.folders import StepFolders
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError, PlanError
-from dcp.storage.formats.opening.sources import Source, open_source
+from dcp.storage.formats.opening import Source, open_source
 from dcp.storage.formats.registry import target_named, target_names
 from dcp.storage.near_names import listed
 from dcp.storage.stores import type_of_place

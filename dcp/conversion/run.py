@@ -23,7 +23,7 @@ from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CheckpointError, CorruptCheckpointError, StorageError
-from dcp.storage.formats.opening.sources import Source, open_source
+from dcp.storage.formats.opening import Source, open_source
 from dcp.storage.stores.opening import OpenWith
 
 __all__ = ["convert", "run_conversion"]

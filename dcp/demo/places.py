@@ -14,7 +14,7 @@ from dcp.inspection.verification import verify
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.opening.folder import has_checkpoint, open_index
+from dcp.storage.formats.opening import has_checkpoint, open_index
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.folders import open_parent_folder
 from dcp.storage.stores.opening import OpenWith

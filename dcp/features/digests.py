@@ -11,14 +11,19 @@ import numpy.typing as npt
 
 from dcp.planners.rank_state import RankState
 from dcp.saving.feature import SaveFeature
-from dcp.storage.digests.boxes import BoxDigest, RunDigest, row_values, run_value
-from dcp.storage.digests.field import as_elements
-from dcp.storage.digests.places import LogicalPlaces
-from dcp.storage.digests.shown import SUM_BYTES
+from dcp.storage.digests import (
+    SUM_BYTES,
+    BoxDigest,
+    LogicalPlaces,
+    RunDigest,
+    as_elements,
+    row_values,
+    run_value,
+)
 from dcp.storage.engine.observers import Observer
 from dcp.storage.engine.write_tables import WriteColumns
-from dcp.storage.formats.index import CheckpointIndex, Int64, itemsizes
-from dcp.storage.geometry.ragged import gather_rows, row_products
+from dcp.storage.formats.index import CheckpointIndex, itemsizes
+from dcp.storage.geometry.strides import Int64, gather_rows, row_products
 
 __all__ = ["Digests"]
 

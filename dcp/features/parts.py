@@ -9,7 +9,7 @@ import numpy as np
 from dcp.planners.load.selection import Selection
 from dcp.planners.rank_state import RankState
 from dcp.saving.feature import SaveFeature
-from dcp.storage.formats.index import Int64
+from dcp.storage.geometry.strides import Int64
 
 __all__ = ["Parts"]
 

@@ -20,8 +20,9 @@ from dcp.planners.weight_maps.weight_map import MapSource, WeightMap
 from dcp.saving.feature import SaveFeature
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.container_notes import notes_above
-from dcp.storage.formats.index import CheckpointIndex, Int64, Path, starts
+from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.geometry.boxes import Box
+from dcp.storage.geometry.strides import Int64, starts
 from dcp.storage.near_names import listed
 from dcp.storage.tensors import LocalMemory, torch_dtype
 

@@ -15,10 +15,9 @@ from dcp.planners.columns import HeldBoxes
 from dcp.storage.engine.memory import Place, repeats_places, share_memory
 from dcp.storage.engine.reading.requests import Pieces
 from dcp.storage.errors import PlanError
-from dcp.storage.formats.index import CheckpointIndex, Int64, itemsizes
-from dcp.storage.geometry.boxes import Box
-from dcp.storage.geometry.joins import BoxSet, overlapping_pairs
-from dcp.storage.geometry.strides import extent
+from dcp.storage.formats.index import CheckpointIndex, itemsizes
+from dcp.storage.geometry.boxes import Box, BoxSet, overlapping_pairs
+from dcp.storage.geometry.strides import Int64, extent
 from dcp.storage.near_names import listed
 from dcp.storage.tensors import LocalMemory, as_copied, narrow
 from dcp.storage.torch_storage.destinations import refuse_shared

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from dcp.loading.feature import LoadFeature, View
+from dcp.planners.weight_maps.axes import model_config
 from dcp.planners.weight_maps.mapped_index import map_all
-from dcp.planners.weight_maps.model_config import model_config
-from dcp.planners.weight_maps.stored import StoredPiece, StoredTensors
+from dcp.planners.weight_maps.pieces import StoredPiece, StoredTensors
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import ByteRuns, Elements, Pieces
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.opening.folder import saved_by_rank
+from dcp.storage.formats.opening import saved_by_rank
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.tensors import LocalMemory, narrow
 from dcp.storage.torch_storage.destinations import Filled, refuse_shared

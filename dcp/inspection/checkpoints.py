@@ -20,13 +20,18 @@ from dcp.storage.errors import (
     CheckpointError,
     CheckpointNotFoundError,
 )
-from dcp.storage.formats.dropped import DroppedPart, dropped_from
 from dcp.storage.formats.format import BEGIN_BYTES
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.opening.folder import open_index as _open_index
-from dcp.storage.formats.opening.places_near import naming_near_places
-from dcp.storage.formats.opening.sources import index_of_file, index_of_folder, locate, open_source
+from dcp.storage.formats.opening import (
+    index_of_file,
+    index_of_folder,
+    locate,
+    naming_near_places,
+    open_source,
+)
+from dcp.storage.formats.opening import open_index as _open_index
 from dcp.storage.formats.registry import by_precedence, file_suffixes, formats, is_of_files
+from dcp.storage.formats.views import DroppedPart, dropped_from
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.folders import ParentFolder, SmallFiles, open_parent_folder
 from dcp.storage.stores.opening import OpenWith
@@ -111,7 +116,7 @@ def open_index(
     """Read the index of the checkpoint under ``checkpoint_id``: a path, or a URL of a supported store.
 
     It may be a folder with a commit, or a file or folder of any other format (see
-    `dcp.storage.formats.opening.sources`).
+    `dcp.storage.formats.opening`).
 
     Args:
         checkpoint_id: The path or URL.

@@ -18,11 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.inspection.findings import Finding, ReportBytes, VerifyReport, kind_of
-from dcp.storage.digests.boxes import KEY, blocks_of, run_value
-from dcp.storage.digests.field import BLOCK_BYTES as DIGEST_BLOCK_BYTES
-from dcp.storage.digests.field import power, product
-from dcp.storage.digests.places import LogicalPlaces
-from dcp.storage.digests.shown import SUM_BYTES
+from dcp.storage.digests import BLOCK_BYTES as DIGEST_BLOCK_BYTES
+from dcp.storage.digests import KEY, SUM_BYTES, LogicalPlaces, blocks_of, power, product, run_value
 from dcp.storage.engine.memory import item_view
 from dcp.storage.engine.reading.coalescing import coalesce, span_bytes
 from dcp.storage.errors import (
@@ -36,14 +33,14 @@ from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.record import OpenRecord, begin_record
 from dcp.storage.formats.native.record_reader import StoredTensor, locate_payload
 from dcp.storage.formats.registry import is_of_files
-from dcp.storage.formats.torch.zip_reader import (
+from dcp.storage.formats.torch.archive import (
     LOCAL_SIGNATURE,
     Window,
     check_names,
     entry_start,
     read_directory,
 )
-from dcp.storage.geometry.ragged import gather_rows, row_products
+from dcp.storage.geometry.strides import gather_rows, row_products
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.handles import ReadHandle
 from dcp.storage.threads import work_off

@@ -36,13 +36,16 @@ from dcp.storage.errors import (
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest
-from dcp.storage.formats.opening.folder import MAX_TORCH_METADATA_BYTES
-from dcp.storage.formats.opening.places_near import naming_near_places
-from dcp.storage.formats.opening.sources import SourcePlace, index_at, locate
-from dcp.storage.formats.registry import is_of_files
-from dcp.storage.formats.torch.format import TORCH_DCP
-from dcp.storage.geometry.joins import BoxSet, cut_overlaps, overlapping_pairs
-from dcp.storage.geometry.ragged import expand_ranges, row_products
+from dcp.storage.formats.opening import (
+    MAX_TORCH_METADATA_BYTES,
+    SourcePlace,
+    index_at,
+    locate,
+    naming_near_places,
+)
+from dcp.storage.formats.registry import TORCH_DCP, is_of_files
+from dcp.storage.geometry.boxes import BoxSet, cut_overlaps, overlapping_pairs
+from dcp.storage.geometry.strides import expand_ranges, row_products
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.names import TEMPORARY_PREFIX
 from dcp.storage.stores.opening import OpenWith

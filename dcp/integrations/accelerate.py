@@ -16,7 +16,7 @@ import dcp
 from dcp.integrations import trainer_state as shared
 from dcp.integrations.random_state import RandomState
 from dcp.integrations.trainer_state import PathSaves
-from dcp.storage.formats.opening.folder import has_checkpoint
+from dcp.storage.formats.opening import has_checkpoint
 from dcp.storage.stores import open_store
 
 with shared.package_of("accelerate"):

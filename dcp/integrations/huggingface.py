@@ -18,7 +18,7 @@ from dcp.integrations import trainer_state as shared
 from dcp.integrations.random_state import RandomState
 from dcp.manager.events import Event
 from dcp.manager.restore import is_unusable
-from dcp.storage.formats.opening.folder import has_checkpoint
+from dcp.storage.formats.opening import has_checkpoint
 from dcp.storage.stores import open_store
 
 with shared.package_of("transformers"):

@@ -32,10 +32,8 @@ from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, PlanError, StorageError
 from dcp.storage.formats.index import Path
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
-from dcp.storage.formats.opening.folder import saved_by_rank
-from dcp.storage.formats.opening.places_near import naming_near_places
-from dcp.storage.formats.opening.sources import index_at
-from dcp.storage.geometry.ragged import row_products
+from dcp.storage.formats.opening import index_at, naming_near_places, saved_by_rank
+from dcp.storage.geometry.strides import row_products
 from dcp.storage.packing import pack, unpack
 from dcp.storage.tensors import LocalMemory
 from dcp.storage.torch_storage.destinations import read_into

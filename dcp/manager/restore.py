@@ -36,8 +36,8 @@ from dcp.storage.errors import (
     MissingKeyError,
     StorageError,
 )
-from dcp.storage.formats.dropped import dropped_from
-from dcp.storage.formats.opening.folder import has_checkpoint, open_index
+from dcp.storage.formats.opening import has_checkpoint, open_index
+from dcp.storage.formats.views import dropped_from
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

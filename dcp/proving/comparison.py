@@ -20,18 +20,23 @@ from dcp.planners.load.selection import Selection
 from dcp.planners.per_rank import rank_holder, rank_number
 from dcp.planners.rank_state import RankState, encoded_object
 from dcp.proving.proof import FindingKind, Proof, ProofFinding, RankProof
-from dcp.storage.digests.boxes import KEY, BoxDigest, logical_runs
-from dcp.storage.digests.field import as_elements, power, product
-from dcp.storage.digests.places import LogicalPlaces
-from dcp.storage.digests.shown import SUM_BYTES
+from dcp.storage.digests import (
+    KEY,
+    SUM_BYTES,
+    BoxDigest,
+    LogicalPlaces,
+    as_elements,
+    logical_runs,
+    power,
+    product,
+)
 from dcp.storage.errors import CheckpointFormatError, PlanError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import Int64, itemsizes
-from dcp.storage.formats.native.object_blob import ObjectBlob
+from dcp.storage.formats.index import itemsizes
+from dcp.storage.formats.native.record_reader import ObjectBlob
 from dcp.storage.formats.torch.python_values import encode_value, python_value
-from dcp.storage.geometry.boxes import Box
-from dcp.storage.geometry.joins import BoxSet, disjoint, overlapping_pairs
-from dcp.storage.geometry.ragged import gather_rows
+from dcp.storage.geometry.boxes import Box, BoxSet, disjoint, overlapping_pairs
+from dcp.storage.geometry.strides import Int64, gather_rows
 from dcp.storage.near_names import listed
 from dcp.storage.tensors import byte_pieces
 

@@ -22,7 +22,7 @@ from dcp.saving.options import compared_options
 from dcp.saving.save import Save, SavingRank
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome, assemble_index
 from dcp.storage.errors import PlanError, StorageError
-from dcp.storage.formats.opening.folder import open_index
+from dcp.storage.formats.opening import open_index
 from dcp.storage.packing import pack, unpack
 from dcp.storage.threads import unwanted_once
 from dcp.storage.torch_storage.metadata import LazyMetadata

@@ -20,7 +20,8 @@ from dcp.planners.rank_state import RankState
 from dcp.storage.engine.observers import Observer
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
 from dcp.storage.errors import PlanError
-from dcp.storage.formats.index import CheckpointIndex, Int64
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.geometry.strides import Int64
 from dcp.storage.packing import pack, unpack
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import torch
 
 from dcp.staging.arena import PAGES_BYTES, HostArena
 from dcp.staging.guard import Guard, Samples
-from dcp.storage.formats.index import Int64
+from dcp.storage.geometry.strides import Int64
 from dcp.storage.tensors import LocalMemory, as_copied
 from dcp.storage.torch_compat import copy_tensors
 

@@ -22,7 +22,8 @@ from dcp.planners.layout.checkpointable import claim_of
 from dcp.planners.layout.local_tensor import SpecCache, flatten_sharded, is_tensor_like, local_tensor
 from dcp.storage.engine.memory import gather_small, view
 from dcp.storage.errors import PlanError, StagingError
-from dcp.storage.formats.index import Int64, itemsizes, starts
+from dcp.storage.formats.index import itemsizes
+from dcp.storage.geometry.strides import Int64, starts
 from dcp.storage.near_names import listed
 from dcp.storage.tensors import LocalMemory, byte_pieces
 

@@ -24,7 +24,7 @@ from dcp.staging.copies import Copier, Copying, Slot
 from dcp.staging.guard import Guard, changed_error
 from dcp.staging.tree import StateTree
 from dcp.storage.errors import OptionError, StagingError
-from dcp.storage.formats.index import Int64
+from dcp.storage.geometry.strides import Int64
 from dcp.storage.tensors import LocalMemory
 
 __all__ = ["BlockingAsyncStager", "DefaultStager", "StagedState", "StagingTimeoutError"]

@@ -21,9 +21,9 @@ from dcp.inspection.checkpoints import header_of
 from dcp.steps.notes import Health, Notes, StepState, partial_of, read_notes, update_notes
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME, is_commit_object
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, OptionError
-from dcp.storage.formats.dropped import DroppedPart, dropped_from
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.opening.folder import open_index
+from dcp.storage.formats.opening import open_index
+from dcp.storage.formats.views import DroppedPart, dropped_from
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store, Version
 from dcp.storage.stores.folders import ParentFolder, SmallFiles, open_parent_folder

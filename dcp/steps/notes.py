@@ -24,8 +24,8 @@ from dcp.storage.errors import (
     UnsupportedFormatError,
 )
 from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.native.manifest import reading_version
 from dcp.storage.formats.plain import decode_plain, encode_plain
-from dcp.storage.formats.versions import reading_version
 from dcp.storage.stores.base import Store
 
 __all__ = [

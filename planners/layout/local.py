@@ -35,7 +35,8 @@ from dcp.planners.rank_state import RankState
 from dcp.storage.engine.memory import is_read_only
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import Int64, itemsizes, starts
+from dcp.storage.formats.index import itemsizes
+from dcp.storage.geometry.strides import Int64, starts
 from dcp.storage.tensors import LocalMemory
 from dcp.storage.torch_compat import local_part, spec_of
 

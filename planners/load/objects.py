@@ -17,10 +17,9 @@ import torch
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.dtypes import Dtype
-from dcp.storage.formats.native.object_blob import ObjectBlob
-from dcp.storage.formats.torch.pickle_reader import DevicePickle, SizePickle
+from dcp.storage.formats.native.record_reader import ObjectBlob
+from dcp.storage.formats.torch.pickle_reader import DevicePickle, SizePickle, TensorPickle
 from dcp.storage.formats.torch.python_values import python_value
-from dcp.storage.formats.torch.tensor_pickle import TensorPickle
 
 __all__ = ["load_object"]
 

@@ -20,10 +20,10 @@ from dcp.storage.errors import (
     ShapeMismatchError,
 )
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.dropped import dropped_from
-from dcp.storage.formats.index import CheckpointIndex, Int64, starts
-from dcp.storage.geometry.joins import BoxSet, cut_overlaps, intersecting_pairs, overlapping_pairs
-from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_matrix
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.views import dropped_from
+from dcp.storage.geometry.boxes import BoxSet, cut_overlaps, intersecting_pairs, overlapping_pairs
+from dcp.storage.geometry.strides import Int64, expand_ranges, gather_rows, row_matrix, starts
 from dcp.storage.near_names import listed
 
 __all__ = ["LoadPlan", "LoadProblems", "intersect", "pieces_of", "plan_load"]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dcp.planners.save.tables import Boxes, GlobalObjects, Items
-from dcp.storage.formats.index import Int64
+from dcp.storage.geometry.strides import Int64
 
 __all__ = ["LARGE_OBJECT_BYTES", "Dealt", "deal_boxes", "deal_objects"]
 

@@ -34,9 +34,9 @@ from dcp.planners.save.validate import (
 )
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.formats.container_notes import ContainerNote, Noted, join_notes, structure_of_notes
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, Path, itemsizes, starts
-from dcp.storage.formats.native.format import DCP
-from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_products
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, Path, itemsizes
+from dcp.storage.formats.registry import DCP
+from dcp.storage.geometry.strides import Int64, expand_ranges, gather_rows, row_products, starts
 
 __all__ = ["SPLIT_BYTES", "GlobalSavePlan", "plan_save"]
 

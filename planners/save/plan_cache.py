@@ -29,7 +29,8 @@ from dcp.planners.value_digests import NOT_COMPARABLE
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import encode_notes
-from dcp.storage.formats.index import Int64, Path
+from dcp.storage.formats.index import Path
+from dcp.storage.geometry.strides import Int64
 from dcp.storage.packing import unpack
 
 __all__ = ["PlanCache"]

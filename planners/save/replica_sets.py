@@ -19,7 +19,7 @@ from dcp.planners.columns import RankSets, SaveColumns
 from dcp.planners.digest import ReplicaCheck, digest_tensors
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.tables import Boxes, GlobalObjects, Items
-from dcp.storage.formats.index import Int64
+from dcp.storage.geometry.strides import Int64
 
 __all__ = ["differing", "folds_of", "replica_sets"]
 

@@ -16,8 +16,7 @@ import numpy.typing as npt
 from dcp.planners.columns import SaveColumns
 from dcp.planners.value_digests import NOT_COMPARABLE
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import Int64, starts
-from dcp.storage.geometry.ragged import gather_rows, row_products
+from dcp.storage.geometry.strides import Int64, gather_rows, row_products, starts
 from dcp.storage.near_names import listed
 
 __all__ = [

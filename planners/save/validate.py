@@ -13,9 +13,9 @@ from dcp.planners.digest import is_made_on_device
 from dcp.planners.save.tables import Boxes, GlobalObjects, GlobalTensors, Items, describe_sides, rank_list
 from dcp.storage.errors import PlanError, ReplicaMismatchError
 from dcp.storage.formats.container_notes import ContainerNote
-from dcp.storage.formats.index import Int64, Path, starts
-from dcp.storage.geometry.joins import BoxSet, overlapping_pairs
-from dcp.storage.geometry.ragged import by_ndim
+from dcp.storage.formats.index import Path
+from dcp.storage.geometry.boxes import BoxSet, overlapping_pairs
+from dcp.storage.geometry.strides import Int64, by_ndim, starts
 
 __all__ = [
     "check_bounds",

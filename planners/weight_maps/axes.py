@@ -1,23 +1,30 @@
-"""Named axes that a tensor is made of: ``(group (q + k + v)) width``.
+"""Names, axes and sizes of a rule's tensors.
 
-As in einops: dimensions from left to right; in parentheses several axes are one dimension, the last the
-fastest. With ``+`` parts stand one behind the other. Axes of the same names on both sides of a rule are the
-same elements; so fusing and splitting, transposing, permuting heads, reshaping and padding are one thing.
+A name has parts that vary: ``{layer}`` is a number, ``{part:a|b}`` one of some words, ``{rest:*}`` anything.
+
+Axes are what a tensor is made of: ``(group (q + k + v)) width``. As in einops: dimensions from left to right;
+in parentheses several axes are one dimension, the last the fastest. With ``+`` parts stand one behind the
+other. Axes of the same names on both sides of a rule are the same elements; so fusing and splitting,
+transposing, permuting heads, reshaping and padding are one thing.
+
+Sizes of axes are numbers, or expressions of the names in a model's configuration.
 """
 
 from __future__ import annotations
 
+import ast
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 from dcp.storage.errors import OptionError, PlanError
-
-__all__ = ["Axes", "AxisPlaces"]
+from dcp.storage.stores.base import Store
 
 _TOKEN: Final = re.compile(r"\s*([A-Za-z_]\w*|[()+])")
 _MAX_NESTING: Final = 8
@@ -231,3 +238,208 @@ def _expand(node: _Node, step: int, sizes: Mapping[str, int]) -> Iterator[tuple[
             ways = [({**steps, **own}, at + offset) for steps, at in found for own, offset in ways]
             step *= _size(factor, sizes)
         yield from ways
+
+
+_PART: Final = re.compile(r"\{([A-Za-z_]\w*)(?::([^{}]*))?\}", re.ASCII)
+_NUMBER: Final = r"0|[1-9][0-9]{0,8}"
+_HALF: Final = re.compile("[\ud800-\udfff]")
+_MAX_PARTS: Final = 8
+_MAX_ANY: Final = 2
+"""Matching takes the length of a name to this power."""
+
+
+@dataclass(frozen=True)
+class NamePattern:
+    """A name, or many."""
+
+    text: str
+
+    @classmethod
+    @lru_cache(maxsize=4096)
+    def parse(cls, text: str) -> NamePattern:
+        """Raise OptionError for what is none."""
+        found = cls(text)
+        rest = _PART.sub("", text)
+        if not text or "{" in rest or "}" in rest:
+            raise OptionError(
+                f"{text!r} is no name: a part that varies is {{part}}, {{part:a|b}} or {{part:*}}"
+            )
+        if _HALF.search(text):
+            raise OptionError(f"{text!r} is no name: half of a character cannot be written")
+        if len(set(found.parts)) < len(found.parts):
+            raise OptionError(f"{text!r} has a part twice")
+        if len(found.parts) > _MAX_PARTS or len(found.parts_of_anything) > _MAX_ANY:
+            raise OptionError(f"{text!r} has more than {_MAX_PARTS} parts, or {_MAX_ANY} of anything (*)")
+        return found
+
+    def below(self, prefix: str) -> NamePattern:
+        """Return the same behind ``prefix``."""
+        return NamePattern.parse(prefix + self.text)
+
+    @cached_property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the parts that vary."""
+        return tuple(part[1] for part in _PART.finditer(self.text))
+
+    @cached_property
+    def numbers(self) -> frozenset[str]:
+        """The parts that are numbers."""
+        return frozenset(part[1] for part in _PART.finditer(self.text) if part[2] is None)
+
+    @cached_property
+    def parts_of_anything(self) -> frozenset[str]:
+        """The parts that are anything."""
+        return frozenset(part[1] for part in _PART.finditer(self.text) if part[2] == "*")
+
+    def match(self, name: str) -> dict[str, str] | None:
+        """Return the varying parts of ``name``; None if it is none of these."""
+        if not name.startswith(self._head):
+            return None
+        found = self._regex.fullmatch(name)
+        return found.groupdict() if found else None
+
+    def format(self, parts: Mapping[str, str]) -> str:
+        """Return the name with these parts. KeyError for one that is missing."""
+        return _PART.sub(lambda part: parts[part[1]], self.text)
+
+    @cached_property
+    def _head(self) -> str:
+        return self.text.split("{", 1)[0]
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        return re.compile("".join(self._pieces()), re.DOTALL)
+
+    def _pieces(self) -> Iterator[str]:
+        """Yield parts of a regular expression in which numbers and words are taken once, the longest, so
+        that no name takes long to tell."""
+        at = 0
+        for part in _PART.finditer(self.text):
+            yield re.escape(self.text[at : part.start()])
+            words = part[2]
+            if words is None:
+                yield f"(?P<{part[1]}>(?>{_NUMBER}))"
+            elif words == "*":
+                yield f"(?P<{part[1]}>.+)"
+            else:
+                own = sorted(words.split("|"), key=len, reverse=True)
+                yield f"(?P<{part[1]}>(?>{'|'.join(map(re.escape, own))}))"
+            at = part.end()
+        yield re.escape(self.text[at:])
+
+
+CONFIG: Final[str] = "config.json"
+
+
+MAX_CONFIG_BYTES: Final = 4 << 20
+
+
+def model_config(store: Store) -> Mapping[str, Any]:
+    """Read the configuration in the file beside a checkpoint's weights; empty where there is none.
+    OptionError as of `config_of`."""
+    if store.stat(CONFIG) is None:
+        return {}
+    return config_of(store.read(CONFIG, limit_bytes=MAX_CONFIG_BYTES), f"{CONFIG} of {store.url}")
+
+
+def config_at(path: Path) -> Mapping[str, Any]:
+    """Read the configuration of a file, or of a model's folder. OptionError if it cannot be read, and as
+    of `config_of`."""
+    path = path / CONFIG if path.is_dir() else path
+    try:
+        with path.open(encoding="utf-8") as file:
+            return config_of(file.read(MAX_CONFIG_BYTES), str(path))
+    except OSError as error:
+        raise OptionError(f"config: {path} cannot be read: {error.strerror}") from error
+
+
+def config_of(text: str | bytes, where: str) -> Mapping[str, Any]:
+    """Return a model's configuration of JSON; of one with a text model within, that has the first word.
+
+    OptionError for anything else.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"{where} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise OptionError(f"{where} is no table")
+    inner = found.get("text_config")
+    return {**found, **inner} if isinstance(inner, dict) else found
+
+
+_MAX_LENGTH: Final = 200
+
+
+_MAX_SIZE: Final = 1 << 48
+
+
+def evaluate(text: str, names: Mapping[str, Any]) -> int | None:
+    """Return the value of an expression of whole numbers, names, ``+ - * // ( )``, ``not``, ``and`` and
+    ``or``.
+
+    None where a name is needed that is not known, or is None. ``or`` takes the first that is known and not
+    0; ``and`` the last, if those before it are known and not 0, and else 0. OptionError for any other
+    expression, or where a name is no whole number.
+    """
+    return _value(_parsed(text), names, text)
+
+
+def names_in(text: str) -> frozenset[str]:
+    """Return the names in an expression."""
+    return frozenset(node.id for node in ast.walk(_parsed(text)) if isinstance(node, ast.Name))
+
+
+@lru_cache(maxsize=1024)
+def _parsed(text: str) -> ast.expr:
+    if len(text) <= _MAX_LENGTH:
+        try:
+            return ast.parse(text.strip(), mode="eval").body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            pass
+    raise OptionError(f"{text[:_MAX_LENGTH]!r} is no expression of names and whole numbers")
+
+
+def _value(node: ast.expr, names: Mapping[str, Any], text: str) -> int | None:
+    match node:
+        case ast.Constant(value=bool() | int() as number) if number <= _MAX_SIZE:
+            return int(number)
+        case ast.Name(id=name):
+            return _named(name, names.get(name))
+        case ast.BoolOp(op=ast.Or(), values=parts):
+            values = [value for part in parts if (value := _value(part, names, text)) is not None]
+            return next(filter(None, values), 0 if values else None)
+        case ast.BoolOp(op=ast.And(), values=[*conditions, last]):
+            is_met = all(_value(part, names, text) for part in conditions)
+            return _value(last, names, text) if is_met else 0
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return int(not _value(operand, names, text))
+        case ast.BinOp(left=left, op=op, right=right):
+            low, high = _value(left, names, text), _value(right, names, text)
+            return None if low is None or high is None else _combined(low, op, high, text)
+    raise OptionError(f"{text!r} is no expression of names, whole numbers, + - * //, not, and, or")
+
+
+def _combined(low: int, op: ast.operator, high: int, text: str) -> int:
+    match op:
+        case ast.Add():
+            found = low + high
+        case ast.Sub():
+            found = low - high
+        case ast.Mult():
+            found = low * high
+        case ast.FloorDiv() if high:
+            found = low // high
+        case _:
+            raise OptionError(f"{text!r}: what may be done is + - * //, and that not by 0")
+    if abs(found) > _MAX_SIZE:
+        raise OptionError(f"{text!r} is too large")
+    return found
+
+
+def _named(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or abs(value) > _MAX_SIZE:
+        raise OptionError(f"{name} should be a whole number, and is {value!r}"[:_MAX_LENGTH])
+    return int(value)

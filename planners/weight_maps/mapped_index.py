@@ -11,14 +11,13 @@ import numpy as np
 
 from dcp.planners.columns import SaveColumns
 from dcp.planners.load.selection import Patterns, Selection, check_patterns
-from dcp.planners.weight_maps.model_config import model_config
+from dcp.planners.weight_maps.axes import model_config
 from dcp.planners.weight_maps.pieces import MappedTensor, check_mapped
 from dcp.planners.weight_maps.weight_map import MapSource, WeightMap
 from dcp.storage.formats.container_notes import notes_above
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, starts
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.geometry.strides import starts
 from dcp.storage.stores.base import Store
-
-__all__ = ["MappedIndex", "Misfit", "map_all", "map_index", "map_sources", "misfits"]
 
 
 @dataclass(frozen=True, eq=False)

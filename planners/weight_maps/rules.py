@@ -10,14 +10,11 @@ from functools import cached_property
 from itertools import product
 from typing import Any, Final, NamedTuple
 
-from dcp.planners.weight_maps.axes import Axes, AxisPlaces
-from dcp.planners.weight_maps.names import NamePattern
+from dcp.planners.weight_maps.axes import Axes, AxisPlaces, NamePattern
 from dcp.planners.weight_maps.pieces import MappedTensor, Piece, PieceSide
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats.dtypes import BY_CODE
 from dcp.storage.near_names import listed
-
-__all__ = ["FoundTensor", "MapRule", "Pattern"]
 
 _MAX_TARGETS: Final = 1 << 20
 _MAX_TOLD: Final = 8

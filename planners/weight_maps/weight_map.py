@@ -13,15 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from dcp.planners.weight_maps.axes import Axes
-from dcp.planners.weight_maps.model_config import config_at, evaluate, names_in
-from dcp.planners.weight_maps.names import NamePattern
+from dcp.planners.weight_maps.axes import Axes, NamePattern, config_at, evaluate, names_in
 from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.rules import FoundTensor, MapRule, Pattern
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
 from dcp.storage.near_names import close_to, listed
-
-__all__ = ["MapSource", "WeightMap", "ready_maps", "weight_map"]
 
 _READY: Final = Path(__file__).parent / "ready"
 _MAX_FILE_BYTES: Final = 4 << 20

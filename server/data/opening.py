@@ -21,7 +21,7 @@ from dcp.storage.stores.names import TEMPORARY_PREFIX
 if TYPE_CHECKING:
     from dcp.server.data.chunk_columns import ChunkColumns
     from dcp.storage.formats.index import CheckpointIndex
-    from dcp.storage.formats.opening.sources import SourcePlace
+    from dcp.storage.formats.opening import SourcePlace
 
 __all__ = ["OpenCheckpoint", "OpenCheckpoints", "OpenChunks"]
 
@@ -71,7 +71,7 @@ class OpenCheckpoint(_Stamped):
     def whole_index(self) -> CheckpointIndex:
         """The index with what its format keeps elsewhere, such as values that are no tensors; read once.
         Raises errors of the formats and the storage."""
-        from dcp.storage.formats.opening.sources import complete_index  # only here, as all that reads tensors
+        from dcp.storage.formats.opening import complete_index  # only here, as all that reads tensors
 
         return complete_index(self.store, self.index)
 
@@ -158,7 +158,7 @@ class OpenCheckpoints:
         return self._values.get(name, lambda: self._read(root, key, place, stamp))
 
     def _read(self, root: StorageRoot, key: str, place: SourcePlace, stamp: _Stamp) -> OpenCheckpoint:
-        from dcp.storage.formats.opening.sources import index_at
+        from dcp.storage.formats.opening import index_at
 
         with self._large if stamp.is_large else nullcontext():
             index = index_at(place)

@@ -23,7 +23,7 @@ from dcp.server.problems import UnprocessableError
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.dtypes import Dtype
-from dcp.storage.formats.safetensors.writer import HeaderTensor, header_order, safetensors_header
+from dcp.storage.formats.safetensors import HeaderTensor, header_order, safetensors_header
 
 __all__ = ["PlannedTensor", "plan_tensor"]
 

@@ -21,8 +21,7 @@ from dcp.server.formats import format_in_catalog
 from dcp.server.records.administration import RetentionDecision
 from dcp.server.retention.parts import bytes_of_parts, dropped_patterns
 from dcp.steps.notes import StepState
-from dcp.storage.formats.native.format import DCP
-from dcp.storage.formats.torch.format import TORCH_DCP
+from dcp.storage.formats.registry import DCP, TORCH_DCP
 
 __all__ = ["RunPlan", "plan_run", "runs_of"]
 

@@ -19,12 +19,11 @@ from dcp.server.catalog.contents.structures import StructureFacts, StructureTens
 from dcp.server.catalog.facts import END_OF_TIME, CheckpointFacts, FoundState
 from dcp.server.formats import format_in_catalog
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
-from dcp.storage.digests.shown import digest_of_all
-from dcp.storage.formats.dropped import dropped_from
+from dcp.storage.digests import digest_of_all
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
-from dcp.storage.formats.native.format import DCP
-from dcp.storage.formats.opening.sources import Source
-from dcp.storage.formats.registry import by_precedence, file_names, formats, is_of_files
+from dcp.storage.formats.opening import Source
+from dcp.storage.formats.registry import DCP, by_precedence, file_names, formats, is_of_files
+from dcp.storage.formats.views import dropped_from
 from dcp.storage.stores.base import FileInfo
 
 __all__ = [

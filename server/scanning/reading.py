@@ -40,8 +40,8 @@ from dcp.storage.formats.native.manifest import (
     decode_manifest,
     summarize_manifest,
 )
-from dcp.storage.formats.opening.sources import Source, SourcePlace, index_at
-from dcp.storage.formats.torch.metadata.writer import torch_metadata_head
+from dcp.storage.formats.opening import Source, SourcePlace, index_at
+from dcp.storage.formats.torch.metadata_writer import torch_metadata_head
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.posix.files import is_below, path_of_descriptor
 from dcp.storage.stores.posix.store import PosixStore

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.formats.index import Int64
-from dcp.storage.geometry.strides import extent
+from dcp.storage.geometry.strides import Int64, extent
 
 __all__ = [
     "GATHERED_BYTES",

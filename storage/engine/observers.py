@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.errors import CheckpointError
-from dcp.storage.formats.index import Int64
+from dcp.storage.geometry.strides import Int64
 
 __all__ = ["Observer", "see_all", "see_many_in_all"]
 

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.errors import PlanError
-from dcp.storage.formats.index import CheckpointIndex, Int64, itemsizes, starts
-from dcp.storage.geometry.ragged import expand_ranges, row_products
+from dcp.storage.formats.index import CheckpointIndex, itemsizes
+from dcp.storage.geometry.strides import Int64, expand_ranges, row_products, starts
 from dcp.storage.packing import pack, unpack
 
 __all__ = ["CHUNK_COLUMNS", "OBJECT_COLUMNS", "WriteColumns", "WriteOutcome", "assemble_index"]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from isal.isal_zlib import crc32, crc32_combine
 
-from dcp.storage.geometry.payload_parts import BLOCK_BYTES
+from dcp.storage.geometry.strides import BLOCK_BYTES
 
 __all__ = ["BLOCK_BYTES", "crc32", "crc32_combine", "crc32_rows"]
 

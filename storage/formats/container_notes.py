@@ -21,24 +21,6 @@ from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.index import Path
 from dcp.storage.formats.plain import decode_plain, encode_plain
 
-__all__ = [
-    "NO_PLAIN_KEY",
-    "STRUCTURE_VERSION",
-    "ContainerNote",
-    "Noted",
-    "decode_notes",
-    "empty_dicts",
-    "encode_notes",
-    "join_notes",
-    "note_of",
-    "notes_above",
-    "notes_by_path",
-    "original_keys",
-    "plain_key",
-    "structure_of_notes",
-    "with_original_keys",
-]
-
 ContainerNote = Mapping[str, Any]
 """What is noted of one container."""
 

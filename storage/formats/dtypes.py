@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["BY_CODE", "BY_NAME", "BY_STORAGE_CLASS", "Dtype"]
-
 
 @dataclass(frozen=True, slots=True)
 class Dtype:

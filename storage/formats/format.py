@@ -72,8 +72,8 @@ class Format:
 
     Read by ``read_file`` (a single file) and ``read_folder`` (None if there is nothing of it there), which
     are functions, or where they are found: "module:name". ``complete`` adds to an index what takes more
-    reading, such as values that are no tensors: see `dcp.storage.formats.opening.sources.complete_index`.
-    ``has_commit``: a commit object makes it a checkpoint, and `dcp.storage.formats.opening.folder` reads it;
+    reading, such as values that are no tensors: see `dcp.storage.formats.opening.complete_index`.
+    ``has_commit``: a commit object makes it a checkpoint, and `dcp.storage.formats.opening` reads it;
     ``data_files`` are then those that go when it is replaced. ``is_loose``: files of a folder are replaced
     one by one, under names that stay.
     """

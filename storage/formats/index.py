@@ -19,24 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.digests.shown import SUM_BYTES, shown_digest
+from dcp.storage.digests import SUM_BYTES, shown_digest
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
 from dcp.storage.geometry.boxes import Box
-from dcp.storage.geometry.ragged import Int64, row_products, starts
-
-__all__ = [
-    "MAX_DIMENSIONS",
-    "UNKNOWN",
-    "CheckpointIndex",
-    "Int64",
-    "ObjectColumns",
-    "Path",
-    "WholeTensor",
-    "itemsizes",
-    "starts",
-]
+from dcp.storage.geometry.strides import Int64, row_products, starts
 
 Path = tuple[str | int, ...]
 """Where a flattened value stood in the nested state dict: dict keys (str) and list positions (int)."""

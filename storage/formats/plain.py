@@ -21,15 +21,6 @@ import msgpack
 
 from dcp.storage.errors import CheckpointFormatError
 
-__all__ = [
-    "MAX_FOREIGN_PLAIN_BYTES",
-    "MAX_PLAIN_BYTES",
-    "MAX_PLAIN_DEPTH",
-    "NUMBER_HEADS",
-    "decode_plain",
-    "encode_plain",
-]
-
 MAX_PLAIN_BYTES: Final = 64 << 10
 """Larger values are stored as records; the manifest is for small ones."""
 

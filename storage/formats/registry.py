@@ -1,8 +1,9 @@
-"""The formats that there are: ours, and what others have registered.
+"""The formats that there are: ours and stock torch's, which are declared here, and what others have
+registered.
 
-Ours are declared in `format.py` of their folders. Others come by `register_format`, or from a package whose
-metadata names them: the entry point group `dcphub.formats`, whose names are the formats'. That metadata is
-read when something is looked at that could be of them; what has a commit never is.
+Others come by `register_format`, or from a package whose metadata names them: the entry point group
+`dcphub.formats`, whose names are the formats'. That metadata is read when something is looked at that could
+be of them; what has a commit never is.
 """
 
 from __future__ import annotations
@@ -12,42 +13,79 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
-from pkgutil import resolve_name
 from typing import Final
 
 from dcp.storage.errors import OptionError, UnsupportedFormatError
 from dcp.storage.extensions import extension_names, loaded_extension
 from dcp.storage.formats.format import Format, Target
 
-__all__ = [
-    "GROUP",
-    "FileNames",
-    "by_precedence",
-    "file_names",
-    "file_suffixes",
-    "format_names",
-    "format_of",
-    "formats",
-    "is_of_files",
-    "register_format",
-    "target_named",
-    "target_names",
-    "targets",
-]
+DCP: Final = Format(
+    name="dcp",
+    has_commit=True,
+    data_files=re.compile(r"__.*\.distcp", re.DOTALL),
+    target=Target(name="dcp", layout="dcp.conversion.targets.dcp:lay_out"),
+)
+
+
+_ZIP: Final = b"PK\x03\x04"
+_PICKLE: Final = b"\x80"
+"""How files of torch before 1.6 begin."""
+
+
+TORCH_SAVE: Final = Format(
+    name="torch_save",
+    suffixes=(".pt", ".pth", ".bin", ".ckpt", ".torch"),
+    vague_suffixes=(".bin",),
+    begins=lambda begin: begin.startswith((_ZIP, _PICKLE)),
+    names_suffice=False,
+    takes_the_rest=True,  # it knows older ones and their likes
+    folder_files=re.compile(r".*\.bin(\.index\.json)?", re.DOTALL),
+    folder_marks=re.compile(
+        r"pytorch_model\.bin|.*\.bin\.index\.json|.*-[0-9]{5}-of-[0-9]{5}\.bin", re.DOTALL
+    ),
+    read_file="dcp.storage.formats.torch.structure:index_of_torch_file",
+    read_folder="dcp.storage.formats.weights_folder:index_of_bin_folder",
+    target=Target(name="torch", layout="dcp.conversion.targets.torch_save:lay_out", as_file="always"),
+)
+TORCH_DCP: Final = Format(
+    name="torch_dcp",
+    has_commit=True,
+    data_files=re.compile(r"__.*\.distcp|.*\.safetensors", re.DOTALL),
+    is_loose=True,
+)
+
+
+WEIGHT_MAP_NAME: Final = "model.safetensors.index.json"
+"""What says of a folder of several files which tensor is in which."""
+
+
+SAFETENSORS: Final = Format(
+    name="safetensors",
+    suffixes=(".safetensors",),
+    begins=lambda begin: begin[7:9] == b"\0{",  # the length of a header, and its first byte
+    folder_files=re.compile(r".*\.safetensors(\.index\.json)?", re.DOTALL),
+    folder_marks=re.compile(
+        r"model\.safetensors|.*\.safetensors\.index\.json|.*-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL
+    ),
+    precedence=1,
+    read_file="dcp.storage.formats.safetensors:index_of_safetensors_file",
+    read_folder="dcp.storage.formats.weights_folder:index_of_safetensors_folder",
+    complete="dcp.conversion.contents.extras:with_extras",
+    is_loose=True,
+    target=Target(
+        name="safetensors",
+        layout="dcp.conversion.targets.safetensors:lay_out",
+        as_file="by name",
+        last_file=WEIGHT_MAP_NAME,
+    ),
+)
+
 
 GROUP: Final = "dcphub.formats"
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,15}")
 _FLAGS: Final = re.UNICODE | re.IGNORECASE | re.DOTALL
-_OURS: Final[tuple[Format, ...]] = tuple(
-    resolve_name(f"dcp.storage.formats.{place}")  # as an entry point is, so that no folder depends on all
-    for place in (
-        "native.format:DCP",
-        "torch.format:TORCH_DCP",
-        "torch.format:TORCH_SAVE",
-        "safetensors.format:SAFETENSORS",
-    )
-)
+_OURS: Final = (DCP, TORCH_DCP, TORCH_SAVE, SAFETENSORS)
 _FORMATS: Final = {one.name: one for one in _OURS}
 
 

@@ -1,31 +1,80 @@
-"""Strides: the places of a box's elements in memory or in a payload, their order, and parts that are one
-run.
+"""Ragged columns, strides, and ranges of payloads: index arithmetic on shapes, pure.
 
-Strides are in whatever unit the caller counts in: elements, or bytes with an ``itemsize``.
+A ragged column is a flat array of values, and ``start`` of n+1 positions; row i is ``values[start[i]:start[i
++ 1]]``. Strides say where a box's elements are in memory or in a payload, in whatever unit the caller counts
+in: elements, or bytes with an ``itemsize``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.geometry.ragged import Int64
+Int64 = npt.NDArray[np.int64]
+_N = TypeVar("_N", bound=np.number[Any])
 
-__all__ = [
-    "AxisPart",
-    "Positions",
-    "c_strides",
-    "c_strides_by_row",
-    "contiguous_positions",
-    "dense_order",
-    "extent",
-    "is_c_ordered",
-    "parts_between",
-    "ragged_c_strides",
-]
+
+class BoxGroup(NamedTuple):
+    """Boxes of one dimensionality taken out of ragged columns: ``rows`` are their numbers there."""
+
+    rows: Int64
+    offsets: Int64
+    sizes: Int64
+
+
+def starts(counts: npt.ArrayLike) -> Int64:
+    """Return positions of ragged rows from their lengths: ``[0, c0, c0 + c1, ...]``, int64, n+1 long."""
+    lengths = np.asarray(counts, dtype=np.int64)
+    result = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=result[1:])
+    return result
+
+
+def expand_ranges(first: Int64, counts: Int64) -> Int64:
+    """Return ``first[0], first[0] + 1, ... (counts[0] of them), first[1], ...``."""
+    begin = starts(counts)
+    total = int(begin[-1])
+    return np.repeat(first - begin[:-1], counts) + np.arange(total, dtype=np.int64)
+
+
+def gather_rows(values: npt.NDArray[_N], start: Int64, rows: Int64) -> npt.NDArray[_N]:
+    """Return the ragged rows ``rows`` of (values, start), one after the other."""
+    first = start[rows]
+    return values[expand_ranges(first, start[rows + 1] - first)]
+
+
+def row_matrix(values: Int64, start: Int64, rows: Int64, ndim: int) -> Int64:
+    """Return the ragged rows ``rows`` of (values, start), all of length ``ndim``, as (rows, ndim)."""
+    matrix: Int64 = values[start[rows][:, None] + np.arange(ndim, dtype=np.int64)]
+    return matrix
+
+
+def row_products(values: npt.NDArray[_N], start: Int64) -> npt.NDArray[_N]:
+    """Product of each ragged row; 1 for an empty one."""
+    counts = np.diff(start)
+    products = np.ones(len(counts), values.dtype)
+    filled = counts > 0
+    if filled.any():
+        products[filled] = np.multiply.reduceat(values, start[:-1][filled])
+    return products
+
+
+def row_sums(values: Int64, start: Int64) -> Int64:
+    """Sum of each ragged row; 0 for an empty one."""
+    return np.diff(np.concatenate([[0], np.cumsum(values)])[start])
+
+
+def by_ndim(rows: Int64, start: Int64, offsets: Int64, sizes: Int64) -> Iterator[BoxGroup]:
+    """Yield the boxes ``rows`` of ragged columns, one group a number of dimensions."""
+    counts = start[rows + 1] - start[rows]
+    for ndim in np.unique(counts).tolist():
+        chosen = rows[counts == ndim]
+        yield BoxGroup(
+            chosen, row_matrix(offsets, start, chosen, ndim), row_matrix(sizes, start, chosen, ndim)
+        )
 
 
 def c_strides(sizes: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
@@ -141,3 +190,127 @@ def _at(
 ) -> Iterator[tuple[AxisPart, ...]]:
     for part in parts_between(lengths, steps, low, high):
         yield ((index, 1), *part)
+
+
+BLOCK_BYTES = 4 << 20
+"""Payload bytes covered by one CRC of the manifest; the last block of a payload may be shorter."""
+
+
+class BoxPart(NamedTuple):
+    """``lengths`` elements from ``offsets`` of a box on; payload bytes ``begin`` to ``end`` have them all."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Reach(NamedTuple):
+    """The payload bytes that are read for a part."""
+
+    begin: int
+    end: int
+
+
+def box_parts(
+    begin: int,
+    lengths: tuple[int, ...],
+    strides: tuple[int, ...],
+    itemsize: int,
+    *,
+    limit_bytes: int,
+    gap_bytes: int,
+) -> Iterator[BoxPart]:
+    """Yield parts of a box in the order of the payload, each of at most ``limit_bytes`` from end to end.
+
+    Rows that lie farther apart than ``gap_bytes`` are parts of their own. ``begin`` is the first element's
+    place. A box without elements has no parts.
+    """
+    if 0 not in lengths:
+        yield from _parts((0,) * len(lengths), lengths, strides, itemsize, begin, 0, limit_bytes, gap_bytes)
+
+
+def _parts(
+    offsets: tuple[int, ...],
+    lengths: tuple[int, ...],
+    strides: tuple[int, ...],
+    itemsize: int,
+    begin: int,
+    dim: int,
+    limit_bytes: int,
+    gap_bytes: int,
+) -> Iterator[BoxPart]:
+    """Yield parts of a box that has one index only in the dimensions before ``dim``."""
+    while dim < len(lengths) and lengths[dim] == 1:
+        dim += 1
+    size = extent(lengths, strides, itemsize)
+    skips = is_sparse(lengths, strides, itemsize, gap_bytes)
+    if dim == len(lengths) or (size <= limit_bytes and not skips):
+        yield BoxPart(offsets, lengths, begin, begin + size)
+        return
+    stride = strides[dim]
+    row = size - (lengths[dim] - 1) * stride
+    step = 1 if skips or row > limit_bytes else (limit_bytes - row) // stride + 1
+    before, behind, rest = offsets[:dim], offsets[dim + 1 :], lengths[dim + 1 :]
+    # Of a large transposed box there are very many: parts that need no look at their own are made at once.
+    is_done = row <= limit_bytes and not (skips and is_sparse(rest, strides[dim + 1 :], itemsize, gap_bytes))
+    for first in range(0, lengths[dim], step):
+        count = min(step, lengths[dim] - first)
+        place, sizes = (*before, offsets[dim] + first, *behind), (*lengths[:dim], count, *rest)
+        at = begin + first * stride
+        if is_done:
+            yield BoxPart(place, sizes, at, at + row + (count - 1) * stride)
+        else:
+            yield from _parts(place, sizes, strides, itemsize, at, dim, limit_bytes, gap_bytes)
+
+
+def is_sparse(lengths: Sequence[int], strides: Sequence[int], itemsize: int, gap_bytes: int) -> bool:
+    """Return whether rows of any dimension lie farther apart than ``gap_bytes``; ``strides`` descend."""
+    size = itemsize
+    for n, stride in zip(reversed(lengths), reversed(strides), strict=True):
+        if n > 1:
+            if stride - size > gap_bytes:
+                return True
+            size += (n - 1) * stride
+    return False
+
+
+def reaches(
+    parts: Sequence[BoxPart], payload_bytes: int, *, gap_bytes: int, whole_blocks: bool
+) -> Iterator[Reach]:
+    """Yield the bytes that are read for each of ``parts`` (in payload order), so that checksums of blocks
+    can be compared.
+
+    Bytes between two parts that are read in any case belong to the first one's. With ``whole_blocks`` the
+    blocks at the ends are completed; without, only if they are the payload's own ends and near.
+    """
+    previous = 0
+    for number, part in enumerate(parts):
+        begin, end = part.begin, part.end
+        if number:
+            begin = previous if previous >= 0 else _floor(begin) if whole_blocks else begin
+        elif whole_blocks:
+            begin = _floor(begin)
+        elif begin <= gap_bytes:
+            begin = 0
+        following = parts[number + 1].begin if number + 1 < len(parts) else None
+        previous = -1
+        if following is not None and _is_near(end, following, gap_bytes, whole_blocks=whole_blocks):
+            end = previous = following
+        elif whole_blocks:
+            end = min(_ceil(end), payload_bytes)
+        elif following is None and payload_bytes - end <= gap_bytes:
+            end = payload_bytes
+        yield Reach(begin, end)
+
+
+def _is_near(end: int, begin: int, gap_bytes: int, *, whole_blocks: bool) -> bool:
+    return _ceil(end) > _floor(begin) if whole_blocks else begin - end <= gap_bytes
+
+
+def _floor(position: int) -> int:
+    return position // BLOCK_BYTES * BLOCK_BYTES
+
+
+def _ceil(position: int) -> int:
+    return -(-position // BLOCK_BYTES) * BLOCK_BYTES

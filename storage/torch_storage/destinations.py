@@ -19,9 +19,7 @@ from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, Elements, Pieces, PutBox, put_at
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.checksums import BLOCK_BYTES
-from dcp.storage.formats.index import Int64
-from dcp.storage.geometry.ragged import row_matrix
-from dcp.storage.geometry.strides import contiguous_positions, is_c_ordered
+from dcp.storage.geometry.strides import Int64, contiguous_positions, is_c_ordered, row_matrix
 from dcp.storage.tensors import (
     LocalMemory,
     as_copied,

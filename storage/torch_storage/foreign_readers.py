@@ -11,9 +11,8 @@ import os
 from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import OptionError, UnsupportedFormatError
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.opening.sources import SourcePlace
-from dcp.storage.formats.safetensors.format import SAFETENSORS
-from dcp.storage.formats.torch.format import TORCH_SAVE
+from dcp.storage.formats.opening import SourcePlace
+from dcp.storage.formats.registry import SAFETENSORS, TORCH_SAVE
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.torch_storage.reader import FileSystemReader
 

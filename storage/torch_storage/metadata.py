@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp.storage.errors import PlanError
-from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, starts
-from dcp.storage.formats.native.format import DCP
+from dcp.storage.formats.index import CheckpointIndex, ObjectColumns
+from dcp.storage.formats.registry import DCP
+from dcp.storage.geometry.strides import starts
 from dcp.storage.tensors import dtype_code, torch_dtype
 from dcp.storage.torch_compat import StorageInfo
 

@@ -38,11 +38,10 @@ from dcp.storage.errors import (
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest
-from dcp.storage.formats.opening.places_near import with_near_places
-from dcp.storage.formats.opening.sources import SourcePlace, index_at, locate
+from dcp.storage.formats.opening import SourcePlace, index_at, locate, with_near_places
 from dcp.storage.formats.registry import format_of
+from dcp.storage.formats.torch.archive import LOCAL_SIGNATURE, check_entries
 from dcp.storage.formats.torch.python_values import decode_value
-from dcp.storage.formats.torch.zip_reader import LOCAL_SIGNATURE, check_entries
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import FileInfo, Store, traffic_since
 from dcp.storage.torch_storage.destinations import Filled, read_into

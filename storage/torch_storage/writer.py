@@ -29,7 +29,8 @@ from dcp.storage.engine.observers import Observer
 from dcp.storage.engine.write import DataFile, data_file_name
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, OptionError, PlanError
-from dcp.storage.formats.index import CheckpointIndex, Int64
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.geometry.strides import Int64
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store, traffic_since
 from dcp.storage.tensors import LocalMemory, finish_device_work

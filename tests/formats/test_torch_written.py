@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
+from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
 from dcp.storage.torch_compat import strides_of, tensor_properties
 from tests.support.formats_indexes import index_of, rich_state_dict, stock_save
 

@@ -12,8 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.errors import PlanError
-from dcp.storage.geometry.boxes import Box, range_boxes
-from dcp.storage.geometry.joins import BoxSet, disjoint, intersecting_pairs, overlapping_pairs
+from dcp.storage.geometry.boxes import (
+    Box,
+    BoxSet,
+    disjoint,
+    intersecting_pairs,
+    overlapping_pairs,
+    range_boxes,
+)
 from tests.support.examples import examples
 from tests.support.sharded import Boxes
 from tests.support.sharded import grid as grid_boxes

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from dcp.storage.commit_names import MANIFEST_NAME
-from dcp.storage.formats.index import CheckpointIndex, starts
+from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest
+from dcp.storage.geometry.strides import starts
 
 OLD_SECONDS = 1_700_000_000.0
 """A time of files that nobody is writing any more."""

@@ -15,9 +15,9 @@ from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import decode_manifest
-from dcp.storage.formats.opening.folder import open_index
-from dcp.storage.formats.torch.metadata.reader import decode_torch_metadata
-from dcp.storage.formats.torch.metadata.writer import encode_torch_metadata
+from dcp.storage.formats.opening import open_index
+from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
+from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
 from dcp.storage.stores import MemoryStore, Store
 from tests.support.formats_indexes import small_index
 from tests.support.lockless import ObjectModel, Outcome, Stopped, by_plan, run_in_turns

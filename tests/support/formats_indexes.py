@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import dcp
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, starts
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns
 from dcp.storage.formats.plain import encode_plain
+from dcp.storage.geometry.strides import Int64, starts
 from dcp.storage.stores import MemoryStore
 
 GOLDEN = Path(__file__).parents[1] / "formats" / "golden"

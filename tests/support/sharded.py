@@ -13,8 +13,9 @@ from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.engine.write import DataFile
 from dcp.storage.engine.write_tables import CHUNK_COLUMNS
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import CheckpointIndex, starts
+from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest
+from dcp.storage.geometry.strides import starts
 from dcp.storage.stores import PosixStore, Store
 
 __all__ = ["ALL", "Boxes", "grid", "save_sharded", "tensor_bytes"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.torch.file import index_of_torch_file
+from dcp.storage.formats.torch.structure import index_of_torch_file
 from tests.support.harmless_values import same
 
 

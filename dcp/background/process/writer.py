@@ -35,7 +35,7 @@ from dcp.storage.errors import (
     WriterProcessError,
 )
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.opening.folder import open_index
+from dcp.storage.formats.opening import open_index
 from dcp.storage.torch_storage.metadata import LazyMetadata
 
 if TYPE_CHECKING:

@@ -286,7 +286,7 @@ def check(
     with errors_as_lines(debug=debug):
         from dcp.planners.weight_maps.mapped_index import map_index, misfits
         from dcp.storage.errors import PlanError
-        from dcp.storage.formats.opening.sources import complete_index, open_source
+        from dcp.storage.formats.opening import complete_index, open_source
         from dcp.storage.stores.opening import OpenWith
 
         found = map_of(weights, config, sizes, inverse=inverse, below=below)

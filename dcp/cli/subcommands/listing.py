@@ -28,7 +28,7 @@ from dcp.cli.tables import Top, bar, counted, output_columns, print_rest, print_
 if TYPE_CHECKING:
     from dcp.inspection.checkpoints import CheckpointHeader, CheckpointSummary
     from dcp.inspection.entries import ModuleNode, ObjectRow, TensorRow
-    from dcp.storage.formats.dropped import DroppedPart
+    from dcp.storage.formats.views import DroppedPart
 
 __all__ = ["ls", "show"]
 
@@ -154,7 +154,7 @@ def show(
         # here, because a usage message must not wait for numpy
         from dcp.inspection.checkpoints import header_of
         from dcp.inspection.entries import module_tree, object_rows, tensor_rows
-        from dcp.storage.formats.opening.sources import open_source
+        from dcp.storage.formats.opening import open_source
         from dcp.storage.stores.opening import OpenWith
 
         source = open_source(uri, open_store=OpenWith(storage_options(uri, options)))

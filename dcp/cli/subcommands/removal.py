@@ -80,7 +80,7 @@ def _remove_checkpoint(uri: str, options: dict[str, Any] | None, *, yes: bool) -
     # here, because a usage message must not wait for numpy
     from dcp.manager.cleanup.removal import files_to_remove, remove_checkpoint
     from dcp.steps.notes import read_notes
-    from dcp.storage.formats.opening.places_near import naming_near_places
+    from dcp.storage.formats.opening import naming_near_places
     from dcp.storage.stores.opening import OpenWith
 
     opener = OpenWith(options)
@@ -196,7 +196,7 @@ def _find_parts(
 ) -> list[tuple[Store, tuple[Part, ...]]]:
     from dcp.manager.cleanup.dropping import to_prune
     from dcp.storage.errors import OptionError
-    from dcp.storage.formats.opening.folder import has_checkpoint
+    from dcp.storage.formats.opening import has_checkpoint
     from dcp.storage.stores.opening import OpenWith
 
     opener = OpenWith(storage_options(uri, options))

@@ -26,8 +26,8 @@ from dcp.storage.errors import (
     UnsupportedFormatError,
 )
 from dcp.storage.formats.container_notes import STRUCTURE_VERSION
-from dcp.storage.formats.index import CheckpointIndex, Int64, Path, itemsizes
-from dcp.storage.geometry.ragged import row_products
+from dcp.storage.formats.index import CheckpointIndex, Path, itemsizes
+from dcp.storage.geometry.strides import Int64, row_products
 from dcp.storage.stores.base import Store
 
 __all__ = ["Entries", "TargetDtype", "TensorEntry", "Value", "choose_entries", "mapped_entries"]

@@ -15,7 +15,7 @@ from dcp.conversion.contents.entries import Entries, Value
 from dcp.storage.errors import CheckpointFormatError, UnsupportedFormatError
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, Path
 from dcp.storage.formats.plain import encode_plain
-from dcp.storage.formats.safetensors.writer import EXTRAS_KEY, decode_extras
+from dcp.storage.formats.safetensors import EXTRAS_KEY, decode_extras
 from dcp.storage.stores.base import Store
 
 __all__ = ["extras_of", "metadata_of", "with_extras"]

@@ -17,10 +17,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from dcp.planners.weight_maps.model_config import CONFIG, MAX_CONFIG_BYTES
+from dcp.planners.weight_maps.axes import CONFIG, MAX_CONFIG_BYTES
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, OptionError
-from dcp.storage.formats.opening.sources import index_of_folder
+from dcp.storage.formats.opening import index_of_folder
 from dcp.storage.formats.registry import formats
 from dcp.storage.stores import OpenStore
 from dcp.storage.stores.base import FileInfo, Store

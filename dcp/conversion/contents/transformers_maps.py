@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.planners.weight_maps.model_config import model_config
+from dcp.planners.weight_maps.axes import model_config
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.errors import OptionError, PlanError
-from dcp.storage.formats.opening.sources import complete_index, open_source
+from dcp.storage.formats.opening import complete_index, open_source
 from dcp.storage.stores.opening import OpenWith
 
 __all__ = ["map_of_conversions", "transformers_map"]

@@ -33,9 +33,10 @@ from dcp.storage.engine.reading.fragments import Fragment, Fragments
 from dcp.storage.engine.reading.requests import ReadStats, Verify
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, PlanError, StorageError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
-from dcp.storage.formats.index import CheckpointIndex, Int64, starts
-from dcp.storage.formats.opening.sources import Source, complete_index
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.opening import Source, complete_index
 from dcp.storage.formats.plain import encode_plain
+from dcp.storage.geometry.strides import Int64, starts
 from dcp.storage.near_names import listed
 from dcp.storage.stores.base import Store
 from dcp.version import __version__

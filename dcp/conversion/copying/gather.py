@@ -25,8 +25,7 @@ from dcp.storage.engine.reading.fragments import Fragment, within_blocks
 from dcp.storage.engine.reading.receiving import SCRATCH
 from dcp.storage.engine.reading.source import OpenFiles
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
-from dcp.storage.geometry.payload_parts import box_parts, is_sparse
-from dcp.storage.geometry.strides import AxisPart, parts_between
+from dcp.storage.geometry.strides import AxisPart, box_parts, is_sparse, parts_between
 from dcp.storage.stores.base import Store
 from dcp.storage.threads import work_off
 

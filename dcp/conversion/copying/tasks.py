@@ -29,7 +29,8 @@ from dcp.storage.engine.reading.fragments import Fragment, within_blocks
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32, crc32_combine
-from dcp.storage.formats.index import CheckpointIndex, Int64
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.geometry.strides import Int64
 from dcp.storage.packing import pack, unpack
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.handles import Buffer, ReadHandle, WriteHandle

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from dcp.storage.errors import PlanError
-from dcp.storage.formats.index import CheckpointIndex, Int64, starts
+from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.geometry.boxes import Box
-from dcp.storage.geometry.ragged import gather_rows
+from dcp.storage.geometry.strides import Int64, gather_rows, starts
 from dcp.storage.stores.names import check_name
 
 __all__ = ["Copies", "Hole", "Literal", "Literals", "TargetLayout"]

@@ -18,14 +18,21 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.conversion.layouts.layout import Copies
-from dcp.planners.weight_maps.pieces import MappedTensor
-from dcp.planners.weight_maps.stored import StoredTensors, stored_parts
+from dcp.planners.weight_maps.pieces import MappedTensor, StoredTensors, stored_parts
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import CheckpointIndex, Int64, itemsizes, starts
+from dcp.storage.formats.index import CheckpointIndex, itemsizes
 from dcp.storage.geometry.boxes import Box
-from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_products, row_sums
-from dcp.storage.geometry.strides import c_strides, ragged_c_strides
+from dcp.storage.geometry.strides import (
+    Int64,
+    c_strides,
+    expand_ranges,
+    gather_rows,
+    ragged_c_strides,
+    row_products,
+    row_sums,
+    starts,
+)
 
 __all__ = [
     "Gather",

@@ -16,11 +16,11 @@ from typing import Any, Final, NamedTuple
 
 from dcp.conversion.contents.hf_folder import ADAPTER_CONFIG
 from dcp.conversion.merging.module_patterns import ModulePattern
-from dcp.planners.weight_maps.model_config import MAX_CONFIG_BYTES
+from dcp.planners.weight_maps.axes import MAX_CONFIG_BYTES
 from dcp.storage.errors import CheckpointFormatError, OptionError, PlanError, UnsupportedFormatError
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.opening.sources import Source, open_source
-from dcp.storage.formats.safetensors.json_documents import parse_json
+from dcp.storage.formats.opening import Source, open_source
+from dcp.storage.formats.safetensors import parse_json
 from dcp.storage.near_names import listed
 from dcp.storage.stores import OpenStore
 from dcp.storage.stores.base import Store

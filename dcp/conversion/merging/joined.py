@@ -9,8 +9,9 @@ from typing import Any, Final, TypeVar, overload
 
 import numpy as np
 
-from dcp.storage.formats.index import CheckpointIndex, starts
-from dcp.storage.formats.opening.sources import Source, complete_index
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.opening import Source, complete_index
+from dcp.storage.geometry.strides import starts
 from dcp.storage.stores.base import FileInfo, ReadOnlyStore, Store
 from dcp.storage.stores.handles import ReadHandle
 from dcp.storage.threads import WorkerThreads

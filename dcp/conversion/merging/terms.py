@@ -16,15 +16,15 @@ from dcp.conversion.layouts.sources import MergedTensors, TensorTerms
 from dcp.conversion.merging.adapters import LowRank, low_ranks
 from dcp.conversion.merging.arithmetic import Arithmetic
 from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns
+from dcp.planners.weight_maps.axes import model_config
 from dcp.planners.weight_maps.mapped_index import MappedIndex, map_sources
-from dcp.planners.weight_maps.model_config import model_config
 from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import CheckpointIndex, Int64, starts
-from dcp.storage.formats.opening.sources import Source
-from dcp.storage.geometry.ragged import gather_rows, row_sums
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.opening import Source
+from dcp.storage.geometry.strides import Int64, gather_rows, row_sums, starts
 from dcp.storage.near_names import listed, near_names
 
 __all__ = ["merge_entries"]

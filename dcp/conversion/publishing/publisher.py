@@ -39,9 +39,10 @@ from dcp.storage.errors import (
     CheckpointNotFoundError,
 )
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.formats.index import CheckpointIndex, starts
-from dcp.storage.formats.native.format import DCP
-from dcp.storage.formats.opening.folder import MAX_TORCH_METADATA_BYTES, open_index
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.opening import MAX_TORCH_METADATA_BYTES, open_index
+from dcp.storage.formats.registry import DCP
+from dcp.storage.geometry.strides import starts
 from dcp.storage.stores.base import Store
 
 __all__ = ["MAX_LEDGER_BYTES", "Noted", "Publisher", "framed", "header", "holds", "parse", "unpacked"]

@@ -30,7 +30,7 @@ from dcp.storage import commit
 from dcp.storage.commit_names import DATA_SUFFIX, is_commit_object
 from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.opening.folder import has_checkpoint
+from dcp.storage.formats.opening import has_checkpoint
 from dcp.storage.formats.registry import targets
 from dcp.storage.stores.base import ANY, Version
 from dcp.storage.stores.folders import ParentFolder

@@ -20,10 +20,11 @@ from dcp.storage.engine.write import data_file_name
 from dcp.storage.errors import OptionError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.formats.index import CheckpointIndex, Int64, ObjectColumns, starts
-from dcp.storage.formats.native.format import DCP
+from dcp.storage.formats.index import CheckpointIndex, ObjectColumns
 from dcp.storage.formats.native.record import begin_record
+from dcp.storage.formats.registry import DCP
 from dcp.storage.geometry.boxes import Box
+from dcp.storage.geometry.strides import Int64, starts
 from dcp.version import __version__
 
 __all__ = ["lay_out"]

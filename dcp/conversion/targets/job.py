@@ -22,8 +22,8 @@ from dcp.conversion.layouts.sources import MergedTensors, payload_crcs
 from dcp.conversion.merging.arithmetic import Arithmetic
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename
+from dcp.planners.weight_maps.axes import CONFIG, config_of
 from dcp.planners.weight_maps.mapped_index import MappedIndex
-from dcp.planners.weight_maps.model_config import CONFIG, config_of
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import (
@@ -35,14 +35,13 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.dtypes import Dtype
-from dcp.storage.formats.native.object_blob import ObjectBlob
 from dcp.storage.formats.native.record import object_record
+from dcp.storage.formats.native.record_reader import ObjectBlob
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.formats.registry import target_named
-from dcp.storage.formats.torch.pickle_reader import DevicePickle, SizePickle
-from dcp.storage.formats.torch.pickle_writer import PickledTensor, SizeValue
+from dcp.storage.formats.torch.pickle_reader import DevicePickle, SizePickle, TensorPickle
 from dcp.storage.formats.torch.python_values import HARMLESS_MARK, decode_value, python_value
-from dcp.storage.formats.torch.tensor_pickle import TensorPickle
+from dcp.storage.formats.torch.writer import PickledTensor, SizeValue
 
 __all__ = [
     "Chunks",

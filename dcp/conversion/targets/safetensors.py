@@ -20,19 +20,19 @@ from dcp.conversion.contents.extras import extras_of, metadata_of
 from dcp.conversion.contents.hf_folder import ADAPTER_CONFIG, HfFolder, known_files
 from dcp.conversion.layouts.layout import Copies, Literal, Literals, TargetLayout
 from dcp.conversion.targets.job import LayoutJob, Planned
-from dcp.planners.weight_maps.model_config import CONFIG
+from dcp.planners.weight_maps.axes import CONFIG
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import starts
-from dcp.storage.formats.opening.weights_folder import MAX_WEIGHT_MAP_BYTES
-from dcp.storage.formats.safetensors.format import WEIGHT_MAP_NAME
-from dcp.storage.formats.safetensors.writer import (
+from dcp.storage.formats.registry import WEIGHT_MAP_NAME
+from dcp.storage.formats.safetensors import (
     EXTRAS_KEY,
     HeaderTensor,
     encode_extras,
     header_order,
     safetensors_header,
 )
+from dcp.storage.formats.weights_folder import MAX_WEIGHT_MAP_BYTES
+from dcp.storage.geometry.strides import starts
 
 __all__ = ["DEFAULT_SHARD_BYTES", "lay_out", "safetensors_layout"]
 

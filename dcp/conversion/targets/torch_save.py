@@ -21,9 +21,15 @@ from dcp.conversion.targets.job import LayoutJob, Planned, torch_allows
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.torch.archive import MAX_FILE_ENTRIES
 from dcp.storage.formats.torch.pickle_reader import MAX_FILE_PICKLE_BYTES
-from dcp.storage.formats.torch.pickle_writer import PickledTensor, SizeValue, TensorRef, encode_torch_pickle
 from dcp.storage.formats.torch.structure import restore_structure
-from dcp.storage.formats.torch.zip_writer import ALIGNMENT_BYTES, ZipLayout
+from dcp.storage.formats.torch.writer import (
+    ALIGNMENT_BYTES,
+    PickledTensor,
+    SizeValue,
+    TensorRef,
+    ZipLayout,
+    encode_torch_pickle,
+)
 from dcp.storage.near_names import listed
 
 __all__ = ["lay_out"]

@@ -16,8 +16,15 @@ from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.findings import Finding, ReportBytes
 from dcp.inspection.values.tensor_reading import TensorReader, open_tensors
 from dcp.planners.load.selection import Patterns
-from dcp.storage.digests.boxes import BoxDigest, OrderedSum, blocks_of, logical_runs
-from dcp.storage.digests.shown import SUM_BYTES, digest_of_all, shown_digest
+from dcp.storage.digests import (
+    SUM_BYTES,
+    BoxDigest,
+    OrderedSum,
+    blocks_of,
+    digest_of_all,
+    logical_runs,
+    shown_digest,
+)
 from dcp.storage.formats.index import CheckpointIndex
 
 __all__ = [

@@ -17,8 +17,8 @@ from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.torch.archive import Window, entry_start, read_directory
 from dcp.storage.formats.torch.python_values import decode_value, encode_value
-from dcp.storage.formats.torch.zip_reader import Window, entry_start, read_directory
 
 __all__ = ["ObjectDifference", "ObjectKind", "compare_objects", "object_names"]
 

@@ -31,10 +31,9 @@ from dcp.storage.errors import CorruptCheckpointError, PlanError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.record_reader import locate_payload
-from dcp.storage.formats.opening.sources import open_source
-from dcp.storage.formats.torch.zip_reader import Window
-from dcp.storage.geometry.boxes import Box, contiguous_position, range_boxes, split_box
-from dcp.storage.geometry.joins import disjoint
+from dcp.storage.formats.opening import open_source
+from dcp.storage.formats.torch.archive import Window
+from dcp.storage.geometry.boxes import Box, contiguous_position, disjoint, range_boxes, split_box
 from dcp.storage.geometry.strides import dense_order
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.opening import OpenWith
@@ -66,7 +65,7 @@ def open_tensors(
     storage_options: Mapping[str, Any] | None = None,
     verify: Verify = "blocks",
 ) -> TensorReader:
-    """Open a checkpoint of any format, which `dcp.storage.formats.opening.sources` finds, for its tensors.
+    """Open a checkpoint of any format, which `dcp.storage.formats.opening` finds, for its tensors.
 
     Args:
         checkpoint_id: A path or URL.

@@ -43,11 +43,11 @@ from dcp.storage.errors import (
     OptionError,
 )
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.formats.dropped import DroppedPart, dropped_from, noted_in, without
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
-from dcp.storage.formats.native.format import DCP
-from dcp.storage.formats.opening.folder import MAX_TORCH_METADATA_BYTES, has_checkpoint, open_index
-from dcp.storage.formats.torch.format import TORCH_DCP
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.opening import MAX_TORCH_METADATA_BYTES, has_checkpoint, open_index
+from dcp.storage.formats.registry import DCP, TORCH_DCP
+from dcp.storage.formats.views import DroppedPart, dropped_from, noted_in, without
+from dcp.storage.geometry.strides import Int64
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.folders import ParentFolder, open_parent_folder

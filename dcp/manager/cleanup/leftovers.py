@@ -39,7 +39,7 @@ from dcp.storage.errors import (
     CheckpointNotFoundError,
     StorageError,
 )
-from dcp.storage.formats.opening.folder import open_index
+from dcp.storage.formats.opening import open_index
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.folders import open_parent_folder

@@ -34,9 +34,9 @@ from dcp.storage.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
 )
-from dcp.storage.formats.opening.folder import MAX_TORCH_METADATA_BYTES
-from dcp.storage.formats.torch.format import TORCH_DCP
-from dcp.storage.formats.torch.metadata.reader import decode_torch_metadata
+from dcp.storage.formats.opening import MAX_TORCH_METADATA_BYTES
+from dcp.storage.formats.registry import TORCH_DCP
+from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.names import LOCK_NAME, TEMPORARY_PREFIX
 

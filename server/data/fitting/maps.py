@@ -38,8 +38,8 @@ class MapChoice:
     ) -> CheckpointIndex:
         """What there is behind the map, of a model with the ``config.json`` beside ``index``, or ``config``.
         UnprocessableError with what does not fit, which names ``root`` and not where it is."""
-        from dcp.planners.weight_maps.mapped_index import map_all  # only here: they import numpy
-        from dcp.planners.weight_maps.model_config import model_config
+        from dcp.planners.weight_maps.axes import model_config
+        from dcp.planners.weight_maps.mapped_index import map_all
 
         weights = map_of(self.name, None, None, inverse=self.inverse, below=self.below)
         if weights is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dcp.server.problems import UnprocessableError
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.safetensors.json_documents import parse_json
+from dcp.storage.formats.safetensors import parse_json
 
 if TYPE_CHECKING:
     from dcp.storage.formats.index import CheckpointIndex

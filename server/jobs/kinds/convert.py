@@ -32,15 +32,14 @@ from dcp.server.scanning.facts import facts_of_source
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 from dcp.storage.errors import PlanError
-from dcp.storage.formats.registry import target_named
-from dcp.storage.formats.safetensors.format import SAFETENSORS
+from dcp.storage.formats.registry import SAFETENSORS, target_named
 
 if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
     from dcp.conversion.contents.hf_folder import HfFolder
     from dcp.conversion.driver import Conversion
     from dcp.conversion.targets.job import ConversionOptions
     from dcp.conversion.targets.places import TargetPlace
-    from dcp.storage.formats.opening.sources import Source
+    from dcp.storage.formats.opening import Source
 
 __all__ = [
     "ConvertKind",

@@ -24,7 +24,7 @@ from dcp.storage.errors import PlanError
 
 if TYPE_CHECKING:
     from dcp.conversion.targets.job import ConversionOptions
-    from dcp.storage.formats.opening.sources import Source
+    from dcp.storage.formats.opening import Source
 
 __all__ = ["MergeKind", "MergeParams"]
 

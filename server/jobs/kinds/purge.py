@@ -34,7 +34,7 @@ from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointFormatError
-from dcp.storage.formats.opening.sources import SourcePlace, index_at
+from dcp.storage.formats.opening import SourcePlace, index_at
 from dcp.storage.formats.registry import format_of, formats
 from dcp.storage.stores.base import FileInfo, Store
 

@@ -23,7 +23,7 @@ from dcp.server.jobs.kinds.shared.subjects import (
 from dcp.server.jobs.ledger.states import JobRow, JobSpec, Json
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
-from dcp.storage.formats.opening.sources import index_at
+from dcp.storage.formats.opening import index_at
 
 __all__ = ["StatsKind", "StatsParams"]
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from dcp.storage.engine.memory import GATHERED_BYTES, copy_small, gather_small, scatter_small
 from dcp.storage.engine.reading.requests import ByteRuns
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_rows
-from dcp.storage.geometry.ragged import Int64
+from dcp.storage.geometry.strides import Int64
 from dcp.storage.stores.base import ReadProfile
 
 __all__ = [

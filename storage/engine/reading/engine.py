@@ -37,8 +37,8 @@ from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, PutBox, Re
 from dcp.storage.engine.reading.source import ReadSource
 from dcp.storage.errors import CorruptCheckpointError
 from dcp.storage.formats.checksums import BLOCK_BYTES
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
-from dcp.storage.geometry.payload_parts import BoxPart, box_parts, reaches
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.geometry.strides import BoxPart, Int64, box_parts, reaches
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.handles import ReadHandle
 from dcp.storage.threads import work_off

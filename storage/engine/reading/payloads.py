@@ -24,9 +24,9 @@ from dcp.storage.errors import (
     UnsupportedFormatError,
 )
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.record_reader import locate_payload
-from dcp.storage.geometry.strides import c_strides, dense_order
+from dcp.storage.geometry.strides import Int64, c_strides, dense_order
 from dcp.storage.stores.handles import ReadHandle
 
 __all__ = ["Payloads"]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.engine.memory import array_at
-from dcp.storage.formats.index import Int64
+from dcp.storage.geometry.strides import Int64
 
 __all__ = [
     "BoxRequest",

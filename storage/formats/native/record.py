@@ -22,14 +22,6 @@ from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import MAX_DIMENSIONS
 from dcp.storage.geometry.strides import c_strides
 
-__all__ = [
-    "ALIGNED_PAYLOAD_BYTES",
-    "ALIGNMENT_BYTES",
-    "OpenRecord",
-    "begin_record",
-    "object_record",
-]
-
 ALIGNMENT_BYTES: Final = 64
 """File offset of a payload is a multiple of this, so that mapped tensors are aligned for vector code."""
 

@@ -1,8 +1,8 @@
 """Python values of decoded pickles, and which values need no trust to be loaded. Torch-free.
 
 *Harmless* are plain data (`dcp.storage.formats.plain`), the containers of the standard library, numpy's
-arrays, scalars and dtypes of plain types, and values of `stdlib_classes`. All are made by this package, or by
-constructors that were given checked arguments.
+arrays, scalars and dtypes of plain types, and values of `dcp.storage.formats.pickle.classes`. All are made by
+this package, or by constructors that were given checked arguments.
 
 A value of an index is its plain encoding or, for what only a torch.save file can have, HARMLESS_MARK and a
 pickle, which is decoded as any pickle here. No manifest has the latter.
@@ -26,30 +26,19 @@ import msgpack
 import numpy as np
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
-from dcp.storage.formats.pickle.decoder import BuiltDict
-from dcp.storage.formats.pickle.numpy_classes import ArrayPickle, DtypePickle, is_plain_dtype
-from dcp.storage.formats.pickle.stdlib_classes import (
+from dcp.storage.formats.pickle.classes import (
     DEFAULT_DICT,
+    ArrayPickle,
     BytesIOPickle,
     DefaultDictPickle,
     DequePickle,
+    DtypePickle,
     UuidPickle,
+    is_plain_dtype,
 )
+from dcp.storage.formats.pickle.decoder import BuiltDict
 from dcp.storage.formats.plain import MAX_FOREIGN_PLAIN_BYTES, NUMBER_HEADS, decode_plain, encode_plain
 from dcp.storage.formats.torch.pickle_reader import COUNTER, decode_torch_pickle
-
-__all__ = [
-    "HARMLESS_MARK",
-    "MAX_DEPTH",
-    "decode_value",
-    "decode_values",
-    "encode_value",
-    "harmless_pickle",
-    "is_harmless_leaf",
-    "leaf_bytes",
-    "python_value",
-    "value_text",
-]
 
 HARMLESS_MARK: Final = b"\xc1"
 """A byte that msgpack never uses."""

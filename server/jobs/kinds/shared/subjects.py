@@ -21,7 +21,7 @@ from dcp.server.roots import StorageRoot, storage_problem
 from dcp.server.scanning.facts import fingerprint_of, marks_of
 from dcp.server.security.principal import Principal
 from dcp.storage.errors import CheckpointError
-from dcp.storage.formats.opening.sources import Source, SourcePlace, index_at
+from dcp.storage.formats.opening import Source, SourcePlace, index_at
 
 __all__ = [
     "Subject",

@@ -1,7 +1,8 @@
-"""Stock torch's `.metadata` as a `CheckpointIndex`; torch-free, and nothing of the pickle is run.
+"""The allow-list of classes in stock's `.metadata`, kept as inert values; torch-free.
 
-Reads what `torch.distributed.checkpoint` of torch 2.0 to 2.15 writes: whole checkpoints and the
-`__{rank}.metadata` of ranks which saved on their own.
+Layouts of torch 2.0 to 2.15 differ in where a class lives (`TensorProperties` moved, `pathlib` was split) and
+in which fields an object has; an absent field is its default. Seen in files of torch 2.13; for others
+taken from torch's sources and pull requests: `storage_meta` came with 2.4, its `modules` with 2.7.
 """
 
 from __future__ import annotations
@@ -9,19 +10,152 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, starts
-from dcp.storage.formats.pickle.decoder import Instance, decode_pickle
-from dcp.storage.formats.torch.format import TORCH_DCP
-from dcp.storage.formats.torch.metadata import classes
-from dcp.storage.formats.torch.tensor_pickle import MAX_DIMENSIONS
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns
+from dcp.storage.formats.pickle.decoder import Constructor, Instance, allow_list, decode_pickle, instances
+from dcp.storage.formats.registry import TORCH_DCP
+from dcp.storage.formats.torch.pickle_reader import MAX_DIMENSIONS
+from dcp.storage.geometry.strides import Int64, starts
 
-__all__ = ["decode_torch_metadata"]
+METADATA = "Metadata"
+TENSOR = "TensorStorageMetadata"
+BYTES = "BytesStorageMetadata"
+CHUNK = "ChunkStorageMetadata"
+PROPERTIES = "TensorProperties"
+INDEX = "MetadataIndex"
+INFO = "_StorageInfo"
+HF_INFO = "_HFStorageInfo"
+META = "StorageMeta"
+
+FIELDS = {
+    METADATA: frozenset(
+        ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version", "all_local_plans")
+    ),
+    TENSOR: frozenset(("properties", "size", "chunks")),
+    BYTES: frozenset[str](),
+    CHUNK: frozenset(("offsets", "sizes")),
+    INDEX: frozenset(("fqn", "offset", "index")),
+    INFO: frozenset(("relative_path", "offset", "length", "transform_descriptors")),
+    HF_INFO: frozenset(("relative_path", "shape", "dtype", "offset", "length")),
+}
+"""What the classes have up to torch 2.15; those of `StorageMeta` say nothing of what is stored.
+
+``all_local_plans`` is Megatron-Core's: how the ranks planned, for its next save."""
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
+_MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownDtype:
+    """A dtype of torch that no checkpoint can hold: quantised, or narrower than a byte."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A torch.layout, e.g. ``torch.strided``."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFormat:
+    """A torch.memory_format. Tensors are stored with their strides, so nothing depends on it."""
+
+    number: int
+
+
+def _size(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return torch.Size, as a tuple; its values are checked where they are used."""
+    if len(args) != 1 or type(args[0]) not in (tuple, list) or len(args[0]) > MAX_DIMENSIONS:
+        raise CheckpointFormatError("a pickled torch.Size is not made of a short tuple")
+    return tuple(args[0])
+
+
+def _layout(args: tuple[Any, ...]) -> Layout:
+    if len(args) != 1 or type(args[0]) is not str or len(args[0]) > 64:
+        raise CheckpointFormatError("a pickled layout has no name")
+    return Layout(args[0])
+
+
+def _memory_format(args: tuple[Any, ...]) -> MemoryFormat:
+    if len(args) != 1 or type(args[0]) is not int or not 0 <= args[0] < len(_MEMORY_FORMATS):
+        raise CheckpointFormatError("a pickled memory format has no known number")
+    return MemoryFormat(args[0])
+
+
+def _member(args: tuple[Any, ...]) -> MemoryFormat:
+    """Return ``getattr(MemoryFormat, name)``, as Python 3.11.2 pickles enums; nothing else of getattr."""
+    if len(args) == 2 and args[0] in _MEMORY_FORMAT_CLASSES and args[1] in _MEMORY_FORMATS:
+        return MemoryFormat(_MEMORY_FORMATS.index(args[1]))
+    raise CheckpointFormatError("a pickle asks for an attribute that is not a memory format")
+
+
+def _path(args: tuple[Any, ...]) -> str:
+    """Return a path of `pathlib`, as text."""
+    if not all(type(part) is str for part in args):
+        raise CheckpointFormatError("a pickled path has a part that is not text")
+    if args and args[0].endswith(("/", "\\")):
+        return str(args[0]) + "/".join(args[1:])
+    return "/".join(args) or "."
+
+
+def _item_type(args: tuple[Any, ...]) -> int:
+    """Return a `WriteItemType`, in plans."""
+    if len(args) != 1 or type(args[0]) is not int:
+        raise CheckpointFormatError("a pickled WriteItemType has no number")
+    return args[0]
+
+
+_MEMORY_FORMAT_CLASSES = (
+    Constructor("_MEM_FORMAT_ENCODING", reduce=_memory_format),
+    Constructor("MEM_FORMAT_ENCODING", reduce=_memory_format),
+)
+_NARROW = [f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)]
+_UNKNOWN_DTYPES = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4", *_NARROW)
+_PATH_CLASSES = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{
+        (f"{_CHECKPOINT}.metadata", name): instances(name)
+        for name in (METADATA, TENSOR, BYTES, CHUNK, PROPERTIES, INDEX, META)
+    },
+    (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"): _MEMORY_FORMAT_CLASSES[0],
+    (_SHARDED, "MEM_FORMAT_ENCODING"): _MEMORY_FORMAT_CLASSES[1],
+    (_SHARDED, "TensorProperties"): instances(PROPERTIES),
+    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"): instances(INFO),
+    (f"{_CHECKPOINT}.filesystem", "_StoragePrefix"): instances("_StoragePrefix"),
+    **{
+        (f"{_CHECKPOINT}.planner", name): instances(name)
+        for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
+    },
+    (f"{_CHECKPOINT}.planner", "WriteItemType"): Constructor("WriteItemType", reduce=_item_type),
+    (f"{_CHECKPOINT}._hf_utils", "_HFStorageInfo"): instances(HF_INFO),
+    (f"{_CHECKPOINT}._hf_storage", "_HFStorageInfo"): instances(HF_INFO),
+    ("torch", "Size"): Constructor("torch.Size", reduce=_size),
+    ("torch.serialization", "_get_layout"): Constructor("torch.serialization._get_layout", reduce=_layout),
+    ("builtins", "getattr"): Constructor("builtins.getattr", reduce=_member),
+    # Python 3.11.2 and older name the builtin so in protocol 2
+    ("__builtin__", "getattr"): Constructor("builtins.getattr", reduce=_member),
+    **{("torch", name): dtype for name, dtype in dtypes.BY_NAME.items()},
+    **{("torch", name): UnknownDtype(name) for name in _UNKNOWN_DTYPES},
+    **{
+        (module, name): Constructor(f"{module}.{name}", reduce=_path)
+        for module in ("pathlib", "pathlib._local")
+        for name in _PATH_CLASSES
+    },
+}
+find_metadata_class = allow_list(_ALLOWED, what=".metadata")
+
 
 MAX_METADATA_BYTES = 1 << 34
 """Some 60 million chunks; who reads the file from a store sets the limit that matters."""
@@ -46,8 +180,8 @@ def decode_torch_metadata(data: bytes | memoryview) -> CheckpointIndex:
     has added), CorruptCheckpointError for an entry whose bytes the file does not locate (stock publishes such
     a file when a writer thread fails), CheckpointFormatError for the rest.
     """
-    metadata = decode_pickle(data, find=classes.find_metadata_class, limit_bytes=MAX_METADATA_BYTES)
-    state = _fields(metadata, classes.METADATA, "the file")
+    metadata = decode_pickle(data, find=find_metadata_class, limit_bytes=MAX_METADATA_BYTES)
+    state = _fields(metadata, METADATA, "the file")
     _check_version(state.get("version"))
     entries = state.get("state_dict_metadata")
     if type(entries) is not dict:
@@ -74,7 +208,7 @@ def _fields(value: Any, kind: str, where: str) -> dict[str, Any]:
         return {}
     if type(state) is not dict:
         raise CheckpointFormatError(f"{where}: the state of a {kind} is not a dict of its fields")
-    known = classes.FIELDS.get(kind)
+    known = FIELDS.get(kind)
     if known is not None and not state.keys() <= known:
         _check_new_fields(state, known, kind, where)
     return state
@@ -123,7 +257,7 @@ def _locate(storage_data: Any) -> _Places:
         )
     places: _Places = {}
     for key, info in storage_data.items():
-        fields = _fields(key, classes.INDEX, "a key of storage_data")
+        fields = _fields(key, INDEX, "a key of storage_data")
         fqn, offset = fields.get("fqn"), fields.get("offset")
         if type(fqn) is not str or len(fqn) > MAX_TEXT_CHARACTERS:
             raise CheckpointFormatError("a key of storage_data has no name of reasonable length")
@@ -138,7 +272,7 @@ def _locate(storage_data: Any) -> _Places:
 
 def _info(info: Any, fqn: str) -> dict[str, Any]:
     kind = info.kind if isinstance(info, Instance) else ""
-    if kind not in (classes.INFO, classes.HF_INFO):
+    if kind not in (INFO, HF_INFO):
         raise UnsupportedFormatError(
             f"the place of {fqn!a} is not recorded as torch's file system writer does it; load the "
             "checkpoint with the storage reader that belongs to its writer",
@@ -176,9 +310,9 @@ class _Columns:
             raise CheckpointFormatError("a key of state_dict_metadata is not a name of reasonable length")
         kind = entry.kind if isinstance(entry, Instance) else type(entry).__name__
         try:
-            if kind == classes.TENSOR:
+            if kind == TENSOR:
                 self._add_tensor(fqn, _fields(entry, kind, "an entry"))
-            elif kind == classes.BYTES:
+            elif kind == BYTES:
                 self._add_object(fqn)
             else:
                 raise CheckpointFormatError(f"the entry of {fqn!a} is a {kind}", fqn=fqn)
@@ -290,7 +424,7 @@ def _properties(value: Any, fqn: str) -> tuple[dtypes.Dtype, bool]:
     its record.
     """
     where = f"the properties of {fqn!a}"
-    state = value.state if isinstance(value, Instance) and value.kind == classes.PROPERTIES else None
+    state = value.state if isinstance(value, Instance) and value.kind == PROPERTIES else None
     if type(state) is not tuple or len(state) < 5:
         raise CheckpointFormatError(f"{where} are not those that torch writes", fqn=fqn)
     if len(state) > 6:
@@ -300,18 +434,18 @@ def _properties(value: Any, fqn: str) -> tuple[dtypes.Dtype, bool]:
             fqn=fqn,
         )
     dtype, layout, requires_grad = state[:3]
-    if isinstance(dtype, classes.UnknownDtype) and dtype.name.startswith(("q", "quint")):
+    if isinstance(dtype, UnknownDtype) and dtype.name.startswith(("q", "quint")):
         raise UnsupportedFormatError(
             f"{fqn!a} is quantized (torch.{dtype.name}): its metadata lack scale and zero point, and stock "
             "torch loads its integers alone, as other values. Load the checkpoint with "
             "torch into tensors of the same scales, and save it without this one, or dequantized",
             fqn=fqn,
         )
-    if isinstance(dtype, classes.UnknownDtype):
+    if isinstance(dtype, UnknownDtype):
         raise UnsupportedFormatError(
             f"{fqn!a} has the dtype torch.{dtype.name}, which this version of dcp cannot hold", fqn=fqn
         )
-    if not isinstance(dtype, dtypes.Dtype) or not isinstance(layout, classes.Layout):
+    if not isinstance(dtype, dtypes.Dtype) or not isinstance(layout, Layout):
         raise CheckpointFormatError(f"{where} have no dtype or no layout", fqn=fqn)
     if layout.name != "torch.strided":
         raise UnsupportedFormatError(
@@ -330,7 +464,7 @@ def _boxes(chunks: list[Any], ndim: int, fqn: str) -> list[tuple[_Box, _Box]]:
     """
     boxes: dict[_Box, _Box] = {}
     for chunk in chunks:
-        fields = _fields(chunk, classes.CHUNK, f"the list of chunks of {fqn!a}")
+        fields = _fields(chunk, CHUNK, f"the list of chunks of {fqn!a}")
         offsets = _integers(fields.get("offsets"), "a chunk's offsets", fqn)
         sizes = _integers(fields.get("sizes"), "a chunk's sizes", fqn)
         if len(offsets) != ndim or len(sizes) != ndim:
@@ -345,7 +479,7 @@ def _boxes(chunks: list[Any], ndim: int, fqn: str) -> list[tuple[_Box, _Box]]:
 
 def _provenance(state: Mapping[str, Any]) -> dict[str, Any]:
     meta = state.get("storage_meta")
-    fields = {} if meta is None else _fields(meta, classes.META, "storage_meta")
+    fields = {} if meta is None else _fields(meta, META, "storage_meta")
     found = {
         "save_id": fields.get("save_id"),
         "checkpoint_id": fields.get("checkpoint_id"),

@@ -25,9 +25,8 @@ import numpy.typing as npt
 
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import CheckpointIndex, Int64, starts
-
-__all__ = ["TORCH_METADATA_VERSION", "encode_torch_metadata", "torch_metadata_head"]
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.geometry.strides import Int64, starts
 
 TORCH_METADATA_VERSION: Final = "1.0.0"
 """What stock calls CURRENT_DCP_VERSION; old readers ignore it."""

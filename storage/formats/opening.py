@@ -1,0 +1,544 @@
+"""The checkpoint at a place: which file counts in a folder, of which format a file is, and what lies near a
+place that has none.
+
+Ours and stock's are told apart by their commit objects; weights without a commit by the formats themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Final, NamedTuple, ParamSpec, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME, RANK_LOCAL
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnsupportedFormatError,
+)
+from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.format import BEGIN_BYTES, Format, found
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.native.manifest import MAX_MANIFEST_BYTES, decode_manifest
+from dcp.storage.formats.registry import by_precedence, file_suffixes, format_of, formats
+from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
+from dcp.storage.formats.torch.metadata_writer import torch_metadata_head
+from dcp.storage.formats.views import join_indexes
+from dcp.storage.near_names import close_to, listed
+from dcp.storage.stores import OpenStore, open_store
+from dcp.storage.stores.base import Store
+from dcp.storage.stores.folders import ParentFolder, open_parent_folder
+from dcp.storage.stores.names import place_text
+from dcp.storage.stores.posix.files import broken_link, storage_error
+from dcp.storage.threads import WorkerThreads, result_of
+
+_LOOKED_AT: Final = 200
+"""Folders that are looked into for checkpoints."""
+
+_REQUESTS: Final = 4
+"""The same, where each is a request or two."""
+
+_SHOWN: Final = 4
+_FOLDER: Final = re.compile(r"[^:]+://[^/]+/?[^/]")
+"""What is not the scheme alone."""
+
+
+@contextmanager
+def naming_near_places(checkpoint_id: str | os.PathLike[str], open_store: OpenStore) -> Iterator[None]:
+    """Yield a CheckpointNotFoundError of this block says as well which checkpoints lie below
+    ``checkpoint_id`` or, if that is not there, what is beside it."""
+    try:
+        yield
+    except CheckpointNotFoundError as error:
+        raise with_near_places(error, checkpoint_id, open_store) from None
+
+
+def with_near_places(
+    error: CheckpointNotFoundError, checkpoint_id: str | os.PathLike[str], open_store: OpenStore
+) -> CheckpointNotFoundError:
+    """Return the same error, which says as well what `naming_near_places` says."""
+    try:
+        text = _hint(str(error).removesuffix(" Check the path."), checkpoint_id, open_store)
+    except (CheckpointError, OSError):  # the error that is on its way matters more
+        text = ""
+    return CheckpointNotFoundError(text, **error.facts) if text else error
+
+
+def _hint(message: str, checkpoint_id: str | os.PathLike[str], open_store: OpenStore) -> str:
+    """Return ``message`` and the hint; "" without a hint."""
+    root = open_parent_folder(checkpoint_id, open_store=open_store)
+    path = root.local_path
+    if path is not None and broken_link(path):
+        return ""  # which the message says
+    if path is not None and not os.path.lexists(path):
+        return f"{root.url} holds no checkpoint: {_beside_missing(path)}"
+    names = sorted(root.names(), key=_by_number, reverse=True)
+    if names:
+        return f"{message}\n{_below(root, names)}"
+    if root.lists_tree:
+        beside = _beside_prefix(root.url, open_store)
+        return beside and f"{message}\n{beside}"
+    files = sorted(info.name for info in open_store(checkpoint_id).list() if _is_weights(info.name))
+    return f"{message}\nFiles in it: {_some(files)}." if files else ""
+
+
+def _below(root: ParentFolder, names: Sequence[str]) -> str:
+    looked_at = _REQUESTS if root.lists_tree else _LOOKED_AT
+    found = [name for name in names[:looked_at] if has_checkpoint(root.store(name))]
+    if not found:
+        return f"Folders below it: {_some(names)}; dcp ls finds the checkpoints in them."
+    rest = names[len(found) :] if found == list(names[:looked_at]) else []
+    return f"Checkpoints below it: {_some([*found, *rest])}."
+
+
+def _beside_missing(path: Path) -> str:
+    """Return what is where ``path`` would be, or the last folder on the way there that exists."""
+    what = "it"
+    while not path.parent.is_dir():
+        path = path.parent
+        what = str(path)
+    with os.scandir(path.parent) as entries:
+        names = sorted((entry.name for entry in entries if not entry.name.startswith(".")), key=_by_number)
+    close = close_to(path.name, names) or names[::-1]
+    there = f"\n{path.parent} has {_some(close)}." if close else ""
+    return f"{what} does not exist.{there}"
+
+
+def _beside_prefix(url: str, open_store: OpenStore) -> str:
+    parent, _, name = url.rpartition("/")
+    names = open_parent_folder(parent, open_store=open_store).names() if _FOLDER.match(parent) else []
+    close = close_to(name, names) or sorted(names, key=_by_number, reverse=True)
+    return f"{parent} has {_some(close)}." if close else ""
+
+
+def _some(names: Sequence[str]) -> str:
+    return listed(names, most=_SHOWN, show=str)
+
+
+def _is_weights(name: str) -> bool:
+    return name.lower().endswith(file_suffixes()) and not name.startswith(".")
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """So that step-2 comes before step-10."""
+    return [(int(part) if part.isdigit() else -1, part) for part in re.split(r"([0-9]+)", name)]
+
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_P = ParamSpec("_P")
+
+MAX_TORCH_METADATA_BYTES: Final = 8 << 30
+
+_ATTEMPTS: Final = 8
+_PROBED_NAMES: Final = 16
+_LARGE_CHUNKS: Final = 50_000
+"""With as many, `.metadata` has some ten megabytes."""
+_START_BYTES: Final = 128 << 10
+"""Of `.metadata`, which many checkpoints have no more of; of the others it tells which save they are of."""
+_OUR_DATA_FILE: Final = re.compile(rb"__[0-9]+_[0-9]+\.[0-9a-f]{8}\.distcp")
+_STOCK_DATA_FILE: Final = re.compile(r"__[0-9]+_[0-9]+\.distcp")
+
+
+def open_index(store: Store, *, rank: int | None = None, own_rank: int | None = None) -> CheckpointIndex:
+    """Return the index of the checkpoint that is committed in ``store``.
+
+    It is the manifest, unless stock torch has overwritten the folder since (then `.metadata`). Without one
+    it is `.metadata`, and without that what ranks saved on their own: that of ``rank`` if it is given
+    and there, or all of them joined, where ``own_rank`` saved something else than others its own.
+
+    Raises CheckpointNotFoundError if nothing is committed, and the decoders' errors with ``path`` added: a
+    damaged manifest is never papered over with another file.
+    """
+    index = _open_pair(store, MANIFEST_NAME, METADATA_NAME)
+    if index is not None:
+        return index
+    ranks = _local_ranks(store)
+    if rank in ranks:
+        ranks = [rank]
+    # Where that takes requests, several at a time: there may be a thousand ranks.
+    threads = max(1, min(store.read_profile.threads or 1, len(ranks)))
+    with WorkerThreads(threads) as pool:
+        parts = pool.map(
+            lambda local: _open_pair(store, f"__{local}.{MANIFEST_NAME}", f"__{local}{METADATA_NAME}"), ranks
+        )
+        indexes = {local: part for local, part in zip(ranks, parts, strict=True) if part is not None}
+    if not indexes:
+        raise _not_found(store)
+    with _located(store.url):
+        return join_indexes(indexes, own_rank=own_rank)
+
+
+def has_checkpoint(store: Store) -> bool:
+    """Return whether anything is committed in ``store``; its files are not opened."""
+    if store.stat(MANIFEST_NAME) is not None or store.stat(METADATA_NAME) is not None:
+        return True
+    return bool(_local_ranks(store))
+
+
+def saved_by_rank(store: Store) -> bool:
+    """Return whether all that ``store`` holds is what ranks saved on their own
+    (``use_collectives=False``)."""
+    together = store.stat(MANIFEST_NAME) or store.stat(METADATA_NAME)
+    return together is None and bool(_local_ranks(store))
+
+
+def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> CheckpointIndex | None:
+    """Return the index of one manifest and the `.metadata` beside it; None if both are absent."""
+    for _ in range(_ATTEMPTS):
+        manifest, index, start = _read_pair(store, manifest_name, metadata_name)
+        if manifest is None or index is None:
+            metadata = _whole(store, metadata_name, start)
+            if metadata is None:
+                return None
+            # Our save writes its manifest first, and it may have come between the two readings.
+            if _OUR_DATA_FILE.search(metadata):
+                if store.stat(manifest_name) is not None:
+                    continue
+                logger.warning(
+                    "%s is missing, although dcp saved this checkpoint: it is read by %s alone, without "
+                    "types of keys (they are strings now), empty dicts, digests, user metadata, provenance. "
+                    "Restore the manifest from a copy, or load the checkpoint and save it again",
+                    store.path_of(manifest_name),
+                    metadata_name,
+                )
+            with _located(store.path_of(metadata_name)):
+                return decode_torch_metadata(metadata)
+        if start is None:
+            return index
+        if len(start.data) < start.size_bytes and _is_long_start_of(index, start):
+            return index
+        metadata = _whole(store, metadata_name, start)
+        published = index.torch_metadata_crc, index.replaced_torch_metadata_crc  # with it, or to be replaced
+        if metadata is None or crc32(metadata) in published:
+            return index
+        # Our save replaces two files, one after the other: only if the manifest is still the same was
+        # it another writer of .metadata, or damage.
+        if _unless_missing(store.read, manifest_name, limit_bytes=MAX_MANIFEST_BYTES) != manifest:
+            continue
+        if _is_ours(index, metadata):
+            logger.warning(
+                "%s differs from what was committed with the manifest beside it: it is damaged. dcp reads "
+                "the manifest; stock torch would read the damaged file. Save again, or restore it.",
+                store.path_of(metadata_name),
+            )
+            return index
+        with _located(store.path_of(metadata_name)):
+            return decode_torch_metadata(metadata)
+    raise CheckpointConflictError(
+        f"{store.url} was replaced {_ATTEMPTS} times while it was being opened; give each save its own id",
+        path=store.url,
+    )
+
+
+class _Start(NamedTuple):
+    """The first bytes of a file of ``size_bytes``."""
+
+    data: bytes
+    size_bytes: int
+
+
+def _read_pair(
+    store: Store, manifest_name: str, metadata_name: str
+) -> tuple[bytes | None, CheckpointIndex | None, _Start | None]:
+    """Return (the manifest, what it says, the start of `.metadata`), None for what is absent.
+
+    Where that takes requests they are under way at once. Either may then be the older one: whoever finds that
+    they do not belong together looks again.
+    """
+
+    def decoded() -> tuple[bytes | None, CheckpointIndex | None]:
+        manifest = _unless_missing(store.read, manifest_name, limit_bytes=MAX_MANIFEST_BYTES)
+        if manifest is None:
+            return None, None
+        with _located(store.path_of(manifest_name)):
+            return manifest, decode_manifest(manifest)
+
+    if not store.read_profile.scatter:
+        return *decoded(), _start_of(store, metadata_name)
+    with WorkerThreads(1) as pool:
+        beside = pool.submit(_start_of, store, metadata_name)
+        return *decoded(), result_of(beside)
+
+
+def _start_of(store: Store, name: str) -> _Start | None:
+    found = _unless_missing(store.read_start, name, _START_BYTES)
+    return None if found is None else _Start(*found)
+
+
+def _whole(store: Store, name: str, start: _Start | None) -> bytes | None:
+    """Return the file that has ``start``; None if it is absent."""
+    if start is None or len(start.data) == start.size_bytes:
+        return None if start is None else start.data
+    return _unless_missing(store.read, name, limit_bytes=MAX_TORCH_METADATA_BYTES)
+
+
+def _is_long_start_of(index: CheckpointIndex, start: _Start) -> bool:
+    """Return whether `.metadata`, longer than ``start``, says there that it is of the save of ``index``.
+
+    Then ``index`` is the truth, even if the file is damaged further on, and reading it is not worth the time.
+    """
+    save_id = index.provenance.get("save_id")
+    if index.torch_metadata_crc is None:
+        return False
+    return isinstance(save_id, str) and start.data.startswith(torch_metadata_head(save_id, start.size_bytes))
+
+
+def is_large_metadata_of(store: Store, name: str, index: CheckpointIndex) -> bool:
+    """Return whether `.metadata` is large, and its first bytes say that it is of the save of ``index``.
+
+    Then ``index`` is the truth, even if the file is damaged further on, and reading it is not worth the time.
+    Where it is small one request for all of it is cheaper than this.
+    """
+    if index.chunk_count < _LARGE_CHUNKS:
+        return False
+    start = _start_of(store, name)
+    if start is None or len(start.data) == start.size_bytes:
+        return False
+    return _is_long_start_of(index, start)
+
+
+def _is_ours(index: CheckpointIndex, metadata: bytes) -> bool:
+    """Return whether ``metadata``, though it differs from every one committed, was written by this package.
+
+    Stock knows neither our save id nor files that are named as only ours are. After a crash in the middle of
+    a commit they are those of the save before.
+    """
+    marks = [name for name in index.files[:_PROBED_NAMES] if not _STOCK_DATA_FILE.fullmatch(name)]
+    save_id = index.provenance.get("save_id")
+    if isinstance(save_id, str) and save_id:
+        marks.append(save_id)
+    named = any(mark.encode("utf-8", "surrogatepass") in metadata for mark in marks)
+    return named or _OUR_DATA_FILE.search(metadata) is not None
+
+
+def _unless_missing(read: Callable[_P, T], *args: _P.args, **named: _P.kwargs) -> T | None:
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return read(*args, **named)
+        except CheckpointNotFoundError:
+            return None
+        except CorruptCheckpointError:  # replaced between two requests: the new one is whole
+            if attempt == _ATTEMPTS:
+                raise
+    return None
+
+
+def _local_ranks(store: Store) -> list[int]:
+    matches = (RANK_LOCAL.fullmatch(info.name) for info in store.list())
+    return sorted({int(match[1]) for match in matches if match})
+
+
+@contextmanager
+def _located(path: str) -> Iterator[None]:
+    """Adds ``path`` to errors of the decoders, which see bytes and not files."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise type(error)(f"{path}: {error}", **({"path": path} | error.facts)) from error
+
+
+def _not_found(store: Store) -> CheckpointNotFoundError:
+    data_files = [info.name for info in store.list() if info.name.endswith(DATA_SUFFIX)]
+    looked_for = f"{MANIFEST_NAME} or {METADATA_NAME}"
+    if data_files:
+        return CheckpointNotFoundError(
+            f"{store.url} holds no committed checkpoint: there are {len(data_files)} data files, such as "
+            f"{data_files[0]}, but no {looked_for}. The save that wrote them failed or is still running; "
+            "load an earlier checkpoint.",
+            path=store.url,
+            data_files=len(data_files),
+        )
+    return CheckpointNotFoundError(
+        f"{store.url} holds no checkpoint: no {looked_for} is there. Check the path.",
+        path=store.url,
+        data_files=0,
+    )
+
+
+_FILE_URL: Final = re.compile(r"file://", re.IGNORECASE)
+_REMOTE_FILE: Final = re.compile(r"(?P<folder>[A-Za-z][A-Za-z0-9+.\-]*://.*[^/])/+(?P<name>[^/]+)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePlace:
+    """A folder, or with ``file`` one file in it."""
+
+    store: Store
+    file: str | None = None
+
+    @property
+    def url(self) -> str:
+        """Names it in messages."""
+        return self.store.url if self.file is None else self.store.path_of(self.file)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint: ``index`` names files of ``store``; ``name`` names the whole in messages, ``file`` is set
+    if it is that one file."""
+
+    store: Store
+    index: CheckpointIndex
+    name: str
+    file: str | None = None
+
+
+def locate(checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = open_store) -> SourcePlace:
+    """Return the folder or file of a checkpoint id; that something is in it is not known yet.
+
+    A link to a file is followed, since the caller named it. Raises what ``open_store`` raises and, for a URL
+    that could be a file, what asking its store does.
+    """
+    text = place_text(checkpoint_id)
+    is_file_url = _FILE_URL.match(text) is not None
+    if is_file_url or "://" not in text:
+        path = Path(unquote(urlsplit(text).path) if is_file_url else text)
+        if text.endswith("/") or not _is_file(path):
+            return SourcePlace(open_store(checkpoint_id))
+        real = path.resolve()
+        return SourcePlace(open_store(real.parent), real.name)
+    match = _REMOTE_FILE.fullmatch(text)
+    if match is not None and match["name"].lower().endswith(file_suffixes()):
+        folder = open_store(match["folder"])
+        if folder.stat(match["name"]) is not None:
+            return SourcePlace(folder, match["name"])
+    return SourcePlace(open_store(checkpoint_id))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise storage_error(error, "stat", path) from error
+
+
+def index_at(place: SourcePlace, *, rank: int | None = None, own_rank: int | None = None) -> CheckpointIndex:
+    """Return the index of what is at ``place``; ``rank`` and ``own_rank`` as in
+    `dcp.storage.formats.opening.open_index`.
+
+    Raises CheckpointNotFoundError where there is neither a commit nor a file of weights, and the formats'
+    errors.
+    """
+    if place.file is not None:
+        return index_of_file(place.store, place.file)
+    try:
+        return open_index(place.store, rank=rank, own_rank=own_rank)
+    except CheckpointNotFoundError:
+        index = index_of_folder(place.store)
+        if index is None:
+            _explain_links(place)
+            raise
+        return index
+
+
+def _explain_links(place: SourcePlace) -> None:
+    """Raise CheckpointNotFoundError if a local folder has weights as links, which stores do not follow, or is
+    itself a link that leads nowhere."""
+    folder = Path(place.store.url)
+    fault = broken_link(folder) if place.store.capabilities.is_local else None
+    if fault is not None:
+        raise CheckpointNotFoundError(f"{fault}: there is no checkpoint", path=str(folder))
+    links = [path.name for path in folder.glob("*") if path.is_symlink()] if folder.is_dir() else []
+    if any(name.endswith(file_suffixes()) for name in links):
+        raise CheckpointNotFoundError(
+            f"{folder}: its weights are symbolic links, as in the cache of a model hub, and could point at "
+            "any file of yours. If you trust the folder: dcp.load(..., storage_reader=dcp.FileSystemReader("
+            "folder, open_store=functools.partial(dcp.storage.stores.PosixStore, follow_links=True)))",
+            path=str(folder),
+        )
+
+
+def index_of_file(store: Store, name: str) -> CheckpointIndex:
+    """Return the index of one file of ``store``, of the format that its name or how it begins says.
+
+    Raises CheckpointNotFoundError if it is absent.
+    """
+    with store.open_read(name) as handle:
+        one = _format_of_file(name, handle.pread(min(BEGIN_BYTES, handle.size_bytes), 0))
+        with _read_as(one, store.path_of(name)):
+            read_file = found(one.read_file or "")
+            return _checked(read_file(lambda at, count: handle.pread(count, at), handle.size_bytes, name))
+
+
+def _format_of_file(name: str, begin: bytes) -> Format:
+    of_files = [one for one in by_precedence(formats()) if one.read_file is not None]
+    meant = chain(
+        (one for one in of_files if one.names_suffice and one.has_suffix(name)),
+        (one for one in of_files if one.begins_so(begin)),
+        (one for one in of_files if one.takes_the_rest),
+    )
+    return next(meant)  # no more are asked: another package's may fail
+
+
+@contextmanager
+def _read_as(one: Format, path: str) -> Iterator[None]:
+    """Errors within name ``path``. Readers of other packages' formats may raise anything."""
+    try:
+        yield
+    except CheckpointFormatError as error:
+        if error.path:
+            raise
+        raise type(error)(f"{path}: {error}", **(error.facts | {"path": path})) from error
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise UnsupportedFormatError(
+            f"{path} cannot be read as a {one.name!r} checkpoint: {type(error).__name__}: {error}",
+            path=path,
+        ) from error
+
+
+def _checked(index: CheckpointIndex) -> CheckpointIndex:
+    if not isinstance(index, CheckpointIndex):
+        raise UnsupportedFormatError(f"what reads its format gave a {type(index).__name__}, and no index")
+    return index
+
+
+def index_of_folder(store: Store) -> CheckpointIndex | None:
+    """Return the index of the files in a folder that are one checkpoint together; None if there are none.
+
+    Raises what the formats raise: CorruptCheckpointError where files or tensors are missing,
+    CheckpointFormatError for names that reach outside the folder, and for names that stand twice.
+    """
+    for one in by_precedence(formats()):
+        if one.read_folder is not None:
+            with _read_as(one, store.url):
+                index = found(one.read_folder)(store)
+                if index is not None:
+                    return _checked(index)
+    return None
+
+
+def complete_index(store: Store, index: CheckpointIndex) -> CheckpointIndex:
+    """Return ``index`` with what its format has besides tensors, where that takes more than reading the
+    index.
+
+    Raises CheckpointFormatError where that is malformed.
+    """
+    one = format_of(index.format)
+    if one is None or one.complete is None:
+        return index
+    with _read_as(one, store.url):
+        return _checked(found(one.complete)(store, index))
+
+
+def open_source(
+    checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = open_store, rank: int | None = None
+) -> Source:
+    """`locate` and `index_at` together."""
+    with naming_near_places(checkpoint_id, open_store):
+        place = locate(checkpoint_id, open_store=open_store)
+        index = index_at(place, rank=rank)
+    return Source(place.store, index, place.url, place.file)
