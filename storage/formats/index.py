@@ -10,9 +10,10 @@ row i is ``values[start[i]:start[i + 1]]``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +25,7 @@ from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
 from dcp.storage.geometry.boxes import Box
-from dcp.storage.geometry.strides import Int64, row_products, starts
+from dcp.storage.geometry.strides import Int64, extent, row_products, starts
 
 Path = tuple[str | int, ...]
 """Where a flattened value stood in the nested state dict: dict keys (str) and list positions (int)."""
@@ -300,145 +301,104 @@ class CheckpointIndex:
         or the extent of its strides, payload inside record, record inside file (where sizes are known), CRC
         counts, file numbers, plain file names (no separators, no dot names).
         """
-        problem = _tensor_problem(self) or _box_problem(self) or _range_problem(self) or _object_problem(self)
-        if problem:
-            raise CheckpointFormatError(f"checkpoint index is inconsistent: {problem}")
+        for is_wrong, problem in chain(_tensor_rules(self), _chunk_rules(self), _object_rules(self)):
+            if is_wrong:
+                raise CheckpointFormatError(f"checkpoint index is inconsistent: {problem}")
 
 
-def _tensor_problem(index: CheckpointIndex) -> str | None:
+_Rules = Iterator[tuple[bool | np.bool_, str]]
+"""Whether a rule is broken, and how to say so. A rule may rely on those before it."""
+
+
+def _tensor_rules(index: CheckpointIndex) -> _Rules:
     tensors, chunks = len(index.fqns), len(index.chunk_files)
-    plain_columns = (("dtype_codes", tensors), ("requires_grad", tensors), ("file_sizes", len(index.files)))
-    for name, length in plain_columns:
-        if len(getattr(index, name)) != length:
-            return f"column {name} has {len(getattr(index, name))} rows, not {length}"
-    for name in ("record_offsets", "record_lengths", "payload_offsets", "payload_lengths"):
-        if len(getattr(index, name)) != chunks:
-            return f"column {name} has {len(getattr(index, name))} rows, not {chunks}"
-    ragged: tuple[tuple[str, int, int], ...] = (
+    columns = {"dtype_codes": tensors, "requires_grad": tensors, "file_sizes": len(index.files)}
+    columns |= dict.fromkeys(
+        ("record_offsets", "record_lengths", "payload_offsets", "payload_lengths"), chunks
+    )
+    for name, rows in columns.items():
+        found = len(getattr(index, name))
+        yield found != rows, f"column {name} has {found} rows, not {rows}"
+    for name, rows, total in (
         ("shape_start", tensors, len(index.shape_values)),
         ("chunk_start", tensors, chunks),
         ("crc_start", chunks, len(index.crcs)),
-    )
-    for name, rows, total in ragged:
-        column = getattr(index, name)
-        if len(column) != rows + 1 or column[0] != 0 or column[-1] != total or (np.diff(column) < 0).any():
-            return f"positions {name} do not ascend from 0 to {total}"
-    if len(set(index.fqns)) != tensors:  # not by `position`, which only loads need
-        return "two tensors have one name"
-    if tensors and not np.isin(index.dtype_codes, list(dtypes.BY_CODE)).all():
-        return "unknown dtype code"
-    if (index.shape_values < 0).any():
-        return "negative size"
-    sizes = row_products(index.shape_values.astype(np.float64), index.shape_start)
-    if (sizes * itemsizes(index.dtype_codes) > 2.0**62).any():  # its size in int64 would be another one
-        return "a tensor is larger than any storage"
-    if len(index.digests) not in (0, tensors) or not {*map(len, index.digests)} <= {0, SUM_BYTES}:
-        return "digests are not those of its tensors"
-    return None
+    ):
+        begins = getattr(index, name)
+        is_wrong = len(begins) != rows + 1 or begins[0] != 0 or begins[-1] != total
+        yield is_wrong or (np.diff(begins) < 0).any(), f"positions {name} do not ascend from 0 to {total}"
+    # not by `position`, which only loads need
+    yield len(set(index.fqns)) != tensors, "two tensors have one name"
+    yield not np.isin(index.dtype_codes, list(dtypes.BY_CODE)).all(), "unknown dtype code"
+    yield (index.shape_values < 0).any(), "negative size"
+    volumes = row_products(index.shape_values.astype(np.float64), index.shape_start)
+    # in float64: its size in int64 would be another one
+    yield (volumes * itemsizes(index.dtype_codes) > 2.0**62).any(), "a tensor is larger than any storage"
+    is_wrong = len(index.digests) not in (0, tensors) or not {*map(len, index.digests)} <= {0, SUM_BYTES}
+    yield is_wrong, "digests are not those of its tensors"
 
 
-def _box_problem(index: CheckpointIndex) -> str | None:
-    total = int(index.box_start[-1])
-    if len(index.chunk_offsets) != total or len(index.chunk_sizes) != total:
-        return "boxes have the wrong number of dimensions"
-    if not len(index.chunk_files):
-        return None
-    rows = np.repeat(index.shape_start[index.chunk_tensors], np.diff(index.box_start))
-    rows += np.arange(total, dtype=np.int64) - np.repeat(index.box_start[:-1], np.diff(index.box_start))
-    limits = index.shape_values[rows]
-    if (index.chunk_offsets < 0).any() or (index.chunk_sizes < 0).any():
-        return "negative box"
-    if (index.chunk_offsets > limits).any() or (index.chunk_sizes > limits - index.chunk_offsets).any():
-        return "a chunk reaches outside its tensor"
-    # float64 first: a lying shape must not wrap around in int64 and then pass
-    element_bytes = itemsizes(index.dtype_codes)[index.chunk_tensors]
-    volumes = row_products(index.chunk_sizes.astype(np.float64), index.box_start)
-    if (volumes * element_bytes > 2.0**62).any():
-        return "a chunk is larger than any storage"
-    expected = row_products(index.chunk_sizes, index.box_start) * element_bytes
-    if index.payload_strides:
-        problem = _extents(index, expected)
-        if problem:
-            return problem
-    if (index.payload_lengths != expected).any():
-        return "a payload's length is not that of its box"
-    return None
-
-
-def _extents(index: CheckpointIndex, expected: Int64) -> str | None:
-    """Put what strided payloads must have into ``expected``."""
-    for chunk, strides in index.payload_strides.items():
-        if not 0 <= chunk < index.chunk_count:
-            return "strides belong to no chunk"
-        sizes = index.box(chunk)[1]
-        if len(strides) != len(sizes) or min(strides, default=0) < 0:
-            return "strides are negative, or not as many as dimensions"
-        itemsize = int(index.itemsizes[index.chunk_tensors[chunk]])
-        last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-        extent = (last + 1) * itemsize if 0 not in sizes else 0
-        if extent >= 1 << 62:
-            return "a chunk is larger than any storage"
-        expected[chunk] = extent
-    return None
-
-
-def _range_problem(index: CheckpointIndex) -> str | None:
+def _chunk_rules(index: CheckpointIndex) -> _Rules:
     for name in index.files:
-        if not name or name in (".", "..") or "/" in name or "\\" in name or "\x00" in name:
-            return f"file name {name!r} is not a plain name"
-    if len(set(index.files)) != len(index.files):
-        return "two files have one name"
-    files = index.chunk_files
+        is_wrong = name in ("", ".", "..") or "/" in name or "\\" in name or "\x00" in name
+        yield is_wrong, f"file name {name!r} is not a plain name"
+    yield len(set(index.files)) != len(index.files), "two files have one name"
+    box_start, sizes, files = index.box_start, index.chunk_sizes, index.chunk_files
+    is_wrong = not len(index.chunk_offsets) == len(sizes) == box_start[-1]
+    yield is_wrong, "boxes have the wrong number of dimensions"
     if not len(files):
-        return None
-    if (files < 0).any() or (files >= len(index.files)).any():
-        return "a chunk names a file that is not listed"
-    if (index.record_offsets < 0).any() or (index.record_lengths < 0).any():
-        return "negative record range"
-    known = index.payload_offsets != UNKNOWN
-    record_ends = index.record_offsets + index.record_lengths
-    if (record_ends < index.record_offsets).any():
-        return "a record's range overflows"
-    inside = (index.payload_offsets >= index.record_offsets) & (
-        index.payload_lengths <= record_ends - index.payload_offsets
+        return
+    counts = np.diff(box_start)
+    rows = np.repeat(index.shape_start[index.chunk_tensors] - box_start[:-1], counts) + np.arange(
+        box_start[-1]
     )
-    if not inside[known].all():
-        return "a payload reaches outside its record"
-    sizes = index.file_sizes[files]
-    if (record_ends[sizes != UNKNOWN] > sizes[sizes != UNKNOWN]).any():
-        return "a record reaches outside its file"
-    counts = np.diff(index.crc_start)
-    blocks = -(-index.payload_lengths // BLOCK_BYTES)
-    if not ((counts == 0) | (counts == blocks)).all():
-        return "a chunk has the wrong number of block checksums"
+    limits = index.shape_values[rows]
+    yield (index.chunk_offsets < 0).any() or (sizes < 0).any(), "negative box"
+    is_outside = (index.chunk_offsets > limits) | (sizes > limits - index.chunk_offsets)
+    yield is_outside.any(), "a chunk reaches outside its tensor"
+    element_bytes = itemsizes(index.dtype_codes)[index.chunk_tensors]
+    # float64 first: a lying shape must not wrap around in int64 and then pass
+    volumes = row_products(sizes.astype(np.float64), box_start)
+    yield (volumes * element_bytes > 2.0**62).any(), "a chunk is larger than any storage"
+    expected = row_products(sizes, box_start) * element_bytes
+    for chunk, strides in index.payload_strides.items():
+        yield not 0 <= chunk < len(files), "strides belong to no chunk"
+        box = index.box(chunk).sizes
+        is_wrong = len(strides) != len(box) or min(strides, default=0) < 0
+        yield is_wrong, "strides are negative, or not as many as dimensions"
+        length = extent(box, strides) * int(element_bytes[chunk])
+        yield length >= 1 << 62, "a chunk is larger than any storage"
+        expected[chunk] = length
+    yield (index.payload_lengths != expected).any(), "a payload's length is not that of its box"
+    yield (files < 0).any() or (files >= len(index.files)).any(), "a chunk names a file that is not listed"
+    begins, ends = index.record_offsets, index.record_offsets + index.record_lengths
+    yield (begins < 0).any() or (index.record_lengths < 0).any(), "negative record range"
+    yield (ends < begins).any(), "a record's range overflows"
+    payloads = index.payload_offsets
+    is_outside = (payloads < begins) | (index.payload_lengths > ends - payloads)
+    yield (is_outside & (payloads != UNKNOWN)).any(), "a payload reaches outside its record"
+    totals = index.file_sizes[files]
+    yield ((totals != UNKNOWN) & (ends > totals)).any(), "a record reaches outside its file"
+    counts, blocks = np.diff(index.crc_start), -(-index.payload_lengths // BLOCK_BYTES)
+    yield ((counts != 0) & (counts != blocks)).any(), "a chunk has the wrong number of block checksums"
     for row, crc in index.record_crcs.items():
-        if not (0 <= row < len(files) and 0 <= crc < 1 << 32):
-            return "a record's checksum belongs to no chunk, or is none"
-    return None
+        is_wrong = not (0 <= row < len(files) and 0 <= crc < 1 << 32)
+        yield is_wrong, "a record's checksum belongs to no chunk, or is none"
 
 
-def _object_problem(index: CheckpointIndex) -> str | None:
+def _object_rules(index: CheckpointIndex) -> _Rules:
     objects, names = index.objects, set(index.objects.fqns)
     for name in ("files", "offsets", "lengths", "crcs", "plain"):
-        if len(getattr(objects, name)) != len(objects.fqns):
-            return f"object column {name} has the wrong length"
-    if len(names) != len(objects.fqns):
-        return "two objects have one name"
-    if not names.isdisjoint(index.fqns):
-        return "an object and a tensor have one name"
-    if not names:
-        return None
-    if (objects.files < -1).any() or (objects.files >= len(index.files)).any():
-        return "an object names a file that is not listed"
-    if (objects.plain < -1).any() or (objects.plain >= len(objects.values)).any():
-        return "an object names a value that is not there"
-    stored = objects.files >= 0
-    if ((objects.plain < 0) & ~stored).any():
-        return "an object has neither a value nor a record"
-    if (objects.offsets[stored] < 0).any() or (objects.lengths[stored] < 0).any():
-        return "negative object range"
-    sizes = index.file_sizes[objects.files[stored]]
-    ends = objects.offsets[stored] + objects.lengths[stored]
-    if ((sizes != UNKNOWN) & (ends > sizes)).any() or (ends < 0).any():
-        return "an object reaches outside its file"
-    return None
+        yield len(getattr(objects, name)) != len(objects.fqns), f"object column {name} has the wrong length"
+    yield len(names) != len(objects.fqns), "two objects have one name"
+    yield not names.isdisjoint(index.fqns), "an object and a tensor have one name"
+    files, plain = objects.files, objects.plain
+    yield ((files < -1) | (files >= len(index.files))).any(), "an object names a file that is not listed"
+    yield ((plain < -1) | (plain >= len(objects.values))).any(), "an object names a value that is not there"
+    stored = files >= 0
+    yield ((plain < 0) & ~stored).any(), "an object has neither a value nor a record"
+    begins, lengths = objects.offsets[stored], objects.lengths[stored]
+    yield (begins < 0).any() or (lengths < 0).any(), "negative object range"
+    totals, ends = index.file_sizes[files[stored]], begins + lengths
+    is_outside = ((totals != UNKNOWN) & (ends > totals)) | (ends < 0)
+    yield is_outside.any(), "an object reaches outside its file"

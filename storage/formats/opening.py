@@ -487,7 +487,7 @@ def _read_as(one: Format, path: str) -> Iterator[None]:
     """Errors within name ``path``. Readers of other packages' formats may raise anything."""
     try:
         yield
-    except CheckpointFormatError as error:
+    except (CheckpointFormatError, CorruptCheckpointError) as error:
         if error.path:
             raise
         raise type(error)(f"{path}: {error}", **(error.facts | {"path": path})) from error

@@ -19,7 +19,6 @@ import hashlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, compress, pairwise, repeat
@@ -37,15 +36,24 @@ from dcp.storage.errors import (
     PlanError,
     UnsupportedFormatError,
 )
-from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.formats.index import MAX_DIMENSIONS, UNKNOWN, CheckpointIndex, ObjectColumns, itemsizes
 from dcp.storage.formats.plain import decode_plain, encode_plain
 from dcp.storage.geometry.strides import Int64, extent, row_products, starts
 
-BUDGET_FLOOR_BYTES: Final = 32 << 20
-BUDGET_RATIO: Final = 256
-"""A manifest of n bytes decodes to at most BUDGET_FLOOR_BYTES + BUDGET_RATIO * n bytes of columns."""
+MAX_MANIFEST_BYTES: Final = 1 << 30
+MAX_PLAIN_SECTION_BYTES: Final = 64 << 20
+"""Limit of planner data, provenance and user metadata each."""
+
+_KIND: Final = "dcphub.manifest"
+_VERSION: Final = (1, 0)
+_CRC: Final = struct.Struct(">I")
+_CRC_HEAD: Final = b"\xa5crc32\xce"
+"""The last key of the map, and the head of its value: the CRC-32 itself is always the file's last 4 bytes."""
+
+_BUDGET_FLOOR_BYTES: Final = 32 << 20
+_BUDGET_RATIO: Final = 256
+"""A manifest of n bytes decodes to at most _BUDGET_FLOOR_BYTES + _BUDGET_RATIO * n bytes of columns."""
 
 _STRING_OVERHEAD_BYTES: Final = 64
 _PACKING_WORTHWHILE_BYTES: Final = 4096
@@ -54,31 +62,71 @@ _RAW, _ZLIB = 0, 1
 _InflateError: Final = cast(type[Exception], isal_zlib.error)  # the stubs declare an instance
 _WIDTHS: Final = {0: "<u1", 1: "<u1", 2: "<u2", 4: "<u4", 8: "<i8"}
 _WIDTH_OF_BITS: Final = (*[1] * 9, *[2] * 8, *[4] * 16, *[8] * 32)
+
+_CRCS: Final = ("torch_metadata_crc", "replaced_torch_metadata_crc")
+_OBJECT_COLUMNS: Final = ("files", "offsets", "lengths", "crcs", "plain")
+_STRUCTURAL: Final = ("fqns", "dtypes", "ndims", "shapes")
+_LARGEST_PAYLOAD_BYTES: Final = 2.0**62
+_NAMES: Final = frozenset({str})
+_TUPLES: Final = frozenset({tuple})
 _INTEGERS: Final = frozenset({int})
+_INT64_RANGE: Final = range(-(1 << 63), 1 << 63)
 
 
-class Budget:
-    """Bytes that decoding what has ``encoded_bytes`` may still allocate."""
+@contextmanager
+def reading_version(version: Any, known: tuple[int, int], what: str) -> Iterator[None]:
+    """Decode, within this block, ``what`` of version ``version``, whose bytes are those that were written.
 
-    def __init__(self, encoded_bytes: int) -> None:
-        self._left = BUDGET_FLOOR_BYTES + BUDGET_RATIO * encoded_bytes
+    ``known`` is the reader's own. UnsupportedFormatError for another major version, and for what cannot be
+    decoded of a later minor one; CheckpointFormatError for what is no version.
+    """
+    if not isinstance(version, list) or list(map(type, version)) != [int, int]:
+        raise CheckpointFormatError(f"{what} has no version")
+    found = (version[0], version[1])
+    text = f"{what} has format version {found[0]}.{found[1]}, and this dcphub knows {known[0]}.{known[1]}"
+    if found[0] != known[0]:
+        age = "newer" if found > known else "older"
+        raise UnsupportedFormatError(f"{text}: it was written by a {age} dcphub; use one", version=version)
+    try:
+        yield
+    except CheckpointFormatError as error:
+        if found <= known or isinstance(error, UnsupportedFormatError):
+            raise
+        raise UnsupportedFormatError(
+            f"{text}: it was written by a newer dcphub, and not all of it is known here ({error}); use a "
+            "newer one",
+            **(error.facts | {"version": version}),
+        ) from error
 
-    def spend(self, size_bytes: int) -> None:
-        """Take ``size_bytes``; CheckpointFormatError once the encoding claims more than it could need."""
-        self._left -= size_bytes
-        if self._left < 0:
-            raise CheckpointFormatError(
-                "the manifest claims to hold far more than its size can; it is hostile or damaged"
-            )
+
+# -- writing -------------------------------------------------------------------------------------------------
 
 
-class ColumnEncoder:
-    """Encodes columns and counts in ``decoded_bytes`` what a reader's `Budget` will be charged for them.
+def encode_manifest(index: CheckpointIndex, *, is_checked: bool = False) -> bytes:
+    """Return the manifest of ``index``; CheckpointFormatError if `CheckpointIndex.check` finds it
+    inconsistent, unless the caller has asked that already.
+
+    PlanError if planner data, provenance or user metadata are not plain (`dcp.storage.formats.plain`), or if
+    the manifest would be larger than MAX_MANIFEST_BYTES.
+    """
+    if not is_checked:
+        index.check()
+    encoder = _ColumnEncoder(compact=True)
+    data = _encode(index, encoder)
+    if encoder.decoded_bytes > _BUDGET_FLOOR_BYTES + _BUDGET_RATIO * len(data):
+        data = _encode(index, _ColumnEncoder(compact=False))  # so regular that readers would refuse it
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise PlanError(f"the manifest takes {len(data)} bytes, and the limit is {MAX_MANIFEST_BYTES}")
+    return data
+
+
+class _ColumnEncoder:
+    """Encodes columns and counts in ``decoded_bytes`` what a reader will allocate for them.
 
     ``compact=False`` avoids the encodings that can expand without bound.
     """
 
-    def __init__(self, *, compact: bool = True) -> None:
+    def __init__(self, *, compact: bool) -> None:
         self._compact = compact
         self._longest: tuple[list[str], list[Any], int] = [], [], 0
         self.decoded_bytes = 0
@@ -108,30 +156,34 @@ class ColumnEncoder:
         self.decoded_bytes += len(data)
         return [len(data), _ZLIB, isal_zlib.compress(data, 1)]
 
-    def rows(self, rows: Sequence[bytes] | Sequence[str], joined: bytes | None = None) -> list[Any]:
-        """Encode byte strings: ``[lengths, joined bytes]``; of ASCII, with the bytes ``joined``."""
+    def rows(self, rows: Sequence[bytes] | Sequence[str], joined: bytes) -> list[Any]:
+        """Encode byte strings, or ASCII strings, which are ``joined``: ``[lengths, joined bytes]``."""
         self.decoded_bytes += _STRING_OVERHEAD_BYTES * len(rows)
-        lengths = self.column(np.fromiter(map(len, rows), np.int64, len(rows)))
-        return [lengths, self.blob(b"".join(cast(Sequence[bytes], rows)) if joined is None else joined)]
+        return [self.column(np.fromiter(map(len, rows), np.int64, len(rows))), self.blob(joined)]
 
     def strings(self, texts: Sequence[str]) -> list[Any]:
         """Encode strings as `rows` of UTF-8; lone surrogates, which Python's str may hold, pass (WTF-8)."""
         listed, before = list(texts), self.decoded_bytes
-        if listed == self._longest[0]:  # as a flat state dict has, three times
+        if listed and listed == self._longest[0]:  # as a flat state dict has, three times
             self.decoded_bytes += self._longest[2]
-            return self._longest[1] or self.rows([])
+            return self._longest[1]
         joined = "".join(listed)
-        if joined.isascii():
-            encoded = self.rows(listed, joined.encode())
-        else:
-            encoded = self.rows([text.encode("utf-8", "surrogatepass") for text in listed])
+        rows = listed if joined.isascii() else [text.encode("utf-8", "surrogatepass") for text in listed]
+        encoded = self.rows(rows, joined.encode("utf-8", "surrogatepass"))
         if len(listed) > len(self._longest[0]):
             self._longest = listed, encoded, self.decoded_bytes - before
         return encoded
 
-    def exceeds_budget_of(self, data: bytes) -> bool:
-        """Return whether readers with a `Budget` of the length of ``data`` would refuse what was encoded."""
-        return self.decoded_bytes > BUDGET_FLOOR_BYTES + BUDGET_RATIO * len(data)
+    def plain(self, value: Any, what: str) -> list[Any]:
+        """Encode plain data as a blob; PlanError for what is none."""
+        encoded = encode_plain(value, limit_bytes=MAX_PLAIN_SECTION_BYTES)
+        if encoded is None:
+            raise PlanError(
+                f"{what} cannot be stored in the manifest: it holds something else than None, bool, int, "
+                "float, complex, str, bytes, list, tuple and dict, or more than "
+                f"{MAX_PLAIN_SECTION_BYTES >> 20} MiB"
+            )
+        return self.blob(encoded)
 
 
 def _base_and_width(values: Int64) -> tuple[int, int]:
@@ -146,220 +198,58 @@ def _base_and_width(values: Int64) -> tuple[int, int]:
     return (0 if is_plain else low), width
 
 
-def decode_column(encoded: Any, budget: Budget) -> Int64:
-    """Decode the integers of a column."""
-    count, first, base, width, packing, data = _fields(encoded, 6)
-    numbers = (count, base, 0 if first is None else first, width)
-    if not _INTEGERS.issuperset(map(type, numbers)) or not 0 <= count < 1 << 48 or width not in _WIDTHS:
-        raise CheckpointFormatError("a column of the manifest has a malformed head")
-    if max(numbers[1:3]) >= 1 << 63 or min(numbers[1:3]) < -(1 << 63) or (first is not None and not count):
-        raise CheckpointFormatError("a column of the manifest has a malformed first value or base")
-    budget.spend(8 * count)
-    stored = count if first is None else count - 1
-    raw = _unpacked(packing, data, stored * width, budget)
-    values = np.frombuffer(raw, _WIDTHS[width]).astype(np.int64) if width else np.zeros(stored, np.int64)
-    if base:
-        values += np.int64(base)
-    if first is None:
-        return values
-    values = np.concatenate((np.array([first], np.int64), values))
-    return np.cumsum(values, out=values)
-
-
-def decode_bytes(encoded: Any, budget: Budget) -> bytes:
-    """Decode a byte string of `ColumnEncoder.blob`."""
-    size, packing, data = _fields(encoded, 3)
-    if type(size) is not int or not 0 <= size < 1 << 48:
-        raise CheckpointFormatError("a byte string of the manifest has a malformed size")
-    return _unpacked(packing, data, size, budget)
-
-
-def decode_rows(encoded: Any, budget: Budget) -> list[bytes]:
-    """Decode the byte strings of `ColumnEncoder.rows`."""
-    blob, places = _rows(encoded, budget)
-    return list(map(blob.__getitem__, places))
-
-
-def decode_strings(encoded: Any, budget: Budget) -> list[str]:
-    """Decode the strings of `ColumnEncoder.strings`."""
-    blob, places = _rows(encoded, budget)
-    if blob.isascii():
-        return list(map(blob.decode("ascii").__getitem__, places))
-    try:
-        return [blob[place].decode("utf-8", "surrogatepass") for place in places]
-    except UnicodeDecodeError as error:
-        raise CheckpointFormatError("a name in the manifest is not UTF-8") from error
-
-
-def _rows(encoded: Any, budget: Budget) -> tuple[bytes, Iterator[slice]]:
-    lengths_column, blob_field = _fields(encoded, 2)
-    lengths = decode_column(lengths_column, budget)
-    budget.spend(_STRING_OVERHEAD_BYTES * len(lengths))
-    blob = decode_bytes(blob_field, budget)
-    check_counts(lengths, len(blob), "lengths of strings")
-    start = starts(lengths).tolist()
-    return blob, map(slice, start[:-1], start[1:])
-
-
-def check_counts(counts: Int64, total: int, what: str) -> None:
-    """Raise CheckpointFormatError unless ``counts`` are not negative and sum up to ``total``."""
-    # Each count is bounded first, so that the sum of a column that fits in memory cannot wrap around.
-    if len(counts) and (int(counts.min()) < 0 or int(counts.max()) > total):
-        raise CheckpointFormatError(f"{what} are out of range in the manifest")
-    if int(counts.sum()) != total:
-        raise CheckpointFormatError(f"{what} do not sum up to {total} in the manifest")
-
-
-def _unpacked(packing: Any, data: Any, size: int, budget: Budget) -> bytes:
-    """Return the ``size`` bytes that were packed as ``data``."""
-    if not isinstance(data, bytes):
-        raise CheckpointFormatError("a column of the manifest has no bytes")
-    if packing == _ZLIB:
-        budget.spend(size)
-        stream = isal_zlib.decompressobj()
-        try:
-            plain: bytes = stream.decompress(data, size + 1)
-        except _InflateError as error:
-            raise CheckpointFormatError(f"a column of the manifest is not a zlib stream: {error}") from error
-        if not stream.eof or stream.unused_data:
-            raise CheckpointFormatError(f"a column of the manifest does not unpack to its {size} bytes")
-    elif packing == _RAW:
-        plain = data
-    else:
-        raise CheckpointFormatError(f"a column of the manifest is packed in an unknown way ({packing!r})")
-    if len(plain) != size:
-        raise CheckpointFormatError(f"a column of the manifest has {len(plain)} bytes instead of {size}")
-    return plain
-
-
-def _fields(encoded: Any, count: int) -> list[Any]:
-    if not isinstance(encoded, list) or len(encoded) != count:
-        raise CheckpointFormatError(f"a column of the manifest is not an array of {count} fields")
-    return encoded
-
-
-@contextmanager
-def reading_version(version: Any, known: tuple[int, int], what: str) -> Iterator[None]:
-    """Decode, within this block, ``what`` of version ``version``, whose bytes are those that were written.
-
-    ``known`` is the reader's own. UnsupportedFormatError for another major version, and for what cannot be
-    decoded of a later minor one; CheckpointFormatError for what is no version.
-    """
-    if not isinstance(version, list) or list(map(type, version)) != [int, int]:
-        raise CheckpointFormatError(f"{what} has no version")
-    found = (version[0], version[1])
-    text = f"{what} has format version {found[0]}.{found[1]}, and this dcphub knows {known[0]}.{known[1]}"
-    if found[0] != known[0]:
-        age = "newer" if found > known else "older"
-        raise UnsupportedFormatError(f"{text}: it was written by a {age} dcphub; use one", version=version)
-    try:
-        yield
-    except UnsupportedFormatError:
-        raise
-    except CheckpointFormatError as error:
-        if found <= known:
-            raise
-        raise UnsupportedFormatError(
-            f"{text}: it was written by a newer dcphub, and not all of it is known here ({error}); use a "
-            "newer one",
-            **(error.facts | {"version": version}),
-        ) from error
-
-
-MAX_MANIFEST_BYTES: Final = 1 << 30
-MAX_PLAIN_SECTION_BYTES: Final = 64 << 20
-"""Limit of planner data, provenance and user metadata each."""
-
-_KIND: Final = "dcphub.manifest"
-_VERSION: Final = (1, 0)
-_CRC: Final = struct.Struct(">I")
-_CRC_HEAD: Final = b"\xa5crc32\xce"
-"""The last key of the map, and the head of its value: the CRC-32 itself is always the file's last 4 bytes."""
-
-_CRCS: Final = ("torch_metadata_crc", "replaced_torch_metadata_crc")
-_OBJECT_COLUMNS: Final = ("files", "offsets", "lengths", "crcs", "plain")
-_STRUCTURAL: Final = ("fqns", "dtypes", "ndims", "shapes")
-_LARGEST_PAYLOAD_BYTES: Final = 2.0**62
-_NAMES: Final = frozenset({str})
-_TUPLES: Final = frozenset({tuple})
-_INT64_RANGE: Final = range(-(1 << 63), 1 << 63)
-
-
-# -- writing -------------------------------------------------------------------------------------------------
-
-
-def encode_manifest(index: CheckpointIndex, *, is_checked: bool = False) -> bytes:
-    """Return the manifest of ``index``; CheckpointFormatError if `CheckpointIndex.check` finds it
-    inconsistent, unless the caller has asked that already.
-
-    PlanError if planner data, provenance or user metadata are not plain (`dcp.storage.formats.plain`), or if
-    the manifest would be larger than MAX_MANIFEST_BYTES.
-    """
-    if not is_checked:
-        index.check()
-    encoder = ColumnEncoder()
-    data = _encode(index, encoder)
-    if encoder.exceeds_budget_of(data):  # so regular that readers would refuse it
-        data = _encode(index, ColumnEncoder(compact=False))
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise PlanError(f"the manifest takes {len(data)} bytes, and the limit is {MAX_MANIFEST_BYTES}")
-    return data
-
-
-def _encode(index: CheckpointIndex, encoder: ColumnEncoder) -> bytes:
+def _encode(index: CheckpointIndex, encoder: _ColumnEncoder) -> bytes:
     column, objects = encoder.column, index.objects
-    unknown = index.payload_offsets == UNKNOWN
+    heads = np.where(index.payload_offsets == UNKNOWN, UNKNOWN, index.payload_offsets - index.record_offsets)
     rows, orders = _flat(index.stride_orders)
-    object_columns: dict[str, Any] = {"fqns": encoder.strings(objects.fqns)}
+    tensors = {
+        "fqns": encoder.strings(index.fqns),
+        "dtypes": column(index.dtype_codes),
+        "ndims": column(np.diff(index.shape_start)),
+        "shapes": column(index.shape_values),
+        "requires_grad": column(index.requires_grad),
+        "chunk_counts": column(np.diff(index.chunk_start)),
+        "stride_rows": column(rows),
+        "stride_orders": column(orders),
+    }
+    chunks = {
+        "offsets": column(index.chunk_offsets),
+        "sizes": column(index.chunk_sizes),
+        "files": column(index.chunk_files),
+        "record_offsets": column(index.record_offsets),
+        "record_overheads": column(index.record_lengths - index.payload_lengths),
+        "payload_heads": column(heads),
+        "has_crcs": column((np.diff(index.crc_start) > 0) | (index.payload_lengths == 0)),
+        "crcs": column(index.crcs),
+    }
+    values = {"fqns": encoder.strings(objects.fqns)}
     for name in _OBJECT_COLUMNS:
-        object_columns[name] = column(getattr(objects, name))
-    object_columns["values"] = encoder.rows(objects.values)
+        values[name] = column(getattr(objects, name))
+    values["values"] = encoder.rows(objects.values, b"".join(objects.values))
+    if any(index.digests):
+        tensors["digests"] = encoder.rows(index.digests, b"".join(index.digests))
+    if index.payload_strides:
+        rows, strides = _flat(index.payload_strides)
+        chunks |= {"strided_rows": column(rows), "strides": column(strides)}
+    if index.record_crcs:
+        rows, crcs = list(index.record_crcs), list(index.record_crcs.values())
+        chunks |= {"record_crc_rows": column(rows), "record_crcs": column(crcs)}
     fields: dict[str, Any] = {
         "kind": _KIND,
         "version": list(_VERSION),
         "format": index.format,
         "files": {"names": encoder.strings(index.files), "sizes": column(index.file_sizes)},
-        "tensors": {
-            "fqns": encoder.strings(index.fqns),
-            "dtypes": column(index.dtype_codes),
-            "ndims": column(np.diff(index.shape_start)),
-            "shapes": column(index.shape_values),
-            "requires_grad": column(index.requires_grad),
-            "chunk_counts": column(np.diff(index.chunk_start)),
-            "stride_rows": column(rows),
-            "stride_orders": column(orders),
-        },
-        "chunks": {
-            "offsets": column(index.chunk_offsets),
-            "sizes": column(index.chunk_sizes),
-            "files": column(index.chunk_files),
-            "record_offsets": column(index.record_offsets),
-            "record_overheads": column(index.record_lengths - index.payload_lengths),
-            "payload_heads": column(np.where(unknown, UNKNOWN, index.payload_offsets - index.record_offsets)),
-            "has_crcs": column((np.diff(index.crc_start) > 0) | (index.payload_lengths == 0)),
-            "crcs": column(index.crcs),
-        },
-        "objects": object_columns,
+        "tensors": tensors,
+        "chunks": chunks,
+        "objects": values,
         "planner_data": _encode_planner_data(index.planner_data, encoder),
-        "provenance": encoder.blob(_encode_section(dict(index.provenance), "provenance")),
-        "user": encoder.blob(_encode_section(dict(index.user), "user metadata")),
+        "provenance": encoder.plain(dict(index.provenance), "provenance"),
+        "user": encoder.plain(dict(index.user), "user metadata"),
         "torch_metadata_crc": index.torch_metadata_crc,
         "replaced_torch_metadata_crc": index.replaced_torch_metadata_crc,
+        "crc32": 0xFFFFFFFF,
     }
-    if any(index.digests):
-        fields["tensors"]["digests"] = encoder.rows(index.digests)
-    if index.payload_strides:
-        rows, strides = _flat(index.payload_strides)
-        fields["chunks"] |= {"strided_rows": column(rows), "strides": column(strides)}
-    if index.record_crcs:
-        rows, crcs = list(index.record_crcs), list(index.record_crcs.values())
-        fields["chunks"] |= {"record_crc_rows": column(rows), "record_crcs": column(crcs)}
-    packer = msgpack.Packer(autoreset=False)
-    packer.pack_map_header(len(fields) + 1)
-    for key, value in fields.items():
-        packer.pack(key)
-        packer.pack(value)
-    body: bytes = packer.bytes() + _CRC_HEAD
+    body: bytes = msgpack.packb(fields)[: -_CRC.size]
     return body + _CRC.pack(crc32(body))
 
 
@@ -369,17 +259,7 @@ def _flat(of_rows: Mapping[int, tuple[int, ...]]) -> tuple[list[int], list[int]]
     return rows, list(chain.from_iterable(map(of_rows.__getitem__, rows)))
 
 
-def _encode_section(value: Any, what: str) -> bytes:
-    encoded = encode_plain(value, limit_bytes=MAX_PLAIN_SECTION_BYTES)
-    if encoded is None:
-        raise PlanError(
-            f"{what} cannot be stored in the manifest: it holds something else than None, bool, int, float, "
-            f"complex, str, bytes, list, tuple and dict, or more than {MAX_PLAIN_SECTION_BYTES >> 20} MiB"
-        )
-    return encoded
-
-
-def _encode_planner_data(data: Any, encoder: ColumnEncoder) -> dict[str, Any] | None:
+def _encode_planner_data(data: Any, encoder: _ColumnEncoder) -> dict[str, Any] | None:
     """Encode paths by name, as flattening leaves them, in a compact form, and other plain data as it is."""
     if data is None:
         return None
@@ -397,7 +277,7 @@ def _encode_planner_data(data: Any, encoder: ColumnEncoder) -> dict[str, Any] | 
                 "positions": encoder.column(positions),
                 "keys": encoder.strings(list(compress(parts, is_name))),
             }
-    return {"plain": encoder.blob(_encode_section(data, "planner data"))}
+    return {"plain": encoder.plain(data, "planner data")}
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -411,28 +291,24 @@ def decode_manifest(data: bytes | memoryview) -> CheckpointIndex:
     newer dcphub wrote, as far as this one does not know it, CheckpointFormatError for anything that no writer
     produces; for planner data that is so, when it is asked for.
     """
-    data = bytes(data)
-    fields = _unpack(data)
-    with reading_version(fields["version"], _VERSION, "the manifest"):
-        section = _Section(fields, "it", Budget(len(data)))
+    section = _unpack(bytes(data))
+    version = section.values.get("version")
+    with reading_version(version, _VERSION, "the manifest"):
         index = _decode(section)
         index.check()
-        if fields.get("planner_data") is not None:  # a load does not ask, and they take longer than all else
-            values = section.section("planner_data").values
-            version = fields["version"]
-            index.defer_planner_data(partial(_decode_planner_data, values, section.budget, version))
+        if section.values.get("planner_data") is not None:  # few ask, and they take longer than all else
+            index.defer_planner_data(partial(_decode_planner_data, section.section("planner_data"), version))
     return index
 
 
-def _unpack(data: bytes) -> dict[str, Any]:
-    """Return the fields of a manifest, still encoded; CRC and version are checked. Raises as
-    `decode_manifest`."""
+def _unpack(data: bytes) -> _Section:
+    """Return the fields of a manifest, still encoded; its CRC is checked. Raises as `decode_manifest`."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise CheckpointFormatError(
             f"a manifest of {len(data)} bytes is above the limit of {MAX_MANIFEST_BYTES}"
         )
     tail = len(data) - _CRC.size
-    if tail < len(_CRC_HEAD) or data[tail - len(_CRC_HEAD) : tail] != _CRC_HEAD:
+    if not data[: max(0, tail)].endswith(_CRC_HEAD):
         raise CorruptCheckpointError(
             f"the manifest does not end with its checksum ({len(data)} bytes): it is truncated or damaged"
         )
@@ -449,17 +325,17 @@ def _unpack(data: bytes) -> dict[str, Any]:
         raise CheckpointFormatError(f"the manifest is not msgpack as specified: {error}") from error
     if not isinstance(fields, dict) or fields.get("kind") != _KIND:
         raise CheckpointFormatError("the file is not a dcphub manifest")
-    with reading_version(fields.get("version"), _VERSION, "the manifest"):
-        return fields
+    return _Section(fields, "it", [_BUDGET_FLOOR_BYTES + _BUDGET_RATIO * len(data)])
 
 
 class _Section:
-    """A map of the manifest, whose fields are decoded within a budget.
+    """A map of the manifest, whose fields are decoded within a budget: the bytes that decoding may still
+    allocate, for all sections together.
 
     CheckpointFormatError for what is missing, or is something else.
     """
 
-    def __init__(self, values: Any, name: str, budget: Budget) -> None:
+    def __init__(self, values: Any, name: str, budget: list[int]) -> None:
         if not isinstance(values, dict):
             raise CheckpointFormatError(f"{name} of the manifest is not a map")
         self.values = values
@@ -476,7 +352,7 @@ class _Section:
 
     def column(self, name: str, rows: int | None = None, dtype: Any = np.int64) -> npt.NDArray[Any]:
         """Return a column of so many rows, which fits in ``dtype``."""
-        column = decode_column(self[name], self.budget)
+        column = self._integers(self[name])
         if rows is not None and len(column) != rows:
             raise CheckpointFormatError(f"column {name} of the manifest has {len(column)} rows, not {rows}")
         if dtype is np.int64:
@@ -487,25 +363,29 @@ class _Section:
 
     def strings(self, name: str) -> list[str]:
         """Decode strings."""
-        return decode_strings(self[name], self.budget)
+        blob, places = self._rows(self[name])
+        if blob.isascii():
+            return list(map(blob.decode("ascii").__getitem__, places))
+        try:
+            return [blob[place].decode("utf-8", "surrogatepass") for place in places]
+        except UnicodeDecodeError as error:
+            raise CheckpointFormatError("a name in the manifest is not UTF-8") from error
 
     def rows(self, name: str) -> list[bytes]:
         """Decode byte strings."""
-        return decode_rows(self[name], self.budget)
+        blob, places = self._rows(self[name])
+        return list(map(blob.__getitem__, places))
 
-    def plain(self, name: str, *, quickly: bool = False) -> dict[str, Any]:
-        """Return a dict of plain data."""
-        encoded = decode_bytes(self[name], self.budget)
-        try:
-            # Many times as quick. Plain msgpack means the same to both but for the extensions, which end it.
-            value = msgpack.unpackb(encoded, strict_map_key=False, ext_hook=_refuse) if quickly else None
-        except (ValueError, TypeError, msgpack.UnpackException):
-            value = None
-        if value is None:
-            value = decode_plain(encoded, limit_bytes=MAX_PLAIN_SECTION_BYTES)
-        if not isinstance(value, dict):
-            raise CheckpointFormatError(f"{name} of the manifest is not a dict")
-        return value
+    def plain(self, name: str, *, quickly: bool = False) -> Any:
+        """Decode plain data."""
+        encoded = self._blob(self[name])
+        if quickly:
+            try:
+                # Plain msgpack means the same to both but for the extensions, which end it.
+                return msgpack.unpackb(encoded, strict_map_key=False, ext_hook=_refuse)
+            except (ValueError, TypeError, msgpack.UnpackException):
+                pass
+        return decode_plain(encoded, limit_bytes=MAX_PLAIN_SECTION_BYTES)
 
     def by_row(self, rows: str, values: str, counts: Int64) -> dict[int, tuple[int, ...]]:
         """Return the values of a few rows, of which each has its ``counts``; the inverse of `_flat`."""
@@ -513,15 +393,15 @@ class _Section:
         if len(found) and (int(found.min()) < 0 or int(found.max()) >= len(counts)):
             raise CheckpointFormatError(f"{rows} of the manifest are no rows of it")
         flat = self.column(values).tolist()
-        check_counts(counts[found], len(flat), values)
+        bounds = _starts_of(counts[found], len(flat), values).tolist()
         result: dict[int, tuple[int, ...]] = {}
-        for row, (begin, end) in zip(found.tolist(), pairwise(starts(counts[found]).tolist()), strict=True):
+        for row, (begin, end) in zip(found.tolist(), pairwise(bounds), strict=True):
             result[row] = tuple(flat[begin:end])
         if len(result) != len(found):
             raise CheckpointFormatError(f"{rows} of the manifest has one row twice")
         return result
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, *, quickly: bool = False) -> dict[str, Any]:
         """Return the fields about all of the checkpoint."""
         if not isinstance(self["format"], str):
             raise CheckpointFormatError("format of the manifest is not a string")
@@ -530,11 +410,85 @@ class _Section:
             crc = facts[name] = self.values.get(name)
             if crc is not None and (type(crc) is not int or not 0 <= crc <= 0xFFFFFFFF):
                 raise CheckpointFormatError(f"{name} of the manifest is not a CRC-32")
+        for name in ("provenance", "user"):
+            facts[name] = self.plain(name, quickly=quickly)
+            if not isinstance(facts[name], dict):
+                raise CheckpointFormatError(f"{name} of the manifest is not a dict")
         return facts
+
+    def _spend(self, size_bytes: int) -> None:
+        self.budget[0] -= size_bytes
+        if self.budget[0] < 0:
+            raise CheckpointFormatError(
+                "the manifest claims to hold far more than its size can; it is hostile or damaged"
+            )
+
+    def _integers(self, encoded: Any) -> Int64:
+        count, first, base, width, packing, data = _parts(encoded, 6)
+        numbers = (count, base, 0 if first is None else first, width)
+        if not _INTEGERS.issuperset(map(type, numbers)) or not 0 <= count < 1 << 48 or width not in _WIDTHS:
+            raise CheckpointFormatError("a column of the manifest has a malformed head")
+        if not all(map(_INT64_RANGE.__contains__, numbers)) or (first is not None and not count):
+            raise CheckpointFormatError("a column of the manifest has a malformed first value or base")
+        self._spend(8 * count)
+        stored = count if first is None else count - 1
+        raw = self._blob([stored * width, packing, data])
+        values = np.frombuffer(raw, _WIDTHS[width]).astype(np.int64) if width else np.zeros(stored, np.int64)
+        if base:
+            values += np.int64(base)
+        if first is None:
+            return values
+        values = np.concatenate((np.array([first], np.int64), values))
+        return np.cumsum(values, out=values)
+
+    def _rows(self, encoded: Any) -> tuple[bytes, Iterator[slice]]:
+        lengths_column, blob_field = _parts(encoded, 2)
+        lengths = self._integers(lengths_column)
+        self._spend(_STRING_OVERHEAD_BYTES * len(lengths))
+        blob = self._blob(blob_field)
+        start = _starts_of(lengths, len(blob), "lengths of strings").tolist()
+        return blob, map(slice, start[:-1], start[1:])
+
+    def _blob(self, encoded: Any) -> bytes:
+        """Decode a byte string of `_ColumnEncoder.blob`."""
+        size, packing, data = _parts(encoded, 3)
+        if type(size) is not int or size < 0 or not isinstance(data, bytes) or packing not in (_RAW, _ZLIB):
+            raise CheckpointFormatError("a part of the manifest is malformed, or packed in an unknown way")
+        if packing == _ZLIB:
+            self._spend(size)
+            stream = isal_zlib.decompressobj()
+            try:
+                data = stream.decompress(data, size + 1)
+            except (ValueError, OverflowError, _InflateError) as error:
+                raise CheckpointFormatError(
+                    f"a part of the manifest is not a zlib stream: {error}"
+                ) from error
+            if not stream.eof or stream.unused_data:
+                raise CheckpointFormatError(f"a part of the manifest does not unpack to its {size} bytes")
+        if len(data) != size:
+            raise CheckpointFormatError(f"a part of the manifest has {len(data)} bytes instead of {size}")
+        return data
 
 
 def _refuse(code: int, data: bytes) -> None:
     raise ValueError("a tuple, a complex number or a large one: for the decoder of plain data")
+
+
+def _parts(encoded: Any, count: int) -> list[Any]:
+    if not isinstance(encoded, list) or len(encoded) != count:
+        raise CheckpointFormatError(f"a column of the manifest is not an array of {count} fields")
+    return encoded
+
+
+def _starts_of(counts: Int64, total: int, what: str) -> Int64:
+    """Return where rows of ``counts`` begin; CheckpointFormatError unless these sum up to ``total``."""
+    # Each count is bounded first, so that the sum of a column that fits in memory cannot wrap around.
+    if len(counts) and (int(counts.min()) < 0 or int(counts.max()) > total):
+        raise CheckpointFormatError(f"{what} are out of range in the manifest")
+    begins = starts(counts)
+    if int(begins[-1]) != total:
+        raise CheckpointFormatError(f"{what} do not sum up to {total} in the manifest")
+    return begins
 
 
 def _decode(fields: _Section) -> CheckpointIndex:
@@ -544,7 +498,7 @@ def _decode(fields: _Section) -> CheckpointIndex:
     ndims, shape_values = tensors.column("ndims", len(fqns)), tensors.column("shapes")
     if len(ndims) and int(ndims.max()) > MAX_DIMENSIONS:
         raise CheckpointFormatError(f"a tensor of the manifest has more than {MAX_DIMENSIONS} dimensions")
-    check_counts(ndims, len(shape_values), "numbers of dimensions")
+    shape_start = _starts_of(ndims, len(shape_values), "numbers of dimensions")
     orders = tensors.by_row("stride_rows", "stride_orders", ndims)
     for order in orders.values():
         if sorted(order) != list(range(len(order))):
@@ -556,7 +510,7 @@ def _decode(fields: _Section) -> CheckpointIndex:
         **fields.facts(),
         fqns=fqns,
         dtype_codes=codes,
-        shape_start=starts(ndims),
+        shape_start=shape_start,
         shape_values=shape_values,
         requires_grad=tensors.column("requires_grad", len(fqns), np.uint8),
         **_decode_chunks(fields.section("chunks"), tensors.column("chunk_counts", len(fqns)), ndims, codes),
@@ -565,8 +519,6 @@ def _decode(fields: _Section) -> CheckpointIndex:
         objects=ObjectColumns(**object_columns),
         digests=tensors.rows("digests") if "digests" in tensors.values else [],
         stride_orders=orders,
-        provenance=fields.plain("provenance"),
-        user=fields.plain("user"),
     )
 
 
@@ -575,20 +527,24 @@ def _decode_chunks(
 ) -> dict[str, Any]:
     files, offsets, sizes = chunks.column("files"), chunks.column("offsets"), chunks.column("sizes")
     count = len(files)
-    check_counts(counts, count, "numbers of chunks")
-    ndims, chunk_codes = np.repeat(tensor_ndims, counts), np.repeat(codes, counts)
+    chunk_start = _starts_of(counts, count, "numbers of chunks")
+    ndims, element_bytes = np.repeat(tensor_ndims, counts), itemsizes(np.repeat(codes, counts))
     box_start = starts(ndims)
     if int(box_start[-1]) != len(sizes) or len(offsets) != len(sizes):
         raise CheckpointFormatError("boxes of the manifest have the wrong number of dimensions")
-    lengths = _payload_lengths(sizes, box_start, chunk_codes)
+    if len(sizes) and int(sizes.min()) < 0:
+        raise CheckpointFormatError("a chunk of the manifest has a negative size")
+    lengths = row_products(sizes, box_start) * element_bytes
+    bounds = (
+        row_products(sizes.astype(np.float64), box_start) * element_bytes
+    )  # those may have wrapped around
     strides = chunks.by_row("strided_rows", "strides", ndims) if "strided_rows" in chunks.values else {}
     for row, steps in strides.items():
-        box = tuple(sizes[box_start[row] : box_start[row + 1]].tolist())
-        dtype = dtypes.BY_CODE.get(int(chunk_codes[row]))
-        length = extent(box, steps) * (dtype.itemsize if dtype is not None else 0)
-        if not 0 <= length <= _LARGEST_PAYLOAD_BYTES:
-            raise CheckpointFormatError("a chunk of the manifest is larger than any storage")
-        lengths[row] = length
+        box = sizes[box_start[row] : box_start[row + 1]].tolist()
+        bounds[row] = length = extent(box, steps) * int(element_bytes[row])
+        lengths[row] = length if 0 <= length <= _LARGEST_PAYLOAD_BYTES else 0
+    if ((bounds < 0) | (bounds > _LARGEST_PAYLOAD_BYTES)).any():
+        raise CheckpointFormatError("a chunk of the manifest is larger than any storage")
     record_crcs: dict[int, int] = {}
     if "record_crc_rows" in chunks.values:
         by_row = chunks.by_row("record_crc_rows", "record_crcs", np.ones(count, np.int64))
@@ -596,9 +552,8 @@ def _decode_chunks(
     record_offsets, heads = chunks.column("record_offsets", count), chunks.column("payload_heads", count)
     crcs = chunks.column("crcs", dtype=np.uint32)
     crc_counts = -(-lengths // BLOCK_BYTES) * (chunks.column("has_crcs", count, np.uint8) != 0)
-    check_counts(crc_counts, len(crcs), "numbers of checksums")
     return {
-        "chunk_start": starts(counts),
+        "chunk_start": chunk_start,
         "chunk_offsets": offsets,
         "chunk_sizes": sizes,
         "chunk_files": files,
@@ -606,33 +561,21 @@ def _decode_chunks(
         "record_lengths": chunks.column("record_overheads", count) + lengths,
         "payload_offsets": np.where(heads == UNKNOWN, UNKNOWN, record_offsets + heads),
         "payload_lengths": lengths,
-        "crc_start": starts(crc_counts),
+        "crc_start": _starts_of(crc_counts, len(crcs), "numbers of checksums"),
         "crcs": crcs,
         "payload_strides": strides,
         "record_crcs": record_crcs,
     }
 
 
-def _payload_lengths(sizes: Int64, box_start: Int64, codes: npt.NDArray[np.uint8]) -> Int64:
-    """Return the bytes of each box; refuses boxes whose size wraps around in int64."""
-    if len(sizes) and int(sizes.min()) < 0:
-        raise CheckpointFormatError("a chunk of the manifest has a negative size")
-    element_bytes = itemsizes(codes)
-    if (row_products(sizes.astype(np.float64), box_start) * element_bytes > _LARGEST_PAYLOAD_BYTES).any():
-        raise CheckpointFormatError("a chunk of the manifest is larger than any storage")
-    return row_products(sizes, box_start) * element_bytes
-
-
-def _decode_planner_data(values: Mapping[str, Any], left: Budget, version: Any) -> Any:
+def _decode_planner_data(section: _Section, version: Any) -> Any:
+    section = _Section(section.values, "planner_data", [*section.budget])  # two threads may ask at a time
     with reading_version(version, _VERSION, "the manifest"):
-        budget = copy(left)  # two threads may ask at a time
-        section = _Section(values, "planner_data", budget)
         if "plain" in section.values:
-            encoded = decode_bytes(section["plain"], budget)
-            return decode_plain(encoded, limit_bytes=MAX_PLAIN_SECTION_BYTES)
+            return section.plain("plain")
         fqns, is_position = section.strings("fqns"), section.column("is_position") != 0
         lengths = section.column("path_lengths", len(fqns))
-        check_counts(lengths, len(is_position), "path lengths")
+        bounds = _starts_of(lengths, len(is_position), "path lengths").tolist()
         positions, keys = section.column("positions"), section.strings("keys")
         if np.count_nonzero(is_position) != len(positions) or len(is_position) != len(positions) + len(keys):
             raise CheckpointFormatError("paths of the manifest's planner data do not add up")
@@ -641,7 +584,6 @@ def _decode_planner_data(values: Mapping[str, Any], left: Budget, version: Any) 
             parts = np.empty(len(is_position), dtype=object)
             parts[is_position], parts[~is_position] = positions.tolist(), keys
             flat = parts.tolist()
-        bounds = starts(lengths).tolist()
         paths = map(tuple, map(flat.__getitem__, map(slice, bounds[:-1], bounds[1:])))
         return dict(zip(fqns, paths, strict=True))
 
@@ -673,16 +615,15 @@ def summarize_manifest(data: bytes) -> ManifestSummary:
 
     Raises what `decode_manifest` does, as far as it looks.
     """
-    fields = _Section(_unpack(data), "it", Budget(len(data)))
-    sizes, tensors = fields.section("files").column("sizes"), fields.section("tensors")
-    # A digest of the encoded columns that names, shapes and dtypes are decoded from.
-    columns = [*map(tensors.__getitem__, _STRUCTURAL), fields.section("objects")["fqns"]]
-    return ManifestSummary(
-        **fields.facts(),
-        structure_key=hashlib.sha256(msgpack.packb(columns)).digest(),
-        file_count=len(sizes),
-        bytes=None if (sizes == UNKNOWN).any() else sum(sizes.tolist()),
-        provenance=fields.plain("provenance", quickly=True),
-        user=fields.plain("user", quickly=True),
-        has_digests="digests" in tensors.values,
-    )
+    fields = _unpack(data)
+    with reading_version(fields.values.get("version"), _VERSION, "the manifest"):
+        sizes, tensors = fields.section("files").column("sizes"), fields.section("tensors")
+        # A digest of the encoded columns that names, shapes and dtypes are decoded from.
+        columns = [*map(tensors.__getitem__, _STRUCTURAL), fields.section("objects")["fqns"]]
+        return ManifestSummary(
+            **fields.facts(quickly=True),
+            structure_key=hashlib.sha256(msgpack.packb(columns)).digest(),
+            file_count=len(sizes),
+            bytes=None if (sizes == UNKNOWN).any() else sum(sizes.tolist()),
+            has_digests="digests" in tensors.values,
+        )

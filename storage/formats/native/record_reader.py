@@ -16,7 +16,7 @@ import numpy.typing as npt
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.safetensors import parse_header
-from dcp.storage.formats.torch.archive import LOCAL_SIGNATURE, TorchZip, Window
+from dcp.storage.formats.torch.archive import LOCAL_SIGNATURE, TorchZip, Window, entry_start
 from dcp.storage.formats.torch.pickle_reader import (
     MAX_TENSOR_PICKLE_BYTES,
     TensorPickle,
@@ -84,7 +84,7 @@ def _locate_in_zip(window: Window, record_offset: int) -> StoredTensor:
         tensor.sizes,
         tensor.strides,
         tensor.storage_offset,
-        record_offset + archive.start(payload),
+        record_offset + entry_start(window, payload),
         payload.size,
         payload.crc32 if payload.crc32 or not payload.size else None,
     )
@@ -119,7 +119,7 @@ class ObjectBlob:
 
     def __init__(self, blob: bytes) -> None:
         """Raise CheckpointFormatError where it is no such zip, or damaged."""
-        self._archive = TorchZip(Window(lambda at, count: blob[at : at + count], 0, len(blob)))
+        self._archive = TorchZip(Window.of(blob))
         self._archive.check_byte_order()
         pickled = self._archive.content(b"data.pkl", MAX_BLOB_BYTES)
         self.pickle_bytes = len(pickled)

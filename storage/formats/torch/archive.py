@@ -15,12 +15,17 @@ read, neighbours together.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
+from dcp.storage.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CorruptCheckpointError,
+    UnsupportedFormatError,
+)
 from dcp.storage.formats.checksums import crc32
 
 MAX_DIRECTORY_BYTES: Final = 1 << 20
@@ -29,7 +34,6 @@ MAX_DIRECTORY_BYTES: Final = 1 << 20
 LOCAL_SIGNATURE: Final = b"PK\3\4"
 
 _EDGE_BYTES: Final = 1024
-_WHOLE_BYTES: Final = 4096
 _LOCAL_BYTES: Final = 30
 _CENTRAL: Final = struct.Struct("<4s4xHH4xIIIHHH8xI")
 _CENTRAL_BYTES: Final = _CENTRAL.size
@@ -51,17 +55,20 @@ _UNSET_32: Final = 0xFFFFFFFF
 class Window:
     """One record of a file: ``get(at, count)`` counts from the record's begin, and refuses to leave it."""
 
-    def __init__(self, read: Callable[[int, int], bytes], offset: int, length: int) -> None:
+    def __init__(
+        self, read: Callable[[int, int], bytes], offset: int, length: int, *, edge_bytes: int = _EDGE_BYTES
+    ) -> None:
         self._read = read
         self._offset = offset
         self.length = length
-        if length <= _WHOLE_BYTES:
-            self._head = self._tail = read(offset, length)
-            self._tail_at = 0
-        else:
-            self._head = read(offset, _EDGE_BYTES)
-            self._tail_at = length - _EDGE_BYTES
-            self._tail = read(offset + self._tail_at, _EDGE_BYTES)
+        self._tail_at = length - edge_bytes if length > 4 * edge_bytes else 0
+        self._head = read(offset, edge_bytes if self._tail_at else length)
+        self._tail = read(offset + self._tail_at, edge_bytes) if self._tail_at else self._head
+
+    @classmethod
+    def of(cls, data: bytes) -> Window:
+        """Return a record in memory."""
+        return cls(lambda at, count: data[at : at + count], 0, len(data))
 
     def get(self, at: int, count: int) -> bytes:
         """Return ``count`` bytes from position ``at`` of the record."""
@@ -170,13 +177,18 @@ def _zip64_values(extra: bytes, size: int, packed: int, header_at: int) -> tuple
 
 def entry_start(window: Window, entry: ZipEntry) -> int:
     """Return the position of an entry's bytes in the record, behind its local header."""
-    header = window.get(entry.header_at, _LOCAL_BYTES)
+    return _start(entry, window.get(entry.header_at, _LOCAL_BYTES), window.length)
+
+
+def _start(entry: ZipEntry, header: bytes, end: int) -> int:
+    """Return where the bytes of an entry begin, whose local header is ``header`` and whose room ends at
+    ``end``."""
     if not header.startswith(LOCAL_SIGNATURE):
-        raise CheckpointFormatError("an entry of the record's zip has no header where the directory says")
+        raise CheckpointFormatError("an entry of the zip has no header where the directory says")
     name_bytes, extra_bytes = _NAME_LENGTHS.unpack_from(header, 26)
     start: int = entry.header_at + _LOCAL_BYTES + name_bytes + extra_bytes
-    if start + entry.size > window.length:
-        raise CheckpointFormatError("an entry of the record's zip reaches outside the record")
+    if start + entry.size > end:
+        raise CheckpointFormatError("an entry of the zip reaches into the next one, or beyond the end")
     return start
 
 
@@ -189,76 +201,72 @@ def check_names(entries: dict[bytes, ZipEntry]) -> None:
         raise CheckpointFormatError("the record's zip lacks what torch.save writes: its directory is damaged")
 
 
-def check_version(version: bytes) -> None:
-    """Raise UnsupportedFormatError where the entry ``version`` of a zip is above what torch 2.15 reads."""
-    text = version.strip()
-    if text.isdigit() and len(text) < 10 and int(text) > _NEWEST_VERSION:
-        raise UnsupportedFormatError(
-            f"the zip of torch.save has version {int(text)}, and {_NEWEST_VERSION} is the newest known here: "
-            "it was written by a newer torch; load it with that, and save it again"
-        )
-
-
-def check_byte_order(order: bytes) -> None:
-    """Raise for an entry ``byteorder`` that is neither absent nor little-endian."""
-    if order == b"big":
-        raise UnsupportedFormatError("it was saved on a big-endian machine; convert it there first")
-    if order not in (b"", b"little"):
-        raise CheckpointFormatError(f"its zip names an unknown byte order {order!r}")
-
-
 class TorchZip:
     """The zip of one object or tensor: its entries by name, without the archive's folder."""
 
-    def __init__(self, window: Window) -> None:
-        """Raise UnsupportedFormatError for the zip of a newer torch, CheckpointFormatError for a damaged
-        one."""
-        self._window = window
-        entries = read_directory(window)
-        folder = next((name for name in entries if name.endswith(b"/data.pkl")), b"data.pkl")[
-            : -len(b"data.pkl")
-        ]
-        self.entries = {
-            name.removeprefix(folder): entry for name, entry in entries.items() if name.startswith(folder)
-        }
-        check_version(self.content(b"version", _FACT_BYTES))
+    _damage: type[CheckpointError] = CheckpointFormatError
+
+    def __init__(self, window: Window, **limits: int) -> None:
+        """Raise UnsupportedFormatError for the zip of a newer torch, CheckpointFormatError for what is none
+        of torch's. ``limits`` are those of `read_directory`."""
+        self.window = window
+        entries = read_directory(window, **limits)
+        folder = next(iter(entries), b"").partition(b"/")[0] + b"/"
+        if not all(name.startswith(folder) for name in entries) or folder + b"data.pkl" not in entries:
+            raise CheckpointFormatError(
+                "the zip lacks what torch.save writes (one folder with data.pkl in it)"
+            )
+        self._folder_bytes = len(folder)
+        self.entries = {name[len(folder) :]: entry for name, entry in entries.items()}
+        text = self.content(b"version", _FACT_BYTES).strip()
+        if text.isdigit() and len(text) < 10 and int(text) > _NEWEST_VERSION:
+            raise UnsupportedFormatError(
+                f"the zip of torch.save has version {int(text)}, and {_NEWEST_VERSION} is the newest known "
+                "here: it was written by a newer torch; load it with that, and save it again"
+            )
 
     def check_byte_order(self) -> None:
-        """Raise UnsupportedFormatError for big-endian values."""
-        check_byte_order(self.content(b"byteorder", _FACT_BYTES))
-
-    def start(self, entry: ZipEntry) -> int:
-        """Return the position of an entry's bytes in the window."""
-        return entry_start(self._window, entry)
+        """Raise unless the entry ``byteorder`` is absent or says little-endian."""
+        order = self.content(b"byteorder", _FACT_BYTES)
+        if order == b"big":
+            raise UnsupportedFormatError("it was saved on a big-endian machine; convert it there first")
+        if order not in (b"", b"little"):
+            raise CheckpointFormatError(f"its zip names an unknown byte order {order!r}")
 
     def content(self, name: bytes, limit_bytes: int) -> bytes:
-        """Return the bytes of an entry, compared with its CRC-32; b"" if there is none of that name."""
+        """Return the bytes of an entry, compared with its CRC-32 (a flipped bit in the strides would be
+        another tensor); b"" if there is none of that name."""
         entry = self.entries.get(name)
         if entry is None:
             return b""
         if entry.size > limit_bytes:
-            raise CheckpointFormatError(f"its zip has more than {limit_bytes} bytes of {name!r}")
-        data = self._window.get(self.start(entry), entry.size)
-        if entry.crc32 not in (0, crc32(data)):  # a flipped bit in the strides would be another tensor
-            raise CheckpointFormatError(f"the entry {name!r} of its zip differs from the zip's checksum")
+            raise CheckpointFormatError(
+                f"{name.decode('ascii', 'replace')} of the zip, where all is that is no tensor, has "
+                f"{entry.size} bytes, more than the {limit_bytes} that are read; load the file with "
+                "torch.load(weights_only=True), and save large lists, texts and bytes apart, or as tensors"
+            )
+        data = self.window.get(entry_start(self.window, entry), entry.size)
+        if entry.crc32 not in (0, found := crc32(data)):
+            raise self._damage(
+                f"entry {name!r} of the zip has CRC-32 {found:08x}, its directory says {entry.crc32:08x}: it "
+                "is damaged"
+            )
         return data
 
 
 def check_entries(data: bytes) -> None:
     """Compare the entries of a zip in memory with their checksums, which torch can leave out.
 
-    Raises CorruptCheckpointError for bytes that differ, CheckpointFormatError for what is no zip of torch's.
+    Raises CheckpointFormatError for bytes that differ, and for what is no zip of torch's.
     """
-    window = Window(lambda at, count: data[at : at + count], 0, len(data))
-    entries = read_directory(window)
-    check_names(entries)
-    for name, entry in entries.items():
-        start = entry_start(window, entry)
-        found = crc32(memoryview(data)[start : start + entry.size])
-        if entry.crc32 not in (0, found):
-            raise CorruptCheckpointError(
-                f"entry {name!r} has CRC-32 {found:08x}, its zip says {entry.crc32:08x}"
-            )
+    window = Window.of(data)
+    check_names(read_directory(window))
+    archive = TorchZip(window)
+    for name in archive.entries:
+        archive.content(name, len(data))
+
+
+# -- files ---------------------------------------------------------------------------------------------------
 
 
 MAX_FILE_DIRECTORY_BYTES: Final = 32 << 20
@@ -286,136 +294,54 @@ _LEGACY_MAGIC: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _TAR_MAGIC_AT: Final = 257
 
 
-class TorchArchive:
-    """The entries of one file, by name without the archive's folder; `read` takes positions in the file."""
+class TorchArchive(TorchZip):
+    """The entries of one file, by name without the archive's folder."""
 
-    def __init__(self, read: Callable[[int, int], bytes], size_bytes: int, name: str) -> None:
+    _damage = CorruptCheckpointError
+
+    def __init__(self, read: Callable[[int, int], bytes], size_bytes: int) -> None:
         """Read the directory. Raises UnsupportedFormatError for torch's formats before 1.6 and TorchScript,
         CheckpointFormatError for whatever else is no zip of torch.save."""
-        self._read = read
-        self._size_bytes = size_bytes
-        self._name = name
-        self._head = read(0, min(_FILE_EDGE_BYTES, size_bytes))
-        self._tail_at = max(0, size_bytes - _FILE_EDGE_BYTES)
-        if not self._head.startswith(LOCAL_SIGNATURE):
-            raise _not_a_zip(self._head, name)
-        self._tail = self._head if not self._tail_at else read(self._tail_at, size_bytes - self._tail_at)
-        entries = read_directory(
-            Window(self._get, 0, size_bytes),
-            limit_bytes=MAX_FILE_DIRECTORY_BYTES,
-            limit_entries=MAX_FILE_ENTRIES,
-        )
-        self.entries = self._without_folder(entries)
-        self._ends = self._check_ranges(entries)
-
-    def _get(self, at: int, count: int) -> bytes:
-        if at + count <= len(self._head):
-            return self._head[at : at + count]
-        if at >= self._tail_at:
-            return self._tail[at - self._tail_at : at - self._tail_at + count]
-        return self._read(at, count)
-
-    def _without_folder(self, entries: dict[bytes, ZipEntry]) -> dict[bytes, ZipEntry]:
-        folder = next(iter(entries), b"").partition(b"/")[0] + b"/"
-        if not all(name.startswith(folder) for name in entries) or folder + b"data.pkl" not in entries:
-            raise CheckpointFormatError(
-                f"{self._name}: the zip lacks what torch.save writes (one folder with data.pkl in it)"
-            )
-        if folder + b"constants.pkl" in entries:
+        window = Window(read, 0, size_bytes, edge_bytes=_FILE_EDGE_BYTES)
+        head = window.get(0, min(size_bytes, 1024))
+        if not head.startswith(LOCAL_SIGNATURE):
+            raise _not_a_zip(head)
+        super().__init__(window, limit_bytes=MAX_FILE_DIRECTORY_BYTES, limit_entries=MAX_FILE_ENTRIES)
+        if b"constants.pkl" in self.entries:
             raise UnsupportedFormatError(
-                f"{self._name} is a TorchScript archive, a program with its weights; load it with "
-                "torch.jit.load and save its state_dict() with torch.save"
+                "it is a TorchScript archive, a program with its weights; load it with torch.jit.load and "
+                "save its state_dict() with torch.save"
             )
-        return {name[len(folder) :]: entry for name, entry in entries.items()}
-
-    def _check_ranges(self, entries: dict[bytes, ZipEntry]) -> dict[int, int]:
-        """Return where the room of each entry ends, by the position of its header; no two entries may
-        overlap."""
-        self._headers = headers = {entry.header_at: len(name) for name, entry in entries.items()}
-        if len(headers) != len(entries):
-            raise CheckpointFormatError(f"{self._name}: two entries of the zip share one place")
-        places = sorted(headers)
-        ends = dict(pairwise([*places, self._size_bytes]))
-        for name, entry in entries.items():
-            if entry.header_at + _LOCAL_BYTES + len(name) + entry.size > ends[entry.header_at]:
+        starts = sorted(entry.header_at for entry in self.entries.values())
+        self._ends = dict(pairwise([*starts, size_bytes]))
+        if len(self._ends) != len(self.entries):
+            raise CheckpointFormatError("two entries of the zip share one place")
+        for name, entry in self.entries.items():
+            least = entry.header_at + _LOCAL_BYTES + self._folder_bytes + len(name)
+            if least + entry.size > self._ends[entry.header_at]:
                 raise CheckpointFormatError(
-                    f"{self._name}: entry {name[:80]!r} reaches into the next one, or beyond the end"
+                    f"entry {name[:80]!r} of the zip reaches into the next one, or beyond the end"
                 )
-        return ends
 
-    # -- small entries ---------------------------------------------------------------------------------------
+    def places(self, names: Collection[bytes]) -> dict[bytes, int]:
+        """Return where the bytes of the entries ``names`` begin in the file."""
+        text = self.content(b".storage_alignment", _FACT_BYTES)
+        alignment = int(text) if text.isdigit() and int(text) > 0 else _DEFAULT_ALIGNMENT
+        computed = {name: self._computed(name, alignment) for name in names}
+        found = {name: place for name, place in computed.items() if place is not None}
+        ordered = sorted(found, key=self._header_at)
+        real = self._read_places({*ordered[:1], *ordered[-1:]})
+        if any(found[name] != place for name, place in real.items()):
+            found = {}  # no such padding after all: every header has to be looked at
+        return found | self._read_places([name for name in names if name not in found])
 
-    def content(self, name: bytes, limit_bytes: int) -> bytes:
-        """Return the bytes of a small entry, compared with its CRC-32; b"" if there is none of that name."""
-        entry = self.entries.get(name)
-        if entry is None:
-            return b""
-        if entry.size > limit_bytes:
-            raise CheckpointFormatError(
-                f"{self._name}: {name.decode('ascii', 'replace')} of the zip, where all is that is no "
-                f"tensor, has {entry.size} bytes, more than the {limit_bytes} that are read; load the "
-                "file with torch.load(weights_only=True), and save large lists, texts and bytes apart, or as "
-                "tensors"
-            )
-        room = min(self._ends[entry.header_at] - entry.header_at, entry.size + 1024)
-        data = self._get(entry.header_at, room)
-        begin = self._header_bytes(entry, data)
-        found = data[begin : begin + entry.size]
-        if len(found) < entry.size:
-            found = self._get(entry.header_at + begin, entry.size)
-        if entry.crc32 not in (0, crc32(found)):
-            raise CorruptCheckpointError(
-                f"{self._name}: entry {name!r} of the zip has CRC-32 {crc32(found):08x}, its directory says "
-                f"{entry.crc32:08x}: the file is damaged",
-                path=self._name,
-            )
-        return found
+    def _header_at(self, name: bytes) -> int:
+        return self.entries[name].header_at
 
-    def _header_bytes(self, entry: ZipEntry, data: bytes) -> int:
-        """Return the length of an entry's local header, which ``data`` begins with."""
-        if not data.startswith(LOCAL_SIGNATURE) or len(data) < _LOCAL_BYTES:
-            raise CheckpointFormatError(
-                f"{self._name}: no entry of the zip begins at byte {entry.header_at}, as its directory says"
-            )
-        name_bytes, extra_bytes = _NAME_LENGTHS.unpack_from(data, 26)
-        length: int = _LOCAL_BYTES + name_bytes + extra_bytes
-        if entry.header_at + length + entry.size > self._ends[entry.header_at]:
-            raise CheckpointFormatError(
-                f"{self._name}: the entry of the zip at byte {entry.header_at} reaches into the next one"
-            )
-        return length
-
-    # -- places ----------------------------------------------------------------------------------------------
-
-    def places(self, entries: list[ZipEntry]) -> dict[int, int]:
-        """Return where the bytes of ``entries`` begin in the file, by the positions of their headers."""
-        alignment = self._alignment()
-        found: dict[int, int] = {}
-        computed: list[ZipEntry] = []
-        unknown: list[ZipEntry] = []
-        for entry in entries:
-            place = self._computed(entry, alignment)
-            if place is None:
-                unknown.append(entry)
-            else:
-                found[entry.header_at] = place
-                computed.append(entry)
-        if computed:
-            computed.sort(key=lambda entry: entry.header_at)
-            samples = [computed[0], computed[-1]][:_SAMPLES]
-            real = self._read_places(samples)
-            if any(found[at] != place for at, place in real.items()):
-                unknown = entries  # no such padding after all: every header has to be looked at
-        found.update(self._read_places(unknown))
-        return found
-
-    def _alignment(self) -> int:
-        text = self.content(b".storage_alignment", 16)
-        return int(text) if text.isdigit() and int(text) > 0 else _DEFAULT_ALIGNMENT
-
-    def _computed(self, entry: ZipEntry, alignment: int) -> int | None:
+    def _computed(self, name: bytes, alignment: int) -> int | None:
         """Return the place if it follows from the neighbours, else None."""
-        least = entry.header_at + _LOCAL_BYTES + self._headers[entry.header_at]
+        entry = self.entries[name]
+        least = entry.header_at + _LOCAL_BYTES + self._folder_bytes + len(name)
         last = self._ends[entry.header_at] - entry.size
         if last == least or not entry.size:
             return least  # no room for anything else, or nothing to read
@@ -424,32 +350,30 @@ class TorchArchive:
         places = [last - length for length in _DESCRIPTOR_BYTES if (last - length) % alignment == 0]
         return places[0] if len(places) == 1 and places[0] >= least + 4 else None
 
-    def _read_places(self, entries: list[ZipEntry]) -> dict[int, int]:
+    def _read_places(self, names: Collection[bytes]) -> dict[bytes, int]:
         """Return where contents begin, read from the local headers; near ones are read together."""
-        found: dict[int, int] = {}
-        window, window_at = b"", 0
-        for entry in sorted(entries, key=lambda entry: entry.header_at):
-            at = entry.header_at - window_at
-            if at < 0 or at + _LOCAL_BYTES > len(window):
-                window_at, at = entry.header_at, 0
-                near = self._ends[entry.header_at] - entry.header_at < _WINDOW_BYTES // 16
-                length = _WINDOW_BYTES if near and len(entries) > _SAMPLES else _LOCAL_BYTES
-                window = self._get(window_at, min(length, self._size_bytes - window_at))
-            found[entry.header_at] = entry.header_at + self._header_bytes(
-                entry, window[at : at + _LOCAL_BYTES]
-            )
+        found: dict[bytes, int] = {}
+        data, data_at = b"", 0
+        for name in sorted(names, key=self._header_at):
+            entry = self.entries[name]
+            begin, end = entry.header_at, self._ends[entry.header_at]
+            if begin + _LOCAL_BYTES > data_at + len(data):
+                is_near = end - begin < _WINDOW_BYTES // 16 and len(names) > _SAMPLES
+                length = min(_WINDOW_BYTES if is_near else _LOCAL_BYTES, self.window.length - begin)
+                data, data_at = self.window.get(begin, length), begin
+            found[name] = _start(entry, data[begin - data_at : begin - data_at + _LOCAL_BYTES], end)
         return found
 
 
-def _not_a_zip(head: bytes, name: str) -> CheckpointFormatError:
+def _not_a_zip(head: bytes) -> CheckpointFormatError:
     way_out = "load it with torch.load(weights_only=True) and save it again with torch.save"
     if head.startswith(_LEGACY_MAGIC):
         return UnsupportedFormatError(
-            f"{name} is in the format that torch had before 1.6 (or was saved with "
+            "it is in the format that torch had before 1.6 (or was saved with "
             f"_use_new_zipfile_serialization=False), which cannot be read by ranges; {way_out}"
         )
     if head[_TAR_MAGIC_AT : _TAR_MAGIC_AT + 5] == b"ustar":
-        return UnsupportedFormatError(f"{name} is in the tar format that torch had before 0.1.10; {way_out}")
+        return UnsupportedFormatError(f"it is in the tar format that torch had before 0.1.10; {way_out}")
     if head[:1] == b"\x80":
-        return UnsupportedFormatError(f"{name} is a bare pickle, not a file of torch.save; {way_out}")
-    return CheckpointFormatError(f"{name} is no file of torch.save: it does not begin as a zip does")
+        return UnsupportedFormatError(f"it is a bare pickle, not a file of torch.save; {way_out}")
+    return CheckpointFormatError("it is no file of torch.save: it does not begin as a zip does")

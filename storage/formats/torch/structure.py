@@ -47,7 +47,7 @@ from dcp.storage.formats.pickle.classes import DEFAULT_DICT, FACTORIES, DefaultD
 from dcp.storage.formats.pickle.decoder import BuiltDict, Constructor, Instance
 from dcp.storage.formats.plain import MAX_FOREIGN_PLAIN_BYTES, encode_plain
 from dcp.storage.formats.registry import TORCH_SAVE
-from dcp.storage.formats.torch.archive import TorchArchive, ZipEntry, check_byte_order, check_version
+from dcp.storage.formats.torch.archive import TorchArchive
 from dcp.storage.formats.torch.pickle_reader import (
     COUNTER,
     MAX_FILE_PICKLE_BYTES,
@@ -437,28 +437,21 @@ def index_of_torch_file(read: Callable[[int, int], bytes], size_bytes: int, name
     one object of another class, CheckpointFormatError for damaged and hostile ones, CorruptCheckpointError
     where the pickle differs from its checksum.
     """
-    archive = TorchArchive(read, size_bytes, name)
-    try:
-        check_version(archive.content(b"version", 16))
-        check_byte_order(archive.content(b"byteorder", 16))
-    except CheckpointFormatError as error:
-        raise type(error)(f"{name}: {error}", **error.facts) from error
+    archive = TorchArchive(read, size_bytes)
+    archive.check_byte_order()
     pickled = archive.content(b"data.pkl", MAX_FILE_PICKLE_BYTES)
-    try:
-        flat = flatten_torch(decode_torch_pickle(pickled), len(pickled))
-    except CheckpointFormatError as error:
-        raise type(error)(f"{name}: {error}", **error.facts) from error
+    flat = flatten_torch(decode_torch_pickle(pickled), len(pickled))
     if not flat.paths and flat.refused.keys() == {"value"}:
         raise UnsafeObjectError(
-            f"{name} holds one object, which needs {flat.refused['value']}; nothing of it was run. Save a "
+            f"it holds one object, which needs {flat.refused['value']}; nothing of it was run. Save a "
             "state dict instead: torch.save(model.state_dict(), ...)",
             global_name=flat.refused["value"],
         )
-    _check_expansion(flat, size_bytes, name)
+    _check_expansion(flat, size_bytes)
     return _index(flat, archive, size_bytes, name)
 
 
-def _check_expansion(flat: FlatFile, size_bytes: int, name: str) -> None:
+def _check_expansion(flat: FlatFile, size_bytes: int) -> None:
     """Refuse too large tensors: views that overlap and tensors that repeat their elements cost what they
     describe, wherever they are read or converted: a kilobyte must not ask for a petabyte."""
     views = {
@@ -468,41 +461,37 @@ def _check_expansion(flat: FlatFile, size_bytes: int, name: str) -> None:
     limit = _EXPANDED_BYTES + _EXPANSION * size_bytes
     if described > limit:
         raise CheckpointFormatError(
-            f"{name} has {size_bytes} bytes, and its tensors would have {described}, more than is taken "
-            f"({limit}): save clones of expanded tensors instead of the views",
-            path=name,
+            f"it has {size_bytes} bytes, and its tensors would have {described}, more than is taken "
+            f"({limit}): save clones of expanded tensors instead of the views"
         )
 
 
-def _storages(flat: FlatFile, archive: TorchArchive, name: str) -> dict[str, ZipEntry]:
+def _storages(flat: FlatFile, archive: TorchArchive) -> dict[str, bytes]:
     """Return the entries of the zip that tensors refer to, by storage key."""
-    found: dict[str, ZipEntry] = {}
+    found: dict[str, bytes] = {}
     for fqn, tensor in flat.tensors.items():
-        entry = found.get(tensor.storage_key)
-        if entry is None:
-            entry = archive.entries.get(b"data/" + tensor.storage_key.encode("utf-8", "surrogatepass"))
-            if entry is None:
-                raise CheckpointFormatError(
-                    f"{name}: the zip has no storage {tensor.storage_key!r}, which {fqn[:200]!r} needs",
-                    fqn=fqn,
-                )
-            found[tensor.storage_key] = entry
-        if entry.size != tensor.storage_bytes:
+        key = tensor.storage_key
+        name = found.get(key) or b"data/" + key.encode("utf-8", "surrogatepass")
+        entry = archive.entries.get(name)
+        if entry is None or entry.size != tensor.storage_bytes:
+            size = "no" if entry is None else entry.size
             raise CheckpointFormatError(
-                f"{name}: the storage of {fqn[:200]!r} has {entry.size} bytes, not {tensor.storage_bytes}",
+                f"the zip has {size} bytes of the storage {key!r}, and {fqn[:200]!r} needs "
+                f"{tensor.storage_bytes}",
                 fqn=fqn,
             )
+        found[key] = name
     return found
 
 
 def _index(flat: FlatFile, archive: TorchArchive, size_bytes: int, name: str) -> CheckpointIndex:
-    storages = _storages(flat, archive, name)
-    places = archive.places(list(storages.values()))
+    storages = _storages(flat, archive)
+    places = archive.places(storages.values())
     tensors: list[WholeTensor] = []
     records, record_lengths, lengths, strides, crcs = [], [], [], {}, {}
     for row, (fqn, tensor) in enumerate(flat.tensors.items()):
-        entry, itemsize = storages[tensor.storage_key], dtypes.BY_CODE[tensor.dtype_code].itemsize
-        record = places[entry.header_at]
+        place, itemsize = storages[tensor.storage_key], dtypes.BY_CODE[tensor.dtype_code].itemsize
+        entry, record = archive.entries[place], places[place]
         begin = record + (tensor.storage_offset * itemsize if 0 not in tensor.sizes else 0)
         tensors.append(WholeTensor(fqn, tensor.dtype_code, tensor.sizes, name, begin))
         records.append(record)
