@@ -155,6 +155,7 @@ _FREE: Final = 1 << 12
 _MAX_MARKS: Final = 1 << 10
 _MAX_INTEGER_BYTES: Final = 1 << 10
 _MAX_KEY_PARTS: Final = 1 << 8
+_TOO_MANY: Final = "it makes more objects than a pickle of its length holds"
 _MAX_LARGE_KEYS: Final = 1 << 12
 """Integer keys beyond 60 bits, which can be made to collide."""
 
@@ -274,11 +275,11 @@ class _Machine:
 
     # -- bounds --------------------------------------------------------------------------------------------
 
-    def contain(self, count: int = 1) -> None:
-        """Count containers about to be made."""
-        self.containers -= count
+    def contain(self) -> None:
+        """Count a container about to be made."""
+        self.containers -= 1
         if self.containers < 0:
-            raise self.malformed("it makes more objects than a pickle of its length holds")
+            raise self.malformed(_TOO_MANY)
 
     def copy(self, length: int) -> None:
         """Count the length of a value that is not the file's own bytes."""
@@ -327,45 +328,18 @@ class _Machine:
         self.marks.append(self.stack)
         self.stack = []
 
-    def push_container(self, value: Any) -> None:
-        """Push a new container."""
-        self.contain()
+    def push_container(self, value: Any, count: int = 1) -> None:
+        """Push a new container; of larger ones ``count`` are as large as others."""
+        self.containers -= count
+        if self.containers < 0:
+            raise self.malformed(_TOO_MANY)
         self.stack.append(value)
-
-    def empty_set(self) -> None:
-        """Execute EMPTY_SET."""
-        self.contain(4)  # an empty set is larger than other containers
-        self.stack.append(set())
-
-    def frozenset(self) -> None:
-        """Execute FROZENSET."""
-        items = self.pop_mark()
-        self.contain(4)
-        self.stack.append(frozenset(map(self.key, items)))
 
     def dict(self) -> None:
         """Execute DICT."""
         items = self.pop_mark()
         self.push_container({})
         self.set_items(items)
-
-    def tuple1(self) -> None:
-        """Execute TUPLE1."""
-        self.stack[-1] = (self.stack[-1],)
-        self.contain()
-
-    def tuple2(self) -> None:
-        """Execute TUPLE2."""
-        last = self.stack.pop()
-        self.stack[-1] = (self.stack[-1], last)
-        self.contain()
-
-    def tuple3(self) -> None:
-        """Execute TUPLE3."""
-        last = self.stack.pop()
-        middle = self.stack.pop()
-        self.stack[-1] = (self.stack[-1], middle, last)
-        self.contain()
 
     def extend(self, items: list[Any]) -> None:
         """Execute APPEND and APPENDS."""
@@ -390,12 +364,6 @@ class _Machine:
         if len(target) != expected:
             raise self.malformed("a key stands twice in one dict")
 
-    def set_item(self) -> None:
-        """Execute SETITEM."""
-        value = self.stack.pop()
-        key = self.stack.pop()
-        self.set_items([key, value])
-
     def add_items(self) -> None:
         """Execute ADDITEMS."""
         items = self.pop_mark()
@@ -405,10 +373,6 @@ class _Machine:
         target.update(map(self.key, items))
 
     # -- memo ----------------------------------------------------------------------------------------------
-
-    def memoize(self) -> None:
-        """Execute MEMOIZE."""
-        self.put(len(self.memo))
 
     def put(self, number: int) -> None:
         """Execute BINPUT and LONG_BINPUT; a dict, so that a huge number costs no more than a small one."""
@@ -438,15 +402,15 @@ class _Machine:
 
     # -- values --------------------------------------------------------------------------------------------
 
+    def text(self, length: int) -> str:
+        """Return the next characters."""
+        return str(self.take(length), "utf-8", "surrogatepass")
+
     def binint1(self) -> None:
         """Execute BININT1."""
         pos = self.pos
         self.stack.append(self.data[pos])
         self.pos = pos + 1
-
-    def text(self, length: int) -> None:
-        """Execute BINUNICODE and BINUNICODE8."""
-        self.stack.append(str(self.take(length), "utf-8", "surrogatepass"))
 
     def short_text(self) -> None:
         """Execute SHORT_BINUNICODE."""
@@ -456,10 +420,6 @@ class _Machine:
             raise self.malformed("a string reaches beyond the end")
         self.pos = end
         self.stack.append(str(self.data[begin:end], "utf-8", "surrogatepass"))
-
-    def binary(self, length: int) -> None:
-        """Execute BINBYTES and its relatives."""
-        self.stack.append(self.take(length))
 
     def old_text(self, length: int) -> None:
         """Execute BINSTRING and SHORT_BINSTRING, Python 2's str; torch reads it as UTF-8."""
@@ -581,26 +541,19 @@ class _Machine:
         code = self.data[self.pos - 1]
         raise self.malformed(f"no opcode is {code:#04x}")
 
-    def foreign_object(self) -> NoReturn:
-        """Execute INST and OBJ: Python 2's classes."""
-        raise UnsafeObjectError(
-            "the pickle makes an object by the opcodes INST or OBJ, which are not allowed"
-        )
-
-    def extension(self) -> NoReturn:
-        """Execute EXT1, EXT2 and EXT4."""
-        raise UnsafeObjectError("the pickle uses the extension registry, which is not allowed")
-
-    def buffer(self) -> NoReturn:
-        """Execute NEXT_BUFFER and READONLY_BUFFER."""
-        raise UnsupportedFormatError("the pickle's buffers are out of band, and there are none with it")
-
 
 def _not_callable(value: Any) -> UnsafeObjectError:
     name = value.name if type(value) is Constructor else f"a {type(value).__name__}"
     return UnsafeObjectError(
         f"the pickle calls {name}, which is not allowed; nothing was run", global_name=name
     )
+
+
+def _refusing(what: str, error: type[CheckpointFormatError] = UnsafeObjectError) -> Handler:
+    def refuse(machine: _Machine) -> NoReturn:
+        raise error(f"the pickle {what}, which is not allowed; nothing was run")
+
+    return refuse
 
 
 def _push(value: Any) -> Handler:
@@ -631,30 +584,30 @@ _HANDLERS: dict[bytes, Handler] = {
     pickle.BINSTRING: lambda m: m.old_text(m.number(_INT32)),
     pickle.SHORT_BINSTRING: lambda m: m.old_text(m.take(1)[0]),
     pickle.UNICODE: lambda m: m.stack.append(str(m.line(), "raw-unicode-escape")),
-    pickle.BINUNICODE: lambda m: m.text(m.number(_UINT32)),
+    pickle.BINUNICODE: lambda m: m.stack.append(m.text(m.number(_UINT32))),
     pickle.SHORT_BINUNICODE: _Machine.short_text,
-    pickle.BINUNICODE8: lambda m: m.text(m.number(_UINT64)),
-    pickle.BINBYTES: lambda m: m.binary(m.number(_UINT32)),
-    pickle.SHORT_BINBYTES: lambda m: m.binary(m.take(1)[0]),
-    pickle.BINBYTES8: lambda m: m.binary(m.number(_UINT64)),
+    pickle.BINUNICODE8: lambda m: m.stack.append(m.text(m.number(_UINT64))),
+    pickle.BINBYTES: lambda m: m.stack.append(m.take(m.number(_UINT32))),
+    pickle.SHORT_BINBYTES: lambda m: m.stack.append(m.take(m.take(1)[0])),
+    pickle.BINBYTES8: lambda m: m.stack.append(m.take(m.number(_UINT64))),
     pickle.BYTEARRAY8: lambda m: m.stack.append(bytearray(m.take(m.number(_UINT64)))),
     pickle.EMPTY_LIST: lambda m: m.push_container([]),
     pickle.EMPTY_DICT: lambda m: m.push_container({}),
     pickle.EMPTY_TUPLE: _push(()),
-    pickle.EMPTY_SET: _Machine.empty_set,
+    pickle.EMPTY_SET: lambda m: m.push_container(set(), 4),
     pickle.LIST: lambda m: m.push_container(m.pop_mark()),
     pickle.DICT: _Machine.dict,
     pickle.TUPLE: lambda m: m.push_container(tuple(m.pop_mark())),
-    pickle.TUPLE1: _Machine.tuple1,
-    pickle.TUPLE2: _Machine.tuple2,
-    pickle.TUPLE3: _Machine.tuple3,
-    pickle.FROZENSET: _Machine.frozenset,
+    pickle.TUPLE1: lambda m: m.push_container((m.stack.pop(),)),
+    pickle.TUPLE2: lambda m: m.push_container((m.stack.pop(-2), m.stack.pop())),
+    pickle.TUPLE3: lambda m: m.push_container((m.stack.pop(-3), m.stack.pop(-2), m.stack.pop())),
+    pickle.FROZENSET: lambda m: m.push_container(frozenset(map(m.key, m.pop_mark())), 4),
     pickle.APPEND: lambda m: m.extend([m.stack.pop()]),
     pickle.APPENDS: lambda m: m.extend(m.pop_mark()),
-    pickle.SETITEM: _Machine.set_item,
+    pickle.SETITEM: lambda m: m.set_items([m.stack.pop(-2), m.stack.pop()]),
     pickle.SETITEMS: lambda m: m.set_items(m.pop_mark()),
     pickle.ADDITEMS: _Machine.add_items,
-    pickle.MEMOIZE: _Machine.memoize,
+    pickle.MEMOIZE: lambda m: m.put(len(m.memo)),
     pickle.PUT: _Machine.put_line,
     pickle.BINPUT: lambda m: m.put(m.take(1)[0]),
     pickle.LONG_BINPUT: lambda m: m.put(m.number(_UINT32)),
@@ -669,12 +622,11 @@ _HANDLERS: dict[bytes, Handler] = {
     pickle.BUILD: _Machine.build,
     pickle.PERSID: lambda m: m.persistent_id(str(m.line(), "ascii")),
     pickle.BINPERSID: lambda m: m.persistent_id(m.stack.pop()),
-    pickle.INST: _Machine.foreign_object,
-    pickle.OBJ: _Machine.foreign_object,
-    pickle.EXT1: _Machine.extension,
-    pickle.EXT2: _Machine.extension,
-    pickle.EXT4: _Machine.extension,
-    pickle.NEXT_BUFFER: _Machine.buffer,
-    pickle.READONLY_BUFFER: _Machine.buffer,
+    **dict.fromkeys((pickle.INST, pickle.OBJ), _refusing("makes an object by the opcodes INST or OBJ")),
+    **dict.fromkeys((pickle.EXT1, pickle.EXT2, pickle.EXT4), _refusing("uses the extension registry")),
+    **dict.fromkeys(
+        (pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
+        _refusing("has buffers out of band, and there are none with it", UnsupportedFormatError),
+    ),
 }
 _TABLE = [_HANDLERS.get(bytes([code]), _Machine.unknown) for code in range(256)]

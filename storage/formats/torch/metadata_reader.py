@@ -17,10 +17,9 @@ import numpy as np
 
 from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns
+from dcp.storage.formats.index import MAX_DIMENSIONS, UNKNOWN, CheckpointIndex, ObjectColumns
 from dcp.storage.formats.pickle.decoder import Constructor, Instance, allow_list, decode_pickle, instances
 from dcp.storage.formats.registry import TORCH_DCP
-from dcp.storage.formats.torch.pickle_reader import MAX_DIMENSIONS
 from dcp.storage.geometry.strides import Int64, starts
 
 METADATA = "Metadata"

@@ -10,13 +10,13 @@ other. Torch-free.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, Final
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
+from dcp.storage.formats.index import MAX_DIMENSIONS
 from dcp.storage.formats.pickle.classes import NUMPY_GLOBALS, STDLIB_GLOBALS
 from dcp.storage.formats.pickle.decoder import (
     BuiltDict,
@@ -26,12 +26,52 @@ from dcp.storage.formats.pickle.decoder import (
     allow_list,
     decode_pickle,
 )
-from dcp.storage.geometry.strides import is_c_ordered
+from dcp.storage.geometry.strides import extent, is_c_ordered
 
-MAX_DIMENSIONS = 64
-"""What torch allows."""
+MAX_TENSOR_PICKLE_BYTES: Final = 1 << 20
+"""A pickled tensor takes some 200 bytes; attributes set on the tensor object come on top."""
 
-_MAX_KEY_CHARACTERS = 64
+MAX_FILE_PICKLE_BYTES: Final = 64 << 20
+"""200,000 tensors take some 25 MB."""
+
+ORDERED_DICT: Final = "collections.OrderedDict"
+COUNTER: Final = "collections.Counter"
+SIZE: Final = "torch.Size"
+DEVICE: Final = "torch.device"
+LAYOUT: Final = "torch.layout"
+
+_CONTAINERS_PER_BYTE: Final = 0.25
+"""A view with a name of one letter takes 50 bytes and needs seven."""
+
+MAX_CONTAINERS: Final = 1_500_000
+"""Enough for 200,000 tensors. A file of some megabytes must not make a gigabyte of objects."""
+
+_MAX_FOREIGN_NAMES: Final = 1000
+_MAX_NAME_CHARACTERS: Final = 200
+_MAX_KEY_CHARACTERS: Final = 64
+
+_PYTHON2_MODULES: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+"""torch.save writes protocol 2, in which modules have the names of Python 2."""
+
+_QUANTISED: Final = ("QInt8Storage", "QInt32Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage")
+
+_Args = tuple[Any, ...]
+
+
+class SizePickle(tuple[int, ...]):
+    """A torch.Size."""
+
+    __slots__ = ()
+    kind: ClassVar[str] = SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePickle:
+    """A torch.device."""
+
+    type: str
+    index: int | None
+    kind: ClassVar[str] = DEVICE
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +97,15 @@ class TensorPickle:
 
 
 @dataclass(frozen=True, slots=True)
+class _StorageClass:
+    """A class of storages; ``dtype`` is None for an untyped one, whose elements are bytes."""
+
+    dtype: dtypes.Dtype | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Storage:
-    """A storage that a persistent id names; ``dtype`` is None for an untyped storage, whose elements are
-    bytes."""
+    """A storage that a persistent id names."""
 
     dtype: dtypes.Dtype | None
     key: str
@@ -67,182 +113,8 @@ class _Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class _StorageClass:
-    """A legacy storage class; ``dtype`` is None for UntypedStorage."""
-
-    dtype: dtypes.Dtype | None
-
-
-@dataclass(frozen=True, slots=True)
-class TensorClass:
+class _TensorClass:
     """A class of which the plain tensor data is all that a checkpoint needs."""
-
-
-def _natural(value: Any, what: str) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 62:
-        raise CheckpointFormatError(f"a pickled tensor's {what} is not a number from 0 to 2**62")
-    return value
-
-
-def _naturals(values: Any, what: str) -> tuple[int, ...]:
-    if type(values) is not tuple or len(values) > MAX_DIMENSIONS:
-        raise CheckpointFormatError(f"a pickled tensor's {what} are not a tuple of at most {MAX_DIMENSIONS}")
-    return tuple(_natural(value, what) for value in values)
-
-
-def _arguments(args: tuple[Any, ...], least: int, most: int, name: str) -> tuple[Any, ...]:
-    if not least <= len(args) <= most:
-        raise CheckpointFormatError(f"a pickle calls {name} with {len(args)} arguments")
-    return args + (None,) * (most - len(args))
-
-
-def load_storage(value: Any) -> _Storage:
-    """Return what the persistent id ``value`` names; CheckpointFormatError for what torch.save does not
-    write."""
-    if type(value) is not tuple or len(value) != 5 or value[0] != "storage":
-        raise CheckpointFormatError("a pickled storage is not of the kind that torch.save writes")
-    _, kind, key, _, elements = value
-    if not isinstance(kind, _StorageClass):
-        raise CheckpointFormatError("a pickled storage has no storage class")
-    if type(key) is not str or len(key) > _MAX_KEY_CHARACTERS:
-        raise CheckpointFormatError("a pickled storage's key is not a short string")
-    return _Storage(kind.dtype, key, _natural(elements, "storage size"))
-
-
-def _rebuild_v2(args: tuple[Any, ...]) -> TensorPickle:
-    storage, offset, sizes, strides, grad, _, metadata = _arguments(args, 6, 7, "_rebuild_tensor_v2")
-    dtype = storage.dtype if isinstance(storage, _Storage) else None
-    return _tensor(storage, offset, sizes, strides, grad, dtype or dtypes.BY_NAME["uint8"], metadata)
-
-
-def _rebuild_v3(args: tuple[Any, ...]) -> TensorPickle:
-    storage, offset, sizes, strides, grad, _, dtype, metadata = _arguments(args, 7, 8, "_rebuild_tensor_v3")
-    return _tensor(storage, offset, sizes, strides, grad, dtype, metadata)
-
-
-def _tensor(
-    storage: Any, offset: Any, sizes: Any, strides: Any, grad: Any, dtype: Any, metadata: Any
-) -> TensorPickle:
-    if not isinstance(storage, _Storage):
-        raise CheckpointFormatError("a pickled tensor has no storage")
-    if not isinstance(dtype, dtypes.Dtype):
-        raise CheckpointFormatError("a pickled tensor has no dtype")
-    if metadata:
-        raise UnsupportedFormatError(
-            "a pickled tensor is a lazily conjugated or negated view, whose stored bytes are not its values; "
-            "save it after resolve_conj() and resolve_neg()"
-        )
-    if type(grad) is not bool:
-        raise CheckpointFormatError("a pickled tensor's requires_grad is not a bool")
-    itemsize = storage.dtype.itemsize if storage.dtype else 1
-    result = TensorPickle(
-        dtype_code=dtype.code,
-        storage_key=storage.key,
-        storage_bytes=storage.elements * itemsize,
-        storage_offset=_natural(offset, "storage offset"),
-        sizes=_naturals(sizes, "sizes"),
-        strides=_naturals(strides, "strides"),
-        requires_grad=grad,
-    )
-    _check_inside(result, dtype.itemsize)
-    return result
-
-
-def _check_inside(tensor: TensorPickle, itemsize: int) -> None:
-    """Refuse elements outside the storage: they would be other data's bytes."""
-    if len(tensor.sizes) != len(tensor.strides):
-        raise CheckpointFormatError("a pickled tensor has not as many strides as sizes")
-    if 0 in tensor.sizes:
-        return
-    last = tensor.storage_offset + sum(
-        (size - 1) * stride for size, stride in zip(tensor.sizes, tensor.strides, strict=True)
-    )
-    if (last + 1) * itemsize > tensor.storage_bytes or math.prod(tensor.sizes) >= 1 << 62:
-        raise CheckpointFormatError(
-            f"a pickled tensor of sizes {tensor.sizes} reaches beyond the {tensor.storage_bytes} bytes stored"
-        )
-
-
-def _rebuild_parameter(args: tuple[Any, ...], *, count: int) -> TensorPickle:
-    data, grad = _arguments(args, count, count, "_rebuild_parameter")[:2]
-    if not isinstance(data, TensorPickle) or type(grad) is not bool:
-        raise CheckpointFormatError("a pickled parameter has no tensor")
-    return replace(data, requires_grad=grad)
-
-
-def _refuse(_: tuple[Any, ...], *, kind: str) -> Any:
-    raise UnsupportedFormatError(
-        f"the record holds a {kind} tensor, and only dense ones can be read; save it as dense tensors",
-        tensor_kind=kind,
-    )
-
-
-_QUANTISED = ("QInt8Storage", "QInt32Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage")
-
-
-def _function(name: str, **named: Any) -> dict[tuple[str, str], Constructor]:
-    return {("torch._utils", name): Constructor(f"torch._utils.{name}", **named)}
-
-
-TENSOR_GLOBALS: dict[tuple[str, str], Any] = {
-    ("torch.storage", "UntypedStorage"): _StorageClass(None),
-    ("torch", "Tensor"): TensorClass(),
-    ("torch.nn.parameter", "Parameter"): TensorClass(),
-    ("torch.nn.parameter", "Buffer"): TensorClass(),
-    **_function("_rebuild_tensor_v2", reduce=_rebuild_v2),
-    **_function("_rebuild_tensor_v3", reduce=_rebuild_v3),
-    **_function("_rebuild_parameter", reduce=partial(_rebuild_parameter, count=3)),
-    **_function("_rebuild_parameter_with_state", reduce=partial(_rebuild_parameter, count=4)),
-    **dict.fromkeys((("torch", name) for name in _QUANTISED), _StorageClass(None)),
-    **_function("_rebuild_sparse_tensor", reduce=partial(_refuse, kind="sparse")),
-    **_function("_rebuild_qtensor", reduce=partial(_refuse, kind="quantised")),
-    **_function("_rebuild_nested_tensor", reduce=partial(_refuse, kind="nested")),
-    **_function("_rebuild_meta_tensor_no_storage", reduce=partial(_refuse, kind="meta")),
-    **{("torch", name): _StorageClass(dtype) for name, dtype in dtypes.BY_STORAGE_CLASS.items()},
-    **{("torch", name): dtype for name, dtype in dtypes.BY_NAME.items()},
-}
-"""Names that a pickled tensor may use, as inert values and functions of this package."""
-
-
-MAX_TENSOR_PICKLE_BYTES: Final = 1 << 20
-"""A pickled tensor takes some 200 bytes; attributes set on the tensor object come on top."""
-
-MAX_FILE_PICKLE_BYTES: Final = 64 << 20
-"""200,000 tensors take some 25 MB."""
-
-ORDERED_DICT: Final = "collections.OrderedDict"
-COUNTER: Final = "collections.Counter"
-SIZE: Final = "torch.Size"
-DEVICE: Final = "torch.device"
-LAYOUT: Final = "torch.layout"
-
-_CONTAINERS_PER_BYTE: Final = 0.25
-"""A view with a name of one letter takes 50 bytes and needs seven."""
-
-MAX_CONTAINERS: Final = 1_500_000
-"""Enough for 200,000 tensors. A file of some megabytes must not make a gigabyte of objects."""
-
-_MAX_FOREIGN_NAMES: Final = 1000
-_MAX_NAME_CHARACTERS: Final = 200
-
-_PYTHON2_MODULES: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}
-"""torch.save writes protocol 2, in which modules have the names of Python 2."""
-
-
-class SizePickle(tuple[int, ...]):
-    """A torch.Size."""
-
-    __slots__ = ()
-    kind: ClassVar[str] = SIZE
-
-
-@dataclass(frozen=True, slots=True)
-class DevicePickle:
-    """A torch.device."""
-
-    type: str
-    index: int | None
-    kind: ClassVar[str] = DEVICE
 
 
 def decode_torch_pickle(
@@ -258,7 +130,7 @@ def decode_torch_pickle(
     return decode_pickle(
         data,
         find=_Globals().find,
-        persistent_load=load_storage,
+        persistent_load=_load_storage,
         limit_bytes=limit_bytes,
         containers_per_byte=per_byte,
     )
@@ -272,7 +144,7 @@ def decode_tensor_pickle(data: bytes | memoryview) -> TensorPickle:
     write.
     """
     value = decode_pickle(
-        data, find=_find_in_record, persistent_load=load_storage, limit_bytes=MAX_TENSOR_PICKLE_BYTES
+        data, find=_find_in_record, persistent_load=_load_storage, limit_bytes=MAX_TENSOR_PICKLE_BYTES
     )
     if isinstance(value, TensorPickle):
         return value
@@ -299,28 +171,106 @@ class _Globals:
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
         full = f"{module}.{name}"[:_MAX_NAME_CHARACTERS]
-        known = self._foreign.get(full)
-        if known is None:
+        if full not in self._foreign:
             if len(self._foreign) >= _MAX_FOREIGN_NAMES:
                 raise UnsafeObjectError(
                     f"the pickle names more than {_MAX_FOREIGN_NAMES} classes and functions that a state "
                     "dict does not need; nothing of it was run",
                     global_name=full,
                 )
-            known = self._foreign[full] = _foreign(full)
-        return known
+            self._foreign[full] = _ignoring(full, full, is_tensor=full.startswith("torch._utils._rebuild_"))
+        return self._foreign[full]
 
 
-def _foreign(name: str) -> Constructor:
-    is_tensor = name.startswith("torch._utils._rebuild_")
-
-    def ignore(_: tuple[Any, ...]) -> Ignored:
-        return Ignored(name, is_tensor=is_tensor)
+def _ignoring(name: str, kind: str, *, is_tensor: bool) -> Constructor:
+    def ignore(_: _Args) -> Ignored:
+        return Ignored(kind, is_tensor=is_tensor)
 
     return Constructor(name, reduce=ignore, new=ignore)
 
 
-def _foreign_in(args: tuple[Any, ...]) -> str | None:
+def _malformed(what: str) -> CheckpointFormatError:
+    return CheckpointFormatError(f"a pickled {what} is not as torch.save writes it")
+
+
+def _require(is_right: bool, what: str) -> None:
+    if not is_right:
+        raise _malformed(what)
+
+
+# -- tensors -------------------------------------------------------------------------------------------------
+
+
+def _load_storage(value: Any) -> _Storage:
+    """Return what the persistent id ``value`` names."""
+    if type(value) is not tuple or len(value) != 5 or value[0] != "storage":
+        raise _malformed("storage")
+    _, kind, key, _, elements = value
+    if not isinstance(kind, _StorageClass) or type(key) is not str or len(key) > _MAX_KEY_CHARACTERS:
+        raise _malformed("storage's class or key")
+    return _Storage(kind.dtype, key, _natural(elements, "storage's size"))
+
+
+def _natural(value: Any, what: str) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise _malformed(what)
+    return value
+
+
+def _naturals(values: Any, what: str) -> tuple[int, ...]:
+    if type(values) is not tuple or len(values) > MAX_DIMENSIONS:
+        raise _malformed(what)
+    return tuple(_natural(value, what) for value in values)
+
+
+def _rebuild_v2(args: _Args) -> TensorPickle | Ignored:
+    _require(6 <= len(args) <= 7, "tensor")
+    storage, offset, sizes, strides, grad, _, *metadata = args
+    dtype = storage.dtype if isinstance(storage, _Storage) else None
+    return _tensor(storage, offset, sizes, strides, grad, dtype or dtypes.BY_NAME["uint8"], metadata)
+
+
+def _rebuild_v3(args: _Args) -> TensorPickle | Ignored:
+    _require(7 <= len(args) <= 8, "tensor")
+    storage, offset, sizes, strides, grad, _, dtype, *metadata = args
+    return _tensor(storage, offset, sizes, strides, grad, dtype, metadata)
+
+
+def _tensor(
+    storage: Any, offset: Any, sizes: Any, strides: Any, grad: Any, dtype: Any, metadata: Sequence[Any]
+) -> TensorPickle | Ignored:
+    if not isinstance(storage, _Storage) or not isinstance(dtype, dtypes.Dtype) or type(grad) is not bool:
+        raise _malformed("tensor")
+    if any(metadata):  # a view, whose stored bytes are not its values
+        return Ignored("lazily conjugated or negated tensor", is_tensor=True)
+    result = TensorPickle(
+        dtype_code=dtype.code,
+        storage_key=storage.key,
+        storage_bytes=storage.elements * (storage.dtype.itemsize if storage.dtype else 1),
+        storage_offset=_natural(offset, "tensor's storage offset"),
+        sizes=_naturals(sizes, "tensor's sizes"),
+        strides=_naturals(strides, "tensor's strides"),
+        requires_grad=grad,
+    )
+    _require(len(result.sizes) == len(result.strides), "tensor's strides")
+    # Elements outside of the storage would be other data's bytes.
+    end = result.storage_offset + extent(result.sizes, result.strides) if 0 not in result.sizes else 0
+    if end * dtype.itemsize > result.storage_bytes or math.prod(result.sizes) >= 1 << 62:
+        raise CheckpointFormatError(
+            f"a pickled tensor of sizes {result.sizes} reaches beyond the {result.storage_bytes} bytes stored"
+        )
+    return result
+
+
+def _rebuild_parameter(args: _Args) -> TensorPickle:
+    _require(3 <= len(args) <= 4, "parameter")
+    data, grad = args[:2]
+    if not isinstance(data, TensorPickle) or type(grad) is not bool:
+        raise _malformed("parameter")
+    return replace(data, requires_grad=grad)
+
+
+def _foreign_in(args: _Args) -> str | None:
     """Return the name of the first argument that is nothing a dense tensor is made of."""
     for value in args:
         if isinstance(value, Ignored):
@@ -330,72 +280,56 @@ def _foreign_in(args: tuple[Any, ...]) -> str | None:
     return None
 
 
-def _readable(name: str, rebuild: Callable[[tuple[Any, ...]], Any]) -> Constructor:
+def _readable(name: str, rebuild: Callable[[_Args], Any]) -> Constructor:
     """Return ``rebuild``, with tensors that cannot be read ignored."""
 
-    def reduce(args: tuple[Any, ...]) -> Any:
+    def reduce(args: _Args) -> Any:
         foreign = _foreign_in(args)
-        if foreign is not None:
-            return Ignored(foreign, is_tensor=True)
-        try:
-            return rebuild(args)
-        except UnsupportedFormatError as error:
-            kind = error.tensor_kind or "lazily conjugated or negated"
-            return Ignored(f"{kind} tensor", is_tensor=True)
+        return rebuild(args) if foreign is None else Ignored(foreign, is_tensor=True)
 
-    return Constructor(name, reduce=reduce)
+    return Constructor(f"torch._utils.{name}", reduce=reduce)
 
 
-def _from_type(args: tuple[Any, ...]) -> Any:
+def _from_type(args: _Args) -> Any:
     """Return a tensor with attributes, or of a subclass: only the tensor itself is a checkpoint's."""
-    if len(args) != 4:
-        raise CheckpointFormatError(f"a pickle calls _rebuild_from_type_v2 with {len(args)} arguments")
+    _require(len(args) == 4, "tensor of a class")
     function, kind, inner, _ = args
     foreign = _foreign_in((kind, function))
     if foreign is not None:
         return Ignored(foreign, is_tensor=True)
-    if type(inner) is not tuple or not isinstance(kind, TensorClass):
-        raise CheckpointFormatError("a pickled tensor's class is not a tensor class")
-    if type(function) is not Constructor or not function.name.startswith("torch._utils._rebuild_"):
-        raise CheckpointFormatError("a pickled tensor is not built as torch builds tensors")
-    result = function.reduce(inner) if function.reduce is not None else None
-    if not isinstance(result, (TensorPickle, Ignored)):
-        raise CheckpointFormatError("a pickled tensor is not built as torch builds tensors")
+    _require(type(inner) is tuple and isinstance(kind, _TensorClass), "tensor of a class")
+    is_known = type(function) is Constructor and function.name.startswith("torch._utils._rebuild_")
+    result = function.reduce(inner) if is_known and function.reduce is not None else None
+    _require(isinstance(result, (TensorPickle, Ignored)), "tensor of a class")
     return result
 
 
-def _size(args: tuple[Any, ...]) -> Any:
+# -- other values --------------------------------------------------------------------------------------------
+
+
+def _size(args: _Args) -> SizePickle:
     sizes: Any = args[0] if len(args) == 1 else None
-    if (
-        type(sizes) not in (tuple, list)
-        or len(sizes) > MAX_DIMENSIONS
-        or any(type(n) is not int for n in sizes)
-    ):
-        raise CheckpointFormatError(f"a pickled torch.Size is not made of up to {MAX_DIMENSIONS} integers")
+    _require(type(sizes) in (tuple, list) and len(sizes) <= MAX_DIMENSIONS, SIZE)
+    _require(all(type(size) is int for size in sizes), SIZE)
     return SizePickle(sizes)
 
 
-def _device(args: tuple[Any, ...]) -> DevicePickle:
-    if not 1 <= len(args) <= 2 or type(args[0]) is not str or len(args[0]) > _MAX_NAME_CHARACTERS:
-        raise CheckpointFormatError("a pickled torch.device is not made of a type and a number")
-    index = args[1] if len(args) == 2 else None
-    if index is not None and (type(index) is not int or not 0 <= index < 1 << 15):
-        raise CheckpointFormatError("a pickled torch.device is not made of a type and a number")
-    return DevicePickle(args[0], index)
+def _device(args: _Args) -> DevicePickle:
+    kind, index = args if len(args) == 2 else (*args, None) if args else (None, None)
+    _require(type(kind) is str and len(kind) <= _MAX_NAME_CHARACTERS, DEVICE)
+    _require(index is None or (type(index) is int and 0 <= index < 1 << 15), DEVICE)
+    return DevicePickle(kind, index)
 
 
 def _mapping(kind: str) -> Constructor:
-    def build(args: tuple[Any, ...]) -> BuiltDict:
+    def build(args: _Args) -> BuiltDict:
         """Make it from nothing, a dict, or pairs."""
+        (given,) = args if len(args) == 1 else ([] if not args else None,)
+        _require(isinstance(given, (dict, list)) and not isinstance(given, BuiltDict), kind)
         result = BuiltDict(kind)
-        if args in ((), ([],)):
-            return result
-        if len(args) != 1 or not isinstance(args[0], (dict, list)) or isinstance(args[0], BuiltDict):
-            raise CheckpointFormatError(f"a pickled {kind} is not made of pairs")
-        pairs = args[0].items() if isinstance(args[0], dict) else args[0]
-        for pair in pairs:
+        for pair in given.items() if isinstance(given, dict) else given:
             if type(pair) not in (tuple, list) or len(pair) != 2 or not _is_cheap_key(pair[0]):
-                raise CheckpointFormatError(f"a pickled {kind} is not made of pairs of key and value")
+                raise _malformed(kind)
             result[pair[0]] = pair[1]
         return result
 
@@ -407,59 +341,62 @@ def _is_cheap_key(key: Any) -> bool:
     return type(key) is str or (type(key) is int and abs(key) < 1 << 60)
 
 
-def _bytes(args: tuple[Any, ...]) -> bytes:
-    if len(args) != 2 or type(args[0]) is not str or args[1] != "latin1":
-        raise CheckpointFormatError("pickled bytes are not in the form that protocol 2 has")
+def _bytes(args: _Args) -> bytes:
+    """Return bytes in the form that protocol 2 has."""
+    _require(len(args) == 2 and type(args[0]) is str and args[1] == "latin1", "bytes")
     try:
         return args[0].encode("latin1")
     except UnicodeEncodeError as error:
-        raise CheckpointFormatError("pickled bytes are not in the form that protocol 2 has") from error
+        raise _malformed("bytes") from error
 
 
-def _complex(args: tuple[Any, ...]) -> complex:
-    if len(args) != 2 or not all(type(part) in (int, float) for part in args):
-        raise CheckpointFormatError("a pickled complex number is not made of two numbers")
+def _complex(args: _Args) -> complex:
+    _require(len(args) == 2 and all(type(part) in (int, float) for part in args), "complex number")
     return complex(float(args[0]), float(args[1]))
 
 
-def _globals() -> dict[tuple[str, str], Any]:
-    allowed: dict[tuple[str, str], Any] = {}
-    for (module, name), value in TENSOR_GLOBALS.items():
-        rebuild = value.reduce if type(value) is Constructor else None
-        if module == "torch._utils" and rebuild is not None:
-            allowed[module, name] = _readable(value.name, rebuild)
-        else:
-            allowed[module, name] = value
-    allowed["torch._tensor", "_rebuild_from_type_v2"] = Constructor(
-        "torch._tensor._rebuild_from_type_v2", reduce=_from_type
-    )
-    return (
-        allowed
-        | NUMPY_GLOBALS
-        | STDLIB_GLOBALS
-        | {
-            ("collections", "OrderedDict"): _mapping(ORDERED_DICT),
-            ("collections", "Counter"): _mapping(COUNTER),
-            ("torch", "Size"): Constructor(SIZE, reduce=_size),
-            ("torch", "device"): Constructor(DEVICE, reduce=_device),
-            ("torch.serialization", "_get_layout"): Constructor(LAYOUT, reduce=lambda _: Instance(LAYOUT)),
-            ("_codecs", "encode"): Constructor("_codecs.encode", reduce=_bytes),
-            ("builtins", "complex"): Constructor("builtins.complex", reduce=_complex),
-        }
-    )
-
-
-_ALLOWED: Final = _globals()
-_OWN_NAMES: Final = frozenset(
-    value.name
-    for place, value in _ALLOWED.items()
-    if type(value) is Constructor and place not in NUMPY_GLOBALS and place not in STDLIB_GLOBALS
-)
+_OWN: Final[dict[tuple[str, str], Any]] = {
+    ("torch.storage", "UntypedStorage"): _StorageClass(None),
+    **dict.fromkeys((("torch", name) for name in _QUANTISED), _StorageClass(None)),
+    **{("torch", name): _StorageClass(dtype) for name, dtype in dtypes.BY_STORAGE_CLASS.items()},
+    **{("torch", name): dtype for name, dtype in dtypes.BY_NAME.items()},
+    ("torch", "Tensor"): _TensorClass(),
+    ("torch.nn.parameter", "Parameter"): _TensorClass(),
+    ("torch.nn.parameter", "Buffer"): _TensorClass(),
+    **{
+        ("torch._utils", name): _readable(name, rebuild)
+        for name, rebuild in (
+            ("_rebuild_tensor_v2", _rebuild_v2),
+            ("_rebuild_tensor_v3", _rebuild_v3),
+            ("_rebuild_parameter", _rebuild_parameter),
+            ("_rebuild_parameter_with_state", _rebuild_parameter),
+        )
+    },
+    **{
+        ("torch._utils", name): _ignoring(f"torch._utils.{name}", f"{kind} tensor", is_tensor=True)
+        for name, kind in (
+            ("_rebuild_sparse_tensor", "sparse"),
+            ("_rebuild_qtensor", "quantised"),
+            ("_rebuild_nested_tensor", "nested"),
+            ("_rebuild_meta_tensor_no_storage", "meta"),
+        )
+    },
+    ("torch._tensor", "_rebuild_from_type_v2"): Constructor("torch._rebuild_from_type_v2", reduce=_from_type),
+    ("collections", "OrderedDict"): _mapping(ORDERED_DICT),
+    ("collections", "Counter"): _mapping(COUNTER),
+    ("torch", "Size"): Constructor(SIZE, reduce=_size),
+    ("torch", "device"): Constructor(DEVICE, reduce=_device),
+    ("torch.serialization", "_get_layout"): Constructor(LAYOUT, reduce=lambda _: Instance(LAYOUT)),
+    ("_codecs", "encode"): Constructor("_codecs.encode", reduce=_bytes),
+    ("builtins", "complex"): Constructor("builtins.complex", reduce=_complex),
+}
+_ALLOWED: Final = _OWN | NUMPY_GLOBALS | STDLIB_GLOBALS
+_OWN_NAMES: Final = frozenset(value.name for value in _OWN.values() if type(value) is Constructor)
 _find_in_record: Final = allow_list(
     _ALLOWED
     | {
-        ("torch", name): _foreign(f"torch.{name}")  # of quantised tensors, which are refused as such
-        for name in ("per_tensor_affine", "per_channel_affine")
+        ("torch", name): _ignoring(f"torch.{name}", f"torch.{name}", is_tensor=False)
+        for name in ("per_tensor_affine", "per_channel_affine")  # of quantised tensors, refused as such
     },
     what="the record of a tensor",
 )

@@ -29,11 +29,10 @@ from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
 from dcp.storage.formats.pickle.classes import (
     DEFAULT_DICT,
     ArrayPickle,
-    BytesIOPickle,
     DefaultDictPickle,
     DequePickle,
     DtypePickle,
-    UuidPickle,
+    LatePickle,
     is_plain_dtype,
 )
 from dcp.storage.formats.pickle.decoder import BuiltDict
@@ -165,11 +164,15 @@ def leaf_bytes(decoded: Any) -> int | None:
         return _HEAD_BYTES + sum(_HEAD_BYTES + _length(item) for item in decoded)
     if kind is DtypePickle:
         return None if decoded.dtype is None else decoded.fields * _HEAD_BYTES
-    if kind is BytesIOPickle:
-        return None if decoded.data is None else _HEAD_BYTES + len(decoded.data)
-    if kind is UuidPickle or isinstance(decoded, np.generic):
+    if kind is LatePickle:
+        return None if decoded.value is None else _HEAD_BYTES + _late_bytes(decoded.value)
+    if isinstance(decoded, np.generic):
         return _HEAD_BYTES + getattr(decoded, "nbytes", 16)
     return _HEAD_BYTES + sum(map(_length, getattr(decoded, "parts", ()))) if kind in _FIXED else None
+
+
+def _late_bytes(value: Any) -> int:
+    return len(value.getvalue()) if type(value) is io.BytesIO else 16
 
 
 def _length(value: Any) -> int:
@@ -231,11 +234,9 @@ class _PythonValues:
             return self._array(value.array)
         if kind is DtypePickle and value.dtype is not None:
             return value.dtype
-        if kind is UuidPickle and value.value is not None:
+        if kind is LatePickle and value.value is not None:
+            self._count(_late_bytes(value.value))
             return value.value
-        if kind is BytesIOPickle and value.data is not None:
-            self._count(len(value.data))
-            return value.made()
         if kind is bytearray or kind in _FIXED or isinstance(value, np.generic):
             return value
         need = getattr(value, "kind", None) or getattr(value, "name", None) or kind.__name__
