@@ -31,32 +31,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = [
-    "CheckpointConflictError",
-    "CheckpointError",
-    "CheckpointFormatError",
-    "CheckpointNotFoundError",
-    "CollectiveTimeoutError",
-    "CorruptCheckpointError",
-    "DtypeMismatchError",
-    "MissingKeyError",
-    "OptionError",
-    "PlanError",
-    "RemoteError",
-    "ReplicaMismatchError",
-    "SaveAbortedError",
-    "ShapeMismatchError",
-    "StagingError",
-    "StorageError",
-    "StorageFullError",
-    "UnexpectedKeyError",
-    "UnsafeObjectError",
-    "UnsupportedFormatError",
-    "WriterProcessError",
-    "error_from_wire",
-    "error_to_wire",
-]
-
 
 class CheckpointError(Exception):
     """Base of all errors of this package.
@@ -271,51 +245,23 @@ class RemoteError(CheckpointError):
 
 
 _BY_NAME: dict[str, type[CheckpointError]] = {
-    cls.__name__: cls
-    for cls in (
-        CheckpointError,
-        CheckpointNotFoundError,
-        CheckpointConflictError,
-        CheckpointFormatError,
-        UnsafeObjectError,
-        UnsupportedFormatError,
-        CorruptCheckpointError,
-        PlanError,
-        OptionError,
-        MissingKeyError,
-        UnexpectedKeyError,
-        ShapeMismatchError,
-        DtypeMismatchError,
-        ReplicaMismatchError,
-        StorageError,
-        StorageFullError,
-        CollectiveTimeoutError,
-        StagingError,
-        SaveAbortedError,
-        WriterProcessError,
-        RemoteError,
-    )
+    name: value
+    for name, value in globals().items()
+    if isinstance(value, type) and issubclass(value, CheckpointError)
 }
 
 
 def error_to_wire(error: BaseException, traceback_text: str) -> dict[str, Any]:
     """Return plain data (msgpack-able) that describes ``error``; ``traceback_text`` is its formatted
     traceback."""
-    if isinstance(error, CheckpointError):
-        for cls in type(error).__mro__:
-            if _BY_NAME.get(cls.__name__) is cls:
-                return {
-                    "class": cls.__name__,
-                    "message": str(error),
-                    "facts": error.facts,
-                    "traceback": traceback_text,
-                }
-    return {
-        "class": "RemoteError",
-        "message": f"{type(error).__name__}: {error}",
-        "facts": {"type_name": type(error).__qualname__, "traceback_text": traceback_text},
-        "traceback": traceback_text,
-    }
+    for cls in type(error).__mro__:
+        if isinstance(error, CheckpointError) and _BY_NAME.get(cls.__name__) is cls:
+            name, message, facts = cls.__name__, str(error), error.facts
+            break
+    else:
+        name, message = "RemoteError", f"{type(error).__name__}: {error}"
+        facts = {"type_name": type(error).__qualname__, "traceback_text": traceback_text}
+    return {"class": name, "message": message, "facts": facts, "traceback": traceback_text}
 
 
 def error_from_wire(wire: dict[str, Any]) -> CheckpointError:

@@ -30,45 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-__all__ = [
-    "TESTED",
-    "VERSION",
-    "AsyncCollectiveTensor",
-    "FlatSlice",
-    "Shard",
-    "ShardedTensor",
-    "StorageInfo",
-    "StridedShard",
-    "UntestedTorchWarning",
-    "all_process_groups",
-    "backend_of",
-    "copies_in_state",
-    "copy_tensors",
-    "devices_of",
-    "dtensor_of_parts",
-    "dtensor_parts",
-    "dtensor_with",
-    "flat_slices",
-    "flatten_sharded_tensors",
-    "group_of_sharded",
-    "local_part",
-    "mesh_of_parts",
-    "mesh_parts",
-    "on_cpu",
-    "preserved_versions",
-    "set_default_timeout",
-    "shard_order",
-    "sharded_of_parts",
-    "sharded_parts",
-    "sharded_with",
-    "spec_of",
-    "stock_fsspec_storages",
-    "strides_of",
-    "tensor_properties",
-    "use_count",
-    "warn_if_untested",
-    "weight_scales",
-]
+__all__ = ["AsyncCollectiveTensor", "Shard", "ShardedTensor", "StorageInfo", "StridedShard"]
 
 TESTED: Final = ((2, 10), (2, 15))
 """The oldest and the newest version that all of `make test-torch` passes with."""

@@ -15,9 +15,9 @@ import numpy as np
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
-from dcp.storage.formats.native.record_reader import ObjectBlob
 from dcp.storage.formats.plain import MAX_PLAIN_BYTES
 from dcp.storage.formats.torch.python_values import decode_value, python_value
+from dcp.storage.formats.torch.record_reader import ObjectBlob
 from dcp.storage.stores.base import Store
 
 __all__ = [

@@ -31,7 +31,6 @@ from dcp.storage.errors import (
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.record import OpenRecord, begin_record
-from dcp.storage.formats.native.record_reader import StoredTensor, locate_payload
 from dcp.storage.formats.registry import is_of_files
 from dcp.storage.formats.torch.archive import (
     LOCAL_SIGNATURE,
@@ -40,6 +39,7 @@ from dcp.storage.formats.torch.archive import (
     entry_start,
     read_directory,
 )
+from dcp.storage.formats.torch.record_reader import StoredTensor, locate_payload
 from dcp.storage.geometry.strides import gather_rows, row_products
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.handles import ReadHandle

@@ -33,8 +33,8 @@ from dcp.storage.digests import (
 from dcp.storage.errors import CheckpointFormatError, PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import itemsizes
-from dcp.storage.formats.native.record_reader import ObjectBlob
 from dcp.storage.formats.torch.python_values import encode_value, python_value
+from dcp.storage.formats.torch.record_reader import ObjectBlob
 from dcp.storage.geometry.boxes import Box, BoxSet, disjoint, overlapping_pairs
 from dcp.storage.geometry.strides import Int64, gather_rows
 from dcp.storage.near_names import listed

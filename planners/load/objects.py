@@ -17,9 +17,9 @@ import torch
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.dtypes import Dtype
-from dcp.storage.formats.native.record_reader import ObjectBlob
 from dcp.storage.formats.torch.pickle_reader import DevicePickle, SizePickle, TensorPickle
 from dcp.storage.formats.torch.python_values import python_value
+from dcp.storage.formats.torch.record_reader import ObjectBlob
 
 __all__ = ["load_object"]
 

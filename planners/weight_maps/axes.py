@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.stores.base import Store
 
-_TOKEN: Final = re.compile(r"\s*([A-Za-z_]\w*|[()+])")
+_TOKEN: Final = re.compile(r"[A-Za-z_]\w*|[()+]")
 _MAX_NESTING: Final = 8
 _MAX_TERMS: Final = 4096
 
@@ -63,11 +63,7 @@ class Axes:
     def parse(cls, text: str) -> Axes:
         """Raise OptionError for what is no such text, and for an axis that is there twice where it may not
         be."""
-        tokens = _tokens(text)
-        parser = _Parser(text, tokens)
-        nodes = tuple(parser.factors())
-        if parser.at < len(tokens):
-            raise OptionError(f"{text!r}: unexpected {tokens[parser.at]!r}")
+        nodes = _parsed_axes(text)
         if _count(_Product(nodes)) > _MAX_TERMS:
             raise OptionError(f"{text[:100]!r}... has more than {_MAX_TERMS} parts")
         found = cls(text, nodes)
@@ -137,51 +133,38 @@ class Axes:
         ]
 
 
-def _tokens(text: str) -> list[str]:
-    tokens, at = [], 0
-    text = text.rstrip()
-    while at < len(text):
-        found = _TOKEN.match(text, at)
-        if found is None:
-            raise OptionError(f"{text!r}: {text[at:].split()[0]!r} is no axis")
-        tokens.append(found[1])
-        at = found.end()
-    return tokens
+def _parsed_axes(text: str) -> tuple[_Node, ...]:
+    if rest := _TOKEN.sub(" ", text).split():
+        raise OptionError(f"{text!r}: {rest[0]!r} is no axis")
+    tokens = _TOKEN.findall(text)[::-1]  # the next one is the last
 
-
-class _Parser:
-    def __init__(self, text: str, tokens: Sequence[str]) -> None:
-        self._text, self._tokens = text, tokens
-        self.at = 0
-
-    def factors(self, depth: int = 0) -> Iterator[_Node]:
-        """Yield axes and parentheses up to ``)``, ``+`` or the end."""
+    def factors(depth: int) -> tuple[_Node, ...]:
+        """Take axes and parentheses up to ``)``, ``+`` or the end."""
         if depth > _MAX_NESTING:
-            raise OptionError(f"{self._text!r} is nested too deep")
-        while self.at < len(self._tokens) and self._tokens[self.at] not in (")", "+"):
-            token = self._tokens[self.at]
-            self.at += 1
-            yield self._sum(depth + 1) if token == "(" else token
+            raise OptionError(f"{text!r} is nested too deep")
+        found: list[_Node] = []
+        while tokens and tokens[-1] not in (")", "+"):
+            token = tokens.pop()
+            found.append(parenthesis(depth + 1) if token == "(" else token)
+        return tuple(found)
 
-    def _sum(self, depth: int) -> _Node:
-        parts = [self._product(depth)]
-        while self._next() == "+":
-            parts.append(self._product(depth))
-        if self._tokens[self.at - 1] != ")":
-            raise OptionError(f"{self._text!r}: a parenthesis is not closed")
+    def parenthesis(depth: int) -> _Node:
+        parts: list[_Node] = []
+        end = "+"
+        while end == "+":
+            own = factors(depth)
+            if not own:
+                raise OptionError(f"{text!r}: nothing in parentheses, or beside +")
+            if not tokens:
+                raise OptionError(f"{text!r}: a parenthesis is not closed")
+            parts.append(own[0] if len(own) == 1 else _Product(own))
+            end = tokens.pop()
         return parts[0] if len(parts) == 1 else _Sum(tuple(parts))
 
-    def _product(self, depth: int) -> _Node:
-        factors = tuple(self.factors(depth))
-        if not factors:
-            raise OptionError(f"{self._text!r}: nothing in parentheses, or beside +")
-        return factors[0] if len(factors) == 1 else _Product(factors)
-
-    def _next(self) -> str:
-        if self.at >= len(self._tokens):
-            raise OptionError(f"{self._text!r}: a parenthesis is not closed")
-        self.at += 1
-        return self._tokens[self.at - 1]
+    nodes = factors(0)
+    if tokens:
+        raise OptionError(f"{text!r}: unexpected {tokens[-1]!r}")
+    return nodes
 
 
 def _names(node: _Node) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The checkpoint at a place: which file counts in a folder, of which format a file is, and what lies near a
 place that has none.
 
-Ours and stock's are told apart by their commit objects; weights without a commit by the formats themselves.
+Commit objects distinguish ours and stock's; weights without a commit are recognized by the formats.
 """
 
 from __future__ import annotations

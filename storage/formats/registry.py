@@ -9,10 +9,9 @@ be of them; what has a commit never is.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from typing import Final
 
 from dcp.storage.errors import OptionError, UnsupportedFormatError
@@ -221,15 +220,12 @@ def target_names() -> list[str]:
     return [target.name for target in targets()]
 
 
-def _others() -> Iterator[Format]:
-    yield from formats()  # read when it is not built in
-
-
 def target_named(name: str) -> tuple[Format, Target]:
     """Return the format that is written as ``name``. OptionError, with all there are, if there is none."""
-    for one in chain(_OURS, _others()):
-        if one.target is not None and one.target.name == name:
-            return one, one.target
+    for some in (lambda: _OURS, formats):  # metadata is read when it is none of these
+        for one in some():
+            if one.target is not None and one.target.name == name:
+                return one, one.target
     from dcp.storage.near_names import close_to  # here: only an error has time for it
 
     close = close_to(name, target_names()) if isinstance(name, str) else ()

@@ -12,14 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp.errors import PlanError
-from dcp.storage.geometry.boxes import (
-    Box,
-    BoxSet,
-    disjoint,
-    intersecting_pairs,
-    overlapping_pairs,
-    range_boxes,
-)
+from dcp.storage.geometry import boxes as geometry
+from dcp.storage.geometry.boxes import Box, BoxSet, intersecting_pairs, overlapping_pairs, range_boxes
 from tests.support.examples import examples
 from tests.support.sharded import Boxes
 from tests.support.sharded import grid as grid_boxes
@@ -122,7 +116,7 @@ def test_boxes_that_cross_in_too_many_ways_are_refused() -> None:
     strips = [Box((3 * number, 0), (1, 300)) for number in range(100)]
     across = [Box(box.offsets[::-1], box.sizes[::-1]) for box in strips]
     with pytest.raises(PlanError, match="overlap in too many ways"):
-        disjoint(strips + across)
+        geometry.disjoint(strips + across)
 
 
 @st.composite
@@ -147,7 +141,7 @@ def test_overlapping_boxes_become_disjoint_ones(case: tuple[tuple[int, ...], Box
     for number, box in reversed([*enumerate(boxes)]):
         owners[Box(*box).slices] = number
     times = np.zeros(shape, np.int64)
-    for number, part in disjoint([Box(*box) for box in boxes]):
+    for number, part in geometry.disjoint([Box(*box) for box in boxes]):
         assert part.intersection(Box(*boxes[number])) == part
         assert (owners[part.slices] == number).all()
         times[part.slices] += 1

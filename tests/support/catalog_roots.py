@@ -14,7 +14,6 @@ import numpy as np
 from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest
-from dcp.storage.geometry.strides import starts
 
 OLD_SECONDS = 1_700_000_000.0
 """A time of files that nobody is writing any more."""
@@ -36,7 +35,7 @@ def index_of(tensors: int = 3) -> CheckpointIndex:
         format="dcp",
         fqns=[f"layers.{number}.weight" for number in range(tensors)],
         dtype_codes=np.full(tensors, 4, dtype=np.uint8),
-        shape_start=starts([2] * tensors),
+        shape_start=2 * np.arange(tensors + 1),
         shape_values=shape,
         requires_grad=np.zeros(tensors, dtype=np.uint8),
         chunk_start=np.arange(tensors + 1, dtype=np.int64),

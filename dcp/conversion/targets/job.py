@@ -36,12 +36,12 @@ from dcp.storage.errors import (
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.dtypes import Dtype
 from dcp.storage.formats.native.record import object_record
-from dcp.storage.formats.native.record_reader import ObjectBlob
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.formats.registry import target_named
 from dcp.storage.formats.torch.pickle_reader import DevicePickle, SizePickle, TensorPickle
 from dcp.storage.formats.torch.python_values import HARMLESS_MARK, decode_value, python_value
-from dcp.storage.formats.torch.writer import PickledTensor, SizeValue
+from dcp.storage.formats.torch.record_reader import ObjectBlob
+from dcp.storage.formats.torch.writer import PickledTensor
 
 __all__ = [
     "Chunks",
@@ -206,7 +206,7 @@ _TORCH_KNOWS = frozenset(
         str,
         bytes,
         bytearray,
-        SizeValue,
+        SizePickle,
         Dtype,
         DevicePickle,
         PickledTensor,
@@ -272,7 +272,7 @@ class SourceValues:
         try:
             opened = ObjectBlob(blob)
             special: dict[type, Callable[[Any], Any]] = {
-                SizePickle: SizeValue,
+                SizePickle: _as_it_is,
                 Dtype: _as_it_is,
                 DevicePickle: _as_it_is,
             }

@@ -19,17 +19,11 @@ import numpy as np
 from dcp.conversion.layouts.layout import Copies, Hole, Literals, TargetLayout
 from dcp.conversion.targets.job import LayoutJob, Planned, torch_allows
 from dcp.storage.errors import PlanError
+from dcp.storage.formats.native.record import ALIGNMENT_BYTES
 from dcp.storage.formats.torch.archive import MAX_FILE_ENTRIES
-from dcp.storage.formats.torch.pickle_reader import MAX_FILE_PICKLE_BYTES
+from dcp.storage.formats.torch.pickle_reader import MAX_FILE_PICKLE_BYTES, SizePickle
 from dcp.storage.formats.torch.structure import restore_structure
-from dcp.storage.formats.torch.writer import (
-    ALIGNMENT_BYTES,
-    PickledTensor,
-    SizeValue,
-    TensorRef,
-    ZipLayout,
-    encode_torch_pickle,
-)
+from dcp.storage.formats.torch.writer import PickledTensor, TensorRef, ZipLayout, encode_torch_pickle
 from dcp.storage.near_names import listed
 
 __all__ = ["lay_out"]
@@ -57,7 +51,7 @@ def lay_out(job: LayoutJob) -> Planned:
     kinds = notes.get("values") or {}
     for fqn, value in contents.items():
         if kinds.get(fqn) == _SIZE and type(value) is tuple:
-            contents[fqn] = SizeValue(value)
+            contents[fqn] = SizePickle(value)
     flags, facts = (
         index.requires_grad.tolist(),
         zip(entries.tensors, entries.elements.tolist(), entries.shapes, strict=True),

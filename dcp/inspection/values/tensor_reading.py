@@ -30,9 +30,9 @@ from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, Elements, 
 from dcp.storage.errors import CorruptCheckpointError, PlanError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
-from dcp.storage.formats.native.record_reader import locate_payload
 from dcp.storage.formats.opening import open_source
 from dcp.storage.formats.torch.archive import Window
+from dcp.storage.formats.torch.record_reader import locate_payload
 from dcp.storage.geometry.boxes import Box, contiguous_position, disjoint, range_boxes, split_box
 from dcp.storage.geometry.strides import dense_order
 from dcp.storage.stores.base import Store

@@ -25,7 +25,7 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
-from dcp.storage.formats.native.record_reader import locate_payload
+from dcp.storage.formats.torch.record_reader import locate_payload
 from dcp.storage.geometry.strides import Int64, c_strides, dense_order
 from dcp.storage.stores.handles import ReadHandle
 

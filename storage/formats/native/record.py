@@ -33,20 +33,20 @@ _MAX_CACHED_TEMPLATES: Final = 16384
 _ZIP64_BYTES: Final = 0xFFFFFFFF - 0xFFFF
 """Entries from here on are written with zip64 fields; the margin leaves room for the directory's offset."""
 
-_UNSET_32: Final = 0xFFFFFFFF
-_DESCRIPTOR_FLAG: Final = 1 << 3
-_DOS_EPOCH: Final = 0x0021 << 16
+UNSET_32: Final = 0xFFFFFFFF
+DESCRIPTOR_FLAG: Final = 1 << 3
+DOS_EPOCH: Final = 0x0021 << 16
 """1980-01-01 00:00 as DOS date and time: equal tensors give equal bytes whenever they are saved."""
 
-_PADDING_FIELD: Final = 0x4246
+PADDING_FIELD: Final = 0x4246
 """Extra field id which torch.save pads with, too ("FB")."""
 
-_ZIP64_FIELD: Final = 0x0001
-_LOCAL: Final = struct.Struct("<4sHHHIIIIHH")
+ZIP64_FIELD: Final = 0x0001
+LOCAL: Final = struct.Struct("<4sHHHIIIIHH")
 _CENTRAL: Final = struct.Struct("<4sHHHHIIIIHHHHHII")
-_END: Final = struct.Struct("<4sHHHHIIH")
-_END64: Final = struct.Struct("<4sQHHIIQQQQ")
-_END64_LOCATOR: Final = struct.Struct("<4sIQI")
+END: Final = struct.Struct("<4sHHHHIIH")
+END64: Final = struct.Struct("<4sQHHIIQQQQ")
+END64_LOCATOR: Final = struct.Struct("<4sIQI")
 
 _LOCAL_CRC_AT: Final = 14
 _CENTRAL_CRC_AT: Final = 16
@@ -131,7 +131,7 @@ def _object_template(size_bytes: int) -> tuple[bytes, bytes, bytes, bytes]:
     directory = _directory_entry(_PICKLE_NAME, 0, size_bytes, 0)
     rest = _directory_entry(_VERSION_NAME, _VERSION_CRC, len(_VERSION), version_offset)
     end_at, directory_bytes = version_offset + len(_VERSION_ENTRY), len(directory) + len(rest)
-    rest += _END.pack(b"PK\5\6", 0, 0, 2, 2, directory_bytes, end_at, 0)
+    rest += END.pack(b"PK\5\6", 0, 0, 2, 2, directory_bytes, end_at, 0)
     local, central = _LOCAL_CRC_AT, _CENTRAL_CRC_AT
     return (
         entry[:local],
@@ -145,7 +145,7 @@ def _make_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, ph
     dtype = dtypes.BY_CODE[dtype_code]
     if len(sizes) > MAX_DIMENSIONS or payload_bytes != math.prod(sizes) * dtype.itemsize:
         raise ValueError(f"{payload_bytes} bytes are not a {dtype.name} tensor of sizes {sizes}")
-    pickled = _tensor_pickle(dtype, sizes)
+    pickled = _tensor_pickle(dtype_code, sizes)
     pickle_crc = crc32(pickled)
     head = _local_entry(_PICKLE_NAME, pickled, pickle_crc)
     version_offset = len(head)
@@ -153,27 +153,32 @@ def _make_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, ph
     payload_offset = len(head)
     zip64 = payload_bytes >= _ZIP64_BYTES
     head += _payload_header(zip64, payload_offset, phase)
-    before, between = _descriptor_and_directory_head(zip64, payload_bytes)
-    directory_rest = _payload_directory_rest(zip64, payload_bytes, payload_offset)
+    version, sizes_layout, short = (45, "<QQ", UNSET_32) if zip64 else (20, "<II", payload_bytes)
+    extra = struct.pack("<HHQQ", ZIP64_FIELD, 16, payload_bytes, payload_bytes) if zip64 else b""
+    between = struct.pack(sizes_layout, payload_bytes, payload_bytes)
+    between += struct.pack("<4sHHHHI", b"PK\1\2", version, version, DESCRIPTOR_FLAG, 0, DOS_EPOCH)
+    lengths = len(_PAYLOAD_NAME), len(extra)
+    directory_rest = struct.pack("<IIHHHHHII", short, short, *lengths, 0, 0, 0, 0, payload_offset)
+    directory_rest += _PAYLOAD_NAME + extra
     directory_rest += _directory_entry(_PICKLE_NAME, pickle_crc, len(pickled), 0)
     directory_rest += _directory_entry(_VERSION_NAME, _VERSION_CRC, len(_VERSION), version_offset)
     descriptor_bytes = 24 if zip64 else 16
     directory_bytes = _DIRECTORY_HEAD_BYTES + 4 + len(directory_rest)
     directory_offset = len(head) + payload_bytes + descriptor_bytes
     end = _end_of_directory(zip64, 3, directory_bytes, directory_offset)
-    return OpenRecord(head, payload_bytes, before, between, directory_rest + end)
+    return OpenRecord(head, payload_bytes, b"PK\7\10", between, directory_rest + end)
 
 
 def _local_entry(name: bytes, data: bytes, crc: int, size_bytes: int | None = None) -> bytes:
     """Return a local header and its data; ``size_bytes`` where the data follow that it has."""
     size = len(data) if size_bytes is None else size_bytes
-    header = _LOCAL.pack(b"PK\3\4", 20, 0, 0, _DOS_EPOCH, crc, size, size, len(name), 0)
+    header = LOCAL.pack(b"PK\3\4", 20, 0, 0, DOS_EPOCH, crc, size, size, len(name), 0)
     return header + name + data
 
 
 def _directory_entry(name: bytes, crc: int, size: int, offset: int) -> bytes:
     header = _CENTRAL.pack(
-        b"PK\1\2", 20, 20, 0, 0, _DOS_EPOCH, crc, size, size, len(name), 0, 0, 0, 0, 0, offset
+        b"PK\1\2", 20, 20, 0, 0, DOS_EPOCH, crc, size, size, len(name), 0, 0, 0, 0, 0, offset
     )
     return header + name
 
@@ -185,82 +190,74 @@ _DIRECTORY_HEAD_BYTES: Final = 16
 
 def _payload_header(zip64: bool, offset: int, phase: int) -> bytes:
     """Return the local header of the payload; sizes and CRC are left to the data descriptor."""
-    extra = struct.pack("<HHQQ", _ZIP64_FIELD, 16, 0, 0) if zip64 else b""
-    size = _UNSET_32 if zip64 else 0
+    extra = struct.pack("<HHQQ", ZIP64_FIELD, 16, 0, 0) if zip64 else b""
+    size = UNSET_32 if zip64 else 0
     if phase >= 0:
-        unpadded = phase + offset + _LOCAL.size + len(_PAYLOAD_NAME) + len(extra)
+        unpadded = phase + offset + LOCAL.size + len(_PAYLOAD_NAME) + len(extra)
         padding = -unpadded % ALIGNMENT_BYTES
         if padding:
             padding += ALIGNMENT_BYTES if padding < 4 else 0  # the extra field's own header takes 4
-            extra += struct.pack("<HH", _PADDING_FIELD, padding - 4).ljust(padding, b"\0")
+            extra += struct.pack("<HH", PADDING_FIELD, padding - 4).ljust(padding, b"\0")
     version = 45 if zip64 else 20
-    header = _LOCAL.pack(
-        b"PK\3\4", version, _DESCRIPTOR_FLAG, 0, _DOS_EPOCH, 0, size, size, len(_PAYLOAD_NAME), len(extra)
+    header = LOCAL.pack(
+        b"PK\3\4", version, DESCRIPTOR_FLAG, 0, DOS_EPOCH, 0, size, size, len(_PAYLOAD_NAME), len(extra)
     )
     return header + _PAYLOAD_NAME + extra
 
 
-def _descriptor_and_directory_head(zip64: bool, payload_bytes: int) -> tuple[bytes, bytes]:
-    """Return what stands before and after the first of the two CRCs."""
-    version = 45 if zip64 else 20
-    sizes = struct.pack("<QQ" if zip64 else "<II", payload_bytes, payload_bytes)
-    head = struct.pack("<4sHHHHI", b"PK\1\2", version, version, _DESCRIPTOR_FLAG, 0, _DOS_EPOCH)
-    return b"PK\7\10", sizes + head
-
-
-def _payload_directory_rest(zip64: bool, payload_bytes: int, offset: int) -> bytes:
-    extra = struct.pack("<HHQQ", _ZIP64_FIELD, 16, payload_bytes, payload_bytes) if zip64 else b""
-    size = _UNSET_32 if zip64 else payload_bytes
-    fields = struct.pack("<IIHHHHHII", size, size, len(_PAYLOAD_NAME), len(extra), 0, 0, 0, 0, offset)
-    return fields + _PAYLOAD_NAME + extra
-
-
 def _end_of_directory(zip64: bool, entries: int, directory_bytes: int, directory_offset: int) -> bytes:
     if not zip64:
-        return _END.pack(b"PK\5\6", 0, 0, entries, entries, directory_bytes, directory_offset, 0)
-    end64 = _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, entries, entries, directory_bytes, directory_offset)
-    locator = _END64_LOCATOR.pack(b"PK\6\7", 0, directory_offset + directory_bytes, 1)
-    return end64 + locator + _END.pack(b"PK\5\6", 0, 0, entries, entries, directory_bytes, _UNSET_32, 0)
+        return END.pack(b"PK\5\6", 0, 0, entries, entries, directory_bytes, directory_offset, 0)
+    end64 = END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, entries, entries, directory_bytes, directory_offset)
+    locator = END64_LOCATOR.pack(b"PK\6\7", 0, directory_offset + directory_bytes, 1)
+    return end64 + locator + END.pack(b"PK\5\6", 0, 0, entries, entries, directory_bytes, UNSET_32, 0)
 
 
-def _tensor_pickle(dtype: dtypes.Dtype, sizes: tuple[int, ...]) -> bytes:
+def _tensor_pickle(dtype_code: int, sizes: tuple[int, ...]) -> bytes:
     """Return the pickle (protocol 2, without memo) that rebuilds a contiguous tensor over the storage "0"."""
-    elements = math.prod(sizes)
-    strides = c_strides(sizes)
-    geometry = b"K\0" + _pickled_ints(sizes) + _pickled_ints(strides)
+    geometry = _pickled_integers(sizes) + _pickled_integers(c_strides(sizes))
+    before, after = tensor_pickle_parts(dtype_code, math.prod(sizes), geometry)
+    return b"\x80\2" + before + b"X\1\0\0\0000" + after + b"."
+
+
+def tensor_pickle_parts(
+    dtype_code: int, storage_elements: int, geometry: bytes, *, requires_grad: bool = False
+) -> tuple[bytes, bytes]:
+    """Return what stands before and after the pickled key of a storage, in the pickle of a tensor whose
+    sizes and strides are pickled as ``geometry``."""
+    dtype = dtypes.BY_CODE[dtype_code]
     if dtype.storage_class is None:
-        rebuild, storage, length = b"_rebuild_tensor_v3", b"ctorch.storage\nUntypedStorage\n", dtype.itemsize
+        rebuild, storage, unit = b"_rebuild_tensor_v3", b"ctorch.storage\nUntypedStorage\n", dtype.itemsize
         last = b"ctorch\n" + dtype.name.encode() + b"\n"
     else:
-        rebuild, storage, length = (
-            b"_rebuild_tensor_v2",
-            b"ctorch\n" + dtype.storage_class.encode() + b"\n",
-            1,
-        )
-        last = b""
-    storage_id = b"(" + _STORAGE + storage + _KEY_AND_DEVICE + _pickled_int(elements * length) + b"tQ"
-    arguments = b"(" + storage_id + geometry + b"\x89" + _NO_HOOKS + last + b"t"
-    return b"\x80\2ctorch._utils\n" + rebuild + b"\n" + arguments + b"R."
+        rebuild, unit, last = b"_rebuild_tensor_v2", 1, b""
+        storage = b"ctorch\n" + dtype.storage_class.encode() + b"\n"
+    before = b"ctorch._utils\n" + rebuild + b"\n((X\7\0\0\0storage" + storage
+    after = b"X\3\0\0\0cpu" + pickled_integer(storage_elements * unit) + b"tQK\0" + geometry
+    after += (b"\x88" if requires_grad else b"\x89") + EMPTY_ORDERED_DICT + last + b"tR"
+    return before, after
 
 
-_STORAGE: Final = b"X\7\0\0\0storage"
-_KEY_AND_DEVICE: Final = b"X\1\0\0\x000X\3\0\0\0cpu"
-_NO_HOOKS: Final = b"ccollections\nOrderedDict\n)R"
+EMPTY_ORDERED_DICT: Final = b"ccollections\nOrderedDict\n)R"
 
 
-def _pickled_int(value: int) -> bytes:
-    if value < 1 << 8:
+def pickled_integer(value: int) -> bytes:
+    """Return the opcodes that push an integer, as Python's own pickler writes them in protocol 2."""
+    if 0 <= value < 1 << 8:
         return b"K" + value.to_bytes(1)
-    if value < 1 << 16:
+    if 0 <= value < 1 << 16:
         return b"M" + value.to_bytes(2, "little")
-    if value < 1 << 31:
-        return b"J" + value.to_bytes(4, "little")
-    length = value.bit_length() // 8 + 1  # one bit for the sign
-    return b"\x8a" + length.to_bytes(1) + value.to_bytes(length, "little")
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + value.to_bytes(4, "little", signed=True)
+    length = (value if value >= 0 else ~value).bit_length() // 8 + 1  # one bit for the sign
+    data = value.to_bytes(length, "little", signed=True)
+    if length < 256:
+        return b"\x8a" + length.to_bytes(1) + data
+    return b"\x8b" + length.to_bytes(4, "little") + data
 
 
-def _pickled_ints(values: tuple[int, ...]) -> bytes:
-    encoded = b"".join(map(_pickled_int, values))
+def _pickled_integers(values: tuple[int, ...]) -> bytes:
+    encoded = b"".join(map(pickled_integer, values))
     if len(values) <= 3:
         return encoded + (b")", b"\x85", b"\x86", b"\x87")[len(values)]
     return b"(" + encoded + b"t"

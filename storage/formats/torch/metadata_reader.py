@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -52,50 +51,34 @@ _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 
 
-@dataclass(frozen=True, slots=True)
-class UnknownDtype:
-    """A dtype of torch that no checkpoint can hold: quantised, or narrower than a byte."""
-
-    name: str
+class _UnknownDtype(str):
+    """The name of a dtype of torch that no checkpoint can hold: quantised, or narrower than a byte."""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A torch.layout, e.g. ``torch.strided``."""
-
-    name: str
+class _Layout(str):
+    """The name of a torch.layout, e.g. ``torch.strided``."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryFormat:
-    """A torch.memory_format. Tensors are stored with their strides, so nothing depends on it."""
-
-    number: int
+def _is_short(value: Any) -> bool:
+    """Return whether ``value`` may be a torch.Size; its values are checked where they are used."""
+    return type(value) in (tuple, list) and len(value) <= MAX_DIMENSIONS
 
 
-def _size(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return torch.Size, as a tuple; its values are checked where they are used."""
-    if len(args) != 1 or type(args[0]) not in (tuple, list) or len(args[0]) > MAX_DIMENSIONS:
-        raise CheckpointFormatError("a pickled torch.Size is not made of a short tuple")
-    return tuple(args[0])
+def _checked(what: str, is_right: Callable[[Any], bool], make: Callable[[Any], Any]) -> Constructor:
+    """Return a constructor of one argument, of which ``make`` makes the value if it ``is_right``."""
+
+    def reduce(args: tuple[Any, ...]) -> Any:
+        if len(args) != 1 or not is_right(args[0]):
+            raise CheckpointFormatError(f"a pickled {what} is not made as torch makes it")
+        return make(args[0])
+
+    return Constructor(what, reduce=reduce)
 
 
-def _layout(args: tuple[Any, ...]) -> Layout:
-    if len(args) != 1 or type(args[0]) is not str or len(args[0]) > 64:
-        raise CheckpointFormatError("a pickled layout has no name")
-    return Layout(args[0])
-
-
-def _memory_format(args: tuple[Any, ...]) -> MemoryFormat:
-    if len(args) != 1 or type(args[0]) is not int or not 0 <= args[0] < len(_MEMORY_FORMATS):
-        raise CheckpointFormatError("a pickled memory format has no known number")
-    return MemoryFormat(args[0])
-
-
-def _member(args: tuple[Any, ...]) -> MemoryFormat:
+def _member(args: tuple[Any, ...]) -> int:
     """Return ``getattr(MemoryFormat, name)``, as Python 3.11.2 pickles enums; nothing else of getattr."""
     if len(args) == 2 and args[0] in _MEMORY_FORMAT_CLASSES and args[1] in _MEMORY_FORMATS:
-        return MemoryFormat(_MEMORY_FORMATS.index(args[1]))
+        return _MEMORY_FORMATS.index(args[1])
     raise CheckpointFormatError("a pickle asks for an attribute that is not a memory format")
 
 
@@ -108,16 +91,10 @@ def _path(args: tuple[Any, ...]) -> str:
     return "/".join(args) or "."
 
 
-def _item_type(args: tuple[Any, ...]) -> int:
-    """Return a `WriteItemType`, in plans."""
-    if len(args) != 1 or type(args[0]) is not int:
-        raise CheckpointFormatError("a pickled WriteItemType has no number")
-    return args[0]
-
-
-_MEMORY_FORMAT_CLASSES = (
-    Constructor("_MEM_FORMAT_ENCODING", reduce=_memory_format),
-    Constructor("MEM_FORMAT_ENCODING", reduce=_memory_format),
+# Values are inert: nothing depends on a memory format, since tensors are stored with their strides.
+_MEMORY_FORMAT_CLASSES = tuple(
+    _checked(name, lambda number: type(number) is int and 0 <= number < len(_MEMORY_FORMATS), int)
+    for name in ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING")
 )
 _NARROW = [f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)]
 _UNKNOWN_DTYPES = ("qint8", "quint8", "qint32", "quint4x2", "quint2x4", *_NARROW)
@@ -137,16 +114,20 @@ _ALLOWED: dict[tuple[str, str], Any] = {
         (f"{_CHECKPOINT}.planner", name): instances(name)
         for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
     },
-    (f"{_CHECKPOINT}.planner", "WriteItemType"): Constructor("WriteItemType", reduce=_item_type),
+    (f"{_CHECKPOINT}.planner", "WriteItemType"): _checked(
+        "WriteItemType", lambda number: type(number) is int, int
+    ),
     (f"{_CHECKPOINT}._hf_utils", "_HFStorageInfo"): instances(HF_INFO),
     (f"{_CHECKPOINT}._hf_storage", "_HFStorageInfo"): instances(HF_INFO),
-    ("torch", "Size"): Constructor("torch.Size", reduce=_size),
-    ("torch.serialization", "_get_layout"): Constructor("torch.serialization._get_layout", reduce=_layout),
+    ("torch", "Size"): _checked("torch.Size", _is_short, tuple),
+    ("torch.serialization", "_get_layout"): _checked(
+        "layout", lambda name: type(name) is str and len(name) <= 64, _Layout
+    ),
     ("builtins", "getattr"): Constructor("builtins.getattr", reduce=_member),
     # Python 3.11.2 and older name the builtin so in protocol 2
     ("__builtin__", "getattr"): Constructor("builtins.getattr", reduce=_member),
     **{("torch", name): dtype for name, dtype in dtypes.BY_NAME.items()},
-    **{("torch", name): UnknownDtype(name) for name in _UNKNOWN_DTYPES},
+    **{("torch", name): _UnknownDtype(name) for name in _UNKNOWN_DTYPES},
     **{
         (module, name): Constructor(f"{module}.{name}", reduce=_path)
         for module in ("pathlib", "pathlib._local")
@@ -236,8 +217,7 @@ def _check_version(version: Any) -> None:
 def _integers(value: Any, what: str, fqn: str) -> tuple[int, ...]:
     """Return a shape or position, of exact ints only: it gets hashed, and a hostile tuple is costly to
     hash."""
-    short = type(value) in (tuple, list) and len(value) <= MAX_DIMENSIONS
-    if not short or not _INT_ONLY.issuperset(map(type, value)):
+    if not _is_short(value) or not _INT_ONLY.issuperset(map(type, value)):
         raise CheckpointFormatError(f"{what} of {fqn!a} is not a tuple of integers", fqn=fqn)
     return tuple(value)
 
@@ -433,23 +413,21 @@ def _properties(value: Any, fqn: str) -> tuple[dtypes.Dtype, bool]:
             fqn=fqn,
         )
     dtype, layout, requires_grad = state[:3]
-    if isinstance(dtype, UnknownDtype) and dtype.name.startswith(("q", "quint")):
+    if isinstance(dtype, _UnknownDtype) and dtype.startswith("q"):
         raise UnsupportedFormatError(
-            f"{fqn!a} is quantized (torch.{dtype.name}): its metadata lack scale and zero point, and stock "
+            f"{fqn!a} is quantized (torch.{dtype}): its metadata lack scale and zero point, and stock "
             "torch loads its integers alone, as other values. Load the checkpoint with "
             "torch into tensors of the same scales, and save it without this one, or dequantized",
             fqn=fqn,
         )
-    if isinstance(dtype, UnknownDtype):
+    if isinstance(dtype, _UnknownDtype):
         raise UnsupportedFormatError(
-            f"{fqn!a} has the dtype torch.{dtype.name}, which this version of dcp cannot hold", fqn=fqn
+            f"{fqn!a} has the dtype torch.{dtype}, which this version of dcp cannot hold", fqn=fqn
         )
-    if not isinstance(dtype, dtypes.Dtype) or not isinstance(layout, Layout):
+    if not isinstance(dtype, dtypes.Dtype) or not isinstance(layout, _Layout):
         raise CheckpointFormatError(f"{where} have no dtype or no layout", fqn=fqn)
-    if layout.name != "torch.strided":
-        raise UnsupportedFormatError(
-            f"{fqn!a} has the layout {layout.name!a}, and only dense is read", fqn=fqn
-        )
+    if layout != "torch.strided":
+        raise UnsupportedFormatError(f"{fqn!a} has the layout {layout!a}, and only dense is read", fqn=fqn)
     if type(requires_grad) is not bool:
         raise CheckpointFormatError(f"{where}: requires_grad is not a bool", fqn=fqn)
     return dtype, requires_grad

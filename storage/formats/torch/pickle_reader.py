@@ -324,8 +324,9 @@ def _device(args: _Args) -> DevicePickle:
 def _mapping(kind: str) -> Constructor:
     def build(args: _Args) -> BuiltDict:
         """Make it from nothing, a dict, or pairs."""
-        (given,) = args if len(args) == 1 else ([] if not args else None,)
-        _require(isinstance(given, (dict, list)) and not isinstance(given, BuiltDict), kind)
+        given = args[0] if len(args) == 1 else () if args else []
+        if not isinstance(given, dict | list) or isinstance(given, BuiltDict):
+            raise _malformed(kind)
         result = BuiltDict(kind)
         for pair in given.items() if isinstance(given, dict) else given:
             if type(pair) not in (tuple, list) or len(pair) != 2 or not _is_cheap_key(pair[0]):
@@ -343,9 +344,10 @@ def _is_cheap_key(key: Any) -> bool:
 
 def _bytes(args: _Args) -> bytes:
     """Return bytes in the form that protocol 2 has."""
-    _require(len(args) == 2 and type(args[0]) is str and args[1] == "latin1", "bytes")
+    text, encoding = args if len(args) == 2 else (None, None)
+    _require(type(text) is str and encoding == "latin1", "bytes")
     try:
-        return args[0].encode("latin1")
+        return str(text).encode("latin1")
     except UnicodeEncodeError as error:
         raise _malformed("bytes") from error
 

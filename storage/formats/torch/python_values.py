@@ -27,7 +27,6 @@ import numpy as np
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
 from dcp.storage.formats.pickle.classes import (
-    DEFAULT_DICT,
     ArrayPickle,
     DefaultDictPickle,
     DequePickle,
@@ -231,7 +230,8 @@ class _PythonValues:
         if kind is DequePickle:
             return deque([self.of(item, depth) for item in value], value.max_length)
         if kind is ArrayPickle and value.array is not None:
-            return self._array(value.array)
+            self._count(value.array.nbytes)  # one piece of a pickle may be named many times
+            return value.array.copy(order="K")  # of its own bytes, so that it can be written to
         if kind is DtypePickle and value.dtype is not None:
             return value.dtype
         if kind is LatePickle and value.value is not None:
@@ -248,22 +248,13 @@ class _PythonValues:
             return defaultdict(value.factory, items)
         if not isinstance(value, BuiltDict):
             return items
-        if value.state is not None and value.kind != DEFAULT_DICT:
-            return self._with_state(OrderedDict(items), value.state, depth)
-        return Counter(items) if value.kind == COUNTER else OrderedDict(items)
-
-    def _with_state(self, result: OrderedDict[Any, Any], state: Any, depth: int) -> Any:
-        """Give it the ``_metadata`` of a module's state dict; other attributes are not a checkpoint's."""
-        metadata = state.get("_metadata") if isinstance(state, dict) else None
-        if metadata is not None:
+        if value.kind == COUNTER and value.state is None:
+            return Counter(items)
+        result = OrderedDict(items)
+        metadata = value.state.get("_metadata") if isinstance(value.state, dict) else None
+        if metadata is not None:  # of a module's state dict; other attributes are not a checkpoint's
             result._metadata = self.of(metadata, depth)  # type: ignore[attr-defined]  # as torch.nn.Module does
         return result
-
-    def _array(self, array: np.ndarray[Any, Any]) -> Any:
-        """Copy an array, of its own bytes, so that it can be written to; one piece of a pickle may be named
-        many times."""
-        self._count(array.nbytes)
-        return array.copy(order="K")
 
     def _count(self, size_bytes: int) -> None:
         self._bytes_left -= size_bytes

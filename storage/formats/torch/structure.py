@@ -128,7 +128,7 @@ class _FileFlattener:
         else:
             name = "tensor" if isinstance(root, TensorPickle) else "value"
             self._containers.append({"path": [], "kind": name})
-            self._leaf(name, (name,), root)
+            self._visit(name, (name,), root, 0)
         self.result.structure = {
             "version": STRUCTURE_VERSION,
             "containers": self._containers,
@@ -222,10 +222,6 @@ class _FileFlattener:
 
     def _leaf(self, fqn: str, path: Path, value: Any) -> None:
         refused, size_bytes, plain = None, 1, True
-        if isinstance(value, TensorPickle):
-            self._name(fqn, path)
-            self.result.tensors[fqn] = value
-            return
         if isinstance(value, SizePickle):
             self._kinds[fqn] = SIZE
             value = tuple(value)

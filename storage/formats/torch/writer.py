@@ -20,15 +20,15 @@ import numpy as np
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.native import record
 from dcp.storage.formats.pickle.classes import FACTORIES
-from dcp.storage.formats.torch.pickle_reader import DevicePickle
+from dcp.storage.formats.torch.pickle_reader import DevicePickle, SizePickle
 from dcp.storage.formats.torch.python_values import harmless_pickle
 from dcp.storage.geometry.strides import Int64, c_strides
 
 MAX_DEPTH: Final = 256
 """Nesting above this is refused: torch's own pickler stops at Python's recursion limit."""
 
-_EMPTY_ORDERED: Final = b"ccollections\nOrderedDict\n)R"
 _FACTORIES: Final[Mapping[Any, bytes]] = {None: b"N"} | {
     kind: f"c__builtin__\n{kind.__name__}\n".encode() for kind in FACTORIES.values()
 }
@@ -36,12 +36,6 @@ _FACTORIES: Final[Mapping[Any, bytes]] = {None: b"N"} | {
 
 _SHORT_TEXTS: Final = [b"X" + size.to_bytes(4, "little") for size in range(256)]
 """How texts begin: there are as many as tensors."""
-
-
-class SizeValue(tuple[int, ...]):
-    """A torch.Size."""
-
-    __slots__ = ()
 
 
 class TensorRef(NamedTuple):
@@ -71,7 +65,7 @@ class PickledTensor:
 
 def encode_torch_pickle(value: Any, keys: Mapping[Any, str] | None = None) -> bytes:
     """Return the pickle of ``value``: dict, OrderedDict (also with ``_metadata``), Counter, list, tuple, set,
-    None, bool, int, float, complex, str, bytes, `SizeValue` and `TensorRef`, nested, torch's dtypes and
+    None, bool, int, float, complex, str, bytes, `SizePickle` and `TensorRef`, nested, torch's dtypes and
     devices as `Dtype` and `DevicePickle`, deques and defaultdicts of all these, and what is harmless
     (`python_values`). ``keys`` names the storages of every `PickledTensor` in it, and anew those of
     `TensorRef`s that it has. PlanError for anything else."""
@@ -106,7 +100,7 @@ class _PickleWriter:
             raise PlanError(f"the state dict is nested deeper than {MAX_DEPTH} levels")
         put, kind = self.parts.append, type(value)
         if kind is dict or kind is OrderedDict:
-            put(b"}(" if kind is dict else _EMPTY_ORDERED + b"(")
+            put(b"}(" if kind is dict else record.EMPTY_ORDERED_DICT + b"(")
             for key, item in value.items():
                 if type(key) is str:
                     put(_text(key))
@@ -131,7 +125,7 @@ class _PickleWriter:
             put(b"(")
             self._write_all(value, depth)
             put(b"t")
-        elif kind is SizeValue:
+        elif kind is SizePickle:
             put(b"ctorch\nSize\n((")
             self._write_all(value, depth)
             put(b"ttR")
@@ -165,20 +159,6 @@ class _PickleWriter:
             self.write(item, depth)
 
 
-def _integer(value: int) -> bytes:
-    if 0 <= value < 1 << 8:
-        return b"K" + value.to_bytes(1)
-    if 0 <= value < 1 << 16:
-        return b"M" + value.to_bytes(2, "little")
-    if -(1 << 31) <= value < 1 << 31:
-        return b"J" + value.to_bytes(4, "little", signed=True)
-    length = (value if value >= 0 else ~value).bit_length() // 8 + 1
-    data = value.to_bytes(length, "little", signed=True)
-    if length < 256:
-        return b"\x8a" + length.to_bytes(1) + data
-    return b"\x8b" + length.to_bytes(4, "little") + data
-
-
 def _text(value: str) -> bytes:
     data = value.encode() if value.isascii() else value.encode("utf-8", "surrogatepass")
     size = len(data)
@@ -197,7 +177,7 @@ def _complex(value: complex) -> bytes:
 
 
 def _device(device: DevicePickle) -> bytes:
-    index = b"" if device.index is None else _integer(device.index)
+    index = b"" if device.index is None else record.pickled_integer(device.index)
     return b"ctorch\ndevice\n(" + _text(device.type) + index + b"tR"
 
 
@@ -208,7 +188,7 @@ def _double(value: float) -> bytes:
 _ATOMS: Final[Mapping[type, Callable[[Any], bytes]]] = {
     type(None): lambda _: b"N",
     bool: lambda value: b"\x88" if value else b"\x89",
-    int: _integer,
+    int: record.pickled_integer,
     float: _double,
     complex: _complex,
     str: _text,
@@ -217,7 +197,7 @@ _ATOMS: Final[Mapping[type, Callable[[Any], bytes]]] = {
 
 
 def _numbers(values: tuple[int, ...]) -> bytes:
-    return b"(" + b"".join(map(_integer, values)) + b"t"
+    return b"(" + b"".join(map(record.pickled_integer, values)) + b"t"
 
 
 def _tensor(tensor: TensorRef, key: str) -> tuple[bytes, bytes, bytes]:
@@ -232,42 +212,18 @@ def _tensor_parts(
 ) -> tuple[bytes, bytes]:
     """Return what stands before and after the key of a storage: a checkpoint has many tensors of few
     shapes."""
-    dtype = dtypes.BY_CODE[dtype_code]
-    if dtype.storage_class is None:
-        rebuild, storage, unit = b"_rebuild_tensor_v3", b"ctorch.storage\nUntypedStorage\n", dtype.itemsize
-        last = b"ctorch\n" + dtype.name.encode() + b"\n"
-    else:
-        rebuild, unit, last = b"_rebuild_tensor_v2", 1, b""
-        storage = b"ctorch\n" + dtype.storage_class.encode() + b"\n"
-    before = b"ctorch._utils\n" + rebuild + b"\n((" + _text("storage") + storage
-    geometry = b"K\0" + _numbers(sizes) + _numbers(c_strides(sizes))
-    grad = b"\x88" if requires_grad else b"\x89"
-    after = _text("cpu") + _integer(storage_elements * unit) + b"tQ" + geometry
-    after += grad + _EMPTY_ORDERED + last + b"tR"
-    return before, after
+    geometry = _numbers(sizes) + _numbers(c_strides(sizes))
+    return record.tensor_pickle_parts(dtype_code, storage_elements, geometry, requires_grad=requires_grad)
 
-
-ALIGNMENT_BYTES: Final = 64
 
 _UNSET_16: Final = 0xFFFF
-_UNSET_32: Final = 0xFFFFFFFF
-_DESCRIPTOR_FLAG: Final = 1 << 3
 _UTF8_FLAG: Final = 1 << 11
-_DOS_EPOCH: Final = 0x0021 << 16
-"""1980-01-01 00:00 as DOS date and time: equal contents give equal files."""
-
-_PADDING_FIELD: Final = 0x4246
-_ZIP64_FIELD: Final = 0x0001
-_LOCAL: Final = struct.Struct("<4sHHHIIIIHH")
 _FIELD: Final = struct.Struct("<HH")
 _CENTRAL: Final = struct.Struct("<4sHHHHIIIIHH10xI")
 """Without a comment, on the first disk, without attributes."""
 _CENTRAL_CRC_AT: Final = 16
 _DESCRIPTORS: Final = (struct.Struct("<4sIII"), struct.Struct("<4sIQQ"))
 _DESCRIPTOR_CRC_AT: Final = 4
-_END: Final = struct.Struct("<4sHHHHIIH")
-_END64: Final = struct.Struct("<4sQHHIIQQQQ")
-_END64_LOCATOR: Final = struct.Struct("<4sIQI")
 
 _NOTHING: Final[Mapping[int, bytes]] = MappingProxyType({})
 
@@ -314,21 +270,21 @@ class ZipLayout:
     def _place(self, name: str, size: int, key: int, crc: int, data: bytes | None) -> int:
         """Lay out one entry, whose ``data`` are None where they are to come; return where they begin."""
         encoded = f"{self._folder}/{name}".encode()
-        offset, name_bytes, short = self.size_bytes, len(encoded), min(size, _UNSET_32)
-        flags = (_DESCRIPTOR_FLAG if size else 0) | (0 if encoded.isascii() else _UTF8_FLAG)
+        offset, name_bytes, short = self.size_bytes, len(encoded), min(size, record.UNSET_32)
+        flags = (record.DESCRIPTOR_FLAG if size else 0) | (0 if encoded.isascii() else _UTF8_FLAG)
         version, wide = 20, b""
-        is_wide = size >= _UNSET_32 or offset >= _UNSET_32
+        is_wide = size >= record.UNSET_32 or offset >= record.UNSET_32
         if is_wide:
-            values = [size, size] * (size >= _UNSET_32) + [offset] * (offset >= _UNSET_32)
-            wide = struct.pack(f"<HH{len(values)}Q", _ZIP64_FIELD, 8 * len(values), *values)
+            values = [size, size] * (size >= record.UNSET_32) + [offset] * (offset >= record.UNSET_32)
+            wide = struct.pack(f"<HH{len(values)}Q", record.ZIP64_FIELD, 8 * len(values), *values)
             version = 45
-        unpadded = offset + _LOCAL.size + name_bytes + len(wide) + _FIELD.size
-        padding = -unpadded % ALIGNMENT_BYTES
+        unpadded = offset + record.LOCAL.size + name_bytes + len(wide) + _FIELD.size
+        padding = -unpadded % record.ALIGNMENT_BYTES
         begin = unpadded + padding
         end = begin + size
-        extra = wide + _FIELD.pack(_PADDING_FIELD, padding) + b"Z" * padding
-        local = (version, flags, 0, _DOS_EPOCH, 0 if data is None else crc, short, short)
-        self._pieces += (_LOCAL.pack(b"PK\3\4", *local, name_bytes, len(extra)), encoded, extra)
+        extra = wide + _FIELD.pack(record.PADDING_FIELD, padding) + b"Z" * padding
+        local = (version, flags, 0, record.DOS_EPOCH, 0 if data is None else crc, short, short)
+        self._pieces += (record.LOCAL.pack(b"PK\3\4", *local, name_bytes, len(extra)), encoded, extra)
         if data is not None:
             self._pieces.append(data)
         else:
@@ -343,8 +299,8 @@ class ZipLayout:
             descriptor = _DESCRIPTORS[is_wide].pack(b"PK\7\10", crc, size, size)
             self._pieces.append(descriptor)
             end += len(descriptor)
-        central = (version, version, flags, 0, _DOS_EPOCH, crc, short, short, name_bytes, len(wide))
-        self._directory += (_CENTRAL.pack(b"PK\1\2", *central, min(offset, _UNSET_32)), encoded, wide)
+        central = (version, version, flags, 0, record.DOS_EPOCH, crc, short, short, name_bytes, len(wide))
+        self._directory += (_CENTRAL.pack(b"PK\1\2", *central, min(offset, record.UNSET_32)), encoded, wide)
         self._directory_bytes += _CENTRAL.size + name_bytes + len(wide)
         self._count += 1
         self.size_bytes = end
@@ -354,13 +310,12 @@ class ZipLayout:
         """Add the central directory, and the end of the zip."""
         begin, count, size = self.size_bytes, self._count, self._directory_bytes
         end = b""
-        if count >= _UNSET_16 or size >= _UNSET_32 or begin >= _UNSET_32:
-            end += _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, begin)
-            end += _END64_LOCATOR.pack(b"PK\6\7", 0, begin + size, 1)
-        short_count = min(count, _UNSET_16)
-        end += _END.pack(
-            b"PK\5\6", 0, 0, short_count, short_count, min(size, _UNSET_32), min(begin, _UNSET_32), 0
-        )
+        if count >= _UNSET_16 or size >= record.UNSET_32 or begin >= record.UNSET_32:
+            end += record.END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, begin)
+            end += record.END64_LOCATOR.pack(b"PK\6\7", 0, begin + size, 1)
+        counts = (min(count, _UNSET_16),) * 2
+        places = (min(size, record.UNSET_32), min(begin, record.UNSET_32))
+        end += record.END.pack(b"PK\5\6", 0, 0, *counts, *places, 0)
         self.offsets.append(self._part_begin)
         self.parts.append(b"".join([*self._pieces, *self._directory, end]))
         self.crc_holes += [(key, begin + place) for key, place in self._directory_holes]
