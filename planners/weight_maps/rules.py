@@ -121,11 +121,6 @@ class MapRule:
             said[key] = pattern and pattern.text
         return {key: value for key, value in said.items() if value}
 
-    @property
-    def is_invertible(self) -> bool:
-        """False for one that drops."""
-        return bool(self.targets)
-
     def unspecific(self) -> tuple[int, int]:
         """Return a key to sort by: parts of anything in its sources' names; with such, less the more text
         is beside them."""
@@ -251,7 +246,9 @@ class MapRule:
                 if name in found.parts:
                     by_pattern.setdefault(found.pattern, set()).add(int(found.parts[name]))
             if (count := counts.get(name)) is not None:
-                _check_numbers(name, set().union(*by_pattern.values()), count)
+                highest = max(set().union(*by_pattern.values()), default=-1)
+                if highest >= count:  # those that are missing may be elsewhere
+                    raise PlanError(f"there is {name} {highest}, and should be {count} of {name}")
             else:
                 _check_gaps(name, list(by_pattern.values()), may_be_elsewhere=name in counts)
 
@@ -325,12 +322,6 @@ class MapRule:
         return MappedTensor(
             name, axes.shape(known), pieces, like.dtype_code, like.requires_grad, padding, dict(known)
         )
-
-
-def _check_numbers(name: str, found: set[int], count: int) -> None:
-    """Check that no number of what is stacked is too high; those that are missing may be elsewhere."""
-    if (highest := max(found, default=-1)) >= count:
-        raise PlanError(f"there is {name} {highest}, and should be {count} of {name}")
 
 
 def _check_gaps(name: str, found: Sequence[set[int]], *, may_be_elsewhere: bool) -> None:

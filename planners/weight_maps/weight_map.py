@@ -182,9 +182,8 @@ class WeightMap:
     def inverse(self) -> WeightMap:
         """The other way; what a rule drops is not there then. Rules of which names say more go first: what
         one took last, as ``{rest:*}``, another may have made."""
-        rules = tuple(
-            sorted((rule.inverse for rule in self.rules if rule.is_invertible), key=MapRule.unspecific)
-        )
+        invertible = (rule.inverse for rule in self.rules if rule.targets)  # others drop
+        rules = tuple(sorted(invertible, key=MapRule.unspecific))
         own = self.name or "the weight map"
         name = own.removesuffix(_INVERSE) if own.endswith(_INVERSE) else own + _INVERSE
         return replace(self, rules=rules, name=name, keys=self.keys[::-1])
@@ -344,11 +343,8 @@ class WeightMap:
     @cached_property
     def _varying(self) -> list[int]:
         """The other rules."""
-        varying = []
-        for number, rule in enumerate(self._used):
-            if rule.present is not None or any(pattern.name.parts for pattern in rule.sources):
-                varying.append(number)
-        return varying
+        rules = enumerate(self._used)
+        return [n for n, rule in rules if rule.present or any(own.name.parts for own in rule.sources)]
 
     def _met(self, name: str, names: Container[str] | None = None) -> tuple[int, int, dict[str, str]] | None:
         """Return the first rule that knows a name, which of its sources that is, and the varying parts;

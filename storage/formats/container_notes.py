@@ -12,7 +12,7 @@ They are part of ``provenance["structure"]``: see `dcp.storage.formats.torch.str
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -186,10 +186,43 @@ def join_notes(parts: Sequence[Noted]) -> tuple[Sequence[ContainerNote], list[st
     distinct = list({(id(part.notes), id(part.paths)): part for part in parts}.values())
     if all(_are_equal(part.notes, distinct[0].notes) for part in distinct[1:]):
         return (distinct[0].notes if distinct else ()), []
-    joiner = _NotesJoiner([tuple(note["path"]) for part in distinct for note in part.notes])
+    joined: dict[Path, dict[str, Any]] = {tuple(note["path"]): {} for part in distinct for note in part.notes}
+    is_full = dict.fromkeys(joined, True)
+    problems: list[str] = []
     for part in distinct:
-        joiner.add(part)
-    return joiner.notes(), joiner.problems
+        names: dict[Path, dict[str | int, None]] = {}  # of the children of noted containers, in paths
+        for place in part.paths.values():
+            for depth in range(len(place)):
+                if place[:depth] in joined:
+                    names.setdefault(place[:depth], {})[place[depth]] = None
+        notes = {tuple(note["path"]): note for note in part.notes}
+        for path, keys in joined.items():
+            note, below = notes.get(path), names.get(path, {})
+            if note is None:
+                found = {str(name): _Position(name) if type(name) is int else name for name in below}
+            else:
+                is_full[path] &= "keys" not in note
+                listed = [str(key) for key in note.get("keys", ())]
+                found = {str(name): key for name, key in original_keys(note, listed or below).items()}
+            problems += _join_keys(path, keys, found)
+    whole = [
+        note_of(path, keys.values(), all_have_entries=is_full[path])
+        for path, keys in joined.items()
+        if _Position not in set(map(type, keys.values()))
+    ]
+    return whole, problems
+
+
+def _join_keys(path: Path, keys: dict[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
+    """Add what one part ``found`` to the ``keys`` of a container, and yield the differences."""
+    for name, key in found.items():
+        known = keys.setdefault(name, key)
+        if type(known) is not type(key):
+            where = f"below {'.'.join(map(str, path))!r}" if path else "at the top"
+            yield (
+                f"{name!r} {where} is a key of type {type(known).__name__.lstrip('_')} on one rank and "
+                f"{type(key).__name__.lstrip('_')} on another, and a checkpoint has one name for both"
+            )
 
 
 def _are_equal(notes: Sequence[ContainerNote], others: Sequence[ContainerNote]) -> bool:
@@ -206,54 +239,3 @@ def decode_notes(data: bytes) -> list[ContainerNote]:
     """Return what `encode_notes` was given; CheckpointFormatError for other bytes."""
     notes = decode_plain(data, limit_bytes=_MAX_ENCODED_BYTES)
     return list(notes_by_path({"containers": notes}).values())
-
-
-class _NotesJoiner:
-    def __init__(self, noted: Iterable[Path]) -> None:
-        self._keys: dict[Path, dict[str, Any]] = {path: {} for path in noted}
-        self._full: dict[Path, bool] = dict.fromkeys(self._keys, True)
-        self.problems: list[str] = []
-
-    def add(self, part: Noted) -> None:
-        names = self._names(part)
-        notes = {tuple(note["path"]): note for note in part.notes}
-        for path in self._keys:
-            note, below = notes.get(path), names.get(path, ())
-            if note is None:
-                found = {str(name): _Position(name) if type(name) is int else name for name in below}
-            else:
-                self._full[path] &= "keys" not in note
-                found = {str(name): key for name, key in original_keys(note, _listed(note) or below).items()}
-            self._join(path, found)
-
-    def _join(self, path: Path, found: Mapping[str, Any]) -> None:
-        keys = self._keys[path]
-        for name, key in found.items():
-            known = keys.setdefault(name, key)
-            if type(known) is not type(key):
-                where = f"below {'.'.join(map(str, path))!r}" if path else "at the top"
-                self.problems.append(
-                    f"{name!r} {where} is a key of type {type(known).__name__.lstrip('_')} on one rank and "
-                    f"{type(key).__name__.lstrip('_')} on another, and a checkpoint has one name for both"
-                )
-
-    def _names(self, part: Noted) -> dict[Path, dict[str | int, None]]:
-        """Return the children of the noted containers, by their names in paths."""
-        names: dict[Path, dict[str | int, None]] = {}
-        for path in part.paths.values():
-            for depth in range(len(path)):
-                if path[:depth] in self._keys:
-                    names.setdefault(path[:depth], {})[path[depth]] = None
-        return names
-
-    def notes(self) -> list[ContainerNote]:
-        """Return the notes of all parts together."""
-        return [
-            note_of(path, keys.values(), all_have_entries=self._full[path])
-            for path, keys in self._keys.items()
-            if _Position not in set(map(type, keys.values()))
-        ]
-
-
-def _listed(note: ContainerNote) -> list[str]:
-    return [str(key) for key in note.get("keys", ())]

@@ -233,6 +233,8 @@ def _join_planner_data(parts: Sequence[CheckpointIndex]) -> Any:
 _KEY: Final = "dropped"
 """Of the provenance."""
 
+_COUNTS: Final = ("tensors", "objects", "bytes")
+
 
 @dataclass(frozen=True, slots=True)
 class DroppedPart:
@@ -268,7 +270,7 @@ def _part_of(note: Mapping[str, Any]) -> DroppedPart | None:
     name, patterns, seconds = note.get("name"), note.get("patterns"), note.get("time")
     if type(name) is not str or not isinstance(patterns, list | tuple) or type(seconds) is not float:
         return None
-    counts = [note.get(key) for key in ("tensors", "objects", "bytes")]
+    counts = [note.get(key) for key in _COUNTS]
     tensors, objects, size_bytes = (count if type(count) is int else 0 for count in counts)
     return DroppedPart(name, tuple(map(str, patterns)), seconds, tensors, objects, size_bytes)
 
@@ -276,14 +278,8 @@ def _part_of(note: Mapping[str, Any]) -> DroppedPart | None:
 def noted_in(provenance: Mapping[str, Any], part: DroppedPart) -> dict[str, Any]:
     """Return the provenance, with ``part`` added to what was dropped."""
     before = provenance.get(_KEY)
-    note = {
-        "name": part.name,
-        "patterns": list(part.patterns),
-        "time": part.seconds,
-        "tensors": part.tensors,
-        "objects": part.objects,
-        "bytes": part.bytes,
-    }
+    counts = {key: getattr(part, key) for key in _COUNTS}
+    note = {"name": part.name, "patterns": list(part.patterns), "time": part.seconds, **counts}
     return {**provenance, _KEY: [*(before if isinstance(before, list | tuple) else ()), note]}
 
 
