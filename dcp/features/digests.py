@@ -15,8 +15,7 @@ from dcp.storage.digests.boxes import BoxDigest, RunDigest, row_values, run_valu
 from dcp.storage.digests.field import as_elements
 from dcp.storage.digests.places import LogicalPlaces
 from dcp.storage.digests.shown import SUM_BYTES
-from dcp.storage.engine.observers import Observer
-from dcp.storage.engine.write_tables import WriteColumns
+from dcp.storage.engine.write import Observer, WriteColumns
 from dcp.storage.formats.index import CheckpointIndex, Int64, itemsizes
 from dcp.storage.geometry.ragged import gather_rows, row_products
 

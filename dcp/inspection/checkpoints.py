@@ -28,8 +28,7 @@ from dcp.storage.formats.opening.places_near import naming_near_places
 from dcp.storage.formats.opening.sources import index_of_file, index_of_folder, locate, open_source
 from dcp.storage.formats.registry import by_precedence, file_suffixes, formats, is_of_files
 from dcp.storage.stores.base import FileInfo, Store
-from dcp.storage.stores.folders import ParentFolder, SmallFiles, open_parent_folder
-from dcp.storage.stores.opening import OpenWith
+from dcp.storage.stores.opening import OpenWith, ParentFolder, SmallFiles, open_parent_folder
 from dcp.storage.threads import WorkerThreads
 
 __all__ = [

@@ -24,7 +24,7 @@ from dcp.storage.digests.field import power, product
 from dcp.storage.digests.places import LogicalPlaces
 from dcp.storage.digests.shown import SUM_BYTES
 from dcp.storage.engine.memory import item_view
-from dcp.storage.engine.reading.coalescing import coalesce, span_bytes
+from dcp.storage.engine.requests import coalesce, span_bytes
 from dcp.storage.errors import (
     CheckpointError,
     CheckpointFormatError,
@@ -44,8 +44,7 @@ from dcp.storage.formats.torch.zip_reader import (
     read_directory,
 )
 from dcp.storage.geometry.ragged import gather_rows, row_products
-from dcp.storage.stores.base import FileInfo, Store
-from dcp.storage.stores.handles import ReadHandle
+from dcp.storage.stores.base import FileInfo, ReadHandle, Store
 from dcp.storage.threads import work_off
 from dcp.version import __version__
 

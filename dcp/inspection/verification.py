@@ -43,8 +43,7 @@ from dcp.storage.formats.registry import is_of_files
 from dcp.storage.formats.torch.format import TORCH_DCP
 from dcp.storage.geometry.joins import BoxSet, cut_overlaps, overlapping_pairs
 from dcp.storage.geometry.ragged import expand_ranges, row_products
-from dcp.storage.stores.base import FileInfo, Store
-from dcp.storage.stores.names import TEMPORARY_PREFIX
+from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
 from dcp.storage.stores.opening import OpenWith
 
 __all__ = ["Finding", "ReportBytes", "VerifyReport", "verify", "verify_place", "verify_store"]

@@ -15,7 +15,7 @@ import numpy as np
 from dcp.planners.columns import HeldBoxes
 from dcp.planners.load.plan import LoadProblems, intersect, pieces_of
 from dcp.planners.weight_maps.pieces import MappedTensor, Piece
-from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.read import ReadEngine
 from dcp.storage.formats.index import Int64, starts
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.geometry.ragged import gather_rows, row_sums

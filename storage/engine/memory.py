@@ -15,22 +15,6 @@ import numpy.typing as npt
 from dcp.storage.formats.index import Int64
 from dcp.storage.geometry.strides import extent
 
-__all__ = [
-    "GATHERED_BYTES",
-    "Place",
-    "ScratchBuffers",
-    "array_at",
-    "copy_small",
-    "gather_small",
-    "is_read_only",
-    "item_dtype",
-    "item_view",
-    "repeats_places",
-    "scatter_small",
-    "share_memory",
-    "view",
-]
-
 _WRITABLE = 0x200
 _KEPT_BUFFERS = 8
 

@@ -15,8 +15,6 @@ from typing import Final
 
 import numpy as np
 
-__all__ = ["ALIGNMENT_BYTES", "POOL", "RELEASE_GIL_BYTES", "BounceBuffer", "BufferPool", "copy_bytes"]
-
 ALIGNMENT_BYTES: Final = 4096
 """Of memory, file offset and length in O_DIRECT writes; a device that wants more is served buffered."""
 

@@ -15,10 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dcp.storage.stores.base import ANY, Expected, FileInfo, Store, Version
-from dcp.storage.stores.handles import Buffer, ReadHandle, WriteHandle, byte_view
-
-__all__ = ["Fault", "FaultInjectingStore", "Operation"]
+from dcp.storage.stores.base import (
+    ANY,
+    Buffer,
+    Expected,
+    FileInfo,
+    ReadHandle,
+    Store,
+    Version,
+    WriteHandle,
+    byte_view,
+)
 
 
 @dataclass(frozen=True, slots=True)

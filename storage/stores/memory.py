@@ -17,17 +17,19 @@ from dcp.storage.errors import (
 )
 from dcp.storage.stores.base import (
     ANY,
+    Buffer,
     Capabilities,
     Expected,
     FileInfo,
+    ReadHandle,
     Store,
     StoreType,
     Version,
+    WriteHandle,
+    byte_view,
+    check_name,
+    is_name,
 )
-from dcp.storage.stores.handles import Buffer, ReadHandle, WriteHandle, byte_view
-from dcp.storage.stores.names import check_name, is_name
-
-__all__ = ["STORE_TYPE", "MemoryStore", "folder_names"]
 
 
 @dataclass

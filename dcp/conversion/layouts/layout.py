@@ -19,7 +19,7 @@ from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, Int64, starts
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.geometry.ragged import gather_rows
-from dcp.storage.stores.names import check_name
+from dcp.storage.stores.base import check_name
 
 __all__ = ["Copies", "Hole", "Literal", "Literals", "TargetLayout"]
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from dcp.conversion.layouts.layout import Copies
 from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.stored import StoredTensors, stored_parts
-from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.read import ReadEngine
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex, Int64, itemsizes, starts
 from dcp.storage.geometry.boxes import Box

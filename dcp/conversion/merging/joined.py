@@ -11,8 +11,7 @@ import numpy as np
 
 from dcp.storage.formats.index import CheckpointIndex, starts
 from dcp.storage.formats.opening.sources import Source, complete_index
-from dcp.storage.stores.base import FileInfo, ReadOnlyStore, Store
-from dcp.storage.stores.handles import ReadHandle
+from dcp.storage.stores.base import FileInfo, ReadHandle, ReadOnlyStore, Store
 from dcp.storage.threads import WorkerThreads
 
 __all__ = ["JoinedSource", "JoinedStore", "join", "open_joined"]

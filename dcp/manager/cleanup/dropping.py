@@ -50,7 +50,7 @@ from dcp.storage.formats.opening.folder import MAX_TORCH_METADATA_BYTES, has_che
 from dcp.storage.formats.torch.format import TORCH_DCP
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import FileInfo, Store
-from dcp.storage.stores.folders import ParentFolder, open_parent_folder
+from dcp.storage.stores.opening import ParentFolder, open_parent_folder
 
 __all__ = ["Drop", "drop_parts", "finish_drop", "plan_drop", "steps_of", "to_prune"]
 

@@ -14,7 +14,7 @@ from dcp.storage.formats.opening.folder import has_checkpoint
 from dcp.storage.formats.registry import file_suffixes
 from dcp.storage.near_names import close_to, listed
 from dcp.storage.stores import OpenStore
-from dcp.storage.stores.folders import ParentFolder, open_parent_folder
+from dcp.storage.stores.opening import ParentFolder, open_parent_folder
 from dcp.storage.stores.posix.files import broken_link
 
 __all__ = ["naming_near_places", "with_near_places"]

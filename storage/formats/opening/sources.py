@@ -29,8 +29,7 @@ from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.formats.opening.places_near import naming_near_places
 from dcp.storage.formats.registry import by_precedence, file_suffixes, format_of, formats
 from dcp.storage.stores import OpenStore, open_store
-from dcp.storage.stores.base import Store
-from dcp.storage.stores.names import place_text
+from dcp.storage.stores.base import Store, place_text
 from dcp.storage.stores.posix.files import broken_link, storage_error
 
 __all__ = [

@@ -29,8 +29,7 @@ from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening.sources import index_of_file
 from dcp.storage.formats.safetensors.json_documents import parse_json
 from dcp.storage.formats.views import join_indexes
-from dcp.storage.stores.base import Store
-from dcp.storage.stores.names import check_name
+from dcp.storage.stores.base import Store, check_name
 from dcp.storage.threads import WorkerThreads
 
 __all__ = ["MAX_WEIGHT_MAP_BYTES", "index_of_bin_folder", "index_of_safetensors_folder"]

@@ -21,10 +21,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from dcp.storage.errors import StorageError
-from dcp.storage.stores.base import FileInfo, Version
-from dcp.storage.stores.handles import Inflow, WriteHandle
-from dcp.storage.stores.names import is_name
-from dcp.storage.stores.objects.failures import Failure, RequestError, filesystem_failure
+from dcp.storage.stores.base import FileInfo, Inflow, Version, WriteHandle, is_name
+from dcp.storage.stores.objects.requests import Failure, RequestError, filesystem_failure
 from dcp.storage.stores.objects.store import (
     ABSENT,
     ObjectInfo,
@@ -33,8 +31,6 @@ from dcp.storage.stores.objects.store import (
     Page,
     files_of,
 )
-
-__all__ = ["FsspecStore"]
 
 _TAGS: Final = ("ETag", "etag", "generation", "md5Hash", "content_md5", "blob_id")
 _TIMES: Final = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")

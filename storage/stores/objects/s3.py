@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import logging
 import re
 import threading
@@ -17,22 +18,20 @@ from urllib.parse import urlsplit
 from isal.isal_zlib import crc32
 
 from dcp.storage.errors import CheckpointConflictError, StorageError
-from dcp.storage.stores.base import Version
+from dcp.storage.stores.base import Inflow, Version, WriteHandle, is_name
 from dcp.storage.stores.buffers import BounceBuffer, copy_bytes
-from dcp.storage.stores.handles import Inflow, WriteHandle
-from dcp.storage.stores.names import is_name
-from dcp.storage.stores.objects.failures import Failure, RequestError
+from dcp.storage.stores.objects.requests import Failure, RequestError
 from dcp.storage.stores.objects.store import ABSENT, ObjectInfo, ObjectStore, ObjectWriteHandle, Page
 from dcp.storage.threads import clearing_up, result_of
 
 if TYPE_CHECKING:
     from dcp.storage.stores.objects.bucket import S3Bucket
 
-__all__ = ["S3Store"]
 
 logger = logging.getLogger(__name__)
 
 _URL: Final = re.compile(r"s3a?://([^/]+)/?(.*)", re.DOTALL)
+_RANGE: Final = re.compile(r"(\d+)-\d+/(\d+)")
 _WHOLE_PUT_BYTES: Final = 64 << 20
 """A publish above this goes in parts, as data files do."""
 _MAX_PARTS: Final = 10_000
@@ -85,13 +84,45 @@ class S3Store(ObjectStore):
         return True if host.endswith((".amazonaws.com", ".amazonaws.com.cn")) else None
 
     def _head(self, key: str) -> ObjectInfo:
-        return self.bucket.head(key)
+        answer = self.bucket.ask("head_object", Key=key)
+        return _info(key, answer, answer["ContentLength"])
 
     def _start(self, key: str, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
-        return self.bucket.start(key, limit_bytes)
+        def act() -> tuple[bytes, ObjectInfo]:
+            answer = self._ranged(key, 0, limit_bytes)
+            with answer["Body"]:
+                info = _range_info(key, answer, 0, limit_bytes)
+                return answer["Body"].read(), info
+
+        try:
+            data, info = self.bucket.attempt(act, limit_bytes)
+        except RequestError as error:
+            if error.kind is not Failure.RANGE:
+                raise
+            data, info = b"", self._head(key)  # an empty object has no first byte
+        if len(data) != min(info.size_bytes, limit_bytes):  # or it has changed meanwhile
+            raise RequestError(Failure.PASSING, f"{len(data)} bytes came of {info.size_bytes}")
+        return data, info
 
     def _get(self, key: str, begin: int, inflow: Inflow, etag: str | None) -> ObjectInfo:
-        return self.bucket.get(key, begin, inflow, etag)
+        size = inflow.size_bytes
+
+        def act() -> ObjectInfo:
+            answer = self._ranged(key, begin, size, **({"IfMatch": etag} if etag else {}))
+            with answer["Body"]:
+                info = _range_info(key, answer, begin, size)
+                if info.size_bytes < begin + size:
+                    raise RequestError(Failure.RANGE, f"the object has {info.size_bytes} bytes")
+                if (came := answer.get("ContentLength", size)) != size:
+                    raise RequestError(Failure.PASSING, f"the body had {came} bytes instead of {size}")
+                self.bucket.fill(answer, inflow)
+            return info
+
+        return self.bucket.attempt(act, body_bytes=size)
+
+    def _ranged(self, key: str, begin: int, size: int, **conditions: str) -> dict[str, Any]:
+        wanted = {"Key": key, "Range": f"bytes={begin}-{begin + size - 1}", **conditions}
+        return self.bucket.call("get_object", wanted)
 
     def _put(self, key: str, data: bytes, condition: str | None) -> str:
         # The service compares the CRC-32 with what it got.
@@ -431,3 +462,23 @@ def _conditions(condition: str | None) -> dict[str, str]:
     if condition is None:
         return {}
     return {"IfNoneMatch": "*"} if condition is ABSENT else {"IfMatch": condition}
+
+
+def _range_info(key: str, answer: Mapping[str, Any], begin: int, size: int) -> ObjectInfo:
+    if answer["ResponseMetadata"]["HTTPStatusCode"] != http.client.PARTIAL_CONTENT:
+        total = answer.get("ContentLength", size + 1)
+        if begin or total > size:
+            raise RequestError(Failure.FINAL, "the service ignores ranges; it cannot be read from")
+        return _info(key, answer, total)
+    found = _RANGE.search(answer.get("ContentRange", ""))
+    if found is None:
+        raise RequestError(Failure.FINAL, "the service does not say how long the object is")
+    if int(found[1]) != begin:  # of a cache on the way: nothing else would tell
+        raise RequestError(Failure.PASSING, f"bytes from {found[1]} on came instead of {begin}")
+    return _info(key, answer, int(found[2]))
+
+
+def _info(key: str, answer: Mapping[str, Any], size_bytes: int) -> ObjectInfo:
+    modified = answer.get("LastModified")
+    seconds = 0.0 if modified is None else modified.timestamp()
+    return ObjectInfo(key, size_bytes, seconds, answer.get("ETag", ""))

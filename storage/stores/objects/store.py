@@ -24,15 +24,25 @@ from dcp.storage.errors import (
     CorruptCheckpointError,
     StorageError,
 )
-from dcp.storage.stores.base import ANY, Capabilities, Expected, FileInfo, ReadProfile, Store, Version
-from dcp.storage.stores.handles import Buffer, Inflow, ReadHandle, Views, WriteHandle, byte_view
-from dcp.storage.stores.names import check_name, is_name
-from dcp.storage.stores.objects.failures import Failure, RequestError
-from dcp.storage.stores.objects.options import ObjectOptions
-from dcp.storage.stores.objects.requests import Requests
-from dcp.storage.stores.objects.shared import Shared, all_of, locked, shared
-
-__all__ = ["ABSENT", "REQUEST_BYTES", "ObjectInfo", "ObjectStore", "ObjectWriteHandle", "Page", "files_of"]
+from dcp.storage.stores.base import (
+    ANY,
+    Buffer,
+    Capabilities,
+    Expected,
+    FileInfo,
+    Inflow,
+    ReadHandle,
+    ReadProfile,
+    Store,
+    Version,
+    Views,
+    WriteHandle,
+    byte_view,
+    check_name,
+    is_name,
+)
+from dcp.storage.stores.objects.requests import Failure, RequestError, Requests
+from dcp.storage.stores.objects.shared import ObjectOptions, Shared, all_of, locked, shared
 
 logger = logging.getLogger(__name__)
 

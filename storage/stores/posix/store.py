@@ -25,29 +25,35 @@ from dcp.storage.errors import (
 )
 from dcp.storage.stores.base import (
     ANY,
+    LOCK_NAME,
+    TEMPORARY_PREFIX,
     Capabilities,
     Expected,
     FileInfo,
     Store,
     StoreType,
     Version,
+    check_name,
+    is_name,
+    place_text,
 )
-from dcp.storage.stores.names import LOCK_NAME, TEMPORARY_PREFIX, check_name, is_name, place_text
 from dcp.storage.stores.posix.files import (
+    NO_LOCKS,
     RESERVED_FROM_BYTES,
+    WITHOUT_LOCKS,
     Observe,
     PosixReadHandle,
     PosixWriteHandle,
     broken_link,
     is_below,
+    is_link_refused,
     is_named,
     path_of_descriptor,
     step,
     storage_error,
+    sync_folder,
+    warn_once,
 )
-from dcp.storage.stores.posix.refusals import NO_LOCKS, WITHOUT_LOCKS, is_link_refused, sync_folder, warn_once
-
-__all__ = ["STORE_TYPE", "PosixStore"]
 
 _MAKE_ATTEMPTS: Final = 20
 _PUBLISH_LOCK_SECONDS: Final = 60.0
