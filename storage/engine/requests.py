@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -66,12 +67,6 @@ class ByteRuns:
     def none(cls) -> ByteRuns:
         """No runs."""
         return cls(*np.zeros((4, 0), np.int64))
-
-    def take(self, rows: npt.NDArray[np.generic] | slice) -> ByteRuns:
-        """Return the rows at ``rows``."""
-        return ByteRuns(
-            self.chunks[rows], self.payload_positions[rows], self.sizes_bytes[rows], self.addresses[rows]
-        )
 
 
 class Elements(NamedTuple):
@@ -254,31 +249,29 @@ def span_bytes(group: Sequence[FileRange]) -> int:
 # -- clusters ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class PlacedRuns:
-    """Runs and where their bytes are in the files, in that order."""
+class PlacedRuns(NamedTuple):
+    """Runs in the order of the files, with the columns of a `RequestPiece`."""
 
     files: Int64
     offsets: Int64
-    runs: ByteRuns
+    sizes_bytes: Int64
+    chunks: Int64
+    positions: Int64
+    addresses: Int64
 
     @classmethod
     def of(cls, runs: ByteRuns, chunk_files: Int64, payload_offsets: Int64) -> PlacedRuns:
         """Return runs of chunks whose payloads are resolved; without those that have no bytes."""
-        files = chunk_files[runs.chunks]
-        offsets = payload_offsets[runs.chunks] + runs.payload_positions
-        order = np.lexsort((runs.sizes_bytes, offsets, files))
-        return cls(files, offsets, runs).take(order[runs.sizes_bytes[order] > 0])
+        chunks, positions, sizes = runs.chunks, runs.payload_positions, runs.sizes_bytes
+        placed = cls(
+            chunk_files[chunks], payload_offsets[chunks] + positions, sizes, chunks, positions, runs.addresses
+        )
+        order = np.lexsort((sizes, placed.offsets, placed.files))
+        return placed.take(order[sizes[order] > 0])
 
     def take(self, rows: npt.NDArray[np.generic] | slice) -> PlacedRuns:
         """Return the rows at ``rows``."""
-        return PlacedRuns(self.files[rows], self.offsets[rows], self.runs.take(rows))
-
-    def tuples(self) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """Yield (file, offset, size, chunk, payload position, address) of each."""
-        runs = self.runs
-        columns = (runs.sizes_bytes, runs.chunks, runs.payload_positions, runs.addresses)
-        return zip(*map(np.ndarray.tolist, (self.files, self.offsets, *columns)), strict=True)
+        return PlacedRuns(*map(itemgetter(rows), self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,8 +285,8 @@ class Cluster:
 
     def copy_out(self, address: int, data: memoryview | None = None) -> npt.NDArray[np.uint32]:
         """Copy the runs out of the cluster's bytes at ``address``; their CRC-32, given these as ``data``."""
-        runs = self.members.runs
-        begins, sizes, targets = self.members.offsets - self.begin, runs.sizes_bytes, runs.addresses
+        _, offsets, sizes, _, _, targets = self.members
+        begins = offsets - self.begin
         crcs = np.zeros(len(begins), np.uint32)
         one_by_one = np.ones(len(begins), np.bool_)
         for size in np.unique(sizes[sizes <= GATHERED_BYTES]).tolist():
@@ -323,13 +316,10 @@ def split_off_clusters(
     to ``gap_bytes`` between them are read for nothing. Runs that share bytes with their neighbours stay
     alone.
     """
-    offsets, runs = placed.offsets, placed.runs
-    ends = offsets + runs.sizes_bytes
-    positions, last = runs.payload_positions, runs.payload_positions + runs.sizes_bytes - 1
-    usable = is_small & (positions // BLOCK_BYTES == last // BLOCK_BYTES)
-    first = coalesce_columns(
-        placed.files, offsets, ends, usable, gap_bytes=gap_bytes, limit_bytes=limit_bytes
-    )
+    files, offsets, sizes, _, positions, _ = placed
+    ends = offsets + sizes
+    usable = is_small & (positions // BLOCK_BYTES == (positions + sizes - 1) // BLOCK_BYTES)
+    first = coalesce_columns(files, offsets, ends, usable, gap_bytes=gap_bytes, limit_bytes=limit_bytes)
     counts = np.diff(np.append(first, len(offsets)))
     several = counts > 1
     clusters = []

@@ -17,18 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from dcp.storage.engine.memory import item_view
-from dcp.storage.engine.requests import NO_CHUNK, ByteRuns, Elements, ReadStats, RequestPiece, Verify
+from dcp.storage.engine.requests import NO_CHUNK, RequestPiece
 from dcp.storage.errors import (
     CheckpointFormatError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    OptionError,
     UnsafeObjectError,
     UnsupportedFormatError,
 )
@@ -113,7 +111,7 @@ class Fragments:
 
     def end(self) -> int:
         """Forget all; return how many blocks have bytes that were not read."""
-        count = len(self.incomplete()) if self._blocks else 0
+        count = len(self.incomplete())
         self._blocks.clear()
         return count
 
@@ -200,7 +198,7 @@ class Payloads:
         unknown = np.unique(chunks[self.offsets[chunks] == UNKNOWN]).tolist()
         if self._fetch is None:
             for chunk in unknown:
-                self._open_record(chunk, partial(_pread, self._handle(int(self._index.chunk_files[chunk]))))
+                self._open_record(chunk, None)
             return
         for first in range(0, len(unknown), _MAX_RECORDS):
             batch = unknown[first : first + _MAX_RECORDS]
@@ -209,7 +207,7 @@ class Payloads:
             for chunk in batch:
                 self._open_record(chunk, edges.reader(self._index, chunk))
 
-    def _open_record(self, chunk: int, read: Callable[[int, int], bytes]) -> None:
+    def _open_record(self, chunk: int, read: Callable[[int, int], bytes] | None) -> None:
         index = self._index
         tensor = int(index.chunk_tensors[chunk])
         fqn, name = index.own_name(tensor), index.files[int(index.chunk_files[chunk])]
@@ -223,7 +221,9 @@ class Payloads:
                 fqn=fqn,
             )
         try:
-            stored = locate_payload(read, begin, length, fqn=fqn)
+            stored = locate_payload(
+                read or (lambda at, count: handle.pread(count, at)), begin, length, fqn=fqn
+            )
         except (UnsupportedFormatError, UnsafeObjectError):
             raise  # what it needs is refused; its bytes are not found to be damaged
         except CheckpointFormatError as error:
@@ -293,10 +293,6 @@ class Payloads:
         return uncompared
 
 
-def _pread(handle: ReadHandle, offset: int, length: int) -> bytes:
-    return handle.pread(length, offset)
-
-
 class _Edges:
     """The ends of the records of ``chunks``, as far as their files reach; `pieces` is what is to be read."""
 
@@ -345,10 +341,6 @@ def _ends(begin: int, length: int) -> Sequence[tuple[int, int]]:
     return [(begin, _EDGE_BYTES), (begin + length - _EDGE_BYTES, _EDGE_BYTES)]
 
 
-_MAX_FRAGMENTS = 64
-"""A block that is read in more pieces than this is not worth combining."""
-
-
 class OpenFiles:
     """Files by number, as many open as the process can afford. ``facts`` has name and committed size of a
     number, the size `UNKNOWN` where none was noted. Thread-safe."""
@@ -384,7 +376,7 @@ class OpenFiles:
         with gate:
             handle = self._handles.get(file)
             if handle is None:
-                handle = self._open(file)
+                handle = self._open(*self._facts(file))
                 with self._lock:
                     if len(self._handles) >= self._max_handles:
                         # Dropped, not closed: another thread may be reading it; the last to let go closes.
@@ -392,8 +384,7 @@ class OpenFiles:
                     self._handles[file] = handle
         return handle
 
-    def _open(self, file: int) -> ReadHandle:
-        name, expected = self._facts(file)
+    def _open(self, name: str, expected: int) -> ReadHandle:
         expected_bytes = None if expected == UNKNOWN else expected
         try:
             handle = self._store.open_read(name, expected_bytes=expected_bytes)
@@ -429,108 +420,3 @@ def _max_open_files() -> int:
     """Return a quarter of what the process may open: a checkpoint of many ranks has more files than that."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return max(8, (limit if limit != resource.RLIM_INFINITY else 1 << 20) // 4)
-
-
-class ReadSource:
-    """The files of one checkpoint, and its checksums as ``verify`` asks for them; safe from any thread.
-
-    ``fetch`` carries out pieces together, for stores where a request is dear (``joins``).
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        index: CheckpointIndex,
-        verify: Verify,
-        fetch: Callable[[Sequence[RequestPiece]], None],
-    ) -> None:
-        self.store = store
-        self.index = index
-        if verify not in get_args(Verify):
-            raise OptionError(f"verify must be one of {', '.join(get_args(Verify))}, not {verify!r}")
-        self.verify = verify
-        self.profile = store.read_profile
-        self.joins = self.profile.scatter
-        # Views, not lists: an index may have millions of chunks, of which this rank needs a thousand.
-        self.payload_lengths = item_view(index.payload_lengths)
-        self._itemsizes = item_view(index.itemsizes)
-        self._chunk_tensors = item_view(index.chunk_tensors)
-        self._crc_start = item_view(index.crc_start)
-        self._crcs = item_view(index.crcs)
-        self._fragments = Fragments(limit=_MAX_FRAGMENTS)
-        self._files = OpenFiles(store, self._file_facts)
-        self.handle = self._files.handle
-        self.payloads = Payloads(index, self.handle, fetch if self.joins else None)
-
-    def _file_facts(self, file: int) -> tuple[str, int]:
-        return self.index.files[file], int(self.index.file_sizes[file])
-
-    def locate(self, chunk: int) -> tuple[ReadHandle, int]:
-        """Return the file of a chunk and the absolute offset of its payload."""
-        return self.handle(int(self.index.chunk_files[chunk])), self.payloads.offset(chunk)
-
-    def elements(
-        self, chunk: int, offsets: Sequence[int], lengths: Sequence[int]
-    ) -> tuple[Elements, tuple[int, ...]]:
-        """Return a box of a resolved chunk by the places of its elements in the payload, and its dimensions
-        in the order of these axes."""
-        order, steps = self.payloads.layout(chunk)
-        begin = sum(offsets[d] * step for d, step in zip(order, steps, strict=True))
-        return Elements(chunk, begin, tuple(lengths[d] for d in order), steps), order
-
-    def itemsize(self, chunk: int) -> int:
-        """Return bytes per element of a chunk."""
-        return self._itemsizes[self._chunk_tensors[chunk]]
-
-    def check_block(self, stats: ReadStats, chunk: int, block: int, crc: int) -> None:
-        """Compare a block's checksum with the recorded one, or keep it for the whole payload's."""
-        start = self._crc_start[chunk]
-        if start == self._crc_start[chunk + 1]:
-            if self.payloads.note_block(chunk, block, crc):
-                stats.blocks_verified += 1
-            else:
-                stats.blocks_unverified += 1
-            return
-        stats.blocks_verified += 1
-        if self._crcs[start + block] != crc:
-            raise self.corruption(chunk, block, self._crcs[start + block], crc)
-
-    def check_runs(self, stats: ReadStats, runs: ByteRuns, got: npt.NDArray[np.uint32]) -> None:
-        """Take the checksums of ``runs``, each of which lies in one block: compare those of whole payloads of
-        one block, and of the others as `check_part`."""
-        index, chunks = self.index, runs.chunks
-        first = index.crc_start[chunks]
-        is_whole = (runs.sizes_bytes == index.payload_lengths[chunks]) & (index.crc_start[chunks + 1] > first)
-        expected = got.copy()
-        expected[is_whole] = index.crcs[first[is_whole]]
-        for row in np.flatnonzero(expected != got).tolist():
-            raise self.corruption(int(chunks[row]), 0, int(expected[row]), int(got[row]))
-        stats.blocks_verified += int(np.count_nonzero(is_whole))
-        others = np.flatnonzero(~is_whole)
-        for row in others.tolist():
-            position, size = int(runs.payload_positions[row]), int(runs.sizes_bytes[row])
-            self.check_part(stats, int(chunks[row]), position, size, int(got[row]))
-
-    def check_part(self, stats: ReadStats, chunk: int, position: int, size: int, crc: int) -> None:
-        """Take the checksum of bytes of one block: of all, or to be combined with those of the others."""
-        fragment = Fragment(chunk, position, position + size, crc)
-        whole = self._fragments.add(fragment, self.payload_lengths[chunk])
-        if whole is not None:
-            self.check_block(stats, chunk, position // BLOCK_BYTES, whole)
-
-    def corruption(self, chunk: int, block: int, expected: int, got: int) -> CorruptCheckpointError:
-        """Return the error for bytes that are not those committed."""
-        fqn = self.index.own_name(int(self.index.chunk_tensors[chunk]))
-        name = self.index.files[int(self.index.chunk_files[chunk])]
-        offset = self.payloads.offset(chunk) + block * BLOCK_BYTES
-        path = self.store.path_of(name)  # of several sources as one the store's own names are not the file's
-        where, _, file = path.rpartition("/")
-        return CorruptCheckpointError(
-            f"{where}: tensor {fqn!r} is damaged: block {block} at byte {offset} of {file} has "
-            f"CRC-32 {got:08x}, committed was {expected:08x}. Resume from another checkpoint",
-            alternative="load the bytes as they are",
-            argument="verify='none'",
-            path=path,
-            fqn=fqn,
-            offset=offset,
-        )

@@ -21,7 +21,12 @@ from types import TracebackType
 from typing import Any, Final, Literal, Protocol, Self, TypeAlias
 
 from dcp.storage.closable import Closable
-from dcp.storage.errors import CheckpointConflictError, CheckpointFormatError, StorageError
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    StorageError,
+)
 
 LOCK_NAME: Final = ".lock"
 """The advisory lock's file where a backend needs one; reserved, and left out of listings."""
@@ -210,6 +215,55 @@ class WriteHandle(ABC):
             raise
 
 
+class PlainWriteHandle(WriteHandle):
+    """A new file at ``path``: the position, and the states open, finished and aborted."""
+
+    def __init__(self, name: str, path: str) -> None:
+        self.name = name
+        self._path = path
+        self._position = 0
+        self._state = "open"
+
+    @property
+    def position(self) -> int:
+        """Return the bytes accepted so far."""
+        return self._position
+
+    def write(self, data: Buffer) -> None:
+        """Append ``data``."""
+        self._check_open()
+        view = byte_view(data)
+        self._append(view)
+        self._position += len(view)
+
+    def finish(self) -> int:
+        """Make the file."""
+        if self._state != "finished":
+            self._check_open()
+            self._complete()
+            self._state = "finished"
+        return self._position
+
+    def abort(self) -> None:
+        """Throw away what was written."""
+        if self._state == "open":
+            self._state = "aborted"
+            self._throw_away()
+
+    @abstractmethod
+    def _append(self, view: memoryview) -> None: ...
+
+    @abstractmethod
+    def _complete(self) -> None: ...
+
+    @abstractmethod
+    def _throw_away(self) -> None: ...
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise ValueError(f"{self._path} is {self._state}: nothing can be written to it any more")
+
+
 @dataclass(frozen=True, slots=True)
 class FileInfo:
     """One regular file of a store; ``modified_seconds`` counts from the epoch."""
@@ -353,30 +407,18 @@ class Store(ABC):
         before memory for it is taken. The size is checked on the open file, so that a swap in between gains
         nothing.
         """
-        handle = self.open_read(name)
-        try:
+        with self.open_read(name) as handle:
             if handle.size_bytes > limit_bytes:
-                raise CheckpointFormatError(
-                    f"{self.path_of(name)} has {handle.size_bytes} bytes, more than the {limit_bytes} that "
-                    "such a file may have: it is damaged or hostile",
-                    path=self.path_of(name),
-                    size_bytes=handle.size_bytes,
-                    limit_bytes=limit_bytes,
-                )
+                raise self.too_large(name, handle.size_bytes, limit_bytes)
             return handle.pread(handle.size_bytes, 0)
-        finally:
-            handle.close()
 
     def read_start(self, name: str, size_bytes: int) -> tuple[bytes, int]:
         """Return (the first ``size_bytes`` of a file, or all if it has fewer; how many it has). One request.
 
         Raises `CheckpointNotFoundError` if it is absent.
         """
-        handle = self.open_read(name)
-        try:
+        with self.open_read(name) as handle:
             return handle.pread(min(size_bytes, handle.size_bytes), 0), handle.size_bytes
-        finally:
-            handle.close()
 
     @abstractmethod
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
@@ -458,6 +500,20 @@ class Store(ABC):
         path = self.path_of(name)
         return StorageError(
             f"{path} exists already: data files are never overwritten", path=path, op="create"
+        )
+
+    def absent(self, name: str) -> CheckpointNotFoundError:
+        """Return what reading raises where there is no file of the name."""
+        return CheckpointNotFoundError(f"{self.path_of(name)} does not exist", path=self.path_of(name))
+
+    def too_large(self, name: str, size_bytes: int, limit_bytes: int) -> CheckpointFormatError:
+        """Return what `read` raises for a file that is larger than one of its kind may be."""
+        return CheckpointFormatError(
+            f"{self.path_of(name)} has {size_bytes} bytes, more than the {limit_bytes} that such a file may "
+            "have: it is damaged or hostile",
+            path=self.path_of(name),
+            size_bytes=size_bytes,
+            limit_bytes=limit_bytes,
         )
 
     def abort_uploads(self, belongs: Callable[[str], bool]) -> int:

@@ -9,6 +9,7 @@ is sent again unseen is answered with 412, and who does not know that takes its 
 from __future__ import annotations
 
 import http.client
+import io
 import socket
 import threading
 import time
@@ -252,9 +253,12 @@ def _leavable(pool: Any) -> Any:
             super().connect()
             _CURRENT.get().hold(self.sock)
 
-        def request(self, *args: Any, **options: Any) -> None:
+        def request(self, *args: Any, body: Any = None, headers: Any, **options: Any) -> None:
             _CURRENT.get().hold(self.sock)
-            super().request(*args, **options)
+            # Bodies follow at once: a service that does not want one says so in the answer.
+            headers.pop("Expect", None)
+            body = body.getbuffer() if isinstance(body, io.BytesIO) else body
+            super().request(*args, body=body, headers=headers, **options)
 
         def send(self, data: Any) -> None:
             for step in _CURRENT.get().steps(memoryview(data)):

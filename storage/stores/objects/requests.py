@@ -76,20 +76,23 @@ class RequestError(Exception):
         self.is_ambiguous = False
 
 
-def _is_unresolved(error: BaseException | None) -> bool:
+def _is_unresolved(error: BaseException) -> bool:
     """Return whether an error, or one that it was made of, says that a host's name has no address."""
+    chain = _chain(error, implied=True)
+    return any(isinstance(one, socket.gaierror) or "DNSError" in type(one).__name__ for one in chain)
+
+
+def _chain(error: BaseException | None, *, implied: bool = False) -> Iterator[BaseException]:
+    """Yield an error, and those that it was raised from; with ``implied`` also those that botocore and
+    aiohttp keep in attributes, or in whose handling it was raised."""
     for _ in range(_LONGEST_CHAIN):
         if error is None:
-            return False
-        if isinstance(error, socket.gaierror) or "DNSError" in type(error).__name__:
-            return True
+            return
+        yield error
         within = getattr(error, "kwargs", None)  # of botocore
-        inner = within.get("error") if isinstance(within, dict) else None
-        error = next(
-            (one for one in (inner, getattr(error, "os_error", None)) if isinstance(one, BaseException)),
-            error.__cause__ or error.__context__,
-        )
-    return False
+        kept = within.get("error") if isinstance(within, dict) else getattr(error, "os_error", None)
+        after = error.__cause__ or (error.__context__ if implied else None)
+        error = kept if implied and isinstance(kept, BaseException) else after
 
 
 # -- S3 ------------------------------------------------------------------------------------------------------
@@ -258,16 +261,6 @@ def _type_names(error: BaseException) -> set[str]:
     return {kind.__name__ for kind in type(error).__mro__}
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and those that it was raised from."""
-    next_one: BaseException | None = error
-    for _ in range(_LONGEST_CHAIN):
-        if next_one is None:
-            return
-        yield next_one
-        next_one = next_one.__cause__
-
-
 def _status(error: BaseException) -> int:
     """Return the status of HTTP that an error carries, 0 without any that is one of a failure."""
     for holder in (error, getattr(error, "response", None)):
@@ -322,10 +315,8 @@ class Requests:
         self._host = urlsplit(url)[:2]
         self._retry_seconds = retry_seconds
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._bytes: Counter[str] = Counter()
-        self._seconds = 0.0
-        self._slowest_seconds = 0.0
+        self._traffic: Counter[str] = Counter()
+        self._seconds = self._slowest_seconds = 0.0
         self._interrupted = threading.Event()
         # Not the shared generator: a training script seeds that one alike on all ranks.
         self._random = random.Random()
@@ -397,17 +388,10 @@ class Requests:
     def traffic(self) -> dict[str, float]:
         """See `Store.traffic`."""
         with self._lock:
-            if not self._counts:
-                return {}
-            return {
-                "requests": sum(self._counts.values()) - self._counts["retries"],
-                "retries": 0,
-                **self._counts,
-                "bytes_received": self._bytes["received"],
-                "bytes_sent": self._bytes["sent"],
-                "request_seconds": self._seconds,
-                "slowest_request_seconds": self._slowest_seconds,
-            }
+            found: dict[str, float] = {**self._traffic}
+            if found:
+                found |= {"request_seconds": self._seconds, "slowest_request_seconds": self._slowest_seconds}
+            return found
 
     def _without_address_since(self) -> float:
         """Return when the host was first found to have none: what is asked for next, to clear up, waits no
@@ -423,10 +407,11 @@ class Requests:
         self, op: str, seconds: float, again: bool, received_bytes: int = 0, sent_bytes: int = 0
     ) -> None:
         with self._lock:
-            self._counts[op] += 1
-            self._counts["retries"] += again
-            self._bytes["received"] += received_bytes
-            self._bytes["sent"] += sent_bytes
+            for name, count in (
+                *((op, 1), ("requests", 1), ("retries", int(again))),
+                *(("bytes_received", received_bytes), ("bytes_sent", sent_bytes)),
+            ):
+                self._traffic[name] += count
             self._seconds += seconds
             self._slowest_seconds = max(self._slowest_seconds, seconds)
 

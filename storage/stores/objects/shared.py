@@ -17,10 +17,9 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 from dcp.storage.errors import StorageError
-from dcp.storage.stores.buffers import BufferPool
 from dcp.storage.threads import result_of
 
 T = TypeVar("T")
@@ -81,6 +80,16 @@ class ObjectOptions:
         return cls(**ours), given
 
 
+class Part:
+    """Memory for a part of an upload."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.data = bytearray(size_bytes)
+
+
+_PARTS: Final[WeakSet[Part]] = WeakSet()
+
+
 @dataclass
 class Shared:
     """A client, and the threads that carry its requests."""
@@ -89,18 +98,17 @@ class Shared:
     options: ObjectOptions
     threads: ThreadPoolExecutor
 
-    def pool(self, size_bytes: int) -> BufferPool:
-        """Return buffers for parts of ``size_bytes``; together they take as much memory as those of
-        `part_bytes`.
-
-        All places share them, and those of the size that was asked for last are kept.
-        """
-        global _pool
-        count = max(2, self.options.concurrency * self.options.part_bytes // size_bytes)
+    def part(self, size_bytes: int, *, is_first: bool) -> Part | None:
+        """Return memory for a part of a file; None for another than the first one if those of all files take
+        as much as `ObjectOptions` say. Nobody gives it back: one that is not used any more is gone."""
         with _guard:
-            if (_pool.count, _pool.size_bytes) != (count, size_bytes):
-                _pool = BufferPool(count, size_bytes)
-            return _pool
+            taken = sum(len(part.data) for part in _PARTS)
+            limit = max(2 * size_bytes, self.options.concurrency * self.options.part_bytes)
+            if not is_first and taken + size_bytes > limit:
+                return None
+            part = Part(size_bytes)
+            _PARTS.add(part)
+            return part
 
 
 _KEPT_PLACES: Final = 4
@@ -110,7 +118,6 @@ _Key = tuple[int, str]
 _ALIVE: Final[WeakValueDictionary[_Key, Shared]] = WeakValueDictionary()
 _KEPT: Final[OrderedDict[_Key, Shared]] = OrderedDict()
 _LOCKS: Final[WeakValueDictionary[_Key, threading.RLock]] = WeakValueDictionary()
-_pool = BufferPool(1)
 _guard = threading.RLock()  # the collector may run what opens a store, wherever it is held
 
 
