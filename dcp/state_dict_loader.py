@@ -26,7 +26,7 @@ from dcp.progress import ProgressCallback
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import raise_on_all_ranks, works_alone
-from dcp.storage.engine.reading.requests import Verify
+from dcp.storage.engine.requests import Verify
 from dcp.storage.errors import OptionError
 
 if TYPE_CHECKING:

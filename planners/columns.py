@@ -3,7 +3,7 @@
 One numpy array per attribute instead of one object per item. Ragged columns follow
 `dcp.storage.formats.index`: flat values plus a ``*_start`` array. Boxes have ``ndim`` values an item, sliced
 by ``box_start``. `SaveColumns` travels to the coordinator, `WriteColumns`
-(`dcp.storage.engine.write_tables`) comes back.
+(`dcp.storage.engine.write`) comes back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.engine.write_tables import WriteColumns
+from dcp.storage.engine.write import WriteColumns
 from dcp.storage.formats.container_notes import ContainerNote, decode_notes, encode_notes
 from dcp.storage.formats.index import Path
 from dcp.storage.geometry.strides import Int64, starts

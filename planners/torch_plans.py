@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import (
 from dcp.planners.columns import HeldBoxes, SaveColumns, SaveObjects
 from dcp.planners.layout.local import DTYPE_CODES
 from dcp.planners.load.plan import LoadPlan
-from dcp.storage.engine.write_tables import WriteColumns
+from dcp.storage.engine.write import WriteColumns
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import ContainerNote
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns

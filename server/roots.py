@@ -2,7 +2,7 @@
 
 A checkpoint is a root and a relative key. `check_key` refuses whatever could mean another place to a path, a
 URL or a decoder of one; below a local root, links that lead out of it are refused as well. Names of files
-inside of a checkpoint are checked by the formats (`dcp.storage.stores.names.check_name`).
+inside of a checkpoint are checked by the formats (`dcp.storage.stores.base.check_name`).
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.registry import file_suffixes
 from dcp.storage.stores import OpenStore, PosixStore, type_of_place
-from dcp.storage.stores.base import FileInfo, Store
-from dcp.storage.stores.names import TEMPORARY_PREFIX, check_name
+from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store, check_name
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix.files import storage_error
 

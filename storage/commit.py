@@ -53,11 +53,8 @@ from dcp.storage.formats.opening import is_large_metadata_of
 from dcp.storage.formats.registry import DCP, TORCH_DCP
 from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
 from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
-from dcp.storage.stores.base import Store, Version
-from dcp.storage.stores.names import TEMPORARY_PREFIX
+from dcp.storage.stores.base import TEMPORARY_PREFIX, Store, Version
 from dcp.storage.threads import clearing_up
-
-__all__ = ["Names", "Previous", "abort_uploads", "commit", "discard", "previous_state", "unfinished_uploads"]
 
 logger = logging.getLogger(__name__)
 

@@ -41,8 +41,8 @@ from dcp.conversion.targets.places import TargetPlace
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.closable import Closable
 from dcp.storage.commit_names import is_commit_object
-from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import Verify
+from dcp.storage.engine.read import ReadEngine
+from dcp.storage.engine.requests import Verify
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, OptionError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex

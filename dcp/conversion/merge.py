@@ -28,13 +28,13 @@ from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.steps.folders import StepFolders
-from dcp.storage.engine.reading.requests import Verify
+from dcp.storage.engine.requests import Verify
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError, PlanError
 from dcp.storage.formats.opening import Source, open_source
 from dcp.storage.formats.registry import target_named, target_names
 from dcp.storage.near_names import listed
 from dcp.storage.stores import type_of_place
-from dcp.storage.stores.names import place_text
+from dcp.storage.stores.base import place_text
 from dcp.storage.stores.opening import OpenWith
 
 __all__ = ["last_steps", "merge"]

@@ -21,7 +21,7 @@ from dcp.conversion.targets.places import TargetPlace, place_of
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
-from dcp.storage.engine.reading.requests import Verify
+from dcp.storage.engine.requests import Verify
 from dcp.storage.errors import CheckpointError, CorruptCheckpointError, StorageError
 from dcp.storage.formats.opening import Source, open_source
 from dcp.storage.stores.opening import OpenWith

@@ -16,8 +16,7 @@ from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening import has_checkpoint, open_index
 from dcp.storage.stores.base import Store
-from dcp.storage.stores.folders import open_parent_folder
-from dcp.storage.stores.opening import OpenWith
+from dcp.storage.stores.opening import OpenWith, open_parent_folder
 
 __all__ = ["BucketPlace", "FolderPlace", "Place", "checkpoint_name", "newest_checkpoint"]
 

@@ -22,7 +22,7 @@ from dcp.demo.digests import digests_of_state
 from dcp.demo.model import ModelSize, build_model
 from dcp.storage.stores import Store, open_store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
-from dcp.storage.stores.objects.options import ObjectOptions
+from dcp.storage.stores.objects.shared import ObjectOptions
 from dcp.storage.stores.posix.store import PosixStore
 
 __all__ = ["TIMEOUT_SECONDS", "TrainingJob", "train"]

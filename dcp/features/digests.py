@@ -20,8 +20,7 @@ from dcp.storage.digests import (
     row_values,
     run_value,
 )
-from dcp.storage.engine.observers import Observer
-from dcp.storage.engine.write_tables import WriteColumns
+from dcp.storage.engine.write import Observer, WriteColumns
 from dcp.storage.formats.index import CheckpointIndex, itemsizes
 from dcp.storage.geometry.strides import Int64, gather_rows, row_products
 

@@ -13,7 +13,7 @@ import torch
 from dcp.loading.feature import LoadFeature
 from dcp.planners.columns import HeldBoxes
 from dcp.storage.engine.memory import Place, repeats_places, share_memory
-from dcp.storage.engine.reading.requests import Pieces
+from dcp.storage.engine.requests import Pieces
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, itemsizes
 from dcp.storage.geometry.boxes import Box, BoxSet, overlapping_pairs

@@ -13,8 +13,8 @@ from dcp.planners.weight_maps.axes import model_config
 from dcp.planners.weight_maps.mapped_index import map_all
 from dcp.planners.weight_maps.pieces import StoredPiece, StoredTensors
 from dcp.planners.weight_maps.weight_map import WeightMap
-from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import ByteRuns, Elements, Pieces
+from dcp.storage.engine.read import ReadEngine
+from dcp.storage.engine.requests import ByteRuns, Elements, Pieces
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening import saved_by_rank

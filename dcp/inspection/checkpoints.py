@@ -33,8 +33,7 @@ from dcp.storage.formats.opening import open_index as _open_index
 from dcp.storage.formats.registry import by_precedence, file_suffixes, formats, is_of_files
 from dcp.storage.formats.views import DroppedPart, dropped_from
 from dcp.storage.stores.base import FileInfo, Store
-from dcp.storage.stores.folders import ParentFolder, SmallFiles, open_parent_folder
-from dcp.storage.stores.opening import OpenWith
+from dcp.storage.stores.opening import OpenWith, ParentFolder, SmallFiles, open_parent_folder
 from dcp.storage.threads import WorkerThreads
 
 __all__ = [

@@ -21,7 +21,7 @@ from dcp.inspection.findings import Finding, ReportBytes, VerifyReport, kind_of
 from dcp.storage.digests import BLOCK_BYTES as DIGEST_BLOCK_BYTES
 from dcp.storage.digests import KEY, SUM_BYTES, LogicalPlaces, blocks_of, power, product, run_value
 from dcp.storage.engine.memory import item_view
-from dcp.storage.engine.reading.coalescing import coalesce, span_bytes
+from dcp.storage.engine.requests import coalesce, span_bytes
 from dcp.storage.errors import (
     CheckpointError,
     CheckpointFormatError,
@@ -41,8 +41,7 @@ from dcp.storage.formats.torch.archive import (
 )
 from dcp.storage.formats.torch.record_reader import StoredTensor, locate_payload
 from dcp.storage.geometry.strides import gather_rows, row_products
-from dcp.storage.stores.base import FileInfo, Store
-from dcp.storage.stores.handles import ReadHandle
+from dcp.storage.stores.base import FileInfo, ReadHandle, Store
 from dcp.storage.threads import work_off
 from dcp.version import __version__
 

@@ -46,8 +46,7 @@ from dcp.storage.formats.opening import (
 from dcp.storage.formats.registry import TORCH_DCP, is_of_files
 from dcp.storage.geometry.boxes import BoxSet, cut_overlaps, overlapping_pairs
 from dcp.storage.geometry.strides import expand_ranges, row_products
-from dcp.storage.stores.base import FileInfo, Store
-from dcp.storage.stores.names import TEMPORARY_PREFIX
+from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
 from dcp.storage.stores.opening import OpenWith
 
 __all__ = ["Finding", "ReportBytes", "VerifyReport", "verify", "verify_place", "verify_store"]

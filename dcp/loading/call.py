@@ -22,7 +22,7 @@ from dcp.planners.load.objects import load_object
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.plan import LoadPlan, plan_load
 from dcp.planners.load.selection import Matches, Selection, renamer
-from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.read import ReadEngine
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.torch.python_values import decode_values

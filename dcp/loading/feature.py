@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from dcp.calls.features import ask, refused
 from dcp.planners.columns import HeldBoxes
 from dcp.planners.load.options import LoadOptions
-from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import ByteRuns, Pieces
+from dcp.storage.engine.read import ReadEngine
+from dcp.storage.engine.requests import ByteRuns, Pieces
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.packing import pack

@@ -28,7 +28,7 @@ from dcp.progress import reporting
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import causes_of, is_damage
 from dcp.ranks.handshake import begin, check_same_checkpoint, raise_on_all_ranks
-from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.read import ReadEngine
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, PlanError, StorageError
 from dcp.storage.formats.index import Path
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest

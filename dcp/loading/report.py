@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dcp.loading.call import LoadCall
-    from dcp.storage.engine.reading.requests import ReadStats
+    from dcp.storage.engine.requests import ReadStats
     from dcp.storage.formats.index import CheckpointIndex
 
 __all__ = ["LoadReport"]

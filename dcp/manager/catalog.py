@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from dcp.storage.errors import CheckpointError, OptionError
-from dcp.storage.stores.names import TEMPORARY_PREFIX
+from dcp.storage.stores.base import TEMPORARY_PREFIX
 from dcp.storage.stores.posix.store import PosixStore
 from dcp.version import __version__
 

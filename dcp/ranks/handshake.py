@@ -20,8 +20,7 @@ import torch.distributed as dist
 from dcp.calls.plain_errors import warn_caller
 from dcp.ranks.failures import RankFailedError, failure_of
 from dcp.storage.errors import CheckpointError, PlanError
-from dcp.storage.stores.base import Store
-from dcp.storage.stores.names import TEMPORARY_PREFIX
+from dcp.storage.stores.base import TEMPORARY_PREFIX, Store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

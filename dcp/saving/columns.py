@@ -20,7 +20,7 @@ from dcp.ranks.collectives import Codec
 from dcp.saving.feature import Features, SaveFeature
 from dcp.saving.options import compared_options
 from dcp.saving.save import Save, SavingRank
-from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome, assemble_index
+from dcp.storage.engine.write import WriteColumns, WriteOutcome, assemble_index
 from dcp.storage.errors import PlanError, StorageError
 from dcp.storage.formats.opening import open_index
 from dcp.storage.packing import pack, unpack

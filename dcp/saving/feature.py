@@ -17,8 +17,7 @@ import numpy as np
 from dcp.calls.features import ask, refused
 from dcp.planners.columns import SaveColumns
 from dcp.planners.rank_state import RankState
-from dcp.storage.engine.observers import Observer
-from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
+from dcp.storage.engine.write import Observer, WriteColumns, WriteOutcome
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.geometry.strides import Int64

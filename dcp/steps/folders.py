@@ -25,9 +25,8 @@ from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening import open_index
 from dcp.storage.formats.views import DroppedPart, dropped_from
 from dcp.storage.stores import OpenStore, open_store
-from dcp.storage.stores.base import Store, Version
-from dcp.storage.stores.folders import ParentFolder, SmallFiles, open_parent_folder
-from dcp.storage.stores.names import check_name
+from dcp.storage.stores.base import Store, Version, check_name
+from dcp.storage.stores.opening import ParentFolder, SmallFiles, open_parent_folder
 from dcp.storage.threads import WorkerThreads
 
 __all__ = [

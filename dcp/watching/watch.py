@@ -20,10 +20,8 @@ from dcp.storage.closable import Closable
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError
 from dcp.storage.stores import type_of_place
-from dcp.storage.stores.base import Store
-from dcp.storage.stores.folders import SmallFiles
-from dcp.storage.stores.names import place_text
-from dcp.storage.stores.opening import OpenWith
+from dcp.storage.stores.base import Store, place_text
+from dcp.storage.stores.opening import OpenWith, SmallFiles
 from dcp.watching.cursor import Acknowledged, Cursor
 
 __all__ = ["Watch", "WatchedStep", "watch"]

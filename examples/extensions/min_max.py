@@ -12,8 +12,7 @@ import torch
 
 from dcp.planners.rank_state import RankState
 from dcp.saving.feature import SaveFeature
-from dcp.storage.engine.observers import Observer
-from dcp.storage.engine.write_tables import WriteColumns
+from dcp.storage.engine.write import Observer, WriteColumns
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.tensors import torch_dtype
 

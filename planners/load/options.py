@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dcp.planners.load.selection import Patterns, Rename, Selection, renamer
-from dcp.storage.engine.reading.requests import Verify
+from dcp.storage.engine.requests import Verify
 from dcp.storage.errors import OptionError
 
 if TYPE_CHECKING:  # maps are made of what this folder finds

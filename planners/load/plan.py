@@ -12,7 +12,7 @@ import numpy.typing as npt
 from dcp.planners.columns import HeldBoxes
 from dcp.planners.load.key_hints import hint_for_missing
 from dcp.planners.load.selection import Selection
-from dcp.storage.engine.reading.requests import Pieces
+from dcp.storage.engine.requests import Pieces
 from dcp.storage.errors import (
     DtypeMismatchError,
     MissingKeyError,

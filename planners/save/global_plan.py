@@ -32,7 +32,7 @@ from dcp.planners.save.validate import (
     check_volumes,
     invalid_plan,
 )
-from dcp.storage.engine.write_tables import WriteColumns
+from dcp.storage.engine.write import WriteColumns
 from dcp.storage.formats.container_notes import ContainerNote, Noted, join_notes, structure_of_notes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, Path, itemsizes
 from dcp.storage.formats.registry import DCP

@@ -26,7 +26,7 @@ from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan
 from dcp.planners.save.replica_sets import differing, folds_of
 from dcp.planners.value_digests import NOT_COMPARABLE
-from dcp.storage.engine.write_tables import WriteColumns
+from dcp.storage.engine.write import WriteColumns
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import encode_notes
 from dcp.storage.formats.index import Path

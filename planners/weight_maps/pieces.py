@@ -14,7 +14,7 @@ import numpy as np
 
 from dcp.planners.columns import HeldBoxes
 from dcp.planners.load.plan import LoadProblems, intersect, pieces_of
-from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.read import ReadEngine
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.geometry.boxes import Box

@@ -30,7 +30,7 @@ _BUFFER_BYTES: Final = 1 << 20
 _NO_FOLDER_SYNC: Final = frozenset(
     {errno.EACCES, errno.EBADF, errno.EINVAL, errno.EISDIR, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 )
-"""As `dcp.storage.stores.posix.refusals` has it, which a client does without."""
+"""As `dcp.storage.stores.posix.files` has it, which a client does without."""
 
 
 class Download:

@@ -90,7 +90,7 @@ def plan_download(
     from dcp.conversion.targets.job import ConversionOptions, plan_layout
     from dcp.planners.garbage_collection import garbage_collection_paused
     from dcp.server.data.sending.planned import PlannedBody
-    from dcp.storage.engine.reading.engine import ReadEngine
+    from dcp.storage.engine.read import ReadEngine
 
     store, index = opened.store, opened.whole_index
     check()

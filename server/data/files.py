@@ -9,8 +9,7 @@ from typing import Final
 from dcp.server.data.opening import OpenCheckpoint
 from dcp.server.problems import NotFoundError
 from dcp.server.records.contents import FileRole, LostFile
-from dcp.storage.stores.base import FileInfo
-from dcp.storage.stores.names import TEMPORARY_PREFIX, check_name
+from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, check_name
 
 __all__ = ["PRESIGNED_SECONDS", "RawFile", "file_etag", "file_of", "files_of", "lost_files", "presigned_url"]
 

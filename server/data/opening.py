@@ -15,8 +15,7 @@ from dcp.server.data.sharing import SharedValues
 from dcp.server.problems import NotFoundError, UnavailableError
 from dcp.server.roots import StorageRoot
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
-from dcp.storage.stores.base import Store
-from dcp.storage.stores.names import TEMPORARY_PREFIX
+from dcp.storage.stores.base import TEMPORARY_PREFIX, Store
 
 if TYPE_CHECKING:
     from dcp.server.data.chunk_columns import ChunkColumns

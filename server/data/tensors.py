@@ -20,7 +20,7 @@ from dcp.server.data.sending.bodies import Body
 from dcp.server.data.sending.planned import ArrayBody, PlannedBody
 from dcp.server.data.slices import TensorFormat
 from dcp.server.problems import UnprocessableError
-from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.read import ReadEngine
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.dtypes import Dtype
 from dcp.storage.formats.safetensors import HeaderTensor, header_order, safetensors_header

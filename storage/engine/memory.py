@@ -14,22 +14,6 @@ import numpy.typing as npt
 
 from dcp.storage.geometry.strides import Int64, extent
 
-__all__ = [
-    "GATHERED_BYTES",
-    "Place",
-    "ScratchBuffers",
-    "array_at",
-    "copy_small",
-    "gather_small",
-    "is_read_only",
-    "item_dtype",
-    "item_view",
-    "repeats_places",
-    "scatter_small",
-    "share_memory",
-    "view",
-]
-
 _WRITABLE = 0x200
 _KEPT_BUFFERS = 8
 
@@ -67,41 +51,36 @@ GATHERED_BYTES = 32
 def gather_small(addresses: Int64, size_bytes: int) -> npt.NDArray[np.uint8]:
     """Return what stands at ``addresses``, ``size_bytes`` each, in one row each; the caller keeps the owners
     alive."""
-    count = len(addresses)
-    if not count or not size_bytes:
-        return np.zeros((count, size_bytes), np.uint8)
-    if size_bytes <= GATHERED_BYTES:
-        memory, places = _places(addresses, size_bytes)
-        return memory[places]
-    rows = np.empty((count, size_bytes), np.uint8)
-    first = rows.ctypes.data
-    for target, source in zip(range(first, first + rows.nbytes, size_bytes), addresses.tolist(), strict=True):
-        copy_small(target, source, size_bytes)
+    rows = np.empty((len(addresses), size_bytes), np.uint8)
+    _copy_rows(addresses, rows, scatter=False)
     return rows
 
 
 def scatter_small(addresses: Int64, rows: npt.NDArray[np.uint8]) -> None:
     """Copy each of ``rows``, of a C-ordered table, to one of ``addresses``; the inverse of `gather_small`."""
+    _copy_rows(addresses, rows, scatter=True)
+
+
+def _copy_rows(addresses: Int64, rows: npt.NDArray[np.uint8], *, scatter: bool) -> None:
     size_bytes = rows.shape[1]
     if not rows.size:
         return
     if size_bytes <= GATHERED_BYTES:
-        memory, places = _places(addresses, size_bytes)
-        memory[places] = rows
+        # All memory from the first to the last address: between the owners may be anything, or nothing, and
+        # only the places are looked at.
+        low = int(addresses.min())
+        memory = np.frombuffer(view(low, int(addresses.max()) + size_bytes - low), np.uint8)
+        places = (addresses - low)[:, None] + np.arange(size_bytes)
+        if scatter:
+            memory[places] = rows
+        else:
+            rows[:] = memory[places]
         return
     first = rows.ctypes.data
-    for target, source in zip(addresses.tolist(), range(first, first + rows.nbytes, size_bytes), strict=True):
+    starts = range(first, first + rows.nbytes, size_bytes)
+    sources, targets = (starts, addresses.tolist()) if scatter else (addresses.tolist(), starts)
+    for target, source in zip(targets, sources, strict=True):
         copy_small(target, source, size_bytes)
-
-
-def _places(addresses: Int64, size_bytes: int) -> tuple[npt.NDArray[np.uint8], Int64]:
-    """Return all memory from the first to the last address, and where in it the bytes are.
-
-    Between the owners may be anything, or nothing: only the places are looked at.
-    """
-    low = int(addresses.min())
-    memory = np.frombuffer(view(low, int(addresses.max()) + size_bytes - low), np.uint8)
-    return memory, (addresses - low)[:, None] + np.arange(size_bytes)
 
 
 _ITEMS = {

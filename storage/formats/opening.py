@@ -36,9 +36,8 @@ from dcp.storage.formats.torch.metadata_writer import torch_metadata_head
 from dcp.storage.formats.views import join_indexes
 from dcp.storage.near_names import close_to, listed
 from dcp.storage.stores import OpenStore, open_store
-from dcp.storage.stores.base import Store
-from dcp.storage.stores.folders import ParentFolder, open_parent_folder
-from dcp.storage.stores.names import place_text
+from dcp.storage.stores.base import Store, place_text
+from dcp.storage.stores.opening import ParentFolder, open_parent_folder
 from dcp.storage.stores.posix.files import broken_link, storage_error
 from dcp.storage.threads import WorkerThreads, result_of
 

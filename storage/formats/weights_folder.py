@@ -29,8 +29,7 @@ from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening import index_of_file
 from dcp.storage.formats.safetensors import parse_json
 from dcp.storage.formats.views import join_indexes
-from dcp.storage.stores.base import Store
-from dcp.storage.stores.names import check_name
+from dcp.storage.stores.base import Store, check_name
 from dcp.storage.threads import WorkerThreads
 
 MAX_WEIGHT_MAP_BYTES: Final = 32 << 20

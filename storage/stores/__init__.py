@@ -6,10 +6,20 @@ capabilities as data.
 
 from __future__ import annotations
 
-from dcp.storage.stores.base import ANY, Capabilities, FileInfo, ReadOnlyStore, Store, StoreType, Version
-from dcp.storage.stores.handles import Buffer, ReadHandle, WriteHandle
+from dcp.storage.stores.base import (
+    ANY,
+    Buffer,
+    Capabilities,
+    FileInfo,
+    ReadHandle,
+    ReadOnlyStore,
+    Store,
+    StoreType,
+    Version,
+    WriteHandle,
+    check_name,
+)
 from dcp.storage.stores.memory import MemoryStore
-from dcp.storage.stores.names import check_name
 from dcp.storage.stores.opening import OpenStore, open_store, register_store, type_of_place
 from dcp.storage.stores.posix.store import PosixStore
 

@@ -11,30 +11,257 @@ Errors are typed (`dcp.storage.errors`) and carry ``path`` and, where an operati
 from __future__ import annotations
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Final, Literal, TypeAlias
+from types import TracebackType
+from typing import Any, Final, Literal, Protocol, Self, TypeAlias
 
-from dcp.storage.errors import CheckpointConflictError, CheckpointFormatError, StorageError
-from dcp.storage.stores.handles import ReadHandle, WriteHandle
-from dcp.storage.stores.names import check_name
+from dcp.storage.closable import Closable
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    StorageError,
+)
 
-__all__ = [
-    "ANY",
-    "Anything",
-    "Capabilities",
-    "Expected",
-    "FileInfo",
-    "ReadOnlyStore",
-    "ReadProfile",
-    "Store",
-    "StoreType",
-    "Version",
-    "traffic_since",
-]
+LOCK_NAME: Final = ".lock"
+"""The advisory lock's file where a backend needs one; reserved, and left out of listings."""
+
+TEMPORARY_PREFIX: Final = ".tmp-"
+"""Files written aside for a publish are named so. A crash may leave one; garbage collection removes it."""
+
+_NAME_LIMIT_BYTES: Final = 255
+
+
+def check_name(name: str) -> str:
+    """Return ``name`` itself if it is one plain path component that a file of a store may have.
+
+    Raises `CheckpointFormatError` otherwise: names come out of metadata that others wrote, and must not
+    reach outside of the folder.
+    """
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:
+        size = 0
+    if not 0 < size <= _NAME_LIMIT_BYTES or name in (".", "..", LOCK_NAME):
+        fault = "empty, reserved, not UTF-8, or longer than 255 bytes"
+    elif "/" in name or "\\" in name or "\0" in name:
+        fault = "has a path separator or NUL in it"
+    else:
+        return name
+    raise CheckpointFormatError(
+        f"file name {name!r} is not allowed in a checkpoint: {fault}; "
+        "the metadata that names it is damaged or hostile",
+        name=name,
+    )
+
+
+def is_name(name: str) -> bool:
+    """Return whether a file or folder of a store may have this name."""
+    try:
+        check_name(name)
+    except CheckpointFormatError:
+        return False
+    return True
+
+
+def place_text(place: object) -> str:
+    """Return the path or URL that names a place, as text; `StorageError` for what names none."""
+    text = os.fspath(place) if isinstance(place, os.PathLike) else place
+    if not isinstance(text, str):
+        raise StorageError(
+            f"a checkpoint is named by a str or a path, and {text!r:.100} is of type {type(text).__name__}"
+            + (": decode it, as by os.fsdecode()" if isinstance(text, bytes | bytearray) else ""),
+            op="open",
+        )
+    if not text:
+        raise StorageError("an empty path names no folder: pass '.' for the current one", op="open")
+    if "\0" in text:
+        raise StorageError(f"{text!r:.200} has a NUL character in it, which no path may have", op="open")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        raise StorageError(
+            f"{text!r:.200} has a character that the file system's encoding lacks", op="open"
+        ) from None
+    return text
+
+
+Buffer: TypeAlias = "bytes | bytearray | memoryview[Any]"
+"""Bytes to be written: C-contiguous, any item format."""
+
+
+def byte_view(data: Buffer) -> memoryview:
+    """Return ``data`` as a one-dimensional view of bytes. Raises `TypeError` if it is not C-contiguous."""
+    view = memoryview(data)
+    if view.ndim == 1 and view.format == "B" and view.c_contiguous:
+        return view
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+class Inflow(Protocol):
+    """Takes in a range of a file as it comes, so that what has come is used while a cache has it."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Return how much it takes."""
+
+    def buffers(self) -> Iterator[memoryview]:
+        """Yield memory for all of it, in order, for one attempt to fetch it; from any thread.
+
+        The next buffer is asked for when the last one is full, and after the last one once more. Asked anew,
+        it begins anew: what came by an attempt before does not count.
+        """
+
+
+class Views:
+    """The `Inflow` into memory that is all there."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = views
+        self.size_bytes = sum(map(len, views))
+
+    def buffers(self) -> Iterator[memoryview]:
+        """Yield each of the views."""
+        return iter(self._views)
+
+
+class ReadHandle(Closable):
+    """An open file, read at explicit offsets, by any number of threads at once."""
+
+    name: str
+    size_bytes: int
+
+    @abstractmethod
+    def preadv(self, buffers: Sequence[memoryview], offset: int) -> None:
+        """Fill all ``buffers`` exactly, in order, from byte ``offset`` on, without a copy in between.
+
+        Raises `CorruptCheckpointError` if the file ends before, `StorageError` if reading fails. Contents of
+        the buffers are then undefined.
+        """
+
+    def receive(self, inflow: Inflow, offset: int) -> None:
+        """Read as `preadv`, into the buffers of ``inflow``, where its size is worth one request."""
+        for buffer in inflow.buffers():
+            self.preadv([buffer], offset)
+            offset += len(buffer)
+
+    def pread(self, length: int, offset: int) -> bytes:
+        """Return exactly ``length`` bytes: for headers, where a destination of one's own is not worth it."""
+        data = bytearray(length)
+        self.preadv([memoryview(data)], offset)
+        return bytes(data)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the file; idempotent. No read may be running in another thread."""
+
+
+class WriteHandle(ABC):
+    """A new file, written front to back by one thread at a time.
+
+    As a context manager it finishes on a normal exit and aborts on an exception.
+    """
+
+    name: str
+
+    @property
+    @abstractmethod
+    def position(self) -> int:
+        """Return the bytes accepted so far, so that the caller learns at which offset a record begins."""
+
+    @abstractmethod
+    def write(self, data: Buffer) -> None:
+        """Append ``data``, consumed before return: the caller may change the memory at once.
+
+        Raises `StorageFullError` or `StorageError`, also for an earlier write that failed in the background;
+        then only `abort` is of use.
+        """
+
+    def write_many(self, parts: Sequence[bytes | memoryview]) -> None:
+        """Append all of ``parts``, as `write` does each."""
+        for part in parts:
+            self.write(part)
+
+    @abstractmethod
+    def finish(self) -> int:
+        """Bring everything to storage, durable where `Store.create` was asked so; returns the size in bytes.
+
+        Raises `CheckpointConflictError` if another process has ended its upload (`Store.abort_uploads`).
+        The name itself is durable only after `Store.sync`, once for all files of a folder. Idempotent.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Remove the file, for a save that failed. Idempotent; after `finish` it does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abort()
+            return
+        try:
+            self.finish()
+        except BaseException:
+            self.abort()
+            raise
+
+
+class PlainWriteHandle(WriteHandle):
+    """A new file at ``path``: the position, and the states open, finished and aborted."""
+
+    def __init__(self, name: str, path: str) -> None:
+        self.name = name
+        self._path = path
+        self._position = 0
+        self._state = "open"
+
+    @property
+    def position(self) -> int:
+        """Return the bytes accepted so far."""
+        return self._position
+
+    def write(self, data: Buffer) -> None:
+        """Append ``data``."""
+        self._check_open()
+        view = byte_view(data)
+        self._append(view)
+        self._position += len(view)
+
+    def finish(self) -> int:
+        """Make the file."""
+        if self._state != "finished":
+            self._check_open()
+            self._complete()
+            self._state = "finished"
+        return self._position
+
+    def abort(self) -> None:
+        """Throw away what was written."""
+        if self._state == "open":
+            self._state = "aborted"
+            self._throw_away()
+
+    @abstractmethod
+    def _append(self, view: memoryview) -> None: ...
+
+    @abstractmethod
+    def _complete(self) -> None: ...
+
+    @abstractmethod
+    def _throw_away(self) -> None: ...
+
+    def _check_open(self) -> None:
+        if self._state != "open":
+            raise ValueError(f"{self._path} is {self._state}: nothing can be written to it any more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,30 +407,18 @@ class Store(ABC):
         before memory for it is taken. The size is checked on the open file, so that a swap in between gains
         nothing.
         """
-        handle = self.open_read(name)
-        try:
+        with self.open_read(name) as handle:
             if handle.size_bytes > limit_bytes:
-                raise CheckpointFormatError(
-                    f"{self.path_of(name)} has {handle.size_bytes} bytes, more than the {limit_bytes} that "
-                    "such a file may have: it is damaged or hostile",
-                    path=self.path_of(name),
-                    size_bytes=handle.size_bytes,
-                    limit_bytes=limit_bytes,
-                )
+                raise self.too_large(name, handle.size_bytes, limit_bytes)
             return handle.pread(handle.size_bytes, 0)
-        finally:
-            handle.close()
 
     def read_start(self, name: str, size_bytes: int) -> tuple[bytes, int]:
         """Return (the first ``size_bytes`` of a file, or all if it has fewer; how many it has). One request.
 
         Raises `CheckpointNotFoundError` if it is absent.
         """
-        handle = self.open_read(name)
-        try:
+        with self.open_read(name) as handle:
             return handle.pread(min(size_bytes, handle.size_bytes), 0), handle.size_bytes
-        finally:
-            handle.close()
 
     @abstractmethod
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
@@ -285,6 +500,20 @@ class Store(ABC):
         path = self.path_of(name)
         return StorageError(
             f"{path} exists already: data files are never overwritten", path=path, op="create"
+        )
+
+    def absent(self, name: str) -> CheckpointNotFoundError:
+        """Return what reading raises where there is no file of the name."""
+        return CheckpointNotFoundError(f"{self.path_of(name)} does not exist", path=self.path_of(name))
+
+    def too_large(self, name: str, size_bytes: int, limit_bytes: int) -> CheckpointFormatError:
+        """Return what `read` raises for a file that is larger than one of its kind may be."""
+        return CheckpointFormatError(
+            f"{self.path_of(name)} has {size_bytes} bytes, more than the {limit_bytes} that such a file may "
+            "have: it is damaged or hostile",
+            path=self.path_of(name),
+            size_bytes=size_bytes,
+            limit_bytes=limit_bytes,
         )
 
     def abort_uploads(self, belongs: Callable[[str], bool]) -> int:

@@ -15,61 +15,55 @@ from typing import Final
 
 import numpy as np
 
-__all__ = ["ALIGNMENT_BYTES", "POOL", "RELEASE_GIL_BYTES", "BounceBuffer", "BufferPool", "copy_bytes"]
-
 ALIGNMENT_BYTES: Final = 4096
 """Of memory, file offset and length in O_DIRECT writes; a device that wants more is served buffered."""
+
+BUFFER_BYTES: Final = 8 << 20
+_COUNT: Final = 4
 
 RELEASE_GIL_BYTES: Final = 64 << 10
 """Copies from this size on let other threads run."""
 
 
 class BounceBuffer:
-    """One aligned block of memory. ``view`` is writable and as long as the pool's ``size_bytes``."""
+    """One aligned block of memory. ``view`` is writable, and has `BUFFER_BYTES`."""
 
     __slots__ = ("__weakref__", "generation", "view")
 
-    def __init__(self, size_bytes: int, generation: int) -> None:
+    def __init__(self, generation: int) -> None:
         # Private, not shared: after a fork the child's writes must not reach a file that the parent writes.
-        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.view = memoryview(memory)
         self.generation = generation
 
 
 class BufferPool:
-    """Keeps up to ``count`` buffers of ``size_bytes`` each. Thread-safe; starts afresh in a forked child.
+    """Keeps up to `_COUNT` buffers. Thread-safe; starts afresh in a forked child.
 
     A buffer that an interrupted caller lost counts no more once it is garbage.
     """
 
-    def __init__(self, count: int = 4, size_bytes: int = 8 << 20) -> None:
-        if count < 1 or size_bytes < ALIGNMENT_BYTES or size_bytes % ALIGNMENT_BYTES:
-            raise ValueError(
-                f"a pool needs count >= 1 and a multiple of {ALIGNMENT_BYTES}: {count=}, {size_bytes=}"
-            )
-        self.count = count
-        self.size_bytes = size_bytes
+    def __init__(self) -> None:
         self._generation = 0
-        self._start_afresh()
-        _POOLS.add(self)
+        self.start_afresh()
 
-    def _start_afresh(self) -> None:
-        # In a forked child: the lock may be held by a thread that does not exist here, and buffers that
-        # were out belong to handles of the parent.
+    def start_afresh(self) -> None:
+        """Forget all, in a forked child: the lock may be held by a thread that does not exist here, and
+        buffers that were out belong to handles of the parent."""
         self._lock = threading.Lock()
         self._free: list[BounceBuffer] = []
         self._out: weakref.WeakSet[BounceBuffer] = weakref.WeakSet()
         self._generation += 1
 
     def take(self, *, is_first: bool) -> BounceBuffer | None:
-        """Hand out a buffer; None for another than the first one of a file if ``count`` are out.
+        """Hand out a buffer; None for another than the first one of a file if `_COUNT` are out.
 
         Without a first one no progress is possible; a second one is to overlap copy and write.
         """
         with self._lock:
-            if not is_first and len(self._out) >= self.count:
+            if not is_first and len(self._out) >= _COUNT:
                 return None
-            buffer = self._free.pop() if self._free else self._allocate(self._generation)
+            buffer = self._free.pop() if self._free else BounceBuffer(self._generation)
             self._out.add(buffer)
             return buffer
 
@@ -79,25 +73,14 @@ class BufferPool:
             if buffer.generation != self._generation:
                 return
             self._out.discard(buffer)
-            if len(self._out) + len(self._free) < self.count:
+            if len(self._out) + len(self._free) < _COUNT:
                 self._free.append(buffer)
 
-    def _allocate(self, generation: int) -> BounceBuffer:
-        return BounceBuffer(self.size_bytes, generation)
-
-
-_POOLS: Final[weakref.WeakSet[BufferPool]] = weakref.WeakSet()
-
-
-def _start_all_afresh() -> None:
-    for pool in list(_POOLS):
-        pool._start_afresh()
-
-
-os.register_at_fork(after_in_child=_start_all_afresh)
 
 POOL: Final = BufferPool()
 """The pool of this process."""
+
+os.register_at_fork(after_in_child=POOL.start_afresh)
 
 
 def copy_bytes(target: memoryview, source: bytes | memoryview) -> None:

@@ -29,8 +29,7 @@ from dcp.storage.errors import (
     CorruptCheckpointError,
     StorageError,
 )
-from dcp.storage.stores.base import ANY, Store, Version
-from dcp.storage.stores.names import LOCK_NAME
+from dcp.storage.stores.base import ANY, LOCK_NAME, Store, Version
 
 __all__ = ["BOUNDARY_SIZES", "StoreContract", "pattern_bytes"]
 

@@ -8,17 +8,23 @@ A tool of the test suite, shipped for backends and training frameworks that want
 from __future__ import annotations
 
 import fnmatch
+import functools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
-from dcp.storage.stores.base import ANY, Expected, FileInfo, Store, Version
-from dcp.storage.stores.handles import Buffer, ReadHandle, WriteHandle, byte_view
+from dcp.storage.stores.base import (
+    Buffer,
+    ReadHandle,
+    Store,
+    WriteHandle,
+    byte_view,
+)
 
-__all__ = ["Fault", "FaultInjectingStore", "Operation"]
+M = TypeVar("M", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,19 @@ class Fault:
         return fnmatch.fnmatchcase(operation.op, self.op) and fnmatch.fnmatchcase(operation.name, self.name)
 
 
+def _counted(method: M, op: str = "") -> M:
+    """Return ``method`` of `Store` as an operation that is counted, and carried out by the inner store."""
+
+    @functools.wraps(method)
+    def call(self: FaultInjectingStore, *args: Any, **options: Any) -> Any:
+        name, data = (*args, "", b"")[:2] if args and isinstance(args[0], str) else ("", b"")
+        self._run(op or method.__name__, name, len(data) if isinstance(data, bytes) else 0)
+        return getattr(self.inner, method.__name__)(*args, **options)
+
+    vars(call).pop("__isabstractmethod__", None)
+    return cast(M, call)
+
+
 class FaultInjectingStore(Store):
     """``inner`` with faults. ``log`` has every operation begun, in order; ``counts`` how many by name.
 
@@ -93,24 +112,26 @@ class FaultInjectingStore(Store):
             self._faults.clear()
             self._seen.clear()
 
-    def make_root(self) -> None:
-        """See `Store`."""
-        self._run("make_root")
-        self.inner.make_root()
+    make_root = _counted(Store.make_root)
+    list = _counted(Store.list)
+    stat = _counted(Store.stat)
+    version = _counted(Store.version)
+    publish = _counted(Store.publish)  # fails before anything is published: it is never torn
+    delete = _counted(Store.delete)
+    delete_if = _counted(Store.delete_if, "delete")
+    abort_uploads = _counted(Store.abort_uploads)
+    lock = _counted(Store.lock)
+    sync = _counted(Store.sync)
+    make_durable = _counted(Store.make_durable)
+    remove_root = _counted(Store.remove_root)
 
     def exists(self) -> bool:
         """See `Store`; no operation of its own."""
         return self.inner.exists()
 
-    def list(self) -> list[FileInfo]:
-        """See `Store`."""
-        self._run("list")
-        return self.inner.list()
-
-    def stat(self, name: str) -> FileInfo | None:
-        """See `Store`."""
-        self._run("stat", name)
-        return self.inner.stat(name)
+    def traffic(self) -> dict[str, float]:
+        """See `Store`; not an operation."""
+        return self.inner.traffic()
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         """See `Store`; a byte may be flipped."""
@@ -132,57 +153,6 @@ class FaultInjectingStore(Store):
         return _FaultyWriteHandle(
             self, self.inner.create(name, durable=durable, expected_bytes=expected_bytes, replace=replace)
         )
-
-    def version(self, name: str) -> Version | None:
-        """See `Store`."""
-        self._run("version", name)
-        return self.inner.version(name)
-
-    def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
-        """See `Store`; fails before anything is published: a publish is never torn."""
-        self._run("publish", name, len(data))
-        return self.inner.publish(name, data, durable=durable, expected=expected)
-
-    def delete(self, name: str) -> None:
-        """See `Store`."""
-        self._run("delete", name)
-        self.inner.delete(name)
-
-    def delete_if(self, name: str, expected: Version) -> bool:
-        """See `Store`; the operation is called delete."""
-        self._run("delete", name)
-        return self.inner.delete_if(name, expected)
-
-    def abort_uploads(self, belongs: Callable[[str], bool]) -> int:
-        """See `Store`."""
-        self._run("abort_uploads")
-        return self.inner.abort_uploads(belongs)
-
-    def traffic(self) -> dict[str, float]:
-        """See `Store`; not an operation."""
-        return self.inner.traffic()
-
-    @contextmanager
-    def lock(self, *, timeout_seconds: float) -> Iterator[None]:
-        """See `Store`."""
-        self._run("lock")
-        with self.inner.lock(timeout_seconds=timeout_seconds):
-            yield
-
-    def sync(self) -> None:
-        """See `Store`."""
-        self._run("sync")
-        self.inner.sync()
-
-    def make_durable(self) -> None:
-        """See `Store`."""
-        self._run("make_durable")
-        self.inner.make_durable()
-
-    def remove_root(self) -> None:
-        """See `Store`."""
-        self._run("remove_root")
-        self.inner.remove_root()
 
     def _begin(self, op: str, name: str = "", size_bytes: int = 0) -> tuple[Operation, Sequence[Fault]]:
         """Log the operation, and return the faults that are due at it."""

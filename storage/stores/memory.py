@@ -5,29 +5,29 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dcp.storage.errors import (
-    CheckpointFormatError,
-    CheckpointNotFoundError,
     CorruptCheckpointError,
-    StorageError,
 )
 from dcp.storage.stores.base import (
     ANY,
     Capabilities,
     Expected,
     FileInfo,
+    PlainWriteHandle,
+    ReadHandle,
     Store,
     StoreType,
     Version,
+    WriteHandle,
+    byte_view,
+    check_name,
+    is_name,
 )
-from dcp.storage.stores.handles import Buffer, ReadHandle, WriteHandle, byte_view
-from dcp.storage.stores.names import check_name, is_name
-
-__all__ = ["STORE_TYPE", "MemoryStore", "folder_names"]
+from dcp.storage.stores.objects.shared import locked
 
 
 @dataclass
@@ -40,7 +40,6 @@ class _MemoryFile:
 class _MemoryFolder:
     files: dict[str, _MemoryFile] = field(default_factory=dict)
     guard: threading.Lock = field(default_factory=threading.Lock)
-    advisory: threading.RLock = field(default_factory=threading.RLock)
 
 
 _FOLDERS: dict[str, _MemoryFolder] = {}
@@ -80,12 +79,7 @@ class MemoryStore(Store):
         """Return a copy of the file."""
         data = self._file(name).data
         if len(data) > limit_bytes:
-            raise CheckpointFormatError(
-                f"{self.path_of(name)} has {len(data)} bytes, more than the {limit_bytes} that it may have",
-                path=self.path_of(name),
-                size_bytes=len(data),
-                limit_bytes=limit_bytes,
-            )
+            raise self.too_large(name, len(data), limit_bytes)
         return bytes(data)
 
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
@@ -131,20 +125,9 @@ class MemoryStore(Store):
             self._folder.files.pop(check_name(name), None)
             return True
 
-    @contextmanager
-    def lock(self, *, timeout_seconds: float) -> Iterator[None]:
+    def lock(self, *, timeout_seconds: float) -> AbstractContextManager[None]:
         """Hold a lock between threads: other processes have a folder of their own."""
-        if not self._folder.advisory.acquire(timeout=max(0.0, timeout_seconds)):
-            raise StorageError(
-                f"{self.url} is locked by another thread, and was still after {timeout_seconds:g} seconds",
-                path=self.url,
-                op="lock",
-                timeout_seconds=timeout_seconds,
-            )
-        try:
-            yield
-        finally:
-            self._folder.advisory.release()
+        return locked(self.url, timeout_seconds)
 
     def sync(self) -> None:
         """Do nothing: nothing is durable here."""
@@ -175,7 +158,7 @@ class MemoryStore(Store):
     def _file(self, name: str) -> _MemoryFile:
         file = self._folder.files.get(check_name(name))
         if file is None:
-            raise CheckpointNotFoundError(f"{self.path_of(name)} does not exist", path=self.path_of(name))
+            raise self.absent(name)
         return file
 
     def _forget(self, name: str, file: _MemoryFile) -> None:
@@ -211,38 +194,20 @@ class _MemoryReadHandle(ReadHandle):
         self._file = None
 
 
-class _MemoryWriteHandle(WriteHandle):
+class _MemoryWriteHandle(PlainWriteHandle):
     def __init__(self, name: str, store: MemoryStore, file: _MemoryFile) -> None:
-        self.name = name
+        super().__init__(name, store.path_of(name))
         self._store = store
         self._file = file
-        self._state = "open"
 
-    @property
-    def position(self) -> int:
-        return len(self._file.data)
+    def _append(self, view: memoryview) -> None:
+        self._file.data += view
 
-    def write(self, data: Buffer) -> None:
-        self._check_open()
-        self._file.data += byte_view(data)
+    def _complete(self) -> None:
+        self._file.modified_seconds = time.time()
 
-    def finish(self) -> int:
-        if self._state != "finished":
-            self._check_open()
-            self._file.modified_seconds = time.time()
-            self._state = "finished"
-        return self.position
-
-    def abort(self) -> None:
-        if self._state == "open":
-            self._state = "aborted"
-            self._store._forget(self.name, self._file)
-
-    def _check_open(self) -> None:
-        if self._state != "open":
-            raise ValueError(
-                f"{self._store.path_of(self.name)} is {self._state}: nothing can be written to it any more"
-            )
+    def _throw_away(self) -> None:
+        self._store._forget(self.name, self._file)
 
 
 def _file_info(name: str, file: _MemoryFile) -> FileInfo:

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from dcp.storage.engine.memory import ScratchBuffers, repeats_places
-from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, Elements, Pieces, PutBox, put_at
+from dcp.storage.engine.read import ReadEngine
+from dcp.storage.engine.requests import BoxRequest, ByteRuns, Elements, Pieces, PutBox, put_at
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.checksums import BLOCK_BYTES
 from dcp.storage.geometry.strides import Int64, contiguous_positions, is_c_ordered, row_matrix

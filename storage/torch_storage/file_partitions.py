@@ -11,9 +11,18 @@ from typing import NamedTuple
 import numpy as np
 
 from dcp.storage.engine.memory import gather_small, item_view, view
-from dcp.storage.engine.observers import Observer, see_all, see_many_in_all
-from dcp.storage.engine.write import WHOLE_BYTES, DataFile, Payload
-from dcp.storage.engine.write_tables import CHUNK_COLUMNS, OBJECT_COLUMNS, WriteColumns, WriteOutcome
+from dcp.storage.engine.write import (
+    CHUNK_COLUMNS,
+    OBJECT_COLUMNS,
+    WHOLE_BYTES,
+    DataFile,
+    Observer,
+    Payload,
+    WriteColumns,
+    WriteOutcome,
+    see_all,
+    see_many_in_all,
+)
 from dcp.storage.formats.index import itemsizes
 from dcp.storage.formats.native.record import ALIGNED_PAYLOAD_BYTES
 from dcp.storage.geometry.strides import Int64, expand_ranges, starts

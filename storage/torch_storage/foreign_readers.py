@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from dcp.storage.engine.reading.requests import Verify
+from dcp.storage.engine.requests import Verify
 from dcp.storage.errors import OptionError, UnsupportedFormatError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening import SourcePlace

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fsspec.utils import get_protocol
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
-from dcp.storage.engine.reading.requests import Verify
+from dcp.storage.engine.requests import Verify
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.torch_compat import VERSION
 from dcp.storage.torch_storage.reader import FileSystemReader
@@ -27,7 +27,7 @@ class FsspecWriter(FileSystemWriter):
     """`FileSystemWriter` to a URL such as ``s3://bucket/prefix``; a local path is fine, too.
 
     ``kwargs`` are the storage options, as all users of fsspec pass them (``endpoint_url``, ``key``,
-    ``secret``, ``anon``, ``client_kwargs``, ...), and ours of `dcp.storage.stores.objects.options`.
+    ``secret``, ``anon``, ``client_kwargs``, ...), and ours of `dcp.storage.stores.objects.shared`.
     ``memory://`` is fsspec's memory file system.
     """
 

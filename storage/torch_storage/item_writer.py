@@ -11,8 +11,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp.storage.engine.write import DataFile
-from dcp.storage.engine.write_tables import CHUNK_COLUMNS
+from dcp.storage.engine.write import CHUNK_COLUMNS, DataFile
 from dcp.storage.errors import PlanError
 from dcp.storage.tensors import byte_pieces, dtype_code
 

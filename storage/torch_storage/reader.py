@@ -1,7 +1,7 @@
 """torch's StorageReader over a store: `FileSystemReader`.
 
 Like the writer it serves two callers: torch's interface with plans made of objects, and `dcp.load` with
-runs and elements. Both end in `dcp.storage.engine.reading.engine.ReadEngine`.
+runs and elements. Both end in `dcp.storage.engine.read.ReadEngine`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import ByteRuns, ReadStats, Verify
+from dcp.storage.engine.read import ReadEngine
+from dcp.storage.engine.requests import ByteRuns, ReadStats, Verify
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -67,7 +67,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
     """Reads checkpoints of this package and of stock torch from a local folder (or any store's URL), files of
     torch.save, safetensors files, and Hugging Face folders.
 
-    ``path`` as in torch. ``verify`` is a policy of `dcp.storage.engine.reading.requests`; ``threads`` the
+    ``path`` as in torch. ``verify`` is a policy of `dcp.storage.engine.requests`; ``threads`` the
     number of reading threads (None: as the store likes it, on a disk by the machine's cores).
     ``open_store`` makes the store of a path, such as ``partial(PosixStore, follow_links=True)``.
     ``_extension_registry`` belongs to stock's experimental stream extensions, which this reader refuses to

@@ -25,9 +25,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp.storage import commit
-from dcp.storage.engine.observers import Observer
-from dcp.storage.engine.write import DataFile, data_file_name
-from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
+from dcp.storage.engine.write import DataFile, Observer, WriteColumns, WriteOutcome, data_file_name
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, OptionError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.geometry.strides import Int64

@@ -13,8 +13,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.storage.engine.reading.coalescing import coalesce, coalesce_columns, span_bytes
-from dcp.storage.engine.reading.fragments import Fragment, Fragments, within_blocks
+from dcp.storage.engine.requests import coalesce, coalesce_columns, span_bytes
+from dcp.storage.engine.source import Fragment, Fragments, within_blocks
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from tests.support.examples import examples
 

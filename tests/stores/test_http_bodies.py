@@ -1,4 +1,4 @@
-"""Bodies of answers. Internal: a real server cannot be made to break off at each byte, nor to hang in a head.
+"""Bodies of answers.
 
 They are received where they belong: connections are kept, answers that do not fit and early ends are told.
 """
@@ -6,19 +6,16 @@ They are received where they belong: connections are kept, answers that do not f
 from __future__ import annotations
 
 import contextlib
-import http.client
 import socket
 import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 
-from dcp.storage.stores.handles import Views
-from dcp.storage.stores.objects.bucket import _delivered, _tls
-from dcp.storage.stores.objects.failures import Failure, RequestError
-from dcp.storage.stores.objects.transport import HttpAnswer, Transport
+from dcp.errors import StorageError
+from dcp.storage.stores import ReadHandle, open_store
 from tests.support.receivers import CERTIFICATES
 
 _HANG_SECONDS = 60.0
@@ -44,15 +41,17 @@ class _Server:
         self._listener = socket.create_server((self.host, 0), family=family)
         scheme = "https" if self.tls else "http"
         host = f"[{self.host}]" if ":" in self.host else self.host
-        self.url = f"{scheme}://{host}:{self._listener.getsockname()[1]}/bucket/key?X-Amz-Signature=secret"
+        self.url = f"{scheme}://{host}:{self._listener.getsockname()[1]}"
+        self._kept: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.let_go.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
+        for each in (self._listener, *self._kept):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for thread in self._threads:
             thread.join(_HANG_SECONDS)
@@ -75,6 +74,7 @@ class _Server:
         with contextlib.suppress(OSError), connection:
             if self.tls:
                 connection = context.wrap_socket(connection, server_side=True)
+            self._kept.append(connection)
             connection.settimeout(_HANG_SECONDS)
             while head := self._head(connection):
                 self.heads.append(head)
@@ -90,119 +90,81 @@ class _Server:
         return head
 
 
-def _whole(body: bytes = _BODY, status: str = "206 Partial Content", told: int | None = None) -> bytes:
-    length = len(body) if told is None else told
-    return f'HTTP/1.1 {status}\r\nContent-Length: {length}\r\nETag: "x"\r\n\r\n'.encode() + body
+def _whole(body: bytes = _BODY, told: str = "", length: int | None = None) -> bytes:
+    told = told or f"bytes 0-{len(_BODY) - 1}/{len(_BODY)}"
+    head = f"Content-Length: {len(body) if length is None else length}\r\nContent-Range: {told}\r\n"
+    return f'HTTP/1.1 206 Partial Content\r\n{head}ETag: "x"\r\n\r\n'.encode() + body
 
 
-@contextlib.contextmanager
-def _transport(**settings: object) -> Iterator[Transport]:
-    defaults: dict[str, object] = {
-        "threads": 4,
-        "connect_seconds": _HANG_SECONDS,
-        "read_seconds": _HANG_SECONDS,
-        "tls": lambda: _tls(str(_LOOPBACK), None),
-    }
-    transport = Transport(**(defaults | settings))  # type: ignore[arg-type]
-    try:
-        yield transport
-    finally:
-        transport.close()
-
-
-def _memory(size: int = len(_BODY), parts: int = 3) -> tuple[bytearray, Views]:
-    data = bytearray(size)
-    step = -(-size // parts)
-    views = [memoryview(data)[begin : begin + step] for begin in range(0, size, step)]
-    return data, Views(views)
-
-
-def _get(
-    transport: Transport, url: str, inflow: Views, limit_seconds: float = _HANG_SECONDS, **headers: str
-) -> HttpAnswer:
-    return transport.attempt(
-        lambda: transport.send("GET", url, headers, inflow=inflow), limit_seconds=limit_seconds
-    )
+def _opened(server: _Server, size: int = len(_BODY), **options: object) -> ReadHandle:
+    common = {"endpoint_url": server.url, "key": "k", "secret": "s", "retry_seconds": 0}
+    return open_store("s3://bucket/run", common | options).open_read("key", expected_bytes=size)
 
 
 def test_bodies_fill_buffers_over_one_connection() -> None:
-    """Several buffers are filled in order, headers come in lower case, and the connection is used again."""
-    with _Server(lambda connection, _: connection.sendall(_whole())) as server, _transport() as transport:
+    """Several buffers are filled in order, and the connection is used again."""
+    with _Server(lambda connection, _: connection.sendall(_whole())) as server:
+        handle = _opened(server)
         for _ in range(3):
-            data, inflow = _memory()
-            answer = _get(transport, server.url, inflow, Range="bytes=0-9")
-            assert (answer.status, answer.headers["etag"], answer.body) == (206, '"x"', b"")
-            assert answer.is_filled and data == _BODY
+            data, step = bytearray(len(_BODY)), -(-len(_BODY) // 3)
+            handle.preadv([memoryview(data)[at : at + step] for at in range(0, len(data), step)], 0)
+            assert data == _BODY
         assert server.connections == 1
         first, *lines = server.heads[0].decode().split("\r\n")
-        assert first == "GET /bucket/key?X-Amz-Signature=secret HTTP/1.1"
-        assert "Range: bytes=0-9" in lines
+        assert first == "GET /bucket/run/key HTTP/1.1"
+        assert f"Range: bytes=0-{len(_BODY) - 1}" in lines
 
 
-def test_a_body_that_ends_too_early_is_an_error() -> None:
+@pytest.mark.parametrize("size", [0, 1, len(_BODY) - 1])
+def test_a_body_that_ends_too_early_is_an_error(size: int) -> None:
     """A connection that breaks in the body fails the attempt, at whatever byte."""
-    for size in (0, 1, len(_BODY) - 1):
-
-        def reply(connection: socket.socket, _: int, size: int = size) -> None:
-            connection.sendall(_whole(_BODY[:size], told=len(_BODY)))
-            connection.shutdown(socket.SHUT_RDWR)
-
-        with (
-            _Server(reply) as server,
-            _transport() as transport,
-            pytest.raises((http.client.HTTPException, OSError)),
-        ):
-            _get(transport, server.url, _memory()[1])
-
-
-@pytest.mark.parametrize("sent_bytes", [1, 128 << 10])
-def test_a_slow_line_is_waited_for_and_a_trickle_is_not(sent_bytes: int) -> None:
-    """Who has sent much may take longer than the limit."""
 
     def reply(connection: socket.socket, _: int) -> None:
-        connection.sendall(_whole()[:sent_bytes])
-        server.let_go.wait(1.0)
-        connection.sendall(_whole()[sent_bytes:])
+        connection.sendall(_whole(_BODY[:size], length=len(_BODY)))
+        connection.shutdown(socket.SHUT_RDWR)
 
-    ends = pytest.raises(TimeoutError) if sent_bytes == 1 else contextlib.nullcontext()
-    with _Server(reply) as server, _transport() as transport, ends:
-        assert _get(transport, server.url, _memory()[1], 0.4).is_filled
+    with _Server(reply) as server, pytest.raises(StorageError, match="IncompleteRead"):
+        _opened(server).pread(len(_BODY), 0)
+
+
+def test_a_trickle_is_not_waited_for() -> None:
+    """A byte now and then keeps no attempt alive."""
+
+    def reply(connection: socket.socket, _: int) -> None:
+        connection.sendall(_whole(b"", "bytes 0-999/1000", 1000))
+        while not server.let_go.wait(0.05):
+            connection.sendall(b"x")
+
+    with (
+        _Server(reply) as server,
+        pytest.raises(StorageError, match="no more than a trickle"),
+    ):
+        _opened(server, 1000, request_timeout_seconds=0.2).pread(1000, 0)
 
 
 def test_an_address_of_ipv6_is_asked() -> None:
     """In brackets, as URLs have it."""
-    with (
-        _Server(lambda connection, _: connection.sendall(_whole()), host="::1") as server,
-        _transport() as transport,
-    ):
-        data, inflow = _memory()
-        assert _get(transport, server.url, inflow).is_filled and data == _BODY
+    with _Server(lambda connection, _: connection.sendall(_whole()), host="::1") as server:
+        assert _opened(server).pread(len(_BODY), 0) == _BODY
 
 
+@pytest.mark.filterwarnings("ignore:Unverified HTTPS")
 def test_tls_is_verified_unless_switched_off() -> None:
     """Trusted by its authority, refused without, taken as it is with verify=False."""
     with _Server(lambda connection, _: connection.sendall(_whole()), tls=True) as server:
         for verify, good in ((str(_LOOPBACK), True), (True, False), (False, True)):
-            with _transport(tls=lambda verify=verify: _tls(verify, None)) as transport:
-                data, inflow = _memory()
-                if not good:
-                    with pytest.raises(ssl.SSLCertVerificationError):
-                        _get(transport, server.url, inflow)
-                    continue
-                assert _get(transport, server.url, inflow).is_filled and data == _BODY
+            handle = _opened(server, client_kwargs={"verify": verify})
+            with contextlib.nullcontext() if good else pytest.raises(StorageError, match="CERTIFICATE"):
+                assert handle.pread(len(_BODY), 0) == _BODY
 
 
 @pytest.mark.parametrize("told", ["bytes 0-9/100", "bytes 50-59/100"])
 def test_other_bytes_than_those_asked_for_are_an_error(told: str) -> None:
     """A cache on the way that answers with another range: nothing else would tell where nothing is hashed."""
-    answer = _whole(b"0123456789").replace(b"ETag", f"Content-Range: {told}\r\nETag".encode())
-    with _Server(lambda connection, _: connection.sendall(answer)) as server, _transport() as transport:
-        data, inflow = _memory(10)
-        got = _get(transport, server.url, inflow)
-        if told.startswith("bytes 50"):
-            info = _delivered("key", got, 50, 10)
-            assert (info.size_bytes, bytes(data)) == (100, b"0123456789")
-            return
-        with pytest.raises(RequestError, match="from 0 on came instead of 50") as other:
-            _delivered("key", got, 50, 10)
-        assert other.value.kind is Failure.PASSING
+    answer = _whole(b"0123456789", told)
+    refused = pytest.raises(StorageError, match="from 0 on came instead of 50")
+    with (
+        _Server(lambda connection, _: connection.sendall(answer)) as server,
+        contextlib.nullcontext() if told.startswith("bytes 50") else refused,
+    ):
+        assert _opened(server, 100).pread(10, 50) == b"0123456789"

@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import dcp
 from dcp.errors import StorageError
-from dcp.storage.stores.objects.failures import Failure, filesystem_failure, s3_failure
+from dcp.storage.stores.objects.requests import Failure, filesystem_failure, s3_failure
 
 
 class GoogleAuthError(Exception):

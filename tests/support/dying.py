@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 from dcp.storage.commit_names import MANIFEST_NAME
-from dcp.storage.stores.posix.store import PosixStore
+from dcp.storage.stores import PosixStore, Version
 
 __all__ = ["die_in_commit"]
 
@@ -16,12 +15,12 @@ __all__ = ["die_in_commit"]
 def die_in_commit(number: int) -> None:
     """From now on: kill this process where it is about to publish its so many-th manifest."""
     left = [number]
-    commit = PosixStore._commit
+    publish = PosixStore.publish
 
-    def counted(self: Any, temporary: Path, name: str, expected: Any) -> None:
+    def counted(self: PosixStore, name: str, data: bytes, **options: Any) -> Version:
         left[0] -= name == MANIFEST_NAME
         if left[0] == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        commit(self, temporary, name, expected)
+        return publish(self, name, data, **options)
 
-    PosixStore._commit = counted  # type: ignore[method-assign]
+    PosixStore.publish = counted  # type: ignore[method-assign]

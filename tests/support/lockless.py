@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dcp.storage.errors import CheckpointConflictError, StorageError
-from dcp.storage.stores.base import ANY, Expected, Store, Version
+from dcp.storage.stores.base import ANY, Buffer, Expected, Store, Version, WriteHandle, byte_view
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
-from dcp.storage.stores.handles import Buffer, WriteHandle, byte_view
 from dcp.storage.stores.memory import MemoryStore
 
 __all__ = ["ObjectModel", "Outcome", "Stopped", "by_plan", "run_in_turns"]

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from dcp.storage.errors import CheckpointNotFoundError, CorruptCheckpointError
 from dcp.storage.stores import FileInfo, MemoryStore, Version
-from dcp.storage.stores.base import ReadProfile
-from dcp.storage.stores.handles import Inflow, ReadHandle
+from dcp.storage.stores.base import Inflow, ReadHandle, ReadProfile
 
 __all__ = ["OBJECT_PROFILE", "ReadNote", "RecordingStore"]
 

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from dcp.storage.commit_names import MANIFEST_NAME
-from dcp.storage.engine.write import DataFile
-from dcp.storage.engine.write_tables import CHUNK_COLUMNS
+from dcp.storage.engine.write import CHUNK_COLUMNS, DataFile
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest

@@ -23,10 +23,8 @@ from dcp.storage.errors import CheckpointError, CheckpointFormatError, Checkpoin
 from dcp.storage.formats.opening import index_of_folder
 from dcp.storage.formats.registry import formats
 from dcp.storage.stores import OpenStore
-from dcp.storage.stores.base import FileInfo, Store
-from dcp.storage.stores.folders import ParentFolder
-from dcp.storage.stores.names import place_text
-from dcp.storage.stores.opening import OpenWith
+from dcp.storage.stores.base import FileInfo, Store, place_text
+from dcp.storage.stores.opening import OpenWith, ParentFolder
 from dcp.storage.stores.posix.store import PosixStore
 
 __all__ = ["ADAPTER_CONFIG", "HF_NAMES", "HfFolder", "hf_folder_of", "known_files", "read_hf_folder"]

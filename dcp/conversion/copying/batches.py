@@ -28,9 +28,9 @@ from dcp.conversion.copying.tasks import (
     run_task,
 )
 from dcp.conversion.layouts.layout import Copies
-from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.fragments import Fragment, Fragments
-from dcp.storage.engine.reading.requests import ReadStats, Verify
+from dcp.storage.engine.read import ReadEngine
+from dcp.storage.engine.requests import ReadStats, Verify
+from dcp.storage.engine.source import Fragment, Fragments
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, PlanError, StorageError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 from dcp.storage.formats.index import CheckpointIndex

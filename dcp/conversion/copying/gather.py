@@ -20,10 +20,9 @@ import numpy.typing as npt
 
 from dcp.conversion.layouts.sources import SourcePart
 from dcp.storage.engine.memory import item_dtype
-from dcp.storage.engine.reading.coalescing import coalesce, span_bytes
-from dcp.storage.engine.reading.fragments import Fragment, within_blocks
-from dcp.storage.engine.reading.receiving import SCRATCH
-from dcp.storage.engine.reading.source import OpenFiles
+from dcp.storage.engine.read import SCRATCH
+from dcp.storage.engine.requests import coalesce, span_bytes
+from dcp.storage.engine.source import Fragment, OpenFiles, within_blocks
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.geometry.strides import AxisPart, box_parts, is_sparse, parts_between
 from dcp.storage.stores.base import Store

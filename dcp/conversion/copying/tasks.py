@@ -25,15 +25,14 @@ from dcp.conversion.layouts.layout import Hole, TargetLayout
 from dcp.conversion.layouts.sources import SourceColumns, TaskCopies, TaskCopy, TermColumns
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.storage.closable import Closable
-from dcp.storage.engine.reading.fragments import Fragment, within_blocks
+from dcp.storage.engine.source import Fragment, within_blocks
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32, crc32_combine
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.geometry.strides import Int64
 from dcp.storage.packing import pack, unpack
-from dcp.storage.stores.base import Store
-from dcp.storage.stores.handles import Buffer, ReadHandle, WriteHandle
+from dcp.storage.stores.base import Buffer, ReadHandle, Store, WriteHandle
 from dcp.storage.stores.posix.files import PosixWriteHandle, step
 
 __all__ = [

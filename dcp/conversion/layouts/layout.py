@@ -19,7 +19,7 @@ from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.geometry.strides import Int64, gather_rows, starts
-from dcp.storage.stores.names import check_name
+from dcp.storage.stores.base import check_name
 
 __all__ = ["Copies", "Hole", "Literal", "Literals", "TargetLayout"]
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from dcp.conversion.layouts.layout import Copies
 from dcp.planners.weight_maps.pieces import MappedTensor, StoredTensors, stored_parts
-from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.read import ReadEngine
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex, itemsizes
 from dcp.storage.geometry.boxes import Box

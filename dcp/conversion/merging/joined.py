@@ -12,8 +12,7 @@ import numpy as np
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening import Source, complete_index
 from dcp.storage.geometry.strides import starts
-from dcp.storage.stores.base import FileInfo, ReadOnlyStore, Store
-from dcp.storage.stores.handles import ReadHandle
+from dcp.storage.stores.base import FileInfo, ReadHandle, ReadOnlyStore, Store
 from dcp.storage.threads import WorkerThreads
 
 __all__ = ["JoinedSource", "JoinedStore", "join", "open_joined"]

@@ -27,8 +27,7 @@ from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
-from dcp.storage.stores.posix.files import is_named, step, storage_error
-from dcp.storage.stores.posix.refusals import NO_LOCKS, WITHOUT_LOCKS, warn_once
+from dcp.storage.stores.posix.files import NO_LOCKS, WITHOUT_LOCKS, is_named, step, storage_error, warn_once
 from dcp.storage.stores.posix.store import PosixStore
 
 __all__ = ["LEDGER_NAME", "LocalLedger", "LocalPublisher"]

@@ -18,9 +18,8 @@ from dcp.conversion.layouts.layout import TargetLayout
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import CheckpointConflictError, PlanError, StorageError
 from dcp.storage.formats.registry import formats
-from dcp.storage.stores.names import LOCK_NAME, TEMPORARY_PREFIX
-from dcp.storage.stores.posix.files import step
-from dcp.storage.stores.posix.refusals import NO_EXCHANGE, is_link_refused
+from dcp.storage.stores.base import LOCK_NAME, TEMPORARY_PREFIX
+from dcp.storage.stores.posix.files import NO_EXCHANGE, is_link_refused, step
 from dcp.storage.stores.posix.store import PosixStore
 
 __all__ = [

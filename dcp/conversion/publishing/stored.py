@@ -32,9 +32,8 @@ from dcp.storage.errors import CheckpointConflictError, CheckpointNotFoundError,
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening import has_checkpoint
 from dcp.storage.formats.registry import targets
-from dcp.storage.stores.base import ANY, Version
-from dcp.storage.stores.folders import ParentFolder
-from dcp.storage.stores.names import TEMPORARY_PREFIX
+from dcp.storage.stores.base import ANY, TEMPORARY_PREFIX, Version
+from dcp.storage.stores.opening import ParentFolder
 
 __all__ = ["StoredPublisher"]
 

@@ -25,7 +25,7 @@ from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.axes import CONFIG, config_of
 from dcp.planners.weight_maps.mapped_index import MappedIndex
 from dcp.planners.weight_maps.weight_map import WeightMap
-from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.read import ReadEngine
 from dcp.storage.errors import (
     CheckpointFormatError,
     CorruptCheckpointError,

@@ -13,8 +13,7 @@ from dcp.storage import commit
 from dcp.storage.errors import CheckpointConflictError, OptionError, PlanError
 from dcp.storage.formats.registry import file_names, target_named
 from dcp.storage.stores import OpenStore
-from dcp.storage.stores.base import Store
-from dcp.storage.stores.names import TEMPORARY_PREFIX, check_name, place_text
+from dcp.storage.stores.base import TEMPORARY_PREFIX, Store, check_name, place_text
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix.files import step, storage_error
 from dcp.storage.stores.posix.store import PosixStore

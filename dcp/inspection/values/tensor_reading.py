@@ -25,8 +25,8 @@ from dcp.inspection.values.elements import Array, stored_dtype
 from dcp.inspection.values.strided_selection import StridedSelection, select
 from dcp.planners.load.selection import Patterns, Selection
 from dcp.storage.closable import Closable
-from dcp.storage.engine.reading.engine import ReadEngine
-from dcp.storage.engine.reading.requests import BoxRequest, ByteRuns, Elements, Verify, put_at
+from dcp.storage.engine.read import ReadEngine
+from dcp.storage.engine.requests import BoxRequest, ByteRuns, Elements, Verify, put_at
 from dcp.storage.errors import CorruptCheckpointError, PlanError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex

@@ -50,7 +50,7 @@ from dcp.storage.formats.views import DroppedPart, dropped_from, noted_in, witho
 from dcp.storage.geometry.strides import Int64
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import FileInfo, Store
-from dcp.storage.stores.folders import ParentFolder, open_parent_folder
+from dcp.storage.stores.opening import ParentFolder, open_parent_folder
 
 __all__ = ["Drop", "drop_parts", "finish_drop", "plan_drop", "steps_of", "to_prune"]
 

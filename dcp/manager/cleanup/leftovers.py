@@ -41,9 +41,8 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.opening import open_index
 from dcp.storage.stores import OpenStore, open_store
-from dcp.storage.stores.base import FileInfo, Store
-from dcp.storage.stores.folders import open_parent_folder
-from dcp.storage.stores.names import TEMPORARY_PREFIX
+from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
+from dcp.storage.stores.opening import open_parent_folder
 from dcp.storage.stores.posix.store import PosixStore
 
 __all__ = ["OLD_SECONDS", "Leftovers", "find_leftovers", "leftovers_of", "remove_leftovers"]

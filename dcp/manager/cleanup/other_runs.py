@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dcp.steps.folders import StepFolders
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointError
-from dcp.storage.stores.folders import SmallFiles
+from dcp.storage.stores.opening import SmallFiles
 
 __all__ = ["OtherRuns"]
 

@@ -37,8 +37,7 @@ from dcp.storage.errors import (
 from dcp.storage.formats.opening import MAX_TORCH_METADATA_BYTES
 from dcp.storage.formats.registry import TORCH_DCP
 from dcp.storage.formats.torch.metadata_reader import decode_torch_metadata
-from dcp.storage.stores.base import FileInfo, Store
-from dcp.storage.stores.names import LOCK_NAME, TEMPORARY_PREFIX
+from dcp.storage.stores.base import LOCK_NAME, TEMPORARY_PREFIX, FileInfo, Store
 
 __all__ = [
     "Removed",

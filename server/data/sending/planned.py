@@ -23,7 +23,7 @@ from dcp.inspection.values.elements import Array
 from dcp.inspection.values.tensor_reading import Slices, TensorReader
 from dcp.server.data.sending import bodies
 from dcp.server.data.sending.bodies import Body, empty_part
-from dcp.storage.engine.reading.engine import ReadEngine
+from dcp.storage.engine.read import ReadEngine
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.geometry.boxes import range_boxes
 from dcp.storage.stores.base import Store

@@ -12,8 +12,6 @@ from typing import Any, Final
 from dcp.storage.errors import StorageError
 from dcp.storage.stores.base import Store, StoreType
 
-__all__ = ["STORE_TYPE"]
-
 
 def _open(url: str, options: Mapping[str, Any] | None) -> Store:
     # Only here: most do without fsspec.

@@ -12,7 +12,6 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
 from typing import IO, Any, Final
 
 import fsspec
@@ -21,10 +20,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from dcp.storage.errors import StorageError
-from dcp.storage.stores.base import FileInfo, Version
-from dcp.storage.stores.handles import Inflow, WriteHandle
-from dcp.storage.stores.names import is_name
-from dcp.storage.stores.objects.failures import Failure, RequestError, filesystem_failure
+from dcp.storage.stores.base import FileInfo, Inflow, Version, WriteHandle, is_name
+from dcp.storage.stores.objects.requests import Failure, RequestError, filesystem_failure
 from dcp.storage.stores.objects.store import (
     ABSENT,
     ObjectInfo,
@@ -33,8 +30,6 @@ from dcp.storage.stores.objects.store import (
     Page,
     files_of,
 )
-
-__all__ = ["FsspecStore"]
 
 _TAGS: Final = ("ETag", "etag", "generation", "md5Hash", "content_md5", "blob_id")
 _TIMES: Final = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
@@ -202,12 +197,15 @@ class FsspecStore(ObjectStore):
             self.delete(name)
         elif self.stat(name) is not None:
             raise self.taken(name)
-        return _StreamWriteHandle(self, name, self.requests.run("open", key, lambda: self._opened(key)))
+        file: IO[bytes] = self._run("open", key, lambda filesystem: filesystem.open(key, "wb"))
+        return _StreamWriteHandle(self, name, file)
 
-    def _opened(self, key: str) -> IO[bytes]:
-        with self.attempt() as filesystem:
-            file: IO[bytes] = filesystem.open(key, "wb")
-            return file
+    def _run(self, op: str, key: str, act: Callable[[Any], Any]) -> Any:
+        def attempt() -> Any:
+            with self.attempt() as filesystem:
+                return act(filesystem)
+
+        return self.requests.run(op, key, attempt)
 
     # -- folders, where they are more than a part of names ---------------------------------------------------
 
@@ -215,11 +213,7 @@ class FsspecStore(ObjectStore):
         """Call `makedirs`."""
         if self._has_folders:
             folder = self.prefix.rstrip("/")
-            self.requests.run("mkdir", folder, lambda: self._make_folder(folder))
-
-    def _make_folder(self, folder: str) -> None:
-        with self.attempt() as filesystem:
-            filesystem.makedirs(folder, exist_ok=True)
+            self._run("mkdir", folder, lambda filesystem: filesystem.makedirs(folder, exist_ok=True))
 
     def remove_root(self) -> None:
         """Call `rmdir`, if it is empty."""
@@ -230,46 +224,42 @@ class FsspecStore(ObjectStore):
     def exists(self) -> bool:
         """Return whether the folder is there; where prefixes are all there is, it always is."""
         folder = self.prefix.rstrip("/")
-        return not self._has_folders or self.requests.run("head", folder, lambda: self._is_folder(folder))
-
-    def _is_folder(self, folder: str) -> bool:
-        with self.attempt() as filesystem:
-            return bool(filesystem.isdir(folder))
+        return not self._has_folders or bool(self._run("head", folder, lambda fs: fs.isdir(folder)))
 
     def walk(self) -> Iterator[tuple[str, FileInfo]]:
         """Walk by `find`, which is one listing of everything where the file system has one."""
-        find = partial(
-            self._list, lambda filesystem, folder: filesystem.find(folder, maxdepth=2, detail=True).values()
-        )
-        page = self.requests.run("list", self.prefix, partial(find, self.prefix))
+        page = self._list(self.prefix, lambda fs, folder: fs.find(folder, maxdepth=2, detail=True).values())
         return (
             (folder, info) for folder, info in files_of(page, self.prefix) if folder and "/" not in folder
         )
 
     def _pages(self, prefix: str, *, shallow: bool) -> Iterator[Page]:
         """Make one listing for each folder."""
-        ls = partial(self._list, lambda filesystem, folder: filesystem.ls(folder, detail=True))
-        page = self.requests.run("list", prefix, partial(ls, prefix))
+        page = self._list(prefix, lambda filesystem, folder: filesystem.ls(folder, detail=True))
         yield page
         if not shallow:
             for deeper in page.prefixes:
                 if is_name(deeper[len(prefix) :].removesuffix("/")):
                     yield from self._pages(deeper, shallow=False)
 
-    def _list(self, ask: Callable[[Any, str], Any], prefix: str) -> Page:
+    def _list(self, prefix: str, ask: Callable[[Any, str], Any]) -> Page:
         folder = prefix.rstrip("/")
-        with self.attempt() as filesystem:
+
+        def act(filesystem: Any) -> Page:
             filesystem.invalidate_cache(folder)
             try:
                 entries = list(ask(filesystem, folder))
             except FileNotFoundError:
                 return Page([], [])
-        files = [_info(entry["name"], entry) for entry in entries if entry["type"] == "file"]
-        folders = [f"{entry['name']}/" for entry in entries if entry["type"] == "directory"]
-        return Page(
-            sorted((info for info in files if info.key.startswith(prefix)), key=lambda info: info.key),
-            sorted(folder for folder in folders if folder.startswith(prefix)),
-        )
+            files = [_info(entry["name"], entry) for entry in entries if entry["type"] == "file"]
+            folders = [f"{entry['name']}/" for entry in entries if entry["type"] == "directory"]
+            return Page(
+                sorted((info for info in files if info.key.startswith(prefix)), key=lambda info: info.key),
+                sorted(folder for folder in folders if folder.startswith(prefix)),
+            )
+
+        page: Page = self._run("list", prefix, act)
+        return page
 
 
 class _StreamWriteHandle(ObjectWriteHandle):

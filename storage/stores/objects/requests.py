@@ -3,29 +3,295 @@
 Waiting follows "full jitter" (M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015): a
 uniformly random time up to a bound that doubles, so that a thousand ranks that were throttled together do not
 come back together.
+No package of a file system is imported to tell its errors: fsspec's are known by Python's own types, the
+status of HTTP that they carry, and words in the names of their types; those of S3 by the codes of its
+answers.
 """
 
 from __future__ import annotations
 
+import errno
+import http.client
+import json
 import logging
 import random
+import re
+import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
-from typing import Final, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
+from enum import Enum
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from dcp.storage.errors import StorageError, StorageFullError
-from dcp.storage.stores.objects.failures import Failure, RequestError
-from dcp.storage.stores.objects.transport import CALLED_OFF
 from dcp.storage.threads import or_unwanted
-
-__all__ = ["Requests"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_LONGEST_CHAIN: Final = 8
+_LONGEST_WAIT_SECONDS: Final = 60.0
+
+
+class Failure(Enum):
+    """Reasons why a request failed, as far as it decides what to do next."""
+
+    MISSING = "missing"
+    """There is no such object (or upload)."""
+    CONDITION = "condition"
+    """Something else is there than the request's condition says."""
+    RANGE = "range"
+    """The object ends before the range begins."""
+    PASSING = "passing"
+    """Throttled, timed out, reset, cut short, or an error of the server: the next attempt may succeed."""
+    FULL = "full"
+    """No space or quota left."""
+    FINAL = "final"
+    """Denied, no such bucket, not understood: the next attempt would fail alike."""
+
+
+class RequestError(Exception):
+    """One attempt failed; the service's or the library's error is chained.
+
+    ``is_unresolved``: the name of the service's host has no address. ``is_ambiguous``: an earlier attempt of
+    the same request failed in passing, and may have been carried out.
+    """
+
+    def __init__(
+        self,
+        kind: Failure,
+        message: str,
+        *,
+        retry_after_seconds: float = 0.0,
+        is_unresolved: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after_seconds = retry_after_seconds
+        self.is_unresolved = is_unresolved
+        self.is_ambiguous = False
+
+
+def _is_unresolved(error: BaseException) -> bool:
+    """Return whether an error, or one that it was made of, says that a host's name has no address."""
+    chain = _chain(error, implied=True)
+    return any(isinstance(one, socket.gaierror) or "DNSError" in type(one).__name__ for one in chain)
+
+
+def _chain(error: BaseException | None, *, implied: bool = False) -> Iterator[BaseException]:
+    """Yield an error, and those that it was raised from; with ``implied`` also those that botocore and
+    aiohttp keep in attributes, or in whose handling it was raised."""
+    for _ in range(_LONGEST_CHAIN):
+        if error is None:
+            return
+        yield error
+        within = getattr(error, "kwargs", None)  # of botocore
+        kept = within.get("error") if isinstance(within, dict) else getattr(error, "os_error", None)
+        after = error.__cause__ or (error.__context__ if implied else None)
+        error = kept if implied and isinstance(kept, BaseException) else after
+
+
+# -- S3 ------------------------------------------------------------------------------------------------------
+
+_PASSING_CODES: Final = frozenset(
+    {
+        "BadDigest",  # damaged on the way: the next attempt sends it anew
+        "ConditionalRequestConflict",  # another conditional write to the key was under way
+        "IncompleteBody",
+        "InternalError",
+        "OperationAborted",
+        "RequestTimeout",
+        "RequestTimeoutException",
+        "ServiceUnavailable",
+        "SlowDown",
+        "Throttling",
+        "ThrottlingException",
+        "TooManyRequests",
+        "XAmzContentChecksumMismatch",
+        "XAmzContentSHA256Mismatch",
+    }
+)
+_FULL_CODES: Final = frozenset({"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"})
+_PASSING_STATUS: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+_NOT_TRUSTED: Final = "CERTIFICATE_VERIFY_FAILED"
+_ELSEWHERE_STATUS: Final = frozenset({301, 302, 307, 308})
+_ELSEWHERE_CODES: Final = frozenset(
+    {"IllegalLocationConstraintException", "PermanentRedirect", "TemporaryRedirect"}
+)
+_SETTLED_BY_STATUS: Final = {404: Failure.MISSING, 412: Failure.CONDITION, 416: Failure.RANGE}
+
+
+def s3_failure(error: Exception, bucket: str) -> RequestError:
+    """Return ``error`` of one attempt at S3 as a `RequestError`; its text never has credentials."""
+    from botocore import exceptions, parsers
+
+    if isinstance(error, exceptions.ClientError):
+        return answer_failure(error.response, bucket)
+    text = f"{type(error).__name__}: {error}"
+    inner = error.kwargs.get("error") if isinstance(error, exceptions.HTTPClientError) else error
+    if isinstance(inner, FileNotFoundError) or _NOT_TRUSTED in text:  # the network has no such errors
+        return RequestError(Failure.FINAL, text)
+    if isinstance(error, RecursionError):
+        # botocore asks for the bucket's region, is redirected, asks for the region, ...
+        return _elsewhere(bucket, "redirected again and again")
+    if isinstance(error, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
+        return RequestError(
+            Failure.FINAL,
+            "there are no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or "
+            "storage_options key and secret (anon=True for public buckets)",
+        )
+    passing = (
+        exceptions.HTTPClientError,
+        exceptions.ConnectionError,
+        exceptions.IncompleteReadError,
+        parsers.ResponseParserError,
+        http.client.HTTPException,
+        OSError,
+        EOFError,
+    )
+    kind = Failure.PASSING if isinstance(error, passing) else Failure.FINAL
+    return RequestError(kind, text, is_unresolved=kind is Failure.PASSING and _is_unresolved(error))
+
+
+def answer_failure(response: Mapping[str, Any], bucket: str) -> RequestError:
+    """Return the error of an answer: by the code of its body, which HEAD does not have, or by its status.
+
+    ``response`` is what botocore makes of it: Error, with Code and Message, and ResponseMetadata.
+    """
+    metadata, body = response.get("ResponseMetadata", {}), response.get("Error", {})
+    status, code = int(metadata.get("HTTPStatusCode", 0)), str(body.get("Code", ""))
+    named = f"{status} {code}" if code != str(status) else code  # an answer to HEAD has a status only
+    text = f"{named}: {body.get('Message', '')}".rstrip(": ")
+    if code == "NoSuchBucket":
+        return RequestError(Failure.FINAL, f"there is no bucket {bucket!r} ({text})")
+    if status in _ELSEWHERE_STATUS or code in _ELSEWHERE_CODES or body.get("Region"):
+        region = metadata.get("HTTPHeaders", {}).get("x-amz-bucket-region") or body.get("Region")
+        return _elsewhere(bucket, text, region, body.get("Endpoint"))
+    if code in _FULL_CODES or status == 507:
+        return RequestError(Failure.FULL, text)
+    if code in _PASSING_CODES or status in _PASSING_STATUS:
+        return RequestError(Failure.PASSING, text, retry_after_seconds=_retry_after(metadata))
+    return RequestError(_SETTLED_BY_STATUS.get(status, Failure.FINAL), text)
+
+
+def _elsewhere(bucket: str, text: str, region: object = None, endpoint: object = None) -> RequestError:
+    there = f"endpoint {endpoint}" if endpoint else "another region or endpoint"
+    there = f"region {region}" if region else there
+    setting = f'client_kwargs={{"region_name": "{region or "..."}"}}'
+    return RequestError(
+        Failure.FINAL,
+        f"the bucket {bucket!r} was asked for in the wrong place, it belongs to {there} ({text}): set its "
+        f"region (AWS_DEFAULT_REGION, or storage_options {setting}) and endpoint (AWS_ENDPOINT_URL, or "
+        "endpoint_url)",
+    )
+
+
+def _retry_after(metadata: Mapping[str, Any]) -> float:
+    try:
+        wished = float(metadata.get("HTTPHeaders", {}).get("retry-after", 0))
+    except ValueError:  # a date: ours is the better guess
+        return 0.0
+    return min(max(0.0, wished), _LONGEST_WAIT_SECONDS)
+
+
+# -- file systems of fsspec ----------------------------------------------------------------------------------
+
+_MISSING: Final = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_FINAL: Final = (NotImplementedError, TypeError, ValueError, AttributeError)
+"""What does not depend on the service."""
+_REFUSED_NAME: Final = re.compile(r"Auth|Credential|AccessDenied|Forbidden|Permission|TokenNotFound")
+_REFUSED_TEXT: Final = re.compile(
+    r"(Forbidden|Unauthorized|Access ?Denied|Permission denied)\b", re.IGNORECASE
+)
+_FINAL_NAMES: Final = frozenset({"OfflineModeIsEnabled", "error_perm"})
+"""Of huggingface_hub, and of ftplib: the answers 500 to 599 to a command."""
+_PASSING_NAMES: Final = frozenset({"TransportError"})
+"""Of google.auth, all of whose errors are of a type with "Auth" in its name: the network failed."""
+_REFUSED_STATUS: Final = frozenset({401, 403, 407})
+_BY_STATUS: Final = {
+    404: Failure.MISSING,
+    410: Failure.MISSING,
+    416: Failure.RANGE,
+    507: Failure.FULL,
+    # 409 and 412 are those of other writers: where a file must not be there `FileExistsError` says so.
+    **dict.fromkeys((408, 409, 412, 425, 429), Failure.PASSING),
+}
+_FULL_ERRNO: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_FINAL_ERRNO: Final = frozenset({errno.EROFS, errno.ENAMETOOLONG, errno.EINVAL, errno.ENOTSUP})
+
+
+def filesystem_failure(error: Exception, place: str) -> RequestError:
+    """Return ``error`` of one attempt in the file system ``place`` as a `RequestError`. What is not known to
+    be settled may pass."""
+    text = f"{type(error).__name__}: {error}"
+    chain = list(_chain(error))
+    if isinstance(error, _MISSING):
+        unanswered = next(filter(_is_of_the_network, chain), None)
+        if unanswered is None:
+            return RequestError(Failure.MISSING, text)
+        text = f"{type(unanswered).__name__}: {unanswered}"
+        return RequestError(Failure.PASSING, text, is_unresolved=_is_unresolved(unanswered))
+    if any(isinstance(one, ImportError) for one in chain):
+        return RequestError(Failure.FINAL, f"{text} (install the package that {place} needs)")
+    status = next((found for one in chain if (found := _status(one))), 0)
+    if status in _REFUSED_STATUS or (not status and _is_refusal(chain)):
+        return RequestError(
+            Failure.FINAL,
+            f"{text} (credentials are missing, wrong, or not allowed to do this: give them as "
+            f"storage_options, or as the package of {place} looks for them)",
+        )
+    if status:
+        kind = _BY_STATUS.get(status, Failure.FINAL if status < 500 else Failure.PASSING)
+    else:
+        kind = _of_type(error)
+    return RequestError(kind, text, is_unresolved=_is_unresolved(error))
+
+
+def _is_of_the_network(error: BaseException) -> bool:
+    """Return whether there was no answer at all: fsspec's HTTP says of that, too, that there is no such
+    file."""
+    return isinstance(error, ConnectionError | TimeoutError) or "ClientConnectionError" in _type_names(error)
+
+
+def _type_names(error: BaseException) -> set[str]:
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
+def _status(error: BaseException) -> int:
+    """Return the status of HTTP that an error carries, 0 without any that is one of a failure."""
+    for holder in (error, getattr(error, "response", None)):
+        for name in ("status_code", "status", "code"):
+            value = getattr(holder, name, None)
+            if isinstance(value, int | str) and re.fullmatch(r"[45]\d\d", str(value)):
+                return int(value)
+    return 0
+
+
+def _is_refusal(chain: list[BaseException]) -> bool:
+    names = set[str]().union(*map(_type_names, chain))
+    if names & _PASSING_NAMES or any(getattr(one, "retryable", False) is True for one in chain):
+        return False
+    if any(map(_REFUSED_NAME.search, names)):  # PermissionError is one
+        return True
+    return any(isinstance(one, OSError) and _REFUSED_TEXT.match(str(one)) for one in chain)
+
+
+def _of_type(error: Exception) -> Failure:
+    number = error.errno if isinstance(error, OSError) else None
+    if number in _FULL_ERRNO:
+        return Failure.FULL
+    if isinstance(error, json.JSONDecodeError):  # an answer that is not the service's
+        return Failure.PASSING
+    is_final = isinstance(error, _FINAL) or number in _FINAL_ERRNO or _type_names(error) & _FINAL_NAMES
+    return Failure.FINAL if is_final else Failure.PASSING
+
+
+CALLED_OFF: Final[ContextVar[threading.Event | None]] = ContextVar("CALLED_OFF", default=None)
+"""Once it is set nobody wants the answer any more: the attempt ends, as one that failed in passing."""
 
 _FIRST_PAUSE_SECONDS: Final = 0.1
 _LONGEST_PAUSE_SECONDS: Final = 15.0
@@ -49,10 +315,8 @@ class Requests:
         self._host = urlsplit(url)[:2]
         self._retry_seconds = retry_seconds
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._bytes: Counter[str] = Counter()
-        self._seconds = 0.0
-        self._slowest_seconds = 0.0
+        self._traffic: Counter[str] = Counter()
+        self._seconds = self._slowest_seconds = 0.0
         self._interrupted = threading.Event()
         # Not the shared generator: a training script seeds that one alike on all ranks.
         self._random = random.Random()
@@ -124,17 +388,10 @@ class Requests:
     def traffic(self) -> dict[str, float]:
         """See `Store.traffic`."""
         with self._lock:
-            if not self._counts:
-                return {}
-            return {
-                "requests": sum(self._counts.values()) - self._counts["retries"],
-                "retries": 0,
-                **self._counts,
-                "bytes_received": self._bytes["received"],
-                "bytes_sent": self._bytes["sent"],
-                "request_seconds": self._seconds,
-                "slowest_request_seconds": self._slowest_seconds,
-            }
+            found: dict[str, float] = {**self._traffic}
+            if found:
+                found |= {"request_seconds": self._seconds, "slowest_request_seconds": self._slowest_seconds}
+            return found
 
     def _without_address_since(self) -> float:
         """Return when the host was first found to have none: what is asked for next, to clear up, waits no
@@ -150,10 +407,11 @@ class Requests:
         self, op: str, seconds: float, again: bool, received_bytes: int = 0, sent_bytes: int = 0
     ) -> None:
         with self._lock:
-            self._counts[op] += 1
-            self._counts["retries"] += again
-            self._bytes["received"] += received_bytes
-            self._bytes["sent"] += sent_bytes
+            for name, count in (
+                *((op, 1), ("requests", 1), ("retries", int(again))),
+                *(("bytes_received", received_bytes), ("bytes_sent", sent_bytes)),
+            ):
+                self._traffic[name] += count
             self._seconds += seconds
             self._slowest_seconds = max(self._slowest_seconds, seconds)
 

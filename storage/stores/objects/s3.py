@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import http.client
 import logging
 import re
 import threading
@@ -17,28 +18,26 @@ from urllib.parse import urlsplit
 from isal.isal_zlib import crc32
 
 from dcp.storage.errors import CheckpointConflictError, StorageError
-from dcp.storage.stores.base import Version
-from dcp.storage.stores.buffers import BounceBuffer, copy_bytes
-from dcp.storage.stores.handles import Inflow, WriteHandle
-from dcp.storage.stores.names import is_name
-from dcp.storage.stores.objects.failures import Failure, RequestError
+from dcp.storage.stores.base import Inflow, Version, WriteHandle, is_name
+from dcp.storage.stores.buffers import copy_bytes
+from dcp.storage.stores.objects.requests import Failure, RequestError
+from dcp.storage.stores.objects.shared import Part
 from dcp.storage.stores.objects.store import ABSENT, ObjectInfo, ObjectStore, ObjectWriteHandle, Page
 from dcp.storage.threads import clearing_up, result_of
 
 if TYPE_CHECKING:
     from dcp.storage.stores.objects.bucket import S3Bucket
 
-__all__ = ["S3Store"]
 
 logger = logging.getLogger(__name__)
 
 _URL: Final = re.compile(r"s3a?://([^/]+)/?(.*)", re.DOTALL)
+_RANGE: Final = re.compile(r"(\d+)-\d+/(\d+)")
 _WHOLE_PUT_BYTES: Final = 64 << 20
 """A publish above this goes in parts, as data files do."""
 _MAX_PARTS: Final = 10_000
 _PLANNED_PARTS: Final = 4_000
 _LARGEST_PART_BYTES: Final = 1 << 30
-_GROW_AFTER_PARTS: Final = 5_000
 
 
 class S3Store(ObjectStore):
@@ -85,13 +84,45 @@ class S3Store(ObjectStore):
         return True if host.endswith((".amazonaws.com", ".amazonaws.com.cn")) else None
 
     def _head(self, key: str) -> ObjectInfo:
-        return self.bucket.head(key)
+        answer = self.bucket.ask("head_object", Key=key)
+        return _info(key, answer, answer["ContentLength"])
 
     def _start(self, key: str, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
-        return self.bucket.start(key, limit_bytes)
+        def act() -> tuple[bytes, ObjectInfo]:
+            answer = self._ranged(key, 0, limit_bytes)
+            with answer["Body"]:
+                info = _range_info(key, answer, 0, limit_bytes)
+                return answer["Body"].read(), info
+
+        try:
+            data, info = self.bucket.attempt(act, limit_bytes)
+        except RequestError as error:
+            if error.kind is not Failure.RANGE:
+                raise
+            data, info = b"", self._head(key)  # an empty object has no first byte
+        if len(data) != min(info.size_bytes, limit_bytes):  # or it has changed meanwhile
+            raise RequestError(Failure.PASSING, f"{len(data)} bytes came of {info.size_bytes}")
+        return data, info
 
     def _get(self, key: str, begin: int, inflow: Inflow, etag: str | None) -> ObjectInfo:
-        return self.bucket.get(key, begin, inflow, etag)
+        size = inflow.size_bytes
+
+        def act() -> ObjectInfo:
+            answer = self._ranged(key, begin, size, **({"IfMatch": etag} if etag else {}))
+            with answer["Body"]:
+                info = _range_info(key, answer, begin, size)
+                if info.size_bytes < begin + size:
+                    raise RequestError(Failure.RANGE, f"the object has {info.size_bytes} bytes")
+                if (came := answer.get("ContentLength", size)) != size:
+                    raise RequestError(Failure.PASSING, f"the body had {came} bytes instead of {size}")
+                self.bucket.fill(answer, inflow)
+            return info
+
+        return self.bucket.attempt(act, body_bytes=size)
+
+    def _ranged(self, key: str, begin: int, size: int, **conditions: str) -> dict[str, Any]:
+        wanted = {"Key": key, "Range": f"bytes={begin}-{begin + size - 1}", **conditions}
+        return self.bucket.call("get_object", wanted)
 
     def _put(self, key: str, data: bytes, condition: str | None) -> str:
         # The service compares the CRC-32 with what it got.
@@ -220,7 +251,7 @@ class S3Store(ObjectStore):
 
 
 class PartsWriteHandle(ObjectWriteHandle):
-    """Parts are assembled in pooled buffers, and sent by threads of the place.
+    """Parts are assembled in memory that all files share, and sent by threads of the place.
 
     A file that fits into one part is one request, at the end. The object appears at the end only, if
     ``condition`` holds then: else `finish` raises `StorageError`, and `complete` the `RequestError`.
@@ -241,14 +272,17 @@ class PartsWriteHandle(ObjectWriteHandle):
         self._condition = condition
         self._replace = replace
         self._shared = store.shared()
-        size = store.options.part_bytes
-        while expected_bytes and size * _PLANNED_PARTS < expected_bytes and size < _LARGEST_PART_BYTES:
-            size *= 2  # S3 allows 10,000 parts
-        self._pool = self._shared.pool(size)
-        self._buffer: BounceBuffer | None = None
+        self._part_bytes = store.options.part_bytes
+        while (
+            expected_bytes
+            and self._part_bytes * _PLANNED_PARTS < expected_bytes
+            and self._part_bytes < _LARGEST_PART_BYTES
+        ):
+            self._part_bytes *= 2  # S3 allows 10,000 parts
+        self._part: Part | None = None
         self._filled = 0
         self._upload_id: str | None = None
-        self._sent: deque[tuple[Future[dict[str, Any]], Callable[[], None]]] = deque()
+        self._sent: deque[Future[dict[str, Any]]] = deque()
         self._parts: list[dict[str, Any]] = []
         self._count = 0
         self._begun = 0
@@ -256,54 +290,46 @@ class PartsWriteHandle(ObjectWriteHandle):
 
     def _append(self, view: memoryview) -> None:
         while len(view):
-            if self._buffer is None:
-                self._buffer = self._take()
-            room = self._buffer.view[self._filled : self._filled + len(view)]
+            # A part that is not the first waits for one of this file's, never for those of another file.
+            while self._part is None:
+                self._part = self._shared.part(self._part_bytes, is_first=not self._sent)
+                if self._part is None:
+                    self._reap()
+            room = memoryview(self._part.data)[self._filled : self._filled + len(view)]
             copy_bytes(room, view[: len(room)])
             self._filled += len(room)
             view = view[len(room) :]
-            if self._filled == len(self._buffer.view):
+            if self._filled == self._part_bytes:
                 self._send()
-
-    def _take(self) -> BounceBuffer:
-        """Return a free buffer; waits for one of this file's parts, never for those of another file."""
-        while (buffer := self._pool.take(is_first=not self._sent)) is None:
-            self._reap()
-        return buffer
 
     def _reap(self) -> None:
         """Wait for the oldest part under way; raises what kept it from being stored.
 
         Until it has ended it stays among those under way, so that an interrupted wait leaves it to `abort`.
         """
-        self._parts.append(result_of(self._sent[0][0]))
+        self._parts.append(result_of(self._sent[0]))
         self._sent.popleft()
 
     def _send(self) -> None:
-        """Hand the buffer on to a thread."""
-        buffer, size = self._buffer, self._filled
-        if buffer is None:
-            return
-        while self._sent and self._sent[0][0].done():
+        """Hand the part on to a thread."""
+        while self._sent and self._sent[0].done():
             self._reap()
         if self._upload_id is None:
             self._upload_id = self._begin()
-        self._buffer, self._filled = None, 0
+        part, size = self._part, self._filled
+        self._part, self._filled = None, 0
+        if part is None:
+            return
         self._count += 1
         if self._count > _MAX_PARTS:
-            self._pool.give(buffer)
             raise StorageError(
                 f"{self._path} grows beyond {_MAX_PARTS} parts; give `create` the expected size, or a larger "
                 "part_bytes",
                 path=self._path,
                 op="put_part",
             )
-        pool = self._pool
-        give_back = partial(pool.give, buffer)  # to where it came from, while larger ones are taken already
-        put = partial(self._put, self._upload_id, self._count, buffer.view[:size], give_back)
-        self._sent.append((self._shared.threads.submit(copy_context().run, put), give_back))
-        if self._count % _GROW_AFTER_PARTS == 0 and pool.size_bytes < _LARGEST_PART_BYTES:
-            self._pool = self._shared.pool(4 * pool.size_bytes)
+        put = partial(self._put, self._upload_id, self._count, part, size)
+        self._sent.append(self._shared.threads.submit(copy_context().run, put))
 
     def _begin(self) -> str:
         begin = partial(
@@ -316,25 +342,22 @@ class PartsWriteHandle(ObjectWriteHandle):
 
         return self._store.requests.run("begin_upload", self._key, attempt)
 
-    def _put(
-        self, upload_id: str, number: int, data: memoryview, give_back: Callable[[], None]
-    ) -> dict[str, Any]:
+    def _put(self, upload_id: str, number: int, memory: Part, size: int) -> dict[str, Any]:
         """Send a part, with the CRC-32 that the service is to find; returns what completing says of it."""
+        data = memory.data if size == len(memory.data) else memory.data[:size]
+        part = {"PartNumber": number, "ChecksumCRC32": _checksum(crc32(data))}
+        where = {"Key": self._key, "UploadId": upload_id, "Body": data}
         try:
-            part = {"PartNumber": number, "ChecksumCRC32": _checksum(crc32(data))}
-            where = {"Key": self._key, "UploadId": upload_id, "Body": bytes(data)}
             answer = self._store.requests.run(
                 "put_part",
                 self._key,
-                partial(self._s3.bucket.ask, "upload_part", len(data), **where, **part),
+                partial(self._s3.bucket.ask, "upload_part", size, **where, **part),
                 answers={Failure.MISSING},
-                sent_bytes=len(data),
+                sent_bytes=size,
                 called_off=self._called_off,
             )
         except RequestError as error:
             raise self._ended() from error
-        finally:
-            give_back()
         if "ChecksumCRC32" not in answer:  # who has not noted it would not know what to do with it at the end
             del part["ChecksumCRC32"]
         return part | {"ETag": answer["ETag"]}
@@ -360,7 +383,7 @@ class PartsWriteHandle(ObjectWriteHandle):
         """Finish, and return the entity tag. Raises `RequestError` if ``condition`` does not hold, or if that
         is how a request looks that was repeated because its answer was lost."""
         if self._upload_id is None:
-            data = bytes(self._buffer.view[: self._filled]) if self._buffer is not None else b""
+            data = bytes(memoryview(self._part.data)[: self._filled]) if self._part is not None else b""
             # One request, whatever its size: `S3Store.put` would begin such an upload again.
             etag = ObjectStore.put(self._store, self._key, data, self._condition)
         else:
@@ -383,7 +406,7 @@ class PartsWriteHandle(ObjectWriteHandle):
 
     def _settle(self) -> None:
         self._state = "finished"
-        self._release()
+        self._part = None
         self._abort_strangers()
 
     def _abort_strangers(self) -> None:
@@ -397,21 +420,15 @@ class PartsWriteHandle(ObjectWriteHandle):
 
     def _throw_away(self) -> None:
         self._called_off.set()  # patience with a service that fails would keep the caller waiting
-        for part, give_back in self._sent:
-            if part.cancel():
-                give_back()
-        wait([part for part, _ in self._sent])
+        for part in self._sent:
+            part.cancel()
+        wait(self._sent)
         self._sent.clear()
-        self._release()
+        self._part = None
         with clearing_up():
             if self._upload_id is not None:
                 self._s3.abort_upload(self._key, self._upload_id, logging.WARNING)
             self._abort_strangers()
-
-    def _release(self) -> None:
-        if self._buffer is not None:
-            self._pool.give(self._buffer)
-            self._buffer = None
 
     def _ended(self) -> CheckpointConflictError:
         """Return the error of an upload that was ended: of uploads that it did not begin a writer only ends
@@ -431,3 +448,23 @@ def _conditions(condition: str | None) -> dict[str, str]:
     if condition is None:
         return {}
     return {"IfNoneMatch": "*"} if condition is ABSENT else {"IfMatch": condition}
+
+
+def _range_info(key: str, answer: Mapping[str, Any], begin: int, size: int) -> ObjectInfo:
+    if answer["ResponseMetadata"]["HTTPStatusCode"] != http.client.PARTIAL_CONTENT:
+        total = answer.get("ContentLength", size + 1)
+        if begin or total > size:
+            raise RequestError(Failure.FINAL, "the service ignores ranges; it cannot be read from")
+        return _info(key, answer, total)
+    found = _RANGE.search(answer.get("ContentRange", ""))
+    if found is None:
+        raise RequestError(Failure.FINAL, "the service does not say how long the object is")
+    if int(found[1]) != begin:  # of a cache on the way: nothing else would tell
+        raise RequestError(Failure.PASSING, f"bytes from {found[1]} on came instead of {begin}")
+    return _info(key, answer, int(found[2]))
+
+
+def _info(key: str, answer: Mapping[str, Any], size_bytes: int) -> ObjectInfo:
+    modified = answer.get("LastModified")
+    seconds = 0.0 if modified is None else modified.timestamp()
+    return ObjectInfo(key, size_bytes, seconds, answer.get("ETag", ""))

@@ -13,7 +13,7 @@ import threading
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
@@ -24,15 +24,24 @@ from dcp.storage.errors import (
     CorruptCheckpointError,
     StorageError,
 )
-from dcp.storage.stores.base import ANY, Capabilities, Expected, FileInfo, ReadProfile, Store, Version
-from dcp.storage.stores.handles import Buffer, Inflow, ReadHandle, Views, WriteHandle, byte_view
-from dcp.storage.stores.names import check_name, is_name
-from dcp.storage.stores.objects.failures import Failure, RequestError
-from dcp.storage.stores.objects.options import ObjectOptions
-from dcp.storage.stores.objects.requests import Requests
-from dcp.storage.stores.objects.shared import Shared, all_of, locked, shared
-
-__all__ = ["ABSENT", "REQUEST_BYTES", "ObjectInfo", "ObjectStore", "ObjectWriteHandle", "Page", "files_of"]
+from dcp.storage.stores.base import (
+    ANY,
+    Capabilities,
+    Expected,
+    FileInfo,
+    Inflow,
+    PlainWriteHandle,
+    ReadHandle,
+    ReadProfile,
+    Store,
+    Version,
+    Views,
+    byte_view,
+    check_name,
+    is_name,
+)
+from dcp.storage.stores.objects.requests import Failure, RequestError, Requests
+from dcp.storage.stores.objects.shared import ObjectOptions, Shared, all_of, locked, shared
 
 logger = logging.getLogger(__name__)
 
@@ -207,16 +216,9 @@ class ObjectStore(Store):
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         """Make one request up to `REQUEST_BYTES`; what is more comes by further ones, at once."""
-        path = self.path_of(name)
         data, info = self._first(name, max(1, min(limit_bytes, REQUEST_BYTES)))
         if info.size_bytes > limit_bytes:
-            raise CheckpointFormatError(
-                f"{path} has {info.size_bytes} bytes, more than the {limit_bytes} that such a file may have: "
-                "it is damaged or hostile",
-                path=path,
-                size_bytes=info.size_bytes,
-                limit_bytes=limit_bytes,
-            )
+            raise self.too_large(name, info.size_bytes, limit_bytes)
         if len(data) >= info.size_bytes:
             return data
         whole = bytearray(info.size_bytes)
@@ -233,7 +235,7 @@ class ObjectStore(Store):
         key = self.key_of(name)
         found = self._unless_missing("get", key, lambda: self._start(key, size_bytes))
         if found is None:
-            raise CheckpointNotFoundError(f"{self.path_of(name)} does not exist", path=self.path_of(name))
+            raise self.absent(name)
         return found
 
     def version(self, name: str) -> Version | None:
@@ -317,14 +319,12 @@ class ObjectStore(Store):
             return ObjectReadHandle(self, name, ObjectInfo(key, expected_bytes, 0.0, ""))
         info = self.look(key)
         if info is None:
-            raise CheckpointNotFoundError(f"{self.path_of(name)} does not exist", path=self.path_of(name))
+            raise self.absent(name)
         return ObjectReadHandle(self, name, info)
 
-    @contextmanager
-    def lock(self, *, timeout_seconds: float) -> Iterator[None]:
+    def lock(self, *, timeout_seconds: float) -> AbstractContextManager[None]:
         """Hold a lock between the threads of this process only: `publish` compares for all others."""
-        with locked(self.url, timeout_seconds):
-            yield
+        return locked(self.url, timeout_seconds)
 
     def traffic(self) -> dict[str, float]:
         """Count the requests of this store object; "requests" has each attempt, "retries" those that were not
@@ -540,52 +540,10 @@ def _split(views: Sequence[memoryview], offset: int) -> Iterator[tuple[list[memo
         yield part, offset
 
 
-class ObjectWriteHandle(WriteHandle):
-    """A new object: the position, and the states open, finished and aborted."""
+class ObjectWriteHandle(PlainWriteHandle):
+    """A new object, which appears when the handle is finished."""
 
     def __init__(self, store: ObjectStore, name: str) -> None:
-        self.name = name
+        super().__init__(name, store.path_of(name))
         self._store = store
-        self._path = store.path_of(name)
         self._key = store.key_of(name)
-        self._position = 0
-        self._state = "open"
-
-    @property
-    def position(self) -> int:
-        """Return the bytes accepted so far."""
-        return self._position
-
-    def write(self, data: Buffer) -> None:
-        """Append ``data``."""
-        self._check_open()
-        view = byte_view(data)
-        self._append(view)
-        self._position += len(view)
-
-    def finish(self) -> int:
-        """Make the object."""
-        if self._state != "finished":
-            self._check_open()
-            self._complete()
-            self._state = "finished"
-        return self._position
-
-    def abort(self) -> None:
-        """Throw away what was sent."""
-        if self._state == "open":
-            self._state = "aborted"
-            self._throw_away()
-
-    @abstractmethod
-    def _append(self, view: memoryview) -> None: ...
-
-    @abstractmethod
-    def _complete(self) -> None: ...
-
-    @abstractmethod
-    def _throw_away(self) -> None: ...
-
-    def _check_open(self) -> None:
-        if self._state != "open":
-            raise ValueError(f"{self._path} is {self._state}: nothing can be written to it any more")

@@ -1,9 +1,17 @@
-"""Open files of a POSIX store: the writer (O_DIRECT and overlapped where durable), and the reader."""
+"""Open files of a POSIX store: the writer (O_DIRECT and overlapped where durable), the reader, and errors.
+
+Errnos by which a mount says that it lacks an operation are separated from failures. A refused operation is
+replaced by the next safest one, and a warning says once what is missing. Every errno that is not named here
+is a failure and is raised, among them EIO, ENOSPC, EDQUOT, ESTALE and ETIMEDOUT: what the operation was to do
+may or may not have happened. Each operation has a table of its own, since EACCES is what SMB says of a lock
+that another client holds, and other mounts of a folder that cannot be synced.
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import stat
 import uuid
@@ -22,30 +30,79 @@ from dcp.storage.errors import (
     StorageError,
     StorageFullError,
 )
+from dcp.storage.stores.base import Buffer, ReadHandle, WriteHandle, byte_view
 from dcp.storage.stores.buffers import (
     ALIGNMENT_BYTES,
     POOL,
-    RELEASE_GIL_BYTES,
     BounceBuffer,
-    BufferPool,
     copy_bytes,
 )
-from dcp.storage.stores.handles import Buffer, ReadHandle, WriteHandle, byte_view
-from dcp.storage.stores.posix.refusals import NO_DIRECT_IO, NO_OPERATION
 from dcp.storage.threads import result_of
 
-__all__ = [
-    "RESERVED_FROM_BYTES",
-    "Observe",
-    "PosixReadHandle",
-    "PosixWriteHandle",
-    "broken_link",
-    "is_below",
-    "is_named",
-    "path_of_descriptor",
-    "step",
-    "storage_error",
-]
+logger = logging.getLogger(__name__)
+
+NO_OPERATION: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
+"""What any operation says that a file system does not have."""
+
+NO_FOLDER_SYNC: Final = NO_OPERATION | {errno.EACCES, errno.EBADF, errno.EISDIR, errno.EPERM}
+"""Of fsync of a folder, and of opening one for that: SMB, object mounts, folders that may not be read."""
+
+NO_LINKS: Final = NO_OPERATION | {errno.EACCES, errno.EMLINK, errno.EPERM, errno.EXDEV}
+"""Of link, where the new name is in the folder of the old: FAT, SMB, AFS, object mounts."""
+
+NO_LOCKS: Final = NO_OPERATION | {errno.EBADF, errno.ENOLCK, errno.EPERM}
+"""Of flock: Lustre mounted without ``flock``, NFS without lockd, object mounts."""
+
+NO_EXCHANGE: Final = NO_OPERATION | {errno.EACCES, errno.EPERM}
+"""Of renameat2 with RENAME_EXCHANGE, of two folders: NFS, FUSE, SMB."""
+
+WITHOUT_LOCKS: Final = (
+    "a file system without locks, so that two jobs which replace one checkpoint, or convert to one target, "
+    "at the same time are not kept apart: let one job write to a place, or mount it with locks (Lustre: "
+    "-o flock)"
+)
+
+_warned: set[tuple[int, str]] = set()
+
+
+def is_link_refused(error: OSError, source: Path) -> bool:
+    """Return whether ``error`` of a hard link to ``source`` means that the mount has none.
+
+    The kernel says ENOENT where a mount reports no link count (``st_nlink`` 0) of a file that is there.
+    """
+    return error.errno in NO_LINKS or (error.errno == errno.ENOENT and os.path.lexists(source))
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, as far as the file system can. Raises OSError where that fails."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in NO_FOLDER_SYNC:
+            raise
+        warn_once(
+            folder,
+            error,
+            "a file system that cannot sync folders: a power cut of the storage may take the last changes of "
+            "names, so that a checkpoint is missing or the one before it is back",
+        )
+
+
+def warn_once(folder: Path, error: OSError, what: str) -> None:
+    """Say that ``folder`` is on ``what``, once a process for each mount and text."""
+    try:
+        device = folder.stat().st_dev
+    except OSError:
+        device = 0
+    if (device, what) not in _warned:
+        _warned.add((device, what))
+        name = errno.errorcode.get(error.errno or 0, str(error.errno))
+        logger.warning("%s is on %s (%s)", folder, what, name)
+
 
 Observe: TypeAlias = Callable[[str, str], None] | None
 """Called with (step, file name) before every primitive that changes storage: crash tests kill there."""
@@ -165,30 +222,20 @@ class PosixWriteHandle(WriteHandle):
     """
 
     def __init__(
-        self,
-        path: Path,
-        descriptor: int,
-        observe: Observe,
-        pool: BufferPool = POOL,
-        *,
-        durable: bool = True,
-        direct: bool = True,
+        self, path: Path, descriptor: int, observe: Observe, *, durable: bool = True, direct: bool = True
     ) -> None:
         self.name = path.name
         self._path = path
         self._descriptor = descriptor
         self._observe = observe
-        self._pool = pool
         self._is_durable = durable
         self._may_be_direct = direct
         self._direct = False
         self._process_id = os.getpid()
+        self._pool = POOL
         self._buffer: BounceBuffer | None = None
         self._view = memoryview(b"")
-        self._fill_bytes = 0
-        self._limit_bytes = 0
-        self._flushed_bytes = 0
-        self._extent_bytes = 0
+        self._fill_bytes = self._limit_bytes = self._flushed_bytes = self._extent_bytes = 0
         self._executor: ThreadPoolExecutor | None = None
         self._in_flight: deque[tuple[Future[None], BounceBuffer]] = deque()
         self._failure: StorageError | None = None
@@ -206,29 +253,25 @@ class PosixWriteHandle(WriteHandle):
         """
         # Only with O_DIRECT on: where the file system cannot allocate, glibc writes a byte to every block
         # instead, which takes minutes; O_DIRECT refuses those odd writes at once.
-        if not self._go_direct():
+        if not self._set_direct(True):
             return
         try:
             with step(self._observe, "fallocate", self._path):
                 os.posix_fallocate(self._descriptor, 0, size_bytes)
+            self._extent_bytes = size_bytes
         except StorageFullError:
             raise
         except StorageError:
             return
-        self._extent_bytes = size_bytes
 
     def write(self, data: Buffer) -> None:
         """Copy it into the buffer being filled; waits only while all buffers are on their way to the disk."""
         if type(data) is not bytes:
             data = byte_view(data)
-        size = len(data)
-        end = self._fill_bytes + size
+        end = self._fill_bytes + len(data)
         # "<": a full buffer is sent at once, not with the next write.
         if end < self._limit_bytes and self._failure is None:
-            if size < RELEASE_GIL_BYTES:
-                self._view[self._fill_bytes : end] = data
-            else:
-                copy_bytes(self._view[self._fill_bytes : end], data)
+            copy_bytes(self._view[self._fill_bytes : end], data)
             self._fill_bytes = end
             return
         self._check_usable()
@@ -257,18 +300,20 @@ class PosixWriteHandle(WriteHandle):
 
     def finish(self) -> int:
         """Bring everything to storage, and close the file."""
-        if self._state == "finished":
-            return self.position
-        self._check_usable()
-        try:
-            self._flush_to_end()
-            descriptor, self._descriptor = self._descriptor, -1
-            with step(None, "close", self._path):  # NFS may tell only now that there was no space
-                os.close(descriptor)
-        except StorageError as error:
-            self._failure = error
-            raise
-        self._close("finished")
+        if self._state != "finished":
+            self._check_usable()
+            try:
+                if self._is_durable:
+                    self._flush_to_end()
+                elif self._fill_bytes:
+                    self._write_now([])
+                descriptor, self._descriptor = self._descriptor, -1
+                with step(None, "close", self._path):  # NFS may tell only now that there was no space
+                    os.close(descriptor)
+            except StorageError as error:
+                self._failure = error
+                raise
+            self._close("finished")
         return self._flushed_bytes + self._fill_bytes
 
     def abort(self) -> None:
@@ -318,7 +363,6 @@ class PosixWriteHandle(WriteHandle):
                 self._pool.give(self._in_flight.popleft()[1])
             if self._executor is not None:
                 self._executor.shutdown(wait=False)
-                self._executor = None
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             with suppress(OSError):  # the file is given up, so that nothing is lost by what close says
@@ -361,70 +405,61 @@ class PosixWriteHandle(WriteHandle):
     def _send(self) -> None:
         """Hand the filled buffer to the background thread."""
         if self._executor is None:
-            self._go_direct()
+            self._set_direct(True)
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="dcp-write")
         buffer, size = self._buffer, self._fill_bytes
         if buffer is None:
             raise ValueError("no buffer to send")
-        job = self._executor.submit(self._write_in_background, buffer.view[:size], self._flushed_bytes)
+        job = self._executor.submit(self._pwrite, buffer.view[:size], self._flushed_bytes)
         self._in_flight.append((job, buffer))
         self._buffer = None
         self._view = memoryview(b"")
         self._flushed_bytes += size
         self._fill_bytes = self._limit_bytes = 0
 
-    def _write_in_background(self, data: memoryview, offset: int) -> None:
+    def _pwrite(self, data: memoryview, offset: int) -> None:
+        """Write at an offset, unless something before has failed or the file is given up."""
         if self._failure is not None or self._state != "open":
             return
         try:
-            self._pwrite(data, offset)
+            with step(self._observe, "pwrite", self._path):
+                while data:
+                    try:
+                        written = os.pwrite(self._descriptor, data, offset)
+                    except OSError as error:
+                        # Refused at the first write, or a short write left an offset that is not aligned.
+                        if error.errno not in NO_OPERATION or not self._direct:
+                            raise
+                        self._may_be_direct = False
+                        self._set_direct(False)
+                        continue
+                    data = data[written:]
+                    offset += written
         except StorageError as error:
             self._failure = error
             raise
 
-    def _pwrite(self, data: memoryview, offset: int) -> None:
-        with step(self._observe, "pwrite", self._path):
-            while data:
-                try:
-                    written = os.pwrite(self._descriptor, data, offset)
-                except OSError as error:
-                    # Refused at the first write, or a short write left an offset that is not aligned.
-                    if error.errno not in NO_DIRECT_IO or not self._direct:
-                        raise
-                    self._go_buffered()
-                    continue
-                data = data[written:]
-                offset += written
-
-    def _go_direct(self) -> bool:
-        if self._may_be_direct and not self._direct:
+    def _set_direct(self, wanted: bool) -> bool:
+        """Switch O_DIRECT on, if the file can have it, or off; return whether it is on."""
+        if wanted != self._direct and (self._may_be_direct or not wanted):
             flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
             try:
-                fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
-                self._direct = True
+                flags = flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT
+                fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags)
+                self._direct = wanted
             except OSError:  # EINVAL here, others on some network file systems: buffered writes serve all
+                if not wanted:
+                    raise
                 self._may_be_direct = False
         return self._direct
 
-    def _go_buffered(self) -> None:
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        self._direct = self._may_be_direct = False
-
     def _flush_to_end(self) -> None:
-        """Bring the rest to storage, so that only closing is left."""
-        if not self._is_durable:
-            if self._fill_bytes:
-                self._write_now([])
-            return
+        """Make the content durable, so that only closing is left."""
         while self._in_flight:
             self._pool.give(self._await_oldest())
         size = self._fill_bytes
         if size:
-            if self._flushed_bytes or size >= _SMALL_FILE_BYTES:
-                self._go_direct()
-            elif self._direct:
-                self._go_buffered()
+            self._set_direct(bool(self._flushed_bytes) or size >= _SMALL_FILE_BYTES)
             # O_DIRECT wants whole blocks; the padding is cut off again.
             padded = -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if self._direct else size
             self._view[size:padded] = bytes(padded - size)

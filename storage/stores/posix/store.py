@@ -9,7 +9,6 @@ import stat
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -25,29 +24,36 @@ from dcp.storage.errors import (
 )
 from dcp.storage.stores.base import (
     ANY,
+    LOCK_NAME,
+    TEMPORARY_PREFIX,
     Capabilities,
     Expected,
     FileInfo,
     Store,
     StoreType,
     Version,
+    check_name,
+    is_name,
+    place_text,
 )
-from dcp.storage.stores.names import LOCK_NAME, TEMPORARY_PREFIX, check_name, is_name, place_text
+from dcp.storage.stores.objects.shared import locked
 from dcp.storage.stores.posix.files import (
+    NO_LOCKS,
     RESERVED_FROM_BYTES,
+    WITHOUT_LOCKS,
     Observe,
     PosixReadHandle,
     PosixWriteHandle,
     broken_link,
     is_below,
+    is_link_refused,
     is_named,
     path_of_descriptor,
     step,
     storage_error,
+    sync_folder,
+    warn_once,
 )
-from dcp.storage.stores.posix.refusals import NO_LOCKS, WITHOUT_LOCKS, is_link_refused, sync_folder, warn_once
-
-__all__ = ["STORE_TYPE", "PosixStore"]
 
 _MAKE_ATTEMPTS: Final = 20
 _PUBLISH_LOCK_SECONDS: Final = 60.0
@@ -57,10 +63,6 @@ _LOCK_BUSY: Final = frozenset({errno.EWOULDBLOCK, errno.EACCES, errno.EINTR, err
 """Held by another writer, or removed by its last holder since it was opened: ENOENT here, ESTALE on NFS."""
 
 _VERSION_LIMIT_BYTES: Final = 1 << 34
-
-_NO_LOCK: Final = -1
-_own_lock = threading.RLock()
-"""Between the threads of this process, where the file system has no locks."""
 
 
 class PosixStore(Store):
@@ -103,28 +105,28 @@ class PosixStore(Store):
                 errno=error.errno,
             ) from error
         self._observe: Observe = observe
+        self._options: dict[str, Any] = {
+            "follow_links": follow_links,
+            "links_within": links_within,
+            "direct_io": direct_io,
+            "hard_links": hard_links,
+        }
         self._follow_links = follow_links
         self._links_within = None if links_within is None else os.path.realpath(links_within)
         self._direct_io = direct_io
         self._hard_links = hard_links
-        self._lock_owners: dict[tuple[int, int], int] = {}
+        self._lock_owners: set[tuple[int, int]] = set()
         self.url = str(self._root)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Worker processes get a store of their own: locks that are held here do not travel.
-        options: dict[str, Any] = {
-            "follow_links": self._follow_links,
-            "links_within": self._links_within,
-            "direct_io": self._direct_io,
-            "hard_links": self._hard_links,
-        }
-        return (partial(PosixStore, self.url, self._observe, **options), ())
+        return partial(PosixStore, self.url, self._observe, **self._options), ()
 
     def make_root(self) -> None:
         """Make the folder; each that is new is made durable in its parent."""
         for _ in range(_MAKE_ATTEMPTS):  # who removes the checkpoint that was there removes the folder, too
             try:
-                self._make_missing()
+                self._make(self._root)
             except StorageError as error:
                 if error.errno not in (errno.ENOENT, errno.EEXIST):
                     raise
@@ -137,58 +139,52 @@ class PosixStore(Store):
         fault = broken_link(self._root) or f"{self.url} is not a folder"
         raise StorageError(f"{fault}, so no checkpoint can be stored there", path=self.url, op="mkdir")
 
-    def _make_missing(self) -> None:
-        missing: deque[Path] = deque()
-        folder = self._root
+    def _make(self, folder: Path) -> None:
         with step(None, "stat", folder):
-            while not folder.exists():
-                missing.appendleft(folder)
-                folder = folder.parent
-        for created in missing:
-            with step(self._observe, "mkdir", created):
-                # Other ranks create the same folder at the same time.
-                created.mkdir(exist_ok=True)
-            with step(self._observe, "fsync_folder", created.parent):
-                sync_folder(created.parent)
+            if folder.exists():
+                return
+        self._make(folder.parent)
+        with step(self._observe, "mkdir", folder):
+            # Other ranks create the same folder at the same time.
+            folder.mkdir(exist_ok=True)
+        with step(self._observe, "fsync_folder", folder.parent):
+            sync_folder(folder.parent)
 
     def exists(self) -> bool:
         """Return whether it is a folder, perhaps behind a symbolic link."""
         with step(None, "stat", self._root):
             return self._root.is_dir()
 
-    def folders(self) -> Sequence[str]:
-        """Return folders, also behind symbolic links; names that no checkpoint may have are left out."""
+    def _entries(self) -> Sequence[os.DirEntry[str]]:
         try:
             with os.scandir(self._root) as entries:
-                return sorted(entry.name for entry in entries if _is_folder(entry) and is_name(entry.name))
+                return list(entries)
         except FileNotFoundError:
             return []
-        except OSError as error:
-            raise storage_error(error, "list", self._root) from error
+
+    def folders(self) -> Sequence[str]:
+        """Return folders, also behind symbolic links; names that no checkpoint may have are left out."""
+        with step(None, "list", self._root):
+            return sorted(
+                entry.name for entry in self._entries() if _is_folder(entry) and is_name(entry.name)
+            )
 
     def list(self) -> list[FileInfo]:
         """Leave out folders, links (unless followed), FIFOs and devices."""
         found: list[FileInfo] = []
-        try:
-            with os.scandir(self._root) as entries:
-                for entry in entries:
-                    if entry.name == LOCK_NAME:
-                        continue
-                    follow = self._follow_links or (entry.is_symlink() and self._leads_within(entry.path))
-                    if not entry.is_file(follow_symlinks=follow):
-                        continue
-                    with suppress(FileNotFoundError):  # deleted since: as if listed a moment later
-                        status = entry.stat(follow_symlinks=follow)
-                        found.append(FileInfo(entry.name, status.st_size, status.st_mtime))
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise storage_error(error, "list", self._root) from error
+        with step(None, "list", self._root):
+            for entry in self._entries():
+                follow = self._follow_links or (entry.is_symlink() and self._leads_within(entry.path))
+                if entry.name == LOCK_NAME or not entry.is_file(follow_symlinks=follow):
+                    continue
+                with suppress(FileNotFoundError):  # deleted since: as if listed a moment later
+                    status = entry.stat(follow_symlinks=follow)
+                    found.append(FileInfo(entry.name, status.st_size, status.st_mtime))
         return sorted(found, key=attrgetter("name"))
 
     def stat(self, name: str) -> FileInfo | None:
         """Look at a file; None too for a link (unless followed) and whatever else is no regular file."""
-        path = self._path(name)
+        path = self._root / check_name(name)
         try:
             status = path.stat(follow_symlinks=self._follow_links)
             if stat.S_ISLNK(status.st_mode) and self._leads_within(path):
@@ -202,7 +198,7 @@ class PosixStore(Store):
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> PosixReadHandle:
         """Open a file; raises `CheckpointFormatError` for a link (unless followed), FIFO, device or
         folder."""
-        path = self._path(name)
+        path = self._root / check_name(name)
         # Without O_NONBLOCK opening a FIFO would wait for a writer for ever; regular files ignore it.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         follow = self._follow_links
@@ -211,7 +207,7 @@ class PosixStore(Store):
                 follow = path.is_symlink() and self._leads_within(path)
             descriptor = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise CheckpointNotFoundError(f"{path} does not exist", path=str(path)) from error
+            raise self.absent(name) from error
         except OSError as error:
             if error.errno == errno.ELOOP:
                 if fault := broken_link(self._root):
@@ -230,7 +226,7 @@ class PosixStore(Store):
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> PosixWriteHandle:
         """Begin a file by O_EXCL, so that a link planted under the name is not followed either."""
-        path = self._path(name)
+        path = self._root / check_name(name)
         if replace:
             self.delete(name)
         with step(self._observe, "create", path):
@@ -255,12 +251,17 @@ class PosixStore(Store):
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
         """Publish a file: written aside, then linked (create-only) or renamed under the lock, then the folder
         is synced."""
-        self._path(name)
-        temporary = self._path(f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}")
+        target = self._root / check_name(name)
+        temporary = self._root / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
         try:
             with self.create(temporary.name, durable=durable) as handle:
                 handle.write(data)
-            self._commit(temporary, name, expected)
+            if expected is not None or not self._hard_links or not self._link(temporary, target):
+                with self.lock(timeout_seconds=_PUBLISH_LOCK_SECONDS):
+                    if expected is not ANY and self.version(name) != expected:
+                        raise self.conflict(name)
+                    with step(self._observe, "rename", target):
+                        temporary.rename(target)
         except BaseException:
             # Ctrl-C may come in any step; after a rename that did happen nothing has this name any more.
             with suppress(OSError):
@@ -276,7 +277,7 @@ class PosixStore(Store):
 
     def delete(self, name: str) -> None:
         """Open handles still read it."""
-        path = self._path(name)
+        path = self._root / check_name(name)
         with step(self._observe, "unlink", path):
             path.unlink(missing_ok=True)
 
@@ -284,17 +285,37 @@ class PosixStore(Store):
     def lock(self, *, timeout_seconds: float) -> Iterator[None]:
         """Hold flock on a file in the folder, removed on release so that a checkpoint is not cluttered."""
         thread = (os.getpid(), threading.get_ident())  # a forked child does not hold what its parent holds
-        depth = self._lock_owners.get(thread, 0)
-        descriptor = self._acquire(timeout_seconds) if depth == 0 else _NO_LOCK
-        self._lock_owners[thread] = depth + 1
+        if thread in self._lock_owners:
+            yield
+            return
+        path = self._root / LOCK_NAME
+        descriptor = self._acquire(path, time.monotonic() + timeout_seconds)
+        if descriptor is None:
+            raise StorageError(
+                f"{self.url} is locked by another writer, still after {timeout_seconds:g} seconds; "
+                "wait for it to end, or stop it: the lock ends with its process",
+                path=str(path),
+                op="lock",
+                timeout_seconds=timeout_seconds,
+            )
+        if isinstance(descriptor, OSError):
+            warn_once(self._root, descriptor, WITHOUT_LOCKS)
+            with locked(self.url, timeout_seconds):  # keeps out the threads of this process alone
+                yield
+            return
+        self._lock_owners.add(thread)
         try:
             yield
         finally:
-            if depth == 0:
-                del self._lock_owners[thread]
-                self._release(descriptor)
-            else:
-                self._lock_owners[thread] = depth
+            self._lock_owners.discard(thread)
+            # None of this may fail what was done under the lock, such as a commit. Left behind, the file does
+            # no harm: only the flock counts, and that ends with the descriptor, whatever close says.
+            with suppress(OSError):
+                path.unlink()
+            with suppress(OSError):  # not only closing: a forked child may hold a copy of the descriptor
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            with suppress(OSError):
+                os.close(descriptor)
 
     def sync(self) -> None:
         """Call fsync of the folder."""
@@ -305,7 +326,7 @@ class PosixStore(Store):
         """Call fsync of each file, then of the folder. What other hosts have in their caches is theirs to
         sync."""
         for info in self.list():
-            path = self._path(info.name)
+            path = self._root / info.name
             with step(self._observe, "fsync", path):
                 try:
                     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -319,25 +340,16 @@ class PosixStore(Store):
 
     def remove_root(self) -> None:
         """Remove the folder if it is empty; a lock file that a killed process left behind does not count."""
-        try:
-            with os.scandir(self._root) as entries:
-                names = {entry.name for entry in entries}
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise storage_error(error, "list", self._root) from error
-        if names - {LOCK_NAME}:
-            return
+        with step(None, "list", self._root):
+            names = {entry.name for entry in self._entries()}
         # Whoever holds the lock, or wrote a file just now, still needs the folder: not ours to remove.
         with suppress(StorageError):
-            if names:
+            if names == {LOCK_NAME}:
                 with self.lock(timeout_seconds=0):
                     pass  # releasing removes the file
-            with step(self._observe, "rmdir", self._root):
-                self._root.rmdir()
-
-    def _path(self, name: str) -> Path:
-        return self._root / check_name(name)
+            if names <= {LOCK_NAME}:
+                with step(self._observe, "rmdir", self._root):
+                    self._root.rmdir()
 
     def _leads_within(self, path: str | Path) -> bool:
         if self._links_within is None:
@@ -354,19 +366,8 @@ class PosixStore(Store):
             os.close(descriptor)
         raise CheckpointFormatError(f"{path} leads elsewhere by a symbolic link", path=str(path))
 
-    def _commit(self, temporary: Path, name: str, expected: Expected) -> None:
-        """Change ``name``, in one instant, from old to new content."""
-        if expected is None and self._hard_links and self._link(temporary, name):
-            return
-        with self.lock(timeout_seconds=_PUBLISH_LOCK_SECONDS):
-            if expected is not ANY and self.version(name) != expected:
-                raise self.conflict(name)
-            with step(self._observe, "rename", self._root / name):
-                temporary.rename(self._root / name)
-
-    def _link(self, temporary: Path, name: str) -> bool:
+    def _link(self, temporary: Path, target: Path) -> bool:
         """Give the file its name only if no other has it, without a lock. False if links are refused."""
-        target = self._root / name
         try:
             with step(self._observe, "link", target):
                 target.hardlink_to(temporary)
@@ -383,14 +384,14 @@ class PosixStore(Store):
             if error.errno != errno.EEXIST:
                 raise
             if not _same_file(temporary, target):
-                raise self.conflict(name) from error
+                raise self.conflict(target.name) from error
         with suppress(StorageError), step(self._observe, "unlink", temporary):  # published all the same
             temporary.unlink()
         return True
 
-    def _acquire(self, timeout_seconds: float) -> int:
-        path = self._root / LOCK_NAME
-        give_up = time.monotonic() + timeout_seconds
+    def _acquire(self, path: Path, give_up: float) -> int | OSError | None:
+        """Return the locked file; None if another has it at the time ``give_up``; the error of a file system
+        without locks."""
         pause_seconds = 0.001
         while True:
             is_new = not os.path.lexists(path)
@@ -399,64 +400,28 @@ class PosixStore(Store):
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
                 descriptor = os.open(path, flags, 0o666)
             try:
-                if self._try_lock(descriptor, path):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The last holder may have removed the file since: a lock on a removed file excludes no one.
+                if is_named(path, descriptor):
                     return descriptor
-            except StorageError as error:
-                is_refused = error.errno in NO_LOCKS
-                if is_new or is_refused:  # else it may be another writer's, who holds it
-                    with suppress(OSError):
-                        path.unlink()
-                if not is_refused:
-                    raise
-                return self._do_without(error, timeout_seconds)
+            except OSError as error:
+                if error.errno not in _LOCK_BUSY:
+                    with suppress(OSError):  # the error before it is the one to report
+                        os.close(descriptor)
+                    has_no_locks = error.errno in NO_LOCKS
+                    if is_new or has_no_locks:  # else it may be another writer's, who holds it
+                        with suppress(OSError):
+                            path.unlink()
+                    if has_no_locks:
+                        return error
+                    raise storage_error(error, "lock", path) from error
             with step(None, "lock", path):
                 os.close(descriptor)
             left_seconds = give_up - time.monotonic()
             if left_seconds <= 0:
-                raise self._is_locked(timeout_seconds)
+                return None
             time.sleep(min(pause_seconds, left_seconds))
             pause_seconds = min(2 * pause_seconds, 0.1)
-
-    def _is_locked(self, timeout_seconds: float) -> StorageError:
-        return StorageError(
-            f"{self.url} is locked by another writer, still after {timeout_seconds:g} seconds; "
-            "wait for it to end, or stop it: the lock ends with its process",
-            path=str(self._root / LOCK_NAME),
-            op="lock",
-            timeout_seconds=timeout_seconds,
-        )
-
-    def _do_without(self, error: OSError, timeout_seconds: float) -> int:
-        """Keep out the threads of this process alone."""
-        warn_once(self._root, error, WITHOUT_LOCKS)
-        if not _own_lock.acquire(timeout=max(0.0, timeout_seconds)):
-            raise self._is_locked(timeout_seconds)
-        return _NO_LOCK
-
-    def _try_lock(self, descriptor: int, path: Path) -> bool:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The last holder removed the file since we opened it: a lock on a removed file excludes no one.
-            return is_named(path, descriptor)
-        except OSError as error:
-            if error.errno in _LOCK_BUSY:
-                return False
-            with suppress(OSError):  # the error before it is the one to report
-                os.close(descriptor)
-            raise storage_error(error, "lock", path) from error
-
-    def _release(self, descriptor: int) -> None:
-        if descriptor == _NO_LOCK:
-            _own_lock.release()
-            return
-        # None of this may fail what was done under the lock, such as a commit. Left behind, the file does no
-        # harm: only the flock counts, and that ends with the descriptor, whatever close says.
-        with suppress(OSError):
-            (self._root / LOCK_NAME).unlink()
-        with suppress(OSError):  # not only closing: a forked child may hold a copy of the descriptor
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        with suppress(OSError):
-            os.close(descriptor)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

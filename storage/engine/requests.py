@@ -1,4 +1,4 @@
-"""Ranges of files that are read together: neighbours, clusters of small runs, requests. No I/O.
+"""Requests to readers: what is wanted, and which ranges of files are read together for it. No I/O.
 
 A checkpoint may have many thousands of small runs, so these are found with arrays, and nothing is made for
 each. All other pieces are joined one by one.
@@ -9,34 +9,122 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.engine.memory import GATHERED_BYTES, copy_small, gather_small, scatter_small
-from dcp.storage.engine.reading.requests import ByteRuns
+from dcp.storage.engine.memory import GATHERED_BYTES, array_at, copy_small, gather_small, scatter_small
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_rows
 from dcp.storage.geometry.strides import Int64
 from dcp.storage.stores.base import ReadProfile
 
-__all__ = [
-    "CHEAP_GAP_BYTES",
-    "COPIED_BELOW_BYTES",
-    "NO_CHUNK",
-    "Cluster",
-    "Copy",
-    "FileRange",
-    "JoinedRequest",
-    "PlacedRuns",
-    "Put",
-    "RequestPiece",
-    "coalesce",
-    "coalesce_columns",
-    "join",
-    "span_bytes",
-    "split_off_clusters",
-]
+Verify = Literal["blocks", "full", "none"]
+"""``blocks``: check every block that is read whole. ``full``: also read the rest of blocks that are needed
+only in part, and check them. ``none``: check nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Parts of stored chunks, and where they go.
+
+    Row i copies the box at ``storage_offsets`` of extent ``lengths`` of chunk ``chunks[i]`` (a row of the
+    index) to ``dest_offsets`` of local tensor number ``dests[i]``, for the wanted box ``boxes[i]``. Boxes are
+    ragged, sliced by ``box_start``.
+    """
+
+    chunks: Int64
+    boxes: Int64
+    dests: Int64
+    box_start: Int64
+    storage_offsets: Int64
+    dest_offsets: Int64
+    lengths: Int64
+
+
+@dataclass(frozen=True, eq=False)
+class ByteRuns:
+    """Contiguous pieces: ``size_bytes`` from position ``payload_positions`` of a chunk's payload to
+    ``addresses``."""
+
+    chunks: Int64
+    payload_positions: Int64
+    sizes_bytes: Int64
+    addresses: Int64
+
+    @classmethod
+    def joined(cls, several: Sequence[ByteRuns]) -> ByteRuns:
+        """Return all of ``several``, of which there is at least one."""
+        if len(several) == 1:
+            return several[0]
+        columns = zip(
+            *((r.chunks, r.payload_positions, r.sizes_bytes, r.addresses) for r in several), strict=True
+        )
+        return cls(*map(np.concatenate, columns))
+
+    @classmethod
+    def none(cls) -> ByteRuns:
+        """No runs."""
+        return cls(*np.zeros((4, 0), np.int64))
+
+
+class Elements(NamedTuple):
+    """Elements of chunk ``chunk`` at regular steps: a box of it, or what a box of another shape has of it.
+
+    ``lengths`` by axis, the payload's slowest first. The first one is at byte ``begin`` of the payload;
+    ``strides`` are bytes of it, descending.
+    """
+
+    chunk: int
+    begin: int
+    lengths: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+PutBox: TypeAlias = Callable[[tuple[int, ...], "npt.NDArray[Any]"], None]
+"""Takes a part of elements: its offsets by axis, and those elements, as unsigned integers of their size (or
+complex numbers for 16 bytes), unaligned and strided, in memory that is used again afterwards. Called from any
+thread, once for each part."""
+
+
+class BoxRequest(NamedTuple):
+    """``elements`` that are handed out in parts."""
+
+    elements: Elements
+    put: PutBox
+
+
+def put_at(address: int, itemsize: int, strides: Sequence[int]) -> PutBox:
+    """Puts elements into memory from ``address`` on; ``strides`` are bytes of that, by axis."""
+    steps = tuple(strides)
+
+    def put(offsets: tuple[int, ...], elements: npt.NDArray[np.generic]) -> None:
+        first = address + sum(i * step for i, step in zip(offsets, steps, strict=True))
+        np.copyto(array_at(first, itemsize, elements.shape, steps), elements)
+
+    return put
+
+
+@dataclass
+class ReadStats:
+    """The cost of a read: bytes asked for, bytes fetched from storage, blocks checked and not checked; and
+    losses of conversions, by stored tensor."""
+
+    bytes_needed: int = 0
+    bytes_read: int = 0
+    blocks_verified: int = 0
+    blocks_unverified: int = 0
+    lossy: dict[str, str] = field(default_factory=dict)
+
+    def add(self, other: ReadStats) -> None:
+        """Sum up another thread's figures."""
+        self.bytes_needed += other.bytes_needed
+        self.bytes_read += other.bytes_read
+        self.blocks_verified += other.blocks_verified
+        self.blocks_unverified += other.blocks_unverified
+        self.lossy |= other.lossy
+
 
 NO_CHUNK = -1
 """The chunk of bytes that belong to none, and have no checksum here."""
@@ -161,31 +249,29 @@ def span_bytes(group: Sequence[FileRange]) -> int:
 # -- clusters ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class PlacedRuns:
-    """Runs and where their bytes are in the files, in that order."""
+class PlacedRuns(NamedTuple):
+    """Runs in the order of the files, with the columns of a `RequestPiece`."""
 
     files: Int64
     offsets: Int64
-    runs: ByteRuns
+    sizes_bytes: Int64
+    chunks: Int64
+    positions: Int64
+    addresses: Int64
 
     @classmethod
     def of(cls, runs: ByteRuns, chunk_files: Int64, payload_offsets: Int64) -> PlacedRuns:
         """Return runs of chunks whose payloads are resolved; without those that have no bytes."""
-        files = chunk_files[runs.chunks]
-        offsets = payload_offsets[runs.chunks] + runs.payload_positions
-        order = np.lexsort((runs.sizes_bytes, offsets, files))
-        return cls(files, offsets, runs).take(order[runs.sizes_bytes[order] > 0])
+        chunks, positions, sizes = runs.chunks, runs.payload_positions, runs.sizes_bytes
+        placed = cls(
+            chunk_files[chunks], payload_offsets[chunks] + positions, sizes, chunks, positions, runs.addresses
+        )
+        order = np.lexsort((sizes, placed.offsets, placed.files))
+        return placed.take(order[sizes[order] > 0])
 
     def take(self, rows: npt.NDArray[np.generic] | slice) -> PlacedRuns:
         """Return the rows at ``rows``."""
-        return PlacedRuns(self.files[rows], self.offsets[rows], self.runs.take(rows))
-
-    def tuples(self) -> Iterator[tuple[int, int, int, int, int, int]]:
-        """Yield (file, offset, size, chunk, payload position, address) of each."""
-        runs = self.runs
-        columns = (runs.sizes_bytes, runs.chunks, runs.payload_positions, runs.addresses)
-        return zip(*map(np.ndarray.tolist, (self.files, self.offsets, *columns)), strict=True)
+        return PlacedRuns(*map(itemgetter(rows), self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,8 +285,8 @@ class Cluster:
 
     def copy_out(self, address: int, data: memoryview | None = None) -> npt.NDArray[np.uint32]:
         """Copy the runs out of the cluster's bytes at ``address``; their CRC-32, given these as ``data``."""
-        runs = self.members.runs
-        begins, sizes, targets = self.members.offsets - self.begin, runs.sizes_bytes, runs.addresses
+        _, offsets, sizes, _, _, targets = self.members
+        begins = offsets - self.begin
         crcs = np.zeros(len(begins), np.uint32)
         one_by_one = np.ones(len(begins), np.bool_)
         for size in np.unique(sizes[sizes <= GATHERED_BYTES]).tolist():
@@ -230,13 +316,10 @@ def split_off_clusters(
     to ``gap_bytes`` between them are read for nothing. Runs that share bytes with their neighbours stay
     alone.
     """
-    offsets, runs = placed.offsets, placed.runs
-    ends = offsets + runs.sizes_bytes
-    positions, last = runs.payload_positions, runs.payload_positions + runs.sizes_bytes - 1
-    usable = is_small & (positions // BLOCK_BYTES == last // BLOCK_BYTES)
-    first = coalesce_columns(
-        placed.files, offsets, ends, usable, gap_bytes=gap_bytes, limit_bytes=limit_bytes
-    )
+    files, offsets, sizes, _, positions, _ = placed
+    ends = offsets + sizes
+    usable = is_small & (positions // BLOCK_BYTES == (positions + sizes - 1) // BLOCK_BYTES)
+    first = coalesce_columns(files, offsets, ends, usable, gap_bytes=gap_bytes, limit_bytes=limit_bytes)
     counts = np.diff(np.append(first, len(offsets)))
     several = counts > 1
     clusters = []

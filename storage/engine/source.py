@@ -1,4 +1,6 @@
-"""Places of payloads: known from our manifest, or found by opening the records of a foreign checkpoint.
+"""A checkpoint as its readers see it: open files, where payloads are, and whether their bytes are right.
+
+What is read together and by which thread is said by `dcp.storage.engine.read`.
 
 Foreign records (torch.save zips, safetensors blobs) name neither payload offset nor block checksums in the
 index. They are opened once each; their payloads may be dense but permuted (channels_last, a saved
@@ -9,16 +11,21 @@ which their index names. The one CRC-32 that either has is compared when all blo
 from __future__ import annotations
 
 import math
+import resource
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from dcp.storage.engine.memory import item_view
-from dcp.storage.engine.reading.coalescing import NO_CHUNK, RequestPiece
+from dcp.storage.engine.requests import NO_CHUNK, RequestPiece
 from dcp.storage.errors import (
     CheckpointFormatError,
+    CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsafeObjectError,
     UnsupportedFormatError,
@@ -27,9 +34,100 @@ from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.torch.record_reader import locate_payload
 from dcp.storage.geometry.strides import Int64, c_strides, dense_order
-from dcp.storage.stores.handles import ReadHandle
+from dcp.storage.stores.base import ReadHandle, Store
 
-__all__ = ["Payloads"]
+
+class Fragment(NamedTuple):
+    """The CRC-32 of bytes ``begin`` to ``end`` of payload (or copy) number ``owner``; in one block of it."""
+
+    owner: int
+    begin: int
+    end: int
+    crc: int
+
+
+def within_blocks(size_bytes: int, position: int, other: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yield (begin, end) of parts of ``size_bytes`` that lie in one block each: of the payload of which they
+    are the bytes from ``position`` on, and of another one of which they are those from ``other`` on."""
+    begin, shift = 0, 0 if other is None else other - position
+    while begin < size_bytes:
+        at = position + begin
+        left = BLOCK_BYTES - max(at % BLOCK_BYTES, (at + shift) % BLOCK_BYTES)
+        end = min(size_bytes, begin + left)
+        yield begin, end
+        begin = end
+
+
+@dataclass(slots=True)
+class _Block:
+    """End and CRC-32 of each fragment, by its begin; positions count from the block's."""
+
+    parts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    covered_bytes: int = 0
+    is_complete: bool = False
+
+
+class Fragments:
+    """The blocks that are not read in one piece. Thread-safe.
+
+    A block that comes in more than ``limit`` pieces is not worth combining.
+    """
+
+    def __init__(self, *, limit: int | None = None) -> None:
+        self._limit = limit
+        self._blocks: dict[tuple[int, int], _Block] = {}
+        self._lock = threading.Lock()
+
+    def add(self, fragment: Fragment, owner_bytes: int) -> int | None:
+        """Return the CRC-32 of the fragment's block, once the first time that it is known; ``owner_bytes`` is
+        the size of the payload. For a fragment that is a whole block it is returned each time."""
+        owner, first, last, crc = fragment
+        block, begin = divmod(first, BLOCK_BYTES)
+        end = begin + last - first
+        block_bytes = min(BLOCK_BYTES, owner_bytes - block * BLOCK_BYTES)
+        if end - begin == block_bytes:
+            known = self._blocks.get((owner, block))
+            if known is not None:
+                known.is_complete = True
+            return crc
+        with self._lock:
+            known = self._blocks.setdefault((owner, block), _Block())
+            if known.is_complete or begin in known.parts or len(known.parts) == self._limit:
+                return None
+            known.parts[begin] = end, crc
+            known.covered_bytes += end - begin
+            if known.covered_bytes < block_bytes:
+                return None
+            total = _combined(known.parts, block_bytes)
+            known.is_complete = total is not None
+            if known.is_complete:
+                known.parts = {}
+            return total
+
+    def incomplete(self) -> list[tuple[int, int]]:
+        """Return (owner, block) of those that have bytes which were not read."""
+        with self._lock:
+            return [key for key, block in self._blocks.items() if not block.is_complete]
+
+    def end(self) -> int:
+        """Forget all; return how many blocks have bytes that were not read."""
+        count = len(self.incomplete())
+        self._blocks.clear()
+        return count
+
+
+def _combined(parts: dict[int, tuple[int, int]], block_bytes: int) -> int | None:
+    """Return the CRC-32 of the whole; None if the parts overlap instead of following one another."""
+    position = total = 0
+    while position < block_bytes:
+        part = parts.get(position)
+        if part is None:
+            return None
+        end, crc = part
+        total = crc32_combine(total, crc, end - position) if position else crc
+        position = end
+    return total
+
 
 _MAX_RECORDS = 4096
 """Records whose ends are worth holding at a time: 32 MiB."""
@@ -100,7 +198,7 @@ class Payloads:
         unknown = np.unique(chunks[self.offsets[chunks] == UNKNOWN]).tolist()
         if self._fetch is None:
             for chunk in unknown:
-                self._open_record(chunk, partial(_pread, self._handle(int(self._index.chunk_files[chunk]))))
+                self._open_record(chunk, None)
             return
         for first in range(0, len(unknown), _MAX_RECORDS):
             batch = unknown[first : first + _MAX_RECORDS]
@@ -109,7 +207,7 @@ class Payloads:
             for chunk in batch:
                 self._open_record(chunk, edges.reader(self._index, chunk))
 
-    def _open_record(self, chunk: int, read: Callable[[int, int], bytes]) -> None:
+    def _open_record(self, chunk: int, read: Callable[[int, int], bytes] | None) -> None:
         index = self._index
         tensor = int(index.chunk_tensors[chunk])
         fqn, name = index.own_name(tensor), index.files[int(index.chunk_files[chunk])]
@@ -123,7 +221,9 @@ class Payloads:
                 fqn=fqn,
             )
         try:
-            stored = locate_payload(read, begin, length, fqn=fqn)
+            stored = locate_payload(
+                read or (lambda at, count: handle.pread(count, at)), begin, length, fqn=fqn
+            )
         except (UnsupportedFormatError, UnsafeObjectError):
             raise  # what it needs is refused; its bytes are not found to be damaged
         except CheckpointFormatError as error:
@@ -193,10 +293,6 @@ class Payloads:
         return uncompared
 
 
-def _pread(handle: ReadHandle, offset: int, length: int) -> bytes:
-    return handle.pread(length, offset)
-
-
 class _Edges:
     """The ends of the records of ``chunks``, as far as their files reach; `pieces` is what is to be read."""
 
@@ -243,3 +339,84 @@ def _ends(begin: int, length: int) -> Sequence[tuple[int, int]]:
     if length <= 2 * _EDGE_BYTES:
         return [(begin, length)]
     return [(begin, _EDGE_BYTES), (begin + length - _EDGE_BYTES, _EDGE_BYTES)]
+
+
+class OpenFiles:
+    """Files by number, as many open as the process can afford. ``facts`` has name and committed size of a
+    number, the size `UNKNOWN` where none was noted. Thread-safe."""
+
+    def __init__(self, store: Store, facts: Callable[[int], tuple[str, int]]) -> None:
+        self._store = store
+        self._facts = facts
+        self._handles: dict[int, ReadHandle] = {}
+        self._gates: dict[int, threading.Lock] = {}
+        self._max_handles = _max_open_files()
+        self._lock = threading.Lock()
+
+    def __contains__(self, file: int) -> bool:
+        """Return whether it is open."""
+        return file in self._handles
+
+    def close(self) -> None:
+        """Close all; no thread may be reading."""
+        for handle in self._handles.values():
+            handle.close()
+        self._handles.clear()
+
+    def handle(self, file: int) -> ReadHandle:
+        """Return the open file number ``file``; its size must be the committed one.
+
+        Files are opened beside each other, because that may take a request; one file by one thread.
+        """
+        handle = self._handles.get(file)
+        if handle is not None:
+            return handle
+        with self._lock:
+            gate = self._gates.setdefault(file, threading.Lock())
+        with gate:
+            handle = self._handles.get(file)
+            if handle is None:
+                handle = self._open(*self._facts(file))
+                with self._lock:
+                    if len(self._handles) >= self._max_handles:
+                        # Dropped, not closed: another thread may be reading it; the last to let go closes.
+                        del self._handles[next(iter(self._handles))]
+                    self._handles[file] = handle
+        return handle
+
+    def _open(self, name: str, expected: int) -> ReadHandle:
+        expected_bytes = None if expected == UNKNOWN else expected
+        try:
+            handle = self._store.open_read(name, expected_bytes=expected_bytes)
+        except CheckpointNotFoundError:  # a cache of names on a network file system may be behind
+            with self.missing_is_damage():
+                handle = self._store.open_read(name, expected_bytes=expected_bytes)
+        if expected not in (UNKNOWN, handle.size_bytes):
+            size = handle.size_bytes
+            handle.close()
+            raise CorruptCheckpointError(
+                f"{self._store.url}: data file {name} has {size} bytes, {expected} were committed; "
+                "it was truncated, replaced or extended",
+                path=self._store.path_of(name),
+            )
+        return handle
+
+    @contextmanager
+    def missing_is_damage(self) -> Iterator[None]:
+        """Raise damage for a missing file: the checkpoint is there. That may show only when it is
+        read."""
+        try:
+            yield
+        except CheckpointNotFoundError as error:
+            path = error.path or self._store.url
+            raise CorruptCheckpointError(
+                f"{self._store.url}: data file {path.rpartition('/')[2]} is missing, though the checkpoint "
+                "refers to it; restore the file or take another checkpoint",
+                path=path,
+            ) from error
+
+
+def _max_open_files() -> int:
+    """Return a quarter of what the process may open: a checkpoint of many ranks has more files than that."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return max(8, (limit if limit != resource.RLIM_INFINITY else 1 << 20) // 4)
