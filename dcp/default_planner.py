@@ -27,7 +27,7 @@ from dcp.features.registry import load_features
 from dcp.loading.call import LoadAttempt, LoadCall
 from dcp.loading.feature import Features
 from dcp.planners.flatten import set_element
-from dcp.planners.layout.lookup import BoxLookup
+from dcp.planners.layout.local_tensor import BoxLookup
 from dcp.planners.load.options import LoadOptions, PerRankLoad, Unexpected
 from dcp.planners.load.selection import Matches, Patterns, Rename, check_matches
 from dcp.planners.per_rank import current_rank

@@ -13,8 +13,7 @@ from dcp.features.registry import load_features, save_features
 from dcp.loading.load import ColumnLoad, LoadEngine
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
-from dcp.saving.columns import ColumnSave
-from dcp.saving.save import Save
+from dcp.saving.save import ColumnSave, Save
 from dcp.storage.errors import CheckpointError, OptionError
 from dcp.storage.torch_storage.reader import FileSystemReader
 from dcp.storage.torch_storage.writer import FileSystemWriter
@@ -26,9 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
     from dcp.ranks.collectives import Ranks
-    from dcp.saving.options import SaveOptions
+    from dcp.saving.save import SaveOptions
 
-__all__ = ["load_engine", "make_save", "refused_save"]
 
 _STEPS: Final[dict[type, tuple[str, ...]]] = {
     DefaultSavePlanner: (

@@ -38,11 +38,9 @@ from dcp.planners.save.plan_cache import PlanCache
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
-from dcp.ranks.collectives import Ranks
+from dcp.ranks.collectives import Ranks, raise_on_all_ranks, works_alone
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
-from dcp.ranks.handshake import raise_on_all_ranks, works_alone
-from dcp.saving.options import SaveOptions
-from dcp.saving.save import Held, SaveOutcome, SavingRank
+from dcp.saving.save import Held, SaveOptions, SaveOutcome, SavingRank
 from dcp.steps.notes import patterns_of_part
 from dcp.storage.torch_storage.writer import FileSystemWriter
 

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcp.planners.columns import HeldBoxes, SaveColumns, SaveObjects
 from dcp.planners.layout.local import DTYPE_CODES
 from dcp.planners.load.plan import LoadPlan
+from dcp.planners.rank_state import HeldBoxes, SaveColumns, SaveObjects
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import ContainerNote
@@ -36,18 +36,6 @@ from dcp.storage.formats.torch.format import TORCH_DCP
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.torch_compat import tensor_properties
 from dcp.storage.torch_storage.metadata import LazyMetadata
-
-__all__ = [
-    "ComparedItem",
-    "NotedPlan",
-    "columns_from_plan",
-    "index_from_metadata",
-    "known_provenance",
-    "metadata_from_plans",
-    "plan_from_writes",
-    "read_items",
-    "write_items",
-]
 
 _TORCH_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 

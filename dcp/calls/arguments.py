@@ -22,18 +22,6 @@ from dcp.storage.torch_storage.writer import FileSystemWriter
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-__all__ = [
-    "check_top_level",
-    "choose_reader",
-    "choose_writer",
-    "is_stateful",
-    "refuse_a_place",
-    "stateful_keys",
-    "stateful_to_plain",
-    "takes_storage_second",
-    "with_options",
-    "with_own_id",
-]
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,7 +1,7 @@
 """Short tracebacks of public functions: the call and the message, without the frames in between.
 
 The error is the one that was raised, with its class and its facts. What caused it is still there as its
-``__context__``, and by rank in the ``failures`` of a `dcp.ranks.failures.RankFailedError`. Where the
+``__context__``, and by rank in the ``failures`` of a `dcp.ranks.exchanges.RankFailedError`. Where the
 environment has ``DCP_DEBUG``, nothing is left out.
 """
 
@@ -15,18 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType, TracebackType
-from typing import Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from dcp.storage.errors import CheckpointError, RemoteError
-
-__all__ = [
-    "DEBUG_VARIABLE",
-    "plain_errors",
-    "shorten",
-    "warn_caller",
-    "whole_tracebacks",
-    "without_our_frames",
-]
 
 DEBUG_VARIABLE: Final = "DCP_DEBUG"
 
@@ -127,3 +118,27 @@ def whole_tracebacks() -> Iterator[None]:
 
 def _debugging() -> bool:
     return _whole.get() or bool(os.environ.get(DEBUG_VARIABLE))
+
+
+def ask(name: str, method: str, function: Callable[..., Any], kind: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call ``function``, the ``method`` of the feature ``name``, and return its result, which must be a
+    ``kind``.
+
+    What is no error of this package is raised as a CheckpointError that has the name, and so is a result of
+    another type.
+    """
+    try:
+        result = function(*args, **kwargs)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise refused(name, method, f"{type(error).__name__}: {error}") from error
+    if not isinstance(result, kind):
+        wanted = getattr(kind, "__name__", str(kind))
+        raise refused(name, method, f"it returned {type(result).__name__}, and {wanted} is wanted")
+    return result
+
+
+def refused(name: str, method: str, why: str) -> CheckpointError:
+    """Make the error for what the ``method`` of the feature ``name`` did."""
+    return CheckpointError(f"feature {name!r}, {method}: {why}")

@@ -20,8 +20,6 @@ from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.formats.index import CheckpointIndex, Int64, itemsizes
 from dcp.storage.geometry.ragged import gather_rows, row_products
 
-__all__ = ["Digests"]
-
 
 class Digests(SaveFeature):
     """Adds up what each written box has of its tensor, and keeps the sums of whole tensors in the index."""

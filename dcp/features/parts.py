@@ -11,8 +11,6 @@ from dcp.planners.rank_state import RankState
 from dcp.saving.feature import SaveFeature
 from dcp.storage.formats.index import Int64
 
-__all__ = ["Parts"]
-
 
 class Parts(SaveFeature):
     """Numbers the tensors of each part from 1; 0 for those of none."""

@@ -10,14 +10,11 @@ from typing import Any, ClassVar, Final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp.planners.columns import SaveColumns
+from dcp.planners.rank_state import SaveColumns
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.ranks.collectives import Codec
-from dcp.saving.columns import ColumnSave, RankPlan
-from dcp.saving.save import Save, SaveOutcome
+from dcp.saving.save import ColumnSave, RankPlan, Save, SaveOutcome
 from dcp.storage.packing import pack, unpack
-
-__all__ = ["cache_of", "remembering"]
 
 _caches: dict[int, tuple[weakref.ref[object], PlanCache]] = {}
 """By identity: equal writers are not one, and a user's may not be hashable. Entries go with their owners."""

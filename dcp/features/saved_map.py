@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from dcp.planners.columns import SaveColumns
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.layout.local import item_ties
-from dcp.planners.rank_state import RankState
+from dcp.planners.rank_state import RankState, SaveColumns
 from dcp.planners.weight_maps.mapped_index import map_sources
 from dcp.planners.weight_maps.pieces import MappedTensor, Piece, check_mapped
 from dcp.planners.weight_maps.weight_map import MapSource, WeightMap
@@ -28,7 +27,6 @@ from dcp.storage.tensors import LocalMemory, torch_dtype
 if TYPE_CHECKING:
     from dcp.saving.save import SavingRank
 
-__all__ = ["SavedMap", "mapped_state", "missing_sources"]
 
 _MAX_LISTED = 10
 

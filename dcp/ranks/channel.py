@@ -24,8 +24,6 @@ import torch.distributed as dist
 
 from dcp.storage import torch_compat
 
-__all__ = ["HEAD_BYTES", "Channel", "Wait"]
-
 Wait = Callable[[Any], None]
 """Returns when a collective's work is complete, or raises."""
 

@@ -1,6 +1,6 @@
 """Features of a save: their methods, which the steps of a save call.
 
-The steps (`dcp.saving.columns`) call each method of those that have a part in the save, in the order of
+The steps (`dcp.saving.save`) call each method of those that have a part in the save, in the order of
 `dcp.features.registry`. A feature is a value of the save's options and storage, the same in the training
 loop, a thread and a writer process. The core imports none of them.
 """
@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
-from dcp.calls.features import ask, refused
-from dcp.planners.columns import SaveColumns
-from dcp.planners.rank_state import RankState
+from dcp.calls.plain_errors import ask, refused
+from dcp.planners.rank_state import RankState, SaveColumns
 from dcp.storage.engine.observers import Observer
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome
 from dcp.storage.errors import PlanError
@@ -24,8 +23,7 @@ from dcp.storage.formats.index import CheckpointIndex, Int64
 from dcp.storage.packing import pack, unpack
 
 if TYPE_CHECKING:
-    from dcp.saving.options import SaveOptions
-    from dcp.saving.save import SavingRank
+    from dcp.saving.save import SaveOptions, SavingRank
     from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["Features", "SaveFeature"]

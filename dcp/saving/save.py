@@ -1,7 +1,7 @@
 """One save: begin, plan, write, commit.
 
-`Save` has the steps in their order. What each of them does on columns is in `dcp.saving.columns`, by planners
-and storages of other packages in `dcp.torch_protocol.save`; `dcp.engines` chooses, once a save. The training
+`Save` has the steps in their order. What each of them does on columns is `ColumnSave`, by planners and
+storages of other packages `dcp.torch_protocol.save`; `dcp.engines` chooses, once a save. The training
 loop runs a save itself, the thread writer in the background, the process writer in a process to which the
 save travels.
 """
@@ -11,33 +11,108 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp.ranks.collectives import Codec, LocalSteps, Ranks
-from dcp.ranks.handshake import begin, check_same_target
-from dcp.ranks.retrying import retried
-from dcp.saving.options import SaveOptions
+from dcp.planners.rank_state import (
+    RankState,
+    SaveColumns,
+    decode_save_columns,
+    encode_rows,
+    encode_save_columns,
+)
+from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
+from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
+from dcp.planners.value_digests import ReplicaCheck
+from dcp.planners.weight_maps.weight_map import WeightMap
+from dcp.progress import ProgressCallback, reporting
+from dcp.ranks.collectives import Codec, LocalSteps, Ranks, begin, check_same_target, retried
+from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
+from dcp.saving.feature import Features, SaveFeature
+from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome, assemble_index
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
+    OptionError,
+    PlanError,
     SaveAbortedError,
     StorageError,
     StorageFullError,
 )
+from dcp.storage.formats.native.manifest import MAX_PLAIN_SECTION_BYTES
+from dcp.storage.formats.opening.folder import open_index
+from dcp.storage.formats.plain import encode_plain
+from dcp.storage.packing import pack, unpack
+from dcp.storage.threads import unwanted_once
+from dcp.storage.torch_storage.metadata import LazyMetadata
+from dcp.storage.torch_storage.writer import FileSystemWriter
 from dcp.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.storage import StorageWriter
 
+    from dcp.planners.save.planner import PlanOptions
     from dcp.storage.torch_storage.writer import FileSystemWriter
 
-__all__ = ["Held", "Save", "SaveOutcome", "SavingRank", "agreeing_seconds"]
+_OF_WRITERS: Final = ("overwrite", "torch_compatible", "digests", "sync_files", "single_file_per_rank")
+_OF_PLANS: Final = {
+    "dedup_to_lowest_rank": "dedup_save_to_lowest_rank",
+    "split_bytes": "split_bytes",
+    "replica_check": "replica_check",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveOptions:
+    """The options of `dcp.save` and `CheckpointManager`, which say what they mean; of a manager's also its
+    ``step`` and what its run was ``resumed_from``."""
+
+    step: int | None = None
+    resumed_from: Mapping[str, Any] | None = None
+    use_collectives: bool = True
+    user_metadata: Mapping[str, Any] = field(default_factory=dict)
+    progress: bool | ProgressCallback | None = None
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    map: WeightMap | None = None
+    map_must_invert: bool = False
+    """What is saved through the map will be restored through its inverse."""
+    retries: int = 0
+    retry_pause_seconds: float = 1.0
+    apart: tuple[tuple[str, ...], ...] = ()
+    """Globs on names: what those of one tuple match goes into files of its own, so that it can be dropped
+    later without rewriting the rest. On columns only; those of a manager have no effect elsewhere."""
+
+    def check(self) -> None:
+        """Raise OptionError for user metadata that no manifest can hold: now, not after all was written."""
+        if not isinstance(self.user_metadata, Mapping):
+            raise OptionError(f"user_metadata must be a dict, not a {type(self.user_metadata).__name__}")
+        for key, value in self.user_metadata.items():
+            if not isinstance(key, str) or encode_plain(value, limit_bytes=MAX_PLAIN_SECTION_BYTES) is None:
+                raise OptionError(
+                    f"user_metadata[{key!r}], a {type(value).__name__}, cannot be stored: give plain data "
+                    "(None, numbers, text, bytes, and lists, tuples and dicts of them) under a string"
+                )
+
+
+def compared_options(
+    options: SaveOptions, writer: FileSystemWriter | None, plan: PlanOptions | None
+) -> dict[str, Any]:
+    """Return options that must be the same on all ranks, by the names that their caller knows; those of other
+    packages' writers and planners (None) are not known."""
+    found: dict[str, Any] = {} if options.step is None else {"step": options.step}
+    for name in _OF_WRITERS if writer is not None else ():
+        found[name] = getattr(writer, name)
+    for own, name in _OF_PLANS.items() if plan is not None else ():
+        found[name] = getattr(plan, own)
+    return found
+
 
 _LONGEST_AGREEING_SECONDS = 20.0
 
@@ -224,3 +299,178 @@ def agreeing_seconds(timeout_seconds: float) -> float:
     """Return how much of the time that a save may wait for other ranks is for the trainers, who agree on how
     it ended once their writer processes have given up."""
     return min(_LONGEST_AGREEING_SECONDS, timeout_seconds / 4)
+
+
+class RankPlan(NamedTuple):
+    """The rows that one rank has to write, and the id of the save."""
+
+    save_id: str
+    writes: WriteColumns
+
+    def encode(self) -> bytes:
+        """Pack it for the way from the coordinator."""
+        return pack((self.save_id, encode_rows(self.writes)))
+
+    @classmethod
+    def decode(cls, data: bytes) -> RankPlan:
+        """Unpack what `encode` packed."""
+        save_id, writes = unpack(data)
+        return cls(save_id, WriteColumns(*unpack(writes)))
+
+
+_PLANS: Final = Codec(RankPlan.encode, RankPlan.decode)
+
+
+@dataclass(kw_only=True, eq=False)
+class ColumnSave(Save):
+    """A save by our own planner and storage: no plan object per tensor is made on any rank.
+
+    The planner does not travel: what it decides on is in ``plan_options``. Digests that a rank's part lacks
+    are made where they are needed. All of ``times`` end up in the manifest, by rank: ``plan`` is all until
+    this rank knows what to write, ``local_plan``, ``digests`` (the wait for the others' and the answer) and
+    ``global_plan`` (on the coordinator) are parts of it.
+    """
+
+    storage: FileSystemWriter
+    planner: DefaultSavePlanner
+    plan_options: PlanOptions
+    kinds: Sequence[type[SaveFeature]] = ()
+
+    on_columns: ClassVar = True
+    outcomes: ClassVar = Codec(WriteOutcome.encode, WriteOutcome.decode)
+
+    features: Features = field(init=False)
+    local: RankState | None = field(init=False)
+    planned: GlobalSavePlan | None = field(init=False)
+    check: ReplicaCheck = field(init=False)
+    parts: Codec = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.features = Features(self.kinds, self.options, self.storage)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("planner", "features")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, planner=DefaultSavePlanner())  # which makes no plan there
+        self.__post_init__()
+
+    def held(self, state: dict[str, Any], at: SavingRank) -> RankState:
+        """Return the columns, tensors and values of ``state``."""
+        planner = self.planner
+        planner.rank = at.rank
+        planner.set_up_planner(
+            state_dict=state, storage_meta=self.storage.storage_meta(), is_coordinator=at.is_coordinator
+        )
+        return self.features.held(planner.create_local_columns(digests=False), at)
+
+    # -- begin -----------------------------------------------------------------------------------------------
+
+    def agreed(self) -> dict[str, Any]:
+        """Return the options of the save, its storage, its planner and its features."""
+        return self.features.agreed(compared_options(self.options, self.storage, self.plan_options))
+
+    # -- plan ------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Callable[[], RankPlan]:
+        """Plan with the other ranks."""
+        self.start()
+        return self.steps.reduce_scatter(
+            "plan", self.local_plan, self.global_plan, sent=self.parts, reply=_PLANS
+        )
+
+    def start(self) -> None:
+        """Forget the attempt before. A rank that plans alone has no replicas to compare."""
+        self.local, self.planned = None, None
+        # names and paths are the same on most ranks, and then decoded once
+        self.parts = Codec(encode_save_columns, partial(decode_save_columns, cache={}))
+        is_alone = not self.together or self.ranks.world_size == 1
+        self.check = "off" if is_alone else self.plan_options.replica_check
+
+    def local_state(self) -> RankState:
+        """Set the storage up, and ask once for what this rank has."""
+        if self.local is None:
+            storage, ranks = self.storage, self.ranks
+            storage.set_up_storage_writer(
+                ranks.is_coordinator, rank=ranks.rank, use_collectives=self.together
+            )
+            if ranks.is_coordinator or not self.together:
+                storage.prepare()
+            self.local = self.given()
+            self.times.update(self.seconds)  # staging may have ended only now
+            self.size_bytes = self.local.memory.size_bytes
+        return self.local
+
+    def local_plan(self) -> SaveColumns:
+        """Return what this rank could write."""
+        begun = time.perf_counter()
+        self.local = self.local_state().with_digests(self.check)
+        self.times["local_plan"] = self.times.get("local_plan", 0.0) + time.perf_counter() - begun
+        return self.local.columns
+
+    def global_plan(self, parts: list[SaveColumns], *, with_sets: bool = False) -> list[RankPlan]:
+        """Plan for all ranks, on the coordinator."""
+        begun = time.perf_counter()
+        try:
+            self.planned = plan_save(
+                parts,
+                dedup_to_lowest_rank=self.plan_options.dedup_to_lowest_rank,
+                split_bytes=self.plan_options.split_bytes,
+                check_replicas=self.check != "off",
+                with_sets=with_sets,
+            )
+        except PlanError as error:
+            self.features.explain(error, parts)
+            raise
+        self.times["global_plan"] = time.perf_counter() - begun
+        return [RankPlan(self.storage.save_id, writes) for writes in self.planned.writes]
+
+    # -- write -----------------------------------------------------------------------------------------------
+
+    def write(self, plan: RankPlan) -> WriteOutcome:
+        """Write the rows of ``plan``, seen by the features' observers."""
+        local, storage, ranks, columns = self.local_state(), self.storage, self.ranks, plan.writes
+        storage.save_id = plan.save_id
+        begun = time.perf_counter()
+        memory, objects = local.memory, local.encoded_objects(columns.objects)
+        groups, observers = self.features.groups(local), self.features.observers(local, columns)
+        total = int(columns.payload_bytes(memory.dtype_codes)[columns.own_rows].sum())
+        with reporting(self.options.progress, "write", total, show=ranks.is_coordinator) as on_bytes:
+            watched = ranks.watching(on_bytes) if ranks.abort is not None else on_bytes
+            try:
+                with unwanted_once(ranks.abort):
+                    outcome = storage.write_columns(
+                        columns, memory, objects, watched, groups, [*observers.values()]
+                    )
+            except StorageError:
+                ranks.check_called_off()  # then that is what has ended the request
+                raise
+        self.times["write"] = time.perf_counter() - begun
+        found = self.features.found_by(observers)
+        return replace(outcome, found=found, seconds=self.times, traffic=storage.traffic)
+
+    # -- commit ----------------------------------------------------------------------------------------------
+
+    def commit(self, outcomes: list[WriteOutcome]) -> bytes:
+        """Publish the index of what all have written, on the coordinator."""
+        plan, begun = self.planned, time.perf_counter()
+        if plan is None:
+            raise PlanError("the save was not planned")
+        index = assemble_index(plan.index, plan.writes, outcomes)
+        index = self.features.manifest(index, plan.writes, outcomes)
+        provenance = self.provenance()
+        provenance["rank_seconds"] = [outcome.seconds for outcome in outcomes]
+        traffic = [outcome.traffic for outcome in outcomes]
+        if any(traffic):
+            provenance["rank_traffic"] = traffic
+        provenance["assemble_seconds"] = time.perf_counter() - begun
+        self.storage.publish(index, user=self.options.user_metadata, provenance=provenance)
+        return b""
+
+    def metadata(self, answer: bytes) -> Metadata:
+        """Return torch's metadata, made of the index when it is looked at."""
+        index, store = self.storage.index, self.storage.store
+        rank = None if self.together else self.ranks.rank
+        return LazyMetadata.of(
+            lambda: index if index is not None else open_index(store, rank=rank), self.storage.storage_meta()
+        )

@@ -18,8 +18,13 @@ import torch
 from isal.isal_zlib import crc32
 
 from dcp.planners.flatten import flatten_state_dict
-from dcp.planners.layout.checkpointable import claim_of
-from dcp.planners.layout.local_tensor import SpecCache, flatten_sharded, is_tensor_like, local_tensor
+from dcp.planners.layout.local_tensor import (
+    SpecCache,
+    claim_of,
+    flatten_sharded,
+    is_tensor_like,
+    local_tensor,
+)
 from dcp.storage.engine.memory import gather_small, view
 from dcp.storage.errors import PlanError, StagingError
 from dcp.storage.formats.index import Int64, itemsizes, starts

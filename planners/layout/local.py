@@ -19,27 +19,24 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.layout.local_tensor import (
     DTENSOR,
     KINDS,
     OBJECT,
     PLAIN,
+    LocalBox,
     LocalTensor,
     SpecCache,
     layout_of,
     local_tensor,
 )
-from dcp.planners.layout.placements import LocalBox
-from dcp.planners.rank_state import RankState
+from dcp.planners.rank_state import RankState, SaveColumns, SaveObjects
 from dcp.storage.engine.memory import is_read_only
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import Int64, itemsizes, starts
 from dcp.storage.tensors import LocalMemory
 from dcp.storage.torch_compat import local_part, spec_of
-
-__all__ = ["DTYPE_CODES", "collect_tensors", "item_ties"]
 
 DTYPE_CODES: Mapping[torch.dtype, int] = {
     getattr(torch, name): dtype.code for name, dtype in dtypes.BY_NAME.items() if hasattr(torch, name)

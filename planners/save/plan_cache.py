@@ -4,7 +4,10 @@ The cache belongs to the owner of repeated saves (one manager's session, one wri
 instance on each rank. A rank whose part has the structure that it had says which plan it has
 for it; where all have the coordinator's, that serves again, and neither plans nor writes travel. The values,
 which change from save to save, are no part of the structure. That replicas still hold equal values is checked
-by folds (`dcp.planners.save.replica_sets`); where they do not, a full plan finds out which and names them.
+without exchanging a digest for each: a full plan finds out which rows (boxes and objects) are held by
+several ranks, and rows held by the same ranks make a set. Each rank folds the digests of all its rows of a
+set, in an order that all ranks share, into 64 bits of BLAKE2b; equal folds mean equal digests. Where they
+differ, a full plan finds out which and names them.
 
 A plan is used only after its save was committed, and forgotten on any failure.
 """
@@ -14,25 +17,47 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import pairwise
 from typing import Any
 
 import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from dcp.planners.columns import RankSets, SaveColumns, encode_rows
-from dcp.planners.digest import ReplicaCheck
-from dcp.planners.rank_state import RankState
+from dcp.planners.rank_state import RankSets, RankState, SaveColumns, encode_rows
 from dcp.planners.save.global_plan import GlobalSavePlan
-from dcp.planners.save.replica_sets import differing, folds_of
-from dcp.planners.value_digests import NOT_COMPARABLE
+from dcp.planners.value_digests import NOT_COMPARABLE, ReplicaCheck, digest_tensors
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import encode_notes
 from dcp.storage.formats.index import Int64, Path
 from dcp.storage.packing import unpack
 
-__all__ = ["PlanCache"]
+_FOLD_BYTES = 8
+
+
+def folds_of(
+    sets: RankSets, part: RankState, object_digests: npt.NDArray[np.uint64], check: ReplicaCheck
+) -> npt.NDArray[np.uint64]:
+    """Compute the fold of each set, in the order of their numbers, for the values that ``part`` has now."""
+    items = digest_tensors(part.views(sets.item_rows), check)
+    objects = object_digests[sets.object_rows]
+    bounds = zip(pairwise(sets.item_start.tolist()), pairwise(sets.object_start.tolist()), strict=True)
+    folds = [
+        blake2b(items[first:last].tobytes() + objects[begin:end].tobytes(), digest_size=_FOLD_BYTES).digest()
+        for (first, last), (begin, end) in bounds
+    ]
+    return np.frombuffer(b"".join(folds), np.uint64)
+
+
+def differing(numbers: Sequence[Int64], folds: Sequence[npt.NDArray[np.uint64]]) -> bool:
+    """Return whether ranks of one set have different folds; ``folds[r]`` are those of ``numbers[r]``."""
+    sets, values = np.concatenate(numbers), np.concatenate(folds)
+    order = np.argsort(sets, kind="stable")
+    sets, values = sets[order], values[order]
+    return bool(((sets[1:] == sets[:-1]) & (values[1:] != values[:-1])).any())
+
 
 _ID_BYTES = 16
 """Of a plan: a random number, since two plans for one structure may deal out its boxes differently."""

@@ -12,12 +12,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from dcp.planners.by_value import by_value
-from dcp.planners.digest import ReplicaCheck
 from dcp.planners.flatten import flatten
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.layout.local import collect_tensors, item_ties
-from dcp.planners.layout.local_tensor import flatten_sharded
-from dcp.planners.layout.lookup import BoxLookup
+from dcp.planners.layout.local_tensor import BoxLookup, flatten_sharded
 from dcp.planners.per_rank import current_rank
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import SPLIT_BYTES, plan_save
@@ -28,11 +26,10 @@ from dcp.planners.torch_plans import (
     plan_from_writes,
     write_items,
 )
+from dcp.planners.value_digests import ReplicaCheck
 from dcp.storage.errors import OptionError
 from dcp.storage.formats.container_notes import ContainerNote
 from dcp.storage.formats.index import Path
-
-__all__ = ["DefaultSavePlanner", "PlanOptions"]
 
 
 class DefaultSavePlanner(torch_planner.DefaultSavePlanner):

@@ -19,8 +19,6 @@ from dcp.storage.formats.native.record import ALIGNED_PAYLOAD_BYTES
 from dcp.storage.geometry.ragged import expand_ranges
 from dcp.storage.tensors import LocalMemory, byte_pieces, narrow
 
-__all__ = ["EncodedObjects", "FilePartition", "PartitionWriter"]
-
 _ALIKE_FROM = 8
 """Tensors of one dtype and shape, one after the other, from which on they are written together."""
 
