@@ -28,35 +28,13 @@ if TYPE_CHECKING:
     from dcp.saving.save import SaveOptions
 
 
-_STEPS: Final[dict[type, tuple[str, ...]]] = {
-    DefaultSavePlanner: (
-        "create_local_columns",
-        "create_local_plan",
-        "create_global_plan",
-        "finish_plan",
-        "resolve_data",
-        "lookup_object",
-        "transform_object",
-    ),
-    FileSystemWriter: ("prepare_local_plan", "prepare_global_plan", "write_data", "finish", "storage_meta"),
-    DefaultLoadPlanner: (
-        "create_local_plan",
-        "create_global_plan",
-        "finish_plan",
-        "load_bytes",
-        "resolve_bytes",
-        "resolve_tensor",
-        "commit_tensor",
-        "lookup_tensor",
-        "transform_tensor",
-    ),
-    FileSystemReader: (
-        "read_metadata",
-        "set_up_storage_reader",
-        "prepare_local_plan",
-        "prepare_global_plan",
-        "read_data",
-    ),
+_STEPS: Final[dict[type, str]] = {
+    DefaultSavePlanner: "create_local_columns create_local_plan create_global_plan finish_plan resolve_data "
+    "lookup_object transform_object",
+    FileSystemWriter: "prepare_local_plan prepare_global_plan write_data finish storage_meta",
+    DefaultLoadPlanner: "create_local_plan create_global_plan finish_plan load_bytes resolve_bytes "
+    "resolve_tensor commit_tensor lookup_tensor transform_tensor",
+    FileSystemReader: "read_metadata set_up_storage_reader prepare_local_plan prepare_global_plan read_data",
 }
 """Steps of torch's protocol that columns leave out, by our class: who overrides one wants it called."""
 
@@ -96,18 +74,10 @@ def refused_save(
 ) -> Save:
     """Make a save that takes the first step as another rank's does, and fails there by its ``writer``."""
     planner = DefaultSavePlanner()
+    common = {"writer": writer, "storage": writer, "options": options, "serial": serial, "planner": planner}
     if on_columns:  # no feature is asked
-        return ColumnSave(
-            writer=writer,
-            storage=writer,
-            options=options,
-            serial=serial,
-            planner=planner,
-            plan_options=PlanOptions(),
-        )
-    return ProtocolSave(
-        writer=writer, storage=writer, options=options, serial=serial, planner=planner, ours=planner
-    )
+        return ColumnSave(**common, plan_options=PlanOptions())
+    return ProtocolSave(**common, ours=planner)
 
 
 def load_engine(
@@ -154,7 +124,7 @@ def _keeps_steps(part: object) -> bool:
     """Test that a planner or storage of this package, or of a class derived from one, overrides no step."""
     for base, steps in _STEPS.items():
         if isinstance(part, base):
-            for step in steps:
+            for step in steps.split():
                 if getattr(type(part), step) is not getattr(base, step) or step in vars(part):
                     return False
     return True

@@ -132,13 +132,7 @@ def save(
     """
     metadata, _ = save_with(
         state_dict,
-        SaveOptions(
-            use_collectives=use_collectives,
-            apart=_patterns(apart),
-            user_metadata=_copied(user_metadata),
-            progress=progress,
-            timeout_seconds=timeout_seconds,
-        ),
+        _options(apart, user_metadata, use_collectives, progress, timeout_seconds=timeout_seconds),
         checkpoint_id=checkpoint_id,
         storage_writer=storage_writer,
         planner=planner,
@@ -274,13 +268,7 @@ def async_save(
         state_dict,
         storage_writer=writer,
         planner=planner,
-        options=SaveOptions(
-            use_collectives=use_collectives,
-            map=weights,
-            apart=_patterns(apart),
-            user_metadata=_copied(user_metadata),
-            progress=progress,
-        ),
+        options=_options(apart, user_metadata, use_collectives, progress, map=weights),
         overlap=overlap,
         stager=async_stager,
     )
@@ -311,13 +299,23 @@ def save_state_dict(
     return metadata
 
 
-def _copied(user_metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return what may change while it is saved; what is no mapping is refused where all ranks hear of it."""
-    return dict(user_metadata) if isinstance(user_metadata, Mapping) else user_metadata or {}
-
-
-def _patterns(apart: str | Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    return tuple(map(patterns_of_part, [apart] if isinstance(apart, str) else apart))
+def _options(
+    apart: str | Sequence[str],
+    user_metadata: Mapping[str, Any] | None,
+    use_collectives: bool,
+    progress: bool | ProgressCallback | None,
+    **others: Any,
+) -> SaveOptions:
+    patterns = map(patterns_of_part, [apart] if isinstance(apart, str) else apart)
+    # what may change while it is saved is copied; what is no mapping is refused where all ranks hear of it
+    metadata = dict(user_metadata) if isinstance(user_metadata, Mapping) else user_metadata or {}
+    return SaveOptions(
+        apart=tuple(patterns),
+        user_metadata=metadata,
+        use_collectives=use_collectives,
+        progress=progress,
+        **others,
+    )
 
 
 def _stages_itself(writer: StorageWriter | None) -> TypeGuard[AsyncStager]:

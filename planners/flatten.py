@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from dcp.planners.layout.local_tensor import DTENSOR, KINDS, WRAPPER
+from dcp.planners.layout.local_tensor import DTENSOR, KINDS, WRAPPER, KindsByClass
 from dcp.planners.per_rank import PerRank, rank_key
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import NO_PLAIN_KEY, ContainerNote, note_of, plain_key
@@ -180,15 +180,7 @@ def _kind_of(cls: type) -> int:
     return PER_RANK if issubclass(cls, PerRank) else OTHER
 
 
-class _ContainerKinds(dict[type, int]):
-    """Kind by class, found once a class: isinstance with an abstract class costs more than all the rest."""
-
-    def __missing__(self, cls: type) -> int:
-        kind = self[cls] = _kind_of(cls)
-        return kind
-
-
-_KINDS = _ContainerKinds()
+_KINDS = KindsByClass(_kind_of)
 
 
 def kind_of(cls: type) -> int:

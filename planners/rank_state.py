@@ -21,7 +21,7 @@ import torch
 
 from dcp.planners.by_value import by_value, encode_by_value
 from dcp.planners.value_digests import ReplicaCheck, digest_bytes, digest_tensors, digest_value
-from dcp.storage.engine.write_tables import WriteColumns
+from dcp.storage.engine.write_tables import EncodedObjects, WriteColumns
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import ContainerNote, decode_notes, encode_notes
 from dcp.storage.formats.index import Int64, Path, starts
@@ -30,7 +30,6 @@ from dcp.storage.formats.plain import encode_plain
 from dcp.storage.geometry.ragged import row_products
 from dcp.storage.packing import pack, unpack
 from dcp.storage.tensors import LocalMemory, narrow
-from dcp.storage.torch_storage.file_partitions import EncodedObjects
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,7 +272,7 @@ class RankState:
     def with_digests(self, check: ReplicaCheck) -> RankState:
         """Add the digests that the replica check compares: of boxes that other ranks may hold as
         well, and of values."""
-        if check == "off" or self.digested:
+        if self.digested:
             return self
         rows = np.flatnonzero(self.replicated)
         digests = np.zeros(len(self.replicated), np.uint64)

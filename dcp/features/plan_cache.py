@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Final
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -84,7 +84,7 @@ class _RememberingSave(ColumnSave):
     def _offer(self) -> bytes:
         begun, local = time.perf_counter(), self.local_state()
         digests = local.digested_objects(self.check).digests
-        facts = [*astuple(self.plan_options), self.together, self.ranks.rank, self.ranks.world_size]
+        facts = [*self.plan_options, self.together, self.ranks.rank, self.ranks.world_size]
         offered = self.cache.offer(local, digests, check=self.check, options=facts)
         self.times["local_plan"] = time.perf_counter() - begun
         return offered

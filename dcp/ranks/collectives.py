@@ -14,7 +14,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
@@ -81,14 +81,14 @@ class Ranks(Exchanges):
 
         It is to be called in the next step, because a part that this rank cannot unpack must fail on all.
         """
-        if self._channel is None:
+        channel = self._channel
+        if channel is None:
             return partial(next, iter(self._alone(step, local, reduce)))
         message, own_error = self._attempt(step, local, sent)
-        gathered = self._guard(step, lambda: self._gather(message))
-        answers, error = self._reduce(gathered, lambda parts: [*map(reply.encode, reduce(parts))], sent)
+        answers, error = self._reduce(step, message, lambda parts: [*map(reply.encode, reduce(parts))], sent)
         if isinstance(answers, bytes):
             answers = [answers] * self.world_size
-        received = self._guard(step, lambda: self._scatter(answers))
+        received = self._guard(step, lambda: channel.scatter(answers, self.coordinator, self._wait))
         return partial(reply.decode, self._unwrap(step, received, own_error or error))
 
     def reduce_broadcast(
@@ -103,8 +103,7 @@ class Ranks(Exchanges):
         rank."""
         if self._channel is None:
             return self._alone(step, local, reduce)
-        message, own_error = self._attempt(step, local, sent)
-        return self._reduce_broadcast(step, message, own_error, reduce, sent)
+        return self._reduce_broadcast(step, *self._attempt(step, local, sent), reduce, sent)
 
     def reduce_alike(
         self, step: str, local: Callable[[], bytes], reduce: Callable[[list[bytes]], bytes]
@@ -113,11 +112,12 @@ class Ranks(Exchanges):
 
         Where all messages are short (`channel.HEAD_BYTES`) each rank runs it itself: one exchange is enough.
         """
-        if self._channel is None:
+        channel = self._channel
+        if channel is None:
             alone: bytes = self._alone(step, local, reduce)
             return alone
         message, own_error = self._attempt(step, local)
-        messages = self._guard(step, lambda: self._all_gather_short(message))
+        messages = self._collect(step, message, lambda: channel.all_gather_short(message, self._wait))
         if messages is None:
             return self._reduce_broadcast(step, message, own_error, reduce)
         parts = self._parts(step, messages, own_error)
@@ -135,11 +135,12 @@ class Ranks(Exchanges):
 
     def all_gather(self, step: str, local: Callable[[], bytes]) -> list[bytes]:
         """Run ``local`` everywhere; every rank gets every rank's result."""
-        if self._channel is None:
+        channel = self._channel
+        if channel is None:
             return [self._alone(step, local)]
         message, own_error = self._attempt(step, local)
         try:
-            messages = self._guard(step, lambda: self._all_gather(message))
+            messages = self._collect(step, message, lambda: channel.all_gather(message, self._wait))
         except CheckpointError as error:
             if own_error is not None:  # which may be why the others are not there
                 error.add_note(f"before, rank {self.rank} failed itself: {own_error}")
@@ -153,14 +154,15 @@ class Ranks(Exchanges):
         if channel is None:
             return [self._alone(step, local)]
         message, own_error = self._attempt(step, local, operation="any")
-        messages = [message] * self.world_size
+        messages: list[bytes] | None = [message] * self.world_size
         if not self._guard(step, lambda: channel.is_same(message, self._wait)):
-            messages = self._guard(step, lambda: self._all_gather(message))
+            messages = self._collect(step, message, lambda: channel.all_gather(message, self._wait))
         return self._parts(step, messages, own_error)
 
     def broadcast(self, step: str, local: Callable[[], bytes]) -> bytes:
         """Run ``local`` on the coordinator; every rank gets its result."""
-        if self._channel is None:
+        channel = self._channel
+        if channel is None:
             alone: bytes = self._alone(step, local)
             return alone
         message: bytes | None = None
@@ -169,7 +171,7 @@ class Ranks(Exchanges):
             own, error = self._attempt(step, local)
             failed = error is not None
             message = _FAILED + pack_failures({self.rank: _content(own)}) if failed else own[STAMP_BYTES:]
-        received = self._guard(step, lambda: self._broadcast(message))
+        received = self._guard(step, lambda: channel.broadcast(message, self.coordinator, self._wait))
         return self._unwrap(step, received, error)
 
     def barrier(self, step: str) -> None:
@@ -183,13 +185,11 @@ class Ranks(Exchanges):
     ) -> Any:
         """Take the step of one rank; its error is the same as it would be among several."""
         try:
-            if self.abort is not None:
-                self.check_called_off()
+            self.check_called_off()
             result = local()
             if reduce is None:
                 return result
-            if self.abort is not None:
-                self.check_called_off()
+            self.check_called_off()
             return reduce([result])
         except BaseException as error:  # noqa: BLE001 - raised below, where it keeps its cause
             failure = failure_of(step, {0: decode_failure(pack_failure(error))}, 0, error)
@@ -207,11 +207,24 @@ class Ranks(Exchanges):
         except BaseException as error:  # noqa: BLE001 - travels to every rank and is raised there
             return stamp + _FAILED + pack_failure(error), error
 
+    def _collect(
+        self, step: str, message: bytes, exchange: Callable[[], list[bytes] | None]
+    ) -> list[bytes] | None:
+        """Return what ``exchange`` gives, all of one step with ``message``."""
+
+        def run() -> list[bytes] | None:
+            messages = exchange()
+            return None if messages is None else self._of_one_step(message, messages)
+
+        return self._guard(step, run)
+
     def _reduce(
-        self, gathered: list[bytes] | None, reduce: Callable[[list[Any]], list[bytes]], sent: Codec = BYTES
+        self, step: str, message: bytes, reduce: Callable[[list[Any]], list[bytes]], sent: Codec
     ) -> tuple[list[bytes] | bytes | None, BaseException | None]:
         """Make the coordinator's answers, or one answer of packed failures of ranks (its own exception
         beside). None on other ranks."""
+        channel = self._connected
+        gathered = self._collect(step, message, lambda: channel.gather(message, self.coordinator, self._wait))
         if gathered is None:
             return None, None
         if failed := _failures(gathered):
@@ -230,52 +243,35 @@ class Ranks(Exchanges):
         reduce: Callable[[list[Any]], bytes],
         sent: Codec = BYTES,
     ) -> bytes:
-        gathered = self._guard(step, lambda: self._gather(message))
-        answers, error = self._reduce(gathered, lambda parts: [reduce(parts)], sent)
+        channel = self._connected
+        answers, error = self._reduce(step, message, lambda parts: [reduce(parts)], sent)
         answer = answers[0] if isinstance(answers, list) else answers
-        received = self._guard(step, lambda: self._broadcast(answer))
+        received = self._guard(step, lambda: channel.broadcast(answer, self.coordinator, self._wait))
         return self._unwrap(step, received, own_error or error)
 
-    def _parts(self, step: str, messages: list[bytes], own_error: BaseException | None) -> list[bytes]:
-        if failures := _failures(messages):
+    def _parts(self, step: str, messages: list[bytes] | None, own_error: BaseException | None) -> list[bytes]:
+        if failures := _failures(messages or ()):
             raise failure_of(step, {r: decode_failure(w) for r, w in failures.items()}, self.rank, own_error)
-        return [*map(_content, messages)]
+        return [*map(_content, messages or ())]
 
     def _unwrap(self, step: str, reply: bytes, own_error: BaseException | None) -> bytes:
         if reply[:1] == _OK:
             return reply[1:]
-        failures = {
-            int(rank): decode_failure(wire)
-            for rank, wire in msgpack.unpackb(reply[1:], strict_map_key=False).items()
-        }
-        raise failure_of(step, failures, self.rank, own_error)
+        failures = msgpack.unpackb(reply[1:], strict_map_key=False).items()
+        raise failure_of(step, {int(r): decode_failure(w) for r, w in failures}, self.rank, own_error)
 
 
-class LocalSteps:
+class LocalSteps(Ranks):
     """Steps of one rank that goes its own way within a step that all take, which carries what it raises."""
 
-    def reduce_scatter(
-        self,
-        step: str,
-        local: Callable[[], Any],
-        reduce: Callable[[list[Any]], Sequence[Any]],
-        *,
-        sent: Codec = BYTES,
-        reply: Codec = BYTES,
-    ) -> Callable[[], Any]:
-        """Give the part of this rank alone."""
-        return partial(next, iter(reduce([local()])))
+    def __init__(self) -> None:
+        super().__init__(use_dist=False)
 
-    def reduce_broadcast(
-        self,
-        step: str,
-        local: Callable[[], Any],
-        reduce: Callable[[list[Any]], Any],
-        *,
-        sent: Codec = BYTES,
+    def _alone(
+        self, step: str, local: Callable[[], Any], reduce: Callable[[list[Any]], Any] | None = None
     ) -> Any:
-        """Give the answer to this rank alone."""
-        return reduce([local()])
+        result = local()
+        return result if reduce is None else reduce([result])
 
 
 def _failures(messages: Sequence[bytes]) -> dict[int, bytes]:
@@ -312,21 +308,16 @@ def works_alone(process_group: ProcessGroup | None, *, no_dist: bool, operation:
             "destroy_process_group(), or pass no_dist=True to work on one rank"
         )
     count = os.environ.get("WORLD_SIZE", "")
-    if count.isdecimal() and int(count) > 1 and operation != "read":
-        _tell_of_no_group(int(count), operation)
+    if not count.isdecimal() or int(count) < 2 or operation == "read":
+        return True
+    facts = f"this is one of {count} processes (WORLD_SIZE), and torch.distributed is not initialised"
+    if operation != "load":
+        raise CheckpointError(
+            f"{facts}: each would {operation} alone, to one place, and replace what the others have written. "
+            "Call init_process_group() first; or pass no_dist=True where this process alone is meant to",
+        )
+    warn_caller(f"{facts}: it loads alone, as rank 0; call init_process_group() first, or say no_dist=True")
     return True
-
-
-def _tell_of_no_group(processes: int, operation: str) -> None:
-    facts = f"this is one of {processes} processes (WORLD_SIZE), and torch.distributed is not initialised"
-    if operation == "load":
-        text = f"{facts}: it loads alone, as rank 0; call init_process_group() first, or say no_dist=True"
-        warn_caller(text)
-        return
-    raise CheckpointError(
-        f"{facts}: each would {operation} alone, to one place, and replace what the others have written. "
-        "Call init_process_group() first; or pass no_dist=True where this process alone is meant to",
-    )
 
 
 class _OperationOfRank(NamedTuple):
@@ -388,9 +379,12 @@ def _shown(value: Any) -> str:
 
 def _check_alike(ranks: Ranks, parts: Sequence[_OperationOfRank]) -> None:
     own = parts[ranks.coordinator]
+    what, advice = "called different operations", "All ranks of a process group must call the same function"
+    if len({part.operation for part in parts}) == 1:
+        what = f"{ranks.operation} in different ways"
+        advice = "Give all ranks the same options, and planners and storages of one kind"
     odd = [rank for rank, part in enumerate(parts) if part[:2] != own[:2]]
-    if odd:
-        raise _not_alike(ranks, parts, odd)
+    _refuse(ranks, "begin", odd, f"the ranks {what}: {_by_rank([*map(str, parts)])}. {advice}.")
     for name in dict.fromkeys(name for part in parts for name in part.options):
         values = [f"{name}={part.options.get(name, 'not given')}" for part in parts]
         what = f"the option {name!r} is not the same on all ranks"
@@ -399,18 +393,21 @@ def _check_alike(ranks: Ranks, parts: Sequence[_OperationOfRank]) -> None:
         values = [part.kinds.get(key, "") for part in parts]
         what = f"{key!r} is not of one kind on all ranks"
         advice = "Give all ranks the same object for it, or leave the key out where a rank has nothing of it"
-        _check_same(ranks, values, what, advice, key)
+        _check_same(ranks, values, what, advice, fqns=[key])
 
 
-def _check_same(ranks: Ranks, texts: Sequence[str], what: str, advice: str, key: str | None = None) -> None:
+def _check_same(ranks: Ranks, texts: Sequence[str], what: str, advice: str, **facts: Any) -> None:
     """Raise PlanError where the ranks that have something do not have the same."""
-    if len({text for text in texts if text}) < 2:
-        return
-    common = texts[ranks.coordinator] or next(text for text in texts if text)
+    common = texts[ranks.coordinator] or next(filter(None, texts), "")
     odd = [rank for rank, text in enumerate(texts) if text not in ("", common)]
-    facts: dict[str, Any] = {"ranks": odd} if key is None else {"ranks": odd, "fqns": [key]}
-    error = PlanError(f"{what}: {_by_rank(texts)}. {advice}", **facts)
-    raise failure_of("begin", dict.fromkeys(odd, error), ranks.rank, None)
+    _refuse(ranks, "begin", odd, f"{what}: {_by_rank(texts)}. {advice}", **facts)
+
+
+def _refuse(ranks: Ranks, step: str, odd: Sequence[int], text: str, **facts: Any) -> None:
+    """Raise PlanError on all ranks if there are ``odd`` ones."""
+    if odd:
+        error = PlanError(text, ranks=[*odd], **facts)
+        raise failure_of(step, dict.fromkeys(odd, error), ranks.rank, None)
 
 
 @contextmanager
@@ -422,29 +419,18 @@ def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        own = error
         if ranks.world_size > 1:
-            _tell(ranks, error)
+
+            def fail() -> str:
+                raise own
+
+            try:
+                begin(ranks, fail)
+            except RankFailedError as failure:
+                if len(failure.ranks) < ranks.world_size:
+                    raise
         raise
-
-
-def _tell(ranks: Ranks, error: Exception) -> None:
-    def fail() -> str:
-        raise error
-
-    try:
-        begin(ranks, fail)
-    except RankFailedError as failure:
-        if len(failure.ranks) < ranks.world_size:
-            raise
-
-
-def _not_alike(ranks: Ranks, parts: Sequence[_OperationOfRank], odd: Collection[int]) -> BaseException:
-    what, advice = "called different operations", "All ranks of a process group must call the same function"
-    if len({part.operation for part in parts}) == 1:
-        what = f"{ranks.operation} in different ways"
-        advice = "Give all ranks the same options, and planners and storages of one kind"
-    error = PlanError(f"the ranks {what}: {_by_rank([*map(str, parts)])}. {advice}.")
-    return failure_of("begin", dict.fromkeys(odd, error), ranks.rank, None)
 
 
 def check_same_checkpoint(ranks: Ranks, places: Sequence[str], fingerprint: Callable[[], bytes]) -> None:
@@ -453,16 +439,11 @@ def check_same_checkpoint(ranks: Ranks, places: Sequence[str], fingerprint: Call
     ``places`` is what `begin` gave, ``fingerprint`` what the checkpoint there is known by: asked for only
     where the places differ, because a mount may have another name on another host.
     """
-    if len(set(places)) == 1:
-        return
-    prints = ranks.compare("compare", fingerprint)
-    odd = [rank for rank, found in enumerate(prints) if found != prints[ranks.coordinator]]
-    if odd:
-        error = PlanError(
-            f"the ranks load different checkpoints: {_by_rank(places)}. Give all of them one id",
-            ranks=odd,
-        )
-        raise failure_of("compare", dict.fromkeys(odd, error), ranks.rank, None)
+    if len(set(places)) > 1:
+        prints = ranks.compare("compare", fingerprint)
+        odd = [rank for rank, found in enumerate(prints) if found != prints[ranks.coordinator]]
+        text = f"the ranks load different checkpoints: {_by_rank(places)}. Give all of them one id"
+        _refuse(ranks, "compare", odd, text)
 
 
 def check_same_target(ranks: Ranks, places: Sequence[str], store: Store | None) -> None:
@@ -488,11 +469,8 @@ def check_same_target(ranks: Ranks, places: Sequence[str], store: Store | None) 
         if ranks.is_coordinator and store is not None:
             _remove_file(store, name, made)
     odd = [rank for rank, there in enumerate(found) if not there]
-    if odd:
-        error = PlanError(
-            f"the ranks do not save to the same place: {_by_rank(places)}. Give all of them one id", ranks=odd
-        )
-        raise failure_of("compare", dict.fromkeys(odd, error), ranks.rank, None)
+    text = f"the ranks do not save to the same place: {_by_rank(places)}. Give all of them one id"
+    _refuse(ranks, "compare", odd, text)
 
 
 def _leave_file(store: Store | None, made: list[Store]) -> bytes:

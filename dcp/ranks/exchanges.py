@@ -22,7 +22,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgpack
 import torch.distributed as dist
@@ -215,10 +215,12 @@ def grace_seconds(timeout_seconds: float) -> float:
 
 
 class Presence:
-    """Signs that the ranks of one operation give each other by ``store``.
+    """Signs that the ranks of one operation give each other by ``store``, for when collectives do not work.
 
-    ``keys`` are prefixes that the ranks share: that of the operation; and before it that of the group's first
-    exchange, if that is not over yet, because some ranks may still be in it.
+    Who gives an operation up says so there; who waits looks there, and answers. Those who do not answer
+    within a while are lost. ``keys`` are prefixes that the ranks share: that of the operation; and before it
+    that of the group's first exchange, if that is not over yet, because some ranks may still be in it.
+    RuntimeError where the store is gone.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, keys: Sequence[str]) -> None:
@@ -227,44 +229,25 @@ class Presence:
         self._world_size = world_size
         self._keys = tuple(keys)
 
-    @staticmethod
-    def pause_seconds(timeout_seconds: float) -> float:
-        """Return how often a waiting rank looks here: often enough to answer in time."""
-        return grace_seconds(timeout_seconds) / _LOOKS_PER_GRACE
-
-    def is_given_up(self) -> bool:
-        """Return whether another rank has said so. RuntimeError where the store is gone, as everywhere
-        here."""
-        return any(self._store.check([f"{key}/abort"]) for key in self._keys)
-
-    def give_up(self) -> None:
-        """Say so to the others, who would else learn of it by their timeout."""
+    def give(self, sign: str) -> None:
+        """Give a sign to the others."""
         for key in self._keys:
-            self._store.set(f"{key}/abort", "1")
+            self._store.set(f"{key}/{sign}", "1")
+
+    def has(self, sign: str) -> bool:
+        """Return whether a rank has given a sign."""
+        return any(self._store.check([f"{key}/{sign}"]) for key in self._keys)
 
     def show(self) -> None:
         """Give a sign of life."""
-        for key in self._keys:
-            self._store.set(f"{key}/alive/{self._rank}", "1")
-
-    def come(self, step: str) -> None:
-        """Say that this rank waits in ``step``."""
-        self._store.set(f"{self._keys[-1]}/late/{step}/{self._rank}", "1")
-
-    def is_called(self, step: str) -> bool:
-        """Return whether a rank asks who has come to ``step``."""
-        return bool(self._store.check([f"{self._keys[-1]}/late/{step}"]))
-
-    def call(self, step: str) -> None:
-        """Ask who has come to ``step``; who waits there says so within a `pause_seconds`."""
-        self._store.set(f"{self._keys[-1]}/late/{step}", "1")
+        self.give(f"alive/{self._rank}")
 
     def absent(self, step: str) -> list[int]:
         """Return the ranks that have not said that they wait in ``step``, for the lowest of those that have;
         for the others none, so that not every rank asks for every other."""
         absent: list[int] = []
         for rank in range(self._world_size):
-            if rank != self._rank and not self._store.check([f"{self._keys[-1]}/late/{step}/{rank}"]):
+            if rank != self._rank and not self.has(f"late/{step}/{rank}"):
                 absent.append(rank)
             elif rank < self._rank:
                 return []
@@ -274,13 +257,10 @@ class Presence:
         """Return the ranks that have given no sign of life until ``deadline`` (`time.monotonic`)."""
         missing = list(range(self._world_size))
         while True:
-            missing = [rank for rank in missing if not self._is_there(rank)]
+            missing = [rank for rank in missing if not self.has(f"alive/{rank}")]
             if not missing or time.monotonic() >= deadline:
                 return missing
             time.sleep(0.02)
-
-    def _is_there(self, rank: int) -> bool:
-        return any(self._store.check([f"{key}/alive/{rank}"]) for key in self._keys)
 
 
 logger = logging.getLogger(__name__)
@@ -469,30 +449,13 @@ class Exchanges:
 
     # -- exchanges -------------------------------------------------------------------------------------------
 
-    def _gather(self, message: bytes) -> list[bytes] | None:
-        messages = self._connected.gather(message, self.coordinator, self._wait)
-        return None if messages is None else self._of_one_step(message, messages)
-
-    def _all_gather(self, message: bytes) -> list[bytes]:
-        return self._of_one_step(message, self._connected.all_gather(message, self._wait))
-
-    def _all_gather_short(self, message: bytes) -> list[bytes] | None:
-        messages = self._connected.all_gather_short(message, self._wait)
-        return None if messages is None else self._of_one_step(message, messages)
-
     def _of_one_step(self, own: bytes, messages: list[bytes]) -> list[bytes]:
         """Return ``messages``, unless one is of another step than ``own``: of an operation that others have
         given up."""
         if any(message[:STAMP_BYTES] != own[:STAMP_BYTES] for message in messages):
             self._look_for_aborts()
-            self._lost("they sent messages of different steps")
+            raise self._lost_error("they sent messages of different steps")
         return messages
-
-    def _scatter(self, data: list[bytes] | None) -> bytes:
-        return self._connected.scatter(data, self.coordinator, self._wait)
-
-    def _broadcast(self, data: bytes | None) -> bytes:
-        return self._connected.broadcast(data, self.coordinator, self._wait)
 
     @property
     def _connected(self) -> Channel:
@@ -543,7 +506,7 @@ class Exchanges:
     def _tell_given_up(self) -> None:
         """Tell the others, who would else learn of it by their timeout."""
         if self._channel is not None:
-            self._presence.give_up()
+            self._presence.give("abort")
             self._store.set(self._group_key, f"{self._serial} {self.operation}")
 
     def _wait(self, work: Any) -> None:
@@ -556,7 +519,7 @@ class Exchanges:
     def _poll(self, work: Any) -> None:
         begun = time.monotonic()
         bound = max(self.timeout_seconds - grace_seconds(self.timeout_seconds), self.timeout_seconds / 2)
-        pause, look_seconds = 0.0, Presence.pause_seconds(self.timeout_seconds)
+        pause, look_seconds = 0.0, self._look_seconds()
         next_look = begun + look_seconds
         late = begun + min(_LATE_SECONDS, self.timeout_seconds / 4)
         tell: float | None = None
@@ -565,7 +528,8 @@ class Exchanges:
                 self._tell_called_off()
             now = time.monotonic()
             if now - begun > bound:
-                self._lost(f"no answer within {self.timeout_seconds:g} s", begun + self.timeout_seconds)
+                late_by = f"no answer within {self.timeout_seconds:g} s"
+                raise self._lost_error(late_by, begun + self.timeout_seconds)
             if now >= next_look:
                 next_look = now + look_seconds
                 self._look_for_aborts()
@@ -585,11 +549,11 @@ class Exchanges:
         try:
             if tell is None:
                 if now >= late:
-                    self._presence.call(step)
-                elif not self._presence.is_called(step):
+                    self._presence.give(f"late/{step}")
+                elif not self._presence.has(f"late/{step}"):
                     return None
-                self._presence.come(step)
-                return now + 4 * Presence.pause_seconds(self.timeout_seconds)
+                self._presence.give(f"late/{step}/{self.rank}")
+                return now + 4 * self._look_seconds()
             if now < tell:
                 return tell
             missing = self._presence.absent(step)
@@ -608,8 +572,9 @@ class Exchanges:
             )
         return math.inf
 
-    def _lost(self, reason: str, deadline: float | None = None) -> NoReturn:
-        raise self._lost_error(reason, deadline)
+    def _look_seconds(self) -> float:
+        """Return how often a waiting rank looks for signs: often enough to answer in time."""
+        return grace_seconds(self.timeout_seconds) / _LOOKS_PER_GRACE
 
     def _lost_error(self, reason: str, deadline: float | None = None) -> _LostRanksError:
         """Post a sign of life, wait for the others' and return who stayed silent."""
@@ -629,11 +594,11 @@ class Exchanges:
     def _look_for_aborts(self) -> None:
         reason = "another rank gave up, or reported a broken connection"
         try:
-            if self._presence.is_given_up():
-                self._lost(reason)
+            if self._presence.has("abort"):
+                raise self._lost_error(reason)
             told = self._store.get(self._group_key) if self._store.check([self._group_key]) else b""
         except RuntimeError:
-            self._lost(reason)
+            raise self._lost_error(reason) from None
         serial, _, operation = told.decode().partition(" ")
         if operation and int(serial) < self._serial and self._channel is not None:
             # given up by ranks that this one had no need of any more

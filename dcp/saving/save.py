@@ -15,11 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from dcp.calls.plain_errors import ask, refused
 from dcp.planners.rank_state import (
     RankState,
     SaveColumns,
@@ -34,7 +37,8 @@ from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback, reporting
 from dcp.ranks.collectives import Codec, LocalSteps, Ranks, begin, check_same_target, retried
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
-from dcp.saving.feature import Features, SaveFeature
+from dcp.saving.feature import SaveFeature, asked, features_by_method
+from dcp.storage.engine.observers import Observer
 from dcp.storage.engine.write_tables import WriteColumns, WriteOutcome, assemble_index
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -45,6 +49,7 @@ from dcp.storage.errors import (
     StorageError,
     StorageFullError,
 )
+from dcp.storage.formats.index import CheckpointIndex, Int64
 from dcp.storage.formats.native.manifest import MAX_PLAIN_SECTION_BYTES
 from dcp.storage.formats.opening.folder import open_index
 from dcp.storage.formats.plain import encode_plain
@@ -62,11 +67,6 @@ if TYPE_CHECKING:
     from dcp.storage.torch_storage.writer import FileSystemWriter
 
 _OF_WRITERS: Final = ("overwrite", "torch_compatible", "digests", "sync_files", "single_file_per_rank")
-_OF_PLANS: Final = {
-    "dedup_to_lowest_rank": "dedup_save_to_lowest_rank",
-    "split_bytes": "split_bytes",
-    "replica_check": "replica_check",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,11 +107,9 @@ def compared_options(
     """Return options that must be the same on all ranks, by the names that their caller knows; those of other
     packages' writers and planners (None) are not known."""
     found: dict[str, Any] = {} if options.step is None else {"step": options.step}
-    for name in _OF_WRITERS if writer is not None else ():
-        found[name] = getattr(writer, name)
-    for own, name in _OF_PLANS.items() if plan is not None else ():
-        found[name] = getattr(plan, own)
-    return found
+    if writer is not None:
+        found |= zip(_OF_WRITERS, attrgetter(*_OF_WRITERS)(writer), strict=True)
+    return found if plan is None else found | plan._asdict()
 
 
 _LONGEST_AGREEING_SECONDS = 20.0
@@ -161,7 +159,7 @@ class Save(ABC):
     """Packs what `write` returns for the way to the coordinator."""
 
     ranks: Ranks = field(init=False)
-    steps: Ranks | LocalSteps = field(init=False)
+    steps: Ranks = field(init=False)
     together: bool = field(init=False)
     given: Callable[[], Held] = field(init=False)
     times: dict[str, float] = field(init=False)
@@ -229,19 +227,17 @@ class Save(ABC):
                 check_same_target(self.ranks, places, None if self.storage is None else self.storage.store)
             answer = self._save()
         else:  # no plan is exchanged, and no rank sees another's failure before the end
-            self.ranks.all_gather("save", self._save_alone)
+            self.ranks.all_gather("save", lambda: self._save()[:0])
         seconds = self.times | {"save": time.perf_counter() - begun}
         save_id = str(getattr(self.writer, "save_id", ""))
         return self.metadata(answer), SaveOutcome(save_id, seconds, number, self.size_bytes)
 
     def _place(self) -> str:
-        if self.storage is not None:
-            return self.storage.store.url
-        return str(getattr(self.writer, "checkpoint_id", ""))
+        return self.storage.store.url if self.storage else str(getattr(self.writer, "checkpoint_id", ""))
 
     def _save(self) -> bytes:
         """Plan, write and commit; return the answer of the commit. What fails leaves nothing behind."""
-        ranks, storage, begun = self.ranks, self.storage, time.perf_counter()
+        ranks, begun = self.ranks, time.perf_counter()
         plan = None
         try:
             plan = self.plan()
@@ -253,18 +249,17 @@ class Save(ABC):
         except BaseException as error:  # an interrupt, too, must not leave files behind
             # By the coordinator alone: by now every rank has reported to it, or was given up. Another rank,
             # which was interrupted, would take away what the coordinator is just committing.
-            if storage is not None and (ranks.is_coordinator or not self.together):
-                self._clear_up(storage, error, is_planned=plan is not None)
+            if ranks.is_coordinator or not self.together:
+                self._clear_up(error, is_planned=plan is not None)
             if self.together and isinstance(error, SaveAbortedError):
                 with suppress(CheckpointError):  # on no rank it has ended before nothing of it is left
                     ranks.barrier("clear up")
             raise
 
-    def _save_alone(self) -> bytes:
-        self._save()
-        return b""
-
-    def _clear_up(self, storage: FileSystemWriter, error: BaseException, *, is_planned: bool) -> None:
+    def _clear_up(self, error: BaseException, *, is_planned: bool) -> None:
+        storage = self.storage
+        if storage is None:
+            return
         if not is_planned:
             storage.remove_made_root()
             return
@@ -276,14 +271,13 @@ class Save(ABC):
 
     def provenance(self) -> dict[str, Any]:
         """Return facts about the job, for the manifest."""
-        facts = {
+        resumed = self.options.resumed_from
+        return {
             "world_size": self.ranks.world_size,
             "torch_version": str(torch.__version__),
             "dcphub_version": __version__,
+            **({} if resumed is None else {"resumed_from": dict(resumed)}),
         }
-        if self.options.resumed_from is not None:
-            facts["resumed_from"] = dict(self.options.resumed_from)
-        return facts
 
 
 def _is_passing(error: CheckpointError) -> bool:
@@ -318,9 +312,6 @@ class RankPlan(NamedTuple):
         return cls(save_id, WriteColumns(*unpack(writes)))
 
 
-_PLANS: Final = Codec(RankPlan.encode, RankPlan.decode)
-
-
 @dataclass(kw_only=True, eq=False)
 class ColumnSave(Save):
     """A save by our own planner and storage: no plan object per tensor is made on any rank.
@@ -337,16 +328,17 @@ class ColumnSave(Save):
     kinds: Sequence[type[SaveFeature]] = ()
 
     on_columns: ClassVar = True
+    plans: ClassVar = Codec(RankPlan.encode, RankPlan.decode)
     outcomes: ClassVar = Codec(WriteOutcome.encode, WriteOutcome.decode)
 
-    features: Features = field(init=False)
+    features: dict[str, list[SaveFeature]] = field(init=False)
     local: RankState | None = field(init=False)
     planned: GlobalSavePlan | None = field(init=False)
     check: ReplicaCheck = field(init=False)
     parts: Codec = field(init=False)
 
     def __post_init__(self) -> None:
-        self.features = Features(self.kinds, self.options, self.storage)
+        self.features = features_by_method(self.kinds, self.options, self.storage)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("planner", "features")}
@@ -362,13 +354,23 @@ class ColumnSave(Save):
         planner.set_up_planner(
             state_dict=state, storage_meta=self.storage.storage_meta(), is_coordinator=at.is_coordinator
         )
-        return self.features.held(planner.create_local_columns(digests=False), at)
+        local = planner.create_local_columns(digests=False)
+        for feature in self.features["held"]:
+            local = asked(feature, "held", RankState, local, at)
+        return local
 
     # -- begin -----------------------------------------------------------------------------------------------
 
     def agreed(self) -> dict[str, Any]:
-        """Return the options of the save, its storage, its planner and its features."""
-        return self.features.agreed(compared_options(self.options, self.storage, self.plan_options))
+        """Return the options of the save, its storage, its planner and its features, and their names."""
+        found = compared_options(self.options, self.storage, self.plan_options)
+        found["features"] = list(map(attrgetter("name"), self.kinds))
+        for feature in self.features["agreed"]:
+            for name, value in asked(feature, "agreed", dict).items():
+                if not isinstance(name, str) or name in found:
+                    raise refused(feature.name, "agreed", f"{name!r} is another option's name, or no name")
+                found[name] = value
+        return found
 
     # -- plan ------------------------------------------------------------------------------------------------
 
@@ -376,7 +378,7 @@ class ColumnSave(Save):
         """Plan with the other ranks."""
         self.start()
         return self.steps.reduce_scatter(
-            "plan", self.local_plan, self.global_plan, sent=self.parts, reply=_PLANS
+            "plan", self.local_plan, self.global_plan, sent=self.parts, reply=self.plans
         )
 
     def start(self) -> None:
@@ -403,10 +405,11 @@ class ColumnSave(Save):
 
     def local_plan(self) -> SaveColumns:
         """Return what this rank could write."""
-        begun = time.perf_counter()
-        self.local = self.local_state().with_digests(self.check)
+        begun, local = time.perf_counter(), self.local_state()
+        if self.check != "off":
+            self.local = local = local.with_digests(self.check)
         self.times["local_plan"] = self.times.get("local_plan", 0.0) + time.perf_counter() - begun
-        return self.local.columns
+        return local.columns
 
     def global_plan(self, parts: list[SaveColumns], *, with_sets: bool = False) -> list[RankPlan]:
         """Plan for all ranks, on the coordinator."""
@@ -414,16 +417,19 @@ class ColumnSave(Save):
         try:
             self.planned = plan_save(
                 parts,
-                dedup_to_lowest_rank=self.plan_options.dedup_to_lowest_rank,
+                dedup_to_lowest_rank=self.plan_options.dedup_save_to_lowest_rank,
                 split_bytes=self.plan_options.split_bytes,
                 check_replicas=self.check != "off",
                 with_sets=with_sets,
             )
         except PlanError as error:
-            self.features.explain(error, parts)
+            for feature in self.features["explained"]:
+                better = asked(feature, "explained", PlanError | None, error, parts)
+                if better is not None:
+                    raise better from error
             raise
         self.times["global_plan"] = time.perf_counter() - begun
-        return [RankPlan(self.storage.save_id, writes) for writes in self.planned.writes]
+        return list(map(partial(RankPlan, self.storage.save_id), self.planned.writes))
 
     # -- write -----------------------------------------------------------------------------------------------
 
@@ -433,10 +439,14 @@ class ColumnSave(Save):
         storage.save_id = plan.save_id
         begun = time.perf_counter()
         memory, objects = local.memory, local.encoded_objects(columns.objects)
-        groups, observers = self.features.groups(local), self.features.observers(local, columns)
+        groups, observers = self._groups(local), dict[str, Observer]()
+        for feature in self.features["observer"]:
+            observer = asked(feature, "observer", Observer | None, local, columns)
+            if observer is not None:
+                observer.name, observers[feature.name] = feature.name, observer
         total = int(columns.payload_bytes(memory.dtype_codes)[columns.own_rows].sum())
         with reporting(self.options.progress, "write", total, show=ranks.is_coordinator) as on_bytes:
-            watched = ranks.watching(on_bytes) if ranks.abort is not None else on_bytes
+            watched = ranks.watching(on_bytes)
             try:
                 with unwanted_once(ranks.abort):
                     outcome = storage.write_columns(
@@ -446,8 +456,23 @@ class ColumnSave(Save):
                 ranks.check_called_off()  # then that is what has ended the request
                 raise
         self.times["write"] = time.perf_counter() - begun
-        found = self.features.found_by(observers)
+        found = {}
+        for name, observer in observers.items():  # as it is after its way to the coordinator
+            found[name] = ask(name, "finish", lambda one: unpack(pack(one.finish())), object, observer)
         return replace(outcome, found=found, seconds=self.times, traffic=storage.traffic)
+
+    def _groups(self, local: RankState) -> Int64 | None:
+        """Return the number of the file of each local tensor, by the first feature that has any."""
+        count = len(local.memory.tensors)
+        for feature in self.features["groups"]:
+            numbers = asked(feature, "groups", np.ndarray | None, local)
+            if numbers is None:
+                continue
+            if numbers.shape != (count,):
+                raise refused(feature.name, "groups", f"{count} numbers are wanted")
+            found: Int64 = numbers.astype(np.int64)
+            return found
+        return None
 
     # -- commit ----------------------------------------------------------------------------------------------
 
@@ -457,10 +482,11 @@ class ColumnSave(Save):
         if plan is None:
             raise PlanError("the save was not planned")
         index = assemble_index(plan.index, plan.writes, outcomes)
-        index = self.features.manifest(index, plan.writes, outcomes)
+        for feature in self.features["manifest"]:
+            index = _noted(feature, index, plan.writes, outcomes)
         provenance = self.provenance()
-        provenance["rank_seconds"] = [outcome.seconds for outcome in outcomes]
-        traffic = [outcome.traffic for outcome in outcomes]
+        provenance["rank_seconds"] = list(map(attrgetter("seconds"), outcomes))
+        traffic = list(map(attrgetter("traffic"), outcomes))
         if any(traffic):
             provenance["rank_traffic"] = traffic
         provenance["assemble_seconds"] = time.perf_counter() - begun
@@ -474,3 +500,20 @@ class ColumnSave(Save):
         return LazyMetadata.of(
             lambda: index if index is not None else open_index(store, rank=rank), self.storage.storage_meta()
         )
+
+
+def _noted(
+    feature: SaveFeature,
+    index: CheckpointIndex,
+    writes: Sequence[WriteColumns],
+    outcomes: Sequence[WriteOutcome],
+) -> CheckpointIndex:
+    """Return the index with what a feature puts into it."""
+    rows = np.concatenate([columns.chunks for columns in writes])
+    found = [outcome.found.get(feature.name) for outcome in outcomes]
+    before = dict(index.provenance)
+    made: CheckpointIndex = asked(feature, "manifest", CheckpointIndex, index, rows, found)
+    changed = {*before, *made.provenance} - {feature.name}
+    if any(before.get(key) != made.provenance.get(key) for key in changed):
+        raise refused(feature.name, "manifest", "the provenance changed under another name than its own")
+    return made

@@ -138,10 +138,8 @@ _attributes = attrgetter(*ShardClaim._fields)
 
 def claim_of(tensor: object) -> ShardClaim | None:
     """Return the attributes of a `CheckpointableTensor` as they are; None for any other tensor."""
-    try:
-        return ShardClaim(*_attributes(tensor))
-    except AttributeError:
-        return None
+    has_all = hasattr(tensor, "global_shape") and all(hasattr(tensor, name) for name in ShardClaim._fields)
+    return ShardClaim(*_attributes(tensor)) if has_all else None
 
 
 def with_claim(tensor: torch.Tensor, claim: ShardClaim | None) -> torch.Tensor:
@@ -162,7 +160,9 @@ def _from_claim(fqn: str, tensor: torch.Tensor, claim: ShardClaim) -> LocalTenso
         _check_within(fqn, f"global_offsets[{number}]", offsets, sizes, shape)
         _check_within(fqn, f"local_offsets[{number}]", local_offsets, sizes, tuple(tensor.shape))
         boxes.append(LocalBox(offsets, sizes, local_offsets))
-    return LocalTensor(shape, tensor.dtype, tensor.requires_grad, True, True, [tensor] if boxes else [], boxes)
+    return LocalTensor(
+        shape, tensor.dtype, tensor.requires_grad, True, True, [tensor] if boxes else [], boxes
+    )
 
 
 def _check_within(
@@ -320,7 +320,8 @@ def _from_protocol(fqn: str, value: Any) -> LocalTensor:
     return LocalTensor(tuple(data.size), facts.dtype, facts.requires_grad, True, True, sources, boxes)
 
 
-def _from_plain(tensor: torch.Tensor) -> LocalTensor:
+def plain_tensor(tensor: torch.Tensor) -> LocalTensor:
+    """Return a tensor that every rank has as a whole."""
     shape = tuple(tensor.shape)
     boxes = [LocalBox.whole(shape)]
     return LocalTensor(shape, tensor.dtype, tensor.requires_grad, False, True, [tensor], boxes)
@@ -342,9 +343,9 @@ def local_tensor(fqn: str, value: Any, cache: SpecCache) -> LocalTensor | None:
     if claim is not None:
         return _from_claim(fqn, value, claim)
     if kind == PLAIN:
-        return _from_plain(value)
+        return plain_tensor(value)
     if kind == _ASYNC:
-        return _from_plain(value.wait())
+        return plain_tensor(value.wait())
     raise PlanError(
         f"tensor {fqn!r} is a {type(value).__name__}, a subclass made of inner tensors; store those "
         "under names of their own, or implement __create_write_items__, __create_chunk_list__ and "
@@ -413,7 +414,7 @@ def _view_of_box(
             continue
         inner = [at - own for at, own in zip(begin, box.offsets, strict=True)]
         rows = zip(inner, extent, box.sizes, strict=True)
-        if all(0 <= at and at + size <= own_size for at, size, own_size in rows):
+        if all(at >= 0 and at + size <= own_size for at, size, own_size in rows):
             source = local.sources[number if len(local.sources) > 1 else 0]
             return narrow(source, [*map(sum, zip(inner, box.local_offsets, strict=True))], extent)
     return None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from dataclasses import replace
+from typing import Any, NamedTuple, get_args
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import default_planner as torch_planner
@@ -112,7 +112,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
             notes=self._notes,
         )
         local = replace(local, columns=columns, foreign_keys=self.foreign_keys)
-        return local.with_digests(self.replica_check) if digests else local
+        return local.with_digests(self.replica_check) if digests and self.replica_check != "off" else local
 
     # -- torch's interface -----------------------------------------------------------------------------------
 
@@ -174,11 +174,10 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         return self._lookup.find(self.state_dict, index, self._box_sizes.get(index))
 
 
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """The options of a `DefaultSavePlanner` that decide on the global plan."""
+class PlanOptions(NamedTuple):
+    """The options of a `DefaultSavePlanner` that decide on the global plan, by their names there."""
 
-    dedup_to_lowest_rank: bool = False
+    dedup_save_to_lowest_rank: bool = False
     split_bytes: int | None = None
     replica_check: ReplicaCheck = "full"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,6 @@ from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, Int64, itemsizes, starts
 from dcp.storage.geometry.ragged import expand_ranges, row_products
 from dcp.storage.packing import pack, unpack
-
-__all__ = ["CHUNK_COLUMNS", "OBJECT_COLUMNS", "WriteColumns", "WriteOutcome", "assemble_index"]
 
 CHUNK_COLUMNS: Final = 5
 """Of each chunk: offset and length of its record, offset and length of its payload, number of block CRCs."""
@@ -52,6 +50,14 @@ class WriteColumns:
     def payload_bytes(self, dtype_codes: npt.NDArray[np.uint8]) -> Int64:
         """Return the bytes of each row; ``dtype_codes`` are those of the local tensors."""
         return row_products(self.sizes, self.box_start) * itemsizes(dtype_codes[self.sources])
+
+
+class EncodedObjects(NamedTuple):
+    """Values as they are stored: torch.save bytes, and plain msgpack bytes or None. Equal blobs are stored
+    once."""
+
+    blobs: Sequence[bytes]
+    plain: Sequence[bytes | None]
 
 
 @dataclass(frozen=True, kw_only=True)
