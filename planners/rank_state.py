@@ -103,15 +103,13 @@ class SaveColumns(HeldBoxes):
 class RankSets:
     """The sets that one rank belongs to, ascending by ``numbers``, which are the same on all ranks.
 
-    Set i has the rank's ``item_rows[item_start[i]:item_start[i + 1]]`` and its object rows likewise, in the
-    order in which all ranks of the set fold them.
+    Set i has the rank's ``rows[start[i]:start[i + 1]]``, in the order in which all ranks of the set fold
+    them: rows of items, and -1 - row of objects.
     """
 
     numbers: Int64
-    item_start: Int64
-    item_rows: Int64
-    object_start: Int64
-    object_rows: Int64
+    start: Int64
+    rows: Int64
 
 
 # -- as bytes, for the way between ranks ---------------------------------------------------------------------

@@ -92,9 +92,9 @@ class _RememberingSave(ColumnSave):
     def _compare(self, offers: list[bytes]) -> bytes:
         """Return the id of the save if the plan in the cache serves, else nothing."""
         begun = time.perf_counter()
-        if not self.cache.hit(offers):
+        self.planned = self.cache.hit(offers)
+        if self.planned is None:
             return b""
-        self.planned = self.cache.plan
         self.times["global_plan"] = time.perf_counter() - begun
         return self.storage.save_id.encode("ascii")
 

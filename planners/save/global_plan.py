@@ -38,7 +38,7 @@ from dcp.planners.save.tables import (
 )
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.formats.container_notes import ContainerNote, Noted, join_notes, structure_of_notes
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, Int64, ObjectColumns, Path, itemsizes, starts
+from dcp.storage.formats.index import CheckpointIndex, Int64, ObjectColumns, Path, itemsizes, starts
 from dcp.storage.formats.native.format import DCP
 from dcp.storage.geometry.ragged import expand_ranges, gather_rows, row_products
 
@@ -59,73 +59,55 @@ def deal_boxes(items: Items, boxes: Boxes, nbytes: Int64, world_size: int, split
     """Deal out boxes of ``nbytes`` each in balance; replicas above ``split_bytes`` are cut."""
     owners = boxes.first.copy()
     shared = np.diff(boxes.start) > 1
-    loads = np.bincount(items.ranks[owners[~shared]], weights=nbytes[~shared], minlength=world_size)
-    balancer = Balancer(loads.astype(np.int64).tolist(), split_bytes=split_bytes)
-    several = np.flatnonzero(shared)
-    order = several[np.argsort(-nbytes[several], kind="stable")]
-    if not len(order):
-        return Dealt(owners, {}, balancer.loads)
-    clusters, followers = _clusters(items, boxes, several)
+    own_bytes = np.bincount(items.ranks[owners[~shared]], weights=nbytes[~shared], minlength=world_size)
+    loads: list[int] = own_bytes.astype(np.int64).tolist()
     split: dict[int, list[tuple[int, WritePart]]] = {}
-    order = order[~np.isin(order, list(followers))]
+    several = np.flatnonzero(shared)
+    clusters = _clusters(items, boxes, several)
+    # a leader is dealt before its followers: all are of one size, and it has the lowest number
+    followers = [box for cluster in clusters.values() for box in cluster[1:]]
+    order = several[np.argsort(-nbytes[several], kind="stable")]
+    order = order[~np.isin(order, followers)]
     # boxes to split come first, being the largest; tied ones are few
     special = np.isin(order, list(clusters)) | (nbytes[order] > (split_bytes or np.inf))
-    ranks, start = items.ranks[boxes.members].tolist(), boxes.start.tolist()
-    sizes = nbytes.tolist()
+    ranks, start, sizes = items.ranks[boxes.members].tolist(), boxes.start.tolist(), nbytes.tolist()
     for box, is_special in zip(order.tolist(), special.tolist(), strict=True):
         if is_special:
-            _deal_special(items, boxes, clusters.get(box, [box]), sizes[box], balancer, owners, split)
+            cluster = clusters.get(box, [box])
+            parts = _parts_of(items, boxes, cluster, sizes[box], loads, split_bytes)
+            for tied in cluster:
+                own = {int(items.ranks[item]): item for item in reversed(boxes.of(tied).tolist())}
+                if len(parts) == 1:
+                    owners[tied] = own[parts[0].rank]
+                else:
+                    split[tied] = [(own[part.rank], part) for part in parts]
         else:
-            owners[box] = boxes.members[balancer.choose(ranks, start[box], start[box + 1], sizes[box])]
-    return Dealt(owners, split, balancer.loads)
+            holders = ranks[start[box] : start[box + 1]]
+            levels = [*map(loads.__getitem__, holders)]
+            place = levels.index(min(levels))
+            owners[box] = boxes.members[start[box] + place]
+            loads[holders[place]] += sizes[box]
+    return Dealt(owners, split, loads)
 
 
-def _deal_special(
-    items: Items,
-    boxes: Boxes,
-    cluster: list[int],
-    nbytes: int,
-    balancer: Balancer,
-    owners: Int64,
-    split: dict[int, list[tuple[int, WritePart]]],
-) -> None:
-    """Deal a box that may be cut, or tied boxes, which go to one rank together."""
-    first = int(boxes.first[cluster[0]])
-    sizes = tuple(items.sizes[items.start[first] : items.start[first + 1]].tolist())
-    parts = balancer.deal(sizes, nbytes, _common_ranks(items, boxes, cluster))
-    for tied in cluster:
-        own = {int(items.ranks[item]): item for item in reversed(boxes.of(tied).tolist())}
-        if len(parts) == 1:
-            owners[tied] = own[parts[0].rank]
-        else:
-            split[tied] = [(own[part.rank], part) for part in parts]
-
-
-def _clusters(items: Items, boxes: Boxes, shared: Int64) -> tuple[dict[int, list[int]], set[int]]:
-    """Find replicated boxes that are tied on their lowest rank and can be written by one rank together."""
+def _clusters(items: Items, boxes: Boxes, shared: Int64) -> dict[int, list[int]]:
+    """Find replicated boxes that are tied on their lowest rank and can be written by one rank together, by
+    the first of them."""
     first = boxes.first[shared]
     tied = items.ties[first] >= 0
-    ties = zip(
-        shared[tied].tolist(),
-        items.ranks[first[tied]].tolist(),
-        items.ties[first[tied]].tolist(),
-        strict=True,
-    )
-    clusters = {
-        leader: cluster
-        for leader, cluster in tie_clusters(list(ties)).items()
-        if _common_ranks(items, boxes, cluster)
-    }
-    # a leader is dealt before its followers: all are of one size, and it has the lowest number
-    return clusters, {box for cluster in clusters.values() for box in cluster[1:]}
+    by_tie: dict[tuple[int, int], list[int]] = defaultdict(list)
+    ties = zip(items.ranks[first[tied]].tolist(), items.ties[first[tied]].tolist(), strict=True)
+    for box, tie in zip(shared[tied].tolist(), ties, strict=True):
+        by_tie[tie].append(box)
+    clusters = [cluster for cluster in by_tie.values() if len(cluster) > 1]
+    return {cluster[0]: cluster for cluster in clusters if len(_common_ranks(items, boxes, cluster))}
 
 
-def _common_ranks(items: Items, boxes: Boxes, cluster: Sequence[int]) -> list[int]:
-    ranks = items.ranks[boxes.of(cluster[0])]
-    common: list[int] = ranks.tolist() if len(cluster) == 1 else np.unique(ranks).tolist()
+def _common_ranks(items: Items, boxes: Boxes, cluster: Sequence[int]) -> Int64:
+    """Return the ranks, ascending, that hold all boxes of ``cluster``."""
+    common = items.ranks[boxes.of(cluster[0])]
     for box in cluster[1:]:
-        others = set(items.ranks[boxes.of(box)].tolist())
-        common = [rank for rank in common if rank in others]
+        common = np.intersect1d(common, items.ranks[boxes.of(box)])
     return common
 
 
@@ -150,60 +132,50 @@ class WritePart(NamedTuple):
     end: int
 
 
-@dataclass(eq=False)
-class Balancer:
-    """Deals boxes out to ranks; ``loads`` are bytes by rank, and grow as boxes are dealt."""
+def _parts_of(
+    items: Items,
+    boxes: Boxes,
+    cluster: Sequence[int],
+    nbytes: int,
+    loads: list[int],
+    split_bytes: int | None,
+) -> list[WritePart]:
+    """Deal a box, or tied boxes, which go to the same ranks: in parts in order of their rows, or in one with
+    ``dim`` -1 where it is not cut."""
+    item = int(boxes.first[cluster[0]])
+    sizes = items.sizes[items.start[item] : items.start[item + 1]].tolist()
+    holders: list[int] = _common_ranks(items, boxes, cluster).tolist()
+    if split_bytes is not None and nbytes > split_bytes and len(holders) > 1:
+        parts = _split(sizes, nbytes, holders, loads, split_bytes)
+        if len(parts) > 1:
+            for part in parts:
+                loads[part.rank] += round((part.end - part.begin) * nbytes / sizes[part.dim])
+            return parts
+    rank = min(holders, key=loads.__getitem__)
+    loads[rank] += nbytes
+    return [WritePart(rank, -1, 0, 0)]
 
-    loads: list[int]
-    split_bytes: int | None
 
-    def choose(self, ranks: Sequence[int], begin: int, end: int, nbytes: int) -> int:
-        """Choose the position in ``ranks[begin:end]`` of the least loaded, which takes ``nbytes``."""
-        loads = self.loads
-        best, least = begin, loads[ranks[begin]]
-        for position in range(begin + 1, end):
-            load = loads[ranks[position]]
-            if load < least:
-                best, least = position, load
-        loads[ranks[best]] = least + nbytes
-        return best
-
-    def deal(self, sizes: Sequence[int], nbytes: int, holders: Sequence[int]) -> list[WritePart]:
-        """Deal a box that the ranks ``holders`` (ascending) have, in parts in order of their rows; one part
-        with ``dim`` -1 where it is not cut."""
-        if self.split_bytes is not None and nbytes > self.split_bytes and len(holders) > 1:
-            parts = self._split(sizes, nbytes, holders, self.split_bytes)
-            if parts:
-                return parts
-        rank = min(holders, key=self.loads.__getitem__)
-        self.loads[rank] += nbytes
-        return [WritePart(rank, -1, 0, 0)]
-
-    def _split(
-        self, sizes: Sequence[int], nbytes: int, holders: Sequence[int], split_bytes: int
-    ) -> list[WritePart]:
-        most = min(len(holders), -(-nbytes // max(split_bytes, 1)))
-        dim = next((d for d, size in enumerate(sizes) if size >= most), None)
-        if dim is None:
-            dim = max(range(len(sizes)), key=lambda d: sizes[d], default=-1)
-        if dim < 0 or sizes[dim] < 2:
-            return []
-        ranks = sorted(holders, key=lambda rank: (self.loads[rank], rank))[: min(most, sizes[dim])]
-        shares = _pour(nbytes, [self.loads[rank] for rank in ranks])
-        row_bytes = nbytes / sizes[dim]
-        parts, begin, poured = [], 0, 0.0
-        for rank, share in sorted(zip(ranks, shares, strict=True)):
-            poured += share
-            end = min(round(poured / row_bytes), sizes[dim])
-            if end > begin:
-                parts.append([rank, begin, end])
-                begin = end
-        parts[-1][2] = sizes[dim]
-        if len(parts) < 2:
-            return []
-        for rank, first, last in parts:
-            self.loads[rank] += round((last - first) * row_bytes)
-        return [WritePart(rank, dim, first, last) for rank, first, last in parts]
+def _split(
+    sizes: Sequence[int], nbytes: int, holders: Sequence[int], loads: Sequence[int], split_bytes: int
+) -> list[WritePart]:
+    most = min(len(holders), -(-nbytes // max(split_bytes, 1)))
+    dim = next((d for d, size in enumerate(sizes) if size >= most), None)
+    if dim is None:
+        dim = max(range(len(sizes)), key=lambda d: sizes[d], default=-1)
+    if dim < 0 or sizes[dim] < 2:
+        return []
+    ranks = sorted(holders, key=lambda rank: (loads[rank], rank))[: min(most, sizes[dim])]
+    shares = _pour(nbytes, [loads[rank] for rank in ranks])
+    row_bytes, parts, begin, poured = nbytes / sizes[dim], list[WritePart](), 0, 0.0
+    for rank, share in sorted(zip(ranks, shares, strict=True)):
+        poured += share
+        end = min(round(poured / row_bytes), sizes[dim])
+        if end > begin:
+            parts.append(WritePart(rank, dim, begin, end))
+            begin = end
+    parts[-1] = parts[-1]._replace(end=sizes[dim])
+    return parts
 
 
 def _pour(amount: int, levels: Sequence[int]) -> list[float]:
@@ -215,15 +187,6 @@ def _pour(amount: int, levels: Sequence[int]) -> list[float]:
         if count == len(levels) or level <= levels[count]:
             break
     return [max(level - own, 0.0) for own in levels]
-
-
-def tie_clusters(ties: Sequence[tuple[int, int, int]]) -> dict[int, list[int]]:
-    """Group boxes that share memory, given as ``(box, rank, tie number)``: boxes of a cluster by its
-    first."""
-    by_tie: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for box, rank, tie in ties:
-        by_tie[rank, tie].append(box)
-    return {boxes[0]: boxes for boxes in by_tie.values() if len(boxes) > 1}
 
 
 SPLIT_BYTES = 64 << 20
@@ -274,9 +237,6 @@ def _index(
     notes: Sequence[ContainerNote],
 ) -> CheckpointIndex:
     """Make the index, without the places of bytes."""
-    chunks, count = len(chunk_tensors), len(objects.fqns)
-    box_start = starts(np.diff(tensors.shape_start)[chunk_tensors])
-    zeros = np.zeros(chunks, np.int64)
     return CheckpointIndex(
         format=DCP.name,
         fqns=tensors.fqns,
@@ -287,20 +247,8 @@ def _index(
         chunk_start=np.searchsorted(chunk_tensors, np.arange(len(tensors.fqns) + 1)).astype(np.int64),
         chunk_offsets=offsets,
         chunk_sizes=sizes,
-        chunk_files=zeros,
-        record_offsets=zeros,
-        record_lengths=zeros,
-        payload_offsets=zeros,
-        payload_lengths=row_products(sizes, box_start) * itemsizes(tensors.dtype_codes)[chunk_tensors],
-        crc_start=np.zeros(chunks + 1, np.int64),
-        objects=ObjectColumns(
-            fqns=objects.fqns,
-            files=np.full(count, -1, np.int64),
-            offsets=np.zeros(count, np.int64),
-            lengths=np.zeros(count, np.int64),
-            crcs=np.full(count, UNKNOWN, np.int64),
-            plain=np.full(count, -1, np.int64),
-        ),
+        chunk_files=np.zeros(len(chunk_tensors), np.int64),
+        objects=ObjectColumns(fqns=objects.fqns),
         stride_orders=tensors.stride_orders,
         planner_data=paths,
         provenance=structure_of_notes(notes),
@@ -433,78 +381,37 @@ def plan_save(
     )
 
 
-def _no_int64() -> Int64:
-    return np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True, eq=False)
-class _Members:
-    """Rows that were compared: group (box or object), rank, row of the rank, key of all the group's ranks."""
-
-    groups: Int64
-    ranks: Int64
-    rows: Int64
-    keys: npt.NDArray[np.uint64]
-
-
 def replica_sets(
     items: Items, boxes: Boxes, objects: GlobalObjects, all_columns: Sequence[SaveColumns]
 ) -> list[RankSets] | None:
     """Find the sets, by rank, of what has digests; None where a rank holds a box twice, which only a full
     plan compares."""
-    of_boxes, of_objects = _members_of_boxes(items, boxes), _members_of_objects(objects, all_columns)
-    if of_boxes is None:
-        return None
-    keys, numbers = np.unique(np.concatenate([of_boxes.keys, of_objects.keys]), return_inverse=True)
-    box_numbers, object_numbers = numbers[: len(of_boxes.keys)], numbers[len(of_boxes.keys) :]
-    by_rank = []
-    for rank in range(len(all_columns)):
-        item_sets, item_rows = _of_rank(of_boxes, box_numbers, rank)
-        object_sets, object_rows = _of_rank(of_objects, object_numbers, rank)
-        mine = np.union1d(item_sets, object_sets)
-        by_rank.append(
-            RankSets(
-                numbers=mine,
-                item_start=np.searchsorted(item_sets, np.append(mine, len(keys))).astype(np.int64),
-                item_rows=item_rows,
-                object_start=np.searchsorted(object_sets, np.append(mine, len(keys))).astype(np.int64),
-                object_rows=object_rows,
-            )
-        )
-    return by_rank
-
-
-def _of_rank(members: _Members, sets: Int64, rank: int) -> tuple[Int64, Int64]:
-    """Return (sets, rows) of a rank, by set and then in the order of the groups, which all ranks share."""
-    mine = np.flatnonzero(members.ranks == rank)
-    order = mine[np.argsort(sets[mine], kind="stable")]
-    return sets[order], members.rows[order]
-
-
-def _members_of_boxes(items: Items, boxes: Boxes) -> _Members | None:
     known = items.digests[boxes.members] != 0
-    members, groups = boxes.members[known], np.repeat(np.arange(len(boxes.start) - 1), np.diff(boxes.start))
-    found = _members(groups[known], items.ranks[members], items.rows[members])
-    again = (found.groups[1:] == found.groups[:-1]) & (found.ranks[1:] == found.ranks[:-1])
-    return None if again.any() else found
-
-
-def _members_of_objects(objects: GlobalObjects, all_columns: Sequence[SaveColumns]) -> _Members:
-    rows = [np.flatnonzero(columns.objects.digests) for columns in all_columns]
-    groups = np.concatenate([of[mine] for of, mine in zip(objects.rows, rows, strict=True)])
-    ranks = np.repeat(np.arange(len(rows)), [len(mine) for mine in rows])
+    members, count = boxes.members[known], len(boxes.start) - 1
+    groups, ranks = np.repeat(np.arange(count), np.diff(boxes.start))[known], items.ranks[members]
+    if ((groups[1:] == groups[:-1]) & (ranks[1:] == ranks[:-1])).any():
+        return None
+    compared = [np.flatnonzero(columns.objects.digests) for columns in all_columns]
+    object_groups = [of[mine] + count for of, mine in zip(objects.rows, compared, strict=True)]
+    groups = np.concatenate([groups, *object_groups])
+    ranks = np.concatenate([ranks, np.repeat(np.arange(len(compared)), [*map(len, compared)])])
+    rows = np.concatenate([items.rows[members], *(-1 - mine for mine in compared)])
     order = np.argsort(groups, kind="stable")
-    return _members(groups[order], ranks[order], np.concatenate(rows)[order])
-
-
-def _members(groups: Int64, ranks: Int64, rows: Int64) -> _Members:
-    """Return those of several ranks; ``groups`` ascend."""
-    first = np.flatnonzero(np.append(True, groups[1:] != groups[:-1])) if len(groups) else _no_int64()
-    counts = np.diff(np.append(first, len(groups)))
-    several = np.repeat(counts > 1, counts)
+    groups, ranks, rows = groups[order], ranks[order], rows[order]
+    first = np.flatnonzero(np.append(True, groups[1:] != groups[:-1])[: len(groups)])
+    counts = np.diff(first, append=len(groups))
     # Sums of scattered numbers. Two sets with one key would do no harm: folds differ, plans are made anew.
     keys = np.add.reduceat(_scattered(ranks), first) if len(first) else np.zeros(0, np.uint64)
-    return _Members(groups[several], ranks[several], rows[several], np.repeat(keys, counts)[several])
+    several = np.repeat(counts > 1, counts)
+    ranks, rows = ranks[several], rows[several]
+    numbers = np.unique(np.repeat(keys, counts)[several], return_inverse=True)[1]
+    by_rank = []
+    for rank in range(len(all_columns)):
+        mine = np.flatnonzero(ranks == rank)
+        mine = mine[np.argsort(numbers[mine], kind="stable")]
+        sets, begins = np.unique(numbers[mine], return_index=True)
+        by_rank.append(RankSets(sets, np.append(begins, len(mine)), rows[mine]))
+    return by_rank
 
 
 def _scattered(ranks: Int64) -> npt.NDArray[np.uint64]:

@@ -41,12 +41,13 @@ def folds_of(
     sets: RankSets, part: RankState, object_digests: npt.NDArray[np.uint64], check: ReplicaCheck
 ) -> npt.NDArray[np.uint64]:
     """Compute the fold of each set, in the order of their numbers, for the values that ``part`` has now."""
-    items = digest_tensors(part.views(sets.item_rows), check)
-    objects = object_digests[sets.object_rows]
-    bounds = zip(pairwise(sets.item_start.tolist()), pairwise(sets.object_start.tolist()), strict=True)
+    is_item = sets.rows >= 0
+    digests = np.zeros(len(sets.rows), np.uint64)
+    digests[is_item] = digest_tensors(part.views(sets.rows[is_item]), check)
+    digests[~is_item] = object_digests[-1 - sets.rows[~is_item]]
     folds = [
-        blake2b(items[first:last].tobytes() + objects[begin:end].tobytes(), digest_size=_FOLD_BYTES).digest()
-        for (first, last), (begin, end) in bounds
+        blake2b(digests[begin:end].tobytes(), digest_size=_FOLD_BYTES).digest()
+        for begin, end in pairwise(sets.start.tolist())
     ]
     return np.frombuffer(b"".join(folds), np.uint64)
 
@@ -114,35 +115,31 @@ def _entries(paths: Mapping[str, Path] | None) -> tuple[list[str], list[Path]] |
 
 
 @dataclass(frozen=True, eq=False)
-class _RankPlan:
-    """A rank's memory of a plan: its part of the plan ``plan_id``, the structure that it was made for, and
-    what it folds."""
+class _Kept:
+    """A plan: its number, this rank's part of it, the structure that it was made for, and what it folds; on
+    the coordinator also the plan of all, and the numbers of the sets that each rank folds."""
 
     plan_id: bytes
     structure: _Structure
     writes: WriteColumns
     sets: RankSets
     check: ReplicaCheck
-
-
-@dataclass(frozen=True, eq=False)
-class _JointPlan:
-    """The coordinator's memory of a plan: the plan, and the sets that each rank folds."""
-
-    plan_id: bytes
-    plan: GlobalSavePlan
-    sets: list[Int64]
+    plan: GlobalSavePlan | None
+    numbers: list[Int64]
 
 
 class PlanCache:
     """The plan of one series of saves on one rank; see the module. Used by the thread that saves."""
 
     def __init__(self) -> None:
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget everything: a save failed."""
         self._structure: _Structure | None = None
-        self._mine: _RankPlan | None = None
-        self._joint: _JointPlan | None = None
-        self._next_mine: _RankPlan | None = None
-        self._next_joint: _JointPlan | None = None
+        self._kept: _Kept | None = None
+        self._next: _Kept | None = None
+        self._planned: tuple[GlobalSavePlan | None, list[Int64]] = None, []
 
     # -- on every rank ---------------------------------------------------------------------------------------
 
@@ -164,69 +161,51 @@ class PlanCache:
         self._structure = _Structure(
             part.columns, part.replicated, comparable.tobytes(), _packed([check, *options])
         )
-        mine = self._mine
-        if mine is None or not mine.structure.same_as(self._structure):
-            self._mine = None
+        kept = self._kept
+        if kept is None or not kept.structure.same_as(self._structure):
+            self._kept = None
             return b""
-        folds = folds_of(mine.sets, part, object_digests, mine.check)
-        return mine.plan_id + folds.tobytes()
+        return kept.plan_id + folds_of(kept.sets, part, object_digests, kept.check).tobytes()
 
     @property
     def writes(self) -> WriteColumns:
         """Return this rank's part of the cached plan, after a hit."""
-        if self._mine is None:
+        if self._kept is None:
             raise PlanError("the coordinator reuses a plan that this rank does not have")
-        return self._mine.writes
+        return self._kept.writes
 
     def receive(self, writes: WriteColumns, extra: bytes, *, check: ReplicaCheck) -> None:
         """Take a new plan: ``extra`` is what `planned` made of it for this rank. Used after `commit`."""
-        self._mine = self._next_mine = None
-        structure = self._structure
-        if not extra or structure is None:
-            return
-        sets = RankSets(*unpack(extra[_ID_BYTES:]))
-        self._next_mine = _RankPlan(extra[:_ID_BYTES], structure, writes, sets, check)
+        self._kept = self._next = None
+        if extra and self._structure is not None:
+            sets = RankSets(*unpack(extra[_ID_BYTES:]))
+            self._next = _Kept(extra[:_ID_BYTES], self._structure, writes, sets, check, *self._planned)
 
     def commit(self) -> None:
         """Let the plan of the save, which is committed, serve the next one."""
-        if self._next_mine is None:
-            return
-        self._mine, self._joint = self._next_mine, self._next_joint
-        self._next_mine = self._next_joint = None
-
-    def drop(self) -> None:
-        """Forget everything: a save failed."""
-        self._structure = None
-        self._mine = self._joint = self._next_mine = self._next_joint = None
+        if self._next is not None:
+            self._kept, self._next = self._next, None
 
     # -- on the coordinator ----------------------------------------------------------------------------------
 
-    def hit(self, offers: Sequence[bytes]) -> bool:
-        """Return whether the cached plan is what all ranks have for their parts, and replicas agree."""
-        joint = self._joint
-        if joint is None or any(offer[:_ID_BYTES] != joint.plan_id for offer in offers):
-            return False
+    def hit(self, offers: Sequence[bytes]) -> GlobalSavePlan | None:
+        """Return the cached plan if it is what all ranks have for their parts, and replicas agree."""
+        kept = self._kept
+        if kept is None or any(offer[:_ID_BYTES] != kept.plan_id for offer in offers):
+            return None
         folds = [np.frombuffer(offer[_ID_BYTES:], np.uint64) for offer in offers]
-        if [len(mine) for mine in folds] != [len(numbers) for numbers in joint.sets]:
+        if [len(mine) for mine in folds] != [len(numbers) for numbers in kept.numbers]:
             raise PlanError("a rank folds other replicas than its plan says")
-        return not differing(joint.sets, folds)
-
-    @property
-    def plan(self) -> GlobalSavePlan:
-        """Return the cached plan; after a hit."""
-        if self._joint is None:
-            raise PlanError("there is no cached plan")
-        return self._joint.plan
+        return None if differing(kept.numbers, folds) else kept.plan
 
     def planned(self, plan: GlobalSavePlan) -> list[bytes]:
-        """Keep a new plan, made with its sets, for `commit`; returns what each rank receives."""
-        self._joint = self._next_joint = None
-        sets = plan.sets
-        if sets is None:
+        """Keep a new plan, made with its sets, for `receive`; returns what each rank receives."""
+        self._planned = None, []
+        if plan.sets is None:
             return [b""] * len(plan.writes)
         plan_id = uuid.uuid4().bytes
-        self._next_joint = _JointPlan(plan_id, replace(plan, sets=None), [mine.numbers for mine in sets])
-        return [plan_id + encode_rows(mine) for mine in sets]
+        self._planned = replace(plan, sets=None), [mine.numbers for mine in plan.sets]
+        return [plan_id + encode_rows(mine) for mine in plan.sets]
 
 
 def _packed(value: Any) -> bytes:
