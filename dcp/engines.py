@@ -6,7 +6,7 @@ with objects for all of them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dcp.default_planner import DefaultLoadPlanner
 from dcp.features.registry import load_features, save_features
@@ -74,7 +74,13 @@ def refused_save(
 ) -> Save:
     """Make a save that takes the first step as another rank's does, and fails there by its ``writer``."""
     planner = DefaultSavePlanner()
-    common = {"writer": writer, "storage": writer, "options": options, "serial": serial, "planner": planner}
+    common: dict[str, Any] = {
+        "writer": writer,
+        "storage": writer,
+        "options": options,
+        "serial": serial,
+        "planner": planner,
+    }
     if on_columns:  # no feature is asked
         return ColumnSave(**common, plan_options=PlanOptions())
     return ProtocolSave(**common, ours=planner)

@@ -33,8 +33,7 @@ from dcp.calls.arguments import (
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.torch_names import names_of
 from dcp.engines import make_save
-from dcp.features.plan_cache import cache_of, remembering
-from dcp.planners.save.plan_cache import PlanCache
+from dcp.features.plan_cache import PlanCache, cache_of, remembering
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback

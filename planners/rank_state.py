@@ -118,7 +118,7 @@ SectionCache = dict[bytes, Any]
 """Decoded sections by their bytes; lives as long as one global plan."""
 
 _NAMES: Final = ("fqns", "dtype_codes", "requires_grad", "shape_start", "shape_values", "stride_orders")
-_ITEMS: Final = tuple(each.name for each in fields(SaveColumns) if each.name.startswith("item_"))
+ITEM_COLUMNS: Final = tuple(each.name for each in fields(SaveColumns) if each.name.startswith("item_"))
 
 
 def encode_save_columns(columns: SaveColumns) -> bytes:
@@ -134,7 +134,7 @@ def encode_save_columns(columns: SaveColumns) -> bytes:
         objects.fqns,
         columns.planner_data,
         encode_notes(columns.notes),
-        ([getattr(columns, name) for name in _ITEMS], objects.digests, objects.sizes),
+        ([getattr(columns, name) for name in ITEM_COLUMNS], objects.digests, objects.sizes),
     )
     return pack([pack(section) for section in sections])
 
@@ -150,7 +150,7 @@ def decode_save_columns(data: bytes, cache: SectionCache | None = None) -> SaveC
     items, digests, sizes = unpack(own)
     return SaveColumns(
         **names,
-        **dict(zip(_ITEMS, items, strict=True)),
+        **dict(zip(ITEM_COLUMNS, items, strict=True)),
         objects=SaveObjects(object_names, digests, sizes),
         planner_data=paths,
         notes=decode_notes(notes),
@@ -227,16 +227,11 @@ class RankState:
     digested: bool = False
     foreign_keys: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def sources(self) -> Sequence[torch.Tensor]:
-        """Return the local tensors."""
-        return self.memory.tensors
-
     def views(self, rows: Int64) -> list[torch.Tensor]:
         """Return the box of each of the items ``rows``: its local tensor itself where the box is all of
         that."""
         columns, numbers = self.columns, self.columns.item_sources[rows]
-        views = [self.sources[number] for number in numbers.tolist()]
+        views = [self.memory.tensors[number] for number in numbers.tolist()]
         sizes = row_products(columns.item_sizes, columns.box_start)[rows]
         for position in np.flatnonzero(sizes != self.memory.volumes[numbers]).tolist():
             views[position] = self._box_view(views[position], int(rows[position]))

@@ -53,13 +53,9 @@ _FROM_DEVICE: Final = np.uint64(0xFFFF << 48)
 """No Adler-32 is that high."""
 
 
-def _combine(crc: int, adler: int) -> int:
-    return (adler << 32 | crc) or 1
-
-
 def digest_bytes(data: Any) -> int:
     """Compute the digest of a buffer, never 0."""
-    return _combine(crc32(data), adler32(data))
+    return (adler32(data) << 32 | crc32(data)) or 1
 
 
 def is_made_on_device(digest: int) -> bool:
@@ -95,14 +91,7 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 def _digest_host(tensor: torch.Tensor, *, full: bool) -> int:
     if not full and tensor.nbytes > WHOLE_LIMIT_BYTES:
-        if not tensor.is_contiguous():
-            return _digest_contiguous(_sampled(tensor))
-        data = view(tensor.data_ptr(), tensor.nbytes)
-        crc, adler = 0, 1
-        for start in _sample_starts(tensor.nbytes):
-            sample = data[start : start + SAMPLE_BYTES]
-            crc, adler = crc32(sample, crc), adler32(sample, adler)
-        return _combine(crc, adler)
+        tensor = _sampled(tensor)
     return _digest_contiguous(tensor if tensor.is_contiguous() else tensor.contiguous())
 
 

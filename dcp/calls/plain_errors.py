@@ -75,12 +75,12 @@ def _foreign_cause(cause: BaseException) -> BaseException | None:
         last = last.__cause__
     frames = _frames(last.__traceback__)
     known = {"dcp", "torch", *sys.stdlib_module_names}
-    return None if last is cause or all(_package(frame) in known for frame in frames) else last
+    return None if last is cause or all(_package(frame.tb_frame) in known for frame in frames) else last
 
 
 def without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     """Cut ``trace`` to begin with the first frame that is not of this package; whole, if all are."""
-    return next((frame for frame in _frames(trace) if _package(frame) != "dcp"), trace)
+    return next((frame for frame in _frames(trace) if _package(frame.tb_frame) != "dcp"), trace)
 
 
 def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
@@ -89,11 +89,7 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
         trace = trace.tb_next
 
 
-def _package(trace: TracebackType) -> str:
-    return _package_of(trace.tb_frame)
-
-
-def _package_of(frame: FrameType) -> str:
+def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
@@ -101,7 +97,7 @@ def warn_caller(text: str) -> None:
     """Give a UserWarning at the line that called this package."""
     level = 1
     frame: FrameType | None = sys._getframe()
-    while frame is not None and _package_of(frame) == "dcp":
+    while frame is not None and _package(frame) == "dcp":
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
 

@@ -33,6 +33,6 @@ class Parts(SaveFeature):
             ],
             np.int64,
         )
-        found = np.zeros(len(local.sources), np.int64)
+        found = np.zeros(len(local.memory.tensors), np.int64)
         found[columns.item_sources] = numbers[columns.item_tensors]
         return found
