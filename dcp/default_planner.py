@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -147,7 +148,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             self._call = self._opened(self.original_state_dict)
         call = self.call
         if call.flat.values is not self.state_dict:
-            call.flat = call.flat._replace(values=self.state_dict, paths=self.mappings)
+            call.flat = replace(call.flat, values=self.state_dict, paths=self.mappings)
         return call
 
     def _opened(self, state_dict: dict[str, Any]) -> LoadCall:

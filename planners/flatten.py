@@ -19,7 +19,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
@@ -190,40 +190,31 @@ def kind_of(cls: type) -> int:
 
 def is_closed_list(entries: list[Any]) -> bool:
     """Return whether flattening keeps a list as one value."""
-    return _StateFlattener(0, legacy=False).closed(entries)
+    return Flat().closed(entries)
 
 
-class Flat(NamedTuple):
+@dataclass(eq=False)
+class Flat:
     """A state dict by flat key: values, paths, what paths do not say, and keys that cannot be noted.
 
     ``foreign_keys`` are of types that a checkpoint cannot give back, by flat key. ``per_rank`` are the
     `PerRank` values by their names, and ``owners`` those names by the flat keys of what is in the values.
-    ``facts`` are flat keys of the facts of tensor subclasses.
+    ``facts`` are flat keys of the facts of tensor subclasses. `flatten` fills it.
     """
 
-    values: dict[str, Any]
-    paths: dict[str, Path]
-    notes: Sequence[ContainerNote]
-    foreign_keys: dict[str, str]
-    per_rank: dict[str, PerRank]
-    owners: dict[str, str]
-    facts: frozenset[str]
-
-
-@dataclass(eq=False)
-class _StateFlattener:
-    rank: int
-    legacy: bool
-    flat: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
-    duplicates: list[str] = field(default_factory=list)
     notes: list[ContainerNote] = field(default_factory=list)
     foreign_keys: dict[str, str] = field(default_factory=dict)
     per_rank: dict[str, PerRank] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
     facts: set[str] = field(default_factory=set)
+    duplicates: list[str] = field(default_factory=list)
+    rank: int = 0
+    legacy: bool = False
 
     def visit(self, fqn: str, path: Path, value: Any) -> None:
+        """Add a value, or what is in it."""
         kind = _KINDS[type(value)]
         if kind > TENSOR and len(path) > MAX_NESTING:
             raise _too_deep(fqn)
@@ -236,18 +227,18 @@ class _StateFlattener:
         elif kind == LIST and not self.closed(value, fqn):
             for position, entry in enumerate(value):
                 self.visit(f"{fqn}.{position}", (*path, position), entry)
-        elif fqn in self.flat:
+        elif fqn in self.values:
             self.duplicates.append(fqn)
         else:
-            self.flat[fqn] = value
+            self.values[fqn] = value
             self.paths[fqn] = path
 
     def visit_own(self, fqn: str, path: Path, own: PerRank) -> None:
         """Add what differs by rank; in one within another, the outer one counts."""
-        key, count = rank_key(self.rank), len(self.flat)
+        key, count = rank_key(self.rank), len(self.values)
         self.visit(f"{fqn}.{key}", (*path, key), own.value)
         self.per_rank[fqn] = own
-        self.owners.update(dict.fromkeys(itertools.islice(self.flat, count, None), fqn))
+        self.owners.update(dict.fromkeys(itertools.islice(self.values, count, None), fqn))
 
     def visit_parts(self, fqn: str, path: Path, value: Any) -> None:
         """Add the parts of a tensor subclass."""
@@ -256,23 +247,23 @@ class _StateFlattener:
         for name, part in parts.items():
             self.visit(f"{fqn}.{name}", (*path, name), part)
         name = f"{fqn}.{FACTS}"
-        if name in self.flat:
+        if name in self.values:
             self.duplicates.append(name)
-        self.flat[name], self.paths[name] = facts, (*path, FACTS)
+        self.values[name], self.paths[name] = facts, (*path, FACTS)
         self.facts.add(name)
 
     def open_dtensors(self) -> None:
         """Open DTensors of tensor subclasses, which are found by their local tensors alone."""
-        for fqn in [fqn for fqn, value in self.flat.items() if is_dtensor_of_parts(value)]:
+        for fqn in [fqn for fqn, value in self.values.items() if is_dtensor_of_parts(value)]:
             owner = self.owners.pop(fqn, None)
-            count = len(self.flat) - 1
-            self.visit_parts(fqn, self.paths.pop(fqn), self.flat.pop(fqn))
+            count = len(self.values) - 1
+            self.visit_parts(fqn, self.paths.pop(fqn), self.values.pop(fqn))
             if owner is not None:
-                self.owners.update(dict.fromkeys(itertools.islice(self.flat, count, None), owner))
+                self.owners.update(dict.fromkeys(itertools.islice(self.values, count, None), owner))
 
     def visit_all(self, prefix: str, path: Path, mapping: Mapping[Any, Any]) -> None:
         """Add the entries of a mapping at ``path``; their keys begin with ``prefix``."""
-        kinds, flat, paths = _KINDS, self.flat, self.paths
+        kinds, flat, paths = _KINDS, self.values, self.paths
         has_only_strings = _STRINGS.issuperset(map(type, mapping))
         all_have_entries = True
         if has_only_strings and mapping and self.add_leaves(prefix, path, mapping):
@@ -296,10 +287,10 @@ class _StateFlattener:
         keys, entries = list(mapping), list(mapping.values())
         if max(map(_KINDS.__getitem__, set(map(type, entries)))) > TENSOR or len(keys) != len(entries):
             return False
-        fqns = [prefix + key for key in keys] if prefix else keys
-        if not self.flat.keys().isdisjoint(fqns):
+        fqns = list(map(prefix.__add__, keys)) if prefix else keys
+        if not self.values.keys().isdisjoint(fqns):
             return False
-        self.flat.update(zip(fqns, entries, strict=True) if prefix else mapping)
+        self.values.update(zip(fqns, entries, strict=True) if prefix else mapping)
         self.paths.update(zip(fqns, zip(*map(itertools.repeat, path), keys, strict=False), strict=True))
         return True
 
@@ -348,7 +339,8 @@ def flatten_state_dict(
     state_dict: Mapping[Any, Any], *, rank: int = 0
 ) -> tuple[dict[str, Any], dict[str, Path]]:
     """Return (values by flat key, paths by flat key), as of `flatten`."""
-    return flatten(state_dict, rank=rank)[:2]
+    flat = flatten(state_dict, rank=rank)
+    return flat.values, flat.paths
 
 
 def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = False) -> Flat:
@@ -357,27 +349,19 @@ def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = Fals
     ``rank`` names the entries below `PerRank`. ``legacy`` gives the keys of torch 2.3 and before.
     Raises PlanError when two entries, or two keys of one mapping, have one flat key.
     """
-    flattener = _StateFlattener(rank, legacy=legacy)
-    flattener.visit_all("", (), state_dict)
-    if DTENSOR in map(KINDS.__getitem__, set(map(type, flattener.flat.values()))):
-        flattener.open_dtensors()
-    if flattener.duplicates:
-        names = sorted(set(flattener.duplicates))
+    flat = Flat(rank=rank, legacy=legacy)
+    flat.visit_all("", (), state_dict)
+    if DTENSOR in map(KINDS.__getitem__, set(map(type, flat.values.values()))):
+        flat.open_dtensors()
+    if flat.duplicates:
+        names = sorted(set(flat.duplicates))
         raise PlanError(
             f"duplicated flatten key {listed(names, most=_MAX_LISTED)}: more than one entry of the state "
             "dict has it; rename one of them (a dict key with a dot in it can collide with nesting, and the "
             "key 0 with '0')",
             fqns=names[:_MAX_LISTED],
         )
-    return Flat(
-        flattener.flat,
-        flattener.paths,
-        tuple(flattener.notes),
-        flattener.foreign_keys,
-        flattener.per_rank,
-        flattener.owners,
-        frozenset(flattener.facts),
-    )
+    return flat
 
 
 def _extend(entries: list[Any], position: int) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -97,6 +98,50 @@ class SaveColumns(HeldBoxes):
     planner_data: Mapping[str, Path] | None = None
     notes: Sequence[ContainerNote] = ()
     stride_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+def tensor_columns(
+    fqns: Sequence[str],
+    dtype_codes: Sequence[int],
+    requires_grad: Sequence[bool],
+    shapes: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    """Make the columns of tensors."""
+    return {
+        "fqns": tuple(fqns),
+        "dtype_codes": np.array(dtype_codes, np.uint8),
+        "requires_grad": np.array(requires_grad, np.uint8),
+        "shape_start": starts(list(map(len, shapes))),
+        "shape_values": _flat(shapes),
+    }
+
+
+def box_columns(
+    tensors: Mapping[str, Any],
+    rows: Sequence[int],
+    offsets: Sequence[Sequence[int]],
+    sizes: Sequence[Sequence[int]],
+    sharded: Sequence[bool],
+    **others: Any,
+) -> SaveColumns:
+    """Make the columns of boxes that are each all of a local tensor of their own: of the ``rows`` of
+    ``tensors``, which `tensor_columns` made."""
+    extents, count = _flat(sizes), len(rows)
+    items = {
+        "item_tensors": np.array(rows, np.int64),
+        "item_offsets": _flat(offsets),
+        "item_sizes": extents,
+        "item_local_offsets": np.zeros_like(extents),
+        "item_sources": np.arange(count, dtype=np.int64),
+        "item_sharded": np.array(sharded, np.uint8),
+        "item_digests": np.zeros(count, np.uint64),
+        "item_ties": np.full(count, -1, np.int64),
+    }
+    return SaveColumns(**{**tensors, **items, **others})
+
+
+def _flat(rows: Iterable[Sequence[int]]) -> Int64:
+    return np.fromiter(chain.from_iterable(rows), np.int64)
 
 
 @dataclass(frozen=True, eq=False)

@@ -302,6 +302,9 @@ class Exchanges:
     ``group`` None with ``use_dist`` means the default group, ``channel`` takes the place of a group; without
     ``use_dist`` there is one rank. ``coordinator`` is a rank of the group. What other ranks do not come to
     ends after ``timeout_seconds``, the look for who they are included. ``abort`` calls the operation off.
+
+    With ``use_dist``, ``store`` is the group's key-value store, and ``key`` a prefix for keys in it that is
+    this operation's alone, the same on all ranks.
     """
 
     def __init__(
@@ -353,31 +356,21 @@ class Exchanges:
         self.rank, self.world_size = channel.rank, channel.world_size
         self.is_coordinator = self.rank == self.coordinator
         self._blocks = channel.device.type == "cpu"  # on an accelerator wait() concerns its stream
-        self._store = channel.store
+        self.store = channel.store
         meeting: list[str] = []
-        if channel.life is None:
+        if channel.state.life is None:
             restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._serial = channel.next_serial()
-            self._key = f"dcp/meet-{restarts}/{self._serial}"
-            self._group_key = f"{self._key}/given-up"
-            meeting = [self._key]
-            self._presence = Presence(self._store, self.rank, self.world_size, meeting)
+            self._serial = next(channel.state.serial)
+            self.key = f"dcp/meet-{restarts}/{self._serial}"
+            self._group_key = f"{self.key}/given-up"
+            meeting = [self.key]
+            self._presence = Presence(self.store, self.rank, self.world_size, meeting)
             word = uuid.uuid4().hex.encode() if self.rank == 0 else None
-            channel.life = self._guard("meet", lambda: channel.broadcast(word, 0, self._wait)).decode()
-        self._serial = channel.next_serial()
-        self._group_key = f"dcp/{channel.life}/given-up"
-        self._key = f"dcp/{channel.life}/{self._serial}"
-        self._presence = Presence(self._store, self.rank, self.world_size, [*meeting, self._key])
-
-    @property
-    def store(self) -> Any:
-        """Return the group's key-value store; only with ``use_dist``."""
-        return self._store
-
-    @property
-    def key(self) -> str:
-        """Return a prefix for keys in `store` that is this operation's alone, the same on all ranks."""
-        return self._key
+            channel.state.life = self._guard("meet", lambda: channel.broadcast(word, 0, self._wait)).decode()
+        self._serial = next(channel.state.serial)
+        self._group_key = f"dcp/{channel.state.life}/given-up"
+        self.key = f"dcp/{channel.state.life}/{self._serial}"
+        self._presence = Presence(self.store, self.rank, self.world_size, [*meeting, self.key])
 
     def complete(self, step: str, work: Any) -> None:
         """Wait for a collective that was begun on the channel's group; bounded, as all steps are."""
@@ -436,15 +429,15 @@ class Exchanges:
         if self._channel is not None and not self._abort_is_passed_on:
             self._abort_is_passed_on = True
             with contextlib.suppress(RuntimeError):  # the store is gone: the next exchange says so
-                self._store.set(f"{self._key}/called-off", str(self.rank))
+                self.store.set(f"{self.key}/called-off", str(self.rank))
 
     def _called_off_by(self) -> int | None:
         if self._channel is None:
             return None
-        key = f"{self._key}/called-off"
+        key = f"{self.key}/called-off"
         with contextlib.suppress(RuntimeError):  # as above
-            if self._store.check([key]):
-                return int(self._store.get(key))
+            if self.store.check([key]):
+                return int(self.store.get(key))
         return None
 
     # -- exchanges -------------------------------------------------------------------------------------------
@@ -492,7 +485,7 @@ class Exchanges:
 
     def _check_in_step(self) -> None:
         """Fail at once where an operation before this one was left before its end, on any rank."""
-        earlier = None if self._channel is None else self._channel.given_up
+        earlier = None if self._channel is None else self._channel.state.given_up
         if earlier is not None:
             with contextlib.suppress(RuntimeError):  # who comes to this step later need not miss this rank
                 self._presence.show()
@@ -507,7 +500,7 @@ class Exchanges:
         """Tell the others, who would else learn of it by their timeout."""
         if self._channel is not None:
             self._presence.give("abort")
-            self._store.set(self._group_key, f"{self._serial} {self.operation}")
+            self.store.set(self._group_key, f"{self._serial} {self.operation}")
 
     def _wait(self, work: Any) -> None:
         self._poll(work)
@@ -596,7 +589,7 @@ class Exchanges:
         try:
             if self._presence.has("abort"):
                 raise self._lost_error(reason)
-            told = self._store.get(self._group_key) if self._store.check([self._group_key]) else b""
+            told = self.store.get(self._group_key) if self.store.check([self._group_key]) else b""
         except RuntimeError:
             raise self._lost_error(reason) from None
         serial, _, operation = told.decode().partition(" ")

@@ -7,6 +7,7 @@ loop, a thread and a writer process. The core imports none of them.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -88,18 +89,18 @@ def features_by_method(
 ) -> dict[str, list[SaveFeature]]:
     """Make the features that have a part in a save: by each method those that have one of their own, in
     their order."""
-    found: dict[str, list[SaveFeature]] = {method: [] for method in _METHODS}
+    found: dict[str, list[SaveFeature]] = defaultdict(list)
     for kind in kinds:
         if kind.name in _FACTS:
             raise refused(kind.name, "name", "the provenance has a fact of each save under it: rename it")
         if kind.option:
-            given = [getattr(of, kind.option) for of in (options, writer) if hasattr(of, kind.option)]
-            if not given:
+            owner = options if hasattr(options, kind.option) else writer
+            if not hasattr(owner, kind.option):
                 raise refused(kind.name, "option", f"neither a save nor its writer has {kind.option!r}")
-            if not any(given):
+            if not getattr(owner, kind.option):
                 continue
         feature = ask(kind.name, "__init__", kind, SaveFeature, options, writer)
-        for method, features in found.items():
+        for method in _METHODS:
             if getattr(kind, method) is not getattr(SaveFeature, method):
-                features.append(feature)
+                found[method].append(feature)
     return found

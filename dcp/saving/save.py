@@ -490,7 +490,7 @@ class ColumnSave(Save):
         if any(traffic):
             provenance["rank_traffic"] = traffic
         provenance["assemble_seconds"] = time.perf_counter() - begun
-        self.storage.publish(index, user=self.options.user_metadata, provenance=provenance)
+        self.storage.publish(index, self.options.user_metadata, provenance)
         return b""
 
     def metadata(self, answer: bytes) -> Metadata:

@@ -40,14 +40,6 @@ DTYPE_CODES: Mapping[torch.dtype, int] = {
 """Stable code of `dcp.storage.formats.dtypes` by torch dtype."""
 
 
-class _Codes(dict[torch.dtype, int]):
-    """Codes by dtype, 0 for those that cannot be stored."""
-
-    def __missing__(self, dtype: torch.dtype) -> int:
-        return 0
-
-
-_CODES = _Codes(DTYPE_CODES)
 _nbytes, _is_resizable = torch.UntypedStorage.nbytes, torch.UntypedStorage.resizable
 _dtype, _is_cpu = map(attrgetter, ("dtype", "is_cpu"))
 _COMPLEX = np.array([dtype.code for name, dtype in dtypes.BY_NAME.items() if name.startswith("complex")])
@@ -90,7 +82,7 @@ class _SourceFacts(NamedTuple):
     @classmethod
     def of(cls, sources: Sequence[torch.Tensor]) -> _SourceFacts:
         count, tensor = len(sources), torch.Tensor
-        codes = np.fromiter(map(_CODES.__getitem__, map(_dtype, sources)), np.uint8, count)
+        codes = np.fromiter(map(DTYPE_CODES.get, map(_dtype, sources), repeat(0)), np.uint8, count)
         is_lazy = np.fromiter(map(tensor.is_neg, sources), np.bool_, count)
         for number in np.flatnonzero(np.isin(codes, _COMPLEX)).tolist():
             is_lazy[number] |= sources[number].is_conj()
@@ -156,7 +148,7 @@ class _Builder:
     def add(self, fqn: str, local: LocalTensor) -> None:
         """Add a tensor of any number of boxes, in any number of local tensors."""
         if not local.boxes:
-            code = self.sourceless[len(self.fqns)] = _CODES[local.dtype]
+            code = self.sourceless[len(self.fqns)] = DTYPE_CODES.get(local.dtype, 0)
             if not code:
                 self.note(f"{fqn!r}: dtype {local.dtype} cannot be stored")
         for source in local.sources:
@@ -180,7 +172,9 @@ class _Builder:
         made = _Form(
             (len(local.shape), len(boxes), len(sources), local.sharded, local.replicated),
             local.shape,
-            *map(tuple, map(chain.from_iterable, (offsets, sizes, inner))),
+            list(chain.from_iterable(offsets)),
+            list(chain.from_iterable(sizes)),
+            list(chain.from_iterable(inner)),
             range(len(boxes)) if len(sources) > 1 else (0,) * len(boxes),
             list(map(len, shapes)),
             list(chain.from_iterable(shapes)),
@@ -236,7 +230,7 @@ class _Builder:
         orders = {}
         for number in np.flatnonzero(~facts.is_contiguous).tolist():
             tensor = self.sources[number]
-            order = tuple(sorted(range(tensor.ndim), key=lambda dim, of=tensor: (-of.stride(dim), dim)))
+            order = tuple(np.argsort(np.negative(tensor.stride()), kind="stable").tolist())
             if order != tuple(range(tensor.ndim)) and tensor.permute(order).is_contiguous():
                 orders[int(source_rows[number])] = order
         return orders

@@ -347,7 +347,6 @@ def plan_save(
     world_size = len(all_columns)
     tensors = global_tensors(all_columns)
     objects = global_objects(all_columns, check_replicas=check_replicas)
-    items = gather_items(all_columns, tensors)
     notes, mixed_keys = join_notes([Noted(part.notes, part.planner_data or {}) for part in all_columns])
     paths = join_planner_data([columns.planner_data for columns in all_columns])
     # here already: what follows compares boxes of one tensor, which must be one
@@ -356,6 +355,7 @@ def plan_save(
         problems += check_nesting(all_columns, paths or {}, notes)
     if problems:
         raise invalid_plan(problems, objects.mismatches)
+    items = gather_items(all_columns, tensors)
     inside, problems = check_bounds(items, tensors)
     volumes = row_products(tensors.shape_values, tensors.shape_start)
     held = np.flatnonzero(inside & ((items.volumes > 0) | (volumes[items.tensors] == 0)))

@@ -87,7 +87,8 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
             rank = self.rank if self.rank is not None else current_rank()
             with garbage_collection_paused():
                 made = flatten(state_dict, rank=rank)
-            flat, self.mappings, self._notes, self.foreign_keys = made[:4]
+            flat, self.mappings, self._notes = made.values, made.paths, made.notes
+            self.foreign_keys = made.foreign_keys
         if self.flatten_sharded_tensors:
             flat = flatten_sharded(flat)
         self.state_dict = flat

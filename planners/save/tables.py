@@ -21,7 +21,7 @@ from dcp.storage.formats import dtypes
 from dcp.storage.formats.container_notes import ContainerNote
 from dcp.storage.formats.index import Int64, Path, starts
 from dcp.storage.geometry.joins import BoxSet, overlapping_pairs
-from dcp.storage.geometry.ragged import by_ndim, gather_rows, row_products
+from dcp.storage.geometry.ragged import by_ndim, gather_rows, row_products, row_sums
 from dcp.storage.near_names import listed
 
 _MAX_LISTED_RANKS = 8
@@ -117,11 +117,10 @@ def _compare(table: _Table, found: GlobalTensors, tables: Sequence[_Table]) -> N
     ndims = np.diff(columns.shape_start)
     same_ndim = ndims == np.diff(found.shape_start)[rows]
     differs |= ~same_ndim
-    chosen = np.flatnonzero(same_ndim & (ndims > 0))
-    if len(chosen):
-        mine = gather_rows(columns.shape_values, columns.shape_start, chosen)
-        theirs = gather_rows(found.shape_values, found.shape_start, rows[chosen])
-        differs[chosen] |= np.logical_or.reduceat(mine != theirs, starts(ndims[chosen])[:-1])
+    chosen = np.flatnonzero(same_ndim)
+    mine = gather_rows(columns.shape_values, columns.shape_start, chosen)
+    theirs = gather_rows(found.shape_values, found.shape_start, rows[chosen])
+    differs[chosen] |= row_sums((mine != theirs).astype(np.int64), starts(ndims[chosen])) > 0
     for local in np.flatnonzero(differs).tolist():
         row = int(rows[local])
         begin, end = columns.shape_start[local], columns.shape_start[local + 1]
@@ -244,21 +243,17 @@ class Items:
 
 def gather_items(all_columns: Sequence[SaveColumns], tensors: GlobalTensors) -> Items:
     """Join the items of all ranks, in rank order."""
-    ranks, rows, mapped, ndims = [], [], [], []
-    for rank, (columns, tensor_rows) in enumerate(zip(all_columns, tensors.rows, strict=True)):
-        count = len(columns.item_tensors)
-        ranks.append(np.full(count, rank, np.int64))
-        rows.append(np.arange(count, dtype=np.int64))
-        mapped.append(tensor_rows[columns.item_tensors])
-        ndims.append(np.diff(columns.box_start))
-    start = starts(np.concatenate(ndims))
+    own_rows = list(map(attrgetter("item_tensors"), all_columns))
+    counts = list(map(len, own_rows))
+    mapped = np.concatenate(list(map(np.take, tensors.rows, own_rows)))
+    start = starts(np.diff(tensors.shape_start)[mapped])
     joined: dict[str, Any] = {}
     for name in ("offsets", "sizes", "local_offsets", "sources", "digests", "ties"):
         joined[name] = np.concatenate([*map(attrgetter(f"item_{name}"), all_columns)])
     return Items(
-        np.concatenate(ranks),
-        np.concatenate(rows),
-        np.concatenate(mapped),
+        np.repeat(np.arange(len(counts)), counts),
+        np.concatenate(list(map(np.arange, counts))),
+        mapped,
         start,
         row_products(joined["sizes"], start),
         **joined,
@@ -275,13 +270,10 @@ def _positions(items: Items, chosen: Int64, tensors: GlobalTensors) -> Int64:
     for back in range(2, int(ndims.max(initial=0)) + 1):
         places = shape_start[1:][ndims >= back] - back
         strides[places] = strides[places + 1] * shape_values[places + 1]
-    keys = base[items.tensors[chosen]]
-    item_ndims = ndims[items.tensors[chosen]]
-    for ndim in np.unique(item_ndims[item_ndims > 0]).tolist():
-        of_ndim = np.flatnonzero(item_ndims == ndim)
-        boxes = items.start[chosen[of_ndim]][:, None] + np.arange(ndim)
-        places = shape_start[items.tensors[chosen[of_ndim]]][:, None] + np.arange(ndim)
-        keys[of_ndim] += (items.offsets[boxes] * strides[places]).sum(axis=1)
+    rows = items.tensors[chosen]
+    offsets = gather_rows(items.offsets, items.start, chosen)
+    places = offsets * gather_rows(strides, shape_start, rows)
+    keys: Int64 = base[rows] + row_sums(places, starts(ndims[rows]))
     return keys
 
 
@@ -310,11 +302,9 @@ def distinct_boxes(items: Items, chosen: Int64, tensors: GlobalTensors) -> Boxes
     # equal beginnings with different sizes are different boxes; that they overlap is found later
     same = np.flatnonzero(~new)
     counts = items.start[members[same] + 1] - items.start[members[same]]
-    filled = same[counts > 0]
-    if len(filled):
-        here = gather_rows(items.sizes, items.start, members[filled])
-        before = gather_rows(items.sizes, items.start, members[filled - 1])
-        new[filled] = np.logical_or.reduceat(here != before, starts(counts[counts > 0])[:-1])
+    here = gather_rows(items.sizes, items.start, members[same])
+    before = gather_rows(items.sizes, items.start, members[same - 1])
+    new[same] = row_sums((here != before).astype(np.int64), starts(counts)) > 0
     first = np.flatnonzero(new)
     return Boxes(members, np.append(first, len(members)), members[first])
 
@@ -414,17 +404,9 @@ def _nesting_problem(path: Path, all_columns: Sequence[SaveColumns]) -> str:
 
 def check_bounds(items: Items, tensors: GlobalTensors) -> tuple[npt.NDArray[np.bool_], list[str]]:
     """Return (items inside of their tensors, what is wrong with the others)."""
-    counts = np.diff(items.start)
-    inside = np.ones(len(items.tensors), bool)
-    filled = np.flatnonzero(counts > 0)
-    if not len(filled):
-        return inside, []
-    first = np.repeat(tensors.shape_start[items.tensors] - items.start[:-1], counts)
-    limits = tensors.shape_values[first + np.arange(len(items.offsets), dtype=np.int64)]
+    limits = gather_rows(tensors.shape_values, tensors.shape_start, items.tensors)
     bad = (items.offsets < 0) | (items.sizes < 0) | (items.sizes > limits - items.offsets)
-    if not bad.any():
-        return inside, []
-    inside[filled] = ~np.logical_or.reduceat(bad, items.start[:-1][filled])
+    inside = row_sums(bad.astype(np.int64), items.start) == 0
     problems = [
         f"rank {items.ranks[item]}: box {items.box_text(item)} of "
         f"{tensors.fqns[int(items.tensors[item])]!r} is outside of its shape "

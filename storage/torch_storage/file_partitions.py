@@ -62,7 +62,7 @@ class PartitionWriter:
         self.files: dict[int, DataFile] = {}
         self._places = np.zeros((len(objects.blobs), 1 + OBJECT_COLUMNS), np.int64)
 
-    def write(self, number: int, rows: Int64, *, with_objects: bool) -> None:
+    def write(self, number: int, rows: Int64, with_objects: bool) -> None:
         """Write ``rows``, and the objects if they are to be in it, as the file ``number``."""
         blobs = self._blobs if with_objects else []
         size_bytes = int(self.payload_bytes[rows].sum()) + sum(map(len, blobs))

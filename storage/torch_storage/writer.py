@@ -125,14 +125,8 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         self.use_collectives = True
         self._said: tuple[Mapping[str, Any], Mapping[str, Any]] = {}, {}
         self._structure: Mapping[str, Any] = {}
-        self.index: CheckpointIndex | None = None
-        self._begun = False
-        self._made_root = False
-        self._files_written = 0
-        self._previous: commit.Previous | None = None
-        self._store: Store | None = None
         self._traffic_before: dict[str, float] = {}
-        self.save_id = uuid.uuid4().hex[:8]
+        FileSystemWriter.reset(self)  # not that of a subclass, which is not made yet
 
     # -- torch's interface -----------------------------------------------------------------------------------
 
@@ -140,9 +134,9 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         """Begin a new save, to another id if one is given."""
         if checkpoint_id:
             self.path = checkpoint_id
-        self._store = None
-        self._previous = None
-        self.index = None
+        self._store: Store | None = None
+        self._previous: commit.Previous | None = None
+        self.index: CheckpointIndex | None = None
         self._begun = False
         self._made_root = False
         self._files_written = 0
@@ -228,7 +222,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         index = torch_metadata.index_from_results(metadata, results)
         index = dataclasses.replace(index, provenance=self._structure)
         user, provenance = self._said
-        self.publish(index, user=user, provenance=provenance)
+        self.publish(index, user, provenance)
         metadata.version = torch_metadata.VERSION
         metadata.storage_meta = self.storage_meta()
         metadata.storage_data = {
@@ -273,27 +267,18 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         """Keep for `finish` of the save that was begun what `publish` is to say."""
         self._said = user, provenance
 
-    def publish(
-        self,
-        index: CheckpointIndex,
-        *,
-        user: Mapping[str, Any] | None = None,
-        provenance: Mapping[str, Any] | None = None,
-    ) -> None:
+    def publish(self, index: CheckpointIndex, user: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
         """Commit ``index``, with the metadata of the ``user`` and the ``provenance`` of the save; on failure
         no file of this save remains."""
-        own = {"save_id": self.save_id, "time": time.time(), **(provenance or {})}
+        own = {"save_id": self.save_id, "time": time.time(), **provenance}
         if not self.sync_files:
             own["durable"] = False
-        index = dataclasses.replace(index, provenance={**index.provenance, **own}, user=dict(user or {}))
-        previous = self._previous
-        if previous is None:
-            previous = commit.previous_state(self.store, self.names)
+        index = dataclasses.replace(index, provenance={**index.provenance, **own}, user=dict(user))
         try:
             self.index = commit.commit(
                 self.store,
                 index,
-                previous,
+                self._previous or commit.previous_state(self.store, self.names),
                 names=self.names,
                 save_id=self.save_id,
                 durable=self.sync_files,
@@ -355,17 +340,14 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
             return WriteOutcome()
         numbers = range(self._files_written, self._files_written + len(parts))
         self._files_written += len(parts)
-
-        def write(number: int, rows: Int64) -> None:
-            writing.write(number, rows, with_objects=number == numbers[0])
-
+        with_objects = [True] + [False] * (len(parts) - 1)
         try:
             if len(parts) == 1:
-                write(numbers[0], parts[0])
+                writing.write(numbers[0], parts[0], True)
             else:
                 finish_device_work(memory.tensors)
                 with WorkerThreads(min(len(parts), max(2, self.thread_count)), "dcp-write") as pool:
-                    list(pool.map(write, numbers, parts))
+                    list(pool.map(writing.write, numbers, parts, with_objects))
             if self.sync_files:
                 self.store.sync()
         except BaseException:
