@@ -1,211 +1,27 @@
-"""A rank's part of a state dict, without nesting: columns, local tensors, values.
-
-One numpy array per attribute instead of one object per item. Ragged columns follow
-`dcp.storage.formats.index`: flat values plus a ``*_start`` array. Boxes have ``ndim`` values an item, sliced
-by ``box_start``. `SaveColumns` travels to the coordinator, `WriteColumns`
-(`dcp.storage.engine.write_tables`) comes back.
-"""
+"""A rank's part of a state dict, without nesting: columns, local tensors, values."""
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from itertools import chain
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from dcp.planners.by_value import by_value, encode_by_value
+from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.value_digests import ReplicaCheck, digest_bytes, digest_tensors, digest_value
-from dcp.storage.engine.write_tables import EncodedObjects, WriteColumns
+from dcp.storage.engine.write_tables import EncodedObjects
 from dcp.storage.errors import PlanError
-from dcp.storage.formats.container_notes import ContainerNote, decode_notes, encode_notes
-from dcp.storage.formats.index import Int64, Path, starts
+from dcp.storage.formats.index import Int64
 from dcp.storage.formats.native.record import object_record
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.geometry.ragged import row_products
-from dcp.storage.packing import pack, unpack
 from dcp.storage.tensors import LocalMemory, narrow
-
-
-@dataclass(frozen=True, eq=False)
-class SaveObjects:
-    """One rank's non-tensor values: names, and a digest of each value.
-
-    ``digests`` is uint64: 0 for "not known" (a plan that was made elsewhere), NOT_COMPARABLE of
-    `dcp.planners.value_digests` for a value without state to compare.
-    ``sizes`` is the bytes each will take, about (for balancing).
-    """
-
-    fqns: Sequence[str] = ()
-    digests: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
-    sizes: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class HeldBoxes:
-    """The tensors that one rank has memory for, to save it or to load into it.
-
-    Tensors (n rows): ``fqns``, ``dtype_codes``, global shapes (``shape_start``/``shape_values``).
-    Items (m rows): a box of tensor ``item_tensors``. ``item_offsets``/``item_sizes`` are in the global
-    tensor; ``item_local_offsets`` says where the box begins in the local tensor number ``item_sources`` (an
-    index into a list that never leaves the rank).
-    """
-
-    fqns: Sequence[str]
-    dtype_codes: npt.NDArray[np.uint8]
-    shape_start: Int64
-    shape_values: Int64
-    item_tensors: Int64
-    item_offsets: Int64
-    item_sizes: Int64
-    item_local_offsets: Int64
-    item_sources: Int64
-
-    @cached_property
-    def ndims(self) -> Int64:
-        """Return the number of dimensions by tensor."""
-        return np.diff(self.shape_start)
-
-    @cached_property
-    def box_start(self) -> Int64:
-        """Return the positions of the items' boxes."""
-        return starts(self.ndims[self.item_tensors])
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class SaveColumns(HeldBoxes):
-    """One rank's local save plan: what it could write.
-
-    ``item_sharded`` is 0 for plain tensors (every rank has the whole), 1 for boxes of DTensor and
-    ShardedTensor. ``item_digests`` (uint64, 0 for none) is a digest of the box's bytes for the replica check.
-    ``item_ties`` (int64): items of this rank with equal non-negative numbers have the same bytes at the same
-    place in memory, so one record serves them all; -1 otherwise. ``planner_data`` maps fqn to its path in the
-    nested state dict (or is None), ``notes`` are of its containers
-    (`dcp.storage.formats.container_notes`).
-    """
-
-    requires_grad: npt.NDArray[np.uint8]
-    item_sharded: npt.NDArray[np.uint8]
-    item_digests: npt.NDArray[np.uint64]
-    item_ties: Int64
-    objects: SaveObjects = field(default_factory=SaveObjects)
-    planner_data: Mapping[str, Path] | None = None
-    notes: Sequence[ContainerNote] = ()
-    stride_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-
-
-def tensor_columns(
-    fqns: Sequence[str],
-    dtype_codes: Sequence[int],
-    requires_grad: Sequence[bool],
-    shapes: Sequence[Sequence[int]],
-) -> dict[str, Any]:
-    """Make the columns of tensors."""
-    return {
-        "fqns": tuple(fqns),
-        "dtype_codes": np.array(dtype_codes, np.uint8),
-        "requires_grad": np.array(requires_grad, np.uint8),
-        "shape_start": starts(list(map(len, shapes))),
-        "shape_values": _flat(shapes),
-    }
-
-
-def box_columns(
-    tensors: Mapping[str, Any],
-    rows: Sequence[int],
-    offsets: Sequence[Sequence[int]],
-    sizes: Sequence[Sequence[int]],
-    sharded: Sequence[bool],
-    **others: Any,
-) -> SaveColumns:
-    """Make the columns of boxes that are each all of a local tensor of their own: of the ``rows`` of
-    ``tensors``, which `tensor_columns` made."""
-    extents, count = _flat(sizes), len(rows)
-    items = {
-        "item_tensors": np.array(rows, np.int64),
-        "item_offsets": _flat(offsets),
-        "item_sizes": extents,
-        "item_local_offsets": np.zeros_like(extents),
-        "item_sources": np.arange(count, dtype=np.int64),
-        "item_sharded": np.array(sharded, np.uint8),
-        "item_digests": np.zeros(count, np.uint64),
-        "item_ties": np.full(count, -1, np.int64),
-    }
-    return SaveColumns(**{**tensors, **items, **others})
-
-
-def _flat(rows: Iterable[Sequence[int]]) -> Int64:
-    return np.fromiter(chain.from_iterable(rows), np.int64)
-
-
-@dataclass(frozen=True, eq=False)
-class RankSets:
-    """The sets that one rank belongs to, ascending by ``numbers``, which are the same on all ranks.
-
-    Set i has the rank's ``rows[start[i]:start[i + 1]]``, in the order in which all ranks of the set fold
-    them: rows of items, and -1 - row of objects.
-    """
-
-    numbers: Int64
-    start: Int64
-    rows: Int64
-
-
-# -- as bytes, for the way between ranks ---------------------------------------------------------------------
-
-SectionCache = dict[bytes, Any]
-"""Decoded sections by their bytes; lives as long as one global plan."""
-
-_NAMES: Final = ("fqns", "dtype_codes", "requires_grad", "shape_start", "shape_values", "stride_orders")
-ITEM_COLUMNS: Final = tuple(each.name for each in fields(SaveColumns) if each.name.startswith("item_"))
-
-
-def encode_save_columns(columns: SaveColumns) -> bytes:
-    """Pack one rank's save plan.
-
-    Names, shapes and paths, which are mostly equal on all ranks, are sections of their own with equal bytes
-    for equal content: a cache shared by the decoding of many plans decodes each once, and equal sections come
-    back as one object.
-    """
-    objects = columns.objects
-    sections = (
-        {name: getattr(columns, name) for name in _NAMES},
-        objects.fqns,
-        columns.planner_data,
-        encode_notes(columns.notes),
-        ([getattr(columns, name) for name in ITEM_COLUMNS], objects.digests, objects.sizes),
-    )
-    return pack([pack(section) for section in sections])
-
-
-def decode_save_columns(data: bytes, cache: SectionCache | None = None) -> SaveColumns:
-    """Unpack what `encode_save_columns` packed; give all ranks' plans one ``cache``."""
-    cache = cache if cache is not None else {}
-    *shared, own = unpack(data)
-    for section in shared:
-        if section not in cache:
-            cache[section] = unpack(section)
-    names, object_names, paths, notes = (cache[section] for section in shared)
-    items, digests, sizes = unpack(own)
-    return SaveColumns(
-        **names,
-        **dict(zip(ITEM_COLUMNS, items, strict=True)),
-        objects=SaveObjects(object_names, digests, sizes),
-        planner_data=paths,
-        notes=decode_notes(notes),
-    )
-
-
-def encode_rows(columns: WriteColumns | RankSets) -> bytes:
-    """Pack the rows that a rank has to write, or to fold; `unpack` gives the fields in their order."""
-    return pack([getattr(columns, each.name) for each in fields(columns)])
-
 
 OPAQUE_OBJECT_BYTES = 4 << 10
 """What an object that is no plain data is taken to need, for balancing."""

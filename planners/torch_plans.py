@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from dcp.planners.columns import HeldBoxes, SaveColumns, SaveObjects, box_columns, tensor_columns
 from dcp.planners.load.plan import LoadPlan
-from dcp.planners.rank_state import HeldBoxes, SaveColumns, SaveObjects, box_columns, tensor_columns
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import ContainerNote

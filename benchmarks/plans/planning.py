@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dcp.planners.rank_state import SaveColumns, decode_save_columns, encode_rows, encode_save_columns
+from dcp.planners.columns import SaveColumns, decode_save_columns, encode_rows, encode_save_columns
 from dcp.planners.save.global_plan import plan_save
 from dcp.storage.formats.index import starts
 

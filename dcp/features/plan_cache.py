@@ -29,7 +29,8 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp.planners.rank_state import ITEM_COLUMNS, RankSets, RankState, SaveColumns, encode_rows
+from dcp.planners.columns import ITEM_COLUMNS, RankSets, SaveColumns, encode_rows
+from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan
 from dcp.planners.value_digests import NOT_COMPARABLE, ReplicaCheck, digest_tensors
 from dcp.ranks.collectives import Codec

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 
+from dcp.planners.columns import SaveColumns, box_columns, tensor_columns
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.layout.local import item_ties
-from dcp.planners.rank_state import RankState, SaveColumns, box_columns, tensor_columns
+from dcp.planners.rank_state import RankState
 from dcp.planners.weight_maps.mapped_index import map_sources
 from dcp.planners.weight_maps.pieces import MappedTensor, Piece, check_mapped
 from dcp.planners.weight_maps.weight_map import MapSource, WeightMap

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dcp.loading.feature import LoadFeature
-from dcp.planners.rank_state import HeldBoxes
+from dcp.planners.columns import HeldBoxes
 from dcp.storage.engine.memory import Place, repeats_places, share_memory
 from dcp.storage.engine.reading.requests import Pieces
 from dcp.storage.errors import PlanError

@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 
 from dcp.loading.feature import Features, View
 from dcp.planners.by_value import has_plain_types, like
+from dcp.planners.columns import HeldBoxes
 from dcp.planners.flatten import Flat, flatten, replace_element
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.layout.local import collect_tensors
@@ -21,7 +22,6 @@ from dcp.planners.load.objects import load_object
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.plan import LoadPlan, plan_load
 from dcp.planners.load.selection import Matches, Selection, renamer
-from dcp.planners.rank_state import HeldBoxes
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex

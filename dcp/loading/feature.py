@@ -15,8 +15,8 @@ from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from dcp.calls.plain_errors import ask, refused
+from dcp.planners.columns import HeldBoxes
 from dcp.planners.load.options import LoadOptions
-from dcp.planners.rank_state import HeldBoxes
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.engine.reading.requests import ByteRuns, Pieces
 from dcp.storage.errors import CheckpointError, PlanError

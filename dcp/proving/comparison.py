@@ -14,17 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.inspection.values.tensor_reading import TensorReader
+from dcp.planners.columns import SaveColumns, SectionCache, decode_save_columns, encode_save_columns
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Selection
 from dcp.planners.per_rank import rank_holder, rank_number
-from dcp.planners.rank_state import (
-    RankState,
-    SaveColumns,
-    SectionCache,
-    decode_save_columns,
-    encode_save_columns,
-    encoded_object,
-)
+from dcp.planners.rank_state import RankState, encoded_object
 from dcp.proving.proof import FindingKind, Proof, ProofFinding, RankProof
 from dcp.storage.digests.boxes import KEY, BoxDigest, logical_runs
 from dcp.storage.digests.field import as_elements, power, product

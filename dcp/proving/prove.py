@@ -11,8 +11,8 @@ from dcp.calls.arguments import stateful_to_plain
 from dcp.calls.plain_errors import plain_errors
 from dcp.features.saved_map import mapped_state
 from dcp.inspection.values.tensor_reading import open_tensors
+from dcp.planners.columns import SectionCache
 from dcp.planners.load.selection import Patterns, Selection
-from dcp.planners.rank_state import SectionCache
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.proving.comparison import RankDigests, compare_ranks, digests_of_rank

@@ -39,7 +39,7 @@ HEAD_BYTES = 248
 
 @dataclass(eq=False, slots=True)
 class _GroupState:
-    """What all operations of a process group share.
+    """Facts that all operations of a process group share.
 
     ``serial`` numbers them, equal on all ranks because all run the same program. ``life`` is a word for keys
     in the store that no group before this one has used, None until it is agreed on: torchrun keeps its store

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from dcp.calls.plain_errors import ask, refused
-from dcp.planners.rank_state import RankState, SaveColumns
+from dcp.planners.columns import SaveColumns
+from dcp.planners.rank_state import RankState
 from dcp.storage.engine.observers import Observer
 from dcp.storage.engine.write_tables import WriteColumns
 from dcp.storage.errors import PlanError

@@ -23,13 +23,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp.calls.plain_errors import ask, refused
-from dcp.planners.rank_state import (
-    RankState,
-    SaveColumns,
-    decode_save_columns,
-    encode_rows,
-    encode_save_columns,
-)
+from dcp.planners.columns import SaveColumns, decode_save_columns, encode_rows, encode_save_columns
+from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
 from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
 from dcp.planners.value_digests import ReplicaCheck

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.layout.local_tensor import (
     KINDS,
     OBJECT,
@@ -26,7 +27,7 @@ from dcp.planners.layout.local_tensor import (
     local_tensor,
     plain_tensor,
 )
-from dcp.planners.rank_state import RankState, SaveColumns, SaveObjects
+from dcp.planners.rank_state import RankState
 from dcp.storage.engine.memory import is_read_only
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes

@@ -9,9 +9,9 @@ from typing import Final, NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from dcp.planners.columns import HeldBoxes
 from dcp.planners.load.key_hints import hint_for_missing
 from dcp.planners.load.selection import Selection
-from dcp.planners.rank_state import HeldBoxes
 from dcp.storage.engine.reading.requests import Pieces
 from dcp.storage.errors import (
     DtypeMismatchError,

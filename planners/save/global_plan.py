@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dcp.planners.rank_state import RankSets, SaveColumns
+from dcp.planners.columns import RankSets, SaveColumns
 from dcp.planners.save.tables import (
     Boxes,
     GlobalObjects,

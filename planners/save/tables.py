@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dcp.planners.rank_state import SaveColumns
+from dcp.planners.columns import SaveColumns
 from dcp.planners.value_digests import NOT_COMPARABLE, is_made_on_device
 from dcp.storage.errors import PlanError, ReplicaMismatchError
 from dcp.storage.formats import dtypes

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dcp.planners.columns import SaveColumns
 from dcp.planners.load.selection import Patterns, Selection, check_patterns
-from dcp.planners.rank_state import SaveColumns
 from dcp.planners.weight_maps.model_config import model_config
 from dcp.planners.weight_maps.pieces import MappedTensor, check_mapped
 from dcp.planners.weight_maps.weight_map import MapSource, WeightMap

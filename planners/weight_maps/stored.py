@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dcp.planners.columns import HeldBoxes
 from dcp.planners.load.plan import LoadProblems, intersect, pieces_of
-from dcp.planners.rank_state import HeldBoxes
 from dcp.planners.weight_maps.pieces import MappedTensor, Piece
 from dcp.storage.engine.reading.engine import ReadEngine
 from dcp.storage.formats.index import Int64, starts

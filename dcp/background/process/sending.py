@@ -14,7 +14,8 @@ import numpy as np
 
 from dcp.background.process.child import Child
 from dcp.background.process.pickled_state import pack
-from dcp.planners.rank_state import RankState, SaveColumns, SaveObjects
+from dcp.planners.columns import SaveColumns, SaveObjects
+from dcp.planners.rank_state import RankState
 from dcp.ranks.exchanges import pack_failure
 from dcp.saving.save import Save
 from dcp.staging.stager import StagedState

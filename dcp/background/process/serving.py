@@ -27,7 +27,8 @@ from dcp.background.process.wire import Connection, Message
 from dcp.background.writers import RefusedWriter, Staged
 from dcp.engines import refused_save
 from dcp.features.plan_cache import PlanCache, remembering
-from dcp.planners.rank_state import RankState, SaveColumns
+from dcp.planners.columns import SaveColumns
+from dcp.planners.rank_state import RankState
 from dcp.progress import Progress, ProgressCallback
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import Presence, RankFailedError, decode_failure
