@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,7 +28,7 @@ from dcp.features.registry import load_features
 from dcp.loading.call import LoadAttempt, LoadCall
 from dcp.loading.feature import Features
 from dcp.planners.flatten import set_element
-from dcp.planners.layout.lookup import BoxLookup
+from dcp.planners.layout.local_tensor import BoxLookup
 from dcp.planners.load.options import LoadOptions, PerRankLoad, Unexpected
 from dcp.planners.load.selection import Matches, Patterns, Rename, check_matches
 from dcp.planners.per_rank import current_rank
@@ -147,7 +148,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             self._call = self._opened(self.original_state_dict)
         call = self.call
         if call.flat.values is not self.state_dict:
-            call.flat = call.flat._replace(values=self.state_dict, paths=self.mappings)
+            call.flat = replace(call.flat, values=self.state_dict, paths=self.mappings)
         return call
 
     def _opened(self, state_dict: dict[str, Any]) -> LoadCall:

@@ -6,15 +6,14 @@ with objects for all of them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dcp.default_planner import DefaultLoadPlanner
 from dcp.features.registry import load_features, save_features
 from dcp.loading.load import ColumnLoad, LoadEngine
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
-from dcp.saving.columns import ColumnSave
-from dcp.saving.save import Save
+from dcp.saving.save import ColumnSave, Save
 from dcp.storage.errors import CheckpointError, OptionError
 from dcp.storage.torch_storage.reader import FileSystemReader
 from dcp.storage.torch_storage.writer import FileSystemWriter
@@ -26,39 +25,16 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
     from dcp.ranks.collectives import Ranks
-    from dcp.saving.options import SaveOptions
+    from dcp.saving.save import SaveOptions
 
-__all__ = ["load_engine", "make_save", "refused_save"]
 
-_STEPS: Final[dict[type, tuple[str, ...]]] = {
-    DefaultSavePlanner: (
-        "create_local_columns",
-        "create_local_plan",
-        "create_global_plan",
-        "finish_plan",
-        "resolve_data",
-        "lookup_object",
-        "transform_object",
-    ),
-    FileSystemWriter: ("prepare_local_plan", "prepare_global_plan", "write_data", "finish", "storage_meta"),
-    DefaultLoadPlanner: (
-        "create_local_plan",
-        "create_global_plan",
-        "finish_plan",
-        "load_bytes",
-        "resolve_bytes",
-        "resolve_tensor",
-        "commit_tensor",
-        "lookup_tensor",
-        "transform_tensor",
-    ),
-    FileSystemReader: (
-        "read_metadata",
-        "set_up_storage_reader",
-        "prepare_local_plan",
-        "prepare_global_plan",
-        "read_data",
-    ),
+_STEPS: Final[dict[type, str]] = {
+    DefaultSavePlanner: "create_local_columns create_local_plan create_global_plan finish_plan resolve_data "
+    "lookup_object transform_object",
+    FileSystemWriter: "prepare_local_plan prepare_global_plan write_data finish storage_meta",
+    DefaultLoadPlanner: "create_local_plan create_global_plan finish_plan load_bytes resolve_bytes "
+    "resolve_tensor commit_tensor lookup_tensor transform_tensor",
+    FileSystemReader: "read_metadata set_up_storage_reader prepare_local_plan prepare_global_plan read_data",
 }
 """Steps of torch's protocol that columns leave out, by our class: who overrides one wants it called."""
 
@@ -98,18 +74,16 @@ def refused_save(
 ) -> Save:
     """Make a save that takes the first step as another rank's does, and fails there by its ``writer``."""
     planner = DefaultSavePlanner()
+    common: dict[str, Any] = {
+        "writer": writer,
+        "storage": writer,
+        "options": options,
+        "serial": serial,
+        "planner": planner,
+    }
     if on_columns:  # no feature is asked
-        return ColumnSave(
-            writer=writer,
-            storage=writer,
-            options=options,
-            serial=serial,
-            planner=planner,
-            plan_options=PlanOptions(),
-        )
-    return ProtocolSave(
-        writer=writer, storage=writer, options=options, serial=serial, planner=planner, ours=planner
-    )
+        return ColumnSave(**common, plan_options=PlanOptions())
+    return ProtocolSave(**common, ours=planner)
 
 
 def load_engine(
@@ -156,7 +130,7 @@ def _keeps_steps(part: object) -> bool:
     """Test that a planner or storage of this package, or of a class derived from one, overrides no step."""
     for base, steps in _STEPS.items():
         if isinstance(part, base):
-            for step in steps:
+            for step in steps.split():
                 if getattr(type(part), step) is not getattr(base, step) or step in vars(part):
                     return False
     return True

@@ -31,13 +31,13 @@ from dcp.storage.errors import (
 )
 
 if TYPE_CHECKING:
-    from dcp.ranks.failures import RankFailedError as RankFailedError
+    from dcp.ranks.exchanges import RankFailedError as RankFailedError
 else:
 
     def __getattr__(name: str) -> object:
         if name != "RankFailedError":
             raise AttributeError(f"module 'dcp.errors' has no attribute {name!r}")
-        return import_module("dcp.ranks.failures").RankFailedError
+        return import_module("dcp.ranks.exchanges").RankFailedError
 
 
 __all__ = [

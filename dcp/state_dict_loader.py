@@ -23,9 +23,8 @@ from dcp.planners.load.options import LoadDtype, LoadOptions, PerRankLoad, Unexp
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
-from dcp.ranks.collectives import Ranks
+from dcp.ranks.collectives import Ranks, raise_on_all_ranks, works_alone
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
-from dcp.ranks.handshake import raise_on_all_ranks, works_alone
 from dcp.storage.engine.requests import Verify
 from dcp.storage.errors import OptionError
 

@@ -33,16 +33,13 @@ from dcp.calls.arguments import (
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.torch_names import names_of
 from dcp.engines import make_save
-from dcp.features.plan_cache import cache_of, remembering
-from dcp.planners.save.plan_cache import PlanCache
+from dcp.features.plan_cache import PlanCache, cache_of, remembering
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
-from dcp.ranks.collectives import Ranks
+from dcp.ranks.collectives import Ranks, raise_on_all_ranks, works_alone
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
-from dcp.ranks.handshake import raise_on_all_ranks, works_alone
-from dcp.saving.options import SaveOptions
-from dcp.saving.save import Held, SaveOutcome, SavingRank
+from dcp.saving.save import Held, SaveOptions, SaveOutcome, SavingRank
 from dcp.steps.notes import patterns_of_part
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
@@ -134,13 +131,7 @@ def save(
     """
     metadata, _ = save_with(
         state_dict,
-        SaveOptions(
-            use_collectives=use_collectives,
-            apart=_patterns(apart),
-            user_metadata=_copied(user_metadata),
-            progress=progress,
-            timeout_seconds=timeout_seconds,
-        ),
+        _options(apart, user_metadata, use_collectives, progress, timeout_seconds=timeout_seconds),
         checkpoint_id=checkpoint_id,
         storage_writer=storage_writer,
         planner=planner,
@@ -276,13 +267,7 @@ def async_save(
         state_dict,
         storage_writer=writer,
         planner=planner,
-        options=SaveOptions(
-            use_collectives=use_collectives,
-            map=weights,
-            apart=_patterns(apart),
-            user_metadata=_copied(user_metadata),
-            progress=progress,
-        ),
+        options=_options(apart, user_metadata, use_collectives, progress, map=weights),
         overlap=overlap,
         stager=async_stager,
     )
@@ -313,13 +298,23 @@ def save_state_dict(
     return metadata
 
 
-def _copied(user_metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return what may change while it is saved; what is no mapping is refused where all ranks hear of it."""
-    return dict(user_metadata) if isinstance(user_metadata, Mapping) else user_metadata or {}
-
-
-def _patterns(apart: str | Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    return tuple(map(patterns_of_part, [apart] if isinstance(apart, str) else apart))
+def _options(
+    apart: str | Sequence[str],
+    user_metadata: Mapping[str, Any] | None,
+    use_collectives: bool,
+    progress: bool | ProgressCallback | None,
+    **others: Any,
+) -> SaveOptions:
+    patterns = map(patterns_of_part, [apart] if isinstance(apart, str) else apart)
+    # what may change while it is saved is copied; what is no mapping is refused where all ranks hear of it
+    metadata = dict(user_metadata) if isinstance(user_metadata, Mapping) else user_metadata or {}
+    return SaveOptions(
+        apart=tuple(patterns),
+        user_metadata=metadata,
+        use_collectives=use_collectives,
+        progress=progress,
+        **others,
+    )
 
 
 def _stages_itself(writer: StorageWriter | None) -> TypeGuard[AsyncStager]:

@@ -16,8 +16,6 @@ import torch
 
 from dcp.storage.formats.plain import encode_plain
 
-__all__ = ["by_value", "encode_by_value", "has_plain_types", "like"]
-
 _ATOMS: Final = (int, float, str, bytes)
 _EXACT: Final = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor})
 _MAX_DEPTH: Final = 64

@@ -8,9 +8,10 @@ by ``box_start``. `SaveColumns` travels to the coordinator, `WriteColumns`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -21,17 +22,6 @@ from dcp.storage.formats.container_notes import ContainerNote, decode_notes, enc
 from dcp.storage.formats.index import Path
 from dcp.storage.geometry.strides import Int64, starts
 from dcp.storage.packing import pack, unpack
-
-__all__ = [
-    "HeldBoxes",
-    "RankSets",
-    "SaveColumns",
-    "SaveObjects",
-    "SectionCache",
-    "decode_save_columns",
-    "encode_rows",
-    "encode_save_columns",
-]
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,19 +91,61 @@ class SaveColumns(HeldBoxes):
     stride_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
+def tensor_columns(
+    fqns: Sequence[str],
+    dtype_codes: Sequence[int],
+    requires_grad: Sequence[bool],
+    shapes: Sequence[Sequence[int]],
+) -> dict[str, Any]:
+    """Make the columns of tensors."""
+    return {
+        "fqns": tuple(fqns),
+        "dtype_codes": np.array(dtype_codes, np.uint8),
+        "requires_grad": np.array(requires_grad, np.uint8),
+        "shape_start": starts(list(map(len, shapes))),
+        "shape_values": _flat(shapes),
+    }
+
+
+def box_columns(
+    tensors: Mapping[str, Any],
+    rows: Sequence[int],
+    offsets: Sequence[Sequence[int]],
+    sizes: Sequence[Sequence[int]],
+    sharded: Sequence[bool],
+    **others: Any,
+) -> SaveColumns:
+    """Make the columns of boxes that are each all of a local tensor of their own: of the ``rows`` of
+    ``tensors``, which `tensor_columns` made."""
+    extents, count = _flat(sizes), len(rows)
+    items = {
+        "item_tensors": np.array(rows, np.int64),
+        "item_offsets": _flat(offsets),
+        "item_sizes": extents,
+        "item_local_offsets": np.zeros_like(extents),
+        "item_sources": np.arange(count, dtype=np.int64),
+        "item_sharded": np.array(sharded, np.uint8),
+        "item_digests": np.zeros(count, np.uint64),
+        "item_ties": np.full(count, -1, np.int64),
+    }
+    return SaveColumns(**{**tensors, **items, **others})
+
+
+def _flat(rows: Iterable[Sequence[int]]) -> Int64:
+    return np.fromiter(chain.from_iterable(rows), np.int64)
+
+
 @dataclass(frozen=True, eq=False)
 class RankSets:
     """The sets that one rank belongs to, ascending by ``numbers``, which are the same on all ranks.
 
-    Set i has the rank's ``item_rows[item_start[i]:item_start[i + 1]]`` and its object rows likewise, in the
-    order in which all ranks of the set fold them.
+    Set i has the rank's ``rows[start[i]:start[i + 1]]``, in the order in which all ranks of the set fold
+    them: rows of items, and -1 - row of objects.
     """
 
     numbers: Int64
-    item_start: Int64
-    item_rows: Int64
-    object_start: Int64
-    object_rows: Int64
+    start: Int64
+    rows: Int64
 
 
 # -- as bytes, for the way between ranks ---------------------------------------------------------------------
@@ -122,7 +154,7 @@ SectionCache = dict[bytes, Any]
 """Decoded sections by their bytes; lives as long as one global plan."""
 
 _NAMES: Final = ("fqns", "dtype_codes", "requires_grad", "shape_start", "shape_values", "stride_orders")
-_ITEMS: Final = tuple(each.name for each in fields(SaveColumns) if each.name.startswith("item_"))
+ITEM_COLUMNS: Final = tuple(each.name for each in fields(SaveColumns) if each.name.startswith("item_"))
 
 
 def encode_save_columns(columns: SaveColumns) -> bytes:
@@ -138,7 +170,7 @@ def encode_save_columns(columns: SaveColumns) -> bytes:
         objects.fqns,
         columns.planner_data,
         encode_notes(columns.notes),
-        ([getattr(columns, name) for name in _ITEMS], objects.digests, objects.sizes),
+        ([getattr(columns, name) for name in ITEM_COLUMNS], objects.digests, objects.sizes),
     )
     return pack([pack(section) for section in sections])
 
@@ -154,7 +186,7 @@ def decode_save_columns(data: bytes, cache: SectionCache | None = None) -> SaveC
     items, digests, sizes = unpack(own)
     return SaveColumns(
         **names,
-        **dict(zip(_ITEMS, items, strict=True)),
+        **dict(zip(ITEM_COLUMNS, items, strict=True)),
         objects=SaveObjects(object_names, digests, sizes),
         planner_data=paths,
         notes=decode_notes(notes),

@@ -3,43 +3,161 @@
 Mappings are opened at every level, lists only where they hold a tensor, a mapping or such a list; tuples
 never. A flat key is the path joined by dots. torch before 2.4 opened mappings by the rule of lists only; that
 variant (`legacy=True`) finds the entries of checkpoints from then. `PerRank` is opened like a mapping of one
-key, and tensor subclasses are opened to their parts (`dcp.planners.layout.tensor_parts`). Names and paths
-have strings only: keys that are none, and mappings without entries, are noted
+key. Names and paths have strings only: keys that are none, and mappings without entries, are noted
 (`dcp.storage.formats.container_notes`).
+
+Tensor subclasses that are made of other tensors (``__tensor_flatten__``), such as quantised weights of
+torchao, are saved and loaded as their parts: each inner tensor under a name of its own below theirs, and
+beside these the other facts of the tensor, as plain data. A load fills the inner tensors of a given subclass,
+and compares the facts.
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Final
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 
-from dcp.planners.layout.local_tensor import DTENSOR, KINDS, WRAPPER
-from dcp.planners.layout.tensor_parts import FACTS, is_dtensor_of_parts, parts_of
+from dcp.planners.layout.local_tensor import DTENSOR, KINDS, WRAPPER, KindsByClass
 from dcp.planners.per_rank import PerRank, rank_key
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import NO_PLAIN_KEY, ContainerNote, note_of, plain_key
 from dcp.storage.formats.index import Path
 from dcp.storage.near_names import listed
+from dcp.storage.torch_compat import StridedShard, local_part
 
-__all__ = [
-    "LIST",
-    "MAPPING",
-    "OTHER",
-    "PER_RANK",
-    "TENSOR",
-    "Flat",
-    "flatten",
-    "flatten_state_dict",
-    "is_closed_list",
-    "kind_of",
-    "replace_element",
-    "set_element",
-]
+FACTS: Final = "subclass"
+"""The last part of the name of the facts that are no tensor."""
+
+_PLAIN: Final = (bool, int, float, str, bytes, type(None))
+_NAMED: Final = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def is_dtensor_of_parts(value: Any) -> bool:
+    """Test whether ``value`` is a DTensor of such tensors."""
+    return KINDS[type(value)] == DTENSOR and KINDS[type(local_part(value))] == WRAPPER
+
+
+def parts_of(fqn: str, value: Any) -> dict[str, Any]:
+    """Give the inner tensors of such a tensor, or of a DTensor of them, by attribute, and `FACTS`.
+
+    Those of a DTensor are DTensors where they are divided as it is. Raises PlanError for facts that are no
+    plain data, for inner tensors that are made anew at each access, so that values loaded into them are lost,
+    and for those that are divided otherwise than the DTensor.
+    """
+    outer = value if isinstance(value, DTensor) else None
+    tensor: Any = value if outer is None else local_part(outer)
+    if tensor.is_nested:
+        raise PlanError(
+            f"tensor {fqn!r}: nested tensors cannot be stored; store its values() and offsets(), or what "
+            "unbind() gives",
+            fqn=fqn,
+        )
+    names, context = tensor.__tensor_flatten__()
+    parts: dict[str, Any] = {}
+    for name in names:
+        part = getattr(tensor, name)
+        if part is not getattr(tensor, name):
+            raise _refused(fqn, tensor, f"its {name} is made anew at each access")
+        parts[name] = part if outer is None else _divided(fqn, name, part, outer)
+    if FACTS in parts:
+        raise _refused(fqn, tensor, f"one of its inner tensors is called {FACTS!r}")
+    shape = tuple(value.shape)
+    try:
+        facts = {
+            "class": _class_name(type(tensor)),
+            "dtype": str(tensor.dtype),
+            "shape": list(map(int, shape)),
+            "context": _plain(context, {tuple(tensor.shape): shape}),
+        }
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise _refused(fqn, tensor, f"its other facts are no plain data ({error})") from error
+    return {**parts, FACTS: facts}
+
+
+def check_facts(fqn: str, own: Mapping[str, Any], stored: Any) -> None:
+    """Raise PlanError where the checkpoint's tensor ``fqn`` is of another kind than the one to fill."""
+    stored = stored if isinstance(stored, Mapping) else {}
+    differs = [name for name in own if name != "class" and stored.get(name) != own[name]]
+    names = [str(facts.get("class")).rpartition(".")[2] for facts in (own, stored)]
+    if names[0] != names[1]:
+        differs.insert(0, "class")
+    if differs:
+        pairs = [f"{name} {stored.get(name)!r:.200}, not {own[name]!r:.200}" for name in differs]
+        raise PlanError(
+            f"tensor {fqn.removesuffix('.' + FACTS)!r}: the checkpoint has another one, and its parts would "
+            f"be read as other values: {'; '.join(pairs)}. Make the model as it was when it was saved, "
+            "quantised alike",
+            fqn=fqn,
+        )
+
+
+def _divided(fqn: str, name: str, part: Any, outer: DTensor) -> Any:
+    """Make of ``part`` of this rank's local tensor a DTensor that is divided along the same dimensions, or
+    give it as it is where it is one value for all ranks."""
+    local = local_part(outer)
+    placements: Sequence[Any] = outer.placements
+    dims = [placement.dim for placement in placements if placement.is_shard()]
+    odd = [p for p in placements if not (p.is_shard() or isinstance(p, Replicate))]
+    if odd or any(isinstance(placement, StridedShard) for placement in placements):
+        raise _refused(fqn, local, f"it is divided as {outer.placements}")
+    along = [dim for dim in dims if dim < part.ndim and part.shape[dim] == local.shape[dim]]
+    if len(along) < len(dims):
+        if along or part.numel() != 1:
+            raise _refused(
+                fqn, local, f"its {name} of shape {tuple(part.shape)} is not divided as {outer.placements}"
+            )
+        return part
+    shape = list(part.shape)
+    for dim in dims:
+        shape[dim] = outer.shape[dim]
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        part, outer.device_mesh, outer.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def _refused(fqn: str, tensor: torch.Tensor, why: str) -> PlanError:
+    return PlanError(
+        f"tensor {fqn!r} is a {type(tensor).__name__}, a subclass made of inner tensors, and {why}. Store "
+        "these under names of their own, or dequantise it first",
+        fqn=fqn,
+    )
+
+
+def _class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _plain(value: Any, shapes: Mapping[tuple[int, ...], tuple[int, ...]]) -> Any:
+    """Convert ``value`` to plain data, with each of ``shapes`` replaced: that of a shard by the whole's."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    if isinstance(value, _NAMED):
+        return str(value)
+    if isinstance(value, torch.device):
+        return None  # the same tensor on any device
+    if isinstance(value, tuple | list):
+        if all(type(item) is int for item in value):
+            return list(shapes.get(tuple(value), value))
+        return [_plain(item, shapes) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, shapes) for key, item in value.items()}
+    if isinstance(value, type):
+        return _class_name(value)
+    if is_dataclass(value):
+        named = {each.name: _plain(getattr(value, each.name), shapes) for each in fields(value)}
+        return {"class": type(value).__qualname__, **named}
+    raise TypeError(f"a {type(value).__name__}")
+
 
 OTHER, TENSOR, MAPPING, LIST, PER_RANK, _PARTS = range(6)
 """Kinds of values: how flattening treats them depends on these alone, and for lists on what is in them. Those
@@ -62,15 +180,7 @@ def _kind_of(cls: type) -> int:
     return PER_RANK if issubclass(cls, PerRank) else OTHER
 
 
-class _ContainerKinds(dict[type, int]):
-    """Kind by class, found once a class: isinstance with an abstract class costs more than all the rest."""
-
-    def __missing__(self, cls: type) -> int:
-        kind = self[cls] = _kind_of(cls)
-        return kind
-
-
-_KINDS = _ContainerKinds()
+_KINDS = KindsByClass(_kind_of)
 
 
 def kind_of(cls: type) -> int:
@@ -80,40 +190,31 @@ def kind_of(cls: type) -> int:
 
 def is_closed_list(entries: list[Any]) -> bool:
     """Return whether flattening keeps a list as one value."""
-    return _StateFlattener(0, legacy=False).closed(entries)
+    return Flat().closed(entries)
 
 
-class Flat(NamedTuple):
+@dataclass(eq=False)
+class Flat:
     """A state dict by flat key: values, paths, what paths do not say, and keys that cannot be noted.
 
     ``foreign_keys`` are of types that a checkpoint cannot give back, by flat key. ``per_rank`` are the
     `PerRank` values by their names, and ``owners`` those names by the flat keys of what is in the values.
-    ``facts`` are flat keys of the facts of tensor subclasses.
+    ``facts`` are flat keys of the facts of tensor subclasses. `flatten` fills it.
     """
 
-    values: dict[str, Any]
-    paths: dict[str, Path]
-    notes: Sequence[ContainerNote]
-    foreign_keys: dict[str, str]
-    per_rank: dict[str, PerRank]
-    owners: dict[str, str]
-    facts: frozenset[str]
-
-
-@dataclass(eq=False)
-class _StateFlattener:
-    rank: int
-    legacy: bool
-    flat: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
-    duplicates: list[str] = field(default_factory=list)
     notes: list[ContainerNote] = field(default_factory=list)
     foreign_keys: dict[str, str] = field(default_factory=dict)
     per_rank: dict[str, PerRank] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
     facts: set[str] = field(default_factory=set)
+    duplicates: list[str] = field(default_factory=list)
+    rank: int = 0
+    legacy: bool = False
 
     def visit(self, fqn: str, path: Path, value: Any) -> None:
+        """Add a value, or what is in it."""
         kind = _KINDS[type(value)]
         if kind > TENSOR and len(path) > MAX_NESTING:
             raise _too_deep(fqn)
@@ -126,18 +227,18 @@ class _StateFlattener:
         elif kind == LIST and not self.closed(value, fqn):
             for position, entry in enumerate(value):
                 self.visit(f"{fqn}.{position}", (*path, position), entry)
-        elif fqn in self.flat:
+        elif fqn in self.values:
             self.duplicates.append(fqn)
         else:
-            self.flat[fqn] = value
+            self.values[fqn] = value
             self.paths[fqn] = path
 
     def visit_own(self, fqn: str, path: Path, own: PerRank) -> None:
         """Add what differs by rank; in one within another, the outer one counts."""
-        key, count = rank_key(self.rank), len(self.flat)
+        key, count = rank_key(self.rank), len(self.values)
         self.visit(f"{fqn}.{key}", (*path, key), own.value)
         self.per_rank[fqn] = own
-        self.owners.update(dict.fromkeys(itertools.islice(self.flat, count, None), fqn))
+        self.owners.update(dict.fromkeys(itertools.islice(self.values, count, None), fqn))
 
     def visit_parts(self, fqn: str, path: Path, value: Any) -> None:
         """Add the parts of a tensor subclass."""
@@ -146,23 +247,23 @@ class _StateFlattener:
         for name, part in parts.items():
             self.visit(f"{fqn}.{name}", (*path, name), part)
         name = f"{fqn}.{FACTS}"
-        if name in self.flat:
+        if name in self.values:
             self.duplicates.append(name)
-        self.flat[name], self.paths[name] = facts, (*path, FACTS)
+        self.values[name], self.paths[name] = facts, (*path, FACTS)
         self.facts.add(name)
 
     def open_dtensors(self) -> None:
         """Open DTensors of tensor subclasses, which are found by their local tensors alone."""
-        for fqn in [fqn for fqn, value in self.flat.items() if is_dtensor_of_parts(value)]:
+        for fqn in [fqn for fqn, value in self.values.items() if is_dtensor_of_parts(value)]:
             owner = self.owners.pop(fqn, None)
-            count = len(self.flat) - 1
-            self.visit_parts(fqn, self.paths.pop(fqn), self.flat.pop(fqn))
+            count = len(self.values) - 1
+            self.visit_parts(fqn, self.paths.pop(fqn), self.values.pop(fqn))
             if owner is not None:
-                self.owners.update(dict.fromkeys(itertools.islice(self.flat, count, None), owner))
+                self.owners.update(dict.fromkeys(itertools.islice(self.values, count, None), owner))
 
     def visit_all(self, prefix: str, path: Path, mapping: Mapping[Any, Any]) -> None:
         """Add the entries of a mapping at ``path``; their keys begin with ``prefix``."""
-        kinds, flat, paths = _KINDS, self.flat, self.paths
+        kinds, flat, paths = _KINDS, self.values, self.paths
         has_only_strings = _STRINGS.issuperset(map(type, mapping))
         all_have_entries = True
         if has_only_strings and mapping and self.add_leaves(prefix, path, mapping):
@@ -186,10 +287,10 @@ class _StateFlattener:
         keys, entries = list(mapping), list(mapping.values())
         if max(map(_KINDS.__getitem__, set(map(type, entries)))) > TENSOR or len(keys) != len(entries):
             return False
-        fqns = [prefix + key for key in keys] if prefix else keys
-        if not self.flat.keys().isdisjoint(fqns):
+        fqns = list(map(prefix.__add__, keys)) if prefix else keys
+        if not self.values.keys().isdisjoint(fqns):
             return False
-        self.flat.update(zip(fqns, entries, strict=True) if prefix else mapping)
+        self.values.update(zip(fqns, entries, strict=True) if prefix else mapping)
         self.paths.update(zip(fqns, zip(*map(itertools.repeat, path), keys, strict=False), strict=True))
         return True
 
@@ -238,7 +339,8 @@ def flatten_state_dict(
     state_dict: Mapping[Any, Any], *, rank: int = 0
 ) -> tuple[dict[str, Any], dict[str, Path]]:
     """Return (values by flat key, paths by flat key), as of `flatten`."""
-    return flatten(state_dict, rank=rank)[:2]
+    flat = flatten(state_dict, rank=rank)
+    return flat.values, flat.paths
 
 
 def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = False) -> Flat:
@@ -247,27 +349,19 @@ def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = Fals
     ``rank`` names the entries below `PerRank`. ``legacy`` gives the keys of torch 2.3 and before.
     Raises PlanError when two entries, or two keys of one mapping, have one flat key.
     """
-    flattener = _StateFlattener(rank, legacy=legacy)
-    flattener.visit_all("", (), state_dict)
-    if DTENSOR in map(KINDS.__getitem__, set(map(type, flattener.flat.values()))):
-        flattener.open_dtensors()
-    if flattener.duplicates:
-        names = sorted(set(flattener.duplicates))
+    flat = Flat(rank=rank, legacy=legacy)
+    flat.visit_all("", (), state_dict)
+    if DTENSOR in map(KINDS.__getitem__, set(map(type, flat.values.values()))):
+        flat.open_dtensors()
+    if flat.duplicates:
+        names = sorted(set(flat.duplicates))
         raise PlanError(
             f"duplicated flatten key {listed(names, most=_MAX_LISTED)}: more than one entry of the state "
             "dict has it; rename one of them (a dict key with a dot in it can collide with nesting, and the "
             "key 0 with '0')",
             fqns=names[:_MAX_LISTED],
         )
-    return Flat(
-        flattener.flat,
-        flattener.paths,
-        tuple(flattener.notes),
-        flattener.foreign_keys,
-        flattener.per_rank,
-        flattener.owners,
-        frozenset(flattener.facts),
-    )
+    return flat
 
 
 def _extend(entries: list[Any], position: int) -> None:

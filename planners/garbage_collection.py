@@ -6,8 +6,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["garbage_collection_paused"]
-
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:

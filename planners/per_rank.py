@@ -6,8 +6,6 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["PerRank", "current_rank", "rank_holder", "rank_key", "rank_number"]
-
 _RANK_KEY: Final = re.compile(r"\.rank-(\d{1,9})(?=\.|$)")
 
 

@@ -14,16 +14,13 @@ import torch
 
 from dcp.planners.by_value import by_value, encode_by_value
 from dcp.planners.columns import SaveColumns, SaveObjects
-from dcp.planners.digest import ReplicaCheck, digest_bytes, digest_tensors
-from dcp.planners.value_digests import digest_value
+from dcp.planners.value_digests import ReplicaCheck, digest_bytes, digest_tensors, digest_value
+from dcp.storage.engine.write import EncodedObjects
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.native.record import object_record
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.geometry.strides import Int64, row_products
 from dcp.storage.tensors import LocalMemory, narrow
-from dcp.storage.torch_storage.file_partitions import EncodedObjects
-
-__all__ = ["EncodedObject", "RankState", "encoded_object"]
 
 OPAQUE_OBJECT_BYTES = 4 << 10
 """What an object that is no plain data is taken to need, for balancing."""
@@ -90,16 +87,11 @@ class RankState:
     digested: bool = False
     foreign_keys: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def sources(self) -> Sequence[torch.Tensor]:
-        """Return the local tensors."""
-        return self.memory.tensors
-
     def views(self, rows: Int64) -> list[torch.Tensor]:
         """Return the box of each of the items ``rows``: its local tensor itself where the box is all of
         that."""
         columns, numbers = self.columns, self.columns.item_sources[rows]
-        views = [self.sources[number] for number in numbers.tolist()]
+        views = [self.memory.tensors[number] for number in numbers.tolist()]
         sizes = row_products(columns.item_sizes, columns.box_start)[rows]
         for position in np.flatnonzero(sizes != self.memory.volumes[numbers]).tolist():
             views[position] = self._box_view(views[position], int(rows[position]))
@@ -133,7 +125,7 @@ class RankState:
     def with_digests(self, check: ReplicaCheck) -> RankState:
         """Add the digests that the replica check compares: of boxes that other ranks may hold as
         well, and of values."""
-        if check == "off" or self.digested:
+        if self.digested:
             return self
         rows = np.flatnonzero(self.replicated)
         digests = np.zeros(len(self.replicated), np.uint64)

@@ -12,8 +12,6 @@ import torch
 from dcp.planners.per_rank import PerRank
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
 
-__all__ = ["Rescale", "RescaleRule", "rescaled_value"]
-
 RescaleRule = Literal["same", "sum", "split", "keep"] | Callable[[list[Any], int, int], Any]
 """From the states of all ranks that saved, to that of one rank of those that load; see `Rescale`."""
 

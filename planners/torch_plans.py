@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcp.planners.columns import HeldBoxes, SaveColumns, SaveObjects
-from dcp.planners.layout.local import DTYPE_CODES
+from dcp.planners.columns import HeldBoxes, SaveColumns, SaveObjects, box_columns, tensor_columns
 from dcp.planners.load.plan import LoadPlan
 from dcp.storage.engine.write import WriteColumns
 from dcp.storage.errors import PlanError
@@ -35,22 +35,9 @@ from dcp.storage.formats.index import CheckpointIndex, ObjectColumns
 from dcp.storage.formats.registry import TORCH_DCP
 from dcp.storage.geometry.boxes import Box
 from dcp.storage.geometry.strides import starts
+from dcp.storage.tensors import dtype_code, torch_dtype
 from dcp.storage.torch_compat import tensor_properties
 from dcp.storage.torch_storage.metadata import LazyMetadata
-
-__all__ = [
-    "ComparedItem",
-    "NotedPlan",
-    "columns_from_plan",
-    "index_from_metadata",
-    "known_provenance",
-    "metadata_from_plans",
-    "plan_from_writes",
-    "read_items",
-    "write_items",
-]
-
-_TORCH_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 @dataclass(frozen=True)
@@ -84,7 +71,7 @@ def write_items(
         data = TensorWriteData(
             chunk=ChunkStorageMetadata(offset, torch.Size(sizes[box])),
             # one object an item, because planners change it in place
-            properties=tensor_properties(_TORCH_DTYPES[codes[tensor]], bool(grads[tensor]), strides),
+            properties=tensor_properties(torch_dtype(codes[tensor]), bool(grads[tensor]), strides),
             size=torch.Size(shapes[shape_start[tensor] : shape_start[tensor + 1]]),
         )
         kind = WriteItemType.SHARD if columns.item_sharded[item] else WriteItemType.TENSOR
@@ -104,10 +91,7 @@ class _Tensors:
     grads: list[bool] = dataclasses.field(default_factory=list)
 
     def row(self, fqn: str, dtype: torch.dtype, shape: Sequence[int], *, requires_grad: bool) -> int:
-        code = DTYPE_CODES.get(dtype)
-        if code is None:
-            raise PlanError(f"tensor {fqn!r}: dtype {dtype} cannot be stored", fqn=fqn)
-        kind = (code, tuple(shape))
+        kind = (dtype_code(dtype, fqn=fqn), tuple(shape))
         row = self.rows.setdefault(fqn, len(self.kinds))
         if row == len(self.kinds):
             self.kinds.append(kind)
@@ -117,13 +101,8 @@ class _Tensors:
         return row
 
     def columns(self) -> dict[str, Any]:
-        return {
-            "fqns": tuple(self.rows),
-            "dtype_codes": np.array([code for code, _ in self.kinds], np.uint8),
-            "requires_grad": np.array(self.grads, np.uint8),
-            "shape_start": starts([len(shape) for _, shape in self.kinds]),
-            "shape_values": np.array([size for _, shape in self.kinds for size in shape], np.int64),
-        }
+        codes, shapes = zip(*self.kinds, strict=True) if self.kinds else ((), ())
+        return tensor_columns(list(self.rows), codes, self.grads, shapes)
 
 
 def columns_from_plan(plan: SavePlan) -> tuple[SaveColumns, list[WriteItem], list[WriteItem]]:
@@ -132,40 +111,27 @@ def columns_from_plan(plan: SavePlan) -> tuple[SaveColumns, list[WriteItem], lis
     ``planner_data`` is carried over only where it maps names to paths.
     """
     tensors, tensor_items, object_items = _Tensors(), [], []
-    item_tensors: list[int] = []
-    offsets: list[int] = []
-    sizes: list[int] = []
-    sharded: list[bool] = []
+    rows, boxes = list[int](), list[ChunkStorageMetadata]()
     for item in plan.items:
+        fqn, data = item.index.fqn, item.tensor_data
         if item.type == WriteItemType.BYTE_IO:
             object_items.append(item)
             continue
-        data = item.tensor_data
         if data is None or data.chunk is None:
-            raise PlanError(
-                f"the plan's item {item.index.fqn!r} is a tensor without a box", fqn=item.index.fqn
-            )
-        properties = data.properties
-        row = tensors.row(
-            item.index.fqn, properties.dtype, data.size, requires_grad=bool(properties.requires_grad)
-        )
+            raise PlanError(f"the plan's item {fqn!r} is a tensor without a box", fqn=fqn)
+        facts = data.properties
+        rows.append(tensors.row(fqn, facts.dtype, data.size, requires_grad=bool(facts.requires_grad)))
+        boxes.append(data.chunk)
         tensor_items.append(item)
-        item_tensors.append(row)
-        offsets.extend(data.chunk.offsets)
-        sizes.extend(data.chunk.sizes)
-        sharded.append(item.type == WriteItemType.SHARD)
-    count, none = len(tensor_items), np.zeros(len(object_items), np.int64)
-    columns = SaveColumns(
-        **tensors.columns(),
-        item_tensors=np.array(item_tensors, np.int64),
-        item_offsets=np.array(offsets, np.int64),
-        item_sizes=np.array(sizes, np.int64),
-        item_local_offsets=np.zeros(len(offsets), np.int64),
-        item_sources=np.arange(count, dtype=np.int64),
-        item_sharded=np.array(sharded, np.uint8),
+    names, none = tuple(item.index.fqn for item in object_items), np.zeros(len(object_items), np.int64)
+    columns = box_columns(
+        tensors.columns(),
+        rows,
+        [box.offsets for box in boxes],
+        [box.sizes for box in boxes],
+        [item.type == WriteItemType.SHARD for item in tensor_items],
         item_digests=_digests(tensor_items),
-        item_ties=np.full(count, -1, np.int64),
-        objects=SaveObjects(tuple(item.index.fqn for item in object_items), _digests(object_items), none),
+        objects=SaveObjects(names, _digests(object_items), none),
         planner_data=plan.planner_data if isinstance(plan.planner_data, Mapping) else None,
         notes=plan.notes if isinstance(plan, NotedPlan) else (),
     )
@@ -233,28 +199,22 @@ def metadata_from_plans(index: CheckpointIndex, plans: Sequence[SavePlan]) -> Me
 def index_from_metadata(metadata: Metadata) -> CheckpointIndex:
     """Convert torch's metadata to columns of names, shapes and boxes, without the places of bytes."""
     tensors, objects = _Tensors(), []
-    counts: list[int] = []
-    offsets: list[int] = []
-    sizes: list[int] = []
+    chunks: list[list[ChunkStorageMetadata]] = []
     for fqn, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
             objects.append(fqn)
             continue
-        tensors.row(
-            fqn, entry.properties.dtype, entry.size, requires_grad=bool(entry.properties.requires_grad)
-        )
-        counts.append(len(entry.chunks))
-        for chunk in entry.chunks:
-            offsets.extend(chunk.offsets)
-            sizes.extend(chunk.sizes)
-    chunk_files = np.zeros(sum(counts), np.int64)
+        facts = entry.properties
+        tensors.row(fqn, facts.dtype, entry.size, requires_grad=bool(facts.requires_grad))
+        chunks.append(entry.chunks)
+    boxes = list(chain.from_iterable(chunks))
     return CheckpointIndex(
         format=TORCH_DCP.name,
         **tensors.columns(),
-        chunk_start=starts(counts),
-        chunk_offsets=np.array(offsets, np.int64),
-        chunk_sizes=np.array(sizes, np.int64),
-        chunk_files=chunk_files,
+        chunk_start=starts(list(map(len, chunks))),
+        chunk_offsets=np.fromiter(chain.from_iterable(box.offsets for box in boxes), np.int64),
+        chunk_sizes=np.fromiter(chain.from_iterable(box.sizes for box in boxes), np.int64),
+        chunk_files=np.zeros(len(boxes), np.int64),
         objects=ObjectColumns(fqns=tuple(objects)),
         planner_data=metadata.planner_data,
         provenance=known_provenance(metadata),

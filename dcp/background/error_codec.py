@@ -8,7 +8,7 @@ from typing import Any
 
 import msgpack
 
-from dcp.ranks.failures import RankFailedError, decode_failure, failure_of, pack_failure
+from dcp.ranks.exchanges import RankFailedError, decode_failure, failure_of, pack_failure
 from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, WriterProcessError
 
 __all__ = ["Ending", "Verdict", "error_from_data", "error_to_data", "verdict"]

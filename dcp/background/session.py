@@ -36,11 +36,9 @@ from dcp.engines import make_save, refused_save
 from dcp.planners.rank_state import RankState
 from dcp.progress import harmless
 from dcp.ranks.channel import Channel
-from dcp.ranks.collectives import Ranks
+from dcp.ranks.collectives import Ranks, begin, raise_on_all_ranks, works_alone
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
-from dcp.ranks.handshake import begin, raise_on_all_ranks, works_alone
-from dcp.saving.options import SaveOptions
-from dcp.saving.save import Held, Save, SavingRank
+from dcp.saving.save import Held, Save, SaveOptions, SavingRank
 from dcp.staging.guard import check_staged, sample_state
 from dcp.staging.stager import DefaultStager
 from dcp.storage.errors import CheckpointError, OptionError, StagingError

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.features.plan_cache import remembering
-from dcp.planners.save.plan_cache import PlanCache
+from dcp.features.plan_cache import PlanCache, remembering
 from dcp.progress import is_within_callback
 from dcp.saving.save import SaveOutcome
 from dcp.storage.errors import CheckpointError, SaveAbortedError

@@ -22,18 +22,6 @@ from dcp.storage.torch_storage.writer import FileSystemWriter
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-__all__ = [
-    "check_top_level",
-    "choose_reader",
-    "choose_writer",
-    "is_stateful",
-    "refuse_a_place",
-    "stateful_keys",
-    "stateful_to_plain",
-    "takes_storage_second",
-    "with_options",
-    "with_own_id",
-]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -111,8 +99,9 @@ def stateful_to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(state_dict, Mapping):
         check_top_level(state_dict)
     plain = dict(state_dict.items())
-    for key in stateful_keys([*plain], plain.values()):
-        plain[key] = plain[key].state_dict()
+    if not _PLAIN_TYPES.issuperset(map(type, plain.values())):
+        for key in stateful_keys([*plain], [*plain.values()]):
+            plain[key] = plain[key].state_dict()
     return plain
 
 
@@ -125,13 +114,8 @@ def choose_reader(
     storage_options: Mapping[str, Any] | None = None,
 ) -> StorageReader:
     """Give ``reader``, pointed at ``checkpoint_id`` if given; without one, a `FileSystemReader` of the id."""
-    if reader is None:
-        place, opener = _place(checkpoint_id, storage_options)
-        return FileSystemReader(place, open_store=opener)
-    _refuse_others(reader, "storage_reader", "read_metadata", storage_options)
-    if checkpoint_id is not None:
-        reader.reset(checkpoint_id)
-    return reader
+    found: StorageReader = _chosen(FileSystemReader, reader, checkpoint_id, storage_options)
+    return found
 
 
 def choose_writer(
@@ -140,13 +124,29 @@ def choose_writer(
     storage_options: Mapping[str, Any] | None = None,
 ) -> StorageWriter:
     """Give ``writer``, pointed at ``checkpoint_id`` if given; without one, a `FileSystemWriter` of the id."""
-    if writer is None:
-        place, opener = _place(checkpoint_id, storage_options)
-        return FileSystemWriter(place, open_store=opener)
-    _refuse_others(writer, "storage_writer", "write_data", storage_options)
-    if checkpoint_id is not None:
-        writer.reset(checkpoint_id)
-    return writer
+    found: StorageWriter = _chosen(FileSystemWriter, writer, checkpoint_id, storage_options)
+    return found
+
+
+def _chosen(
+    ours: type[FileSystemReader] | type[FileSystemWriter],
+    storage: Any,
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_options: Mapping[str, Any] | None,
+) -> Any:
+    if storage is not None:
+        _refuse_others(storage, ours is FileSystemReader, storage_options)
+        if checkpoint_id is not None:
+            storage.reset(checkpoint_id)
+        return storage
+    opener = OpenWith(storage_options)
+    if not checkpoint_id:
+        raise CheckpointError(
+            "`checkpoint_id` must be specified if storage_reader/storage_writer is None: give the place, or "
+            "a storage that knows it"
+        )
+    opener(checkpoint_id)  # raises the error of an id that no store has, before anything is done
+    return ours(checkpoint_id, open_store=opener)
 
 
 def with_options(writer: FileSystemWriter, opener: OpenWith) -> FileSystemWriter:
@@ -164,9 +164,9 @@ def with_own_id(writer: StorageWriter) -> StorageWriter:
     return copy.copy(writer) if isinstance(writer, FileSystemWriter) else writer
 
 
-def _refuse_others(
-    storage: object, argument: str, method: str, storage_options: Mapping[str, Any] | None
-) -> None:
+def _refuse_others(storage: object, is_read: bool, storage_options: Mapping[str, Any] | None) -> None:
+    argument = "storage_reader" if is_read else "storage_writer"
+    method = "read_metadata" if is_read else "write_data"
     # The second positional argument is the storage, as it was before torch 2.2; a place is easily put there.
     if isinstance(storage, str | os.PathLike):
         raise CheckpointError(
@@ -184,17 +184,3 @@ def _refuse_others(
             f"as well: give the options to that {type(storage).__name__} where it is made, as in "
             "dcp.FsspecReader(url, **options)"
         )
-
-
-def _place(
-    checkpoint_id: str | os.PathLike[str] | None, storage_options: Mapping[str, Any] | None
-) -> tuple[str | os.PathLike[str], OpenWith]:
-    """Give the id and its opener; raises the error of an id that no store has, before anything is done."""
-    opener = OpenWith(storage_options)
-    if not checkpoint_id:
-        raise CheckpointError(
-            "`checkpoint_id` must be specified if storage_reader/storage_writer is None: give the place, or "
-            "a storage that knows it"
-        )
-    opener(checkpoint_id)
-    return checkpoint_id, opener

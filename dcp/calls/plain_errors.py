@@ -1,7 +1,7 @@
 """Short tracebacks of public functions: the call and the message, without the frames in between.
 
 The error is the one that was raised, with its class and its facts. What caused it is still there as its
-``__context__``, and by rank in the ``failures`` of a `dcp.ranks.failures.RankFailedError`. Where the
+``__context__``, and by rank in the ``failures`` of a `dcp.ranks.exchanges.RankFailedError`. Where the
 environment has ``DCP_DEBUG``, nothing is left out.
 """
 
@@ -15,18 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType, TracebackType
-from typing import Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from dcp.storage.errors import CheckpointError, RemoteError
-
-__all__ = [
-    "DEBUG_VARIABLE",
-    "plain_errors",
-    "shorten",
-    "warn_caller",
-    "whole_tracebacks",
-    "without_our_frames",
-]
 
 DEBUG_VARIABLE: Final = "DCP_DEBUG"
 
@@ -84,12 +75,12 @@ def _foreign_cause(cause: BaseException) -> BaseException | None:
         last = last.__cause__
     frames = _frames(last.__traceback__)
     known = {"dcp", "torch", *sys.stdlib_module_names}
-    return None if last is cause or all(_package(frame) in known for frame in frames) else last
+    return None if last is cause or all(_package(frame.tb_frame) in known for frame in frames) else last
 
 
 def without_our_frames(trace: TracebackType | None) -> TracebackType | None:
     """Cut ``trace`` to begin with the first frame that is not of this package; whole, if all are."""
-    return next((frame for frame in _frames(trace) if _package(frame) != "dcp"), trace)
+    return next((frame for frame in _frames(trace) if _package(frame.tb_frame) != "dcp"), trace)
 
 
 def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
@@ -98,11 +89,7 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
         trace = trace.tb_next
 
 
-def _package(trace: TracebackType) -> str:
-    return _package_of(trace.tb_frame)
-
-
-def _package_of(frame: FrameType) -> str:
+def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
@@ -110,7 +97,7 @@ def warn_caller(text: str) -> None:
     """Give a UserWarning at the line that called this package."""
     level = 1
     frame: FrameType | None = sys._getframe()
-    while frame is not None and _package_of(frame) == "dcp":
+    while frame is not None and _package(frame) == "dcp":
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
 
@@ -127,3 +114,27 @@ def whole_tracebacks() -> Iterator[None]:
 
 def _debugging() -> bool:
     return _whole.get() or bool(os.environ.get(DEBUG_VARIABLE))
+
+
+def ask(name: str, method: str, function: Callable[..., Any], kind: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call ``function``, the ``method`` of the feature ``name``, and return its result, which must be a
+    ``kind``.
+
+    What is no error of this package is raised as a CheckpointError that has the name, and so is a result of
+    another type.
+    """
+    try:
+        result = function(*args, **kwargs)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise refused(name, method, f"{type(error).__name__}: {error}") from error
+    if not isinstance(result, kind):
+        wanted = getattr(kind, "__name__", str(kind))
+        raise refused(name, method, f"it returned {type(result).__name__}, and {wanted} is wanted")
+    return result
+
+
+def refused(name: str, method: str, why: str) -> CheckpointError:
+    """Make the error for what the ``method`` of the feature ``name`` did."""
+    return CheckpointError(f"feature {name!r}, {method}: {why}")

@@ -24,8 +24,6 @@ from dcp.storage.engine.write import Observer, WriteColumns
 from dcp.storage.formats.index import CheckpointIndex, itemsizes
 from dcp.storage.geometry.strides import Int64, gather_rows, row_products
 
-__all__ = ["Digests"]
-
 
 class Digests(SaveFeature):
     """Adds up what each written box has of its tensor, and keeps the sums of whole tensors in the index."""

@@ -20,8 +20,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from dcp.planners.flatten import LIST, MAPPING, OTHER, PER_RANK, TENSOR, is_closed_list, kind_of
-from dcp.planners.layout.tensor_parts import FACTS
+from dcp.planners.flatten import FACTS, LIST, MAPPING, OTHER, PER_RANK, TENSOR, is_closed_list, kind_of
 from dcp.planners.load.selection import Selection
 from dcp.planners.per_rank import rank_holder, rank_key
 from dcp.storage.formats.container_notes import STRUCTURE_VERSION, empty_dicts, notes_by_path

@@ -14,8 +14,6 @@ from dcp.saving.foreign_values import warn_of_foreign
 if TYPE_CHECKING:
     from dcp.saving.save import SavingRank
 
-__all__ = ["ForeignValues"]
-
 
 class ForeignValues(SaveFeature):
     """Warns of values that need trust, and of keys that become strings."""

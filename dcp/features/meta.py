@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from dcp.loading.feature import LoadFeature
-from dcp.planners.layout.checkpointable import claim_of, with_claim
-from dcp.planners.layout.tensor_parts import FACTS
+from dcp.planners.flatten import FACTS
+from dcp.planners.layout.local_tensor import claim_of, with_claim
 from dcp.planners.per_rank import PerRank
 from dcp.planners.rescale import Rescale
 from dcp.storage.errors import PlanError

@@ -11,8 +11,6 @@ from dcp.planners.rank_state import RankState
 from dcp.saving.feature import SaveFeature
 from dcp.storage.geometry.strides import Int64
 
-__all__ = ["Parts"]
-
 
 class Parts(SaveFeature):
     """Numbers the tensors of each part from 1; 0 for those of none."""
@@ -35,6 +33,6 @@ class Parts(SaveFeature):
             ],
             np.int64,
         )
-        found = np.zeros(len(local.sources), np.int64)
+        found = np.zeros(len(local.memory.tensors), np.int64)
         found[columns.item_sources] = numbers[columns.item_tensors]
         return found

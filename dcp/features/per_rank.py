@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from dcp.loading.feature import LoadFeature, ReadWhole
-from dcp.planners.layout.checkpointable import claim_of, with_claim
+from dcp.planners.layout.local_tensor import claim_of, with_claim
 from dcp.planners.per_rank import rank_holder, rank_key, rank_number
 from dcp.planners.rescale import Rescale, rescaled_value
 from dcp.storage.errors import PlanError

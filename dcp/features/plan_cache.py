@@ -1,23 +1,211 @@
-"""Saves that remember their plan: a wrapper around the planning of repeated saves."""
+"""Saves that remember their plan: a wrapper around the planning of repeated saves.
+
+The plan of the save before is used again as long as no rank's part has changed.
+
+The cache belongs to the owner of repeated saves (one manager's session, one writer instance), with an
+instance on each rank. A rank whose part has the structure that it had says which plan it has
+for it; where all have the coordinator's, that serves again, and neither plans nor writes travel. The values,
+which change from save to save, are no part of the structure. That replicas still hold equal values is checked
+without exchanging a digest for each: a full plan finds out which rows (boxes and objects) are held by
+several ranks, and rows held by the same ranks make a set. Each rank folds the digests of all its rows of a
+set, in an order that all ranks share, into 64 bits of BLAKE2b; equal folds mean equal digests. Where they
+differ, a full plan finds out which and names them.
+
+A plan is used only after its save was committed, and forgotten on any failure.
+"""
 
 from __future__ import annotations
 
 import time
+import uuid
 import weakref
-from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from hashlib import blake2b
+from itertools import pairwise
 from typing import Any, ClassVar, Final
 
+import numpy as np
+import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp.planners.columns import SaveColumns
-from dcp.planners.save.plan_cache import PlanCache
+from dcp.planners.columns import ITEM_COLUMNS, RankSets, SaveColumns, encode_rows
+from dcp.planners.rank_state import RankState
+from dcp.planners.save.global_plan import GlobalSavePlan
+from dcp.planners.value_digests import NOT_COMPARABLE, ReplicaCheck, digest_tensors
 from dcp.ranks.collectives import Codec
-from dcp.saving.columns import ColumnSave, RankPlan
-from dcp.saving.save import Save, SaveOutcome
+from dcp.saving.save import ColumnSave, RankPlan, Save, SaveOutcome
+from dcp.storage.engine.write import WriteColumns
+from dcp.storage.errors import PlanError
+from dcp.storage.formats.container_notes import encode_notes
+from dcp.storage.formats.index import Path
+from dcp.storage.geometry.strides import Int64
 from dcp.storage.packing import pack, unpack
 
-__all__ = ["cache_of", "remembering"]
+_FOLD_BYTES = 8
+
+
+def folds_of(
+    sets: RankSets, part: RankState, object_digests: npt.NDArray[np.uint64], check: ReplicaCheck
+) -> npt.NDArray[np.uint64]:
+    """Compute the fold of each set, in the order of their numbers, for the values that ``part`` has now."""
+    is_item = sets.rows >= 0
+    digests = np.zeros(len(sets.rows), np.uint64)
+    digests[is_item] = digest_tensors(part.views(sets.rows[is_item]), check)
+    digests[~is_item] = object_digests[-1 - sets.rows[~is_item]]
+    folds = [
+        blake2b(digests[begin:end].tobytes(), digest_size=_FOLD_BYTES).digest()
+        for begin, end in pairwise(sets.start.tolist())
+    ]
+    return np.frombuffer(b"".join(folds), np.uint64)
+
+
+def differing(numbers: Sequence[Int64], folds: Sequence[npt.NDArray[np.uint64]]) -> bool:
+    """Return whether ranks of one set have different folds; ``folds[r]`` are those of ``numbers[r]``."""
+    sets, values = np.concatenate(numbers), np.concatenate(folds)
+    order = np.argsort(sets, kind="stable")
+    sets, values = sets[order], values[order]
+    return bool(((sets[1:] == sets[:-1]) & (values[1:] != values[:-1])).any())
+
+
+_ID_BYTES = 16
+"""Of a plan: a random number, since two plans for one structure may deal out its boxes differently."""
+
+_STRUCTURE: Final = (
+    *("dtype_codes", "requires_grad", "shape_start", "shape_values"),
+    *(name for name in ITEM_COLUMNS if name != "item_digests"),
+)
+"""The columns of `SaveColumns` that a plan follows from. Left out are the values' digests, and the objects'
+sizes, which only say what is well balanced."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Structure:
+    """All of a rank's part that a plan follows from.
+
+    ``comparable`` says which values can be compared. ``options`` are packed.
+    """
+
+    columns: SaveColumns
+    replicated: npt.NDArray[np.uint8]
+    comparable: bytes
+    options: bytes
+
+    def same_as(self, other: _Structure) -> bool:
+        """Return whether names, shapes, dtypes, boxes, ties, paths, kinds of keys, and their order are
+        equal."""
+        mine, others = self.columns, other.columns
+        return (
+            self.comparable == other.comparable
+            and self.options == other.options
+            and np.array_equal(self.replicated, other.replicated)
+            and all(np.array_equal(getattr(mine, name), getattr(others, name)) for name in _STRUCTURE)
+            and tuple(mine.fqns) == tuple(others.fqns)
+            and tuple(mine.objects.fqns) == tuple(others.objects.fqns)
+            and _entries(mine.planner_data) == _entries(others.planner_data)
+            and mine.stride_orders == others.stride_orders
+            and encode_notes(mine.notes) == encode_notes(others.notes)
+        )
+
+
+def _entries(paths: Mapping[str, Path] | None) -> tuple[list[str], list[Path]] | None:
+    """List names and paths in their order, which two equal dicts may not have in common."""
+    return None if paths is None else (list(paths), list(paths.values()))
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """A plan: its number, this rank's part of it, the structure that it was made for, and what it folds; on
+    the coordinator also the plan of all, and the numbers of the sets that each rank folds."""
+
+    plan_id: bytes
+    structure: _Structure
+    writes: WriteColumns
+    sets: RankSets
+    check: ReplicaCheck
+    plan: GlobalSavePlan | None
+    numbers: list[Int64]
+
+
+class PlanCache:
+    """The plan of one series of saves on one rank; see the module. Used by the thread that saves."""
+
+    def __init__(self) -> None:
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget everything: a save failed."""
+        self._structure: _Structure | None = None
+        self._kept: _Kept | None = None
+        self._next: _Kept | None = None
+        self._planned: tuple[GlobalSavePlan | None, list[Int64]] = None, []
+
+    # -- on every rank ---------------------------------------------------------------------------------------
+
+    def offer(
+        self,
+        part: RankState,
+        object_digests: npt.NDArray[np.uint64],
+        *,
+        check: ReplicaCheck,
+        options: Sequence[Any],
+    ) -> bytes:
+        """Make this rank's message to the coordinator: the plan that it has for its part, and folds; empty
+        for none.
+
+        ``object_digests`` are those of the values now. ``options`` is all else
+        that decides on what this rank has to write, its number and that of all ranks with it; plain data.
+        """
+        comparable = (object_digests != 0) & (object_digests != NOT_COMPARABLE)
+        self._structure = _Structure(
+            part.columns, part.replicated, comparable.tobytes(), pack([check, *options])
+        )
+        kept = self._kept
+        if kept is None or not kept.structure.same_as(self._structure):
+            self._kept = None
+            return b""
+        return kept.plan_id + folds_of(kept.sets, part, object_digests, kept.check).tobytes()
+
+    @property
+    def writes(self) -> WriteColumns:
+        """Return this rank's part of the cached plan, after a hit."""
+        if self._kept is None:
+            raise PlanError("the coordinator reuses a plan that this rank does not have")
+        return self._kept.writes
+
+    def receive(self, writes: WriteColumns, extra: bytes, *, check: ReplicaCheck) -> None:
+        """Take a new plan: ``extra`` is what `planned` made of it for this rank. Used after `commit`."""
+        self._kept = self._next = None
+        if extra and self._structure is not None:
+            sets = RankSets(*unpack(extra[_ID_BYTES:]))
+            self._next = _Kept(extra[:_ID_BYTES], self._structure, writes, sets, check, *self._planned)
+
+    def commit(self) -> None:
+        """Let the plan of the save, which is committed, serve the next one."""
+        if self._next is not None:
+            self._kept, self._next = self._next, None
+
+    # -- on the coordinator ----------------------------------------------------------------------------------
+
+    def hit(self, offers: Sequence[bytes]) -> GlobalSavePlan | None:
+        """Return the cached plan if it is what all ranks have for their parts, and replicas agree."""
+        kept = self._kept
+        if kept is None or any(offer[:_ID_BYTES] != kept.plan_id for offer in offers):
+            return None
+        folds = [np.frombuffer(offer[_ID_BYTES:], np.uint64) for offer in offers]
+        if [len(mine) for mine in folds] != [len(numbers) for numbers in kept.numbers]:
+            raise PlanError("a rank folds other replicas than its plan says")
+        return None if differing(kept.numbers, folds) else kept.plan
+
+    def planned(self, plan: GlobalSavePlan) -> list[bytes]:
+        """Keep a new plan, made with its sets, for `receive`; returns what each rank receives."""
+        self._planned = None, []
+        if plan.sets is None:
+            return [b""] * len(plan.writes)
+        plan_id = uuid.uuid4().bytes
+        self._planned = replace(plan, sets=None), [mine.numbers for mine in plan.sets]
+        return [plan_id + encode_rows(mine) for mine in plan.sets]
+
 
 _caches: dict[int, tuple[weakref.ref[object], PlanCache]] = {}
 """By identity: equal writers are not one, and a user's may not be hashable. Entries go with their owners."""
@@ -87,7 +275,7 @@ class _RememberingSave(ColumnSave):
     def _offer(self) -> bytes:
         begun, local = time.perf_counter(), self.local_state()
         digests = local.digested_objects(self.check).digests
-        facts = [*astuple(self.plan_options), self.together, self.ranks.rank, self.ranks.world_size]
+        facts = [*self.plan_options, self.together, self.ranks.rank, self.ranks.world_size]
         offered = self.cache.offer(local, digests, check=self.check, options=facts)
         self.times["local_plan"] = time.perf_counter() - begun
         return offered
@@ -95,9 +283,9 @@ class _RememberingSave(ColumnSave):
     def _compare(self, offers: list[bytes]) -> bytes:
         """Return the id of the save if the plan in the cache serves, else nothing."""
         begun = time.perf_counter()
-        if not self.cache.hit(offers):
+        self.planned = self.cache.hit(offers)
+        if self.planned is None:
             return b""
-        self.planned = self.cache.plan
         self.times["global_plan"] = time.perf_counter() - begun
         return self.storage.save_id.encode("ascii")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from dcp.planners.columns import SaveColumns
+from dcp.planners.columns import SaveColumns, box_columns, tensor_columns
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.layout.local import item_ties
 from dcp.planners.rank_state import RankState
@@ -22,14 +22,13 @@ from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.container_notes import notes_above
 from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.geometry.boxes import Box
-from dcp.storage.geometry.strides import Int64, starts
+from dcp.storage.geometry.strides import Int64
 from dcp.storage.near_names import listed
 from dcp.storage.tensors import LocalMemory, torch_dtype
 
 if TYPE_CHECKING:
     from dcp.saving.save import SavingRank
 
-__all__ = ["SavedMap", "mapped_state", "missing_sources"]
 
 _MAX_LISTED = 10
 
@@ -100,7 +99,20 @@ def mapped_state(
     if must_invert:
         weights.require_invertible(sources, tensors)
     held = sorted([*_held(local, tensors), *_zeros(tensors)], key=lambda each: (each.tensor, each.box))
-    made = _columns(tensors, held, _nested(columns, mapped, kept))
+    made = box_columns(
+        tensor_columns(
+            [tensor.name for tensor in tensors],
+            [tensor.dtype_code for tensor in tensors],
+            [tensor.requires_grad for tensor in tensors],
+            [tensor.shape for tensor in tensors],
+        ),
+        [each.tensor for each in held],
+        [each.box.offsets for each in held],
+        [each.box.sizes for each in held],
+        [each.sharded for each in held],
+        objects=columns.objects,
+        **_nested(columns, mapped, kept),
+    )
     memory = LocalMemory.of([each.elements for each in held])
     replicated = np.array([each.replicated for each in held], np.uint8)
     state = RankState(made, memory, local.objects, replicated)
@@ -146,15 +158,14 @@ def _held_elements(tensor: MappedTensor, boxes: Mapping[str, Iterable[Box]]) -> 
     return sum(math.prod(part.lengths) for part in parts)
 
 
-def _nested(columns: SaveColumns, tensors: Sequence[MappedTensor], kept: Iterable[str]) -> SaveColumns:
-    """Return ``columns`` with the places of what is ``kept``; of ``tensors`` each is what its name says."""
+def _nested(columns: SaveColumns, tensors: Sequence[MappedTensor], kept: Iterable[str]) -> dict[str, Any]:
+    """Return the places of what is ``kept``; of ``tensors`` each is what its name says."""
     known = columns.planner_data
     if known is None:
-        return columns
+        return {"planner_data": None, "notes": columns.notes}
     paths = {name: known[name] for name in kept if name in known}
-    notes = notes_above(columns.notes, paths.values())
     names: dict[str, Path] = {tensor.name: (tensor.name,) for tensor in tensors}
-    return replace(columns, planner_data=names | paths, notes=notes)
+    return {"planner_data": names | paths, "notes": notes_above(columns.notes, paths.values())}
 
 
 def _held(local: RankState, tensors: Sequence[MappedTensor]) -> Iterator[_MappedBox]:
@@ -193,29 +204,3 @@ def _zeros(tensors: Sequence[MappedTensor]) -> Iterator[_MappedBox]:
         zero = torch.zeros((), dtype=torch_dtype(tensor.dtype_code))
         for hole in holes:
             yield _MappedBox(number, hole, zero.expand(hole.sizes), sharded=False, replicated=True)
-
-
-def _columns(tensors: Sequence[MappedTensor], held: Sequence[_MappedBox], like: SaveColumns) -> SaveColumns:
-    count = len(held)
-    sizes = _flat(each.box.sizes for each in held)
-    return replace(
-        like,
-        fqns=tuple(tensor.name for tensor in tensors),
-        dtype_codes=np.array([tensor.dtype_code for tensor in tensors], np.uint8),
-        requires_grad=np.array([tensor.requires_grad for tensor in tensors], np.uint8),
-        shape_start=starts([len(tensor.shape) for tensor in tensors]),
-        shape_values=_flat(tensor.shape for tensor in tensors),
-        item_tensors=np.array([each.tensor for each in held], np.int64),
-        item_offsets=_flat(each.box.offsets for each in held),
-        item_sizes=sizes,
-        item_local_offsets=np.zeros_like(sizes),
-        item_sources=np.arange(count, dtype=np.int64),
-        item_sharded=np.array([each.sharded for each in held], np.uint8),
-        item_digests=np.zeros(count, np.uint64),
-        item_ties=np.full(count, -1, np.int64),
-        stride_orders={},
-    )
-
-
-def _flat(rows: Iterable[Sequence[int]]) -> Any:
-    return np.array([value for row in rows for value in row], np.int64)

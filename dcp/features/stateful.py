@@ -18,7 +18,7 @@ from dcp.loading.feature import LoadFeature, Stored, Target
 from dcp.planners.flatten import LIST, MAPPING, flatten_state_dict, kind_of
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.selection import Selection, renamer
-from dcp.ranks.failures import causes_of
+from dcp.ranks.exchanges import causes_of
 from dcp.storage.errors import CheckpointError, OptionError, PlanError, UnexpectedKeyError
 from dcp.storage.near_names import listed
 from dcp.storage.torch_compat import copies_in_state

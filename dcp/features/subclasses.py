@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dcp.loading.feature import LoadFeature
-from dcp.planners.layout.tensor_parts import check_facts
+from dcp.planners.flatten import check_facts
 
 __all__ = ["Subclasses"]
 

@@ -104,11 +104,13 @@ class LoadCall:
 
     def flattened(self, *, legacy: bool = False) -> Flat:
         """Return ``root`` by flat key; with the keys of torch before 2.4 if ``legacy``."""
-        flat = Flat(self.root, {}, (), {}, {}, {}, frozenset())
+        flat = Flat(self.root)
         if self.flattens:
             with garbage_collection_paused():
                 flat = flatten(self.root, rank=self.rank, legacy=legacy)
-        return flat._replace(values=flatten_sharded(flat.values)) if self._flattens_sharded else flat
+        if self._flattens_sharded:
+            flat.values = flatten_sharded(flat.values)
+        return flat
 
     def selected(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return those of ``values`` that the patterns select."""

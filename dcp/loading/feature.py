@@ -14,7 +14,7 @@ from functools import partial
 from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from dcp.calls.features import ask, refused
+from dcp.calls.plain_errors import ask, refused
 from dcp.planners.columns import HeldBoxes
 from dcp.planners.load.options import LoadOptions
 from dcp.storage.engine.read import ReadEngine

@@ -25,9 +25,8 @@ from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.plan import LoadPlan
 from dcp.planners.load.selection import Matches, check_matches
 from dcp.progress import reporting
-from dcp.ranks.collectives import Ranks
-from dcp.ranks.failures import causes_of, is_damage
-from dcp.ranks.handshake import begin, check_same_checkpoint, raise_on_all_ranks
+from dcp.ranks.collectives import Ranks, begin, check_same_checkpoint, raise_on_all_ranks
+from dcp.ranks.exchanges import causes_of, is_damage
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, PlanError, StorageError
 from dcp.storage.formats.index import Path

@@ -21,10 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 from dcp.loading.report import LoadReport
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.weight_maps.weight_map import WeightMap
-from dcp.ranks.collectives import Ranks
-from dcp.ranks.failures import causes_of, is_damage
-from dcp.ranks.handshake import begin, raise_on_all_ranks, works_alone
-from dcp.ranks.retrying import retried
+from dcp.ranks.collectives import Ranks, begin, raise_on_all_ranks, retried, works_alone
+from dcp.ranks.exchanges import causes_of, is_damage
 from dcp.state_dict_loader import LoadKeywords, load_with
 from dcp.steps.folders import StepFolders, whole_step
 from dcp.steps.notes import partial_of

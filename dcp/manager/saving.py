@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from dcp.background.session import AsyncSession
 from dcp.background.writers import RefusedWriter, SaveFuture, SaveOutcome
+from dcp.features.plan_cache import PlanCache
 from dcp.manager.contents import weights_of
 from dcp.manager.coordination import Reason, StepCoordinator
 from dcp.manager.events import EventKind, Events
-from dcp.planners.save.plan_cache import PlanCache
-from dcp.saving.options import SaveOptions
+from dcp.saving.save import SaveOptions
 from dcp.state_dict_saver import save_with
 from dcp.steps.notes import PARTIAL
 from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, CorruptCheckpointError, PlanError

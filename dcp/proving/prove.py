@@ -17,9 +17,8 @@ from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.proving.comparison import RankDigests, compare_ranks, digests_of_rank
 from dcp.proving.proof import Proof
-from dcp.ranks.collectives import Ranks
+from dcp.ranks.collectives import Ranks, begin, check_same_checkpoint, raise_on_all_ranks, works_alone
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
-from dcp.ranks.handshake import begin, check_same_checkpoint, raise_on_all_ranks, works_alone
 from dcp.storage.formats.native.manifest import encode_manifest
 
 if TYPE_CHECKING:

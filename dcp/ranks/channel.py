@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -23,8 +23,6 @@ import torch
 import torch.distributed as dist
 
 from dcp.storage import torch_compat
-
-__all__ = ["HEAD_BYTES", "Channel", "Wait"]
 
 Wait = Callable[[Any], None]
 """Returns when a collective's work is complete, or raises."""
@@ -38,14 +36,24 @@ _DIGEST_BYTES = 16
 HEAD_BYTES = 248
 """As much of every rank's message travels with its length; the rest takes another collective."""
 
-_group_serial: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
-"""Numbers the operations of each process group, equal on all ranks because all run the same program."""
 
-_group_life: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+@dataclass(eq=False, slots=True)
+class _GroupState:
+    """Facts that all operations of a process group share.
 
-_group_given_up: weakref.WeakKeyDictionary[Any, tuple[list[int], str]] = weakref.WeakKeyDictionary()
+    ``serial`` numbers them, equal on all ranks because all run the same program. ``life`` is a word for keys
+    in the store that no group before this one has used, None until it is agreed on: torchrun keeps its store
+    when it starts workers again, with all that those before have put there. ``given_up`` says (ranks that
+    were lost, what happened) when this rank first left an operation before its end: the ranks have not begun
+    equally many collectives since, and so would take each other's messages for those of another step.
+    """
 
-_groups: weakref.WeakSet[Any] = weakref.WeakSet()
+    serial: itertools.count[int] = field(default_factory=itertools.count)
+    life: str | None = None
+    given_up: tuple[list[int], str] | None = None
+
+
+_groups: weakref.WeakKeyDictionary[Any, _GroupState] = weakref.WeakKeyDictionary()
 
 _works: list[_Begun] = []
 """The latest collective, and those before it whose tensors are not let go by the group's own threads."""
@@ -98,8 +106,8 @@ class Channel:
     """
 
     def __init__(self, group: Any, store: Any, rank: int, world_size: int, device: torch.device) -> None:
-        _groups.add(group)
         self.group = group
+        self.state = _groups.setdefault(group, _GroupState())
         self.store = store
         self.rank = rank
         self.world_size = world_size
@@ -125,37 +133,10 @@ class Channel:
         torch_compat.set_default_timeout(group, 2 * timeout)
         return cls(group, store, rank, world_size, torch.device("cpu"))
 
-    def next_serial(self) -> int:
-        """Return the number of the next operation, the same on all ranks that do the same operations in
-        order."""
-        return next(_group_serial.setdefault(self.group, itertools.count()))
-
-    @property
-    def life(self) -> str | None:
-        """Return a word for keys in the store that no group before this one has used; None until it is agreed
-        on.
-
-        torchrun keeps its store when it starts workers again, with all that those before have put there.
-        """
-        return _group_life.get(self.group)
-
-    @life.setter
-    def life(self, word: str) -> None:
-        _group_life[self.group] = word
-
-    @property
-    def given_up(self) -> tuple[list[int], str] | None:
-        """Return (ranks that were lost, what happened) when this rank first left an operation before its end.
-
-        The ranks have not begun equally many collectives since, and so would take each other's messages for
-        those of another step.
-        """
-        return _group_given_up.get(self.group)
-
     def give_up(self, ranks: list[int], what: str) -> None:
-        """Note `given_up`, unless it is already. One rank alone is always in step."""
-        if self.world_size > 1 and self.given_up is None:
-            _group_given_up[self.group] = (ranks, what)
+        """Note `given_up` of the group, unless it is already. One rank alone is always in step."""
+        if self.world_size > 1 and self.state.given_up is None:
+            self.state.given_up = (ranks, what)
             self.keep_for_ever()
 
     def keep_for_ever(self) -> None:

@@ -2,6 +2,11 @@
 
 When a rank dies or stays away, the others agree through the group's key-value store on who is missing, and
 raise an error that names it.
+
+The failures of some ranks become one exception that every rank raises. It is a `RankFailedError`: both a
+`CheckpointError` and torch's `CheckpointException` (which is what stock raises there and only a
+BaseException). Where all failures have one class of `dcp.errors`, it is of that class as well, so
+``except CorruptCheckpointError`` works the same on one rank and on a thousand.
 """
 
 from __future__ import annotations
@@ -13,22 +18,250 @@ import os
 import re
 import threading
 import time
+import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgpack
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
+from dcp.calls.plain_errors import without_our_frames
 from dcp.ranks.channel import Channel
-from dcp.ranks.failures import failure_of
-from dcp.ranks.presence import Presence, grace_seconds
-from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, OptionError, SaveAbortedError
+from dcp.storage.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CollectiveTimeoutError,
+    CorruptCheckpointError,
+    OptionError,
+    SaveAbortedError,
+    UnsafeObjectError,
+    UnsupportedFormatError,
+    error_from_wire,
+    error_to_wire,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DEFAULT_TIMEOUT_SECONDS", "STAMP_BYTES", "Exchanges"]
+_MAX_LINES = 4
+"""Of several ranks' messages in one error."""
+
+
+class RankFailedError(CheckpointError, CheckpointException):
+    """Ranks failed in a step of a save or load.
+
+    ``failures`` maps each failed rank to (exception, traceback summary) as torch's does; ``ranks`` are its
+    keys; ``step`` names the step. The first failure is the ``__cause__``, or the ``__context__`` where
+    `dcp.calls.plain_errors` has kept it out of the traceback.
+    """
+
+    _cause: type[BaseException] = CheckpointError
+    """What all ranks failed of, if it is one class."""
+
+    def __init__(self, message: str = "", failures: Any = None, **facts: Any) -> None:
+        CheckpointError.__init__(self, message, **facts)
+        if isinstance(self, OSError):  # which has a place of its own for it
+            self.errno = facts.get("errno")
+        self._failures = failures or {}
+
+    @property
+    def ranks(self) -> list[int]:
+        """Return the ranks that failed."""
+        return sorted(self._failures)
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (self._cause, str(self), self._failures, self.facts), self._notes)
+
+
+def _rebuild(
+    cause: type[BaseException], message: str, failures: Any, facts: dict[str, Any]
+) -> RankFailedError:
+    return _failure_class(cause)(message, failures, **facts)
+
+
+_classes: dict[str, type[RankFailedError]] = {}
+
+
+def _failure_class(cause: type[BaseException]) -> type[RankFailedError]:
+    if issubclass(cause, RankFailedError):
+        return cause
+    if cause is CheckpointError or not issubclass(cause, CheckpointError):
+        return RankFailedError
+    made = _classes.get(cause.__name__)
+    if made is None:
+        attributes = {"__module__": __name__, "__doc__": cause.__doc__, "_cause": cause}
+        made = _classes[cause.__name__] = type(cause.__name__, (RankFailedError, cause), attributes)
+    return made
+
+
+def failure_of(
+    step: str, failures: Mapping[int, CheckpointError], rank: int, own_error: BaseException | None
+) -> BaseException:
+    """Make the one error to raise for ``failures`` (rank -> error); ``own_error`` is this rank's, if any.
+
+    KeyboardInterrupt, SystemExit and their like stay what they are on the rank where they happened.
+    """
+    if own_error is not None and not isinstance(own_error, Exception):
+        return own_error
+    failures = {_caller_off(error, failed): error for failed, error in failures.items()}
+    described: dict[int, BaseException] = dict(failures)
+    if own_error is not None and rank in described:
+        described[rank] = own_error
+    first_rank = min(described)
+    first = described[first_rank]
+    causes = {type(error) for error in failures.values()}
+    cls = _failure_class(causes.pop()) if len(causes) == 1 else RankFailedError
+    message = _message(step, {failed: str(failures[failed]) for failed in sorted(described)})
+    summaries = {
+        failed: (error, traceback.extract_tb(error.__traceback__)) for failed, error in described.items()
+    }
+    facts = dict(failures[first_rank].facts) | {"step": step}
+    error = cls(message, summaries, **facts)
+    error.__cause__ = first
+    return error
+
+
+def _caller_off(error: CheckpointError, rank: int) -> int:
+    """Return the rank that called a save off, where ``rank`` learned of it; else ``rank``."""
+    caller = error.rank if isinstance(error, SaveAbortedError) else None
+    return rank if caller is None else caller
+
+
+def _message(step: str, texts: Mapping[int, str]) -> str:
+    """Return what the ranks say, each message once and short enough to be read; where, comes last."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks_of.setdefault(text, []).append(rank)
+    if len(ranks_of) == 1:
+        lines = [*ranks_of]
+    else:
+        each = max(1, _MAX_LINES // len(ranks_of))
+        lines = [
+            f"{_ranks_text(ranks)}: " + "\n".join(text.splitlines()[:each])
+            for text, ranks in list(ranks_of.items())[:_MAX_LINES]
+        ]
+        if len(ranks_of) > _MAX_LINES:
+            lines.append(f"and {len(ranks_of) - _MAX_LINES} more messages, by rank in `failures`")
+    said = "\n".join(lines)
+    between = "\n" if "\n" in said else " "
+    return f"{said}{between}(failed on {_ranks_text(list(texts))} in step {step!r})"
+
+
+def causes_of(error: BaseException) -> list[BaseException]:
+    """Return what the failed ranks raised, the same in kind on every rank; ``error`` itself if it is of no
+    step."""
+    failures = error.failures if isinstance(error, RankFailedError) else {}
+    return [failure for failure, _ in failures.values()] or [error]
+
+
+def is_damage(cause: BaseException) -> bool:
+    """Return whether ``cause`` says that stored bytes are not what was committed, rather than what we
+    refuse."""
+    if isinstance(cause, UnsafeObjectError | UnsupportedFormatError):
+        return False
+    return isinstance(cause, CorruptCheckpointError | CheckpointFormatError)
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    text = ", ".join(map(str, ranks[:16]))
+    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}{more}"
+
+
+def pack_failure(error: BaseException) -> bytes:
+    """Return what `decode_failure` makes an exception of on another rank."""
+    trace = without_our_frames(error.__traceback__)
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    wire = error_to_wire(error, text[-8000:])
+    try:
+        return _packed(wire)
+    except (TypeError, ValueError, OverflowError):  # facts that are not plain data must not hide the failure
+        wire["facts"] = {key: repr(value) for key, value in wire["facts"].items()}
+        return _packed(wire)
+
+
+def _packed(wire: dict[str, Any]) -> bytes:
+    # File names that are not UTF-8 have surrogates in their messages.
+    return bytes(msgpack.packb(wire, unicode_errors="surrogatepass"))
+
+
+def pack_failures(failures: dict[int, bytes]) -> bytes:
+    """Pack failures by rank."""
+    return bytes(msgpack.packb(failures))
+
+
+def decode_failure(data: bytes) -> CheckpointError:
+    """Return what another rank packed, with its traceback as a note."""
+    wire = msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False)
+    error = error_from_wire(wire)
+    error.add_note(f"traceback of that rank:\n{wire['traceback']}")
+    return error
+
+
+_LONGEST_GRACE_SECONDS = 3.0
+_SHORTEST_GRACE_SECONDS = 0.5
+_LOOKS_PER_GRACE = 6.0
+
+
+def grace_seconds(timeout_seconds: float) -> float:
+    """Return how much of the time that a rank waits for the others is for their signs of life."""
+    return max(_SHORTEST_GRACE_SECONDS, min(_LONGEST_GRACE_SECONDS, timeout_seconds / 4))
+
+
+class Presence:
+    """Signs that the ranks of one operation give each other by ``store``, for when collectives do not work.
+
+    Who gives an operation up says so there; who waits looks there, and answers. Those who do not answer
+    within a while are lost. ``keys`` are prefixes that the ranks share: that of the operation; and before it
+    that of the group's first exchange, if that is not over yet, because some ranks may still be in it.
+    RuntimeError where the store is gone.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, keys: Sequence[str]) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._keys = tuple(keys)
+
+    def give(self, sign: str) -> None:
+        """Give a sign to the others."""
+        for key in self._keys:
+            self._store.set(f"{key}/{sign}", "1")
+
+    def has(self, sign: str) -> bool:
+        """Return whether a rank has given a sign."""
+        return any(self._store.check([f"{key}/{sign}"]) for key in self._keys)
+
+    def show(self) -> None:
+        """Give a sign of life."""
+        self.give(f"alive/{self._rank}")
+
+    def absent(self, step: str) -> list[int]:
+        """Return the ranks that have not said that they wait in ``step``, for the lowest of those that have;
+        for the others none, so that not every rank asks for every other."""
+        absent: list[int] = []
+        for rank in range(self._world_size):
+            if rank != self._rank and not self.has(f"late/{step}/{rank}"):
+                absent.append(rank)
+            elif rank < self._rank:
+                return []
+        return absent
+
+    def missing(self, deadline: float) -> list[int]:
+        """Return the ranks that have given no sign of life until ``deadline`` (`time.monotonic`)."""
+        missing = list(range(self._world_size))
+        while True:
+            missing = [rank for rank in missing if not self.has(f"alive/{rank}")]
+            if not missing or time.monotonic() >= deadline:
+                return missing
+            time.sleep(0.02)
+
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +302,9 @@ class Exchanges:
     ``group`` None with ``use_dist`` means the default group, ``channel`` takes the place of a group; without
     ``use_dist`` there is one rank. ``coordinator`` is a rank of the group. What other ranks do not come to
     ends after ``timeout_seconds``, the look for who they are included. ``abort`` calls the operation off.
+
+    With ``use_dist``, ``store`` is the group's key-value store, and ``key`` a prefix for keys in it that is
+    this operation's alone, the same on all ranks.
     """
 
     def __init__(
@@ -120,31 +356,21 @@ class Exchanges:
         self.rank, self.world_size = channel.rank, channel.world_size
         self.is_coordinator = self.rank == self.coordinator
         self._blocks = channel.device.type == "cpu"  # on an accelerator wait() concerns its stream
-        self._store = channel.store
+        self.store = channel.store
         meeting: list[str] = []
-        if channel.life is None:
+        if channel.state.life is None:
             restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            self._serial = channel.next_serial()
-            self._key = f"dcp/meet-{restarts}/{self._serial}"
-            self._group_key = f"{self._key}/given-up"
-            meeting = [self._key]
-            self._presence = Presence(self._store, self.rank, self.world_size, meeting)
+            self._serial = next(channel.state.serial)
+            self.key = f"dcp/meet-{restarts}/{self._serial}"
+            self._group_key = f"{self.key}/given-up"
+            meeting = [self.key]
+            self._presence = Presence(self.store, self.rank, self.world_size, meeting)
             word = uuid.uuid4().hex.encode() if self.rank == 0 else None
-            channel.life = self._guard("meet", lambda: channel.broadcast(word, 0, self._wait)).decode()
-        self._serial = channel.next_serial()
-        self._group_key = f"dcp/{channel.life}/given-up"
-        self._key = f"dcp/{channel.life}/{self._serial}"
-        self._presence = Presence(self._store, self.rank, self.world_size, [*meeting, self._key])
-
-    @property
-    def store(self) -> Any:
-        """Return the group's key-value store; only with ``use_dist``."""
-        return self._store
-
-    @property
-    def key(self) -> str:
-        """Return a prefix for keys in `store` that is this operation's alone, the same on all ranks."""
-        return self._key
+            channel.state.life = self._guard("meet", lambda: channel.broadcast(word, 0, self._wait)).decode()
+        self._serial = next(channel.state.serial)
+        self._group_key = f"dcp/{channel.state.life}/given-up"
+        self.key = f"dcp/{channel.state.life}/{self._serial}"
+        self._presence = Presence(self.store, self.rank, self.world_size, [*meeting, self.key])
 
     def complete(self, step: str, work: Any) -> None:
         """Wait for a collective that was begun on the channel's group; bounded, as all steps are."""
@@ -203,43 +429,26 @@ class Exchanges:
         if self._channel is not None and not self._abort_is_passed_on:
             self._abort_is_passed_on = True
             with contextlib.suppress(RuntimeError):  # the store is gone: the next exchange says so
-                self._store.set(f"{self._key}/called-off", str(self.rank))
+                self.store.set(f"{self.key}/called-off", str(self.rank))
 
     def _called_off_by(self) -> int | None:
         if self._channel is None:
             return None
-        key = f"{self._key}/called-off"
+        key = f"{self.key}/called-off"
         with contextlib.suppress(RuntimeError):  # as above
-            if self._store.check([key]):
-                return int(self._store.get(key))
+            if self.store.check([key]):
+                return int(self.store.get(key))
         return None
 
     # -- exchanges -------------------------------------------------------------------------------------------
-
-    def _gather(self, message: bytes) -> list[bytes] | None:
-        messages = self._connected.gather(message, self.coordinator, self._wait)
-        return None if messages is None else self._of_one_step(message, messages)
-
-    def _all_gather(self, message: bytes) -> list[bytes]:
-        return self._of_one_step(message, self._connected.all_gather(message, self._wait))
-
-    def _all_gather_short(self, message: bytes) -> list[bytes] | None:
-        messages = self._connected.all_gather_short(message, self._wait)
-        return None if messages is None else self._of_one_step(message, messages)
 
     def _of_one_step(self, own: bytes, messages: list[bytes]) -> list[bytes]:
         """Return ``messages``, unless one is of another step than ``own``: of an operation that others have
         given up."""
         if any(message[:STAMP_BYTES] != own[:STAMP_BYTES] for message in messages):
             self._look_for_aborts()
-            self._lost("they sent messages of different steps")
+            raise self._lost_error("they sent messages of different steps")
         return messages
-
-    def _scatter(self, data: list[bytes] | None) -> bytes:
-        return self._connected.scatter(data, self.coordinator, self._wait)
-
-    def _broadcast(self, data: bytes | None) -> bytes:
-        return self._connected.broadcast(data, self.coordinator, self._wait)
 
     @property
     def _connected(self) -> Channel:
@@ -276,7 +485,7 @@ class Exchanges:
 
     def _check_in_step(self) -> None:
         """Fail at once where an operation before this one was left before its end, on any rank."""
-        earlier = None if self._channel is None else self._channel.given_up
+        earlier = None if self._channel is None else self._channel.state.given_up
         if earlier is not None:
             with contextlib.suppress(RuntimeError):  # who comes to this step later need not miss this rank
                 self._presence.show()
@@ -290,8 +499,8 @@ class Exchanges:
     def _tell_given_up(self) -> None:
         """Tell the others, who would else learn of it by their timeout."""
         if self._channel is not None:
-            self._presence.give_up()
-            self._store.set(self._group_key, f"{self._serial} {self.operation}")
+            self._presence.give("abort")
+            self.store.set(self._group_key, f"{self._serial} {self.operation}")
 
     def _wait(self, work: Any) -> None:
         self._poll(work)
@@ -303,7 +512,7 @@ class Exchanges:
     def _poll(self, work: Any) -> None:
         begun = time.monotonic()
         bound = max(self.timeout_seconds - grace_seconds(self.timeout_seconds), self.timeout_seconds / 2)
-        pause, look_seconds = 0.0, Presence.pause_seconds(self.timeout_seconds)
+        pause, look_seconds = 0.0, self._look_seconds()
         next_look = begun + look_seconds
         late = begun + min(_LATE_SECONDS, self.timeout_seconds / 4)
         tell: float | None = None
@@ -312,7 +521,8 @@ class Exchanges:
                 self._tell_called_off()
             now = time.monotonic()
             if now - begun > bound:
-                self._lost(f"no answer within {self.timeout_seconds:g} s", begun + self.timeout_seconds)
+                late_by = f"no answer within {self.timeout_seconds:g} s"
+                raise self._lost_error(late_by, begun + self.timeout_seconds)
             if now >= next_look:
                 next_look = now + look_seconds
                 self._look_for_aborts()
@@ -332,11 +542,11 @@ class Exchanges:
         try:
             if tell is None:
                 if now >= late:
-                    self._presence.call(step)
-                elif not self._presence.is_called(step):
+                    self._presence.give(f"late/{step}")
+                elif not self._presence.has(f"late/{step}"):
                     return None
-                self._presence.come(step)
-                return now + 4 * Presence.pause_seconds(self.timeout_seconds)
+                self._presence.give(f"late/{step}/{self.rank}")
+                return now + 4 * self._look_seconds()
             if now < tell:
                 return tell
             missing = self._presence.absent(step)
@@ -355,8 +565,9 @@ class Exchanges:
             )
         return math.inf
 
-    def _lost(self, reason: str, deadline: float | None = None) -> NoReturn:
-        raise self._lost_error(reason, deadline)
+    def _look_seconds(self) -> float:
+        """Return how often a waiting rank looks for signs: often enough to answer in time."""
+        return grace_seconds(self.timeout_seconds) / _LOOKS_PER_GRACE
 
     def _lost_error(self, reason: str, deadline: float | None = None) -> _LostRanksError:
         """Post a sign of life, wait for the others' and return who stayed silent."""
@@ -376,11 +587,11 @@ class Exchanges:
     def _look_for_aborts(self) -> None:
         reason = "another rank gave up, or reported a broken connection"
         try:
-            if self._presence.is_given_up():
-                self._lost(reason)
-            told = self._store.get(self._group_key) if self._store.check([self._group_key]) else b""
+            if self._presence.has("abort"):
+                raise self._lost_error(reason)
+            told = self.store.get(self._group_key) if self.store.check([self._group_key]) else b""
         except RuntimeError:
-            self._lost(reason)
+            raise self._lost_error(reason) from None
         serial, _, operation = told.decode().partition(" ")
         if operation and int(serial) < self._serial and self._channel is not None:
             # given up by ranks that this one had no need of any more

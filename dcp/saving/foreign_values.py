@@ -16,8 +16,6 @@ from dcp.storage.formats.container_notes import NO_PLAIN_KEY, plain_key
 from dcp.storage.formats.torch.python_values import is_harmless_leaf
 from dcp.storage.near_names import listed
 
-__all__ = ["warn_of_foreign"]
-
 logger = logging.getLogger(__name__)
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor})

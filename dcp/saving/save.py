@@ -1,7 +1,7 @@
 """One save: begin, plan, write, commit.
 
-`Save` has the steps in their order. What each of them does on columns is in `dcp.saving.columns`, by planners
-and storages of other packages in `dcp.torch_protocol.save`; `dcp.engines` chooses, once a save. The training
+`Save` has the steps in their order. What each of them does on columns is `ColumnSave`, by planners and
+storages of other packages `dcp.torch_protocol.save`; `dcp.engines` chooses, once a save. The training
 loop runs a save itself, the thread writer in the background, the process writer in a process to which the
 save travels.
 """
@@ -11,33 +11,101 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
+import numpy as np
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp.ranks.collectives import Codec, LocalSteps, Ranks
-from dcp.ranks.handshake import begin, check_same_target
-from dcp.ranks.retrying import retried
-from dcp.saving.options import SaveOptions
+from dcp.calls.plain_errors import ask, refused
+from dcp.planners.columns import SaveColumns, decode_save_columns, encode_rows, encode_save_columns
+from dcp.planners.rank_state import RankState
+from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
+from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
+from dcp.planners.value_digests import ReplicaCheck
+from dcp.planners.weight_maps.weight_map import WeightMap
+from dcp.progress import ProgressCallback, reporting
+from dcp.ranks.collectives import Codec, LocalSteps, Ranks, begin, check_same_target, retried
+from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
+from dcp.saving.feature import SaveFeature, asked, features_by_method
+from dcp.storage.engine.write import Observer, WriteColumns, WriteOutcome, assemble_index
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
+    OptionError,
+    PlanError,
     SaveAbortedError,
     StorageError,
     StorageFullError,
 )
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.native.manifest import MAX_PLAIN_SECTION_BYTES
+from dcp.storage.formats.opening import open_index
+from dcp.storage.formats.plain import encode_plain
+from dcp.storage.geometry.strides import Int64
+from dcp.storage.packing import pack, unpack
+from dcp.storage.threads import unwanted_once
+from dcp.storage.torch_storage.metadata import LazyMetadata
+from dcp.storage.torch_storage.writer import FileSystemWriter
 from dcp.version import __version__
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.storage import StorageWriter
 
+    from dcp.planners.save.planner import PlanOptions
     from dcp.storage.torch_storage.writer import FileSystemWriter
 
-__all__ = ["Held", "Save", "SaveOutcome", "SavingRank", "agreeing_seconds"]
+_OF_WRITERS: Final = ("overwrite", "torch_compatible", "digests", "sync_files", "single_file_per_rank")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveOptions:
+    """The options of `dcp.save` and `CheckpointManager`, which say what they mean; of a manager's also its
+    ``step`` and what its run was ``resumed_from``."""
+
+    step: int | None = None
+    resumed_from: Mapping[str, Any] | None = None
+    use_collectives: bool = True
+    user_metadata: Mapping[str, Any] = field(default_factory=dict)
+    progress: bool | ProgressCallback | None = None
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    map: WeightMap | None = None
+    map_must_invert: bool = False
+    """What is saved through the map will be restored through its inverse."""
+    retries: int = 0
+    retry_pause_seconds: float = 1.0
+    apart: tuple[tuple[str, ...], ...] = ()
+    """Globs on names: what those of one tuple match goes into files of its own, so that it can be dropped
+    later without rewriting the rest. On columns only; those of a manager have no effect elsewhere."""
+
+    def check(self) -> None:
+        """Raise OptionError for user metadata that no manifest can hold: now, not after all was written."""
+        if not isinstance(self.user_metadata, Mapping):
+            raise OptionError(f"user_metadata must be a dict, not a {type(self.user_metadata).__name__}")
+        for key, value in self.user_metadata.items():
+            if not isinstance(key, str) or encode_plain(value, limit_bytes=MAX_PLAIN_SECTION_BYTES) is None:
+                raise OptionError(
+                    f"user_metadata[{key!r}], a {type(value).__name__}, cannot be stored: give plain data "
+                    "(None, numbers, text, bytes, and lists, tuples and dicts of them) under a string"
+                )
+
+
+def compared_options(
+    options: SaveOptions, writer: FileSystemWriter | None, plan: PlanOptions | None
+) -> dict[str, Any]:
+    """Return options that must be the same on all ranks, by the names that their caller knows; those of other
+    packages' writers and planners (None) are not known."""
+    found: dict[str, Any] = {} if options.step is None else {"step": options.step}
+    if writer is not None:
+        found |= zip(_OF_WRITERS, attrgetter(*_OF_WRITERS)(writer), strict=True)
+    return found if plan is None else found | plan._asdict()
+
 
 _LONGEST_AGREEING_SECONDS = 20.0
 
@@ -86,7 +154,7 @@ class Save(ABC):
     """Packs what `write` returns for the way to the coordinator."""
 
     ranks: Ranks = field(init=False)
-    steps: Ranks | LocalSteps = field(init=False)
+    steps: Ranks = field(init=False)
     together: bool = field(init=False)
     given: Callable[[], Held] = field(init=False)
     times: dict[str, float] = field(init=False)
@@ -154,19 +222,17 @@ class Save(ABC):
                 check_same_target(self.ranks, places, None if self.storage is None else self.storage.store)
             answer = self._save()
         else:  # no plan is exchanged, and no rank sees another's failure before the end
-            self.ranks.all_gather("save", self._save_alone)
+            self.ranks.all_gather("save", lambda: self._save()[:0])
         seconds = self.times | {"save": time.perf_counter() - begun}
         save_id = str(getattr(self.writer, "save_id", ""))
         return self.metadata(answer), SaveOutcome(save_id, seconds, number, self.size_bytes)
 
     def _place(self) -> str:
-        if self.storage is not None:
-            return self.storage.store.url
-        return str(getattr(self.writer, "checkpoint_id", ""))
+        return self.storage.store.url if self.storage else str(getattr(self.writer, "checkpoint_id", ""))
 
     def _save(self) -> bytes:
         """Plan, write and commit; return the answer of the commit. What fails leaves nothing behind."""
-        ranks, storage, begun = self.ranks, self.storage, time.perf_counter()
+        ranks, begun = self.ranks, time.perf_counter()
         plan = None
         try:
             plan = self.plan()
@@ -178,18 +244,17 @@ class Save(ABC):
         except BaseException as error:  # an interrupt, too, must not leave files behind
             # By the coordinator alone: by now every rank has reported to it, or was given up. Another rank,
             # which was interrupted, would take away what the coordinator is just committing.
-            if storage is not None and (ranks.is_coordinator or not self.together):
-                self._clear_up(storage, error, is_planned=plan is not None)
+            if ranks.is_coordinator or not self.together:
+                self._clear_up(error, is_planned=plan is not None)
             if self.together and isinstance(error, SaveAbortedError):
                 with suppress(CheckpointError):  # on no rank it has ended before nothing of it is left
                     ranks.barrier("clear up")
             raise
 
-    def _save_alone(self) -> bytes:
-        self._save()
-        return b""
-
-    def _clear_up(self, storage: FileSystemWriter, error: BaseException, *, is_planned: bool) -> None:
+    def _clear_up(self, error: BaseException, *, is_planned: bool) -> None:
+        storage = self.storage
+        if storage is None:
+            return
         if not is_planned:
             storage.remove_made_root()
             return
@@ -201,14 +266,13 @@ class Save(ABC):
 
     def provenance(self) -> dict[str, Any]:
         """Return facts about the job, for the manifest."""
-        facts = {
+        resumed = self.options.resumed_from
+        return {
             "world_size": self.ranks.world_size,
             "torch_version": str(torch.__version__),
             "dcphub_version": __version__,
+            **({} if resumed is None else {"resumed_from": dict(resumed)}),
         }
-        if self.options.resumed_from is not None:
-            facts["resumed_from"] = dict(self.options.resumed_from)
-        return facts
 
 
 def _is_passing(error: CheckpointError) -> bool:
@@ -224,3 +288,227 @@ def agreeing_seconds(timeout_seconds: float) -> float:
     """Return how much of the time that a save may wait for other ranks is for the trainers, who agree on how
     it ended once their writer processes have given up."""
     return min(_LONGEST_AGREEING_SECONDS, timeout_seconds / 4)
+
+
+class RankPlan(NamedTuple):
+    """The rows that one rank has to write, and the id of the save."""
+
+    save_id: str
+    writes: WriteColumns
+
+    def encode(self) -> bytes:
+        """Pack it for the way from the coordinator."""
+        return pack((self.save_id, encode_rows(self.writes)))
+
+    @classmethod
+    def decode(cls, data: bytes) -> RankPlan:
+        """Unpack what `encode` packed."""
+        save_id, writes = unpack(data)
+        return cls(save_id, WriteColumns(*unpack(writes)))
+
+
+@dataclass(kw_only=True, eq=False)
+class ColumnSave(Save):
+    """A save by our own planner and storage: no plan object per tensor is made on any rank.
+
+    The planner does not travel: what it decides on is in ``plan_options``. Digests that a rank's part lacks
+    are made where they are needed. All of ``times`` end up in the manifest, by rank: ``plan`` is all until
+    this rank knows what to write, ``local_plan``, ``digests`` (the wait for the others' and the answer) and
+    ``global_plan`` (on the coordinator) are parts of it.
+    """
+
+    storage: FileSystemWriter
+    planner: DefaultSavePlanner
+    plan_options: PlanOptions
+    kinds: Sequence[type[SaveFeature]] = ()
+
+    on_columns: ClassVar = True
+    plans: ClassVar = Codec(RankPlan.encode, RankPlan.decode)
+    outcomes: ClassVar = Codec(WriteOutcome.encode, WriteOutcome.decode)
+
+    features: dict[str, list[SaveFeature]] = field(init=False)
+    local: RankState | None = field(init=False)
+    planned: GlobalSavePlan | None = field(init=False)
+    check: ReplicaCheck = field(init=False)
+    parts: Codec = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.features = features_by_method(self.kinds, self.options, self.storage)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("planner", "features")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, planner=DefaultSavePlanner())  # which makes no plan there
+        self.__post_init__()
+
+    def held(self, state: dict[str, Any], at: SavingRank) -> RankState:
+        """Return the columns, tensors and values of ``state``."""
+        planner = self.planner
+        planner.rank = at.rank
+        planner.set_up_planner(
+            state_dict=state, storage_meta=self.storage.storage_meta(), is_coordinator=at.is_coordinator
+        )
+        local = planner.create_local_columns(digests=False)
+        for feature in self.features["held"]:
+            local = asked(feature, "held", RankState, local, at)
+        return local
+
+    # -- begin -----------------------------------------------------------------------------------------------
+
+    def agreed(self) -> dict[str, Any]:
+        """Return the options of the save, its storage, its planner and its features, and their names."""
+        found = compared_options(self.options, self.storage, self.plan_options)
+        found["features"] = list(map(attrgetter("name"), self.kinds))
+        for feature in self.features["agreed"]:
+            for name, value in asked(feature, "agreed", dict).items():
+                if not isinstance(name, str) or name in found:
+                    raise refused(feature.name, "agreed", f"{name!r} is another option's name, or no name")
+                found[name] = value
+        return found
+
+    # -- plan ------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Callable[[], RankPlan]:
+        """Plan with the other ranks."""
+        self.start()
+        return self.steps.reduce_scatter(
+            "plan", self.local_plan, self.global_plan, sent=self.parts, reply=self.plans
+        )
+
+    def start(self) -> None:
+        """Forget the attempt before. A rank that plans alone has no replicas to compare."""
+        self.local, self.planned = None, None
+        # names and paths are the same on most ranks, and then decoded once
+        self.parts = Codec(encode_save_columns, partial(decode_save_columns, cache={}))
+        is_alone = not self.together or self.ranks.world_size == 1
+        self.check = "off" if is_alone else self.plan_options.replica_check
+
+    def local_state(self) -> RankState:
+        """Set the storage up, and ask once for what this rank has."""
+        if self.local is None:
+            storage, ranks = self.storage, self.ranks
+            storage.set_up_storage_writer(
+                ranks.is_coordinator, rank=ranks.rank, use_collectives=self.together
+            )
+            if ranks.is_coordinator or not self.together:
+                storage.prepare()
+            self.local = self.given()
+            self.times.update(self.seconds)  # staging may have ended only now
+            self.size_bytes = self.local.memory.size_bytes
+        return self.local
+
+    def local_plan(self) -> SaveColumns:
+        """Return what this rank could write."""
+        begun, local = time.perf_counter(), self.local_state()
+        if self.check != "off":
+            self.local = local = local.with_digests(self.check)
+        self.times["local_plan"] = self.times.get("local_plan", 0.0) + time.perf_counter() - begun
+        return local.columns
+
+    def global_plan(self, parts: list[SaveColumns], *, with_sets: bool = False) -> list[RankPlan]:
+        """Plan for all ranks, on the coordinator."""
+        begun = time.perf_counter()
+        try:
+            self.planned = plan_save(
+                parts,
+                dedup_to_lowest_rank=self.plan_options.dedup_save_to_lowest_rank,
+                split_bytes=self.plan_options.split_bytes,
+                check_replicas=self.check != "off",
+                with_sets=with_sets,
+            )
+        except PlanError as error:
+            for feature in self.features["explained"]:
+                better = asked(feature, "explained", PlanError | None, error, parts)
+                if better is not None:
+                    raise better from error
+            raise
+        self.times["global_plan"] = time.perf_counter() - begun
+        return list(map(partial(RankPlan, self.storage.save_id), self.planned.writes))
+
+    # -- write -----------------------------------------------------------------------------------------------
+
+    def write(self, plan: RankPlan) -> WriteOutcome:
+        """Write the rows of ``plan``, seen by the features' observers."""
+        local, storage, ranks, columns = self.local_state(), self.storage, self.ranks, plan.writes
+        storage.save_id = plan.save_id
+        begun = time.perf_counter()
+        memory, objects = local.memory, local.encoded_objects(columns.objects)
+        groups, observers = self._groups(local), dict[str, Observer]()
+        for feature in self.features["observer"]:
+            observer = asked(feature, "observer", Observer | None, local, columns)
+            if observer is not None:
+                observer.name, observers[feature.name] = feature.name, observer
+        total = int(columns.payload_bytes(memory.dtype_codes)[columns.own_rows].sum())
+        with reporting(self.options.progress, "write", total, show=ranks.is_coordinator) as on_bytes:
+            watched = ranks.watching(on_bytes)
+            try:
+                with unwanted_once(ranks.abort):
+                    outcome = storage.write_columns(
+                        columns, memory, objects, watched, groups, [*observers.values()]
+                    )
+            except StorageError:
+                ranks.check_called_off()  # then that is what has ended the request
+                raise
+        self.times["write"] = time.perf_counter() - begun
+        found = {}
+        for name, observer in observers.items():  # as it is after its way to the coordinator
+            found[name] = ask(name, "finish", lambda one: unpack(pack(one.finish())), object, observer)
+        return replace(outcome, found=found, seconds=self.times, traffic=storage.traffic)
+
+    def _groups(self, local: RankState) -> Int64 | None:
+        """Return the number of the file of each local tensor, by the first feature that has any."""
+        count = len(local.memory.tensors)
+        for feature in self.features["groups"]:
+            numbers = asked(feature, "groups", np.ndarray | None, local)
+            if numbers is None:
+                continue
+            if numbers.shape != (count,):
+                raise refused(feature.name, "groups", f"{count} numbers are wanted")
+            found: Int64 = numbers.astype(np.int64)
+            return found
+        return None
+
+    # -- commit ----------------------------------------------------------------------------------------------
+
+    def commit(self, outcomes: list[WriteOutcome]) -> bytes:
+        """Publish the index of what all have written, on the coordinator."""
+        plan, begun = self.planned, time.perf_counter()
+        if plan is None:
+            raise PlanError("the save was not planned")
+        index = assemble_index(plan.index, plan.writes, outcomes)
+        for feature in self.features["manifest"]:
+            index = _noted(feature, index, plan.writes, outcomes)
+        provenance = self.provenance()
+        provenance["rank_seconds"] = list(map(attrgetter("seconds"), outcomes))
+        traffic = list(map(attrgetter("traffic"), outcomes))
+        if any(traffic):
+            provenance["rank_traffic"] = traffic
+        provenance["assemble_seconds"] = time.perf_counter() - begun
+        self.storage.publish(index, self.options.user_metadata, provenance)
+        return b""
+
+    def metadata(self, answer: bytes) -> Metadata:
+        """Return torch's metadata, made of the index when it is looked at."""
+        index, store = self.storage.index, self.storage.store
+        rank = None if self.together else self.ranks.rank
+        return LazyMetadata.of(
+            lambda: index if index is not None else open_index(store, rank=rank), self.storage.storage_meta()
+        )
+
+
+def _noted(
+    feature: SaveFeature,
+    index: CheckpointIndex,
+    writes: Sequence[WriteColumns],
+    outcomes: Sequence[WriteOutcome],
+) -> CheckpointIndex:
+    """Return the index with what a feature puts into it."""
+    rows = np.concatenate([columns.chunks for columns in writes])
+    found = [outcome.found.get(feature.name) for outcome in outcomes]
+    before = dict(index.provenance)
+    made: CheckpointIndex = asked(feature, "manifest", CheckpointIndex, index, rows, found)
+    changed = {*before, *made.provenance} - {feature.name}
+    if any(before.get(key) != made.provenance.get(key) for key in changed):
+        raise refused(feature.name, "manifest", "the provenance changed under another name than its own")
+    return made

@@ -18,8 +18,14 @@ import torch
 from isal.isal_zlib import crc32
 
 from dcp.planners.flatten import flatten_state_dict
-from dcp.planners.layout.checkpointable import claim_of
-from dcp.planners.layout.local_tensor import SpecCache, flatten_sharded, is_tensor_like, local_tensor
+from dcp.planners.layout.local_tensor import (
+    KINDS,
+    OBJECT,
+    SpecCache,
+    claim_of,
+    flatten_sharded,
+    local_tensor,
+)
 from dcp.storage.engine.memory import gather_small, view
 from dcp.storage.errors import PlanError, StagingError
 from dcp.storage.formats.index import itemsizes
@@ -287,14 +293,14 @@ def _sources(state_dict: Mapping[str, Any]) -> tuple[list[str], list[torch.Tenso
     cache: SpecCache = {}
     found: list[tuple[str, torch.Tensor]] = []
     for fqn, value in flatten_sharded(flatten_state_dict(state_dict)[0]).items():
-        if not is_tensor_like(value):
+        if KINDS[type(value)] == OBJECT:
             continue
         try:
             local = local_tensor(fqn, value, cache)
         except PlanError:  # other planners may know what to do with it
             continue
         # one local tensor may hold several boxes
-        parts = {id(source): source for source, _ in local.pieces} if local is not None else {}
+        parts = {id(source): source for source in local.sources} if local is not None else {}
         found += [
             (fqn, source)
             for source in parts.values()

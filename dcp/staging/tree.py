@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp.planners.layout.checkpointable import claim_of, with_claim
+from dcp.planners.layout.local_tensor import claim_of, with_claim
 from dcp.planners.per_rank import PerRank
 from dcp.storage import torch_compat
 from dcp.storage.errors import PlanError

@@ -22,7 +22,7 @@ from dcp.loading.load import LoadEngine, read_whole
 from dcp.loading.report import LoadReport
 from dcp.planners.load.options import LoadOptions
 from dcp.planners.torch_plans import index_from_metadata
-from dcp.ranks.handshake import begin, check_same_checkpoint
+from dcp.ranks.collectives import begin, check_same_checkpoint
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, PlanError
 from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.torch_compat import weight_scales

@@ -18,14 +18,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
 from dcp.saving.foreign_values import warn_of_foreign
-from dcp.saving.options import compared_options
-from dcp.saving.save import Save, SavingRank
+from dcp.saving.save import Save, SavingRank, compared_options
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.opening import open_index
 from dcp.storage.torch_storage.metadata import LazyMetadata
 from dcp.torch_protocol.calls import PICKLED, call_with_optional, one_each
-
-__all__ = ["ProtocolSave"]
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,20 +1,26 @@
 """Local tensors: the boxes that a rank holds of a tensor of any kind, in plain local tensors.
 
-DTensors may give several boxes a local tensor (see `dcp.planners.layout.placements`).
+A DTensor's boxes follow from mesh shape, coordinate and placements alone. Along each dimension the local
+tensor is a sequence of runs of global positions, in local order. Plain sharding gives one run; FSDP2 over
+tensor parallelism (`_StridedShard`) may give several, and then the local tensor is not one box of the global
+one, but the product of its runs.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from dcp.planners.layout.checkpointable import claimed_boxes, has_claim
-from dcp.planners.layout.placements import LocalBox, Split, boxes_of_runs, local_runs, local_shape
 from dcp.storage.errors import PlanError
+from dcp.storage.tensors import narrow
 from dcp.storage.torch_compat import (
     AsyncCollectiveTensor,
     ShardedTensor,
@@ -25,38 +31,29 @@ from dcp.storage.torch_compat import (
     spec_of,
 )
 
-__all__ = [
-    "DTENSOR",
-    "KINDS",
-    "OBJECT",
-    "PLAIN",
-    "WRAPPER",
-    "LocalPiece",
-    "LocalTensor",
-    "SpecCache",
-    "TensorLayout",
-    "flatten_sharded",
-    "is_tensor_like",
-    "layout_of",
-    "local_tensor",
-]
-
 OBJECT, PLAIN, DTENSOR, _SHARDED, _PROTOCOL, _ASYNC, WRAPPER = range(7)
 """Kinds of values: what is no tensor, tensors that are their memory, and composite tensors."""
 
 
-class LocalPiece(NamedTuple):
-    """A box of a global tensor in the plain local tensor ``source``."""
+class LocalBox(NamedTuple):
+    """A part of a global tensor, and where it begins in the local one."""
 
-    source: torch.Tensor
-    box: LocalBox
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    local_offsets: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> LocalBox:
+        """Return the box of a local tensor that is all of the global one."""
+        zeros = (0,) * len(shape)
+        return cls(zeros, shape, zeros)
 
 
 class LocalTensor(NamedTuple):
     """A rank's part of one global tensor.
 
     ``sharded`` is False where every rank has the whole; ``replicated`` is True where other ranks may hold the
-    same box.
+    same box. ``sources`` is one plain local tensor that has all ``boxes``, or one for each of them.
     """
 
     shape: tuple[int, ...]
@@ -64,7 +61,8 @@ class LocalTensor(NamedTuple):
     requires_grad: bool
     sharded: bool
     replicated: bool
-    pieces: Sequence[LocalPiece]
+    sources: Sequence[torch.Tensor]
+    boxes: Sequence[LocalBox]
 
 
 class TensorLayout(NamedTuple):
@@ -77,6 +75,18 @@ class TensorLayout(NamedTuple):
 
 SpecCache = dict[Any, TensorLayout | None]
 """Layouts by (mesh, placements, shape) for the length of one call; None for a rank outside of the mesh."""
+
+
+class KindsByClass(dict[type, int]):
+    """Kinds by class, found once a class: isinstance with an abstract class costs more than all the rest."""
+
+    def __init__(self, kind_of: Callable[[type], int]) -> None:
+        super().__init__()
+        self._kind_of = kind_of
+
+    def __missing__(self, cls: type) -> int:
+        kind = self[cls] = self._kind_of(cls)
+        return kind
 
 
 def _kind_of(cls: type) -> int:
@@ -93,27 +103,118 @@ def _kind_of(cls: type) -> int:
     return WRAPPER if hasattr(cls, "__tensor_flatten__") else PLAIN
 
 
-class _TensorKinds(dict[type, int]):
-    def __missing__(self, cls: type) -> int:
-        kind = self[cls] = _kind_of(cls)
-        return kind
+KINDS: Final = KindsByClass(_kind_of)
 
 
-KINDS: Final = _TensorKinds()
-"""Kind by class, found once a class."""
+# -- tensors that say which boxes they hold, in four attributes (torch 2.14 and newer) -----------------------
 
 
-def is_tensor_like(value: object) -> bool:
-    """Test whether ``value`` is stored as a tensor: tensors of all kinds, and what implements torch's
-    protocol for them."""
-    return KINDS[type(value)] != OBJECT
+@runtime_checkable
+class CheckpointableTensor(Protocol):
+    """A stand-in for ``torch.distributed.checkpoint.CheckpointableTensor``, for versions without it.
+
+    A plain local tensor with these attributes holds boxes of a global one: box number i is at
+    ``local_offsets[i]`` of this tensor and at ``global_offsets[i]`` of one of ``global_shape``, with
+    ``local_sizes[i]`` elements a dimension. What lies outside of the boxes is neither saved nor loaded.
+    """
+
+    global_shape: tuple[int, ...]
+    global_offsets: tuple[tuple[int, ...], ...]
+    local_offsets: tuple[tuple[int, ...], ...]
+    local_sizes: tuple[tuple[int, ...], ...]
 
 
-def _ordered_mesh_dims(spec: Any, ndim: int) -> list[int]:
-    """Return mesh dimensions in the order in which their shardings are applied; left to right unless the spec
-    says else."""
-    listed = [mesh_dim for entry in shard_order(spec) for mesh_dim in entry.mesh_dims]
-    return listed + [mesh_dim for mesh_dim in range(ndim) if mesh_dim not in listed]
+class ShardClaim(NamedTuple):
+    """The four attributes."""
+
+    global_shape: tuple[int, ...]
+    global_offsets: tuple[tuple[int, ...], ...]
+    local_offsets: tuple[tuple[int, ...], ...]
+    local_sizes: tuple[tuple[int, ...], ...]
+
+
+_attributes = attrgetter(*ShardClaim._fields)
+
+
+def claim_of(tensor: object) -> ShardClaim | None:
+    """Return the attributes of a `CheckpointableTensor` as they are; None for any other tensor."""
+    has_all = hasattr(tensor, "global_shape") and all(hasattr(tensor, name) for name in ShardClaim._fields)
+    return ShardClaim(*_attributes(tensor)) if has_all else None
+
+
+def with_claim(tensor: torch.Tensor, claim: ShardClaim | None) -> torch.Tensor:
+    """Give ``tensor`` these attributes, and return it."""
+    for name, value in claim._asdict().items() if claim is not None else ():
+        setattr(tensor, name, value)
+    return tensor
+
+
+def _from_claim(fqn: str, tensor: torch.Tensor, claim: ShardClaim) -> LocalTensor:
+    """Return the boxes of a `CheckpointableTensor`; PlanError for what torch refuses."""
+    shape = tuple(claim.global_shape)
+    parts = [[tuple(row) for row in rows] for rows in claim[1:]]
+    if len({len(rows) for rows in parts}) > 1:
+        raise _refused(fqn, "global_offsets, local_offsets and local_sizes must have the same length")
+    boxes = []
+    for number, (offsets, local_offsets, sizes) in enumerate(zip(*parts, strict=True)):
+        _check_within(fqn, f"global_offsets[{number}]", offsets, sizes, shape)
+        _check_within(fqn, f"local_offsets[{number}]", local_offsets, sizes, tuple(tensor.shape))
+        boxes.append(LocalBox(offsets, sizes, local_offsets))
+    return LocalTensor(
+        shape, tensor.dtype, tensor.requires_grad, True, True, [tensor] if boxes else [], boxes
+    )
+
+
+def _check_within(
+    fqn: str, what: str, offsets: Sequence[int], sizes: Sequence[int], shape: tuple[int, ...]
+) -> None:
+    if not len(offsets) == len(sizes) == len(shape):
+        raise _refused(fqn, f"{what} and local_sizes must have {len(shape)} dimensions")
+    for begin, size, extent in zip(offsets, sizes, shape, strict=True):
+        if begin < 0 or size < 0 or begin + size > extent:
+            raise _refused(fqn, f"{what} {tuple(offsets)} of sizes {tuple(sizes)} is outside of {shape}")
+
+
+def _refused(fqn: str, why: str) -> PlanError:
+    return PlanError(f"tensor {fqn!r} is a CheckpointableTensor whose {why}", fqn=fqn)
+
+
+# -- DTensors ------------------------------------------------------------------------------------------------
+
+
+def _chunk(runs: Sequence[range], parts: int, number: int) -> list[range]:
+    """Return a part of ``runs`` by the rule of `torch.chunk`: equal parts, the last ones shorter or empty."""
+    full = -(-sum(map(len, runs)) // parts)
+    begin, end = number * full, (number + 1) * full
+    taken = []
+    for run in runs:
+        if part := run[max(begin, 0) : max(end, 0)]:
+            taken.append(part)
+        begin, end = begin - len(run), end - len(run)
+    return taken
+
+
+def _split(runs: Sequence[range], factor: int, parts: int, coordinate: int) -> list[range]:
+    """Return the runs of rank ``coordinate`` of ``parts``; ``factor`` above 1 is torch's `_StridedShard`:
+    first into that many pieces, then each over the ranks."""
+    taken: list[range] = []
+    for piece in range(factor):
+        for run in _chunk(_chunk(runs, factor, piece), parts, coordinate):
+            if taken and taken[-1].stop == run.start:
+                taken[-1] = range(taken[-1].start, run.stop)
+            else:
+                taken.append(run)
+    return taken
+
+
+def _boxes_of_runs(runs: Sequence[Sequence[range]]) -> tuple[LocalBox, ...]:
+    """Return the boxes of a local tensor, in local C order; none where it is empty."""
+    located = []
+    for dim in runs:
+        positions = itertools.accumulate(map(len, dim), initial=0)
+        located.append([(run.start, len(run), at) for run, at in zip(dim, positions, strict=False)])
+    products = itertools.product(*located)
+    return tuple(LocalBox(*(tuple(entry[part] for entry in box) for part in range(3))) for box in products)
 
 
 def _layout(fqn: str, spec: Any, shape: tuple[int, ...]) -> TensorLayout | None:
@@ -121,12 +222,14 @@ def _layout(fqn: str, spec: Any, shape: tuple[int, ...]) -> TensorLayout | None:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
-    splits, replicated = [], False
-    for mesh_dim in _ordered_mesh_dims(spec, len(placements)):
+    # the order in which shardings are applied: left to right unless the spec says else
+    listed = [mesh_dim for entry in shard_order(spec) for mesh_dim in entry.mesh_dims]
+    runs, replicated = [[range(size)] if size else [] for size in shape], False
+    for mesh_dim in dict.fromkeys([*listed, *range(len(placements))]):
         placement, parts = placements[mesh_dim], mesh.size(mesh_dim)
         if placement.is_shard() or isinstance(placement, StridedShard):
             factor = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
-            splits.append(Split(placement.dim, parts, coordinate[mesh_dim], factor))
+            runs[placement.dim] = _split(runs[placement.dim], factor, parts, coordinate[mesh_dim])
         elif isinstance(placement, Replicate):
             replicated |= parts > 1
         else:
@@ -136,22 +239,8 @@ def _layout(fqn: str, spec: Any, shape: tuple[int, ...]) -> TensorLayout | None:
             )
     if not math.prod(shape):
         # an empty tensor still has a shape to keep: one empty chunk, from whoever comes first
-        return TensorLayout(shape, (LocalBox((0,) * len(shape), shape, (0,) * len(shape)),), True)
-    runs = local_runs(shape, splits)
-    return TensorLayout(local_shape(runs), boxes_of_runs(runs), replicated)
-
-
-def layout_of(fqn: str, spec: Any, shape: tuple[int, ...], cache: SpecCache) -> TensorLayout | None:
-    """Return the layout of the DTensor ``fqn``; None for a rank outside of its mesh. PlanError for a pending
-    reduction."""
-    placements = spec.placements
-    order = getattr(spec, "shard_order", None) if len(placements) > 1 else None
-    key = (id(spec.mesh), placements, shape, order)
-    try:
-        return cache[key]
-    except KeyError:
-        layout = cache[key] = _layout(fqn, spec, shape)
-        return layout
+        return TensorLayout(shape, (LocalBox.whole(shape),), True)
+    return TensorLayout(tuple(sum(map(len, dim)) for dim in runs), _boxes_of_runs(runs), replicated)
 
 
 def _from_dtensor(fqn: str, tensor: DTensor, cache: SpecCache) -> LocalTensor | None:
@@ -159,53 +248,63 @@ def _from_dtensor(fqn: str, tensor: DTensor, cache: SpecCache) -> LocalTensor | 
     kind = KINDS[type(local)]
     if kind == _PROTOCOL:
         return _from_protocol(fqn, tensor)
-    shape = tuple(tensor.shape)
-    layout = layout_of(fqn, spec_of(tensor), shape, cache)
+    spec, shape = spec_of(tensor), tensor.shape
+    order = getattr(spec, "shard_order", None) if len(spec.placements) > 1 else None
+    key = (id(spec.mesh), spec.placements, shape, order)
+    try:
+        layout = cache[key]
+    except KeyError:
+        layout = cache[key] = _layout(fqn, spec, tuple(shape))
     if layout is None:
         return None
     if kind == _ASYNC:
         local = local.wait()  # type: ignore[attr-defined]
-    if not math.prod(shape):
+    if local.shape != layout.local_shape:
+        if math.prod(shape):
+            raise PlanError(
+                f"tensor {fqn!r}: this rank's shard has shape {tuple(local.shape)}, but placements "
+                f"{tensor.placements} of shape {tuple(shape)} give {layout.local_shape}; shard it as torch "
+                "does",
+                fqn=fqn,
+            )
         local = local.new_empty(shape)
-    elif local.shape != layout.local_shape:
-        raise PlanError(
-            f"tensor {fqn!r}: this rank's shard has shape {tuple(local.shape)}, but placements "
-            f"{tensor.placements} of shape {shape} give {layout.local_shape}; shard it as torch does",
-            fqn=fqn,
-        )
-    pieces = [LocalPiece(local, box) for box in layout.boxes]
-    return LocalTensor(shape, local.dtype, tensor.requires_grad, True, layout.replicated, pieces)
+    sources = (local,) if layout.boxes else ()
+    requires_grad, boxes = tensor.requires_grad, layout.boxes
+    return LocalTensor(shape, local.dtype, requires_grad, True, layout.replicated, sources, boxes)
 
 
-def _whole(fqn: str, source: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> LocalPiece:
+# -- tensors of other kinds ----------------------------------------------------------------------------------
+
+
+def _whole(fqn: str, source: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> LocalBox:
     if tuple(source.shape) != tuple(sizes):
         raise PlanError(
             f"tensor {fqn!r}: a shard of shape {tuple(source.shape)} claims the box of sizes {tuple(sizes)}",
             fqn=fqn,
         )
-    return LocalPiece(source, LocalBox(tuple(offsets), tuple(sizes), (0,) * len(sizes)))
+    return LocalBox(tuple(offsets), tuple(sizes), (0,) * len(sizes))
 
 
 def _from_sharded(fqn: str, tensor: ShardedTensor) -> LocalTensor:
-    shape = tuple(tensor.metadata().size)
-    pieces = []
+    sources, boxes = [], []
     for shard in tensor.local_shards():
         if isinstance(shard.tensor, ShardedTensor):
             raise PlanError(
                 f"tensor {fqn!r} nests sharded tensors; it needs flatten_sharded_tensors=True",
                 fqn=fqn,
             )
-        pieces.append(_whole(fqn, shard.tensor, shard.metadata.shard_offsets, shard.metadata.shard_sizes))
-    properties = tensor.metadata().tensor_properties
-    return LocalTensor(shape, properties.dtype, properties.requires_grad, True, False, pieces)
+        sources.append(shard.tensor)
+        boxes.append(_whole(fqn, shard.tensor, shard.metadata.shard_offsets, shard.metadata.shard_sizes))
+    facts, shape = tensor.metadata().tensor_properties, tuple(tensor.metadata().size)
+    return LocalTensor(shape, facts.dtype, facts.requires_grad, True, False, sources, boxes)
 
 
 def _from_protocol(fqn: str, value: Any) -> LocalTensor:
     """Ask an object that implements torch's `_Checkpointable` for its boxes."""
     items = value.__create_write_items__(fqn, value)
     if not items:
-        return LocalTensor(tuple(value.shape), value.dtype, False, True, True, [])
-    pieces = []
+        return LocalTensor(tuple(value.shape), value.dtype, False, True, True, [], [])
+    sources, boxes = [], []
     for item in items:
         data = item.tensor_data
         if data is None or item.index.fqn != fqn:
@@ -214,31 +313,18 @@ def _from_protocol(fqn: str, value: Any) -> LocalTensor:
                 "that is no box of it; __create_write_items__ must give tensor items under the given name",
                 fqn=fqn,
             )
-        source = value.__get_tensor_shard__(item.index)
-        pieces.append(_whole(fqn, source, data.chunk.offsets, data.chunk.sizes))
+        sources.append(value.__get_tensor_shard__(item.index))
+        boxes.append(_whole(fqn, sources[-1], data.chunk.offsets, data.chunk.sizes))
     data = items[0].tensor_data
-    return LocalTensor(
-        tuple(data.size), data.properties.dtype, data.properties.requires_grad, True, True, pieces
-    )
+    facts = data.properties
+    return LocalTensor(tuple(data.size), facts.dtype, facts.requires_grad, True, True, sources, boxes)
 
 
-def _from_plain(tensor: torch.Tensor) -> LocalTensor:
+def plain_tensor(tensor: torch.Tensor) -> LocalTensor:
+    """Return a tensor that every rank has as a whole."""
     shape = tuple(tensor.shape)
-    zeros = (0,) * len(shape)
-    return LocalTensor(
-        shape,
-        tensor.dtype,
-        tensor.requires_grad,
-        False,
-        True,
-        [LocalPiece(tensor, LocalBox(zeros, shape, zeros))],
-    )
-
-
-def _from_checkpointable(fqn: str, tensor: torch.Tensor) -> LocalTensor:
-    shape, boxes = claimed_boxes(fqn, tensor)
-    pieces = [LocalPiece(tensor, box) for box in boxes]
-    return LocalTensor(shape, tensor.dtype, tensor.requires_grad, True, True, pieces)
+    boxes = [LocalBox.whole(shape)]
+    return LocalTensor(shape, tensor.dtype, tensor.requires_grad, False, True, [tensor], boxes)
 
 
 def local_tensor(fqn: str, value: Any, cache: SpecCache) -> LocalTensor | None:
@@ -253,12 +339,13 @@ def local_tensor(fqn: str, value: Any, cache: SpecCache) -> LocalTensor | None:
         return _from_sharded(fqn, value)
     if kind == _PROTOCOL:
         return _from_protocol(fqn, value)
-    if has_claim(value):
-        return _from_checkpointable(fqn, value)
+    claim = claim_of(value)
+    if claim is not None:
+        return _from_claim(fqn, value, claim)
     if kind == PLAIN:
-        return _from_plain(value)
+        return plain_tensor(value)
     if kind == _ASYNC:
-        return _from_plain(value.wait())
+        return plain_tensor(value.wait())
     raise PlanError(
         f"tensor {fqn!r} is a {type(value).__name__}, a subclass made of inner tensors; store those "
         "under names of their own, or implement __create_write_items__, __create_chunk_list__ and "
@@ -271,3 +358,63 @@ def flatten_sharded(flat: dict[str, Any]) -> dict[str, Any]:
     """Make nested ShardedTensors (FSDP1 over tensor parallelism) of a flat state dict flat, as torch does."""
     has_any = _SHARDED in map(KINDS.__getitem__, set(map(type, flat.values())))
     return flatten_sharded_tensors(flat) if has_any else flat
+
+
+@dataclass(eq=False)
+class BoxLookup:
+    """Finds what an index of a plan names, as a view of local memory.
+
+    Boxes are looked up in the state dict as it is now; a tensor that was replaced since is looked at again.
+    """
+
+    _layouts: SpecCache = field(default_factory=dict)
+    _known: dict[str, tuple[Any, LocalTensor | None]] = field(default_factory=dict)
+
+    def find(
+        self, state_dict: Mapping[str, Any], index: MetadataIndex, sizes: tuple[int, ...] | None = None
+    ) -> Any:
+        """Return the value or tensor view that ``index`` names.
+
+        ``sizes`` is the extent of the box; without it, the whole local box that begins at the index' offset.
+        Raises PlanError where this rank has no such name or box.
+        """
+        fqn = index.fqn
+        if fqn not in state_dict:
+            raise PlanError(f"Could not find FQN: {fqn!r}, which the plan names, in the state dict", fqn=fqn)
+        value = state_dict[fqn]
+        if KINDS[type(value)] == OBJECT:
+            if index.offset is not None:
+                raise PlanError(
+                    f"FQN: {fqn!r} is not a ShardedTensor, can't find by offset: '{index.offset}': it is a "
+                    f"{type(value).__name__}",
+                    fqn=fqn,
+                )
+            return value
+        known = self._known.get(fqn)
+        if known is None or known[0] is not value:
+            known = self._known[fqn] = (value, local_tensor(fqn, value, self._layouts))
+        view = _view_of_box(known[1], index.offset, sizes) if known[1] is not None else None
+        if view is None:
+            raise PlanError(
+                f"Could not find shard at '{index.offset}' for FQN: {fqn!r}: this rank has no such box of "
+                f"sizes {sizes}",
+                fqn=fqn,
+            )
+        return view
+
+
+def _view_of_box(
+    local: LocalTensor, offset: Sequence[int] | None, sizes: tuple[int, ...] | None
+) -> torch.Tensor | None:
+    is_only = offset is None and len(local.boxes) == 1
+    for number, box in enumerate(local.boxes):
+        begin = box.offsets if is_only else tuple(offset or ())
+        extent = box.sizes if is_only or sizes is None else sizes
+        if len(begin) != len(box.offsets):
+            continue
+        inner = [at - own for at, own in zip(begin, box.offsets, strict=True)]
+        rows = zip(inner, extent, box.sizes, strict=True)
+        if all(at >= 0 and at + size <= own_size for at, size, own_size in rows):
+            source = local.sources[number if len(local.sources) > 1 else 0]
+            return narrow(source, [*map(sum, zip(inner, box.local_offsets, strict=True))], extent)
+    return None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from dataclasses import replace
+from typing import Any, NamedTuple, get_args
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import default_planner as torch_planner
@@ -12,12 +12,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from dcp.planners.by_value import by_value
-from dcp.planners.digest import ReplicaCheck
 from dcp.planners.flatten import flatten
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.layout.local import collect_tensors, item_ties
-from dcp.planners.layout.local_tensor import flatten_sharded
-from dcp.planners.layout.lookup import BoxLookup
+from dcp.planners.layout.local_tensor import BoxLookup, flatten_sharded
 from dcp.planners.per_rank import current_rank
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import SPLIT_BYTES, plan_save
@@ -28,11 +26,10 @@ from dcp.planners.torch_plans import (
     plan_from_writes,
     write_items,
 )
+from dcp.planners.value_digests import ReplicaCheck
 from dcp.storage.errors import OptionError
 from dcp.storage.formats.container_notes import ContainerNote
 from dcp.storage.formats.index import Path
-
-__all__ = ["DefaultSavePlanner", "PlanOptions"]
 
 
 class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
@@ -90,7 +87,8 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
             rank = self.rank if self.rank is not None else current_rank()
             with garbage_collection_paused():
                 made = flatten(state_dict, rank=rank)
-            flat, self.mappings, self._notes, self.foreign_keys = made[:4]
+            flat, self.mappings, self._notes = made.values, made.paths, made.notes
+            self.foreign_keys = made.foreign_keys
         if self.flatten_sharded_tensors:
             flat = flatten_sharded(flat)
         self.state_dict = flat
@@ -115,7 +113,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
             notes=self._notes,
         )
         local = replace(local, columns=columns, foreign_keys=self.foreign_keys)
-        return local.with_digests(self.replica_check) if digests else local
+        return local.with_digests(self.replica_check) if digests and self.replica_check != "off" else local
 
     # -- torch's interface -----------------------------------------------------------------------------------
 
@@ -177,11 +175,10 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         return self._lookup.find(self.state_dict, index, self._box_sizes.get(index))
 
 
-@dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """The options of a `DefaultSavePlanner` that decide on the global plan."""
+class PlanOptions(NamedTuple):
+    """The options of a `DefaultSavePlanner` that decide on the global plan, by their names there."""
 
-    dedup_to_lowest_rank: bool = False
+    dedup_save_to_lowest_rank: bool = False
     split_bytes: int | None = None
     replica_check: ReplicaCheck = "full"
 

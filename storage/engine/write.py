@@ -122,6 +122,14 @@ class WriteColumns:
         return row_products(self.sizes, self.box_start) * itemsizes(dtype_codes[self.sources])
 
 
+class EncodedObjects(NamedTuple):
+    """Values as they are stored: torch.save bytes, and plain msgpack bytes or None. Equal blobs are stored
+    once."""
+
+    blobs: Sequence[bytes]
+    plain: Sequence[bytes | None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class WriteOutcome:
     """Places of one rank's chunks and objects, for the coordinator's index.

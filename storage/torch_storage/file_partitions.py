@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +14,7 @@ from dcp.storage.engine.write import (
     OBJECT_COLUMNS,
     WHOLE_BYTES,
     DataFile,
+    EncodedObjects,
     Observer,
     Payload,
     WriteColumns,
@@ -28,8 +27,6 @@ from dcp.storage.formats.native.record import ALIGNED_PAYLOAD_BYTES
 from dcp.storage.geometry.strides import Int64, expand_ranges, starts
 from dcp.storage.tensors import LocalMemory, byte_pieces, narrow
 
-__all__ = ["EncodedObjects", "FilePartition", "PartitionWriter"]
-
 _ALIKE_FROM = 8
 """Tensors of one dtype and shape, one after the other, from which on they are written together."""
 
@@ -37,31 +34,6 @@ _ALIKE_BYTES = 256 << 10
 _MOST_TOGETHER = 256
 _TOGETHER_BYTES = (128 << 10, WHOLE_BYTES)
 """Of copies that were made to be written, less: they are to be in the cache still."""
-
-
-class EncodedObjects(NamedTuple):
-    """Values as they are stored: torch.save bytes, and plain msgpack bytes or None. Equal blobs are stored
-    once."""
-
-    blobs: Sequence[bytes]
-    plain: Sequence[bytes | None]
-
-
-@dataclass
-class FilePartition:
-    """The rows that go into one data file."""
-
-    rows: Int64
-    with_objects: bool = False
-
-    def split(self, numbers: Int64) -> list[FilePartition]:
-        """Return those of its rows that have one of ``numbers`` in a file of their own; objects go with
-        number 0."""
-        own = numbers[self.rows]
-        found = [number for number in np.unique(own).tolist() if number]
-        first = FilePartition(self.rows[own == 0], self.with_objects)
-        others = [FilePartition(self.rows[own == number]) for number in found]
-        return [first, *others] if len(first.rows) or self.with_objects else others
 
 
 class PartitionWriter:
@@ -92,26 +64,23 @@ class PartitionWriter:
         tensor_bytes = memory.volumes[columns.sources] * itemsizes(self._dtype_codes)
         self._is_whole = memory.is_plain[columns.sources] & (self.payload_bytes == tensor_bytes)
         self.files: dict[int, DataFile] = {}
+        self._places = np.zeros((len(objects.blobs), 1 + OBJECT_COLUMNS), np.int64)
 
-    def write(self, number: int, partition: FilePartition) -> Int64:
-        """Write the rows and objects of a partition as the file ``number``; returns `OBJECT_COLUMNS` of each
-        object."""
-        size_bytes, rows = int(self.payload_bytes[partition.rows].sum()), partition.rows
-        if partition.with_objects:
-            size_bytes += sum(map(len, self._blobs))
+    def write(self, number: int, rows: Int64, with_objects: bool) -> None:
+        """Write ``rows``, and the objects if they are to be in it, as the file ``number``."""
+        blobs = self._blobs if with_objects else []
+        size_bytes = int(self.payload_bytes[rows].sum()) + sum(map(len, blobs))
         # Created only now: with a file for each tensor there may be more than a process can have open.
         file = self.files[number] = self._new_file(number, size_bytes, len(rows))
-        objects = np.zeros((0, OBJECT_COLUMNS), np.int64)
-        if partition.with_objects:
-            stored = dict(zip(self._blobs, file.blobs(self._blobs), strict=True))
-            objects = np.array(list(map(stored.__getitem__, self._objects.blobs)), np.int64)
+        if blobs:
+            stored = dict(zip(blobs, file.blobs(blobs), strict=True))
+            self._places[:, 1:] = list(map(stored.__getitem__, self._objects.blobs))
         for some, are_alike in self._runs(rows) if len(rows) >= _ALIKE_FROM else [(rows, False)]:
             if are_alike:
                 self._write_alike(file, some)
             else:
                 self._write_each(file, some)
         file.finish()
-        return objects.reshape(-1, OBJECT_COLUMNS)
 
     def _runs(self, rows: Int64) -> list[tuple[Int64, bool]]:
         """Split ``rows`` into (those that are many, small, and of one dtype and extent: True; others:
@@ -184,30 +153,27 @@ class PartitionWriter:
             if self._on_bytes is not None:
                 self._on_bytes(payloads.nbytes)
 
-    def outcome(self, partitions: Sequence[FilePartition], objects: Sequence[Int64]) -> WriteOutcome:
+    def outcome(self, partitions: Sequence[Int64]) -> WriteOutcome:
         """Return the places of all rows, in their order; shared rows get the place of the row they share.
 
-        ``partitions`` are those of `files`, in order, ``objects`` what `write` returned of each.
+        ``partitions`` are the rows of `files`, in order; objects are in the first.
         """
         files = [self.files[number] for number in sorted(self.files)]
-        tables, crcs, places = [], [], []
-        for number, (file, objects_of_file) in enumerate(zip(files, objects, strict=True)):
-            chunks = np.array(file.chunks, np.int64).reshape(-1, CHUNK_COLUMNS)
-            tables.append(np.insert(chunks, 0, number, axis=1))
-            crcs.append(np.array(file.crcs, np.uint32))
-            places.append(np.insert(objects_of_file, 0, number, axis=1))
+        tables = [np.array(file.chunks, np.int64).reshape(-1, CHUNK_COLUMNS) for file in files]
         table = np.concatenate(tables)
+        numbers = np.repeat(np.arange(len(files)), list(map(len, tables)))
         shares = self._columns.shares
         take = np.empty(len(shares), np.int64)  # by row its place among all that was written
-        take[np.concatenate([partition.rows for partition in partitions])] = np.arange(len(table))
+        take[np.concatenate(partitions)] = np.arange(len(table))
         sharing = np.flatnonzero(shares >= 0)
         take[sharing] = take[shares[sharing]]
-        counts = table[:, CHUNK_COLUMNS]
+        counts = table[:, CHUNK_COLUMNS - 1]
+        crcs = np.concatenate([np.array(file.crcs, np.uint32) for file in files])
         return WriteOutcome(
             files=list(map(attrgetter("name"), files)),
             file_sizes=list(map(attrgetter("size_bytes"), files)),
-            chunks=table[take],
-            crcs=np.concatenate(crcs)[expand_ranges(starts(counts)[:-1][take], counts[take])],
-            objects=np.concatenate(places),
+            chunks=np.column_stack([numbers, table])[take],
+            crcs=crcs[expand_ranges(starts(counts)[:-1][take], counts[take])],
+            objects=self._places,
             object_values=list(self._objects.plain),
         )

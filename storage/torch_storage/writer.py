@@ -25,7 +25,14 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp.storage import commit
-from dcp.storage.engine.write import DataFile, Observer, WriteColumns, WriteOutcome, data_file_name
+from dcp.storage.engine.write import (
+    DataFile,
+    EncodedObjects,
+    Observer,
+    WriteColumns,
+    WriteOutcome,
+    data_file_name,
+)
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, OptionError, PlanError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.geometry.strides import Int64
@@ -35,7 +42,7 @@ from dcp.storage.tensors import LocalMemory, finish_device_work
 from dcp.storage.threads import WorkerThreads
 from dcp.storage.torch_compat import StorageInfo
 from dcp.storage.torch_storage import metadata as torch_metadata
-from dcp.storage.torch_storage.file_partitions import EncodedObjects, FilePartition, PartitionWriter
+from dcp.storage.torch_storage.file_partitions import PartitionWriter
 from dcp.storage.torch_storage.item_writer import write_items
 
 __all__ = ["FileSystemWriter"]
@@ -124,14 +131,8 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         self.use_collectives = True
         self._said: tuple[Mapping[str, Any], Mapping[str, Any]] = {}, {}
         self._structure: Mapping[str, Any] = {}
-        self.index: CheckpointIndex | None = None
-        self._begun = False
-        self._made_root = False
-        self._files_written = 0
-        self._previous: commit.Previous | None = None
-        self._store: Store | None = None
         self._traffic_before: dict[str, float] = {}
-        self.save_id = uuid.uuid4().hex[:8]
+        FileSystemWriter.reset(self)  # not that of a subclass, which is not made yet
 
     # -- torch's interface -----------------------------------------------------------------------------------
 
@@ -139,9 +140,9 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         """Begin a new save, to another id if one is given."""
         if checkpoint_id:
             self.path = checkpoint_id
-        self._store = None
-        self._previous = None
-        self.index = None
+        self._store: Store | None = None
+        self._previous: commit.Previous | None = None
+        self.index: CheckpointIndex | None = None
         self._begun = False
         self._made_root = False
         self._files_written = 0
@@ -227,7 +228,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         index = torch_metadata.index_from_results(metadata, results)
         index = dataclasses.replace(index, provenance=self._structure)
         user, provenance = self._said
-        self.publish(index, user=user, provenance=provenance)
+        self.publish(index, user, provenance)
         metadata.version = torch_metadata.VERSION
         metadata.storage_meta = self.storage_meta()
         metadata.storage_data = {
@@ -272,27 +273,18 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         """Keep for `finish` of the save that was begun what `publish` is to say."""
         self._said = user, provenance
 
-    def publish(
-        self,
-        index: CheckpointIndex,
-        *,
-        user: Mapping[str, Any] | None = None,
-        provenance: Mapping[str, Any] | None = None,
-    ) -> None:
+    def publish(self, index: CheckpointIndex, user: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
         """Commit ``index``, with the metadata of the ``user`` and the ``provenance`` of the save; on failure
         no file of this save remains."""
-        own = {"save_id": self.save_id, "time": time.time(), **(provenance or {})}
+        own = {"save_id": self.save_id, "time": time.time(), **provenance}
         if not self.sync_files:
             own["durable"] = False
-        index = dataclasses.replace(index, provenance={**index.provenance, **own}, user=dict(user or {}))
-        previous = self._previous
-        if previous is None:
-            previous = commit.previous_state(self.store, self.names)
+        index = dataclasses.replace(index, provenance={**index.provenance, **own}, user=dict(user))
         try:
             self.index = commit.commit(
                 self.store,
                 index,
-                previous,
+                self._previous or commit.previous_state(self.store, self.names),
                 names=self.names,
                 save_id=self.save_id,
                 durable=self.sync_files,
@@ -346,50 +338,50 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         """
         writing = PartitionWriter(columns, memory, objects, self._new_file, on_bytes, observers)
         own = columns.own_rows
-        parts = self._partitions(own, writing.payload_bytes[own], bool(objects.blobs))
-        if apart is not None:
-            parts = [one for part in parts for one in part.split(apart[columns.sources])]
+        groups = None if apart is None else apart[columns.sources[own]]
+        parts = self._partitions(own, writing.payload_bytes[own], groups, has_objects=bool(objects.blobs))
         if not parts:
             if len(columns.shares):
                 raise PlanError("every row of a write plan shares another row's payload")
             return WriteOutcome()
         numbers = range(self._files_written, self._files_written + len(parts))
         self._files_written += len(parts)
+        with_objects = [True] + [False] * (len(parts) - 1)
         try:
             if len(parts) == 1:
-                placed = [writing.write(numbers[0], parts[0])]
+                writing.write(numbers[0], parts[0], True)
             else:
                 finish_device_work(memory.tensors)
                 with WorkerThreads(min(len(parts), max(2, self.thread_count)), "dcp-write") as pool:
-                    placed = list(pool.map(writing.write, numbers, parts))
+                    list(pool.map(writing.write, numbers, parts, with_objects))
             if self.sync_files:
                 self.store.sync()
         except BaseException:
             for file in writing.files.values():
                 file.abort()
             raise
-        return writing.outcome(parts, placed)
+        return writing.outcome(parts)
 
-    def _partitions(self, rows: Int64, payloads: Int64, has_objects: bool) -> list[FilePartition]:
-        """Deal ``rows`` of so many ``payloads`` bytes to files; objects go into one of them."""
-        if not len(rows) and not has_objects:
-            return []
-        if not self.single_file_per_rank and len(rows):
-            parts = [FilePartition(rows[place : place + 1]) for place in range(len(rows))]
-            if has_objects:
-                parts.append(FilePartition(rows[:0], with_objects=True))
-            return parts
-        total = int(payloads.sum())
-        count = self.thread_count
+    def _partitions(
+        self, rows: Int64, payloads: Int64, groups: Int64 | None, *, has_objects: bool
+    ) -> list[Int64]:
+        """Deal ``rows`` of so many ``payloads`` bytes to files, those of different ``groups`` to different
+        ones; objects go into the first, which has rows of group 0 alone."""
+        total, count = int(payloads.sum()), min(self.thread_count, len(rows))
         if not self.sync_files and total >= max(_TWO_FILES_ABOVE_BYTES, len(rows) * _TWO_FILES_MEAN_BYTES):
-            count = max(count, 2)
-        if min(count, len(rows)) <= 1:
-            return [FilePartition(rows, has_objects)]
-        count = min(count, len(rows))
-        numbers = np.minimum(count - 1, (np.cumsum(payloads) - payloads) * count // max(total, 1))
-        parts = [FilePartition(part) for number in range(count) if len(part := rows[numbers == number])]
-        parts[0].with_objects = has_objects
-        return parts
+            count = min(max(count, 2), len(rows))
+        if not self.single_file_per_rank:
+            numbers = np.arange(len(rows)) + has_objects
+        elif count <= 1 and groups is None:
+            return [rows] if len(rows) or has_objects else []
+        else:
+            numbers = np.minimum(count - 1, (np.cumsum(payloads) - payloads) * count // max(total, 1))
+        if groups is not None:
+            numbers = numbers + groups * (len(rows) + 1)
+        order = np.argsort(numbers, kind="stable")
+        found = np.unique(np.append(numbers, 0) if has_objects else numbers)
+        begins = np.searchsorted(numbers[order], found)
+        return np.split(rows[order], begins[1:]) if len(found) else []
 
 
 def is_supported(checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from dcp.background.error_codec import Ending, error_to_data, verdict
 from dcp.background.process import pickled_state
 from dcp.errors import CheckpointError, ReplicaMismatchError, StorageError
-from dcp.ranks.failures import failure_of
+from dcp.ranks.exchanges import failure_of
 from dcp.staging import DefaultStager
 
 

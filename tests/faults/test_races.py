@@ -119,6 +119,6 @@ def test_a_save_refuses_what_changed_since_it_began(tmp_path: Path, bare: bool) 
     writer.prepare()
     save_version(folder, 2, torch_compatible=not bare)
     with pytest.raises(CheckpointConflictError) as caught:
-        writer.publish(dcp.open_index(folder))
+        writer.publish(dcp.open_index(folder), {}, {})
     assert caught.value.path == str(folder) and str(folder) in str(caught.value)
     assert seen_by_dcp(folder) == 2 and listing(folder)["data"] == 1

@@ -25,8 +25,13 @@ from hypothesis import strategies as st
 
 from dcp import DefaultSavePlanner
 from dcp.planners.by_value import encode_by_value
-from dcp.planners.digest import SAMPLE_BYTES, WHOLE_LIMIT_BYTES, digest_tensors
-from dcp.planners.value_digests import NOT_COMPARABLE, digest_value
+from dcp.planners.value_digests import (
+    NOT_COMPARABLE,
+    SAMPLE_BYTES,
+    WHOLE_LIMIT_BYTES,
+    digest_tensors,
+    digest_value,
+)
 from dcp.storage.digests import KEY, BoxDigest, logical_runs, power, product, shown_digest
 from dcp.storage.formats.checksums import BLOCK_BYTES as CRC_BLOCK_BYTES
 from dcp.storage.formats.checksums import crc32, crc32_combine

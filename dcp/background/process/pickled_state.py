@@ -19,7 +19,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dcp.planners.layout.checkpointable import ShardClaim, claim_of, with_claim
+from dcp.planners.layout.local_tensor import ShardClaim, claim_of, with_claim
 from dcp.storage import torch_compat
 from dcp.storage.errors import CheckpointError, WriterProcessError
 from dcp.storage.tensors import is_whole_memory

@@ -16,7 +16,7 @@ from dcp.background.process.child import Child
 from dcp.background.process.pickled_state import pack
 from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.rank_state import RankState
-from dcp.ranks.failures import pack_failure
+from dcp.ranks.exchanges import pack_failure
 from dcp.saving.save import Save
 from dcp.staging.stager import StagedState
 from dcp.storage.errors import CheckpointError

@@ -26,16 +26,13 @@ from dcp.background.process.rendezvous import Address, own_store
 from dcp.background.process.wire import Connection, Message
 from dcp.background.writers import RefusedWriter, Staged
 from dcp.engines import refused_save
-from dcp.features.plan_cache import remembering
+from dcp.features.plan_cache import PlanCache, remembering
 from dcp.planners.columns import SaveColumns
 from dcp.planners.rank_state import RankState
-from dcp.planners.save.plan_cache import PlanCache
 from dcp.progress import Progress, ProgressCallback
 from dcp.ranks.collectives import Ranks
-from dcp.ranks.failures import RankFailedError, decode_failure
-from dcp.ranks.presence import Presence
-from dcp.saving.options import SaveOptions
-from dcp.saving.save import Save, agreeing_seconds
+from dcp.ranks.exchanges import Presence, RankFailedError, decode_failure
+from dcp.saving.save import Save, SaveOptions, agreeing_seconds
 from dcp.storage.errors import CollectiveTimeoutError, WriterProcessError
 from dcp.storage.tensors import LocalMemory, torch_dtype
 
