@@ -1,4 +1,6 @@
-"""Short tracebacks of public functions: the call and the message, without the frames in between.
+"""Errors of public functions, with short tracebacks, and of features, with their names.
+
+A traceback is the call and the message, without the frames in between.
 
 The error is the one that was raised, with its class and its facts. What caused it is still there as its
 ``__context__``, and by rank in the ``failures`` of a `dcp.ranks.failures.RankFailedError`. Where the
@@ -15,13 +17,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType, TracebackType
-from typing import Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from dcp.storage.errors import CheckpointError, RemoteError
 
 __all__ = [
     "DEBUG_VARIABLE",
+    "ask",
     "plain_errors",
+    "refused",
     "shorten",
     "warn_caller",
     "whole_tracebacks",
@@ -127,3 +131,30 @@ def whole_tracebacks() -> Iterator[None]:
 
 def _debugging() -> bool:
     return _whole.get() or bool(os.environ.get(DEBUG_VARIABLE))
+
+
+# -- features ------------------------------------------------------------------------------------------------
+
+
+def ask(name: str, method: str, function: Callable[..., Any], kind: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call ``function``, the ``method`` of the feature ``name``, and return its result, which must be a
+    ``kind``.
+
+    What is no error of this package is raised as a CheckpointError that has the name, and so is a result of
+    another type.
+    """
+    try:
+        result = function(*args, **kwargs)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise refused(name, method, f"{type(error).__name__}: {error}") from error
+    if not isinstance(result, kind):
+        wanted = getattr(kind, "__name__", str(kind))
+        raise refused(name, method, f"it returned {type(result).__name__}, and {wanted} is wanted")
+    return result
+
+
+def refused(name: str, method: str, why: str) -> CheckpointError:
+    """Make the error for what the ``method`` of the feature ``name`` did."""
+    return CheckpointError(f"feature {name!r}, {method}: {why}")

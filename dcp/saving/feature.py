@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
-from dcp.calls.features import ask, refused
+from dcp.calls.plain_errors import ask, refused
 from dcp.planners.columns import SaveColumns
 from dcp.planners.rank_state import RankState
 from dcp.storage.engine.observers import Observer

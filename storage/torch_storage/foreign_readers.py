@@ -17,8 +17,6 @@ from dcp.storage.formats.torch.format import TORCH_SAVE
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.torch_storage.reader import FileSystemReader
 
-__all__ = ["BroadcastingTorchSaveReader", "HuggingFaceStorageReader"]
-
 
 class _OneFormatReader(FileSystemReader):
     formats: tuple[str, ...] = ()
