@@ -203,17 +203,16 @@ def _step(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
 
 def _stand_in(group: dict[str, Any], chosen: set[int]) -> dict[str, Any]:
     """Return a copy of a parameter group to make a step of no size with."""
-    made = {name: _copied(value) for name, value in group.items() if name != "params"}
+    made: dict[str, Any] = {}
+    for name, value in group.items():
+        if isinstance(value, torch.Tensor):
+            made[name] = value.detach().clone()
+        else:
+            made[name] = copy.copy(value) if isinstance(value, list | dict) else value
     made["params"] = [parameter for parameter in group["params"] if id(parameter) in chosen]
     if "lr" in group:
         made["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
     return made
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return copy.copy(value) if isinstance(value, list | dict) else value
 
 
 def _pruned(state: Any, without: Any, name: str, is_stored: Callable[[str, Any], bool]) -> Any:

@@ -399,20 +399,16 @@ def hint_for_missing(
         return f"Did you mean {shown}?"
     if any(map(is_group, missing)) and any(map(is_group, found)):
         return f"{OTHER_GROUPS}."
-    there = f"It has {listed(_summary(unused), show=str)} besides; dcp show lists all. " if unused else ""
+    counts = Counter(name.partition(".")[0] for name in unused)
+    several = {name.partition(".")[0] for name in unused if "." in name}
+    tops = [f"{top}.* ({count:,})" if top in several else repr(top) for top, count in counts.items()]
+    there = f"It has {listed(tops, show=str)} besides; dcp show lists all. " if unused else ""
     return f"{there}What it lacks may stay as it is with allow_partial_load=True."
 
 
 def is_group(name: str) -> bool:
     """Return whether it is a group of an optimizer, or the entry that each of them has."""
     return _GROUP.search(name) is not None
-
-
-def _summary(names: Sequence[str]) -> list[str]:
-    """Return the first parts of ``names``, with how many there are of each."""
-    counts = Counter(name.partition(".")[0] for name in names)
-    several = {name.partition(".")[0] for name in names if "." in name}
-    return [f"{part}.* ({count:,})" if part in several else repr(part) for part, count in counts.items()]
 
 
 def rename_for_missing(

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, get_args
 
 from dcp.storage.engine.reading.requests import Verify
@@ -165,7 +166,11 @@ def renamer(rename: Rename | None) -> Callable[[str], str] | None:
     if rename is None:
         return None
     if isinstance(rename, Mapping):
-        return _Rules.of(rename)
+        try:
+            rules = [(re.compile(regex), replacement) for regex, replacement in rename.items()]
+        except (re.error, TypeError) as error:
+            raise OptionError(f"rename has a key that is no regular expression: {error}") from error
+        return partial(_substituted, rules)
     if not callable(rename):
         raise PlanError(
             f"rename must be a mapping of regular expressions to replacements, or a function, not {rename!r}"
@@ -173,29 +178,17 @@ def renamer(rename: Rename | None) -> Callable[[str], str] | None:
     return lambda key: _checked(key, rename(key))
 
 
-@dataclass(frozen=True, slots=True)
-class _Rules:
-    rules: tuple[tuple[re.Pattern[str], Any], ...]
-
-    @classmethod
-    def of(cls, rename: Mapping[str, Any]) -> _Rules:
+def _substituted(rules: Sequence[tuple[re.Pattern[str], Any]], key: str) -> str:
+    name: Any = key
+    for regex, replacement in rules:
         try:
-            return cls(tuple((re.compile(regex), replacement) for regex, replacement in rename.items()))
-        except (re.error, TypeError) as error:
-            raise OptionError(f"rename has a key that is no regular expression: {error}") from error
-
-    def __call__(self, key: str) -> str:
-        name: Any = key
-        for regex, replacement in self.rules:
-            try:
-                name = regex.sub(replacement, name)
-            except (re.error, IndexError, TypeError) as error:
-                raise PlanError(
-                    f"rename: {regex.pattern!r} with the replacement {replacement!r} fails for {name!r}: "
-                    f"{error}",
-                    fqn=key,
-                ) from error
-        return _checked(key, name)
+            name = regex.sub(replacement, name)
+        except (re.error, IndexError, TypeError) as error:
+            raise PlanError(
+                f"rename: {regex.pattern!r} with the replacement {replacement!r} fails for {name!r}: {error}",
+                fqn=key,
+            ) from error
+    return _checked(key, name)
 
 
 def _checked(key: str, name: Any) -> str:
