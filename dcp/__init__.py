@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dcp.hf_storage import HuggingFaceStorageReader as HuggingFaceStorageReader
     from dcp.hf_storage import HuggingFaceStorageWriter as HuggingFaceStorageWriter
     from dcp.inspection.checkpoints import open_index as open_index
-    from dcp.loading.report import LoadReport as LoadReport
+    from dcp.loading.feature import LoadReport as LoadReport
     from dcp.manager.catalog import CatalogRegistration as CatalogRegistration
     from dcp.manager.cleanup.retention import Best as Best
     from dcp.manager.cleanup.retention import Keep as Keep
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from dcp.planners.rescale import Rescale as Rescale
     from dcp.planners.weight_maps.weight_map import weight_map as weight_map
     from dcp.protocol import CheckpointableTensor as CheckpointableTensor
-    from dcp.proving.proof import Proof as Proof
-    from dcp.proving.prove import prove as prove
+    from dcp.proving import Proof as Proof
+    from dcp.proving import prove as prove
     from dcp.quantized_hf_storage import (
         QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader,
     )
@@ -100,10 +100,9 @@ _NAMES = {
     "dcp.planners.rescale": ("Rescale",),
     "dcp.planners.weight_maps.weight_map": ("weight_map",),
     "dcp.protocol": ("CheckpointableTensor",),
-    "dcp.proving.proof": ("Proof",),
-    "dcp.proving.prove": ("prove",),
+    "dcp.proving": ("Proof", "prove"),
     "dcp.quantized_hf_storage": ("QuantizedHuggingFaceStorageReader",),
-    "dcp.loading.report": ("LoadReport",),
+    "dcp.loading.feature": ("LoadReport",),
     "dcp.state_dict_loader": ("load", "load_state_dict", "read"),
     "dcp.state_dict_saver": (
         "AsyncCheckpointerType",

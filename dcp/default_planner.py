@@ -9,7 +9,7 @@ import io
 from collections.abc import Collection
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,16 @@ from dcp.loading.call import LoadAttempt, LoadCall
 from dcp.loading.feature import Features
 from dcp.planners.flatten import set_element
 from dcp.planners.layout.local_tensor import BoxLookup
-from dcp.planners.load.options import LoadOptions, PerRankLoad, Unexpected
-from dcp.planners.load.selection import Matches, Patterns, Rename, check_matches
+from dcp.planners.load.selection import (
+    LoadDtype,
+    LoadOptions,
+    Matches,
+    Patterns,
+    PerRankLoad,
+    Rename,
+    Unexpected,
+    check_matches,
+)
 from dcp.planners.per_rank import current_rank
 from dcp.planners.rescale import Rescale
 from dcp.planners.save.planner import DefaultSavePlanner
@@ -78,7 +86,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         flatten_sharded_tensors: bool = True,
         allow_partial_load: bool = False,
         *,
-        dtype: Literal["exact", "cast"] = "exact",
+        dtype: LoadDtype = "exact",
         weights_only: bool = True,
         only: Patterns | None = None,
         exclude: Patterns | None = None,
@@ -90,18 +98,13 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         LoadOptions(
             only=only, exclude=exclude, rename=rename, per_rank=per_rank, unexpected=unexpected
         ).check()
-        self.dtype = dtype
-        self.weights_only = weights_only
-        self.only = only
-        self.exclude = exclude
-        self.rename = rename
-        self.per_rank: PerRankLoad = per_rank
-        self.unexpected: Unexpected = unexpected
+        self.dtype, self.weights_only = dtype, weights_only
+        self.only, self.exclude, self.rename = only, exclude, rename
+        self.per_rank, self.unexpected = per_rank, unexpected
         self.rank: int | None = None
         self.world_size: int | None = None
+        self.attempt: LoadAttempt | None = None
         self._call: LoadCall | None = None
-        self._attempt = LoadAttempt()
-        self._features: Features | None = None
         self._lookup: BoxLookup | None = None
 
     @property
@@ -111,22 +114,10 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             raise PlanError("the load planner was not set up")
         return self._call
 
-    def begin_load(self, rank: int, world_size: int, attempt: LoadAttempt, features: Features) -> None:
-        """Forget the load before; this one is of rank ``rank`` of ``world_size``, until `end_load`."""
-        self.rank, self.world_size, self._attempt, self._call = rank, world_size, attempt, None
-        self._features = features
-        self.original_state_dict = {}
-
-    def end_load(self) -> frozenset[str]:
-        """End the load, be it done or failed: what was found stays, what it was asked for does not.
-
-        Returns the entries that it may have changed, and those that it had to fill.
-        """
-        attempt, self._attempt, self._features = self._attempt, LoadAttempt(), None
-        if self._call is None:
-            return attempt.must_fill
-        self._call.tell_autograd()
-        return self._call.touched
+    def begin_load(self, attempt: LoadAttempt) -> None:
+        """Forget the load before; the next one is this ``attempt`` of dcp's own, until that is None again."""
+        self.rank, self.world_size = attempt.rank, attempt.world_size
+        self.attempt, self._call, self.original_state_dict = attempt, None, {}
 
     def set_up_planner(
         self,
@@ -146,25 +137,24 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         """Return the present load, of what a subclass made of the state dict in its own `set_up_planner`."""
         if self._call is None and self.original_state_dict:
             self._call = self._opened(self.original_state_dict)
-        call = self.call
+        call = self._call or self.call
         if call.flat.values is not self.state_dict:
             call.flat = replace(call.flat, values=self.state_dict, paths=self.mappings)
         return call
 
     def _opened(self, state_dict: dict[str, Any]) -> LoadCall:
-        attempt, world_size = self._attempt, self.world_size
-        options, features = attempt.options.over(self), self._features
-        if features is None:  # a load of torch's own
-            features = Features(load_features(), options)
-        if world_size is None:
-            world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        attempt = self.attempt
+        if attempt is None:  # a load of torch's own
+            world_size = self.world_size
+            if world_size is None:
+                world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+            rank = current_rank() if self.rank is None else self.rank
+            features = Features(load_features(), LoadOptions().over(self))
+            attempt = LoadAttempt(rank=rank, world_size=world_size, features=features)
         return LoadCall(
             state_dict,
             attempt,
-            options,
-            current_rank() if self.rank is None else self.rank,
-            world_size,
-            features,
+            attempt.options.over(self),
             flattens=self.flatten_state_dict,
             flattens_sharded=self.flatten_sharded_tensors,
         )
@@ -242,26 +232,21 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         self._filled = state_dict
         paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
         notes = notes_by_path(known_provenance(metadata).get("structure"))
-        nested: dict[str, Any] = {}
-        found: set[str] = set()
         entries = metadata.state_dict_metadata
         in_order = dict.fromkeys((*(fqn for fqn in paths if fqn in entries), *entries))
-        for fqn in in_order:
-            entry = entries[fqn]
-            path = paths.get(fqn, (fqn,))
-            names = {fqn, *_ancestors(path)}
-            if self.keys is not None and names.isdisjoint(self.keys):
-                continue
-            found |= names
-            value: Any = entry
-            if isinstance(entry, TensorStorageMetadata):
-                value = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
-            set_element(nested, path, value)
-        for path in empty_dicts(notes, paths.values()):
-            names = set(_ancestors(path))
+        places: list[tuple[Any, Path, Any]] = [
+            (fqn, paths.get(fqn, (fqn,)), entries[fqn]) for fqn in in_order
+        ]
+        places += [(None, path, {}) for path in empty_dicts(notes, paths.values())]
+        nested: dict[str, Any] = {}
+        found: set[str] = set()
+        for fqn, path, entry in places:
+            names = {*accumulate(map(str, path), "{}.{}".format)} | ({fqn} if fqn is not None else set())
             if self.keys is None or not names.isdisjoint(self.keys):
                 found |= names
-                set_element(nested, path, {})
+                if isinstance(entry, TensorStorageMetadata):
+                    entry = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+                set_element(nested, path, entry)
         state_dict.update(with_original_keys(nested, notes))
         absent = sorted(set(self.keys or ()) - found)
         if absent:
@@ -269,8 +254,3 @@ class _EmptyStateDictLoadPlanner(DefaultLoadPlanner):
                 f"the checkpoint has nothing under {', '.join(map(repr, absent))}", fqns=absent
             )
         super().set_up_planner(state_dict, metadata, is_coordinator)
-
-
-def _ancestors(path: Path) -> list[str]:
-    """Return the flat names of what is at ``path``, and of all that it is nested in."""
-    return list(accumulate(map(str, path), "{}.{}".format))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dcp.default_planner import DefaultLoadPlanner
 from dcp.features.registry import load_features, save_features
 from dcp.loading.load import ColumnLoad, LoadEngine
-from dcp.planners.load.options import LoadOptions
+from dcp.planners.load.selection import LoadOptions
 from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
 from dcp.saving.save import ColumnSave, Save
 from dcp.storage.errors import CheckpointError, OptionError
@@ -108,10 +108,10 @@ def load_engine(
             "that itself"
         )
     if ours is not None and storage is not None and _keeps_steps(ours) and _keeps_steps(storage):
-        return ColumnLoad(storage, ours, ranks, options, load_features())
+        return ColumnLoad(ranks, options, ours, storage, load_features())
     if options.map is not None:
         raise _needs_columns("map", planner, reader)
-    return ProtocolLoad(reader, planner, ranks, options, ours, storage, load_features())
+    return ProtocolLoad(ranks, options, ours, storage, load_features(), reader=reader, any_planner=planner)
 
 
 def _needs_columns(option: str, planner: object, storage: object) -> OptionError:

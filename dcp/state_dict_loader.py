@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.storage import StorageReader
-from typing_extensions import deprecated
+from typing_extensions import Unpack, deprecated
 
-from dcp.calls.arguments import choose_reader, takes_storage_second
+from dcp.calls.arguments import check_top_level, choose_reader, takes_storage_second
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.torch_names import names_of
 from dcp.default_planner import DefaultLoadPlanner
 from dcp.engines import load_engine
-from dcp.loading.feature import Target
-from dcp.loading.report import LoadReport
-from dcp.loading.whole import ReadDtype, Whole
-from dcp.planners.load.options import LoadDtype, LoadOptions, PerRankLoad, Unexpected
-from dcp.planners.load.selection import Patterns, Rename
+from dcp.loading.feature import LoadReport, Target
+from dcp.loading.load import ReadDtype, Whole
+from dcp.planners.load.selection import LoadKeywords, LoadOptions, Patterns, Rename, check_names
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.ranks.collectives import Ranks, raise_on_all_ranks, works_alone
@@ -38,24 +37,23 @@ if not TYPE_CHECKING:
     __getattr__ = names_of("state_dict_loader")
 
 
-class LoadKeywords(TypedDict, total=False):
-    """Keyword arguments of `load` about what is loaded and how, for those that hand them on."""
+F = TypeVar("F", bound=Callable[..., Any])
 
-    only: Patterns | None
-    exclude: Patterns | None
-    rename: Rename | None
-    map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None
-    per_rank: PerRankLoad | None
-    unexpected: Unexpected | None
-    verify: Verify | None
-    dtype: LoadDtype | None
-    allow_partial_load: bool | None
-    weights_only: bool | None
-    progress: bool | ProgressCallback | None
+
+def lists_options(function: F) -> F:
+    """Decorate ``function`` so that its signature lists what its ``**options`` are."""
+    own = inspect.signature(function)
+    named = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind.__forward_arg__)
+        for name, kind in LoadKeywords.__annotations__.items()
+    ]
+    vars(function)["__signature__"] = own.replace(parameters=[*list(own.parameters.values())[:-1], *named])
+    return function
 
 
 @plain_errors
 @takes_storage_second("storage_reader")
+@lists_options
 def load(
     state_dict: dict[str, Any],
     *,
@@ -64,19 +62,9 @@ def load(
     planner: LoadPlanner | None = None,
     process_group: ProcessGroup | None = None,
     no_dist: bool = False,
-    verify: Verify | None = None,
-    dtype: LoadDtype | None = None,
-    allow_partial_load: bool | None = None,
-    weights_only: bool | None = None,
-    only: Patterns | None = None,
-    exclude: Patterns | None = None,
-    rename: Rename | None = None,
-    map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    per_rank: PerRankLoad | None = None,
-    unexpected: Unexpected | None = None,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-    progress: bool | ProgressCallback | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    **options: Unpack[LoadKeywords],
 ) -> LoadReport:
     """Load a checkpoint in place into a sharded state dict; every rank of the process group calls it alike.
 
@@ -104,6 +92,8 @@ def load(
         planner: Plans the load, instead of `DefaultLoadPlanner`.
         process_group: The ranks that load together; the default group without it.
         no_dist: Load in this process alone.
+        timeout_seconds: The longest wait for other ranks.
+        storage_options: Those of the file system of a URL, as for `dcp.save`.
         verify: "blocks" (default) compares the checksum of every block that is read whole, "full" also reads
             the rest of blocks needed in part, "none" compares nothing.
         dtype: "exact" (default) refuses another dtype than the stored one, "cast" converts.
@@ -128,9 +118,7 @@ def load(
             warning names what is kept, and what is left of ranks that are not there any more.
         unexpected: "error" (default) raises UnexpectedKeyError for entries that would be lost, unless
             ``exclude`` leaves them out by name; "ignore" does not.
-        timeout_seconds: The longest wait for other ranks.
         progress: True for a bar, or a function that gets `dcp.progress.Progress`.
-        storage_options: Those of the file system of a URL, as for `dcp.save`.
 
     Returns:
         What was loaded, and at what cost.
@@ -155,22 +143,6 @@ def load(
         their state already: PlanError if it leaves tensors on the meta device, else CheckpointError that
         names the object.
     """
-    weights = None
-    if map is not None:
-        weights = _map_on_all(map, "load", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds)
-    options = LoadOptions(
-        only=only,
-        exclude=exclude,
-        rename=rename,
-        map=weights,
-        per_rank=per_rank,
-        unexpected=unexpected,
-        dtype=dtype,
-        allow_partial_load=allow_partial_load,
-        weights_only=weights_only,
-        verify=verify,
-        progress=progress,
-    )
     return load_with(
         state_dict,
         options,
@@ -186,7 +158,7 @@ def load(
 
 def load_with(
     state_dict: dict[str, Any],
-    options: LoadOptions,
+    given: LoadKeywords,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     storage_reader: StorageReader | None = None,
@@ -199,13 +171,19 @@ def load_with(
 ) -> LoadReport:
     """`load`, for those that try again: ``filled`` are entries that a load which failed may have filled, as
     for `dcp.loading.load.LoadEngine.load`."""
+    check_names("load", given)
     alone = works_alone(process_group, no_dist=no_dist, operation="load")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="load")
-    planner = planner if planner is not None else DefaultLoadPlanner()
     with raise_on_all_ranks(ranks):
+        chosen: dict[str, Any] = {**given}
+        if (weights := given.get("map")) is not None:
+            chosen["map"] = WeightMap.of(weights)
+        options = LoadOptions(**chosen)
         reader = choose_reader(storage_reader, checkpoint_id, storage_options)
-        engine = load_engine(reader, planner, ranks, options)
-        target = engine.target(state_dict)
+        engine = load_engine(reader, planner or DefaultLoadPlanner(), ranks, options)
+        if not isinstance(state_dict, dict):
+            check_top_level(state_dict)
+        target: Target = engine.features.through("target", Target, Target(state_dict))
     return engine.load(target, filled)
 
 
@@ -267,7 +245,6 @@ def read(
         PlanError: An option cannot be meant, or the ranks called different operations.
         CollectiveTimeoutError: Ranks did not answer in time.
     """
-    weights = _map_on_all(map, "read", process_group, no_dist=no_dist, timeout_seconds=timeout_seconds)
     alone = works_alone(process_group, no_dist=no_dist, operation="read")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="read")
     with raise_on_all_ranks(ranks):
@@ -277,7 +254,7 @@ def read(
         options = LoadOptions(
             verify=verify,
             progress=progress,
-            map=weights,
+            map=None if map is None else WeightMap.of(map),
             unexpected="ignore",  # all that is chosen has a place: nothing is lost
             dtype="exact" if dtype is None else "cast",
             weights_only=weights_only is not False,
@@ -339,22 +316,3 @@ def _load_state_dict_from_keys(
     names = [keys] if isinstance(keys, str) else keys
     only = None if names is None else [re.sub(r"[*?[]", r"[\g<0>]", name) for name in names]
     return read(checkpoint_id, storage_reader=storage_reader, process_group=process_group, only=only)
-
-
-def _map_on_all(
-    given: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None,
-    operation: str,
-    process_group: ProcessGroup | None,
-    *,
-    no_dist: bool,
-    timeout_seconds: float,
-) -> WeightMap | None:
-    """Return the map that is meant. An error of one rank, as of a file that its host lacks, is raised on
-    all."""
-    try:
-        return None if given is None else WeightMap.of(given)
-    except Exception:
-        alone = works_alone(process_group, no_dist=no_dist, operation=operation)
-        ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation=operation)
-        with raise_on_all_ranks(ranks):
-            raise

@@ -1,4 +1,6 @@
-"""Short tracebacks of public functions: the call and the message, without the frames in between.
+"""Errors of public functions, with short tracebacks, and of features, with their names.
+
+A traceback is the call and the message, without the frames in between.
 
 The error is the one that was raised, with its class and its facts. What caused it is still there as its
 ``__context__``, and by rank in the ``failures`` of a `dcp.ranks.exchanges.RankFailedError`. Where the

@@ -20,24 +20,15 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dcp.planners.flatten import MAPPING, kind_of
+from dcp.features.entries import optimizer_dicts
 from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.formats.torch.structure import restore_structure
 from dcp.storage.tensors import torch_dtype
 from dcp.storage.torch_compat import preserved_versions
 
-__all__ = [
-    "optimizers_without_state",
-    "parameter_groups",
-    "prefixes_without_state",
-    "state_dict_with_state",
-]
-
 logger = logging.getLogger(__name__)
 
 _DEPTH = 3
-_NESTED = 16
-"""Levels down to which state dicts of optimizers are looked for; a dict may hold itself."""
 _LOOKED_AT = 64
 """Entries of a list or dict that are looked through: optimizers are not held among thousands."""
 _NOT_LOOKED_THROUGH = (torch.Tensor, torch.nn.Module, type, ModuleType)
@@ -59,7 +50,7 @@ def state_dict_with_state(
     optimizers: list[Optimizer],
     key: str,
     is_stored: Callable[[str, Any], bool],
-    index_of: Callable[[], CheckpointIndex],
+    index: CheckpointIndex,
 ) -> dict[str, Any]:
     """Return what ``stateful.state_dict()`` gives while the ``optimizers`` have state for all of their
     parameters.
@@ -89,7 +80,7 @@ def state_dict_with_state(
             )
             return pruned
     if failed:
-        _add_stored_state(pruned, f"{key}.", index_of(), is_stored)
+        _add_stored_state(pruned, f"{key}.", index, is_stored)
     return pruned
 
 
@@ -119,17 +110,6 @@ def _add_stored_state(
                     found.setdefault(lacking[above], {})[name] = path[depth:]
         for parameter, own in found.items():
             own_state[parameter] = restore_structure(None, own, place_for)
-
-
-def parameter_groups(state: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield (flat key, group) of the parameter groups in state dicts of optimizers, in ``state`` or below it.
-
-    ``prefix`` is what the flat keys of the entries of ``state`` begin with.
-    """
-    for begin, optimizer in optimizer_dicts(state, prefix):
-        for number, group in enumerate(optimizer["param_groups"]):
-            if isinstance(group, dict):
-                yield f"{begin}param_groups.{number}", group
 
 
 def _collect(holder: Any, depth: int, found: dict[int, Optimizer], seen: set[int]) -> None:
@@ -223,17 +203,16 @@ def _step(optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
 
 def _stand_in(group: dict[str, Any], chosen: set[int]) -> dict[str, Any]:
     """Return a copy of a parameter group to make a step of no size with."""
-    made = {name: _copied(value) for name, value in group.items() if name != "params"}
+    made: dict[str, Any] = {}
+    for name, value in group.items():
+        if isinstance(value, torch.Tensor):
+            made[name] = value.detach().clone()
+        else:
+            made[name] = copy.copy(value) if isinstance(value, list | dict) else value
     made["params"] = [parameter for parameter in group["params"] if id(parameter) in chosen]
     if "lr" in group:
         made["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
     return made
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return copy.copy(value) if isinstance(value, list | dict) else value
 
 
 def _pruned(state: Any, without: Any, name: str, is_stored: Callable[[str, Any], bool]) -> Any:
@@ -257,40 +236,3 @@ def _pruned(state: Any, without: Any, name: str, is_stored: Callable[[str, Any],
         pairs = zip(state, without, strict=True)
         return [_pruned(*pair, f"{name}.{number}", is_stored) for number, pair in enumerate(pairs)]
     return state
-
-
-# -- state dicts of optimizers -------------------------------------------------------------------------------
-
-
-def optimizer_dicts(
-    state: Mapping[Any, Any], prefix: str, depth: int = _NESTED
-) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield (what the flat keys of its entries begin with, state dict of an optimizer), of ``state`` or below
-    it.
-
-    ``prefix`` is what the flat keys of the entries of ``state`` begin with.
-    """
-    is_optimizer = "state" in state and isinstance(state.get("param_groups"), list)
-    if is_optimizer:
-        yield prefix, state
-    elif MAPPING not in map(kind_of, set(map(type, state.values()))):
-        return  # quick, for a model of many tensors
-    if not depth:
-        return
-    for key, value in state.items():
-        if kind_of(type(value)) == MAPPING and not (is_optimizer and key == "state"):
-            yield from optimizer_dicts(value, f"{prefix}{key}.", depth - 1)
-
-
-def prefixes_without_state(state: Mapping[Any, Any]) -> tuple[str, ...]:
-    """Return what flat keys of the state of parameters begin with, of optimizers in ``state`` that have
-    parameters and no state of any."""
-    return tuple(
-        f"{prefix}state.{parameter}."
-        for prefix, optimizer in optimizer_dicts(state, "")
-        if isinstance(optimizer["state"], Mapping) and not optimizer["state"]
-        for group in optimizer["param_groups"]
-        if isinstance(group, Mapping) and isinstance(group.get("params"), list)
-        for parameter in group["params"]
-        if isinstance(parameter, str | int)
-    )

@@ -20,9 +20,7 @@ from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.near_names import listed
 
 if TYPE_CHECKING:
-    from dcp.loading.report import LoadReport
-
-__all__ = ["PerRankValues"]
+    from dcp.loading.feature import LoadReport
 
 logger = logging.getLogger(__name__)
 
@@ -71,22 +69,21 @@ class PerRankValues(LoadFeature):
         """
         call, owners = self.call, self.call.flat.owners
         self.rescaled = self._to_rescale(index)
-        made = {value.name for value in self.rescaled}
-        self.whole = [value.name for value in self.rescaled if value.target.rule != "keep"]
-        below: dict[str, list[str]] = {}
-        for fqn, name in owners.items():
-            if self._may_be_kept and name not in made and fqn in call.values:
-                below.setdefault(name, []).append(fqn)
+        rescaled = {value.name for value in self.rescaled}
+        kept, stored = set[str](), set[str]()
+        for fqn, name in owners.items() if self._may_be_kept else ():
+            if name not in rescaled and fqn in call.values:
+                kept.add(name)
+                if call.stored(fqn) in index.position or call.stored(fqn) in index.objects.position:
+                    stored.add(name)
         if index.provenance.get("world_size") in (None, call.world_size):
-            below = {
-                name: fqns
-                for name, fqns in below.items()
-                if not any(_is_stored(index, call.stored(fqn)) for fqn in fqns)
-            }
-        self.kept = tuple(sorted(below))
-        by_rule = {value.name for value in self.rescaled if value.target.rule != "keep"}
-        self.made = [fqn for fqn, name in owners.items() if name in by_rule]
-        call.leave({*chain(*below.values()), *(fqn for fqn, name in owners.items() if name in made)})
+            kept -= stored
+        self.kept = tuple(sorted(kept))
+        self.whole = [value.name for value in self.rescaled if value.target.rule != "keep"]
+        self.made = [fqn for fqn, name in owners.items() if name in self.whole]
+        left = {fqn for fqn, name in owners.items() if name in kept or name in rescaled}
+        if left:
+            call.values = {fqn: value for fqn, value in call.values.items() if fqn not in left}
 
     def destinations(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return new memory in place of tensors that may stay unfilled.
@@ -123,16 +120,11 @@ class PerRankValues(LoadFeature):
         if not wanted:
             return
         state, paths = read_whole([_GLOB.sub(r"[\g<0>]", value.stored) for value in wanted])
-        call = self.call
-        self._ready = [
-            (
-                value.target,
-                rescaled_value(
-                    value.name, value.target.rule, _states(value, state, paths), call.rank, call.world_size
-                ),
-            )
-            for value in wanted
-        ]
+        ready, ranks = list[tuple[Rescale, Any]](), (self.call.rank, self.call.world_size)
+        for value in wanted:
+            states = _states(value, state, paths)
+            ready.append((value.target, rescaled_value(value.name, value.target.rule, states, *ranks)))
+        self._ready = ready
 
     def put(self) -> None:
         """Put what rules made, and copy what was loaded apart."""
@@ -203,10 +195,6 @@ def _ranks_below(index: CheckpointIndex, holders: set[str]) -> dict[str, set[int
         if holder in numbers:
             numbers[holder].add(rank_number(name))
     return numbers
-
-
-def _is_stored(index: CheckpointIndex, name: str) -> bool:
-    return name in index.position or name in index.objects.position
 
 
 def _states(value: _StatesOfRanks, state: Any, paths: Mapping[str, Path]) -> list[Any]:

@@ -10,17 +10,13 @@ from functools import cache
 from typing import Any, Final, TypeVar
 
 from dcp.features.digests import Digests
+from dcp.features.entries import LegacyKeys, Strictness, Subclasses, TrustedValues
 from dcp.features.foreign_values import ForeignValues
-from dcp.features.legacy_keys import LegacyKeys
-from dcp.features.meta import MetaTensors
+from dcp.features.memory import MetaTensors, SharedMemory
 from dcp.features.parts import Parts
 from dcp.features.per_rank import PerRankValues
 from dcp.features.saved_map import SavedMap
-from dcp.features.shared_memory import SharedMemory
 from dcp.features.stateful import StatefulObjects
-from dcp.features.strictness import Strictness
-from dcp.features.subclasses import Subclasses
-from dcp.features.trusted_values import TrustedValues
 from dcp.features.weight_map import LoadedMap
 from dcp.loading.feature import LoadFeature
 from dcp.saving.feature import SaveFeature

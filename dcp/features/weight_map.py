@@ -23,8 +23,6 @@ from dcp.storage.tensors import LocalMemory, narrow
 from dcp.storage.torch_storage.destinations import Filled, refuse_shared
 from dcp.storage.torch_storage.reader import FileSystemReader
 
-__all__ = ["LoadedMap"]
-
 
 class LoadedMap(LoadFeature):
     """Shows the checkpoint as ``map=`` makes another model's of it."""

@@ -18,10 +18,11 @@ from dcp.integrations.random_state import RandomState
 from dcp.integrations.trainer_state import PathSaves
 from dcp.manager.catalog import CatalogRegistration
 from dcp.manager.saving import Mode
+from dcp.planners.load.selection import LoadKeywords
 from dcp.planners.per_rank import PerRank
 from dcp.ranks.exchanges import causes_of
 from dcp.state_dict import get_model_state_dict, set_model_state_dict
-from dcp.state_dict_loader import LoadKeywords, load, read
+from dcp.state_dict_loader import load, read
 from dcp.storage.formats.container_notes import NO_PLAIN_KEY, plain_key
 
 with shared.package_of("lightning"):

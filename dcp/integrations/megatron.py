@@ -31,7 +31,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from dcp.background.writers import SaveFuture
 from dcp.errors import CorruptCheckpointError, OptionError
 from dcp.integrations.trainer_state import committed_beside, package_of, refused_by_all
-from dcp.state_dict_loader import LoadKeywords, load
+from dcp.planners.load.selection import LoadKeywords
+from dcp.state_dict_loader import load
 from dcp.state_dict_saver import AsyncCheckpointerType, async_save, save
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.torch_storage.reader import FileSystemReader

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import chain, compress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,19 +20,19 @@ from dcp.planners.flatten import Flat, flatten, replace_element
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.layout.local import collect_tensors
 from dcp.planners.layout.local_tensor import KINDS, OBJECT, PLAIN, flatten_sharded
-from dcp.planners.load.objects import load_object
-from dcp.planners.load.options import LoadOptions
 from dcp.planners.load.plan import LoadPlan, plan_load
-from dcp.planners.load.selection import Matches, Selection, renamer
+from dcp.planners.load.selection import LoadOptions, Matches, Selection, renamer
 from dcp.storage.engine.read import ReadEngine
-from dcp.storage.errors import PlanError
+from dcp.storage.errors import CheckpointFormatError, PlanError, UnsafeObjectError
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.dtypes import Dtype
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.torch.python_values import decode_values
+from dcp.storage.formats.torch.pickle_reader import DevicePickle, SizePickle, TensorPickle
+from dcp.storage.formats.torch.python_values import decode_values, python_value
+from dcp.storage.formats.torch.record_reader import ObjectBlob
 from dcp.storage.near_names import listed
 from dcp.storage.tensors import LocalMemory
 from dcp.storage.torch_storage.reader import FileSystemReader
-
-__all__ = ["LoadAttempt", "LoadCall"]
 
 _MAX_LISTED = 10
 
@@ -44,6 +46,9 @@ class LoadAttempt:
     ``defers_values``: values wait for `LoadCall.store`, so that a load which fails changes none of them.
     """
 
+    rank: int
+    world_size: int
+    features: Features
     options: LoadOptions = field(default_factory=LoadOptions)
     unasked: tuple[str, ...] = ()
     must_fill: frozenset[str] = frozenset()
@@ -72,17 +77,13 @@ class LoadCall:
         root: dict[str, Any],
         attempt: LoadAttempt,
         options: LoadOptions,
-        rank: int,
-        world_size: int,
-        features: Features,
         *,
         flattens: bool = True,
         flattens_sharded: bool = True,
     ) -> None:
         self.root = root
-        self.attempt = attempt
-        self.options = options
-        self.rank, self.world_size = rank, world_size
+        self.attempt, self.options = attempt, options
+        self.rank, self.world_size = attempt.rank, attempt.world_size
         self.flattens = flattens
         self.selection = Selection.of(options.only, options.exclude)
         self.renamed = renamer(options.rename)
@@ -92,15 +93,15 @@ class LoadCall:
         self.flat = self.flattened()
         self.values: Mapping[str, Any] = self.flat.values
         self.is_chosen = False
-        self.missing: tuple[str, ...] = ()
-        self.unexpected: tuple[str, ...] = ()
-        self.cast: tuple[str, ...] = ()
+        self.missing: Sequence[str] = ()
+        self.unexpected: Sequence[str] = ()
+        self.cast: Sequence[str] = ()
         self.renamed_names: dict[str, str] = {}
         self._waiting: set[str] | None = None
         self._later: list[tuple[Sequence[str], Sequence[Any]]] = []
-        self.features = features
-        features.open(self)
-        features.each("state")
+        self.features = attempt.features
+        self.features.open(self)
+        self.features.each("state")
 
     def flattened(self, *, legacy: bool = False) -> Flat:
         """Return ``root`` by flat key; with the keys of torch before 2.4 if ``legacy``."""
@@ -141,11 +142,6 @@ class LoadCall:
         self.features.each("entries", index)
         self.is_chosen = True
 
-    def leave(self, fqns: set[str]) -> None:
-        """Take some entries out of those that are loaded."""
-        if fqns:
-            self.values = {fqn: value for fqn, value in self.values.items() if fqn not in fqns}
-
     def plan(self, index: CheckpointIndex) -> tuple[LoadPlan, HeldBoxes, LocalMemory]:
         """Return (what to read, the boxes that are filled, local tensors by destination number).
 
@@ -155,8 +151,8 @@ class LoadCall:
         """
         with garbage_collection_paused():
             self.choose(index)
-            values = self.values
-            if self.attempt.defers_values:
+            values, defers = self.values, self.attempt.defers_values
+            if defers:
                 values = self.features.through("destinations", Mapping, values)
             local = collect_tensors(values, purpose="load")
             held, memory, object_fqns = local.columns, local.memory, local.columns.objects.fqns
@@ -167,26 +163,31 @@ class LoadCall:
                 names=self.names,
                 allow_missing=bool(self.options.allow_partial_load),
                 cast=self.options.dtype == "cast",
-                is_per_rank=self.flat.owners.__contains__,
+                per_rank=self.flat.owners,
             )
             self._note(plan)
             self._waiting = set()
-            if self.attempt.defers_values:
-                self._waiting.update(object_fqns, *[feature.later for feature in self.features.part])
-                for _, ask in self.features.having("boxes"):
-                    memory = ask(LocalMemory, plan.pieces, index, held, memory)
+            if defers:
+                later = map(attrgetter("later"), self.features.part)
+                self._waiting.update(object_fqns, chain.from_iterable(later))
+                memory = self.features.through("boxes", LocalMemory, memory, plan.pieces, index, held)
             return plan, held, memory
 
     def _note(self, plan: LoadPlan) -> None:
-        self.missing, self.cast = plan.missing, plan.cast
-        self.unexpected = self.features.through("unexpected", tuple, self._not_left(plan.unexpected))
-        missing, names = set(plan.missing), self.names
+        """Note what the plan passes over, but for what patterns or features leave out."""
+        flat, names, selection = self.flat.values, self.names, self.selection
+        self.missing, self.cast, unexpected = plan.missing, plan.cast, plan.unexpected
+        if self.values is not flat:
+            left = (fqn for fqn in flat if fqn not in self.values)
+            others = set(left) if names is None else {names[fqn] for fqn in left}
+            selects = selection.selects if selection is not None else lambda _: True
+            unexpected = tuple(name for name in unexpected if name not in others and selects(name))
+        self.unexpected = self.features.through("unexpected", tuple, unexpected)
         if names is not None:
-            self.renamed_names = {
-                fqn: names[fqn] for fqn in self.values if names[fqn] != fqn and fqn not in missing
-            }
+            found = self.values.keys() - plan.missing
+            self.renamed_names = {fqn: name for fqn, name in names.items() if name != fqn and fqn in found}
         must_fill = self.attempt.must_fill
-        stale = sorted((must_fill & missing) | (must_fill - self.values.keys()))
+        stale = sorted(must_fill.intersection(plan.missing) | (must_fill - self.values.keys()))
         if stale:
             raise PlanError(
                 f"a load that failed may have filled {listed(stale, most=_MAX_LISTED)} from "
@@ -195,16 +196,6 @@ class LoadCall:
                 fqns=stale[:_MAX_LISTED],
             )
 
-    def _not_left(self, stored: tuple[str, ...]) -> tuple[str, ...]:
-        """Return those of the ``stored`` names that are not loaded, and that no pattern leaves out."""
-        if self.values is self.flat.values:
-            return stored
-        names, selection = self.names, self.selection
-        left = (fqn for fqn in self.flat.values if fqn not in self.values)
-        others = set(left) if names is None else {names[fqn] for fqn in left}
-        selects = selection.selects if selection is not None else lambda _: True
-        return tuple(name for name in stored if name not in others and selects(name))
-
     # -- values ----------------------------------------------------------------------------------------------
 
     def read_values(self, reader: FileSystemReader, engine: ReadEngine, plan: LoadPlan) -> None:
@@ -212,58 +203,49 @@ class LoadCall:
         objects, fqns = engine.index.objects, plan.object_fqns
         plain = objects.plain[plan.objects]
         is_plain = plain >= 0
-        if is_plain.all():
-            self.take(fqns, decode_values(list(map(objects.values.__getitem__, plain.tolist()))))
-            return
-        values = list(map(objects.values.__getitem__, plain[is_plain].tolist()))
-        self.take(list(compress(fqns, is_plain.tolist())), decode_values(values))
-        pickled = [objects.fqns[row] for row in plan.objects[~is_plain].tolist()]
-        names = compress(fqns, (~is_plain).tolist())
-        for fqn, blob in zip(names, reader.read_objects(engine, pickled), strict=True):
-            self.take_blob(fqn, blob)
+        values = decode_values(list(map(objects.values.__getitem__, plain[is_plain].tolist())))
+        self.take(list(compress(fqns, is_plain.tolist())), values)
+        if not is_plain.all():
+            pickled = [objects.fqns[row] for row in plan.objects[~is_plain].tolist()]
+            names = compress(fqns, (~is_plain).tolist())
+            for fqn, blob in zip(names, reader.read_objects(engine, pickled), strict=True):
+                self.take_blob(fqn, blob)
 
     def take(self, fqns: Sequence[str], values: Sequence[Any]) -> None:
-        """Take loaded values, which wait for `store` unless the load says otherwise."""
+        """Take loaded values, which wait for `store` where the load says so."""
         for _, accepts in self.features.having("accept"):
             left = [not accepts(bool, fqn, value) for fqn, value in zip(fqns, values, strict=True)]
             fqns, values = list(compress(fqns, left)), list(compress(values, left))
-        if self.attempt.defers_values:
-            self._later.append((fqns, values))
-        else:
-            self._put_all(fqns, values)
+        self._later.append((fqns, values))
+        if not self.attempt.defers_values:
+            self.store()
 
     def take_blob(self, fqn: str, blob: bytes | io.BytesIO) -> None:
         """As `take`, from a value's torch.save bytes."""
         self.take([fqn], [load_object(fqn, blob, weights_only=self.options.weights_only is not False)])
 
     def store(self) -> None:
-        """Put what has waited for the whole load to succeed. Raises PlanError where entries that differ were
-        to be put into the same memory."""
-        self.features.each("put")
+        """Put the values that were taken: all together where the state dict is flat and its values are of the
+        same types."""
+        root, current = self.root, self.flat.values
+        # Only a dict in which nothing is opened has the keys that flattening gives.
+        is_flat = self.flattens and type(root) is dict and list(root) == list(current)
         later, self._later = self._later, []
         for fqns, values in later:
-            self._put_all(fqns, values)
+            types = list(map(type, values)) if is_flat else []
+            if is_flat and has_plain_types(types) and types == list(map(type, map(current.get, fqns))):
+                root.update(zip(fqns, values, strict=True))
+                continue
+            for fqn, value in zip(fqns, values, strict=True):
+                self.put(fqn, value)
 
     def put(self, fqn: str, value: Any) -> None:
         """Put a value where the state dict has ``fqn``."""
         value = like(self.flat.values.get(fqn), value)
         if self.flattens:
             replace_element(self.root, self.flat.paths[fqn], value)
-            return
-        self.flat.values[fqn] = value
-        self.root[fqn] = value
-
-    def _put_all(self, fqns: Sequence[str], values: Sequence[Any]) -> None:
-        """`put` of many: all together where the state dict is flat and its values are of the same types."""
-        root, current = self.root, self.flat.values
-        # Only a dict in which nothing is opened has the keys that flattening gives.
-        if self.flattens and type(root) is dict and list(root) == list(current):
-            types = list(map(type, values))
-            if has_plain_types(types) and types == list(map(type, map(current.get, fqns))):
-                root.update(zip(fqns, values, strict=True))
-                return
-        for fqn, value in zip(fqns, values, strict=True):
-            self.put(fqn, value)
+        else:
+            self.root[fqn] = self.flat.values[fqn] = value
 
     # -- what has changed ------------------------------------------------------------------------------------
 
@@ -290,10 +272,7 @@ class LoadCall:
     @property
     def new(self) -> list[str]:
         """Entries that had no memory before."""
-        found: list[str] = []
-        for feature in self.features.part:
-            found += feature.new
-        return found
+        return [fqn for feature in self.features.part for fqn in feature.new]
 
     def tell_autograd(self) -> None:
         """Let a backward whose forward was before the load notice it: DTensors are filled below torch, and
@@ -304,3 +283,88 @@ class LoadCall:
             return  # the reader did so for plain tensors
         touched = map(values.get, self.touched)
         increment_version([value for value in touched if isinstance(value, torch.Tensor)])
+
+
+# -- values from their torch.save bytes ----------------------------------------------------------------------
+#
+# Harmless ones that torch refuses are decoded without running a pickle. `torch.serialization.safe_globals`
+# would do for some of those, but it is global to the process, so that other threads would load with it too,
+# and numpy's functions believe their arguments.
+
+
+def load_object(fqn: str, blob: bytes | io.BytesIO, *, weights_only: bool) -> Any:
+    """Return the value of torch.save bytes.
+
+    With ``weights_only`` what `torch.load(weights_only=True)` allows, and what is harmless beyond that
+    (`dcp.storage.formats.torch.python_values`): arrays of numpy, dates, paths and the like.
+
+    Raises UnsafeObjectError where the value needs any other class or function, CheckpointFormatError where
+    the bytes are damaged.
+    """
+    buffer = io.BytesIO(blob) if isinstance(blob, bytes | bytearray | memoryview) else blob
+    begin = buffer.tell()
+    head = buffer.read(2)
+    buffer.seek(begin)
+    if head != b"PK" and head[:1] != b"\x80":
+        raise CheckpointFormatError(f"object {fqn!r} was not written by torch.save, or is damaged", fqn=fqn)
+    try:
+        return torch.load(buffer, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        refused = _refused(fqn, str(error), weights_only=weights_only)
+        if weights_only and head == b"PK":
+            try:
+                return _safe_object(buffer.getvalue()[begin:])
+            except CheckpointFormatError:  # torch's reasons are the ones that its users know
+                raise refused from error
+        raise refused from error
+    except Exception as error:
+        if not weights_only:  # code of the checkpoint's own classes ran, and it is their error
+            raise
+        # Damaged bytes make torch's unpickler raise whatever its steps do: ValueError, IndexError, KeyError.
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointFormatError(f"object {fqn!r} is damaged: {text}", fqn=fqn) from error
+
+
+def _refused(fqn: str, text: str, *, weights_only: bool) -> CheckpointFormatError:
+    reason = next((line.strip() for line in text.splitlines() if "nsupported" in line), "")
+    if not weights_only or not reason:
+        return CheckpointFormatError(f"object {fqn!r} cannot be unpickled: {text[:300]}", fqn=fqn)
+    return UnsafeObjectError(
+        f"object {fqn!r} needs more than plain data to load ({reason[:300]}). If you trust the checkpoint, "
+        "load with weights_only=False, or allow the class with torch.serialization.add_safe_globals",
+        fqn=fqn,
+    )
+
+
+def _safe_object(blob: bytes) -> Any:
+    """Return the value of torch.save bytes, tensors in it included.
+
+    Raises UnsafeObjectError where it is not harmless, another CheckpointFormatError where it is damaged or
+    makes more of its bytes than an honest value does.
+    """
+    opened = ObjectBlob(blob)
+
+    def tensor(facts: TensorPickle) -> torch.Tensor:
+        name = dtypes.BY_CODE[facts.dtype_code].name
+        elements = opened.elements(facts)
+        try:
+            dtype: torch.dtype = getattr(torch, name)
+            data = torch.frombuffer(elements, dtype=dtype) if elements.size else torch.empty(0, dtype=dtype)
+            return data.reshape(facts.sizes).requires_grad_(facts.requires_grad)
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointFormatError(f"this torch makes no such tensor of {name}") from error
+
+    special: dict[type, Callable[[Any], Any]] = {
+        TensorPickle: tensor,
+        SizePickle: torch.Size,
+        Dtype: lambda dtype: getattr(torch, dtype.name),
+        DevicePickle: _device,
+    }
+    return python_value(opened.decoded, opened.pickle_bytes, special)
+
+
+def _device(device: DevicePickle) -> torch.device:
+    try:
+        return torch.device(device.type) if device.index is None else torch.device(device.type, device.index)
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointFormatError(f"there is no device {device.type[:40]!r}") from error

@@ -8,17 +8,18 @@ them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import filterfalse
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from reprlib import Repr
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from dcp.calls.plain_errors import ask, refused
 from dcp.planners.columns import HeldBoxes
-from dcp.planners.load.options import LoadOptions
+from dcp.planners.load.selection import LoadOptions
 from dcp.storage.engine.read import ReadEngine
-from dcp.storage.engine.requests import ByteRuns, Pieces
+from dcp.storage.engine.requests import ByteRuns, Pieces, ReadStats
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.packing import pack
@@ -27,10 +28,13 @@ from dcp.storage.torch_storage.destinations import Filled, classify
 
 if TYPE_CHECKING:
     from dcp.loading.call import LoadCall
-    from dcp.loading.report import LoadReport
     from dcp.storage.torch_storage.reader import FileSystemReader
 
-__all__ = ["Features", "LoadFeature", "ReadWhole", "Stored", "Target", "View"]
+_SHORT = Repr()
+_SHORT.maxlist = _SHORT.maxdict = 12
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxlevel = 4
+"""For a prompt: a checkpoint may have a million names that a load did not ask for."""
 
 ReadWhole = Callable[[Sequence[str]], tuple[Any, Mapping[str, Path]]]
 """Reads what is below some names of the checkpoint, whole: a nested state, and the paths of its entries."""
@@ -51,7 +55,6 @@ class View:
     ) -> tuple[ByteRuns, Iterator[Filled]]:
         """Return what is read for ``pieces`` of the index: runs, and elements into views of the local
         tensors."""
-        engine.resolve(pieces.chunks)
         return classify(engine, pieces, memory)
 
     def renamed(self, name_of: Callable[[str], str]) -> View:
@@ -88,16 +91,6 @@ def _moved(path: Any, new: str) -> Any:
     return (*new.split("."), *path[kept:])
 
 
-class Stored(NamedTuple):
-    """Names of a checkpoint's entries, and those of them that are no tensors; its index, and the rank that
-    loads."""
-
-    names: Collection[str]
-    values: Collection[str]
-    index_of: Callable[[], CheckpointIndex]
-    rank: int
-
-
 class Target:
     """The target of a load: here a state dict, filled as it is.
 
@@ -107,10 +100,10 @@ class Target:
 
     gives_back = False
     has_objects = False
+    unasked: tuple[str, ...] = ()
 
     def __init__(self, state_dict: dict[str, Any]) -> None:
         self.state_dict = state_dict
-        self.unasked: tuple[str, ...] = ()
         self._given = frozenset(state_dict if isinstance(state_dict, Mapping) else ())
 
     @property
@@ -122,8 +115,8 @@ class Target:
         """Return the kinds of containers at keys of the top level, which ranks compare."""
         return {}
 
-    def state(self, stored: Stored) -> dict[str, Any]:
-        """Return what to load into, from a checkpoint with the entries ``stored``."""
+    def state(self, index_of: Callable[[], CheckpointIndex], rank: int) -> dict[str, Any]:
+        """Return what to load into on this ``rank``, from the checkpoint whose index ``index_of`` gives."""
         return self.state_dict
 
     def fits_after(self, error: CheckpointError) -> bool:
@@ -134,12 +127,11 @@ class Target:
     def take_back(self) -> None:
         """Undo what `state` has added to the state dict, for a load that has failed."""
 
-    def give_back(self, untouched: Collection[str], materialised: Collection[str]) -> None:
-        """Replace values, and give their state to objects of which something was loaded.
+    def give_back(self, call: LoadCall | None) -> None:
+        """Replace values, and give their state to objects of which something was loaded by ``call``.
 
-        ``untouched`` are keys of the top level of which nothing was, ``materialised`` entries that had no
-        memory before. Raises CheckpointError for a ``load_state_dict()`` that fails; those before it have
-        been given theirs. PlanError where tensors are on the meta device still.
+        Raises CheckpointError for a ``load_state_dict()`` that fails; those before it have been given theirs.
+        PlanError where tensors are on the meta device still.
         """
 
 
@@ -207,7 +199,7 @@ class LoadFeature:
         return names
 
     def boxes(
-        self, pieces: Pieces, index: CheckpointIndex, held: HeldBoxes, memory: LocalMemory
+        self, memory: LocalMemory, pieces: Pieces, index: CheckpointIndex, held: HeldBoxes
     ) -> LocalMemory:
         """Return the memory to load into, some of it in place of the state dict's."""
         return memory
@@ -242,42 +234,38 @@ class LoadFeature:
 
 
 class Features:
-    """The features of one attempt, in their order.
+    """The features of one load, in their order.
 
     What one raises that is no error of this package is a CheckpointError with its name.
     """
 
     def __init__(self, kinds: Sequence[type[LoadFeature]], options: LoadOptions) -> None:
-        self._kinds, self._all = kinds, list[LoadFeature]()
+        self._kinds, self.all = kinds, list[LoadFeature]()
         for kind in kinds:
             option = kind.option
             if not option or ask(kind.name, "option", getattr, object, options, option) is not None:
                 feature = ask(kind.name, "__init__", kind, LoadFeature)
                 feature.options = options
-                self._all.append(feature)
-        self.part = self._all
-        """Those that have a part in the present call."""
-
-    def begin(self) -> None:
-        """Begin an attempt: all have a part until `open`."""
-        self.part = self._all
+                self.all.append(feature)
+        self.part = self.all
+        """Those that have a part in the present call; before there is one, all."""
 
     def open(self, call: LoadCall) -> None:
         """Begin ``call`` with those that have a part in it."""
-        for feature in self._all:
+        for feature in self.all:
             feature.call = call
             feature.later = feature.made = feature.new = feature.whole = ()
-        self.part = self._all
-        idle = []
+        self.part = self.all
+        idle = list[LoadFeature]()
         for feature, takes_part in self.having("takes_part"):
             if not takes_part(bool):
                 idle.append(feature)
-        self.part = list(filterfalse(idle.__contains__, self._all))
+        self.part = list(filterfalse(idle.__contains__, self.all))
 
     def having(self, method: str, *, idle: bool = False) -> Iterator[tuple[LoadFeature, Callable[..., Any]]]:
         """Features with a ``method`` of their own, if ``idle`` also those without a part, and a function that
         calls it; its first argument is the type of the result."""
-        for feature in self._all if idle else self.part:
+        for feature in self.all if idle else self.part:
             if getattr(type(feature), method) is not getattr(LoadFeature, method):
                 yield feature, partial(ask, feature.name, method, getattr(feature, method))
 
@@ -310,3 +298,69 @@ class Features:
                 raise refused(feature.name, "agreed", f"{odd[0]!r} is another option's name, or no name")
             found |= own
         return found
+
+
+@dataclass
+class LoadReport:
+    """The result of `dcp.load` on this rank.
+
+    ``missing``: names in the state dict that the checkpoint lacks (only with partial loading allowed; their
+    values are as they were). ``unexpected``: names of the checkpoint that this rank did not load because it
+    did not ask for them or, with ``unexpected="ignore"``, had no place for them; those that ``only`` and
+    ``exclude`` leave out do not count. ``cast``: names of tensors converted from another stored dtype.
+    ``lossy``: what such a conversion lost besides digits, by the checkpoint's name: values beyond the range,
+    imaginary parts, fractions. ``renamed``: names of the checkpoint by those of the state dict, where they
+    differ. ``kept_per_rank``: `PerRank` values that are as they were, because the checkpoint has none for
+    this rank. ``rescaled``: `Rescale` values that their rules made, because another number of ranks saved.
+
+    ``bytes_needed``: payload bytes that this rank asked for; ``bytes_read``: bytes fetched from storage, also
+    of other values and of headers. ``blocks_verified`` and ``blocks_unverified``: checksum blocks compared,
+    and those read without being compared (partly needed, or the format has no checksum). ``seconds``: by
+    phase. ``attempts``: more than 1 where the checkpoint was replaced while it was being read, and its
+    successor was loaded.
+
+    ``storage`` is what this rank asked of the storage's service, empty for a disk: "requests" (each attempt)
+    and their number by kind, "retries", "bytes_received", "request_seconds" (the sum, also of concurrent
+    ones) and "slowest_request_seconds".
+
+    ``save_id``, ``world_size`` (number of ranks that saved) and ``user_metadata`` are the checkpoint's, where
+    its format and the storage tell them.
+    """
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)
+    bytes_needed: int = 0
+    bytes_read: int = 0
+    blocks_verified: int = 0
+    blocks_unverified: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
+    kept_per_rank: list[str] = field(default_factory=list)
+    attempts: int = 1
+    storage: dict[str, float] = field(default_factory=dict)
+    save_id: str | None = None
+    world_size: int | None = None
+    user_metadata: dict[str, Any] = field(default_factory=dict)
+    rescaled: list[str] = field(default_factory=list)
+    lossy: dict[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        values = (f"{each.name}={_SHORT.repr(getattr(self, each.name))}" for each in fields(self))
+        return f"{type(self).__name__}({', '.join(values)})"
+
+    def note(self, call: LoadCall | None, index: CheckpointIndex | None, stats: ReadStats | None) -> None:
+        """Take what the plan passed over, what the checkpoint says of itself, and what reading cost, as far
+        as it is known."""
+        if call is not None:
+            self.missing, self.cast = [*call.missing], [*call.cast]
+            self.unexpected, self.renamed = [*call.unexpected], dict(call.renamed_names)
+        if index is not None:
+            save_id, world_size = index.provenance.get("save_id"), index.provenance.get("world_size")
+            self.save_id = save_id if isinstance(save_id, str) else None
+            self.world_size = world_size if isinstance(world_size, int) else None
+            self.user_metadata = dict(index.user)
+        if stats is not None:
+            self.bytes_needed, self.bytes_read = stats.bytes_needed, stats.bytes_read
+            self.blocks_verified, self.blocks_unverified = stats.blocks_verified, stats.blocks_unverified
+            self.lossy = dict(stats.lossy)

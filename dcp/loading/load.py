@@ -1,4 +1,4 @@
-"""Loads from a checkpoint into a state dict: the steps of each, and those on columns.
+"""Loads from a checkpoint into a state dict: the steps of each, those on columns, and whole checkpoints.
 
 `dcp.engines` chooses the way, once a load; see `docs/design/loading.md`.
 """
@@ -9,40 +9,38 @@ import dataclasses
 import errno
 import time
 from abc import ABC, abstractmethod
-from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from dcp.calls.arguments import check_top_level
+import torch
+
+from dcp.conversion.contents.entries import Entries, choose_entries
 from dcp.loading.call import LoadAttempt, LoadCall
-from dcp.loading.feature import Features, LoadFeature, Stored, Target, View
-from dcp.loading.report import LoadReport
-from dcp.loading.whole import Whole
-from dcp.planners.load.options import LoadOptions
+from dcp.loading.feature import Features, LoadFeature, LoadReport, Target, View
 from dcp.planners.load.plan import LoadPlan
-from dcp.planners.load.selection import Matches, check_matches
+from dcp.planners.load.selection import LoadOptions, Matches, Patterns, Rename, check_matches
 from dcp.progress import reporting
 from dcp.ranks.collectives import Ranks, begin, check_same_checkpoint, raise_on_all_ranks
 from dcp.ranks.exchanges import causes_of, is_damage
 from dcp.storage.engine.read import ReadEngine
-from dcp.storage.errors import CheckpointConflictError, CheckpointError, PlanError, StorageError
-from dcp.storage.formats.index import Path
+from dcp.storage.errors import CheckpointConflictError, CheckpointError, StorageError
+from dcp.storage.formats.container_notes import notes_by_path
+from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.opening import index_at, naming_near_places, saved_by_rank
+from dcp.storage.formats.torch.structure import restore_structure
 from dcp.storage.geometry.strides import row_products
 from dcp.storage.packing import pack, unpack
-from dcp.storage.tensors import LocalMemory
+from dcp.storage.tensors import LocalMemory, torch_dtype
 from dcp.storage.torch_storage.destinations import read_into
 from dcp.storage.torch_storage.metadata import LazyMetadata
 from dcp.storage.torch_storage.reader import FileSystemReader
 
 if TYPE_CHECKING:
     from dcp.default_planner import DefaultLoadPlanner
-
-__all__ = ["ColumnLoad", "LoadEngine", "read_whole"]
 
 _ATTEMPTS = 3
 _LENGTH_BYTES = 4
@@ -54,11 +52,14 @@ class LoadEngine(ABC):
     """One load: plan what goes where, read it, give objects their state.
 
     ``planner`` and ``storage`` are None where they are not ours. ``options`` are those of the call,
-    over those of the planner.
+    over those of the planner. ``call`` is what is planned with our planner, ``report`` that of the attempt.
     """
 
     defers_values = False
     """Values wait for the whole load to succeed."""
+    call: LoadCall | None = None
+    report: LoadReport
+    _has_given_back = False
 
     def __init__(
         self,
@@ -68,22 +69,13 @@ class LoadEngine(ABC):
         storage: FileSystemReader | None,
         features: Sequence[type[LoadFeature]],
     ) -> None:
-        self.ranks = ranks
+        self.ranks, self.planner, self.storage = ranks, planner, storage
         self._given = options
         self.options = options if planner is None else options.over(planner)
         self.features = Features(features, self.options)
-        self._ours = planner
-        self._storage = storage
-        self._has_given_back = False
-
-    def target(self, state_dict: dict[str, Any]) -> Target:
-        """Return the target of a load into ``state_dict``. Raises OptionError for a value without entries."""
-        check_top_level(state_dict)
-        target: Target = self.features.through("target", Target, Target(state_dict))
-        return target
 
     @abstractmethod
-    def run(self, target: Target, report: LoadReport) -> None:
+    def run(self, target: Target) -> None:
         """Find the checkpoint, plan what of it goes where in ``target``, and fill that; errors are of all
         ranks alike, as in each step."""
 
@@ -96,56 +88,68 @@ class LoadEngine(ABC):
         """
         filled = filled if filled is not None else set()
         with ExitStack() as stack:
-            if self._storage is not None:
+            if self.storage is not None:
                 with raise_on_all_ranks(self.ranks):
-                    stack.enter_context(self._storage.in_use())
-            attempts = 0
+                    stack.enter_context(self.storage.in_use())
+            attempts = 1
             try:
-                while (report := self._attempt(target, filled, attempts := attempts + 1)) is None:
-                    pass
+                while not self._attempt(target, filled, attempts):
+                    attempts += 1
             except BaseException:
                 target.take_back()
                 raise
             if target.gives_back and not self._has_given_back:
-                try:
-                    self.ranks.all_gather("load_state_dict", partial(self._give_back, target))
-                except BaseException:
-                    if self._ours is not None:
-                        filled |= self._ours.call.touched - target.made
-                    raise
-            return report
 
-    def _attempt(self, target: Target, filled: set[str], attempts: int) -> LoadReport | None:
-        """Return the report; None where another attempt may end better."""
-        report = LoadReport(attempts=attempts)
-        planner, ranks = self._ours, self.ranks
+                def give_back() -> bytes:
+                    target.give_back(self.call)
+                    return b""
+
+                try:
+                    self.ranks.all_gather("load_state_dict", give_back)
+                except BaseException:
+                    if self.call is not None:
+                        filled |= self.call.touched - target.made
+                    raise
+            return self.report
+
+    def _attempt(self, target: Target, filled: set[str], attempts: int) -> bool:
+        """Return False where another attempt may end better."""
+        self.report, self.call = LoadReport(attempts=attempts), None
+        planner, ranks, storage = self.planner, self.ranks, self.storage
+        must_fill = frozenset(filled)
+        self.features.part = self.features.all
         if planner is not None:
-            attempt = LoadAttempt(
-                options=self._given,  # a planner may set its own until it is set up
-                unasked=target.unasked,
-                must_fill=frozenset(filled),
-                defers_values=self.defers_values,
+            planner.begin_load(
+                LoadAttempt(
+                    rank=ranks.rank,
+                    world_size=ranks.world_size,
+                    features=self.features,
+                    options=self._given,  # a planner may set its own until it is set up
+                    unasked=target.unasked,
+                    must_fill=must_fill,
+                    defers_values=self.defers_values,
+                )
             )
-            planner.begin_load(ranks.rank, ranks.world_size, attempt, self.features)
-        self.features.begin()
         try:
-            self.run(target, report)
+            self.run(target)
         except BaseException as error:
             if planner is not None:
-                filled |= planner.end_load() - target.made
+                filled |= (must_fill if self.call is None else self.call.touched) - target.made
             if not isinstance(error, CheckpointError):
                 raise
             self._look_again(error, attempts)
-            return None
-        if planner is not None:
-            planner.end_load()
-        if self._storage is not None:
-            report.storage = self._storage.traffic
-        return report
+            return False
+        finally:
+            if self.call is not None:
+                self.call.tell_autograd()
+            if planner is not None:
+                planner.attempt = None
+        self.report.storage = {} if storage is None else storage.traffic
+        return True
 
     def _look_again(self, error: CheckpointError, attempts: int) -> None:
         """Raise ``error``, or what it means, unless another attempt may end better."""
-        causes, storage = causes_of(error), self._storage
+        causes, storage = causes_of(error), self.storage
         if storage is None or not all(is_damage(cause) or _is_stale(cause) for cause in causes):
             raise error
 
@@ -171,7 +175,7 @@ class LoadEngine(ABC):
         ``rename`` is not among them: stages of a pipeline may number their layers on their own. What planners
         and storages of other packages make of options is not known.
         """
-        options, planner, storage = self.options, self._ours, self._storage
+        options, planner, storage = self.options, self.planner, self.storage
         found: dict[str, Any] = {}
         if planner is not None:
             found |= {name: getattr(options, name) for name in _COMPARED}
@@ -195,25 +199,12 @@ class LoadEngine(ABC):
             else:
                 return
 
-    def findings(self, *, is_shared: bool) -> bytes:
-        """Return the findings of features in the plan of this rank, for `judge`; empty for none."""
-        return self.features.packed("findings", is_shared=is_shared)
-
     def judge(self, parts: Sequence[bytes]) -> bytes:
-        """Raise what the findings of all ranks mean."""
+        """Raise what the packed findings of all ranks mean."""
         if any(parts):
             found = [unpack(part) if part else {} for part in parts]
             for feature, ask in self.features.having("judge", idle=True):
                 ask(object, [unpack(own[feature.name]) if feature.name in own else None for own in found])
-        return b""
-
-    def _give_back(self, target: Target) -> bytes:
-        planner = self._ours
-        if planner is None:
-            target.give_back((), ())
-        else:
-            target.give_back(planner.call.untouched_keys, planner.call.new)
-        self._has_given_back = True
         return b""
 
 
@@ -226,33 +217,22 @@ def _is_stale(cause: BaseException) -> bool:
 class ColumnLoad(LoadEngine):
     """One load on columns: the coordinator reads the index, each rank plans and reads its own part."""
 
+    planner: DefaultLoadPlanner
+    storage: FileSystemReader
     defers_values = True
+    _target: Target
+    _view: View | None
+    _manifest: bytes
+    _beside: dict[str, bytes]
+    _ready: tuple[LoadCall, View] | None
+    _planned: tuple[LoadCall, View, LoadPlan, LocalMemory]
 
-    def __init__(
-        self,
-        reader: FileSystemReader,
-        planner: DefaultLoadPlanner,
-        ranks: Ranks,
-        options: LoadOptions,
-        features: Sequence[type[LoadFeature]],
-    ) -> None:
-        super().__init__(ranks, options, planner, reader, features)
-        self._reader = reader
-        self._planner = planner
-        self._target = Target({})
-        self._report = LoadReport()
-        self._manifest = b""
-        self._beside: dict[str, Any] = {}
-        self._view: View | None = None
-        self._is_set_up = False
-        self._planned: tuple[LoadPlan, LocalMemory] | None = None
-
-    def run(self, target: Target, report: LoadReport) -> None:
+    def run(self, target: Target) -> None:
         """Agree, index, patterns, plan, read, store: tensors, and only then the values that are none."""
-        ranks, reader, options = self.ranks, self._reader, self.options
-        self._target, self._report, self._view, self._is_set_up = target, report, None, False
+        ranks, storage, options = self.ranks, self.storage, self.options
+        self._target, self._view, self._ready = target, None, None
         begun = time.perf_counter()
-        reader.reset()  # it may have served another load, before another save
+        storage.reset()  # it may have served another load, before another save
         agreed, kinds = (self.agreed, target.kinds) if ranks.world_size > 1 else (None, None)
         places = begin(ranks, self._place, options=agreed, kinds=kinds)
         shared = ranks.broadcast("index", self._read_index)
@@ -261,18 +241,18 @@ class ColumnLoad(LoadEngine):
         self._manifest = shared[size:]
         if self._manifest:
             check_same_checkpoint(ranks, places, partial(self._fingerprint, places))
-        report.seconds["index"] = time.perf_counter() - begun
+        self.report.seconds["index"] = time.perf_counter() - begun
         if options.only is not None or options.exclude is not None:
             ranks.reduce_alike("select", self._select, _agree_on_patterns)
-        self.fit(target, self._plan_together)
+        self.fit(target, partial(ranks.reduce_alike, "plan", self._make_plan, self.judge))
         self._manifest = b""  # many tensors' manifest is large, and the read needs memory
-        have_objects = ranks.all_gather("read", self._read)
-        if reader.may_be_mixed:
+        have_objects = any(ranks.all_gather("read", self._read))
+        if storage.may_be_mixed:
             ranks.broadcast("compare", self._compare)
-        ranks.all_gather("store", partial(self._store, alone=not any(have_objects)))
+        ranks.all_gather("store", partial(self._store, alone=not have_objects))
 
     def _place(self) -> str:
-        return self._reader.place.url
+        return self.storage.place.url
 
     def _read_index(self) -> bytes:
         """Read the index of one commit for all ranks: an overwrite while they start must not give them two.
@@ -280,7 +260,7 @@ class ColumnLoad(LoadEngine):
         Before it stands the data that features have read beside it. The index is left out where one rank
         loads alone, or each has an index of its own.
         """
-        reader, alone, manifest = self._reader, self.ranks.world_size == 1, b""
+        reader, alone, manifest = self.storage, self.ranks.world_size == 1, b""
         if alone or reader.place.file is not None or not saved_by_rank(reader.store):
             index = reader.read_index()
             manifest = b"" if alone else encode_manifest(index)
@@ -292,61 +272,50 @@ class ColumnLoad(LoadEngine):
         not read again."""
         ranks, manifest = self.ranks, self._manifest
         if places[ranks.rank] != places[ranks.coordinator]:
-            with naming_near_places(self._reader.path, self._reader.open_store):
-                manifest = encode_manifest(index_at(self._reader.place))
+            with naming_near_places(self.storage.path, self.storage.open_store):
+                manifest = encode_manifest(index_at(self.storage.place))
         return blake2b(manifest).digest()
 
-    def _set_up(self) -> View:
-        """Return the checkpoint as it is shown, with the planner set up for it.
-
-        Once a plan, because objects are asked for their state.
-        """
-        reader, ranks = self._reader, self.ranks
+    def _set_up(self) -> tuple[LoadCall, View]:
+        """Return what is planned, and the checkpoint as it is shown."""
+        ranks, storage = self.ranks, self.storage
         if self._view is None:
             if self._manifest and not ranks.is_coordinator:
-                reader.use_index(decode_manifest(self._manifest))
-            view = View(reader.read_index(own_rank=ranks.rank))
+                storage.index = decode_manifest(self._manifest)
+            view = View(storage.read_index(own_rank=ranks.rank))
             for feature, ask in self.features.having("view"):
                 own = self._beside.get(feature.name)
                 view = ask(View, view, None if own is None else unpack(own))
             self._view = view
         view = self._view
-        if not self._is_set_up:
-            index, values = view.index, view.index.objects.position
-            names = ChainMap(*cast("list[dict[str, int]]", [index.position, values]))
-            state = self._target.state(Stored(names, values, lambda: index, ranks.rank))
-            self._planner.set_up_planner(state, LazyMetadata.of(lambda: index), ranks.is_coordinator)
-            self._planner.adopt().view = view
-            self._is_set_up = True
-        return view
+        if self._ready is None:
+            state = self._target.state(lambda: view.index, ranks.rank)
+            self.planner.set_up_planner(state, LazyMetadata.of(lambda: view.index), ranks.is_coordinator)
+            call = self.call = self.planner.adopt()
+            call.view = view
+            self._ready = call, view
+        return self._ready
 
     def _select(self) -> bytes:
-        view, call = self._set_up(), self._planner.call
+        call, view = self._set_up()
         call.choose(view.index)
         return pack(dataclasses.astuple(call.matches) if call.matches is not None else None)
 
-    def _plan_together(self) -> None:
-        try:
-            self.ranks.reduce_alike("plan", self._plan, self.judge)
-        finally:
-            self._is_set_up = False
-
-    def _plan(self) -> bytes:
+    def _make_plan(self) -> bytes:
         begun = time.perf_counter()
-        view, call = self._set_up(), self._planner.call
+        call, view = self._set_up()
+        self._ready = None  # objects are asked for their state once a plan
         plan, _, memory = call.plan(view.index)
-        self._planned = plan, memory
-        self._report.seconds["plan"] = time.perf_counter() - begun
-        return self.findings(is_shared=bool(self._manifest) or self.ranks.world_size == 1)
+        self._planned = call, view, plan, memory
+        self.report.seconds["plan"] = time.perf_counter() - begun
+        is_shared = bool(self._manifest) or self.ranks.world_size == 1
+        return self.features.packed("findings", is_shared=is_shared)
 
     def _read(self) -> bytes:
-        if self._planned is None or self._view is None:
-            raise PlanError("a load was not planned")
-        reader, call, index = self._reader, self._planner.call, self._view.index
-        plan, memory = self._planned
-        pieces = plan.pieces
+        call, view, plan, memory = self._planned
+        storage, index, pieces = self.storage, view.index, plan.pieces
         begun = time.perf_counter()
-        with ExitStack() as stack, reader.engine(reader.read_index(), self.options.verify) as engine:
+        with ExitStack() as stack, storage.engine(storage.read_index(), self.options.verify) as engine:
             if self.options.progress:
                 volumes = row_products(pieces.lengths, pieces.box_start)
                 total = int((volumes * index.itemsizes[index.chunk_tensors[pieces.chunks]]).sum())
@@ -354,22 +323,120 @@ class ColumnLoad(LoadEngine):
                 engine.on_bytes = stack.enter_context(
                     reporting(self.options.progress, "read", total, show=show)
                 )
-            read_into(engine, *self._view.reads(engine, pieces, memory), memory.tensors)
-            call.read_values(reader, engine, plan)
-            self.features.each("loaded", partial(read_whole, call, reader, engine))
-        self._report.note(call, index, reader.stats)
-        self._report.seconds["read"] = time.perf_counter() - begun
+            read_into(engine, *view.reads(engine, pieces, memory), memory.tensors)
+            call.read_values(storage, engine, plan)
+            self.features.each("loaded", partial(read_whole, call, storage, engine))
+        self.report.note(call, index, storage.stats)
+        self.report.seconds["read"] = time.perf_counter() - begun
         return b"\x01" if self._target.has_objects else b""
 
     def _compare(self) -> bytes:
-        self._reader.check_unchanged()
+        self.storage.check_unchanged()
         return b""
 
     def _store(self, *, alone: bool) -> bytes:
         """Store the values; where no rank has an object to give its state to, that is all."""
-        self._planner.call.store()
-        self.features.each("done", self._report, is_coordinator=self.ranks.is_coordinator)
-        return self._give_back(self._target) if alone else b""
+        call = self._planned[0]
+        self.features.each("put")
+        call.store()
+        self.features.each("done", self.report, is_coordinator=self.ranks.is_coordinator)
+        if alone:
+            self._target.give_back(call)
+            self._has_given_back = True
+        return b""
+
+
+def _agree_on_patterns(ranks: list[bytes]) -> bytes:
+    check_matches([Matches(*fields) for part in ranks if (fields := unpack(part)) is not None])
+    return b""
+
+
+# -- whole checkpoints ---------------------------------------------------------------------------------------
+
+ReadDtype = torch.dtype | str | Mapping[str, torch.dtype | str]
+"""One dtype for all floating-point tensors, or dtypes by glob of their names (the first match counts)."""
+
+
+class Whole(Target):
+    """A flat state dict of what is chosen of the checkpoint; `nested` makes one of it that is nested.
+
+    `stored` is the renaming of the load that fills it.
+    """
+
+    entries: Entries
+    """The chosen entries, since `state`."""
+
+    def __init__(
+        self,
+        *,
+        only: Patterns | None = None,
+        exclude: Patterns | None = None,
+        rename: Rename | None = None,
+        dtype: ReadDtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__({})
+        self._chosen: dict[str, Any] = {"only": only, "exclude": exclude, "rename": rename}
+        if isinstance(dtype, Mapping):
+            self._chosen["dtype"] = {glob: str(each) for glob, each in dtype.items()}
+        else:
+            self._chosen["dtype"] = dtype and str(dtype)
+        self._device = device
+        self._tied: dict[str, str] = {}
+
+    def state(self, index_of: Callable[[], CheckpointIndex], rank: int) -> dict[str, Any]:
+        """Make memory for what is chosen, in place of what an attempt that failed has left."""
+        self.entries = entries = choose_entries(index_of(), **self._chosen)
+        tensors, flat = entries.tensors, self.state_dict
+        flat.clear()
+        self._tied = {}
+        for number, (entry, shape) in enumerate(zip(tensors, entries.shapes, strict=True)):
+            if entry.tied_to != number:
+                self._tied[entry.fqn] = tensors[entry.tied_to].fqn
+            else:
+                dtype = torch_dtype(entry.dtype_code)
+                flat[entry.fqn] = torch.empty(shape, dtype=dtype, device=self._device)
+        flat.update(dict.fromkeys(value.fqn for value in entries.values))
+        flat.update(dict.fromkeys(entries.refused))  # planning says what they need
+        return flat
+
+    def stored(self, fqn: str) -> str:
+        """Return what the checkpoint calls an entry."""
+        return self.entries.source_names[fqn]
+
+    def nested(self) -> dict[str, Any]:
+        """Return the nested state dict of what was loaded."""
+        entries, flat = self.entries, self.state_dict
+        structure = entries.structure()
+        kinds = structure.get("values", {}) if structure is not None else {}
+
+        def value_of(fqn: str) -> Any:
+            value = flat.get(self._tied.get(fqn, fqn))
+            return torch.Size(value) if kinds.get(fqn) == "torch.Size" and isinstance(value, tuple) else value
+
+        paths = entries.paths
+        found = restore_structure(structure, paths | _gaps(entries, structure), value_of)
+        return found if isinstance(found, dict) else {fqn: value_of(fqn) for fqn in paths}
+
+
+def _gaps(entries: Entries, structure: Mapping[str, Any] | None) -> dict[str, Path]:
+    """Return entries for the positions of lists that were not chosen, so that the others stay where they
+    were."""
+    noted = notes_by_path(structure)
+    most = entries.index.tensor_count + len(entries.index.objects) + len(noted)  # a stranger's may be endless
+    chosen: dict[Path, set[int]] = {}
+    for path in entries.paths.values():
+        for depth, part in enumerate(path):
+            if isinstance(part, int):
+                chosen.setdefault(path[:depth], set()).add(part)
+    places = (
+        (*path, position)
+        for path, positions in chosen.items()
+        if max(positions) < most
+        for position in range(max(positions))
+        if position not in positions
+    )
+    return {".".join(map(str, place)): place for place in places if place not in noted}
 
 
 def read_whole(
@@ -378,16 +445,11 @@ def read_whole(
     """Read parts of the engine's checkpoint whole: see `dcp.loading.feature.ReadWhole`."""
     view, whole = call.view or View(engine.index), Whole(only=only)
     index = view.index
-    state = whole.state(Stored((), (), lambda: index, call.rank))
+    state = whole.state(lambda: index, call.rank)
     options = LoadOptions(rename=whole.stored, weights_only=call.options.weights_only)
-    none = Features((), options)
-    part = LoadCall(state, LoadAttempt(), options, call.rank, call.world_size, none, flattens=False)
+    alone = LoadAttempt(rank=call.rank, world_size=call.world_size, features=Features((), options))
+    part = LoadCall(state, alone, options, flattens=False)
     plan, _, memory = part.plan(index)
     read_into(engine, *view.reads(engine, plan.pieces, memory), memory.tensors)
     part.read_values(reader, engine, plan)
-    return whole.nested(), dict(whole.paths)
-
-
-def _agree_on_patterns(ranks: list[bytes]) -> bytes:
-    check_matches([Matches(*fields) for part in ranks if (fields := unpack(part)) is not None])
-    return b""
+    return whole.nested(), dict(whole.entries.paths)

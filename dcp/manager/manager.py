@@ -38,12 +38,12 @@ from dcp.manager.saving import (
     WhenBusy,
     check_group,
 )
+from dcp.planners.load.selection import LoadKeywords
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.ranks.collectives import Ranks, raise_on_all_ranks, works_alone
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.saving.save import SaveOptions
-from dcp.state_dict_loader import LoadKeywords
 from dcp.state_dict_saver import AsyncCheckpointerType
 from dcp.steps.folders import StepFolders, whole_step
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError, PlanError

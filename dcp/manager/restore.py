@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from dcp.loading.report import LoadReport
-from dcp.planners.load.options import LoadOptions
+from dcp.loading.feature import LoadReport
+from dcp.planners.load.selection import LoadKeywords, check_names
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.ranks.collectives import Ranks, begin, raise_on_all_ranks, retried, works_alone
 from dcp.ranks.exchanges import causes_of, is_damage
-from dcp.state_dict_loader import LoadKeywords, load_with
+from dcp.state_dict_loader import load_with
 from dcp.steps.folders import StepFolders, whole_step
 from dcp.steps.notes import partial_of
 from dcp.storage.errors import (
@@ -102,9 +102,9 @@ def restore(
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="restore")
     with raise_on_all_ranks(ranks):
         step = None if step is None else whole_step(step)
-        weights = options.get("map")
-        chosen: dict[str, Any] = {**options, "map": None if weights is None else WeightMap.of(weights)}
-        asked = LoadOptions(**chosen)
+        if (weights := options.get("map")) is not None:
+            options["map"] = WeightMap.of(weights)
+        check_names("restore", options)
     places = begin(ranks, lambda: folders.root.url, manner=[] if step is None else [f"of step {step}"])
     if len(set(places)) > 1 and ranks.is_coordinator:
         named = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
@@ -112,7 +112,7 @@ def restore(
     load = partial(
         load_with,
         state_dict,
-        asked,
+        options,
         process_group=process_group,
         no_dist=alone,
         timeout_seconds=timeout_seconds,
@@ -120,7 +120,13 @@ def restore(
         filled=set[str](),  # what a load has filled must not stay where the next leaves something as it is
     )
     restoring = _Restoring(
-        ranks, folders, list_steps, load, on_damage, retry_pause_seconds, bool(asked.allow_partial_load)
+        ranks,
+        folders,
+        list_steps,
+        load,
+        on_damage,
+        retry_pause_seconds,
+        bool(options.get("allow_partial_load")),
     )
     return restoring.newest() if step is None else restoring.only(step)
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.quantized_hf_storage import (
     QuantizedHuggingFaceStorageReader as TorchQuantizedReader,
 )
 
-from dcp.loading.feature import LoadFeature, Stored, Target
+from dcp.loading.feature import LoadFeature, Target
 from dcp.loading.load import LoadEngine, read_whole
-from dcp.loading.report import LoadReport
-from dcp.planners.load.options import LoadOptions
+from dcp.planners.load.selection import LoadOptions
 from dcp.planners.torch_plans import index_from_metadata
 from dcp.ranks.collectives import begin, check_same_checkpoint
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, PlanError
@@ -36,33 +35,32 @@ if TYPE_CHECKING:
     from dcp.ranks.collectives import Ranks
     from dcp.storage.torch_storage.reader import FileSystemReader
 
-__all__ = ["ProtocolLoad"]
-
 
 class ProtocolLoad(LoadEngine):
-    """One load with any planner and any storage; ``ours`` and ``storage`` are the same where they are of this
-    package, else None. Views are for loads on columns alone, the other steps of features for ``ours``."""
+    """One load with any planner and any reader; ``planner`` and ``storage`` are the same where they are of
+    this package, else None. Views are for loads on columns alone, the other steps of features for our
+    planner."""
 
     def __init__(
         self,
-        reader: StorageReader,
-        planner: LoadPlanner,
         ranks: Ranks,
         options: LoadOptions,
-        ours: DefaultLoadPlanner | None,
+        planner: DefaultLoadPlanner | None,
         storage: FileSystemReader | None,
         features: Sequence[type[LoadFeature]],
+        *,
+        reader: StorageReader,
+        any_planner: LoadPlanner,
     ) -> None:
-        super().__init__(ranks, options, ours, storage, features)
-        self._reader = reader
-        self._planner = planner
+        super().__init__(ranks, options, planner, storage, features)
+        self._reader, self._planner = reader, any_planner
         self._together = True
-        self._share: Callable[[], LoadPlan] | None = None
+        self._share: Callable[[], LoadPlan]
 
-    def run(self, target: Target, report: LoadReport) -> None:
+    def run(self, target: Target) -> None:
         """Read metadata and plan, find entries that no rank takes, and read by planner and reader."""
         begun = time.perf_counter()
-        ranks, storage = self.ranks, self._storage
+        ranks, storage = self.ranks, self.storage
         manner = ["by torch's protocol"]
         kinds = target.kinds if ranks.world_size > 1 else None
         places = begin(ranks, self._place, manner=manner, options=self.agreed, kinds=kinds)
@@ -79,38 +77,41 @@ class ProtocolLoad(LoadEngine):
             )
             if storage is not None:  # other packages' readers have no fingerprint of a checkpoint
                 check_same_checkpoint(ranks, places, lambda: _fingerprint(storage) if self._together else b"")
-            if self._ours is not None:
-                ranks.reduce_alike("unexpected", lambda: self.findings(is_shared=self._together), self.judge)
+            if self.call is not None:
+                findings = partial(self.features.packed, "findings", is_shared=self._together)
+                ranks.reduce_alike("unexpected", findings, self.judge)
 
         self.fit(target, plan)
-        report.seconds["plan"] = time.perf_counter() - begun
-        ranks.all_gather("read", lambda: self._read(report))
+        self.report.seconds["plan"] = time.perf_counter() - begun
+        ranks.all_gather("read", self._read)
 
     def _place(self) -> str:
-        if self._storage is not None:
-            return self._storage.place.url
+        if self.storage is not None:
+            return self.storage.place.url
         return str(getattr(self._reader, "checkpoint_id", ""))
 
     def _local_plan(self, target: Target) -> LoadPlan:
-        reader, planner, ranks, ours = self._reader, self._planner, self.ranks, self._ours
+        reader, planner, ranks, ours = self._reader, self._planner, self.ranks, self.planner
         metadata, self._together = _read_metadata(reader, ranks.rank)
-        if self._storage is not None:
-            self._storage.use_verify(self.options.verify)
-        planner.set_up_planner(target.state(_stored(metadata, ranks.rank)), metadata, ranks.is_coordinator)
+        if self.storage is not None:
+            self.storage.asked_verify = self.options.verify
+        state = target.state(cache(partial(index_from_metadata, metadata)), ranks.rank)
+        planner.set_up_planner(state, metadata, ranks.is_coordinator)
         if ours is not None:
-            ours.adopt()
+            self.call = ours.adopt()
         call_with_optional(
             reader.set_up_storage_reader,
             (metadata, ranks.is_coordinator),
             {"rank": ranks.rank, "use_collectives": self._together},
         )
         plan = planner.create_local_plan()
-        if ours is not None:
+        call = self.call
+        if ours is not None and call is not None:
             ours.check_chosen()
             if isinstance(reader, TorchQuantizedReader):
-                ours.call.scales = weight_scales(reader)
-            rescaled = [name for feature in ours.call.features.part for name in feature.whole]
-            if rescaled and self._storage is None:
+                call.scales = weight_scales(reader)
+            rescaled = [name for feature in self.features.part for name in feature.whole]
+            if rescaled and self.storage is None:
                 raise PlanError(
                     f"{type(reader).__name__} cannot read the states of all ranks, which rescaling "
                     f"{rescaled[0]!r} needs: load with dcp.FileSystemReader, or by as many "
@@ -118,33 +119,22 @@ class ProtocolLoad(LoadEngine):
                 )
         return reader.prepare_local_plan(plan)
 
-    def _read(self, report: LoadReport) -> bytes:
-        if self._share is None:
-            raise CheckpointError("the load was not planned")
+    def _read(self) -> bytes:
         begun = time.perf_counter()
         plan = self._planner.finish_plan(self._share())
         self._reader.read_data(plan, self._planner).wait()
-        ours, storage = self._ours, self._storage
-        if ours is not None and storage is not None and any(one.whole for one in ours.call.features.part):
+        call, storage = self.call, self.storage
+        if call is not None and storage is not None and any(feature.whole for feature in self.features.part):
             with storage.engine(storage.read_index(), self.options.verify) as engine:
-                self.features.each("loaded", partial(read_whole, ours.call, storage, engine))
-        if ours is not None:
-            ours.call.store()
-        report.note(
-            None if ours is None else ours.call,
-            None if storage is None else storage.index,
-            None if storage is None else storage.stats,
-        )
-        if ours is not None:
-            self.features.each("done", report, is_coordinator=self.ranks.is_coordinator)
-        report.seconds["read"] = time.perf_counter() - begun
+                self.features.each("loaded", partial(read_whole, call, storage, engine))
+        if call is not None:
+            self.features.each("put")
+            call.store()
+        self.report.note(call, *((storage.index, storage.stats) if storage is not None else (None, None)))
+        if call is not None:
+            self.features.each("done", self.report, is_coordinator=self.ranks.is_coordinator)
+        self.report.seconds["read"] = time.perf_counter() - begun
         return b""
-
-
-def _stored(metadata: Metadata, rank: int) -> Stored:
-    entries = metadata.state_dict_metadata
-    values = {name for name, kind in entries.items() if isinstance(kind, BytesStorageMetadata)}
-    return Stored(entries, values, lambda: index_from_metadata(metadata), rank)
 
 
 def _fingerprint(reader: FileSystemReader) -> bytes:

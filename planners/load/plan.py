@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp.planners.columns import HeldBoxes
-from dcp.planners.load.key_hints import hint_for_missing
-from dcp.planners.load.selection import Selection
+from dcp.planners.load.selection import Selection, renamer
 from dcp.storage.engine.requests import Pieces
-from dcp.storage.errors import (
-    DtypeMismatchError,
-    MissingKeyError,
-    PlanError,
-    ShapeMismatchError,
-)
+from dcp.storage.errors import DtypeMismatchError, MissingKeyError, PlanError, ShapeMismatchError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.views import dropped_from
 from dcp.storage.geometry.boxes import BoxSet, cut_overlaps, intersecting_pairs, overlapping_pairs
 from dcp.storage.geometry.strides import Int64, expand_ranges, gather_rows, row_matrix, starts
-from dcp.storage.near_names import listed
-
-__all__ = ["LoadPlan", "LoadProblems", "intersect", "pieces_of", "plan_load"]
+from dcp.storage.near_names import listed, near_names
 
 _MAX_LISTED: Final = 20
 """Names in the facts of one error; the rest is counted."""
@@ -38,6 +33,9 @@ _ADVICE: Final[Mapping[type[PlanError], str]] = {
     ShapeMismatchError: "Build the state dict with the shapes that were saved.",
     DtypeMismatchError: 'To convert while loading: dtype="cast".',
 }
+
+_KINDS: Final = (MissingKeyError, ShapeMismatchError, DtypeMismatchError, PlanError)
+"""In the order of messages."""
 
 _PER_RANK_ADVICE: Final = (
     "Some of these are PerRank values, which each rank has of its own: where another number of ranks saved "
@@ -57,9 +55,9 @@ class LoadPlan:
     pieces: Pieces
     objects: Int64
     object_fqns: Sequence[str]
-    missing: tuple[str, ...] = ()
+    missing: Sequence[str] = ()
     unexpected: tuple[str, ...] = ()
-    cast: tuple[str, ...] = ()
+    cast: Sequence[str] = ()
 
 
 class _Intersections(NamedTuple):
@@ -74,12 +72,12 @@ class _Intersections(NamedTuple):
 def plan_load(
     index: CheckpointIndex,
     wanted: HeldBoxes,
-    object_fqns: Sequence[str] = (),
+    object_fqns: Sequence[str],
     *,
-    names: Mapping[str, str] | None = None,
-    allow_missing: bool = False,
-    cast: bool = False,
-    is_per_rank: Callable[[str], bool] | None = None,
+    names: Mapping[str, str] | None,
+    allow_missing: bool,
+    cast: bool,
+    per_rank: Collection[str],
 ) -> LoadPlan:
     """Plan reading ``wanted`` and the values ``object_fqns`` from a checkpoint.
 
@@ -89,109 +87,58 @@ def plan_load(
     Raises one error with all problems: MissingKeyError (unless ``allow_missing``), ShapeMismatchError,
     DtypeMismatchError (unless ``cast``), PlanError for a tensor wanted as another value or the reverse, and
     for elements that are not stored.
-    ``is_per_rank`` says whether a name is of a `PerRank` value, about which the advice of the error is
-    another.
+    ``per_rank`` are names of `PerRank` values, about which the advice of the error is another.
     """
     problems = LoadProblems(names or {})
-    known = index.position, index.objects.position
+    tensors, values = index.position, index.objects.position
     stored = [*wanted.fqns, *object_fqns]
     if names is not None:
         stored = [names[fqn] for fqn in stored]
-    count = len(stored) - len(object_fqns)
-    tensor_rows = _rows(known[0], stored[:count])
-    object_rows = _rows(known[1], stored[count:])
+    count = len(wanted.fqns)
+    tensor_rows, object_rows = _rows(tensors, stored[:count]), _rows(values, stored[count:])
     missing: list[str] = []
     if (tensor_rows < 0).any() or (object_rows < 0).any():
-        missing += _check_keys(wanted.fqns, tensor_rows, known[1], problems, is_tensor=True)
-        missing += _check_keys(object_fqns, object_rows, known[0], problems, is_tensor=False)
+        kind = "is a tensor in the state dict, but another value in the checkpoint"
+        missing += _missing(wanted.fqns, tensor_rows, values, kind, problems)
+        kind = "is a tensor in the checkpoint, but no tensor in the state dict"
+        missing += _missing(object_fqns, object_rows, tensors, kind, problems)
     if missing and not allow_missing:
-        problems.missing = missing
-        problems.lacks_per_rank = is_per_rank is not None and any(map(is_per_rank, missing))
+        problems.texts[MissingKeyError] = {fqn: problems.shown(fqn) for fqn in missing}
     usable, cast_fqns = _check_tensors(index, wanted, tensor_rows, cast=cast, problems=problems)
-    parts = intersect(index, wanted, tensor_rows, usable, problems)
-    unexpected = _unexpected(index, tensor_rows, object_rows)
-    if problems.missing or problems.shapes or problems.dtypes or problems.others:
-        problems.raise_all(lambda: _hint(index, stored, unexpected, is_renamed=names is not None))
+    pieces = intersect(index, wanted, tensor_rows, usable, problems)
+    unwanted = np.ones(index.tensor_count + len(index.objects), bool)
+    unwanted[tensor_rows[tensor_rows >= 0]] = False
     found = object_rows >= 0
+    unwanted[index.tensor_count + object_rows[found]] = False
+    every = [*index.fqns, *index.objects.fqns]
+    unexpected = tuple(map(every.__getitem__, np.flatnonzero(unwanted).tolist()))
+    if problems.texts:
+        problems.raise_all(lambda: _hint(index, stored, unexpected, is_renamed=names is not None), per_rank)
     if not found.all():
         object_fqns = [object_fqns[row] for row in np.flatnonzero(found).tolist()]
-    return LoadPlan(
-        pieces_of(index, wanted, parts),
-        object_rows[found],
-        object_fqns,
-        tuple(missing),
-        unexpected,
-        tuple(cast_fqns),
-    )
-
-
-def _hint(
-    index: CheckpointIndex, stored: Sequence[str], unexpected: Sequence[str], *, is_renamed: bool
-) -> str:
-    """Return what to say about the names that are not there."""
-    absent: list[str] = []
-    present: list[str] = []
-    for name in stored:
-        is_there = name in index.position or name in index.objects.position
-        (present if is_there else absent).append(name)
-    shown = _dropped_hint(index, absent)
-    return shown or hint_for_missing(absent, unexpected, present, is_renamed=is_renamed)
-
-
-def _dropped_hint(index: CheckpointIndex, absent: Sequence[str]) -> str:
-    """Return which parts of the checkpoint that were dropped from it have had these names; "" if none had."""
-    shown = []
-    for part in dropped_from(index.provenance):
-        selection = Selection.of(part.patterns, None) if part.patterns else None
-        if selection is not None and any(map(selection.selects, absent)):
-            shown.append(str(part))
-    if not shown:
-        return ""
-    return f"{'; '.join(shown)}, to free its bytes: load the rest (exclude=...), or a step that still has it."
+    return LoadPlan(pieces, object_rows[found], object_fqns, missing, unexpected, cast_fqns)
 
 
 def _rows(position: Mapping[str, int], wanted: Sequence[str]) -> Int64:
-    if not len(wanted):
-        return np.zeros(0, np.int64)
-    if list(position) == list(wanted):  # the very state that was saved
+    if list(position) == wanted:  # the very state that was saved
         return np.arange(len(wanted), dtype=np.int64)
     lookup = position.get
     return np.array([lookup(fqn, -1) for fqn in wanted], np.int64)
 
 
-def _check_keys(
-    fqns: Sequence[str],
-    rows: Int64,
-    others: Mapping[str, int],
-    problems: LoadProblems,
-    *,
-    is_tensor: bool,
+def _missing(
+    fqns: Sequence[str], rows: Int64, others: Mapping[str, int], kind: str, problems: LoadProblems
 ) -> list[str]:
-    """Return names that are not stored at all; those stored as another kind, which ``others`` has, are
+    """Return names that are not stored at all; those stored as another ``kind``, which ``others`` has, are
     problems."""
     missing = []
     for row in np.flatnonzero(rows < 0).tolist():
         fqn = fqns[row]
         if problems.names.get(fqn, fqn) not in others:
             missing.append(fqn)
-        elif is_tensor:
-            problems.others[fqn] = (
-                f"{problems.shown(fqn)} is a tensor in the state dict, but another value in the checkpoint"
-            )
         else:
-            problems.others[fqn] = (
-                f"{problems.shown(fqn)} is a tensor in the checkpoint, but no tensor in the state dict"
-            )
+            problems.texts[PlanError][fqn] = f"{problems.shown(fqn)} {kind}"
     return missing
-
-
-def _unexpected(index: CheckpointIndex, tensors: Int64, objects: Int64) -> tuple[str, ...]:
-    unwanted = np.ones(index.tensor_count, bool)
-    unwanted[tensors[tensors >= 0]] = False
-    names = list(map(index.fqns.__getitem__, np.flatnonzero(unwanted).tolist()))
-    unwanted = np.ones(len(index.objects), bool)
-    unwanted[objects[objects >= 0]] = False
-    return (*names, *map(index.objects.fqns.__getitem__, np.flatnonzero(unwanted).tolist()))
 
 
 def _check_tensors(
@@ -207,21 +154,17 @@ def _check_tensors(
         theirs = gather_rows(index.shape_values, index.shape_start, stored[alike])
         begin = starts(wanted.ndims[found[alike]])[:-1]
         wrong[alike] = np.logical_or.reduceat(mine != theirs, begin)
-    for place in np.flatnonzero(wrong).tolist():
-        row, fqn = int(found[place]), wanted.fqns[int(found[place])]
+    for row in found[wrong].tolist():
+        fqn, stored_shape = wanted.fqns[row], index.shape(int(rows[row]))
         shape = tuple(wanted.shape_values[wanted.shape_start[row] : wanted.shape_start[row + 1]].tolist())
-        stored_shape = index.shape(int(stored[place]))
-        problems.shapes[fqn] = (
+        problems.texts[ShapeMismatchError][fqn] = (
             f"Size mismatch between saved {stored_shape} and current: {shape} for {problems.shown(fqn)}"
         )
     differs = found[wanted.dtype_codes[found] != index.dtype_codes[stored]].tolist()
-    if not cast:
-        for row in differs:
-            mine_name = dtypes.BY_CODE[int(wanted.dtype_codes[row])].name
-            stored_name = index.dtype(int(rows[row])).name
-            problems.dtypes[wanted.fqns[row]] = (
-                f"{problems.shown(wanted.fqns[row])} is {mine_name}, stored is {stored_name}"
-            )
+    for row in () if cast else differs:
+        fqn, own = wanted.fqns[row], dtypes.BY_CODE[int(wanted.dtype_codes[row])].name
+        is_stored = f"stored is {index.dtype(int(rows[row])).name}"
+        problems.texts[DtypeMismatchError][fqn] = f"{problems.shown(fqn)} is {own}, {is_stored}"
     usable = np.zeros(len(rows), bool)
     usable[found[~wrong]] = True
     return usable, list(map(wanted.fqns.__getitem__, differs))
@@ -233,15 +176,16 @@ def intersect(
     rows: Int64,
     usable: npt.NDArray[np.bool_],
     problems: LoadProblems,
-) -> list[_Intersections]:
+) -> Pieces:
     """Intersect those wanted boxes whose tensors are ``usable`` with the chunks of the tensors ``rows``.
 
-    Each element is there once; boxes of which elements are not stored are noted as problems.
+    Each element is there once, in the order of the boxes; boxes of which elements are not stored are noted as
+    problems.
     """
     box_tensors = wanted.item_tensors
     boxes = np.flatnonzero(usable[box_tensors])
     ndims = wanted.ndims[box_tensors[boxes]]
-    parts = []
+    columns: list[list[Int64]] = list(map(list, [[np.zeros(0, np.int64)]] * 5))
     for ndim in np.flatnonzero(np.bincount(ndims)).tolist():
         chosen = boxes[ndims == ndim]
         low = row_matrix(wanted.item_offsets, wanted.box_start, chosen, ndim)
@@ -249,21 +193,24 @@ def intersect(
         full = (sizes > 0).all(axis=1)
         if not full.all():
             chosen, low, sizes = chosen[full], low[full], sizes[full]
-        pieces = _intersect_ndim(index, chosen, rows[box_tensors[chosen]], low, low + sizes)
-        pieces, gaps = _cover(pieces, chosen, low, low + sizes)
-        for place, volume in gaps:
+        found = _intersect_ndim(index, chosen, rows[box_tensors[chosen]], low, low + sizes)
+        found, volumes = _disjoint(found, len(chosen))
+        for place in np.flatnonzero(volumes != sizes.prod(axis=1)).tolist():
             fqn, box = wanted.fqns[int(box_tensors[chosen[place]])], sizes[place].tolist()
-            problems.others[fqn] = (
-                f"{fqn!r}: of the box at {low[place].tolist()} of sizes {box} the checkpoint stores {volume} "
-                f"of {int(np.prod(sizes[place]))} elements"
+            problems.texts[PlanError][fqn] = (
+                f"{fqn!r}: of the box at {low[place].tolist()} of sizes {box} the checkpoint stores "
+                f"{volumes[place]} of {int(np.prod(sizes[place]))} elements"
             )
-        parts.append(pieces)
-    return parts
+        each = (chosen[found.boxes], found.chunks, found.low.ravel(), found.high.ravel())
+        for column, values in zip(columns, (*each, np.full(len(found.boxes), ndim)), strict=True):
+            column.append(values)
+    return _pieces(index, wanted, *map(np.concatenate, columns))
 
 
 def _intersect_ndim(
     index: CheckpointIndex, boxes: Int64, tensors: Int64, low: Int64, high: Int64
 ) -> _Intersections:
+    """Intersect boxes of one dimensionality; the numbers of boxes are positions in ``boxes``."""
     ndim = low.shape[1]
     wanted_tensors = np.flatnonzero(np.bincount(tensors))  # np.unique hashes each of them
     counts = index.chunk_start[wanted_tensors + 1] - index.chunk_start[wanted_tensors]
@@ -280,50 +227,38 @@ def _intersect_ndim(
         pair_box, pair_chunk = intersecting_pairs(BoxSet(tensors, low, high), stored)
         chunks, chunk_low, chunk_high = chunks[pair_chunk], chunk_low[pair_chunk], chunk_high[pair_chunk]
         low, high = low[pair_box], high[pair_box]
-    common_low, common_high = np.maximum(low, chunk_low), np.minimum(high, chunk_high)
-    met = (common_high > common_low).all(axis=1)
-    if not met.all():
-        pair_box, chunks, common_low, common_high = (
-            pair_box[met],
-            chunks[met],
-            common_low[met],
-            common_high[met],
-        )
-    return _Intersections(pair_box, chunks, common_low, common_high)
+    found = _Intersections(pair_box, chunks, np.maximum(low, chunk_low), np.minimum(high, chunk_high))
+    met = (found.high > found.low).all(axis=1)
+    return found if met.all() else _Intersections(*(column[met] for column in found))
 
 
-def _cover(
-    pieces: _Intersections, boxes: Int64, low: Int64, high: Int64
-) -> tuple[_Intersections, list[tuple[int, int]]]:
-    """Return (pieces without overlaps, (box position, elements there) of boxes that are not filled).
+def _disjoint(found: _Intersections, boxes: int) -> tuple[_Intersections, Int64]:
+    """Return what was found without overlaps, and how many elements there are by box.
 
-    Overlapping pieces, which some foreign checkpoints have, are reduced to disjoint ones first, so that
-    volumes prove coverage and nothing is read twice.
+    Overlaps, which some foreign checkpoints have, are cut first, so that volumes prove coverage and nothing
+    is read twice.
     """
-    if (np.bincount(pieces.boxes) > 1).any():
-        found = BoxSet(pieces.boxes, pieces.low, pieces.high)
-        earlier, later = overlapping_pairs(found)
+    if (np.bincount(found.boxes) > 1).any():
+        regions = BoxSet(found.boxes, found.low, found.high)
+        earlier, later = overlapping_pairs(regions)
         if len(earlier):
-            rows, parts = cut_overlaps(found, earlier, later)
-            pieces = _Intersections(parts.groups, pieces.chunks[rows], parts.low, parts.high)
-    volumes = np.prod(pieces.high - pieces.low, axis=1, dtype=np.int64)
-    filled = np.zeros(len(boxes), np.int64)
-    np.add.at(filled, pieces.boxes, volumes)
-    demanded = np.prod(high - low, axis=1, dtype=np.int64)
-    short = np.flatnonzero(filled != demanded)
-    gaps = list(zip(short.tolist(), filled[short].tolist(), strict=True))
-    return _Intersections(boxes[pieces.boxes], pieces.chunks, pieces.low, pieces.high), gaps
+            rows, parts = cut_overlaps(regions, earlier, later)
+            found = _Intersections(parts.groups, found.chunks[rows], parts.low, parts.high)
+    filled = np.zeros(boxes, np.int64)
+    np.add.at(filled, found.boxes, np.prod(found.high - found.low, axis=1, dtype=np.int64))
+    return found, filled
 
 
-def pieces_of(index: CheckpointIndex, wanted: HeldBoxes, parts: Sequence[_Intersections]) -> Pieces:
-    """Put intersections into ragged columns, in the order of the wanted boxes."""
-    columns: list[list[Int64]] = list(map(list, [[np.zeros(0, np.int64)]] * 5))
-    for part in parts:
-        ndims = np.full(len(part.boxes), part.low.shape[1], np.int64)
-        each = part.boxes, part.chunks, part.low.ravel(), part.high.ravel(), ndims
-        for column, values in zip(columns, each, strict=True):
-            column.append(values)
-    boxes, chunks, low, high, ndims = map(np.concatenate, columns)
+def _pieces(
+    index: CheckpointIndex,
+    wanted: HeldBoxes,
+    boxes: Int64,
+    chunks: Int64,
+    low: Int64,
+    high: Int64,
+    ndims: Int64,
+) -> Pieces:
+    """Put intersections, whose regions are ragged, in the order of the wanted boxes."""
     order = np.argsort(boxes, kind="stable")
     flat = expand_ranges(starts(ndims)[:-1][order], ndims[order])
     boxes, chunks, low, high = boxes[order], chunks[order], low[flat], high[flat]
@@ -346,61 +281,187 @@ def pieces_of(index: CheckpointIndex, wanted: HeldBoxes, parts: Sequence[_Inters
 
 @dataclass
 class LoadProblems:
-    """Misfits between a state dict and a checkpoint, by kind: text by name of the state dict.
+    """Misfits between a state dict and a checkpoint: ``texts`` by name of the state dict, by the class of
+    their error.
 
     ``names`` are what the checkpoint calls them where that differs. Messages have the words in which stock
     torch says the same, since programs look for them.
     """
 
     names: Mapping[str, str]
-    missing: Sequence[str] = ()
-    shapes: dict[str, str] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
-    others: dict[str, str] = field(default_factory=dict)
-    lacks_per_rank: bool = False
+    texts: dict[type[PlanError], dict[str, str]] = field(default_factory=partial(defaultdict, dict))
 
     def shown(self, fqn: str) -> str:
         """Return a name for a message, with what the checkpoint calls it where that differs."""
         name = self.names.get(fqn, fqn)
         return f"{fqn!r}" if fqn == name else f"{fqn!r} (renamed to {name!r})"
 
-    def raise_all(self, hint_for_missing: Callable[[], str]) -> NoReturn:
+    def raise_all(self, hint: Callable[[], str] = str, per_rank: Collection[str] = ()) -> NoReturn:
         """Raise one error for all problems: of their own class where they are of one kind, else a
-        PlanError."""
-        kinds: list[tuple[type[PlanError], Mapping[str, str]]] = [
-            (MissingKeyError, {fqn: self.shown(fqn) for fqn in self.missing}),
-            (ShapeMismatchError, self.shapes),
-            (DtypeMismatchError, self.dtypes),
-            (PlanError, self.others),
-        ]
-        found = [(cls, problems) for cls, problems in kinds if problems]
-        lines = [_said(cls, list(problems.values())) for cls, problems in found]
+        PlanError. ``hint`` is about missing names."""
+        found = {kind: self.texts[kind] for kind in _KINDS if kind in self.texts}
+        each = [(kind, fqn, text) for kind, texts in found.items() for fqn, text in texts.items()]
+        lines = [_line(kind, list(texts.values())) for kind, texts in found.items()]
+        missing = found.get(MissingKeyError, {})
+        if missing and (said := hint()):
+            lines.insert(1, said)
         if len(found) > 1:
-            count = sum(len(problems) for _, problems in found)
-            lines.insert(0, f"the checkpoint does not fit the state dict, {count} problems:")
-        if self.missing:
-            lines[-len(found)] = "\n".join(filter(None, [lines[-len(found)], hint_for_missing()]))
-        advice = [_ADVICE[cls] for cls, _ in found if cls in _ADVICE]
-        if self.lacks_per_rank:
+            lines.insert(0, f"the checkpoint does not fit the state dict, {len(each)} problems:")
+        advice = [_ADVICE[kind] for kind in found if kind in _ADVICE]
+        if any(fqn in per_rank for fqn in missing):
             advice.append(_PER_RANK_ADVICE)
         if advice:
             lines.append(" ".join(advice))
-        cls = found[0][0] if len(found) == 1 else PlanError
-        raise cls(
+        raise (next(iter(found)) if len(found) == 1 else PlanError)(
             "\n".join(lines),
-            problems=[text for cls, problems in found for text in _each(cls, problems)][:_MAX_LISTED],
-            fqns=[fqn for _, problems in found for fqn in problems][:_MAX_LISTED],
+            problems=[
+                f"{text} is not in the checkpoint" if kind is MissingKeyError else text
+                for kind, _, text in each[:_MAX_LISTED]
+            ],
+            fqns=[fqn for _, fqn, _ in each[:_MAX_LISTED]],
         )
 
 
-def _said(cls: type[PlanError], shown: Sequence[str]) -> str:
-    if cls is MissingKeyError:
+def _line(kind: type[PlanError], shown: Sequence[str]) -> str:
+    if kind is MissingKeyError:
         return f"Missing key in checkpoint state_dict: {listed(shown, most=_SHOWN, show=str)}."
     more = f"; and {len(shown) - _SHOWN:,} more" if len(shown) > _SHOWN else ""
     return f"{'; '.join(shown[:_SHOWN])}{more}."
 
 
-def _each(cls: type[PlanError], problems: Mapping[str, str]) -> Sequence[str]:
-    if cls is MissingKeyError:
-        return [f"{shown} is not in the checkpoint" for shown in problems.values()]
-    return list(problems.values())
+# -- hints for names that are missing ------------------------------------------------------------------------
+
+_WRAPPERS: Final = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""What wrappers of modules put into keys: DDP, torch.compile, FSDP, activation checkpointing."""
+
+_SUGGESTED: Final = 2
+"""Missing keys for each of which a name is suggested."""
+
+_DEPTH: Final = 64
+"""Beginnings of one name that are taken away; modules are not nested deeper."""
+
+_GROUP: Final = re.compile(r"(?:^|\.)param_groups\.[0-9]+(?:\.params)?$")
+
+_PREFIXES: Final = 8
+"""Other beginnings of names that are tried."""
+
+OTHER_GROUPS: Final = (
+    "Groups of an optimizer are numbered: where some were added or removed, others may get their state. Save "
+    "and load by the names of parameters, get_optimizer_state_dict() with "
+    "StateDictOptions(flatten_optimizer_state_dict=True)"
+)
+"""What to say in place of options that would leave a group out."""
+
+Rules = Mapping[str, str]
+
+
+def _hint(
+    index: CheckpointIndex, stored: Sequence[str], unexpected: Sequence[str], *, is_renamed: bool
+) -> str:
+    """Return what to say about those of the ``stored`` names that are not there."""
+    absent: list[str] = []
+    present: list[str] = []
+    for name in stored:
+        is_there = name in index.position or name in index.objects.position
+        (present if is_there else absent).append(name)
+    dropped = []
+    for part in dropped_from(index.provenance):
+        selection = Selection.of(part.patterns, None) if part.patterns else None
+        if selection is not None and any(map(selection.selects, absent)):
+            dropped.append(str(part))
+    if dropped:
+        advice = "load the rest (exclude=...), or a step that still has it"
+        return f"{'; '.join(dropped)}, to free its bytes: {advice}."
+    return hint_for_missing(absent, unexpected, present, is_renamed=is_renamed)
+
+
+def hint_for_missing(
+    missing: Sequence[str], unused: Sequence[str], found: Collection[str], *, is_renamed: bool
+) -> str:
+    """Return the hint for ``missing`` names, of which there is one at least.
+
+    ``unused``: names of the checkpoint that are not loaded; ``found``: those that are found as they are,
+    which no renaming may change. ``is_renamed``: whether the names were made by ``rename=``.
+    """
+    rules, count = rename_for_missing(missing, unused, found)
+    if rules:
+        shown = ", ".join(f"{_raw(regex)}: {_raw(text)}" for regex, text in rules.items())
+        which = "it" if len(missing) == 1 else "them all" if count == len(missing) else f"{count:,} of them"
+        how = f"add {{{shown}}} to rename" if is_renamed else f"pass rename={{{shown}}}"
+        return f"It has {which} under other names: {how}."
+    suggested = {name: near_names(name, unused) for name in missing[:_SUGGESTED]}
+    close = {name: names for name, names in suggested.items() if names}
+    if len(missing) == 1 and close:
+        (names,) = close.values()
+        return f"Did you mean {' or '.join(map(repr, names))}?"
+    if close:
+        shown = ", ".join(f"{names[0]!r} for {name!r}" for name, names in close.items())
+        return f"Did you mean {shown}?"
+    if any(map(is_group, missing)) and any(map(is_group, found)):
+        return f"{OTHER_GROUPS}."
+    counts = Counter(name.partition(".")[0] for name in unused)
+    several = {name.partition(".")[0] for name in unused if "." in name}
+    tops = [f"{top}.* ({count:,})" if top in several else repr(top) for top, count in counts.items()]
+    there = f"It has {listed(tops, show=str)} besides; dcp show lists all. " if unused else ""
+    return f"{there}What it lacks may stay as it is with allow_partial_load=True."
+
+
+def is_group(name: str) -> bool:
+    """Return whether it is a group of an optimizer, or the entry that each of them has."""
+    return _GROUP.search(name) is not None
+
+
+def rename_for_missing(
+    missing: Sequence[str], unused: Sequence[str], found: Collection[str]
+) -> tuple[Rules | None, int]:
+    """Return the renaming that finds the most of ``missing``, at least half of them, and how many; None
+    without any. The arguments are those of `hint_for_missing`."""
+    there = frozenset(unused)
+    best: tuple[Rules | None, int] = None, 0
+    for rules in _candidates(missing, unused):
+        renamed = renamer(rules) or str
+        count = sum(renamed(name) in there for name in missing)
+        if count > best[1] and all(renamed(name) == name for name in found):
+            best = rules, count
+            if count == len(missing):
+                break
+    return best if best[1] * 2 >= len(missing) else (None, 0)
+
+
+def _candidates(missing: Sequence[str], unused: Sequence[str]) -> Iterator[Rules]:
+    """Suggest to take wrappers' parts away, to add one that the checkpoint's names have, always at the same
+    depth, and another beginning, which may be none, behind which the checkpoint has the same names."""
+    present = {}
+    for wrapper in _WRAPPERS:
+        names = [name for name in missing if f".{wrapper}." in f".{name}"]
+        if names:
+            at_begin = all(name.startswith(f"{wrapper}.") for name in names)
+            present[rf"^{wrapper}\." if at_begin else rf"\b{wrapper}\."] = ""
+    if present:
+        yield present
+    wanted = frozenset(missing)
+    for wrapper in _WRAPPERS:
+        for name in unused:
+            parts = name.split(".") if wrapper in name else []
+            if wrapper in parts:
+                depth = parts.index(wrapper)
+                if ".".join(parts[:depth] + parts[depth + 1 :]) in wanted:
+                    before = rf"^((?:[^.]+\.){{{depth}}})"
+                    yield {before: rf"\1{wrapper}."} if depth else {"^": f"{wrapper}."}
+                    break
+    parts = missing[0].split(".") if len(missing) > 1 else []  # of one name any other beginning would do
+    for first in range(min(len(parts), _DEPTH)):
+        suffix = ".".join(parts[first:])
+        own = missing[0].removesuffix(suffix)
+        others = dict.fromkeys(
+            other.removesuffix(suffix) for other in unused if f".{other}".endswith(f".{suffix}")
+        )
+        for other in list(others)[:_PREFIXES]:
+            yield {f"^{re.escape(own)}": other.replace("\\", r"\\")}
+        if others:
+            return
+
+
+def _raw(text: str) -> str:
+    """As one writes it in a program."""
+    return f'r"{text}"' if "\\" in text else f'"{text}"'

@@ -1,4 +1,4 @@
-"""Selections of entries of a state dict, and their names in the checkpoint.
+"""Options of a load: which entries of a state dict, their names in the checkpoint, and how they are loaded.
 
 Patterns are shell globs on flat keys, case-sensitive; a pattern selects what it matches and everything below
 that: ``model`` is all of the model, ``*.bias`` every bias.
@@ -7,23 +7,19 @@ that: ``model`` is all of the model, ``*.bias`` every bias.
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, get_args
 
+from dcp.storage.engine.requests import Verify
 from dcp.storage.errors import MissingKeyError, OptionError, PlanError
 from dcp.storage.near_names import close_to
 
-__all__ = [
-    "Matches",
-    "Patterns",
-    "Rename",
-    "Selection",
-    "check_matches",
-    "check_patterns",
-    "renamer",
-]
+if TYPE_CHECKING:  # maps are made of what this folder finds
+    from dcp.planners.weight_maps.weight_map import WeightMap
 
 Patterns = str | Sequence[str]
 """One glob, or several of which any may match."""
@@ -170,7 +166,11 @@ def renamer(rename: Rename | None) -> Callable[[str], str] | None:
     if rename is None:
         return None
     if isinstance(rename, Mapping):
-        return _Rules.of(rename)
+        try:
+            rules = [(re.compile(regex), replacement) for regex, replacement in rename.items()]
+        except (re.error, TypeError) as error:
+            raise OptionError(f"rename has a key that is no regular expression: {error}") from error
+        return partial(_substituted, rules)
     if not callable(rename):
         raise PlanError(
             f"rename must be a mapping of regular expressions to replacements, or a function, not {rename!r}"
@@ -178,29 +178,17 @@ def renamer(rename: Rename | None) -> Callable[[str], str] | None:
     return lambda key: _checked(key, rename(key))
 
 
-@dataclass(frozen=True, slots=True)
-class _Rules:
-    rules: tuple[tuple[re.Pattern[str], Any], ...]
-
-    @classmethod
-    def of(cls, rename: Mapping[str, Any]) -> _Rules:
+def _substituted(rules: Sequence[tuple[re.Pattern[str], Any]], key: str) -> str:
+    name: Any = key
+    for regex, replacement in rules:
         try:
-            return cls(tuple((re.compile(regex), replacement) for regex, replacement in rename.items()))
-        except (re.error, TypeError) as error:
-            raise OptionError(f"rename has a key that is no regular expression: {error}") from error
-
-    def __call__(self, key: str) -> str:
-        name: Any = key
-        for regex, replacement in self.rules:
-            try:
-                name = regex.sub(replacement, name)
-            except (re.error, IndexError, TypeError) as error:
-                raise PlanError(
-                    f"rename: {regex.pattern!r} with the replacement {replacement!r} fails for {name!r}: "
-                    f"{error}",
-                    fqn=key,
-                ) from error
-        return _checked(key, name)
+            name = regex.sub(replacement, name)
+        except (re.error, IndexError, TypeError) as error:
+            raise PlanError(
+                f"rename: {regex.pattern!r} with the replacement {replacement!r} fails for {name!r}: {error}",
+                fqn=key,
+            ) from error
+    return _checked(key, name)
 
 
 def _checked(key: str, name: Any) -> str:
@@ -227,3 +215,81 @@ def _close(text: str, keys: Iterable[str]) -> list[str]:
 
 def _listed(names: Sequence[str]) -> str:
     return " or ".join(map(repr, names[:3]))
+
+
+# -- all options of a load -----------------------------------------------------------------------------------
+
+PerRankLoad = Literal["exact", "keep"]
+"""What to do about `PerRank` values: each rank's own one is there, or they may stay as they are."""
+
+LoadDtype = Literal["exact", "cast"]
+
+Unexpected = Literal["error", "ignore"]
+"""What to do about entries of the checkpoint that nobody takes, below what was asked for."""
+
+_CHOICES: Final = {"dtype": LoadDtype, "per_rank": PerRankLoad, "unexpected": Unexpected}
+
+_OF_PLANNERS: Final = (
+    *("dtype", "allow_partial_load", "weights_only", "only", "exclude", "rename", "per_rank", "unexpected"),
+)
+
+
+class LoadKeywords(TypedDict, total=False):
+    """Keyword arguments of `dcp.load` about what is loaded and how, for those that hand them on."""
+
+    verify: Verify | None
+    dtype: LoadDtype | None
+    allow_partial_load: bool | None
+    weights_only: bool | None
+    only: Patterns | None
+    exclude: Patterns | None
+    rename: Rename | None
+    map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None
+    per_rank: PerRankLoad | None
+    unexpected: Unexpected | None
+    progress: bool | Callable[[Any], None] | None
+
+
+def check_names(function: str, options: LoadKeywords) -> None:
+    """Raise TypeError, as Python does, for an argument that ``function`` does not have."""
+    for name in options:
+        if name not in LoadKeywords.__annotations__:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOptions:
+    """Options of `dcp.load`, whose page has their meaning. None: as planner and reader have it."""
+
+    verify: Verify | None = None
+    dtype: LoadDtype | None = None
+    allow_partial_load: bool | None = None
+    weights_only: bool | None = None
+    only: Patterns | None = None
+    exclude: Patterns | None = None
+    rename: Rename | None = None
+    map: WeightMap | None = None
+    per_rank: PerRankLoad | None = None
+    unexpected: Unexpected | None = None
+    progress: bool | Callable[[Any], None] | None = None
+
+    def check(self) -> None:
+        """Raise OptionError for what cannot be meant."""
+        for name, kind in _CHOICES.items():
+            value, choices = getattr(self, name), get_args(kind)
+            if value is not None and value not in choices:
+                raise OptionError(f'{name} must be "{choices[0]}" or "{choices[1]}", not {value!r}')
+        Selection.of(self.only, self.exclude)
+        renamer(self.rename)
+
+    def given_to_planner(self) -> list[str]:
+        """Return names of those that are given and that a planner decides on."""
+        return [name for name in _OF_PLANNERS if getattr(self, name) is not None]
+
+    def over(self, settings: object) -> LoadOptions:
+        """Return these, and for a planner's that are None the attributes of ``settings``."""
+        own: dict[str, Any] = {}
+        for name in _OF_PLANNERS:
+            if getattr(self, name) is None:
+                own[name] = getattr(settings, name)
+        return replace(self, **own)

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from dcp.planners.columns import HeldBoxes
-from dcp.planners.load.plan import LoadProblems, intersect, pieces_of
+from dcp.planners.load.plan import LoadProblems, intersect
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
@@ -239,10 +239,9 @@ def stored_parts(
         item_sources=np.arange(len(tensor_of), dtype=np.int64),
     )
     problems = LoadProblems({})
-    found = intersect(index, wanted, rows, np.ones(len(rows), bool), problems)
-    if problems.others:
-        problems.raise_all(str)
-    pieces = pieces_of(index, wanted, found)
+    pieces = intersect(index, wanted, rows, np.ones(len(rows), bool), problems)
+    if problems.texts:
+        problems.raise_all()
     chunks, axis_start = pieces.chunks, pieces.box_start
     engine.resolve(np.unique(chunks))
     strides = _strides(engine, chunks, axis_start)

@@ -19,7 +19,7 @@ from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.requests import BoxRequest, ByteRuns, Elements, Pieces, PutBox, put_at
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.checksums import BLOCK_BYTES
-from dcp.storage.geometry.strides import Int64, contiguous_positions, is_c_ordered, row_matrix
+from dcp.storage.geometry.strides import contiguous_positions, is_c_ordered, row_matrix
 from dcp.storage.tensors import (
     LocalMemory,
     as_copied,
@@ -28,8 +28,6 @@ from dcp.storage.tensors import (
     narrow,
     torch_dtype,
 )
-
-__all__ = ["Filled", "classify", "read_into", "refuse_shared"]
 
 _PINNED = ScratchBuffers(
     2 * BLOCK_BYTES,
@@ -46,59 +44,11 @@ class Filled(NamedTuple):
 
 
 def classify(engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> tuple[ByteRuns, Iterator[Filled]]:
-    """Return (rows that are one run each, the others) of ``pieces``, which are boxes of resolved chunks."""
-    runs, others = _plain_runs(engine, pieces, memory)
-    return runs, map(partial(_filled, engine, pieces, memory), others.tolist())
-
-
-def read_into(
-    engine: ReadEngine, runs: ByteRuns, several: Iterable[Filled], tensors: Sequence[torch.Tensor]
-) -> None:
-    """Read ``runs``, and ``several`` into their views of the local ``tensors``.
-
-    PlanError for a view whose elements share memory.
-    """
-    boxes: list[BoxRequest] = []
-    more: list[tuple[int, int, int, int]] = []
-    is_converted = is_on_device = False
-    for elements, target in several:
-        if not target.numel():
-            continue
-        refuse_shared(_stored_name(engine, elements.chunk), target)
-        saved = _stored_dtype(engine, elements.chunk)
-        if target.dtype != saved or not is_addressable(target):
-            boxes.append(BoxRequest(elements, _put_converted(engine, elements.chunk, target, saved)))
-            is_converted, is_on_device = True, is_on_device or not target.is_cpu
-            continue
-        itemsize = target.element_size()
-        if is_c_ordered(elements.lengths, [step // itemsize for step in elements.strides]) and is_c_ordered(
-            elements.lengths, target.stride()
-        ):
-            more.append((elements.chunk, elements.begin, target.nbytes, target.data_ptr()))
-        else:
-            steps = [step * itemsize for step in target.stride()]
-            boxes.append(BoxRequest(elements, put_at(target.data_ptr(), itemsize, steps)))
-    if more:
-        runs = ByteRuns.joined([runs, ByteRuns(*np.array(more, np.int64).T)])
-    if is_converted:
-        finish_device_work(tensors)
-    if is_on_device and torch.accelerator.is_available():
-        engine.scratch = _PINNED
-    try:
-        engine.run(runs, boxes)
-    finally:
-        # The engine writes to memory, which autograd would not notice between a forward and its backward.
-        torch.autograd.graph.increment_version(tensors)
-
-
-# -- all rows at once ----------------------------------------------------------------------------------------
-
-
-def _plain_runs(engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> tuple[ByteRuns, Int64]:
-    """Return (rows that are one run in the payload and one in plain memory of the stored dtype, numbers of
+    """Return (rows of ``pieces`` that are one run in the payload and one in plain memory of the stored dtype,
     the others)."""
     index, box_start = engine.index, pieces.box_start
     chunks, dests, ndims = pieces.chunks, pieces.dests, np.diff(box_start)
+    engine.resolve(chunks)
     tensors = index.chunk_tensors[chunks]
     usable = memory.is_plain[dests] & (memory.dtype_codes[dests] == index.dtype_codes[tensors])
     usable &= ndims == np.diff(memory.shape_start)[dests]
@@ -132,19 +82,52 @@ def _plain_runs(engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> tupl
         sizes_bytes=volumes[found] * itemsizes,
         addresses=memory.pointers[dests[found]] + places[found] * itemsizes,
     )
-    return runs, np.flatnonzero(~is_run)
+    others = np.flatnonzero(~is_run).tolist()
+    return runs, map(partial(_filled, engine, pieces, memory), others)
+
+
+def read_into(
+    engine: ReadEngine, runs: ByteRuns, several: Iterable[Filled], tensors: Sequence[torch.Tensor]
+) -> None:
+    """Read ``runs``, and ``several`` into their views of the local ``tensors``.
+
+    PlanError for a view whose elements share memory.
+    """
+    index, boxes = engine.index, list[BoxRequest]()
+    more: list[tuple[int, int, int, int]] = []
+    is_converted = is_on_device = False
+    for elements, target in several:
+        if not target.numel():
+            continue
+        tensor = int(index.chunk_tensors[elements.chunk])
+        refuse_shared(index.fqns[tensor], target)
+        saved = torch_dtype(int(index.dtype_codes[tensor]))
+        if target.dtype != saved or not is_addressable(target):
+            boxes.append(BoxRequest(elements, _put_converted(engine, index.fqns[tensor], target, saved)))
+            is_converted, is_on_device = True, is_on_device or not target.is_cpu
+            continue
+        itemsize = target.element_size()
+        if is_c_ordered(elements.lengths, [step // itemsize for step in elements.strides]) and is_c_ordered(
+            elements.lengths, target.stride()
+        ):
+            more.append((elements.chunk, elements.begin, target.nbytes, target.data_ptr()))
+        else:
+            steps = [step * itemsize for step in target.stride()]
+            boxes.append(BoxRequest(elements, put_at(target.data_ptr(), itemsize, steps)))
+    if more:
+        runs = ByteRuns.joined([runs, ByteRuns(*np.array(more, np.int64).T)])
+    if is_converted:
+        finish_device_work(tensors)
+    if is_on_device and torch.accelerator.is_available():
+        engine.scratch = _PINNED
+    try:
+        engine.run(runs, boxes)
+    finally:
+        # The engine writes to memory, which autograd would not notice between a forward and its backward.
+        torch.autograd.graph.increment_version(tensors)
 
 
 # -- row by row ----------------------------------------------------------------------------------------------
-
-
-def _stored_dtype(engine: ReadEngine, chunk: int) -> torch.dtype:
-    index = engine.index
-    return torch_dtype(int(index.dtype_codes[int(index.chunk_tensors[chunk])]))
-
-
-def _stored_name(engine: ReadEngine, chunk: int) -> str:
-    return engine.index.fqns[int(engine.index.chunk_tensors[chunk])]
 
 
 def _filled(engine: ReadEngine, pieces: Pieces, memory: LocalMemory, row: int) -> Filled:
@@ -170,8 +153,11 @@ def refuse_shared(fqn: str, target: torch.Tensor) -> None:
         )
 
 
-def _put_converted(engine: ReadEngine, chunk: int, target: torch.Tensor, saved: torch.dtype) -> PutBox:
-    """Lets torch copy elements into ``target``: of another dtype, or on another device."""
+def _put_converted(engine: ReadEngine, name: str, target: torch.Tensor, saved: torch.dtype) -> PutBox:
+    """Let torch copy elements into ``target``, of another dtype or on another device.
+
+    What is lost by that besides digits is noted for the report.
+    """
     if target.dtype == saved:  # as bytes where nothing is converted and an element is one
         target = as_copied(target.detach())
         saved = target.dtype
@@ -182,20 +168,12 @@ def _put_converted(engine: ReadEngine, chunk: int, target: torch.Tensor, saved: 
         aligned = elements if elements.flags.aligned else elements.copy()
         stored = torch.from_numpy(aligned).view(saved)
         narrow(target, at, elements.shape).copy_(stored)
-        _note_loss(engine, chunk, stored, target.dtype)
+        loss = _loss(stored, target.dtype) if stored.dtype != target.dtype and stored.numel() else None
+        if loss is not None:
+            kinds = f"{stored.dtype} to {target.dtype}".replace("torch.", "")
+            engine.stats.lossy[name] = f"{kinds}: {loss}"
 
     return put
-
-
-def _note_loss(engine: ReadEngine, chunk: int, stored: torch.Tensor, dtype: torch.dtype) -> None:
-    """Note for the report where values of ``stored`` are lost in ``dtype``: more than digits."""
-    if stored.dtype == dtype or not stored.numel():
-        return
-    loss = _loss(stored, dtype)
-    if loss is not None:
-        engine.stats.lossy[_stored_name(engine, chunk)] = f"{stored.dtype} to {dtype}: {loss}".replace(
-            "torch.", ""
-        )
 
 
 def _loss(stored: torch.Tensor, dtype: torch.dtype) -> str | None:

@@ -16,8 +16,6 @@ from dcp.storage.formats.registry import SAFETENSORS, TORCH_SAVE
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.torch_storage.reader import FileSystemReader
 
-__all__ = ["BroadcastingTorchSaveReader", "HuggingFaceStorageReader"]
-
 
 class _OneFormatReader(FileSystemReader):
     formats: tuple[str, ...] = ()

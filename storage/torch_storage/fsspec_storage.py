@@ -20,8 +20,6 @@ from dcp.storage.torch_compat import VERSION
 from dcp.storage.torch_storage.reader import FileSystemReader
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
-__all__ = ["FsspecReader", "FsspecWriter"]
-
 
 class FsspecWriter(FileSystemWriter):
     """`FileSystemWriter` to a URL such as ``s3://bucket/prefix``; a local path is fine, too.

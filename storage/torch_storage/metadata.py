@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,6 @@ from dcp.storage.formats.registry import DCP
 from dcp.storage.geometry.strides import starts
 from dcp.storage.tensors import dtype_code, torch_dtype
 from dcp.storage.torch_compat import StorageInfo
-
-__all__ = ["VERSION", "LazyMetadata", "index_from_results", "metadata_from_index"]
 
 VERSION = "1.0.0"
 """The version stock torch 2.13 writes into `.metadata`."""
@@ -108,14 +107,7 @@ class LazyMetadata(Metadata):
         return f"<metadata of {index.tensor_count:,} tensors and {len(index.objects):,} objects>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = (
-            self.state_dict_metadata,
-            self.planner_data,
-            self.storage_data,
-            self.storage_meta,
-            self.version,
-        )
-        return Metadata, fields
+        return Metadata, tuple(getattr(self, field.name) for field in fields(Metadata))
 
     @property
     def index(self) -> CheckpointIndex:

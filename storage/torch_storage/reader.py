@@ -13,7 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -47,8 +47,6 @@ from dcp.storage.stores.base import FileInfo, Store, traffic_since
 from dcp.storage.torch_storage.destinations import Filled, read_into
 from dcp.storage.torch_storage.metadata import LazyMetadata
 from dcp.storage.torch_storage.writer import NoFileSystem, is_supported
-
-__all__ = ["FileSystemReader"]
 
 _BATCH_BYTES = 256 << 20
 """A custom planner may hand out temporaries in resolve_tensor: this bounds how many bytes of them live at
@@ -94,16 +92,11 @@ class FileSystemReader(NoFileSystem, StorageReader):
             )
         self.path = path
         self.verify: Verify = verify
-        self._asked_verify: Verify | None = None
         self.threads = threads
         self.open_store = open_store
-        self.load_id = str(uuid.uuid4())
-        self.stats = ReadStats()
-        self._place: SourcePlace | None = None
         self._traffic_before: dict[str, float] = {}
-        self._index: CheckpointIndex | None = None
         self._read_as: tuple[int | None, int | None] = None, None
-        self._listed: frozenset[FileInfo] | None = None
+        self.reset()
 
     # -- torch's interface -----------------------------------------------------------------------------------
 
@@ -111,8 +104,14 @@ class FileSystemReader(NoFileSystem, StorageReader):
         """Begin a new load, from another id if one is given."""
         if checkpoint_id:
             self.path = checkpoint_id
-        self._place = None
-        self._index = self._listed = self._asked_verify = None
+        self._place: SourcePlace | None = None
+        self.index: CheckpointIndex | None = None
+        """That of this load; None before it was read or taken from the coordinator, so that all ranks load
+        one and the same commit."""
+        self.asked_verify: Verify | None = None
+        """The policy of this load by torch's interface, from which its metadata have been read, instead of
+        the reader's."""
+        self._listed: frozenset[FileInfo] | None = None
         self.stats = ReadStats()
         self.load_id = str(uuid.uuid4())
 
@@ -157,64 +156,56 @@ class FileSystemReader(NoFileSystem, StorageReader):
         now = {} if self._place is None else self.store.traffic()
         return traffic_since(now, self._traffic_before) if now else {}
 
-    @property
-    def index(self) -> CheckpointIndex | None:
-        """The index of this load; None before it was read."""
-        return self._index
-
     def read_index(self, rank: int | None = None, *, own_rank: int | None = None) -> CheckpointIndex:
         """Return the checkpoint's index, read once a load; ``rank`` and ``own_rank`` as in `open_index`."""
-        if self._index is None:
+        if self.index is None:
             try:
-                self._index = index_at(self.place, rank=rank, own_rank=own_rank)
+                self.index = index_at(self.place, rank=rank, own_rank=own_rank)
             except CheckpointNotFoundError as error:
                 raise with_near_places(error, self.path, self.open_store) from None
             self._read_as = rank, own_rank
-            self._listed = self._files() if self.may_be_mixed else frozenset()
-        return self._index
+            self._listed = self._files() if self.may_be_mixed else None
+        return self.index
 
     @property
     def may_be_mixed(self) -> bool:
         """Return whether the files of this load may be replaced one by one, so that data of two could be
         read."""
-        if self._index is None or self.place.file is not None:
+        if self.index is None or self.place.file is not None:
             return False
-        found = format_of(self._index.format)
+        found = format_of(self.index.format)
         return found is not None and found.is_loose
 
+    def _files(self) -> frozenset[FileInfo]:
+        names = set(self.index.files) if self.index is not None else ()
+        return frozenset(info for info in self.store.list() if info.name in names)
+
     def check_unchanged(self) -> None:
-        """Raise CorruptCheckpointError where files that `may_be_mixed` were replaced since the index.
+        """Raise CorruptCheckpointError where files that `may_be_mixed` were replaced since the index was read
+        here.
 
         Checksums find bytes that are not those committed; where there is no commit, files have to.
         """
-        if self._has_changed():
+        if self._listed is not None and self._files() != self._listed:
             raise CorruptCheckpointError(
                 f"{self.store.url}: files were replaced while they were read, so what was loaded may be of "
                 "two checkpoints; load again when nobody writes there",
                 path=self.store.url,
             )
 
-    def _has_changed(self) -> bool:
-        """Return False where the index was not read here."""
-        return self._listed is not None and self.may_be_mixed and self._files() != self._listed
-
-    def _files(self) -> frozenset[FileInfo]:
-        names = set(self._index.files) if self._index is not None else ()
-        return frozenset(info for info in self.store.list() if info.name in names)
-
     def was_replaced(self) -> bool:
         """Return whether another checkpoint was committed under the id since this load read the index.
 
         Raises StorageError where that cannot be found out.
         """
-        if self._index is None:
+        if self.index is None:
             return False
         rank, own_rank = self._read_as
-        if self._has_changed():
+        if self._listed is not None and self._files() != self._listed:
             return True
         try:
             current = index_at(self.place, rank=rank, own_rank=own_rank)
-            return encode_manifest(current) != encode_manifest(self._index)
+            return encode_manifest(current) != encode_manifest(self.index)
         except StorageError:
             raise
         except CheckpointConflictError:  # replaced again while it was being looked at
@@ -222,18 +213,10 @@ class FileSystemReader(NoFileSystem, StorageReader):
         except CheckpointError:  # deleted or damaged: nothing to load instead
             return False
 
-    def use_index(self, index: CheckpointIndex) -> None:
-        """Take the index that the coordinator read, so that all ranks load one and the same commit."""
-        self._index = index
-
-    def use_verify(self, verify: Verify | None) -> None:
-        """Take the policy of this load, from which the metadata have been read, instead of the reader's."""
-        self._asked_verify = verify
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the checkpoint's metadata, read anew: a load begins here. Objects are built when they are
         looked at."""
-        self._index = self._listed = self._asked_verify = None
+        self.index = self._listed = self.asked_verify = None
         self.stats = ReadStats()
         self._traffic_before = self.store.traffic()
         index = self.read_index(kwargs.get("rank"))
@@ -250,7 +233,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
     ) -> None:
         """Take the metadata; one that this reader produced brings its index along."""
         if isinstance(metadata, LazyMetadata) and metadata.has_index:
-            self._index = metadata.index
+            self.index = metadata.index
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Nothing to add."""
@@ -267,8 +250,8 @@ class FileSystemReader(NoFileSystem, StorageReader):
         that files which are replaced at any time are not those that some rank saw.
         """
         index = self.read_index()
-        chunk_rows = _ChunkRows(index)
-        with self.engine(index, self._asked_verify) as engine:
+        find_row = _chunk_finder(index)
+        with self.engine(index, self.asked_verify) as engine:
             objects = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
             blobs = self.read_objects(engine, [item.storage_index.fqn for item in objects])
             for item, blob in zip(objects, blobs, strict=True):
@@ -276,7 +259,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
             tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
             for batch in _batches(tensors, lambda item: math.prod(item.lengths) * 4, _BATCH_BYTES):
                 targets = [_target(planner, item) for item in batch]
-                rows = [chunk_rows.find(item) for item in batch]
+                rows = list(map(find_row, batch))
                 engine.resolve(rows)
                 filled = map(partial(_filled, engine), rows, batch, targets)
                 read_into(engine, ByteRuns.none(), filled, targets)
@@ -299,7 +282,8 @@ class FileSystemReader(NoFileSystem, StorageReader):
         own policy if it is None. What reading costs is added to `stats`."""
         threads = self.threads
         if threads is None:
-            threads = self.store.read_profile.threads or _default_threads()
+            own_cores = len(os.sched_getaffinity(0)) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+            threads = self.store.read_profile.threads or max(1, min(4, own_cores))
         engine = ReadEngine(self.store, index, verify=verify or self.verify, threads=threads)
         engine.stats = self.stats
         return engine
@@ -310,8 +294,12 @@ class FileSystemReader(NoFileSystem, StorageReader):
         Neighbours in a file are read together, some 64 MiB at a time. Plain values that have no record of
         their own, as in a torch.save file, are encoded.
         """
-        objects = engine.index.objects
-        rows = list(map(partial(self._object_row, engine.index), fqns))
+        objects, store = engine.index.objects, self.store
+        rows = []
+        for fqn in fqns:
+            if fqn not in objects.position:
+                raise PlanError(f"{store.url}: {fqn!r} is not an object of this checkpoint", fqn=fqn)
+            rows.append(objects.position[fqn])
         for batch in _batches(rows, lambda row: int(objects.lengths[row]), _OBJECTS_BYTES):
             stored = [row for row in batch if objects.files[row] >= 0]
             columns = (objects.files, objects.offsets, objects.lengths)
@@ -319,28 +307,20 @@ class FileSystemReader(NoFileSystem, StorageReader):
             blobs = iter(engine.read_blobs([*places]))
             for row in batch:
                 if objects.files[row] < 0:
-                    yield _encoded(objects.values[int(objects.plain[row])])
+                    buffer = io.BytesIO()
+                    torch.save(decode_value(objects.values[int(objects.plain[row])]), buffer)
+                    yield buffer.getvalue()
                     continue
                 blob = next(blobs)
-                self._check_object(engine, row, blob)
+                fault = _blob_fault(blob, int(objects.crcs[row])) if engine.verify != "none" else None
+                if fault is not None:
+                    fqn, file = objects.fqns[row], engine.index.files[int(objects.files[row])]
+                    raise CorruptCheckpointError(
+                        f"{store.url}: object {fqn!r} is damaged: {fault}. Resume from another checkpoint.",
+                        path=f"{store.url}/{file}",
+                        fqn=fqn,
+                    )
                 yield blob
-
-    def _object_row(self, index: CheckpointIndex, fqn: str) -> int:
-        row = index.objects.position.get(fqn)
-        if row is None:
-            raise PlanError(f"{self.store.url}: {fqn!r} is not an object of this checkpoint", fqn=fqn)
-        return row
-
-    def _check_object(self, engine: ReadEngine, row: int, blob: bytes) -> None:
-        index = engine.index
-        fault = _blob_fault(blob, int(index.objects.crcs[row])) if engine.verify != "none" else None
-        if fault is not None:
-            fqn = index.objects.fqns[row]
-            raise CorruptCheckpointError(
-                f"{self.store.url}: object {fqn!r} is damaged: {fault}. Resume from another checkpoint.",
-                path=f"{self.store.url}/{index.files[int(index.objects.files[row])]}",
-                fqn=fqn,
-            )
 
 
 def _blob_fault(blob: bytes, expected: int) -> str | None:
@@ -357,40 +337,23 @@ def _blob_fault(blob: bytes, expected: int) -> str | None:
     return None
 
 
-def _encoded(plain: bytes) -> bytes:
-    """Return the torch.save bytes of a value of the index."""
-    buffer = io.BytesIO()
-    torch.save(decode_value(plain), buffer)
-    return buffer.getvalue()
+def _chunk_finder(index: CheckpointIndex) -> Callable[[ReadItem], int]:
+    """Return a function that finds the index row of a ReadItem's storage chunk."""
 
+    @cache
+    def rows_of(fqn: str) -> dict[tuple[int, ...], int]:
+        if fqn not in index.position:
+            raise PlanError(f"the load plan reads {fqn!r}, which is no tensor here", fqn=fqn)
+        return {index.box(row)[0]: row for row in index.chunks(index.position[fqn])}
 
-def _default_threads() -> int:
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
-    return max(1, min(4, len(os.sched_getaffinity(0)) // max(1, local_ranks)))
-
-
-class _ChunkRows:
-    """Finds the index row of a ReadItem's storage chunk."""
-
-    def __init__(self, index: CheckpointIndex) -> None:
-        self._index = index
-        self._by_offset: dict[str, dict[tuple[int, ...], int]] = {}
-
-    def find(self, item: ReadItem) -> int:
+    def find(item: ReadItem) -> int:
         wanted = item.storage_index
-        rows = self._by_offset.get(wanted.fqn)
-        if rows is None:
-            tensor = self._index.position.get(wanted.fqn)
-            if tensor is None:
-                raise PlanError(
-                    f"the load plan reads {wanted.fqn!r}, which is no tensor here", fqn=wanted.fqn
-                )
-            rows = {self._index.box(row)[0]: row for row in self._index.chunks(tensor)}
-            self._by_offset[wanted.fqn] = rows
-        row = rows.get(tuple(wanted.offset or ()))
+        row = rows_of(wanted.fqn).get(tuple(wanted.offset or ()))
         if row is None:
             raise PlanError(f"{wanted.fqn!r} has no chunk at {wanted.offset}", fqn=wanted.fqn)
         return row
+
+    return find
 
 
 def _batches(items: Sequence[T], size_bytes: Callable[[T], int], limit_bytes: int) -> Iterator[list[T]]:

@@ -26,7 +26,7 @@ import torch
 
 import dcp
 from dcp.errors import CheckpointError, CheckpointFormatError, UnsafeObjectError
-from dcp.planners.load.objects import load_object
+from dcp.loading.call import load_object
 from dcp.storage.formats.safetensors import index_of_safetensors_file
 from dcp.storage.formats.torch.archive import MAX_FILE_ENTRIES
 from dcp.storage.formats.torch.python_values import HARMLESS_MARK, decode_value

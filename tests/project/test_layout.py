@@ -104,7 +104,7 @@ def test_a_users_project_sees_the_types(tmp_path: Path) -> None:
         command, cwd=tmp_path / "project", capture_output=True, text=True, env=environment, timeout=600
     )
     assert run.returncode == 0, run.stdout
-    for revealed in ("dcp.loading.report.LoadReport", "dcp.storage.stores.posix.store.PosixStore"):
+    for revealed in ("dcp.loading.feature.LoadReport", "dcp.storage.stores.posix.store.PosixStore"):
         assert f'"{revealed}"' in run.stdout
 
 

@@ -119,7 +119,7 @@ def _renaming(found: Difference) -> str:
     """Return a rule for ``--rename`` by which tensors that A alone has are some that B alone has; ""
     without any."""
     # here, because a usage message must not wait for numpy
-    from dcp.planners.load.key_hints import rename_for_missing
+    from dcp.planners.load.plan import rename_for_missing
 
     alone: dict[str, list[str]] = {"removed": [], "added": []}
     for tensor in found.tensors:

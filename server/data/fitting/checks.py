@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, get_args
 
-from dcp.planners.load.key_hints import hint_for_missing, rename_for_missing
+from dcp.planners.load.plan import hint_for_missing, rename_for_missing
 from dcp.planners.load.selection import renamer
 from dcp.server.data.fitting.states import StateNames, StateTensor
 from dcp.server.records.contents import (

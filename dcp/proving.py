@@ -1,25 +1,36 @@
-"""The coordinator's work: comparing what the ranks have with the index, and with stored bytes where that
-tells nothing."""
+"""Proofs that a model has now what a checkpoint has: names, types, digests, values; on any mesh.
+
+Compares what a save would take with the checkpoint's index, on the coordinator; with stored bytes where that
+tells nothing. Nothing is written, and nothing changed.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
-import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from dcp.inspection.values.tensor_reading import TensorReader
+from dcp.calls.arguments import stateful_to_plain
+from dcp.calls.plain_errors import plain_errors
+from dcp.features.saved_map import mapped_state
+from dcp.inspection.values.tensor_reading import TensorReader, open_tensors
 from dcp.planners.columns import SaveColumns, SectionCache, decode_save_columns, encode_save_columns
 from dcp.planners.garbage_collection import garbage_collection_paused
-from dcp.planners.load.selection import Selection
+from dcp.planners.load.selection import Patterns, Selection
 from dcp.planners.per_rank import rank_holder, rank_number
 from dcp.planners.rank_state import RankState, encoded_object
-from dcp.proving.proof import FindingKind, Proof, ProofFinding, RankProof
+from dcp.planners.save.planner import DefaultSavePlanner
+from dcp.planners.weight_maps.weight_map import WeightMap
+from dcp.ranks.collectives import Ranks, begin, check_same_checkpoint, raise_on_all_ranks, works_alone
+from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.storage.digests import (
     KEY,
     SUM_BYTES,
@@ -33,24 +44,179 @@ from dcp.storage.digests import (
 from dcp.storage.errors import CheckpointFormatError, PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import itemsizes
+from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.formats.torch.python_values import encode_value, python_value
 from dcp.storage.formats.torch.record_reader import ObjectBlob
 from dcp.storage.geometry.boxes import Box, BoxSet, disjoint, overlapping_pairs
 from dcp.storage.geometry.strides import Int64, gather_rows
 from dcp.storage.near_names import listed
+from dcp.storage.packing import pack, unpack
 from dcp.storage.tensors import byte_pieces
 
-__all__ = ["RankDigests", "compare_ranks", "digests_of_rank"]
-
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _PRINT_BYTES = 16
 _MAX_ENCODED_BYTES = 1 << 30
+_MAX_LISTED = 10
+
+FindingKind = Literal[
+    "missing", "unexpected", "dtype", "shape", "tensor", "incomplete", "overlap", "value", "undecided"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ProofFinding:
+    """One entry that is not what was saved.
+
+    ``kind``: "missing" in the state, or "unexpected" there; another "dtype" or "shape"; "tensor": other
+    bytes; "incomplete": the ranks do not have all of it; "overlap": an element is in two parts; "value":
+    another value; "undecided": its pickle differs, and only code that is not trusted would tell more.
+    ``ranks`` are those that have it so; none if it is of all.
+    """
+
+    kind: FindingKind
+    fqn: str
+    message: str
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankProof:
+    """The holdings of a rank: tensors, bytes of its parts of them, values; ``differing`` names its
+    findings."""
+
+    rank: int
+    tensors: int
+    bytes: int
+    values: int
+    seconds: float
+    differing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """Equal names, dtypes, shapes, bytes and values (``ok``), or what differs; the same on all ranks.
+
+    ``tensors`` and ``values`` were compared, and are equal but for ``findings``. ``bytes_read`` of the
+    checkpoint beside its index: 0 if its manifest has digests and nothing differs. ``left`` names entries of
+    ranks that are not there any more, which no state can have.
+    """
+
+    checkpoint: str
+    save_id: str | None
+    world_size: int
+    tensors: int
+    values: int
+    bytes: int
+    bytes_read: int
+    findings: tuple[ProofFinding, ...]
+    left: tuple[str, ...]
+    ranks: tuple[RankProof, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Return whether all is as it was saved."""
+        return not self.findings
+
+    def to_json(self) -> str:
+        """Return all of it, to be kept beside a run."""
+        return json.dumps({"ok": self.ok, **asdict(self)}, indent=2)
+
+    @classmethod
+    def of_json(cls, text: str) -> Proof:
+        """Return the inverse of `to_json`."""
+        fields: dict[str, Any] = json.loads(text)
+        del fields["ok"]
+        fields["findings"] = tuple(
+            ProofFinding(**finding | {"ranks": tuple(finding["ranks"])}) for finding in fields["findings"]
+        )
+        fields["ranks"] = tuple(
+            RankProof(**share | {"differing": tuple(share["differing"])}) for share in fields["ranks"]
+        )
+        return cls(**fields | {"left": tuple(fields["left"])})
+
+
+@plain_errors
+def prove(
+    state_dict: dict[str, Any],
+    checkpoint_id: str | os.PathLike[str],
+    *,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    only: Patterns | None = None,
+    exclude: Patterns | None = None,
+    map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Proof:
+    """Compare a state dict with a checkpoint; every rank of the process group calls it alike.
+
+    Names, dtypes, shapes, the bytes of tensors (by their digests) and values: of models, optimizers, data
+    loaders and generators, in whatever mesh, as `dcp.save` would take them now. Replicas are compared on each
+    rank. Where the manifest has digests nothing but that is read, unless something differs.
+
+    Args:
+        state_dict: What `dcp.load` has filled, or `dcp.save` has saved; nothing of it changes.
+        checkpoint_id: A path or URL of a checkpoint or file of any format.
+        process_group: The ranks that have the state; the default group without it.
+        no_dist: This process alone has it.
+        only: Shell globs on flat keys, as for `dcp.load`: what they match, and everything below.
+        exclude: The same for what is left out.
+        map: From the model definition of ``state_dict`` to that of the checkpoint, as for `dcp.save`: after a
+            load through a map its ``inverse``. The names of all else are those behind it.
+        timeout_seconds: The longest wait for other ranks.
+        storage_options: Those of the file system of a URL, as for `dcp.save`.
+
+    Returns:
+        A `Proof`, the same on all ranks, with what differs on which of them.
+
+    Raises:
+        PlanError: The state could not be saved as it is, or the ranks called different operations.
+        CheckpointNotFoundError: Nothing is committed there.
+        CorruptCheckpointError: Bytes that had to be read are not those that were committed.
+        CollectiveTimeoutError: Ranks did not answer in time.
+    """
+    alone = works_alone(process_group, no_dist=no_dist, operation="load")
+    ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="prove")
+    with raise_on_all_ranks(ranks):
+        weights = None if map is None else WeightMap.of(map)
+    shown = {"only": only, "exclude": exclude, "map": weights and weights.mark}
+    places = begin(ranks, lambda: os.fspath(checkpoint_id), options=shown)
+
+    def fingerprint() -> bytes:
+        with open_tensors(checkpoint_id, storage_options=storage_options) as reader:
+            return hashlib.blake2b(encode_manifest(reader.index)).digest()
+
+    check_same_checkpoint(ranks, places, fingerprint)
+
+    def local() -> bytes:
+        planner = DefaultSavePlanner(replica_check="off")
+        planner.rank = ranks.rank
+        planner.set_up_planner(stateful_to_plain(state_dict), is_coordinator=ranks.is_coordinator)
+        own = planner.create_local_columns(digests=False)
+        if weights is not None:
+            own = mapped_state(own, weights, is_part=ranks.world_size > 1)
+        return _digests_of_rank(own).encode()
+
+    def compared(shown: list[bytes]) -> bytes:
+        sections: SectionCache = {}
+        selection = Selection.of(only, exclude)
+        with open_tensors(checkpoint_id, storage_options=storage_options, verify="full") as reader:
+            save_id = reader.index.provenance.get("save_id")
+            decoded = [_RankDigests.decode(own, sections) for own in shown]
+            return _compare_ranks(decoded, reader, selection, save_id).to_json().encode()
+
+    return Proof.of_json(ranks.reduce_broadcast("prove", local, compared).decode())
+
+
+# -- digests of a rank ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class RankDigests:
+class _RankDigests:
     """The digests of a rank: ``added`` is two words for each item of ``columns``, ``prints`` what
-    `value_print` makes of each value."""
+    `_value_print` makes of each value."""
 
     columns: SaveColumns
     added: npt.NDArray[np.uint64]
@@ -60,22 +226,24 @@ class RankDigests:
 
     def encode(self) -> bytes:
         """Pack it."""
-        fields = [encode_save_columns(self.columns), self.added.tobytes(), list(self.prints)]
-        return bytes(msgpack.packb([*fields, self.size_bytes, self.seconds]))
+        fields = [encode_save_columns(self.columns), self.added, [*self.prints]]
+        return pack([*fields, self.size_bytes, self.seconds])
 
     @classmethod
-    def decode(cls, data: bytes, sections: SectionCache) -> RankDigests:
+    def decode(cls, data: bytes, sections: SectionCache) -> _RankDigests:
         """Return the inverse of `encode`; all ranks' share ``sections``."""
-        columns, added, prints, size, seconds = msgpack.unpackb(data)
-        elements = as_elements(added)
-        return cls(decode_save_columns(columns, sections), elements, prints, size, seconds)
+        columns, *others = unpack(data)
+        return cls(decode_save_columns(columns, sections), *others)
 
 
-def digests_of_rank(local: RankState) -> RankDigests:
+def _digests_of_rank(local: RankState) -> _RankDigests:
     """Compute the digests of a rank's state; all its tensors are read."""
     begun = time.perf_counter()
     columns = local.columns
-    places = _places(columns)
+    tensors = columns.item_tensors
+    shapes = gather_rows(columns.shape_values, columns.shape_start, tensors)
+    sizes: Int64 = itemsizes(columns.dtype_codes[tensors])
+    places = LogicalPlaces(columns.box_start, shapes, columns.item_offsets, columns.item_sizes, sizes)
     _check_inside(columns, places)
     rows = np.arange(len(columns.item_tensors), dtype=np.int64)
     values = bytearray()
@@ -87,17 +255,10 @@ def digests_of_rank(local: RankState) -> RankDigests:
     prints = []
     for fqn, value in zip(columns.objects.fqns, local.objects, strict=True):
         encoded = encoded_object(fqn, value, {})
-        prints.append(value_print(encoded.plain, encoded.blob))
+        prints.append(_value_print(encoded.plain, encoded.blob))
     added = places.placed(as_elements(bytes(values)))
     size = int((places.volumes * places.itemsizes).sum())
-    return RankDigests(columns, added, prints, size, time.perf_counter() - begun)
-
-
-def _places(columns: SaveColumns) -> LogicalPlaces:
-    tensors = columns.item_tensors
-    shapes = gather_rows(columns.shape_values, columns.shape_start, tensors)
-    sizes: Int64 = itemsizes(columns.dtype_codes[tensors])
-    return LogicalPlaces(columns.box_start, shapes, columns.item_offsets, columns.item_sizes, sizes)
+    return _RankDigests(columns, added, prints, size, time.perf_counter() - begun)
 
 
 def _check_inside(columns: SaveColumns, places: LogicalPlaces) -> None:
@@ -106,17 +267,15 @@ def _check_inside(columns: SaveColumns, places: LogicalPlaces) -> None:
     outside = np.flatnonzero((offsets < 0) | (sizes < 0) | (sizes > places.shapes - offsets))
     if len(outside):
         item = int(np.searchsorted(places.start, outside[0], "right")) - 1
-        fqn, own = (
-            columns.fqns[int(columns.item_tensors[item])],
-            slice(*places.start[item : item + 2].tolist()),
-        )
+        fqn = columns.fqns[int(columns.item_tensors[item])]
+        own = slice(*places.start[item : item + 2].tolist())
         box = f"{sizes[own].tolist()} from {offsets[own].tolist()} on"
         raise PlanError(
             f"{fqn!r} has a part, {box}, outside of its shape {places.shapes[own].tolist()}", fqn=fqn
         )
 
 
-def value_print(plain: bytes | None, blob: bytes) -> bytes:
+def _value_print(plain: bytes | None, blob: bytes) -> bytes:
     """Return a print that is equal for equal values of equal types. It is ``v`` and a hash of the value
     or, if that has classes of the user's, ``p`` and a hash of its pickle, which may differ for equal
     values."""
@@ -137,8 +296,6 @@ def _hash(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=_PRINT_BYTES).digest()
 
 
-_MAX_LISTED = 10
-
 _RanksBy = dict[bytes, list[int]]
 """Ranks by what they have."""
 
@@ -151,39 +308,32 @@ class _RanksTensor:
     boxes: dict[Box, _RanksBy] = field(default_factory=dict)
 
 
-def compare_ranks(
-    ranks: Sequence[RankDigests], reader: TensorReader, selection: Selection | None, save_id: str | None
+def _compare_ranks(
+    ranks: Sequence[_RankDigests], reader: TensorReader, selection: Selection | None, save_id: str | None
 ) -> Proof:
     """Compare what each of ``ranks`` has with ``reader``'s checkpoint."""
     comparison = _DigestComparison(ranks, reader, selection)
     findings = tuple(comparison.findings())
-    return Proof(
-        reader.name,
-        save_id,
-        len(ranks),
-        len(comparison.tensors),
-        len(comparison.values),
-        sum(comparison.sizes.values()),
-        reader.bytes_read,
-        findings,
-        tuple(comparison.left),
-        tuple(map(_share, range(len(ranks)), ranks, _differing(len(ranks), findings))),
-    )
-
-
-def _differing(world_size: int, findings: Sequence[ProofFinding]) -> list[tuple[str, ...]]:
-    """Return for each rank the names of its findings."""
-    names: list[list[str]] = [[] for _ in range(world_size)]
+    differing: list[list[str]] = [[] for _ in ranks]
     for found in findings:
         for rank in found.ranks:
-            names[rank].append(found.fqn)
-    return [*map(tuple, names)]
-
-
-def _share(rank: int, own: RankDigests, differing: tuple[str, ...]) -> RankProof:
-    columns = own.columns
-    return RankProof(
-        rank, len(columns.fqns), own.size_bytes, len(columns.objects.fqns), round(own.seconds, 6), differing
+            differing[rank].append(found.fqn)
+    shares = []
+    for rank, own in enumerate(ranks):
+        tensors, values = len(own.columns.fqns), len(own.columns.objects.fqns)
+        seconds = round(own.seconds, 6)
+        shares.append(RankProof(rank, tensors, own.size_bytes, values, seconds, tuple(differing[rank])))
+    return Proof(
+        checkpoint=reader.name,
+        save_id=save_id,
+        world_size=len(ranks),
+        tensors=len(comparison.tensors),
+        values=len(comparison.values),
+        bytes=sum(comparison.sizes.values()),
+        bytes_read=reader.bytes_read,
+        findings=findings,
+        left=tuple(comparison.left),
+        ranks=tuple(shares),
     )
 
 
@@ -191,7 +341,7 @@ class _DigestComparison:
     """``tensors`` and ``values`` that both have are by name; ``sizes`` the bytes of these tensors."""
 
     def __init__(
-        self, ranks: Sequence[RankDigests], reader: TensorReader, selection: Selection | None
+        self, ranks: Sequence[_RankDigests], reader: TensorReader, selection: Selection | None
     ) -> None:
         self._reader, self._index = reader, reader.index
         selects = selection.selects if selection is not None else lambda _: True
@@ -308,9 +458,9 @@ class _DigestComparison:
         objects = self._index.objects
         row = objects.position[fqn]
         if objects.plain[row] >= 0:
-            return value_print(objects.values[objects.plain[row]], b"")
+            return _value_print(objects.values[objects.plain[row]], b"")
         place = int(objects.files[row]), int(objects.offsets[row]), int(objects.lengths[row])
-        return value_print(None, self._reader.blob(*place))
+        return _value_print(None, self._reader.blob(*place))
 
 
 def _differs(kind: FindingKind, fqn: str, what: str, ranks: Sequence[int]) -> ProofFinding:
@@ -328,7 +478,7 @@ def _is_of_no_rank(fqn: str, world_size: int) -> bool:
 
 
 @garbage_collection_paused()
-def _tensors_of(ranks: Sequence[RankDigests]) -> dict[str, _RanksTensor]:
+def _tensors_of(ranks: Sequence[_RankDigests]) -> dict[str, _RanksTensor]:
     tensors: dict[str, _RanksTensor] = {}
     for rank, own in enumerate(ranks):
         columns = own.columns
@@ -347,7 +497,7 @@ def _tensors_of(ranks: Sequence[RankDigests]) -> dict[str, _RanksTensor]:
     return tensors
 
 
-def _values_of(ranks: Sequence[RankDigests]) -> dict[str, _RanksBy]:
+def _values_of(ranks: Sequence[_RankDigests]) -> dict[str, _RanksBy]:
     values: dict[str, _RanksBy] = {}
     for rank, own in enumerate(ranks):
         for fqn, found in zip(own.columns.objects.fqns, own.prints, strict=True):

@@ -1,5 +1,6 @@
-"""Strict loads: refuse what a checkpoint has within the dicts and objects of a state dict, and no rank takes.
+"""Entries that a load takes, leaves or refuses: older names, values that need trust, subclasses, strictness.
 
+A strict load refuses what a checkpoint has within the dicts and objects of a state dict, and no rank takes.
 Such an entry would be lost without a word: the state of an optimizer that has none, a layer that a model does
 not have any more. What lies beside, under keys of the top level that are not in the state dict, was not asked
 for.
@@ -7,24 +8,85 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from itertools import accumulate
+from itertools import accumulate, filterfalse
 from typing import Any
 
 import numpy as np
 
-from dcp.features.optimizer_state import prefixes_without_state
 from dcp.loading.feature import LoadFeature
-from dcp.planners.flatten import LIST, MAPPING, PER_RANK, is_closed_list, kind_of
-from dcp.planners.load.key_hints import OTHER_GROUPS, is_group
-from dcp.storage.errors import UnexpectedKeyError
+from dcp.planners.flatten import LIST, MAPPING, PER_RANK, check_facts, is_closed_list, kind_of
+from dcp.planners.load.plan import OTHER_GROUPS, is_group
+from dcp.storage.errors import UnexpectedKeyError, UnsafeObjectError
 from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.near_names import listed
 
-__all__ = ["Strictness"]
-
 _MAX_LISTED = 10
+_MAX_REFUSED = 20
+_NESTED = 16
+"""Levels down to which state dicts of optimizers are looked for; a dict may hold itself."""
+
+
+class LegacyKeys(LoadFeature):
+    """Finds the keys of torch before 2.4, which opened mappings by the rule of lists only."""
+
+    name = "legacy_keys"
+
+    def names(self, index: CheckpointIndex) -> None:
+        """Take the old keys where the checkpoint has those instead of today's."""
+        call, tensors, values = self.call, index.position, index.objects.position
+        if not call.flattens:
+            return
+        chosen = call.selected(call.flat.values)
+        names = chosen if call.renamed is None else map(call.renamed, chosen)
+        absent = filterfalse(values.__contains__, filterfalse(tensors.__contains__, names))
+        if next(absent, None) is None:
+            return
+        legacy, current = call.flattened(legacy=True), call.flat.values
+        others = {fqn: value for fqn, value in legacy.values.items() if fqn not in current}
+        if any(name in tensors or name in values for name in map(call.stored, call.selected(others))):
+            call.flat = legacy
+
+
+class TrustedValues(LoadFeature):
+    """Names values of torch.save files whose pickles need code that is never run: they are neither stored nor
+    missing."""
+
+    name = "trusted_values"
+
+    def entries(self, index: CheckpointIndex) -> None:
+        """Raise UnsafeObjectError for those that are to be loaded."""
+        refused = index.provenance.get("refused_objects")
+        if not isinstance(refused, dict) or not refused:
+            return
+        found = [name for name in map(self.call.stored, self.call.values) if name in refused]
+        if found:
+            shown = ", ".join(f"{name!r} (needs {refused[name]})" for name in found[:_MAX_REFUSED])
+            raise UnsafeObjectError(
+                f"{len(found)} entries contain pickled objects that are not on the allow-list: {shown}. "
+                "Nothing was run. Leave them out (exclude=...), or load the file with torch.load and save it "
+                "again without them",
+                fqns=found[:_MAX_REFUSED],
+            )
+
+
+class Subclasses(LoadFeature):
+    """Compares the facts of tensor subclasses made of other tensors; their parts are entries as any."""
+
+    name = "subclasses"
+
+    def takes_part(self) -> bool:
+        """Return whether there are such tensors."""
+        return bool(self.call.flat.facts)
+
+    def accept(self, fqn: str, value: Any) -> bool:
+        """Raise PlanError where the checkpoint has another kind of tensor."""
+        flat = self.call.flat
+        if fqn not in flat.facts:
+            return False
+        check_facts(fqn, flat.values[fqn], value)
+        return True
 
 
 class Strictness(LoadFeature):
@@ -38,18 +100,13 @@ class Strictness(LoadFeature):
         """Return the rule for them."""
         return {"unexpected": self.options.unexpected}
 
-    def takes_part(self) -> bool:
-        """Return whether they are an error."""
-        self._lost = ()
-        return self.call.options.unexpected == "error"
-
     def unexpected(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Return the same. Raises UnexpectedKeyError for state of parameters that an optimizer's dict of this
         rank has, and no state of any: that another rank takes it is no help here."""
-        call = self.call
-        if names and call.flattens:
+        call, self._lost = self.call, ()
+        if names and call.flattens and call.options.unexpected == "error":
             self._lost = _names_within(names, call.root, call.flat.paths, call.renamed)
-        below = prefixes_without_state(call.root) if self._lost and call.world_size > 1 else ()
+        below = _prefixes_without_state(call.root) if self._lost and call.world_size > 1 else ()
         if below and call.renamed is None:  # else the error of what is lost on all ranks has it
             own = [name for name in self._lost if name.startswith(below)]
             if own:
@@ -60,13 +117,14 @@ class Strictness(LoadFeature):
         """Return one bit a name, because a stage of a pipeline leaves what all others take; None if this rank
         takes all."""
         call, view = self.call, self.call.view
-        if not call.unexpected:
+        if not call.unexpected or call.options.unexpected != "error":
             return None
         lost = [*self._lost, *(view.lost(call.unexpected) if view is not None else ())]
         if call.scales:
             lost = [name for name in lost if name not in call.scales]
         names = sorted(_names_of(call.index))  # other packages' readers may order them by rank
-        found = [*(_packed(names, set(those)) for those in (call.unexpected, lost)), _mark(names)]
+        mark = blake2b("\0".join(names).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        found = [*(_packed(names, set(those)) for those in (call.unexpected, lost)), mark]
         if is_shared:
             return found
         self.judge([found])  # an index of this rank alone
@@ -93,10 +151,6 @@ def _names_of(index: CheckpointIndex) -> list[str]:
     return [*index.fqns, *index.objects.fqns]
 
 
-def _mark(names: Sequence[str]) -> bytes:
-    return blake2b("\0".join(names).encode("utf-8", "surrogatepass"), digest_size=8).digest()
-
-
 def _packed(names: Sequence[str], those: set[str]) -> Any:
     """Return a bit by name, for ``those``; no bits where there are none."""
     if not those:
@@ -116,7 +170,11 @@ def _names_within(
     names are the same: ``model.encoder`` for ``encoder`` where ``encoder.0.weight`` is loaded from
     ``model.encoder.0.weight``.
     """
-    tops = {str(key) for key, value in state_dict.items() if _is_container(value)}
+    tops = set()
+    for key, value in state_dict.items():
+        kind = kind_of(type(value))
+        if kind in (MAPPING, PER_RANK) or (kind == LIST and not is_closed_list(value)):
+            tops.add(str(key))
     prefixes = {f"{key}." for key in tops}
     if renamed is not None:
         inner = {str(path[0]) for path in paths.values()}
@@ -125,13 +183,11 @@ def _names_within(
             if str(path[0]) in tops:
                 prefixes.add(_renamed_top(fqn.removeprefix(f"{path[0]}."), renamed(fqn)))
         prefixes.discard("")  # the checkpoint's own top level, which has whatever it has
-    begins = _shortest(prefixes)
-    return [name for name in names if name.startswith(begins)]
-
-
-def _is_container(value: Any) -> bool:
-    kind = kind_of(type(value))
-    return kind in (MAPPING, PER_RANK) or (kind == LIST and not is_closed_list(value))
+    begins: list[str] = []  # without those that begin with another one
+    for prefix in sorted(prefixes):
+        if not begins or not prefix.startswith(begins[-1]):
+            begins.append(prefix)
+    return [name for name in names if name.startswith(tuple(begins))]
 
 
 def _renamed_top(rest: str, name: str) -> str:
@@ -142,15 +198,6 @@ def _renamed_top(rest: str, name: str) -> str:
         rest = rest.partition(".")[2]
     parent = name.rpartition(".")[0]
     return f"{parent}." if parent else ""
-
-
-def _shortest(prefixes: Collection[str]) -> tuple[str, ...]:
-    """Without those that begin with another one."""
-    kept: list[str] = []
-    for prefix in sorted(prefixes):
-        if not kept or not prefix.startswith(kept[-1]):
-            kept.append(prefix)
-    return tuple(kept)
 
 
 def _unexpected_keys(
@@ -189,3 +236,40 @@ def _unexpected_keys(
 
 def _with_parents(name: str) -> Iterable[str]:
     return accumulate(name.split("."), "{}.{}".format)
+
+
+# -- state dicts of optimizers -------------------------------------------------------------------------------
+
+
+def optimizer_dicts(
+    state: Mapping[Any, Any], prefix: str, depth: int = _NESTED
+) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """Yield (what the flat keys of its entries begin with, state dict of an optimizer), of ``state`` or below
+    it.
+
+    ``prefix`` is what the flat keys of the entries of ``state`` begin with.
+    """
+    is_optimizer = "state" in state and isinstance(state.get("param_groups"), list)
+    if is_optimizer:
+        yield prefix, state
+    elif MAPPING not in map(kind_of, set(map(type, state.values()))):
+        return  # quick, for a model of many tensors
+    if not depth:
+        return
+    for key, value in state.items():
+        if kind_of(type(value)) == MAPPING and not (is_optimizer and key == "state"):
+            yield from optimizer_dicts(value, f"{prefix}{key}.", depth - 1)
+
+
+def _prefixes_without_state(state: Mapping[Any, Any]) -> tuple[str, ...]:
+    """Return what flat keys of the state of parameters begin with, of optimizers in ``state`` that have
+    parameters and no state of any."""
+    return tuple(
+        f"{prefix}state.{parameter}."
+        for prefix, optimizer in optimizer_dicts(state, "")
+        if isinstance(optimizer["state"], Mapping) and not optimizer["state"]
+        for group in optimizer["param_groups"]
+        if isinstance(group, Mapping) and isinstance(group.get("params"), list)
+        for parameter in group["params"]
+        if isinstance(parameter, str | int)
+    )

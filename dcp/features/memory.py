@@ -1,17 +1,28 @@
-"""Destinations that share memory, such as tied weights: entries that differ cannot both be loaded there."""
+"""Memory to load into: tensors on the meta device get some, and what has several names is loaded apart.
+
+Entries that differ cannot both be loaded into the memory that they share, such as tied weights.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import combinations
-from typing import Any
+from functools import partial
+from itertools import combinations, compress
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dcp.loading.feature import LoadFeature
 from dcp.planners.columns import HeldBoxes
+from dcp.planners.flatten import FACTS
+from dcp.planners.layout.local_tensor import claim_of, with_claim
+from dcp.planners.per_rank import PerRank
+from dcp.planners.rescale import Rescale
 from dcp.storage.engine.memory import Place, repeats_places, share_memory
 from dcp.storage.engine.requests import Pieces
 from dcp.storage.errors import PlanError
@@ -20,9 +31,8 @@ from dcp.storage.geometry.boxes import Box, BoxSet, overlapping_pairs
 from dcp.storage.geometry.strides import Int64, extent
 from dcp.storage.near_names import listed
 from dcp.storage.tensors import LocalMemory, as_copied, narrow
+from dcp.storage.torch_compat import ShardedTensor
 from dcp.storage.torch_storage.destinations import refuse_shared
-
-__all__ = ["SharedMemory"]
 
 _MAX_LISTED = 10
 _MOST_BOXES = 4096
@@ -30,8 +40,111 @@ _MOST_PAIRS = 1000
 """Of more all destinations are taken to share memory, which costs a copy of each."""
 
 
-@dataclass(frozen=True)
-class _SharedTarget:
+class MetaTensors(LoadFeature):
+    """Gives memory to tensors that are to be loaded and have none."""
+
+    name = "meta"
+
+    def state(self) -> None:
+        """Replace them in the state dict. Raises PlanError for a part of a composite tensor."""
+        call = self.call
+        chosen = call.selected(call.flat.values)
+        if not _has_meta_tensor(list(chosen.values())):
+            return
+        names = []
+        for fqn, value in list(chosen.items()):
+            if self._may_be_kept(fqn):  # and must not become whatever is in new memory
+                continue
+            real = _materialise(value)
+            if real is not value:
+                self._check_place(fqn)
+                call.put(fqn, real)
+                names.append(fqn)
+        self.new = names
+        call.flat = call.flattened()
+
+    def _may_be_kept(self, fqn: str) -> bool:
+        """Return whether an entry is of a `PerRank` value that a load may leave as it is."""
+        flat = self.call.flat
+        own = flat.per_rank.get(flat.owners.get(fqn, ""))
+        return own is not None and (
+            own.rule == "keep" if isinstance(own, Rescale) else self.call.options.per_rank == "keep"
+        )
+
+    def _check_place(self, fqn: str) -> None:
+        """Raise PlanError for a part of a tensor without memory, which cannot be replaced."""
+        name = next((each for each in self.call.flat.facts if fqn.startswith(each.removesuffix(FACTS))), None)
+        if name is not None:
+            raise PlanError(
+                f"tensor {name.removesuffix('.' + FACTS)!r} is a subclass made of inner tensors, on the meta "
+                "device: give it memory before the load",
+                fqn=fqn,
+            )
+
+
+def _has_meta_tensor(values: list[Any]) -> bool:
+    """Return whether a tensor among ``values`` has no memory yet."""
+    for cls in set(map(type, values)):
+        if issubclass(cls, torch.Tensor):
+            tensors = compress(values, map(partial(is_, cls), map(type, values)))
+            if any(map(_is_meta if issubclass(cls, ShardedTensor) else attrgetter("is_meta"), tensors)):
+                return True
+    return False
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, ShardedTensor):  # each look at an attribute of its own warns that it is deprecated
+        return any(shard.tensor.is_meta for shard in tensor.local_shards())
+    return tensor.is_meta
+
+
+def _device(mesh: DeviceMesh | None) -> torch.device:
+    """Return where a tensor gets memory: on its mesh's device, else where the process group works, the
+    accelerator unless the ranks talk through gloo alone."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    together = dist.is_available() and dist.is_initialized() and dist.get_backend() != "gloo"
+    kind = mesh.device_type if mesh is not None else accelerator.type if accelerator and together else "cpu"
+    if kind == "cpu" or accelerator is None:
+        return torch.device(kind)
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def _materialise(value: Any) -> Any:
+    """Return ``value`` with every meta tensor in it replaced by an uninitialised real one.
+
+    Dicts, lists and `PerRank` are changed in place; tuples are replaced where something in them was.
+    """
+    if isinstance(value, torch.Tensor):
+        if not value.is_meta:
+            return value
+        if isinstance(value, ShardedTensor):
+            raise PlanError("a ShardedTensor on the meta device cannot be loaded into; materialise it first")
+        if not isinstance(value, DTensor):
+            return with_claim(torch.empty_like(value, device=_device(None)), claim_of(value))
+        mesh = value.device_mesh
+        with torch.no_grad():
+            local = torch.empty_like(value.to_local(), device=_device(mesh))
+        # shape and stride explicitly, because an uneven local shape does not tell them
+        size, stride = value.size(), value.stride()
+        return DTensor.from_local(local, mesh, value.placements, run_check=False, shape=size, stride=stride)
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            value[key] = _materialise(entry)
+    elif isinstance(value, list):
+        value[:] = [_materialise(entry) for entry in value]
+    elif isinstance(value, PerRank):
+        value.value = _materialise(value.value)
+    elif isinstance(value, tuple):
+        entries = [_materialise(entry) for entry in value]
+        if any(new is not old for new, old in zip(entries, value, strict=True)):
+            return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+    return value
+
+
+# -- memory with several names -------------------------------------------------------------------------------
+
+
+class _SharedTarget(NamedTuple):
     """A box of a destination that has memory in common with those of ``fqns``, and what was loaded for it.
 
     ``is_filled``: another entry is loaded into the very same elements.
@@ -50,7 +163,7 @@ class SharedMemory(LoadFeature):
     _shared: Sequence[_SharedTarget] = ()
 
     def boxes(
-        self, pieces: Pieces, index: CheckpointIndex, held: HeldBoxes, memory: LocalMemory
+        self, memory: LocalMemory, pieces: Pieces, index: CheckpointIndex, held: HeldBoxes
     ) -> LocalMemory:
         """Return the memory to load into, in which such destinations have others in their places.
 
@@ -89,7 +202,9 @@ class SharedMemory(LoadFeature):
         for each in shared:
             if not each.is_filled:
                 as_copied(each.target).copy_(as_copied(each.loaded))
-        differing = {tuple(each.fqns) for each in shared if not _is_equal(each.target, each.loaded)}
+        differing = {
+            tuple(each.fqns) for each in shared if not torch.equal(_bytes(each.target), _bytes(each.loaded))
+        }
         if differing:
             shown = "; ".join(listed(fqns, most=_MAX_LISTED) for fqns in sorted(differing)[:_MAX_LISTED])
             raise PlanError(
@@ -98,10 +213,6 @@ class SharedMemory(LoadFeature):
                 "(exclude=...)",
                 fqns=[fqn for fqns in sorted(differing) for fqn in fqns][:_MAX_LISTED],
             )
-
-
-def _is_equal(target: torch.Tensor, loaded: torch.Tensor) -> bool:
-    return torch.equal(*(_bytes(tensor) for tensor in (target, loaded)))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
