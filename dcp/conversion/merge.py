@@ -11,19 +11,18 @@ from functools import partial
 from typing import Any, Final
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.conversion.contents.entries import TargetDtype
-from dcp.conversion.driver import ConversionReport
-from dcp.conversion.merging.adapters import open_adapter
-from dcp.conversion.merging.arithmetic import (
+from dcp.conversion.adapters import open_adapter
+from dcp.conversion.arithmetic import (
     Arithmetic,
     Weight,
     weights_of_adapters,
     weights_of_sources,
 )
-from dcp.conversion.merging.joined import open_joined
+from dcp.conversion.driver import ConversionReport
+from dcp.conversion.entries import TargetDtype
+from dcp.conversion.merging import open_joined
 from dcp.conversion.run import run_conversion
-from dcp.conversion.targets.job import Chunks, ConversionOptions
-from dcp.conversion.targets.places import place_of
+from dcp.conversion.targets.job import Chunks, ConversionOptions, place_of
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
@@ -36,8 +35,6 @@ from dcp.storage.near_names import listed
 from dcp.storage.stores import type_of_place
 from dcp.storage.stores.names import place_text
 from dcp.storage.stores.opening import OpenWith
-
-__all__ = ["last_steps", "merge"]
 
 _NAME: Final = "step-{step:08d}"
 _MAX_LISTED: Final = 10

@@ -12,12 +12,12 @@ from functools import partial
 from typing import Any
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.conversion.contents.entries import TargetDtype
-from dcp.conversion.copying.batches import FaultySumsError, SourceChangedError
-from dcp.conversion.copying.executors import check_executor
 from dcp.conversion.driver import Conversion, ConversionReport
-from dcp.conversion.targets.job import Chunks, ConversionOptions
-from dcp.conversion.targets.places import TargetPlace, place_of
+from dcp.conversion.entries import TargetDtype
+from dcp.conversion.executors import check_executor
+from dcp.conversion.running import SourceChangedError
+from dcp.conversion.targets.job import Chunks, ConversionOptions, TargetPlace, place_of
+from dcp.conversion.tasks import FaultySumsError
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
@@ -25,8 +25,6 @@ from dcp.storage.engine.reading.requests import Verify
 from dcp.storage.errors import CheckpointError, CorruptCheckpointError, StorageError
 from dcp.storage.formats.opening.sources import Source, open_source
 from dcp.storage.stores.opening import OpenWith
-
-__all__ = ["convert", "run_conversion"]
 
 
 @plain_errors

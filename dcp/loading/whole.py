@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dcp.conversion.contents.entries import Entries, choose_entries
+from dcp.conversion.entries import Entries, choose_entries
 from dcp.loading.feature import Stored, Target
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.storage.errors import PlanError

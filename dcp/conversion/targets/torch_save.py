@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dcp.conversion.layouts.layout import Copies, Hole, Literals, TargetLayout
+from dcp.conversion.layout import Copies, Hole, Literals, TargetLayout
 from dcp.conversion.targets.job import LayoutJob, Planned, torch_allows
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.torch.archive import MAX_FILE_ENTRIES
@@ -25,8 +25,6 @@ from dcp.storage.formats.torch.pickle_writer import PickledTensor, SizeValue, Te
 from dcp.storage.formats.torch.structure import restore_structure
 from dcp.storage.formats.torch.zip_writer import ALIGNMENT_BYTES, ZipLayout
 from dcp.storage.near_names import listed
-
-__all__ = ["lay_out"]
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dcp.conversion.contents.casting import CASTABLE, check_castable
+from dcp.conversion.casting import CASTABLE, check_castable
 from dcp.inspection.entries import first_of_ties
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns, renamer
@@ -29,8 +29,6 @@ from dcp.storage.formats.container_notes import STRUCTURE_VERSION
 from dcp.storage.formats.index import CheckpointIndex, Int64, Path, itemsizes
 from dcp.storage.geometry.ragged import row_products
 from dcp.storage.stores.base import Store
-
-__all__ = ["Entries", "TargetDtype", "TensorEntry", "Value", "choose_entries", "mapped_entries"]
 
 TargetDtype = str | Mapping[str, str] | None
 """One dtype for every floating-point tensor, or dtypes by glob of the source's names (first match counts)."""

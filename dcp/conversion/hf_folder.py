@@ -29,8 +29,6 @@ from dcp.storage.stores.names import place_text
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.stores.posix.store import PosixStore
 
-__all__ = ["ADAPTER_CONFIG", "HF_NAMES", "HfFolder", "hf_folder_of", "known_files", "read_hf_folder"]
-
 ADAPTER_CONFIG: Final[str] = "adapter_config.json"
 
 HF_NAMES: Final = frozenset(

@@ -10,20 +10,9 @@ from fractions import Fraction
 from numbers import Real
 from typing import Any, Final, SupportsFloat
 
-from dcp.conversion.contents.casting import check_castable
+from dcp.conversion.casting import check_castable
 from dcp.storage.errors import OptionError
 from dcp.storage.near_names import listed
-
-__all__ = [
-    "MAX_SOURCES",
-    "Arithmetic",
-    "Weight",
-    "average_weights",
-    "formula_weights",
-    "source_names",
-    "weights_of_adapters",
-    "weights_of_sources",
-]
 
 MAX_SOURCES: Final = 1_000
 _MAX_FORMULA: Final = 1_000
