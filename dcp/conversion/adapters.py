@@ -29,9 +29,13 @@ from dcp.storage.stores.base import Store
 
 _MAX_LENGTH: Final = 1000
 _MAX_NESTING: Final = 20
-_SPECIAL: Final = frozenset(".^$*+?{}[]()|\\")
-_CLASS: Final = re.compile(r"\[\^?\]?(?:[^\[\]\\]|\\[dws.\\\[\]^-])*\]")
-_COUNTS: Final = re.compile(r"\{(\d{1,4})(,(\d{0,4}))?\}")
+_CHARACTERS: Final = re.compile(
+    r"\[\^?\]?(?:[^\[\]\\]|\\[dws.\\\[\]^-])*\]|\\[dDwWsS\W_]|[^^$*+?{}\[\]()|\\]"
+)
+"""One character, or any of several."""
+_OFTEN: Final = re.compile(r"(?:([*+?])|\{(\d{1,4})(,(\d{0,4}))?\})\??")
+"""As few as possible is as good: what matches is the same."""
+_COUNTS: Final = {"*": (0, _MAX_LENGTH), "+": (1, _MAX_LENGTH), "?": (0, 1)}
 
 _Ends = frozenset[int]
 """Places in a name where a match may be."""
@@ -75,24 +79,33 @@ class _Parser:
         self._repeats = 0
         """The number of repetitions so far."""
 
-    def refused(self) -> OptionError:
-        """Return the error for the text at this place."""
-        return OptionError(f"{self._text[self.at :][:40]!r} of the pattern {self._text!r:.80}")
+    def refused(self, at: int | None = None) -> OptionError:
+        """Return the error for the text at a place, by default this."""
+        rest = self._text[self.at if at is None else at :]
+        return OptionError(f"{rest[:40]!r} of the pattern {self._text!r:.80}")
 
     def alternatives(self) -> _Matcher:
         """Parse up to ``)`` or the end."""
         found = [self._sequence()]
-        while self._takes("|"):
+        while self._takes(r"\|"):
             found.append(self._sequence())
         return lambda name, at: frozenset().union(*(each(name, at) for each in found))
 
-    def _takes(self, token: str) -> bool:
-        is_there = self._text.startswith(token, self.at)
-        self.at += len(token) * is_there
-        return is_there
+    def _takes(self, token: str | re.Pattern[str]) -> re.Match[str] | None:
+        found = re.compile(token).match(self._text, self.at)
+        if found is not None:
+            self.at = found.end()
+        return found
 
     def _sequence(self) -> _Matcher:
-        parts = list(self._parts())
+        parts: list[_Matcher] = []
+        while self.at < len(self._text) and self._text[self.at] not in "|)":
+            if self._takes(r"\^"):
+                parts.append(lambda name, at: at & {0})
+            elif self._takes(r"\$"):
+                parts.append(lambda name, at: at & {len(name)})
+            else:
+                parts.append(self._repeated())
 
         def match(name: str, at: _Ends) -> _Ends:
             for part in parts:
@@ -101,79 +114,40 @@ class _Parser:
 
         return match
 
-    def _parts(self) -> Iterator[_Matcher]:
-        while self.at < len(self._text) and self._text[self.at] not in "|)":
-            if self._takes("^"):
-                yield lambda name, at: at & {0}
-            elif self._takes("$"):
-                yield lambda name, at: at & {len(name)}
-            else:
-                before = self._repeats
-                yield self._repeated(self._atom(), before)
-
-    def _atom(self) -> _Matcher:
-        if self._text.startswith("(", self.at):
-            return self._group()
-        return _of_characters(self._characters())
-
-    def _group(self) -> _Matcher:
-        begin = self.at
-        _ = self._takes("(?:") or self._takes("(")
-        self._depth += 1
-        if self._depth > _MAX_NESTING or self._text.startswith("?", self.at):
-            self.at = begin
-            raise self.refused()
-        inner = self.alternatives()
-        if not self._takes(")"):
-            raise self.refused()
-        self._depth -= 1
-        return inner
-
-    def _characters(self) -> re.Pattern[str]:
-        """Return one character, or any of several."""
-        rest = self._text[self.at :]
-        if found := _CLASS.match(rest):
-            token = found[0]
-        elif rest[0] == "\\" and len(rest) > 1 and (rest[1] in "dDwWsS" or not rest[1].isalnum()):
-            token = rest[:2]
-        elif rest[0] == "." or rest[0] not in _SPECIAL:
-            token = rest[0]
-        else:
-            raise self.refused()
-        try:
-            pattern = re.compile(token if token == "." or len(token) > 1 else re.escape(token))
-        except re.error:
-            raise self.refused() from None
-        self.at += len(token)
-        return pattern
-
-    def _repeated(self, atom: _Matcher, before: int) -> _Matcher:
-        """Return the matcher of a repetition: the text says how often ``atom`` is there; ``before`` are
-        repetitions before it."""
-        begin = self.at
-        low, high = 1, 1
-        if self._takes("*"):
-            low, high = 0, _MAX_LENGTH
-        elif self._takes("+"):
-            low, high = 1, _MAX_LENGTH
-        elif self._takes("?"):
-            low, high = 0, 1
-        elif found := _COUNTS.match(self._text, self.at):
-            self.at = found.end()
-            low = int(found[1])
-            high = low if found[2] is None else int(found[3] or max(low, _MAX_LENGTH))
-        else:
+    def _repeated(self) -> _Matcher:
+        before, atom, begin = self._repeats, self._atom(), self.at
+        found = self._takes(_OFTEN)
+        if found is None:
             return atom
-        _ = self._takes("?")  # as few as possible: what matches is the same
+        if found[1]:
+            low, high = _COUNTS[found[1]]
+        else:
+            low = int(found[2])
+            high = low if found[3] is None else int(found[4] or max(low, _MAX_LENGTH))
         if self._repeats > before or high < low or self._text[self.at : self.at + 1] in ("*", "+", "?", "{"):
-            self.at = begin
-            raise self.refused()
+            raise self.refused(begin)
         self._repeats += 1
         return lambda name, at: _often(atom, name, at, low, high)
 
-
-def _of_characters(pattern: re.Pattern[str]) -> _Matcher:
-    return lambda name, at: frozenset(one + 1 for one in at if pattern.match(name, one))
+    def _atom(self) -> _Matcher:
+        begin = self.at
+        if self._takes(r"\((?:\?:)?"):
+            self._depth += 1
+            if self._depth > _MAX_NESTING or self._text.startswith("?", self.at):
+                raise self.refused(begin)
+            inner = self.alternatives()
+            if not self._takes(r"\)"):
+                raise self.refused()
+            self._depth -= 1
+            return inner
+        found = self._takes(_CHARACTERS)
+        if found is None:
+            raise self.refused()
+        try:
+            one = re.compile(found[0] if found[0] == "." or len(found[0]) > 1 else re.escape(found[0]))
+        except re.error:
+            raise self.refused(begin) from None
+        return lambda name, at: frozenset(end + 1 for end in at if one.match(name, end))
 
 
 def _often(atom: _Matcher, name: str, at: _Ends, low: int, high: int) -> _Ends:
@@ -345,64 +319,44 @@ def open_adapter(checkpoint_id: str, *, open_store: OpenStore) -> Source:
     return open_source(store.path_of(name), open_store=open_store)
 
 
-def _config_of(store: Store) -> AdapterConfig:
-    """Return the configuration of the adapter in ``store``."""
-    return AdapterConfig.of(
-        store.read(ADAPTER_CONFIG, limit_bytes=MAX_CONFIG_BYTES), store.path_of(ADAPTER_CONFIG)
-    )
-
-
 def low_ranks(index: CheckpointIndex, store: Store) -> list[LowRank]:
-    """Return the products that the adapter ``index`` adds; PlanError with all names that are no factors,
-    or one alone, or do not go together."""
-    config = _config_of(store)
+    """Return the products that the adapter ``index`` adds. PlanError with all names that are no factors,
+    or one alone, or do not go together; CheckpointFormatError for other ranks than are said."""
+    path = store.path_of(ADAPTER_CONFIG)
+    config = AdapterConfig.of(store.read(ADAPTER_CONFIG, limit_bytes=MAX_CONFIG_BYTES), path)
     modules: dict[str, dict[str, str]] = {}
-    strange = list(index.objects.fqns)
+    strange, wrong, found = list(index.objects.fqns), list[str](), list[LowRank]()
     for name in index.fqns:
         match = _FACTOR.fullmatch(name)
         if match is None:
             strange.append(name)
         else:
             modules.setdefault(match["module"], {})[match["factor"] or match["of_embedding"]] = name
-    strange += [module for module, factors in modules.items() if not _fit(index, factors)]
+    shapes = {name: index.shape(row) for row, name in enumerate(index.fqns)}
+    keeps_ties = config.keeps_ties and any("lora_embedding_" in own.get("B", "") for own in modules.values())
+    for module, own in modules.items():
+        left, right = (shapes.get(own.get(side, ""), ()) for side in "BA")
+        if not (len(left) == len(right) == 2 and left[1] == right[0] > 0):
+            strange.append(module)
+            continue
+        said, scale, is_embedding = (
+            config.rank_of(module),
+            config.scale(module),
+            "lora_embedding_" in own["B"],
+        )
+        if said != left[1]:
+            wrong.append(f"{module!r} has the rank {left[1]}, and the configuration says {said}")
+        shape, is_turned = (left[0], right[1]), config.fan_in_fan_out or is_embedding
+        factors = f"{module}.weight", own["B"], own["A"]
+        found.append(LowRank(*factors, shape, left[1], scale, is_turned, is_embedding, keeps_ties))
     if strange or not modules:
         raise PlanError(
             f"{store.url}: {listed(strange, most=_MAX_LISTED) or 'nothing in it'}: no two factors, of one "
             "rank, of what an adapter adds",
             fqns=strange,
         )
-    _check_ranks(index, config, modules, store.url)
-    found = []
-    keeps_ties = config.keeps_ties and any("lora_embedding_" in own["B"] for own in modules.values())
-    for module, factors in modules.items():
-        rows, rank = _shape(index, factors["B"])
-        is_embedding = "lora_embedding_" in factors["B"]
-        own = (config.fan_in_fan_out or is_embedding, is_embedding, keeps_ties)
-        shape, scale = (rows, _shape(index, factors["A"])[1]), config.scale(module)
-        found.append(LowRank(f"{module}.weight", factors["B"], factors["A"], shape, rank, scale, *own))
+    if wrong:
+        raise CheckpointFormatError(
+            f"{store.url}: {listed(wrong, most=_MAX_LISTED, show=str)}", path=store.url
+        )
     return found
-
-
-def _check_ranks(
-    index: CheckpointIndex, config: AdapterConfig, modules: Mapping[str, Mapping[str, str]], url: str
-) -> None:
-    """Raise CheckpointFormatError that names all modules whose factors have another rank than is said."""
-    ranks = {module: _shape(index, factors["B"])[1] for module, factors in modules.items()}
-    shown = [
-        f"{module!r} has the rank {rank}, and the configuration says {config.rank_of(module)}"
-        for module, rank in ranks.items()
-        if rank != config.rank_of(module)
-    ]
-    if shown:
-        raise CheckpointFormatError(f"{url}: {listed(shown, most=_MAX_LISTED, show=str)}", path=url)
-
-
-def _fit(index: CheckpointIndex, factors: Mapping[str, str]) -> bool:
-    if len(factors) < 2:
-        return False
-    left, right = _shape(index, factors["B"]), _shape(index, factors["A"])
-    return len(left) == len(right) == 2 and left[1] == right[0] > 0
-
-
-def _shape(index: CheckpointIndex, name: str) -> tuple[int, ...]:
-    return index.shape(index.position[name])

@@ -44,14 +44,7 @@ from dcp.conversion.merging import JoinedSource, merge_entries
 from dcp.conversion.publishing import Publisher, StoredPublisher
 from dcp.conversion.running import BatchSettings, Output, run_batch, source_mark
 from dcp.conversion.targets.job import ConversionOptions, Planned, TargetPlace, plan_layout
-from dcp.conversion.tasks import (
-    ResultChecks,
-    Task,
-    TaskBatch,
-    TaskResult,
-    make_batches,
-    make_tasks,
-)
+from dcp.conversion.tasks import ResultChecks, Task, TaskBatch, TaskResult, make_batches, make_tasks
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.closable import Closable
 from dcp.storage.commit_names import is_commit_object
@@ -153,11 +146,9 @@ class Conversion(Closable):
         self._source, self._members = source, members
         self._open_source = open_source or (lambda: source)
         self._options = options
-        self.place = _place_of_attempt(target, attempt) if attempt else target
-        save_id = _save_id_of(attempt) if attempt else uuid.uuid4().hex[:8]
+        self.place, save_id = _of_attempt(target, attempt) if attempt else (target, uuid.uuid4().hex[:8])
         self._publisher = _publisher(self.place, save_id, overwrite=overwrite)
         self._engine = ReadEngine(source.store, complete_index(source.store, source.index), verify=verify)
-        self._prepared: Prepared | None = None
         self._checks: ResultChecks | None = None
         self.has_progress = False
 
@@ -183,7 +174,7 @@ class Conversion(Closable):
         batches = make_batches(tasks, batch_bytes)
         found = tuple(np.unique(chunks).tolist())
         facts = publisher.inode, planned.dropped, planned.unmerged
-        prepared = self._prepared = Prepared(mark, layout, found, len(batches), *facts)
+        prepared = Prepared(mark, layout, found, len(batches), *facts)
         self._checks = ResultChecks(engine, layout.copies)
         left = {batch.number: batch for batch in batches}
         for result in done:
@@ -218,7 +209,6 @@ class Conversion(Closable):
         self,
         prepared: Prepared,
         batches: list[TaskBatch],
-        *,
         executor: str | Executor,
         workers: int | None,
         progress: bool | ProgressCallback | None,
@@ -267,7 +257,7 @@ class Conversion(Closable):
         """
         engine, publisher, layout, checks = self._engine, self._publisher, prepared.layout, self._checks
         settings = self._settings(prepared.source_mark)
-        if checks is None or self._prepared is not prepared:  # it was planned by another process
+        if checks is None:  # it was planned by another process
             settings.refuse_changed(engine, self._source.name)
             engine.resolve(prepared.chunks)
             checks = ResultChecks(engine, layout.copies)
@@ -373,15 +363,11 @@ def _is_same(made: CheckpointIndex | None, there: CheckpointIndex | None) -> boo
     return encode_manifest(made) == encode_manifest(there)
 
 
-def _save_id_of(attempt: str) -> str:
-    """Return the save id of a ``dcp`` target that the attempt makes."""
-    return hashlib.sha256(attempt.encode()).hexdigest()[:8]
-
-
-def _place_of_attempt(target: TargetPlace, attempt: str) -> TargetPlace:
+def _of_attempt(target: TargetPlace, attempt: str) -> tuple[TargetPlace, str]:
+    """Return the place of an attempt, and the save id of a ``dcp`` target that it makes."""
     if not _ATTEMPT.fullmatch(attempt):
         raise ValueError(f"attempt: must be 16 hexadecimal digits, not {attempt!r}")
-    return replace(target, attempt=attempt)
+    return replace(target, attempt=attempt), hashlib.sha256(attempt.encode()).hexdigest()[:8]
 
 
 def discard_attempt(target: TargetPlace, attempt: str, batches: int) -> None:
@@ -389,8 +375,7 @@ def discard_attempt(target: TargetPlace, attempt: str, batches: int) -> None:
 
     A target that was published after all stays as it is. So do objects that are not of this attempt.
     """
-    place = _place_of_attempt(target, attempt)
-    _publisher(place, _save_id_of(attempt), overwrite=False).discard(batches)
+    _publisher(*_of_attempt(target, attempt), overwrite=False).discard(batches)
 
 
 # -- the plan ------------------------------------------------------------------------------------------------

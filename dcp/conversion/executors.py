@@ -153,7 +153,7 @@ class _Process:
             raise CheckpointError(
                 f"a process of the conversion ended with exit code {code} (negative: killed by that signal, "
                 "9 is often for want of memory). Convert again: what is done is not done twice; fewer "
-                "workers need less memory",
+                "workers need less memory"
             ) from error
 
     def end(self) -> None:

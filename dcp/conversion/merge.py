@@ -12,16 +12,11 @@ from typing import Any, Final
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.conversion.adapters import open_adapter
-from dcp.conversion.arithmetic import (
-    Arithmetic,
-    Weight,
-    weights_of_adapters,
-    weights_of_sources,
-)
+from dcp.conversion.arithmetic import Arithmetic, Weight, weights_of_adapters, weights_of_sources
 from dcp.conversion.driver import ConversionReport
 from dcp.conversion.entries import TargetDtype
 from dcp.conversion.merging import open_joined
-from dcp.conversion.run import run_conversion
+from dcp.conversion.run import RunOptions, run_conversion
 from dcp.conversion.targets.job import Chunks, ConversionOptions, place_of
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
@@ -174,12 +169,7 @@ def merge(
         place,
         options.with_hf(hf, hf_also),
         begun,
-        executor=executor,
-        workers=workers,
-        overwrite=overwrite,
-        verify=verify,
-        progress=progress,
-        resume=resume,
+        RunOptions(executor, workers, overwrite, verify, progress, resume),
     )
     shown = zip([*given, *added], [*own, *arithmetic.adapter_weights], strict=True)
     return replace(report, weights=tuple(shown))

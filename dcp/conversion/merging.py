@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, starmap
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -103,24 +103,23 @@ class JoinedSource(Source):
 
 
 def open_joined(members: Sequence[Callable[[], Source]]) -> JoinedSource:
-    """`join` of what ``members`` open, some at a time. Raises what these raise."""
+    """Return one source of what ``members`` open, some at a time. Raises what these raise.
+
+    Rows of the first one's tensors, chunks and values stay what they are; those of the others follow in their
+    order.
+    """
     with WorkerThreads(min(_AT_ONCE, len(members))) as pool:
-        return join(list(pool.map(_opened, members)))
+        first, *others = pool.map(_opened, members)
+    found = [first, *(_sharing(member, first) for member in others)]
+    index = _joined_index([member.index for member in found])
+    name = " + ".join(member.name for member in found)
+    store = JoinedStore([member.store for member in found])
+    return JoinedSource(store, index, name, None, tuple(_parts_of(index, found)))
 
 
 def _opened(member: Callable[[], Source]) -> Source:
     found = member()
     return replace(found, index=complete_index(found.store, found.index))
-
-
-def join(members: Sequence[Source]) -> JoinedSource:
-    """Return one source of ``members``, whose indexes are complete. Rows of the first one's tensors,
-    chunks and values stay what they are; those of the others follow in their order."""
-    store = JoinedStore([member.store for member in members])
-    members = [members[0], *(_sharing(member, members[0]) for member in members[1:])]
-    index = _joined_index([member.index for member in members])
-    name = " + ".join(member.name for member in members)
-    return JoinedSource(store, index, name, None, tuple(_parts_of(index, members)))
 
 
 def _parts_of(joined: CheckpointIndex, members: Sequence[Source]) -> Iterator[Source]:
@@ -155,23 +154,13 @@ class _JoinedNames(Sequence[str]):
     def __iter__(self) -> Iterator[str]:
         return (f"{number}/{name}" for number, names in enumerate(self._members) for name in names)
 
-    @overload
-    def __getitem__(self, row: int) -> str: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[str]: ...
-    def __getitem__(self, row: int | slice) -> str | list[str]:
-        if isinstance(row, slice):
-            return [self[one] for one in range(*row.indices(len(self)))]
-        number = self._number(row)
-        return f"{number}/{self._members[number][row - self._begins[number]]}"
+    def __getitem__(self, row: Any) -> Any:  # of a row, which is all that is asked for
+        return f"{bisect_right(self._begins, row) - 1}/{self.own_name(row)}"
 
     def own_name(self, row: int) -> str:
         """Return the name without the number: for errors, which name the source by the path of its file."""
-        number = self._number(row)
+        number = bisect_right(self._begins, row) - 1
         return str(self._members[number][row - self._begins[number]])
-
-    def _number(self, row: int) -> int:
-        return bisect_right(self._begins, row) - 1
 
 
 def _joined_index(parts: Sequence[CheckpointIndex]) -> CheckpointIndex:
@@ -239,7 +228,7 @@ def merge_entries(
     count = len(arithmetic.weights)
     sources, adapters = members[:count], members[count:]
     maps = weight_maps if len(weight_maps) == count else [*weight_maps, None][:1] * count
-    chosen = _chosen(sources, maps, only, exclude, {"rename": rename}, dtype)
+    chosen = _chosen(sources, maps, only, exclude, rename, dtype)
     added = [(adapter, low_ranks(adapter.index, adapter.store)) for adapter in adapters]
     if adapters and config is None:
         config = model_config(sources[0].store)
@@ -263,7 +252,7 @@ def _chosen(
     maps: Sequence[WeightMap | None],
     only: Patterns | None,
     exclude: Patterns | None,
-    renaming: dict[str, Any],
+    rename: Rename | None,
     dtype: TargetDtype,
 ) -> list[tuple[Entries, MappedIndex | None]]:
     """Return the entries that are selected of each source, under its map; those of the first are cast. A
@@ -278,9 +267,9 @@ def _chosen(
         if only is not None and not included:
             found.append((Entries(source.index, [], []), None))
             continue
-        given = {"only": included, "exclude": excluded or None, **renaming}
-        cast = None if found else dtype
-        found.append(mapped_entries(source.index, source.store, weights, **given, dtype=cast))
+        given: dict[str, Any] = {"only": included, "exclude": excluded or None, "rename": rename}
+        given["dtype"] = None if found else dtype
+        found.append(mapped_entries(source.index, source.store, weights, **given))
     return found
 
 

@@ -340,10 +340,10 @@ class StoredPublisher(Publisher):
 
     def append(self, result: TaskResult, batch: TaskBatch) -> None:
         """Write the ledger anew, with one request and one for each file: an object store has no appending."""
-        versions = {file: self._version(file) for file in batch.file_names}
+        versions = {task.name: self._version(task.name) for task in batch.tasks}
         self._ledger += framed(msgpack.packb([result.encode(), versions]))
         self._write(self.place.ledger_name, self._ledger)
-        for name in batch.file_names:
+        for name in versions:
             self._expected.pop(name, None)
 
     def expect(self, batch: TaskBatch) -> None:

@@ -17,6 +17,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from dcp.conversion.casting import cast
 from dcp.conversion.gather import RangeReader, Wanted
 from dcp.conversion.layout import TaskCopy
@@ -395,7 +397,8 @@ def run_batch(
 
 def _comparison(batch: TaskBatch, engine: ReadEngine) -> Callable[[TaskResult], None]:
     """Return a function that compares all that is complete within the batch, before its files appear."""
-    verifies, chunks, checks = engine.verify != "none", batch.chunks, SourceChecks(engine)
+    verifies, checks = engine.verify != "none", SourceChecks(engine)
+    chunks = np.unique(np.concatenate([task.copies.sources.chunks for task in batch.tasks]))
     if verifies:
         engine.resolve(chunks)
 

@@ -70,16 +70,6 @@ class TaskBatch:
     size_bytes: int
     is_all: bool
 
-    @property
-    def file_names(self) -> tuple[str, ...]:
-        """The files that the tasks write, or write ranges of."""
-        return tuple(dict.fromkeys(task.name for task in self.tasks))
-
-    @property
-    def chunks(self) -> Int64:
-        """The chunks of the source that are read."""
-        return np.unique(np.concatenate([task.copies.sources.chunks for task in self.tasks]))
-
 
 @dataclass
 class TaskResult:

@@ -38,6 +38,7 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.dtypes import Dtype
+from dcp.storage.formats.index import UNKNOWN
 from dcp.storage.formats.native.object_blob import ObjectBlob
 from dcp.storage.formats.native.record import object_record
 from dcp.storage.formats.plain import encode_plain
@@ -46,6 +47,7 @@ from dcp.storage.formats.torch.pickle_reader import DevicePickle, SizePickle
 from dcp.storage.formats.torch.pickle_writer import PickledTensor, SizeValue
 from dcp.storage.formats.torch.python_values import HARMLESS_MARK, decode_value, python_value
 from dcp.storage.formats.torch.tensor_pickle import TensorPickle
+from dcp.storage.near_names import listed
 from dcp.storage.stores import OpenStore
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.names import TEMPORARY_PREFIX, check_name, place_text
@@ -139,9 +141,9 @@ class LayoutJob:
         """The source's checksums of whole tensors, by row; none where they are not compared."""
         return payload_crcs(self.entries.index) if self.is_compared else {}
 
-    def contents(self, *, is_plain_only: bool) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return (values by name, why the others have none). ``is_plain_only``: plain data is all that
-        there is room for."""
+    def contents(self, *, is_plain_only: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return (values by name, names of those dropped), as `kept`. ``is_plain_only``: plain data is all
+        that there is room for."""
         found: dict[str, Any] = {}
         refused: dict[str, str] = {}
         for value in self.entries.values:
@@ -152,18 +154,17 @@ class LayoutJob:
                 found[value.fqn] = content
             except CheckpointFormatError as error:
                 refused[value.fqn] = str(error)
-        return found, refused
+        return found, self.kept(refused)[1]
 
     def kept(self, refused: Mapping[str, str]) -> tuple[list[Value], tuple[str, ...]]:
         """Return (values that stay, names of those dropped), which are those of ``refused`` and what the
         source itself refuses. PlanError that lists these unless they may be dropped."""
         refused = {**self.entries.refused, **refused}
         if refused and not self.options.drop_objects:
-            shown = [f"{fqn!r} ({why})" for fqn, why in list(refused.items())[:_MAX_LISTED]]
-            more = f" and {len(refused) - _MAX_LISTED} more" if len(refused) > _MAX_LISTED else ""
+            shown = listed([f"{fqn!r} ({why})" for fqn, why in refused.items()], most=_MAX_LISTED, show=str)
             raise PlanError(
-                f"{len(refused)} of the values cannot be converted to {self.options.to}: "
-                f"{'; '.join(shown)}{more}. Exclude them",
+                f"{len(refused)} of the values cannot be converted to {self.options.to}: {shown}. Exclude "
+                "them",
                 alternative="drop all such values",
                 argument="drop_objects=True",
                 fqns=list(refused)[:_MAX_LISTED],
@@ -195,22 +196,8 @@ def plan_layout(
 
 
 _MAX_BLOB_BYTES = 256 << 20
-_TORCH_KNOWS = frozenset(
-    {
-        type(None),
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        bytearray,
-        SizeValue,
-        Dtype,
-        DevicePickle,
-        PickledTensor,
-    }
-)
+_PLAIN: Final = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
+_TORCH_KNOWS: Final = _PLAIN | {SizeValue, Dtype, DevicePickle, PickledTensor}
 
 
 class SourceValues:
@@ -229,7 +216,18 @@ class SourceValues:
         number = int(self._objects.plain[row])
         if number >= 0:
             return decode_value(self._objects.values[number])
-        return self._decode(self.blob(row), self._objects.fqns[row])
+        blob, fqn = self.blob(row), self._objects.fqns[row]
+        if blob[:1] == b"\x80":  # torch's format of before 1.6: magic number, protocol, facts, then the value
+            raise UnsafeObjectError(f"object {fqn!r} is in a format that torch alone reads", fqn=fqn)
+        try:
+            opened = ObjectBlob(blob)
+            special: dict[type, Callable[[Any], Any]] = dict.fromkeys(
+                (Dtype, DevicePickle), lambda value: value
+            )
+            special |= {SizePickle: SizeValue, TensorPickle: lambda facts: _stored(facts, opened)}
+            return python_value(opened.decoded, opened.pickle_bytes, special)
+        except CheckpointFormatError as error:
+            raise type(error)(f"object {fqn!r}: {error}", **{**error.facts, "fqn": fqn}) from error
 
     def encoded(self, row: int) -> bytes | None:
         """Return the msgpack encoding of a plain value; None for any other."""
@@ -244,41 +242,27 @@ class SourceValues:
 
     def blob(self, row: int) -> bytes:
         """Return the torch.save bytes of a row, as they are stored, or made for plain data that has none."""
-        objects = self._objects
+        objects, fqn = self._objects, self._objects.fqns[row]
         place = int(objects.files[row]), int(objects.offsets[row]), int(objects.lengths[row])
         if place[0] < 0:
             return object_record(pickle.dumps(self.value(row), protocol=2))
         if place[2] > _MAX_BLOB_BYTES:
             raise CheckpointFormatError(
-                f"the object {objects.fqns[row]!r} has {place[2]} bytes, more than the {_MAX_BLOB_BYTES} "
-                "that are "
+                f"the object {fqn!r} has {place[2]} bytes, more than the {_MAX_BLOB_BYTES} that are "
                 "converted; exclude it",
-                fqn=objects.fqns[row],
+                fqn=fqn,
             )
         if place not in self._blobs:
             blob = self._engine.read_blob(*place)
-            expected = int(objects.crcs[row])
-            if self._engine.verify != "none" and expected >= 0 and crc32(blob) != expected:
-                raise _damaged(self._engine, objects.fqns[row], crc32(blob), expected)
+            got, expected = crc32(blob), int(objects.crcs[row])
+            if self._engine.verify != "none" and expected not in (UNKNOWN, got):
+                raise CorruptCheckpointError(
+                    f"{self._engine.store.url}: object {fqn!r} is damaged: CRC-32 {got:08x}, committed was "
+                    f"{expected:08x}. Convert another checkpoint, or exclude it",
+                    fqn=fqn,
+                )
             self._blobs[place] = blob
         return self._blobs[place]
-
-    @staticmethod
-    def _decode(blob: bytes, fqn: str) -> Any:
-        """Return the value of torch.save bytes; tensors in it are `PickledTensor`."""
-        if blob[:1] == b"\x80":  # torch's format of before 1.6: magic number, protocol, facts, then the value
-            raise UnsafeObjectError(f"object {fqn!r} is in a format that torch alone reads", fqn=fqn)
-        try:
-            opened = ObjectBlob(blob)
-            special: dict[type, Callable[[Any], Any]] = {
-                SizePickle: SizeValue,
-                Dtype: _as_it_is,
-                DevicePickle: _as_it_is,
-            }
-            special[TensorPickle] = lambda facts: _stored(facts, opened)
-            return python_value(opened.decoded, opened.pickle_bytes, special)
-        except CheckpointFormatError as error:
-            raise type(error)(f"object {fqn!r}: {error}", **{**error.facts, "fqn": fqn}) from error
 
 
 def torch_allows(value: Any) -> bool:
@@ -291,23 +275,13 @@ def torch_allows(value: Any) -> bool:
     return kind in _TORCH_KNOWS
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
 def _stored(facts: TensorPickle, opened: ObjectBlob) -> PickledTensor:
     return PickledTensor(
         facts.dtype_code, facts.sizes, opened.elements(facts).tobytes(), requires_grad=facts.requires_grad
     )
 
 
-def _damaged(engine: ReadEngine, fqn: str, got: int, expected: int) -> Exception:
-    return CorruptCheckpointError(
-        f"{engine.store.url}: object {fqn!r} is damaged: CRC-32 {got:08x}, committed was {expected:08x}. "
-        "Convert "
-        "another checkpoint, or exclude it",
-        fqn=fqn,
-    )
+# -- places --------------------------------------------------------------------------------------------------
 
 
 _WORK_PREFIX: Final = f"{TEMPORARY_PREFIX}convert-"

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dcp.conversion.entries import Entries, Value
+from dcp.conversion.entries import Entries
 from dcp.conversion.hf_folder import ADAPTER_CONFIG, HfFolder, known_files
 from dcp.conversion.layout import Copies, Literal, Literals, TargetLayout
 from dcp.conversion.targets.job import LayoutJob, Planned
@@ -52,18 +52,21 @@ _MODEL_DTYPES: Final = frozenset(("float16", "bfloat16", "float32", "float64"))
 
 
 def lay_out(job: LayoutJob) -> Planned:
-    """Lay out the target of a conversion; values that are plain data go to the metadata."""
-    contents, refused = job.contents(is_plain_only=True)
-    kept, dropped = job.kept(refused)
-    entries, shard_bytes = job.entries, job.options.shard_bytes
-    hf = job.options.hf
-    layout = safetensors_layout(
-        entries,
-        file_name=_ADAPTER_NAME if hf is not None and hf.is_adapter else job.file_name,
-        shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
-        metadata=metadata_of(entries.index.user),
-        extras=extras_of(entries, [(value, contents[value.fqn]) for value in kept], entries.structure()),
-    )
+    """Lay out one file, or a folder of shards of up to ``shard_bytes``; values that are plain data go to the
+    metadata. PlanError for more than readers accept.
+
+    A tensor above ``shard_bytes`` is a shard of its own; a shard has at most _SHARD_TENSORS.
+    """
+    contents, dropped = job.contents(is_plain_only=True)
+    entries, hf, shard_bytes = job.entries, job.options.hf, job.options.shard_bytes
+    shard_bytes = DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes
+    if shard_bytes < 1:
+        raise OptionError(f"shard_bytes must be positive, not {shard_bytes}")
+    facts = entries.codes.tolist(), entries.shapes, entries.size_bytes.tolist()
+    tensors = list(map(HeaderTensor, entries.names, *facts))
+    file_name = _ADAPTER_NAME if hf is not None and hf.is_adapter else job.file_name
+    shards = [list(range(len(tensors)))] if file_name is not None else _shards(tensors, shard_bytes)
+    layout = _layout(entries, tensors, shards, file_name or "model.safetensors", _extras(entries, contents))
     return Planned(layout if hf is None else _beside(layout, entries, hf), dropped)
 
 
@@ -108,45 +111,38 @@ def _check_names(entries: Entries, hf: HfFolder) -> None:
         )
 
 
-def safetensors_layout(
+def _layout(
     entries: Entries,
-    *,
-    file_name: str | None,
-    shard_bytes: int,
-    metadata: Mapping[str, str],
+    tensors: Sequence[HeaderTensor],
+    shards: Sequence[Sequence[int]],
+    name: str,
     extras: Mapping[str, Any],
 ) -> TargetLayout:
-    """Lay out one file of the name ``file_name``, or (None) a folder of shards of up to ``shard_bytes``.
-
-    A tensor above that is a shard of its own; a shard has at most _SHARD_TENSORS. ``metadata`` goes into each
-    file, ``extras`` (plain data, if there is any) into the first one. PlanError for more than readers accept.
-    """
-    if shard_bytes < 1:
-        raise OptionError(f"shard_bytes must be positive, not {shard_bytes}")
-    facts = entries.codes.tolist(), entries.shapes, entries.size_bytes.tolist()
-    tensors = list(map(HeaderTensor, entries.names, *facts))
-    shards = [list(range(len(tensors)))] if file_name is not None else _shards(tensors, shard_bytes)
-    count = len(shards)
-    names = ["model.safetensors" if file_name is None else file_name]
-    if count > 1:
-        names = [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
+    """Lay out ``shards``, rows of ``tensors``, where a single one is called ``name``. ``extras`` (plain data,
+    if there is any) go into the first one; strings of the user's stay readable to others."""
+    metadata = {"format": "pt"} | {
+        key: text for key, text in entries.index.user.items() if _is_text(key, text)
+    }
     headers, rows_of = [], []
     for file, rows in enumerate(shards):
         ordered = [rows[place] for place in header_order([tensors[row] for row in rows])]
         own = {**metadata, **({EXTRAS_KEY: encode_extras(extras)} if extras and file == 0 else {})}
         headers.append(safetensors_header([tensors[row] for row in ordered], own))
         rows_of.append(np.array(ordered, np.int64))
-    in_order = np.concatenate(rows_of)
+    count, in_order = len(shards), np.concatenate(rows_of)
     size_bytes = entries.size_bytes[in_order]
     counts, ends = np.array(list(map(len, rows_of))), starts(size_bytes)
-    files, heads = np.repeat(np.arange(len(shards)), counts), np.array(list(map(len, headers)))
+    files, heads = np.repeat(np.arange(count), counts), np.array(list(map(len, headers)))
     before = ends[starts(counts)]
     offsets = ends[:-1] + (heads - before[:-1])[files]
     placed = entries.rows[in_order], entries.codes[in_order], files, offsets, size_bytes
     copies = Copies.of_tensors(entries.index, *placed)
     tensor_copies = {tensors[row].name: copy for copy, row in enumerate(in_order.tolist())}
-    last = {WEIGHT_MAP_NAME: _index(tensors, shards, names)} if len(names) > 1 else {}
-    literals = Literals(np.arange(len(headers)), np.zeros(len(headers), np.int64), headers)
+    names = [name]
+    if count > 1:
+        names = [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
+    last = {WEIGHT_MAP_NAME: _index(tensors, shards, names)} if count > 1 else {}
+    literals = Literals(np.arange(count), np.zeros(count, np.int64), headers)
     sizes = (heads + np.diff(before)).tolist()
     return TargetLayout(names, sizes, literals, copies, last_files=last, tensor_copies=tensor_copies)
 
@@ -185,38 +181,25 @@ _OWN_KEYS: Final = frozenset({EXTRAS_KEY, "format"})
 """Keys of a file's metadata that are not the user's."""
 
 
-def extras_of(
-    entries: Entries, values: Sequence[tuple[Value, Any]], structure: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Return the extras to keep besides tensors; empty for a flat dict of tensors."""
-    contents = {value.fqn: content for value, content in values}
-    order = list(entries.paths)
+def _extras(entries: Entries, contents: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is kept besides tensors, values by name among that; empty for a flat dict of tensors."""
+    order, structure = list(entries.paths), entries.structure()
     if len(contents) < len(entries.values):
         written = {*contents, *entries.names}
         order = [fqn for fqn in order if fqn in written]
     grads = set(np.flatnonzero(entries.index.requires_grad).tolist())
     has_structure = bool(structure and (structure["containers"] or structure.get("values")))
+    ties = [(entry.fqn, entries.names[entry.tied_to]) for entry in entries.tensors]
     found: dict[str, Any] = {
         "paths": {fqn: path for fqn in order if len(path := entries.paths[fqn]) > 1 or path[0] != fqn},
         "values": contents,
-        "ties": {
-            entry.fqn: entries.names[entry.tied_to]
-            for number, entry in enumerate(entries.tensors)
-            if entry.tied_to != number
-        },
+        "ties": {fqn: first for fqn, first in ties if fqn != first},
         "structure": structure if has_structure else None,
         "requires_grad": [e.fqn for e in entries.tensors if e.tensor in grads],
         "user": {key: value for key, value in entries.index.user.items() if not _is_text(key, value)},
     }
     found = {name: value for name, value in found.items() if value}
-    if not found:
-        return {}
-    return {"version": _VERSION, "order": order, **found}
-
-
-def metadata_of(user: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata of a file: strings of the user's stay readable to others."""
-    return {"format": "pt", **{key: value for key, value in user.items() if _is_text(key, value)}}
+    return {"version": _VERSION, "order": order, **found} if found else {}
 
 
 def _is_text(key: object, value: object) -> bool:
@@ -224,7 +207,7 @@ def _is_text(key: object, value: object) -> bool:
 
 
 def with_extras(store: Store, index: CheckpointIndex) -> CheckpointIndex:
-    """Return ``index`` with what `extras_of` kept; itself where there is nothing.
+    """Return ``index`` with what `_extras` kept; itself where there is nothing.
 
     Raises CheckpointFormatError for extras that are malformed. Names noted as tied are tied if their bytes
     are still equal, which is looked at.
