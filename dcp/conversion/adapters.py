@@ -48,7 +48,6 @@ _Matcher = Callable[[str, _Ends], _Ends]
 class ModulePattern:
     """A pattern as peft has it: of the whole of a module's name, or of its end behind a dot."""
 
-    text: str
     matcher: _Matcher
 
     @classmethod
@@ -60,7 +59,7 @@ class ModulePattern:
         matcher = parser.alternatives()
         if parser.at < len(text):
             raise parser.refused()
-        return cls(text, matcher)
+        return cls(matcher)
 
     def match(self, name: str) -> bool:
         """Return whether ``(.*\\.)?(text)$`` matches. OptionError for a name of more than 1,000

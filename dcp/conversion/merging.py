@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, starmap
 from typing import Any, Final, TypeVar
 
@@ -289,79 +289,74 @@ def _matching(patterns: Patterns | None, names: Sequence[str]) -> list[str] | No
     return [one for one, selects in selections if selects is None or any(map(selects.selects, names))]
 
 
+@dataclass
 class _Merging:
     """Compares the sources, all tensors at a time; ``problems`` are by name, and few."""
 
-    def __init__(
-        self,
-        sources: Sequence[Entries],
-        adapters: Sequence[tuple[Source, Sequence[LowRank]]],
-        arithmetic: Arithmetic,
-        is_tied: bool = False,
-    ) -> None:
-        self._is_tied = is_tied
-        self._sources = sources
-        self._adapters = adapters
-        self._arithmetic = arithmetic
-        indexes = (*(one.index for one in sources), *(one.index for one, _ in adapters))
-        # the first row of each source, of all joined
-        self._begins = list(accumulate((index.tensor_count for index in indexes), initial=0))
-        self._problems: dict[str, str] = {}
-        self._is_sum = len(sources) > 1 or arithmetic.weights != (1.0,)
-        self.unmerged: set[str] = set()
+    sources: Sequence[Entries]
+    adapters: Sequence[tuple[Source, Sequence[LowRank]]]
+    arithmetic: Arithmetic
+    is_tied: bool
+    problems: dict[str, str] = field(default_factory=dict)
+    unmerged: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        indexes = [*(one.index for one in self.sources), *(one.index for one, _ in self.adapters)]
+        self.begins = list(accumulate((index.tensor_count for index in indexes), initial=0))
+        """The first row of each source, of all joined."""
 
     def terms(self) -> TensorTerms:
         """Return the terms by row of the first source; what is wrong is noted."""
         names, rows = self._aligned()
         summed = self._summed(names, rows)
         kept = np.array([at for at, name in enumerate(names) if name in self.unmerged], np.int64)
-        joined = np.stack([own + begin for own, begin in zip(rows, self._begins, strict=False)])
-        tensors = {names[at]: int(rows[0][at]) for at in summed.tolist()} if self._adapters else {}
+        joined = np.stack([own + begin for own, begin in zip(rows, self.begins, strict=False)])
+        tensors = {names[at]: int(rows[0][at]) for at in summed.tolist()} if self.adapters else {}
         products = list(self._products(tensors))
         parts = (
             (np.repeat(rows[0][summed], len(rows)), rows[0][kept]),
-            (np.tile(np.array(self._arithmetic.weights, np.float64), len(summed)), np.ones(len(kept))),
+            (np.tile(np.array(self.arithmetic.weights, np.float64), len(summed)), np.ones(len(kept))),
             (joined[:, summed].T.reshape(-1), joined[0, kept]),
         )
         plain = [np.concatenate(one) for one in parts]
         plain += [np.zeros(len(plain[0]), kind) for kind in (np.int64, np.int64, bool)]
         added = zip(*products, strict=True) if products else [()] * len(plain)
         columns = [np.append(one, np.array(more, one.dtype)) for one, more in zip(plain, added, strict=True)]
-        return TensorTerms.of(self._sources[0].index.tensor_count, *columns)
+        return TensorTerms.of(self.sources[0].index.tensor_count, *columns)
 
     def raise_problems(self, names: Sequence[str]) -> None:
         """Raise PlanError with all that was noted; ``names`` are of the sources."""
-        if not self._problems:
+        if not self.problems:
             return
-        shown = [f"{name!r} {problem}" for name, problem in self._problems.items()]
+        shown = [f"{name!r} {problem}" for name, problem in self.problems.items()]
         where = "; ".join(f"{number}: {name}" for number, name in enumerate(names, 1))
         raise PlanError(
             f"{len(shown)} tensors cannot be merged: {listed(shown, most=_MAX_LISTED, show=str)}. The "
             f"sources are {where}. Leave such tensors out (exclude), or rename them",
-            fqns=list(self._problems),
+            fqns=list(self.problems),
             problems=shown,
         )
 
     def _aligned(self) -> tuple[list[str], list[Int64]]:
         """Return names that all sources have, and in which rows of each these are."""
-        first = self._sources[0].names
-        if all(one.names == first for one in self._sources[1:]):
-            return first, [one.rows for one in self._sources]
-        places = [dict(zip(one.names, range(len(one.names)), strict=True)) for one in self._sources]
+        first = self.sources[0].names
+        if all(one.names == first for one in self.sources[1:]):
+            return first, [one.rows for one in self.sources]
+        places = [dict(zip(one.names, range(len(one.names)), strict=True)) for one in self.sources]
         common = []
-        for name in dict.fromkeys(name for one in self._sources for name in one.names):
+        for name in dict.fromkeys(name for one in self.sources for name in one.names):
             missing = [str(number) for number, own in enumerate(places, 1) if name not in own]
             if missing:
-                self._problems[name] = f"is not in {', '.join(missing)}"
+                self.problems[name] = f"is not in {', '.join(missing)}"
             else:
                 common.append(name)
         chosen = (np.array([own[name] for name in common], np.int64) for own in places)
-        return common, [one.rows[places] for one, places in zip(self._sources, chosen, strict=True)]
+        return common, [one.rows[places] for one, places in zip(self.sources, chosen, strict=True)]
 
     def _summed(self, names: Sequence[str], rows: Sequence[Int64]) -> Int64:
         """Return the places in ``names`` of those that are sums; those that are taken from the first are
         noted, as what is wrong is."""
-        indexes = [one.index for one in self._sources]
+        indexes = [one.index for one in self.sources]
         pairs = list(zip(indexes, rows, strict=True))
         alike = np.ones(len(names), bool)
         for index, own in pairs[1:]:
@@ -370,43 +365,41 @@ class _Merging:
         floating = np.isin(codes, list(CASTABLE)).all(axis=0)
         for at in np.flatnonzero(~alike).tolist():
             shapes = [str(index.shape(int(own[at]))) for index, own in pairs]
-            self._problems[names[at]] = f"has the shapes {', '.join(shapes)}"
+            self.problems[names[at]] = f"has the shapes {', '.join(shapes)}"
+        is_sum = len(self.sources) > 1 or self.arithmetic.weights != (1.0,)
         for at in np.flatnonzero(alike & ~floating).tolist():
-            self._as_it_is(names[at], codes[:, at].tolist())
+            own_codes = codes[:, at].tolist()
+            types = [dtypes.BY_CODE[code].name for code in own_codes]
+            if len(set(types)) > 1:
+                self.problems[names[at]] = f"is {', '.join(types)}"
+            elif is_sum and own_codes[0] not in _WHOLE_NUMBERS:
+                self.problems[names[at]] = f"is {types[0]}, which is not added"
+            self.unmerged.add(names[at])
         return np.flatnonzero(alike & floating)
-
-    def _as_it_is(self, name: str, codes: Sequence[int]) -> None:
-        """Take a tensor from the first source as it is; a problem where the types differ."""
-        types = [dtypes.BY_CODE[code].name for code in codes]
-        if len(set(types)) > 1:
-            self._problems[name] = f"is {', '.join(types)}"
-        elif self._is_sum and codes[0] not in _WHOLE_NUMBERS:
-            self._problems[name] = f"is {types[0]}, which is not added"
-        self.unmerged.add(name)
 
     def _products(self, tensors: Mapping[str, int]) -> Iterator[tuple[Any, ...]]:
         """Yield the products that adapters add to ``tensors``, of which the rows are in the first source:
         rows of `TensorTerms`."""
-        for number, (adapter, added) in enumerate(self._adapters):
+        for number, (adapter, added) in enumerate(self.adapters):
             for low_rank in added:
                 row = tensors.get(low_rank.target)
                 is_turned = self._fits(low_rank, row, tensors)
                 if row is None or is_turned is None:
                     continue
-                begin, position = self._begins[len(self._sources) + number], adapter.index.position
+                begin, position = self.begins[len(self.sources) + number], adapter.index.position
                 factors = [begin + position[one] for one in (low_rank.left, low_rank.right)]
-                weight = self._arithmetic.adapter_weights[number] * low_rank.scale
+                weight = self.arithmetic.adapter_weights[number] * low_rank.scale
                 left, right = reversed(factors) if is_turned else factors
                 yield row, weight, left, right, low_rank.rank, is_turned
 
     def _fits(self, low_rank: LowRank, row: int | None, tensors: Mapping[str, int]) -> bool | None:
         """Return whether what is added to a tensor is turned; None, and noted, if it cannot be."""
         name, shape = low_rank.target, low_rank.shape
-        if name in self._problems:
+        if name in self.problems:
             return None
-        if self._is_tied and (low_rank.is_embedding or name.removesuffix(".weight").endswith(_OUTPUT)):
+        if self.is_tied and (low_rank.is_embedding or name.removesuffix(".weight").endswith(_OUTPUT)):
             if not low_rank.keeps_ties:
-                self._problems[name] = (
+                self.problems[name] = (
                     "is tied to the other end of the model (tie_word_embeddings of config.json), which would "
                     "change as well: give a base that was saved untied"
                 )
@@ -415,16 +408,16 @@ class _Merging:
         if row is None:
             close = near_names(name, tensors, most=1)
             meant = f" (did you mean {close[0]!r}?)" if close else ""
-            self._problems[name] = f"is what an adapter is for, and no floating-point tensor{meant}"
+            self.problems[name] = f"is what an adapter is for, and no floating-point tensor{meant}"
             return None
-        there = self._sources[0].index.shape(row)
+        there = self.sources[0].index.shape(row)
         is_turned = there == shape[::-1] and (there != shape or low_rank.is_turned)
         if not is_turned and there != shape:
-            self._problems[name] = f"has the shape {there}, and what an adapter adds has {shape}"
+            self.problems[name] = f"has the shape {there}, and what an adapter adds has {shape}"
             return None
-        size = dtypes.BY_CODE[self._arithmetic.code].itemsize
+        size = dtypes.BY_CODE[self.arithmetic.code].itemsize
         if low_rank.rank * there[1] * size > _MAX_FACTOR_BYTES:
-            self._problems[name] = f"is too wide for a product of rank {low_rank.rank}"
+            self.problems[name] = f"is too wide for a product of rank {low_rank.rank}"
             return None
         return is_turned
 

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgpack
 import numpy as np
@@ -57,15 +57,6 @@ _VERSION: Final = 5
 _SAVE_ID: Final = re.compile("[0-9a-f]{8}")
 
 
-class Noted(NamedTuple):
-    """The entries of a ledger, behind the first; ``end`` is where the last one ends."""
-
-    save_id: str
-    inode: int | None
-    entries: list[bytes]
-    end: int
-
-
 def framed(data: bytes) -> bytes:
     """Return an entry of the ledger, with its length and checksum."""
     return _HEAD.pack(len(data), crc32(data)) + data
@@ -77,9 +68,10 @@ def header(fingerprint: str, save_id: str, inode: int | None = None) -> bytes:
     return framed(msgpack.packb(facts))
 
 
-def parse(data: bytes, fingerprint: str | None) -> Noted | None:
-    """Return the entries whose checksums fit, up to the first that does not; None if they are of another
-    conversion than ``fingerprint`` (None: of any)."""
+def parse(data: bytes, fingerprint: str | None) -> tuple[str, int | None, list[bytes], int] | None:
+    """Return (save id, inode, entries, where the last one ends) of a ledger, whose entries are those behind
+    the first whose checksums fit, up to one that does not; None if they are of another conversion than
+    ``fingerprint`` (None: of any)."""
     found, position = [], 0
     while position + _HEAD.size <= len(data):
         size, crc = _HEAD.unpack_from(data, position)
@@ -92,7 +84,7 @@ def parse(data: bytes, fingerprint: str | None) -> Noted | None:
         case {"version": version, "fingerprint": of, "save_id": str(save_id), "inode": inode}:
             is_own = version == _VERSION and (fingerprint is None or of == fingerprint)
             if is_own and _SAVE_ID.fullmatch(save_id):  # it becomes a file name
-                return Noted(save_id, inode, found[1:], position)
+                return save_id, inode, found[1:], position
     return None
 
 
@@ -289,10 +281,11 @@ class StoredPublisher(Publisher):
         if layout.index is not None:  # what the commit compares with is taken before anything is written
             self._previous = commit.previous_state(self._store, commit.Names())
         if noted is not None:
-            done = [one for one in map(_noted, noted.entries) if one is not None and self._are_there(one[1])]
-            resumed = self._resumed(layout, noted.save_id, [result for result, _ in done])
+            save_id, _, entries, end = noted
+            done = [one for one in map(_noted, entries) if one is not None and self._are_there(one[1])]
+            resumed = self._resumed(layout, save_id, [result for result, _ in done])
             if resumed is not None:
-                self.save_id, self._ledger, self.has_begun = noted.save_id, data[: noted.end], True
+                self.save_id, self._ledger, self.has_begun = save_id, data[:end], True
                 return resumed
         self._refuse(layout)
         self._store.make_root()
@@ -464,5 +457,5 @@ def _noted(entry: bytes) -> tuple[bytes, dict[str, str]] | None:
 def _files(ledger: bytes) -> dict[str, str]:
     """Return by file the note of a ledger."""
     noted = parse(ledger, None)
-    found = map(_noted, noted.entries) if noted is not None else ()
+    found = map(_noted, noted[2]) if noted is not None else ()
     return {file: version for entry in found if entry for file, version in entry[1].items()}

@@ -318,7 +318,7 @@ class TargetPlace:
     @property
     def ledger_name(self) -> str:
         """Name of the ledger's object, for a target that is not local."""
-        return _ledger_name(self.file_name)
+        return _work_name(self.file_name)
 
     @property
     def is_begun(self) -> bool:
@@ -366,16 +366,12 @@ def is_written_under(ledgers: Collection[str], name: str) -> bool:
 
     Those of a ``dcp`` target are a save's.
     """
-    is_shard = file_names().mark_folders.fullmatch(name) is not None and _ledger_name(None) in ledgers
-    return is_shard or _ledger_name(name) in ledgers
+    is_shard = file_names().mark_folders.fullmatch(name) is not None and _work_name(None) in ledgers
+    return is_shard or _work_name(name) in ledgers
 
 
-def _ledger_name(file_name: str | None) -> str:
-    return _work_name(file_name or "")
-
-
-def _work_name(what: str) -> str:
-    digest = hashlib.sha256(what.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+def _work_name(what: str | None) -> str:
+    digest = hashlib.sha256((what or "").encode("utf-8", "surrogateescape")).hexdigest()[:16]
     return f"{_WORK_PREFIX}{digest}"
 
 
