@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from dcp._fsspec_filesystem import FsspecReader as FsspecReader
     from dcp._fsspec_filesystem import FsspecWriter as FsspecWriter
     from dcp.api import CheckpointException as CheckpointException
-    from dcp.conversion.contents.transformers_maps import transformers_map as transformers_map
     from dcp.conversion.driver import ConversionReport as ConversionReport
     from dcp.conversion.merge import merge as merge
     from dcp.conversion.run import convert as convert
+    from dcp.conversion.transformers_maps import transformers_map as transformers_map
     from dcp.default_planner import DefaultLoadPlanner as DefaultLoadPlanner
     from dcp.default_planner import DefaultSavePlanner as DefaultSavePlanner
     from dcp.errors import CheckpointError as CheckpointError
@@ -76,7 +76,7 @@ _NAMES = {
     "dcp.api": ("CheckpointException",),
     "dcp.conversion.merge": ("merge",),
     "dcp.conversion.driver": ("ConversionReport",),
-    "dcp.conversion.contents.transformers_maps": ("transformers_map",),
+    "dcp.conversion.transformers_maps": ("transformers_map",),
     "dcp.conversion.run": ("convert",),
     "dcp.default_planner": ("DefaultLoadPlanner", "DefaultSavePlanner"),
     "dcp.errors": (

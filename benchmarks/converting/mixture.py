@@ -19,7 +19,7 @@ def save_mixture(folder: Path, size_bytes: float) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from dcp.conversion.contents.transformers_maps import transformers_map
+    from dcp.conversion.transformers_maps import transformers_map
 
     width = 1024 if size_bytes > 256 << 20 else 64
     inner = 7 * width // 2

@@ -1,8 +1,8 @@
 """A conversion: prepared, its batches of tasks carried out by whatever executor, published.
 
 `Conversion.prepare` plans, once. The batches run in any order, in this process (`Conversion.run`) or in
-others (`dcp.conversion.copying.batches.run_batch`), and `publish` makes the target exist. Stages of another
-process get what they need of the plan as text (`dcp.conversion.wire`), and refuse a source that has
+others (`dcp.conversion.running.run_batch`), and `publish` makes the target exist. Stages of another
+process get what they need of the plan as text (`dcp.conversion.driver`), and refuse a source that has
 changed since. No stage needs the machine of another.
 
 Every stage may be repeated, also while an earlier attempt at it still runs: a task writes the same bytes to
@@ -11,47 +11,53 @@ the same place, and the target is published once, by one rename or one condition
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import os
 import re
 import uuid
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from dcp.conversion.contents.entries import mapped_entries
-from dcp.conversion.copying.batches import BatchSettings, ResultChecks, refuse_faults, run_batch, source_mark
-from dcp.conversion.copying.executors import run_all
-from dcp.conversion.copying.tasks import Output, Task, TaskBatch, TaskResult, make_batches, make_tasks
-from dcp.conversion.layouts.layout import TargetLayout
-from dcp.conversion.layouts.sources import TermColumns, copy_sources, sum_sources
-from dcp.conversion.merging.joined import JoinedSource
-from dcp.conversion.merging.terms import merge_entries
-from dcp.conversion.publishing import local_files
-from dcp.conversion.publishing.local import LocalPublisher
-from dcp.conversion.publishing.publisher import Publisher
-from dcp.conversion.publishing.stored import StoredPublisher
-from dcp.conversion.targets.job import ConversionOptions, Planned, plan_layout
-from dcp.conversion.targets.places import TargetPlace
+from dcp.conversion.entries import mapped_entries
+from dcp.conversion.executors import run_all
+from dcp.conversion.layout import (
+    Copies,
+    Hole,
+    Literals,
+    SourceColumns,
+    TargetLayout,
+    TaskCopies,
+    TermColumns,
+    copy_sources,
+    sum_sources,
+)
+from dcp.conversion.local import LocalPublisher, stays
+from dcp.conversion.merging import JoinedSource, merge_entries
+from dcp.conversion.publishing import Publisher, StoredPublisher
+from dcp.conversion.running import BatchSettings, Output, run_batch, source_mark
+from dcp.conversion.targets.job import ConversionOptions, Planned, TargetPlace, plan_layout
+from dcp.conversion.tasks import ResultChecks, Task, TaskBatch, TaskResult, make_batches, make_tasks
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.closable import Closable
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.requests import Verify
-from dcp.storage.errors import CheckpointConflictError, CheckpointError, OptionError
+from dcp.storage.errors import CheckpointConflictError, CheckpointError, CheckpointFormatError, OptionError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.native.manifest import encode_manifest
+from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.opening import Source, complete_index, open_index
 from dcp.storage.formats.registry import DCP, SAFETENSORS
 from dcp.storage.geometry.strides import Int64
-
-__all__ = ["BATCH_BYTES", "Conversion", "ConversionReport", "Prepared", "discard_attempt"]
+from dcp.storage.packing import pack, unpack
 
 BATCH_BYTES: Final = 512 << 20
 """Of what a batch of a job writes, about: enough that a process for it does not count beside it."""
@@ -98,7 +104,7 @@ class ConversionReport:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The plan of a conversion as publishing needs it; `dcp.conversion.wire` makes text of it.
+    """The plan of a conversion as publishing needs it; `dcp.conversion.driver` makes text of it.
 
     ``chunks`` are those of the source that are read. ``inode`` is that of what will be renamed to the target,
     where that is local. ``dropped`` are the values that the target has no place for, ``unmerged`` the tensors
@@ -139,11 +145,9 @@ class Conversion(Closable):
         self._source, self._members = source, members
         self._open_source = open_source or (lambda: source)
         self._options = options
-        self.place = _place_of_attempt(target, attempt) if attempt else target
-        save_id = _save_id_of(attempt) if attempt else uuid.uuid4().hex[:8]
+        self.place, save_id = _of_attempt(target, attempt) if attempt else (target, uuid.uuid4().hex[:8])
         self._publisher = _publisher(self.place, save_id, overwrite=overwrite)
         self._engine = ReadEngine(source.store, complete_index(source.store, source.index), verify=verify)
-        self._prepared: Prepared | None = None
         self._checks: ResultChecks | None = None
         self.has_progress = False
 
@@ -169,7 +173,7 @@ class Conversion(Closable):
         batches = make_batches(tasks, batch_bytes)
         found = tuple(np.unique(chunks).tolist())
         facts = publisher.inode, planned.dropped, planned.unmerged
-        prepared = self._prepared = Prepared(mark, layout, found, len(batches), *facts)
+        prepared = Prepared(mark, layout, found, len(batches), *facts)
         self._checks = ResultChecks(engine, layout.copies)
         left = {batch.number: batch for batch in batches}
         for result in done:
@@ -204,7 +208,6 @@ class Conversion(Closable):
         self,
         prepared: Prepared,
         batches: list[TaskBatch],
-        *,
         executor: str | Executor,
         workers: int | None,
         progress: bool | ProgressCallback | None,
@@ -253,7 +256,7 @@ class Conversion(Closable):
         """
         engine, publisher, layout, checks = self._engine, self._publisher, prepared.layout, self._checks
         settings = self._settings(prepared.source_mark)
-        if checks is None or self._prepared is not prepared:  # it was planned by another process
+        if checks is None:  # it was planned by another process
             settings.refuse_changed(engine, self._source.name)
             engine.resolve(prepared.chunks)
             checks = ResultChecks(engine, layout.copies)
@@ -261,7 +264,6 @@ class Conversion(Closable):
             checks.take(result)
         checks.finish(prepared.chunks if engine.verify != "none" else ())
         checks.check_complete()
-        refuse_faults(checks.faults, engine.index)
         if engine.verify == "none" or checks.stats.blocks_unverified:
             # What has no checksums must not have been replaced: files of both might be mixed.
             settings.refuse_changed(engine, self._source.name)
@@ -360,15 +362,11 @@ def _is_same(made: CheckpointIndex | None, there: CheckpointIndex | None) -> boo
     return encode_manifest(made) == encode_manifest(there)
 
 
-def _save_id_of(attempt: str) -> str:
-    """Return the save id of a ``dcp`` target that the attempt makes."""
-    return hashlib.sha256(attempt.encode()).hexdigest()[:8]
-
-
-def _place_of_attempt(target: TargetPlace, attempt: str) -> TargetPlace:
+def _of_attempt(target: TargetPlace, attempt: str) -> tuple[TargetPlace, str]:
+    """Return the place of an attempt, and the save id of a ``dcp`` target that it makes."""
     if not _ATTEMPT.fullmatch(attempt):
         raise ValueError(f"attempt: must be 16 hexadecimal digits, not {attempt!r}")
-    return replace(target, attempt=attempt)
+    return replace(target, attempt=attempt), hashlib.sha256(attempt.encode()).hexdigest()[:8]
 
 
 def discard_attempt(target: TargetPlace, attempt: str, batches: int) -> None:
@@ -376,8 +374,7 @@ def discard_attempt(target: TargetPlace, attempt: str, batches: int) -> None:
 
     A target that was published after all stays as it is. So do objects that are not of this attempt.
     """
-    place = _place_of_attempt(target, attempt)
-    _publisher(place, _save_id_of(attempt), overwrite=False).discard(batches)
+    _publisher(*_of_attempt(target, attempt), overwrite=False).discard(batches)
 
 
 # -- the plan ------------------------------------------------------------------------------------------------
@@ -389,19 +386,14 @@ def _refuse_itself(members: Sequence[Source], place: TargetPlace) -> None:
         if _real(member.store.url) != _real(place.store.url):
             continue
         if member.file == place.file_name:
-            raise OptionError(
-                f"source and target are both {place.url}; convert to another place", path=place.url
-            )
-        if place.file_name in member.index.files or is_commit_object(place.file_name or ""):
-            raise OptionError(
-                f"{place.url} is a file of the source; convert to another place", path=place.url
-            )
-        if place.file_name is None and (member.file is None or not local_files.stays(member.file)):
-            raise OptionError(
-                f"the source {member.name} is a file that the new checkpoint in {place.url} would replace; "
-                "convert to another place",
-                path=place.url,
-            )
+            problem = f"source and target are both {place.url}"
+        elif place.file_name in member.index.files or is_commit_object(place.file_name or ""):
+            problem = f"{place.url} is a file of the source"
+        elif place.file_name is None and (member.file is None or not stays(member.file)):
+            problem = f"the source {member.name} is a file that a new checkpoint in {place.url} would replace"
+        else:
+            continue
+        raise OptionError(f"{problem}; convert to another place", path=place.url)
 
 
 def _real(url: str) -> str:
@@ -427,3 +419,66 @@ def _fingerprint(mark: str, planned: Planned, *, by_file: bool) -> str:
     for column in (literals.files, literals.offsets, np.array(list(map(crc32, literals.data)))):
         digest.update(np.ascontiguousarray(column, "<i8").tobytes())
     return digest.hexdigest()
+
+
+T = TypeVar("T")
+
+_KINDS: Final = (Prepared, TaskBatch, Task, TaskCopies, SourceColumns, TermColumns, TargetLayout, Copies)
+_INDEX, _RESULT = -1, -2
+_UNREADABLE: Final = (ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError)
+_DAMAGED: Final = "the plan of a conversion, or the result of a task, is damaged"
+_LEFT_OUT: Final = ("literals", "replaced")
+"""Fields of a layout that publishing does not need: tasks write the literals."""
+
+
+def encode(value: Prepared | TaskBatch | TaskResult) -> str:
+    """Make text of a plan (without its literals), a batch or its result; `decode` is the inverse."""
+    return base64.b64encode(zlib.compress(pack(_packed(value)))).decode("ascii")
+
+
+def decode(text: str, kind: type[T]) -> T:
+    """Make an object of ``kind`` of what `encode` wrote. Raises CheckpointFormatError for anything else."""
+    try:
+        found = _restored(unpack(zlib.decompress(base64.b64decode(text))))
+    except (*_UNREADABLE, zlib.error) as error:
+        raise CheckpointFormatError(_DAMAGED) from error
+    if not isinstance(found, kind):
+        raise CheckpointFormatError(_DAMAGED)
+    return found
+
+
+def _packed(value: Any) -> Any:
+    """Return plain data and arrays; objects are dicts with the key None."""
+    if isinstance(value, np.ndarray):
+        return np.diff(value, axis=0, prepend=np.int64(0)) if value.dtype.kind == "i" else value
+    if isinstance(value, CheckpointIndex):
+        return {None: (_INDEX, encode_manifest(value, is_checked=True))}
+    if isinstance(value, TaskResult):
+        return {None: (_RESULT, value.encode())}
+    if isinstance(value, tuple | list):
+        return [_packed(one) for one in value]
+    if not isinstance(value, _KINDS):
+        return dict(value) if isinstance(value, Mapping) else value
+    names = [one.name for one in fields(value)]
+    if isinstance(value, TargetLayout):
+        names = [name for name in names if name not in _LEFT_OUT]
+    return {None: (_KINDS.index(type(value)), {name: _packed(getattr(value, name)) for name in names})}
+
+
+def _restored(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return np.cumsum(value, axis=0) if value.dtype.kind == "i" else value
+    if isinstance(value, tuple):
+        return tuple(map(_restored, value))
+    if not isinstance(value, dict) or None not in value:
+        return value
+    number, own = value[None]
+    if number < 0:
+        return decode_manifest(own) if number == _INDEX else TaskResult.decode(own)
+    kind: Any = _KINDS[number]
+    own = {name: _restored(one) for name, one in own.items()}
+    if kind is TargetLayout:
+        own["literals"] = Literals.of([])
+    if kind in (TargetLayout, Task):
+        own["holes"] = tuple(Hole(*hole) for hole in own["holes"])
+    return kind(**own)

@@ -11,19 +11,13 @@ from functools import partial
 from typing import Any, Final
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.conversion.contents.entries import TargetDtype
+from dcp.conversion.adapters import open_adapter
+from dcp.conversion.arithmetic import Arithmetic, Weight, weights_of_adapters, weights_of_sources
 from dcp.conversion.driver import ConversionReport
-from dcp.conversion.merging.adapters import open_adapter
-from dcp.conversion.merging.arithmetic import (
-    Arithmetic,
-    Weight,
-    weights_of_adapters,
-    weights_of_sources,
-)
-from dcp.conversion.merging.joined import open_joined
-from dcp.conversion.run import run_conversion
-from dcp.conversion.targets.job import Chunks, ConversionOptions
-from dcp.conversion.targets.places import place_of
+from dcp.conversion.entries import TargetDtype
+from dcp.conversion.merging import open_joined
+from dcp.conversion.run import RunOptions, run_conversion
+from dcp.conversion.targets.job import Chunks, ConversionOptions, place_of
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
@@ -36,8 +30,6 @@ from dcp.storage.near_names import listed
 from dcp.storage.stores import type_of_place
 from dcp.storage.stores.base import place_text
 from dcp.storage.stores.opening import OpenWith
-
-__all__ = ["last_steps", "merge"]
 
 _NAME: Final = "step-{step:08d}"
 _MAX_LISTED: Final = 10
@@ -177,12 +169,7 @@ def merge(
         place,
         options.with_hf(hf, hf_also),
         begun,
-        executor=executor,
-        workers=workers,
-        overwrite=overwrite,
-        verify=verify,
-        progress=progress,
-        resume=resume,
+        RunOptions(executor, workers, overwrite, verify, progress, resume),
     )
     shown = zip([*given, *added], [*own, *arithmetic.adapter_weights], strict=True)
     return replace(report, weights=tuple(shown))

@@ -6,27 +6,37 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.conversion.contents.entries import TargetDtype
-from dcp.conversion.copying.batches import FaultySumsError, SourceChangedError
-from dcp.conversion.copying.executors import check_executor
 from dcp.conversion.driver import Conversion, ConversionReport
-from dcp.conversion.targets.job import Chunks, ConversionOptions
-from dcp.conversion.targets.places import TargetPlace, place_of
+from dcp.conversion.entries import TargetDtype
+from dcp.conversion.executors import check_executor
+from dcp.conversion.running import SourceChangedError
+from dcp.conversion.targets.job import Chunks, ConversionOptions, TargetPlace, place_of
+from dcp.conversion.tasks import FaultySumsError
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.storage.engine.requests import Verify
 from dcp.storage.errors import CheckpointError, CorruptCheckpointError, StorageError
+from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening import Source, open_source
 from dcp.storage.stores.opening import OpenWith
 
-__all__ = ["convert", "run_conversion"]
+
+class RunOptions(NamedTuple):
+    """The arguments of `convert` that say how it is carried out, and not what the target holds."""
+
+    executor: str | Executor
+    workers: int | None
+    overwrite: bool
+    verify: Verify
+    progress: bool | ProgressCallback | None
+    resume: bool
 
 
 @plain_errors
@@ -127,12 +137,7 @@ def convert(
         place,
         options.with_hf(hf, hf_also),
         begun,
-        executor=executor,
-        workers=workers,
-        overwrite=overwrite,
-        verify=verify,
-        progress=progress,
-        resume=resume,
+        RunOptions(executor, workers, overwrite, verify, progress, resume),
     )
 
 
@@ -141,22 +146,16 @@ def run_conversion(
     place: TargetPlace,
     options: ConversionOptions,
     begun: float,
-    *,
-    executor: str | Executor,
-    workers: int | None,
-    overwrite: bool,
-    verify: Verify,
-    progress: bool | ProgressCallback | None,
-    resume: bool,
+    how: RunOptions,
 ) -> ConversionReport:
     """Carry out the conversion of what ``reopen`` opens, here and in other processes; ``begun`` is when it
-    was asked for, of `time.perf_counter`, and the rest is as for `convert`."""
-    check_executor(executor, workers)
-    source = reopen()
+    was asked for, of `time.perf_counter`."""
+    check_executor(how.executor, how.workers)
+    source, resume, overwrite = reopen(), how.resume, how.overwrite
     with (
         _source_changes_reported(source, reopen),
         Conversion(
-            source, place, options, open_source=reopen, overwrite=overwrite, verify=verify
+            source, place, options, open_source=reopen, overwrite=overwrite, verify=how.verify
         ) as conversion,
     ):
         if resume and not (overwrite or place.is_begun) and place.exists():
@@ -168,7 +167,7 @@ def run_conversion(
         with _clearing_up(conversion, resume=resume):
             prepared, batches = conversion.prepare(resume=resume)
             planned, left = time.perf_counter(), len(batches)
-            conversion.carry_out(prepared, batches, executor=executor, workers=workers, progress=progress)
+            conversion.carry_out(prepared, batches, how.executor, how.workers, how.progress)
             copied = time.perf_counter()
             report = conversion.publish(prepared)
     ended = time.perf_counter()
@@ -183,7 +182,10 @@ def _source_changes_reported(found: Source, reopen: Callable[[], Source]) -> Ite
     try:
         yield
     except (CorruptCheckpointError, StorageError) as error:
-        if not _is_replaced(found, reopen):
+        now, then = None, found.index
+        with suppress(CheckpointError):  # it is gone, or out of reach: what has failed says more
+            now = reopen().index
+        if now is None or (now.files == then.files and _save_id(now) == _save_id(then)):
             raise
         raise SourceChangedError(
             f"{found.name} has changed while it was converted: it was saved anew, or a part of it was "
@@ -192,13 +194,8 @@ def _source_changes_reported(found: Source, reopen: Callable[[], Source]) -> Ite
         ) from error
 
 
-def _is_replaced(before: Source, reopen: Callable[[], Source]) -> bool:
-    try:
-        now = reopen().index
-    except CheckpointError:  # it is gone, or out of reach: what has failed says more
-        return False
-    ids = (index.provenance.get("save_id") for index in (now, before.index))
-    return now.files != before.index.files or next(ids) != next(ids)
+def _save_id(index: CheckpointIndex) -> object:
+    return index.provenance.get("save_id")
 
 
 @contextmanager

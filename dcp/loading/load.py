@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dcp.conversion.contents.entries import Entries, choose_entries
+from dcp.conversion.entries import Entries, choose_entries
 from dcp.loading.call import LoadAttempt, LoadCall
 from dcp.loading.feature import Features, LoadFeature, LoadReport, Target, View
 from dcp.planners.load.plan import LoadPlan

@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 
-from dcp.conversion.layouts.layout import Copies, Literal, Literals, TargetLayout
+from dcp.conversion.layout import Copies, Literal, Literals, TargetLayout
 from dcp.conversion.targets.job import LayoutJob, Planned
 from dcp.storage.errors import CheckpointFormatError, PlanError, UnsupportedFormatError
 from dcp.storage.formats import dtypes

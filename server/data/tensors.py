@@ -9,9 +9,9 @@ from typing import Final
 
 import numpy as np
 
-from dcp.conversion.contents.casting import CASTABLE
-from dcp.conversion.layouts.layout import Copies, Literals, TargetLayout
-from dcp.conversion.layouts.layout import Literal as LiteralBytes
+from dcp.conversion.casting import CASTABLE
+from dcp.conversion.layout import Copies, Literals, TargetLayout
+from dcp.conversion.layout import Literal as LiteralBytes
 from dcp.inspection.values.elements import decode, stored_dtype
 from dcp.inspection.values.strided_selection import select
 from dcp.inspection.values.tensor_reading import Slices

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import dcp
-from dcp.conversion.contents.casting import TOO_LARGE, cast, narrowed
-from dcp.conversion.copying import sums, tasks
-from dcp.conversion.merging.arithmetic import average_weights, formula_weights
-from dcp.conversion.merging.module_patterns import ModulePattern
+from dcp.conversion import running, sums
+from dcp.conversion.adapters import ModulePattern
+from dcp.conversion.arithmetic import average_weights, formula_weights
+from dcp.conversion.casting import TOO_LARGE, cast, narrowed
 from dcp.errors import OptionError
 from dcp.storage.formats import dtypes
 from tests.support.conversion import FUSED, NAMES, state_to_fuse, write_adapter
@@ -193,7 +193,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Small:
 
 
 def _cut_anywhere(small: Small, draw: random.Random) -> None:
-    small(tasks, "WINDOW_BYTES", draw.choice([61, 400, 5000]))
+    small(running, "WINDOW_BYTES", draw.choice([61, 400, 5000]))
     small(sums, "_STEP_BYTES", draw.choice([50, 300, 5000]))
     small(sums, "_BLOCK", draw.choice([7, 1000]))
 
@@ -267,7 +267,7 @@ def test_a_map_moves_each_element(tmp_path: Path, small: Small, seed: int) -> No
     if draw.random() < 0.5:
         dcp.convert(source, tmp_path / "in", to="dcp", files=draw.randint(1, 4), chunks="split")
         source = tmp_path / "in"
-    small(tasks, "WINDOW_BYTES", draw.randint(3, 90))
+    small(running, "WINDOW_BYTES", draw.randint(3, 90))
     sides = {"x": "(heads two half) width"}, {"y": "width (half heads two + pad)"}
     rules = [{"from": sides[0], "to": sides[1], "padding": ["pad"]}, {"from": "small", "to": "a"}]
     weights = {"rules": rules, "sizes": {"two": 2, "half": half, "pad": pad}}
@@ -331,7 +331,7 @@ def test_adapters_are_added_exactly(tmp_path: Path, small: Small, accumulate: st
     given: dict[str, Any] = {"weights": [0.6, -1.1], "adapter_weights": [1.5, 0.3], "accumulate": accumulate}
     given |= {"adapters": [tmp_path / "lora0", tmp_path / "lora1"], "dtype": "float32", "executor": "inline"}
     for window in (50, 333, 1 << 20):
-        small(tasks, "WINDOW_BYTES", window)
+        small(running, "WINDOW_BYTES", window)
         made = tmp_path / f"{window}.safetensors"
         dcp.merge([tmp_path / "1.safetensors", tmp_path / "2.pt"], made, **given)
         assert same(load_file(made)["m.weight"], torch.from_numpy(total).to(torch.float32))

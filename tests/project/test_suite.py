@@ -25,7 +25,7 @@ DOORS: Final = frozenset(
     | {
         f"dcp.{name}"
         for name in (
-            "conversion.layouts.layout",
+            "conversion.layout",
             "conversion.targets.job",
             "features.registry",
             "storage.formats.format",

@@ -13,9 +13,8 @@ import time
 from pathlib import Path
 from typing import Final
 
-from dcp.conversion import driver
-from dcp.conversion.copying import tasks
-from dcp.conversion.copying.tasks import observers
+from dcp.conversion import driver, tasks
+from dcp.conversion.running import observers
 from dcp.server.automation.schedules import built_in_schedules
 from dcp.server.jobs.kinds import KINDS
 from dcp.server.jobs.ledger import Backoff

@@ -6,39 +6,29 @@ chunk a file, as FSDP shards it, which suits as many loading ranks.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Final
 
 import numpy as np
 
-from dcp.conversion.contents.entries import Entries, Value
-from dcp.conversion.layouts.layout import Copies, Hole, Literal, Literals, TargetLayout
+from dcp.conversion.entries import Entries, Value
+from dcp.conversion.layout import Copies, Hole, Literal, Literals, TargetLayout
 from dcp.conversion.targets.job import Chunks, LayoutJob, Planned
 from dcp.storage.engine.write import data_file_name
 from dcp.storage.errors import OptionError
-from dcp.storage.formats import dtypes
 from dcp.storage.formats.checksums import crc32
-from dcp.storage.formats.index import CheckpointIndex, ObjectColumns
+from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, itemsizes
 from dcp.storage.formats.native.record import begin_record
 from dcp.storage.formats.registry import DCP
 from dcp.storage.geometry.boxes import Box
-from dcp.storage.geometry.strides import Int64, starts
+from dcp.storage.geometry.strides import Int64, gather_rows, row_products, starts
 from dcp.version import __version__
-
-__all__ = ["lay_out"]
 
 _SPLIT_ABOVE_BYTES: Final = 64 << 10
 """Smaller tensors are not worth a record for each file."""
-
-
-class _Chunk(NamedTuple):
-    tensor: int
-    code: int
-    box: Box
-    size_bytes: int
-    file: int
 
 
 def lay_out(job: LayoutJob) -> Planned:
@@ -50,131 +40,106 @@ def lay_out(job: LayoutJob) -> Planned:
     if options.chunks not in ("keep", "split"):
         raise OptionError(f"chunks must be 'keep' or 'split', not {options.chunks!r}")
     kept, dropped = job.kept({})
-    chunks, of_entries = _chunks(entries, options.files, options.chunks)
     encoded = [job.values.blob(value.row) for value in kept]
-    filled = _fill(chunks, encoded)
-    sizes, at = filled.sizes, filled.places
+    copies, of_entries = _chunks(entries, options.files, options.chunks)
+    sizes, literals, holes, places = _fill(copies, list(dict.fromkeys(encoded)))
+    copies = replace(copies, offsets=places[2])
     names = [data_file_name(0, number, job.save_id) for number in range(len(sizes))]
     rows = np.array([number for own in of_entries for number in own], np.int64)
-    records = dict(
-        zip(
-            ("record_offsets", "record_lengths", "payload_offsets"),
-            np.ascontiguousarray(at[rows].T),
-            strict=True,
-        )
-    )
-    boxes = [chunks[row].box for row in rows.tolist()]
     written = {*entries.names, *(value.fqn for value in kept)}
     index = CheckpointIndex(
         format=DCP.name,
         **_tensors(entries),
         chunk_start=starts(list(map(len, of_entries))),
-        chunk_offsets=np.array([number for box in boxes for number in box.offsets], np.int64),
-        chunk_sizes=np.array([number for box in boxes for number in box.sizes], np.int64),
-        chunk_files=np.array([chunk.file for chunk in chunks], np.int64)[rows],
-        payload_lengths=np.array([chunk.size_bytes for chunk in chunks], np.int64)[rows],
+        chunk_offsets=gather_rows(copies.box_offsets, copies.box_start, rows),
+        chunk_sizes=gather_rows(copies.box_sizes, copies.box_start, rows),
+        chunk_files=copies.files[rows],
+        payload_lengths=copies.size_bytes[rows],
         crc_start=starts([0] * len(rows)),
-        **records,
+        record_offsets=places[0][rows],
+        record_lengths=places[1][rows],
+        payload_offsets=places[2][rows],
         files=names,
         file_sizes=np.array(sizes, np.int64),
-        objects=_objects(job, kept, encoded, filled.blobs),
+        objects=_objects(job, kept, encoded),
         planner_data={fqn: path for fqn, path in entries.paths.items() if fqn in written},
         provenance=_provenance(job),
         user=dict(entries.index.user),
     )
-    copies = Copies.of_boxes(
-        [
-            (chunk.tensor, chunk.box, chunk.code, chunk.file, offset, chunk.size_bytes)
-            for chunk, offset in zip(chunks, at[:, 2].tolist(), strict=True)
-        ]
-    )
-    layout = TargetLayout(names, sizes, Literals.of(filled.literals), copies, filled.holes, index, rows)
-    return Planned(layout, dropped)
+    return Planned(TargetLayout(names, sizes, Literals.of(literals), copies, holes, index, rows), dropped)
 
 
-class _Filled(NamedTuple):
-    """Files that are laid out: their ``sizes``, literal bytes, and holes for checksums that are known later.
-
-    ``places`` has of each chunk offset and length of its record, and the offset of its payload; ``blobs``
-    (offset in file 0, CRC-32) of each value's bytes.
-    """
-
-    sizes: list[int]
-    literals: list[Literal]
-    holes: list[Hole]
-    places: Int64
-    blobs: dict[bytes, tuple[int, int]]
-
-
-def _fill(chunks: list[_Chunk], encoded: list[bytes]) -> _Filled:
-    """Lay out values, equal ones once, and then chunks with their records, in the files of the chunks."""
-    sizes = [0] * (max((chunk.file for chunk in chunks), default=0) + 1)
-    literals: list[Literal] = []
-    holes: list[Hole] = []
-
-    def put(file: int, data: bytes) -> None:
-        literals.append(Literal(file, sizes[file], data))
-        sizes[file] += len(data)
-
-    blobs: dict[bytes, tuple[int, int]] = {}
-    for blob in dict.fromkeys(encoded):
-        blobs[blob] = sizes[0], crc32(blob)
-        put(0, blob)
-    places = []
-    for copy, (_, code, box, size, file) in enumerate(chunks):
-        record = begin_record(code, box.sizes, size, sizes[file])
-        begin = sizes[file]
-        put(file, record.prefix)
-        places.append((begin, record.record_bytes, sizes[file]))
-        sizes[file] += size
-        holes += [Hole(copy, file, sizes[file] + at) for at in record.crc_positions]
-        put(file, record.suffix(0))
-    return _Filled(sizes, literals, holes, np.array(places, np.int64).reshape(-1, 3), blobs)
-
-
-def _chunks(entries: Entries, files: int, chunks: Chunks) -> tuple[list[_Chunk], list[range]]:
+def _chunks(entries: Entries, files: int, chunks: Chunks) -> tuple[Copies, list[range]]:
     """Return the chunks of tensors that are not tied to another, each with its file, and by entry which
-    are its own: tied ones have those of the first."""
-    boxes = {
-        number: _boxes(entries, number, files, chunks)
-        for number, entry in enumerate(entries.tensors)
-        if entry.tied_to == number
-    }
-    itemsizes = {code: dtype.itemsize for code, dtype in dtypes.BY_CODE.items()}
-    tensors = entries.tensors
-    sizes = {
-        number: [box.volume * itemsizes[tensors[number].dtype_code] for box in own]
-        for number, own in boxes.items()
-    }
-    total, taken = max(1, sum(map(sum, sizes.values()))), 0
-    placed: list[_Chunk] = []
-    ranges: dict[int, range] = {}
-    for number, own in boxes.items():
-        split, first = len(own) == files > 1 and chunks == "split", len(placed)
-        for part, (box, size) in enumerate(zip(own, sizes[number], strict=True)):
-            file = part if split else min(files - 1, taken * files // total)
-            placed.append(_Chunk(tensors[number].tensor, tensors[number].dtype_code, box, size, file))
-            taken += size
-        ranges[number] = range(first, len(placed))
-    renumbered = {file: number for number, file in enumerate(sorted({chunk.file for chunk in placed}))}
-    placed = [chunk._replace(file=renumbered[chunk.file]) for chunk in placed]
-    return placed, [ranges[entry.tied_to] for entry in tensors]
+    are its own: tied ones have those of the first. Their places in the files are not known yet."""
+    boxes: list[Box] = []
+    owners: list[int] = []
+    parts: list[int] = []  # the file of a part of a tensor that is cut, else -1
+    ranges: list[range] = []
+    for number, entry in enumerate(entries.tensors):
+        if entry.tied_to != number:
+            ranges.append(ranges[entry.tied_to])
+            continue
+        own = _boxes(entries, number, files, chunks)
+        ranges.append(range(len(boxes), len(boxes) + len(own)))
+        boxes += own
+        owners += [number] * len(own)
+        parts += range(files) if len(own) == files > 1 and chunks == "split" else [-1] * len(own)
+    box_start = starts([len(box.sizes) for box in boxes])
+    begins, extents = (np.array([n for box in boxes for n in box[side]], np.int64) for side in (0, 1))
+    codes = entries.codes[owners]
+    sizes = row_products(extents, box_start) * itemsizes(codes.astype(np.uint8))
+    ends = starts(sizes)
+    placed = np.minimum(files - 1, ends[:-1] * files // max(1, int(ends[-1])))
+    split = np.array(parts, np.int64)
+    placed = np.unique(np.where(split < 0, placed, split), return_inverse=True)[1].astype(np.int64)
+    rows, unplaced = entries.rows[owners], np.zeros(len(boxes), np.int64)
+    return Copies(rows, box_start, begins, extents, codes, placed, unplaced, sizes), ranges
 
 
 def _boxes(entries: Entries, number: int, files: int, chunks: Chunks) -> list[Box]:
-    entry, index, shape = entries.tensors[number], entries.index, entries.shapes[number]
-    volume = math.prod(shape)
+    index, shape, volume = entries.index, entries.shapes[number], int(entries.elements[number])
     if chunks == "keep":
-        found = dict.fromkeys(index.box(chunk) for chunk in index.chunks(entry.tensor))
+        found = dict.fromkeys(index.box(chunk) for chunk in index.chunks(entries.tensors[number].tensor))
         if found and sum(box.volume for box in found) == volume:  # that all is covered is checked elsewhere
             return list(found)
-    elif shape and files > 1 and volume * dtypes.BY_CODE[entry.dtype_code].itemsize >= _SPLIT_ABOVE_BYTES:
+    elif shape and files > 1 and entries.size_bytes[number] >= _SPLIT_ABOVE_BYTES:
         rows, (extent, *rest) = -(-shape[0] // files), shape
         return [
             Box((begin, *(0 for _ in rest)), (min(rows, extent - begin), *rest))
             for begin in range(0, extent, rows)
         ]
     return [Box.whole(shape)]
+
+
+def _fill(copies: Copies, blobs: Sequence[bytes]) -> tuple[list[int], list[Literal], list[Hole], Int64]:
+    """Lay out values, and then chunks with their records, in the files of the chunks.
+
+    Returns the sizes of the files, their literal bytes, the holes for checksums that are known later, and by
+    chunk where its record begins, how long it is, and where its payload begins.
+    """
+    sizes = [0] * (int(copies.files.max(initial=0)) + 1)
+    literals: list[Literal] = []
+    holes: list[Hole] = []
+    places: list[tuple[int, int, int]] = []
+
+    def put(file: int, data: bytes) -> None:
+        literals.append(Literal(file, sizes[file], data))
+        sizes[file] += len(data)
+
+    for blob in blobs:
+        put(0, blob)
+    extents, bounds = copies.box_sizes.tolist(), pairwise(copies.box_start.tolist())
+    columns = (column.tolist() for column in (copies.dtype_codes, copies.size_bytes, copies.files))
+    for copy, ((low, high), code, size, file) in enumerate(zip(bounds, *columns, strict=True)):
+        begin = sizes[file]
+        record = begin_record(code, tuple(extents[low:high]), size, begin)
+        put(file, record.prefix)
+        places.append((begin, record.record_bytes, sizes[file]))
+        sizes[file] += size
+        holes += [Hole(copy, file, sizes[file] + at) for at in record.crc_positions]
+        put(file, record.suffix(0))
+    return sizes, literals, holes, np.ascontiguousarray(np.array(places, np.int64).reshape(-1, 3).T)
 
 
 def _provenance(job: LayoutJob) -> dict[str, Any]:
@@ -193,31 +158,31 @@ def _provenance(job: LayoutJob) -> dict[str, Any]:
 def _tensors(entries: Entries) -> dict[str, Any]:
     """Return the columns of an index that are by tensor, and not of chunks. Digests are the source's, of
     what is not cast."""
-    index, shapes = entries.index, entries.shapes
-    rows, codes = entries.rows.tolist(), entries.codes.tolist()
-    orders, own, digests = index.stride_orders, index.dtype_codes.tolist(), index.digests
-    kept = (digests[row] if code == own[row] else b"" for row, code in zip(rows, codes, strict=True))
+    index, rows = entries.index, entries.rows
+    orders, digests = index.stride_orders, index.digests
+    is_cast = (entries.codes != index.dtype_codes[rows]).tolist()
+    kept = (b"" if cast else digests[row] for row, cast in zip(rows.tolist(), is_cast, strict=True))
     return {
         "fqns": entries.names,
         "dtype_codes": entries.codes.astype(np.uint8),
-        "shape_start": starts(list(map(len, shapes))),
-        "shape_values": np.array([extent for shape in shapes for extent in shape], np.int64),
-        "requires_grad": index.requires_grad[entries.rows],
-        "stride_orders": {at: orders[row] for at, row in enumerate(rows) if row in orders},
-        "digests": list(kept) if len(digests) else [],
+        "shape_start": starts(index.ndims[rows]),
+        "shape_values": gather_rows(index.shape_values, index.shape_start, rows),
+        "requires_grad": index.requires_grad[rows],
+        "stride_orders": {at: orders[row] for at, row in enumerate(rows.tolist()) if row in orders},
+        "digests": [*kept] if len(digests) else [],
     }
 
 
-def _objects(
-    job: LayoutJob, kept: Sequence[Value], encoded: Sequence[bytes], blobs: Mapping[bytes, tuple[int, int]]
-) -> ObjectColumns:
-    """Return values that are no tensors: their torch.save bytes in file 0, and plain data of those that
-    are."""
+def _objects(job: LayoutJob, kept: Sequence[Value], encoded: Sequence[bytes]) -> ObjectColumns:
+    """Return values that are no tensors: their torch.save bytes, which begin file 0, equal ones once, and
+    plain data of those that are."""
+    blobs = list(dict.fromkeys(encoded))
+    ends = starts(list(map(len, blobs))).tolist()
+    places = {blob: (begin, len(blob), crc32(blob)) for blob, begin in zip(blobs, ends, strict=False)}
+    offsets, lengths, crcs = np.array([places[blob] for blob in encoded], np.int64).reshape(-1, 3).T.copy()
     numbers: dict[bytes, int] = {}
     found = [job.values.encoded(value.row) for value in kept]
     plain = [-1 if one is None else numbers.setdefault(one, len(numbers)) for one in found]
-    places = [(*blobs[blob], len(blob)) for blob in encoded]
-    offsets, crcs, lengths = np.ascontiguousarray(np.array(places, np.int64).reshape(-1, 3).T)
     return ObjectColumns(
         fqns=[value.fqn for value in kept],
         files=np.zeros(len(kept), np.int64),

@@ -7,26 +7,29 @@ be; the bytes are moved by others.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Final, Literal
 
-from dcp.conversion.contents.entries import Entries, TargetDtype, Value
-from dcp.conversion.contents.hf_folder import HfFolder, read_hf_folder
-from dcp.conversion.layouts.layout import TargetLayout
-from dcp.conversion.layouts.sources import MergedTensors, payload_crcs
-from dcp.conversion.merging.arithmetic import Arithmetic
+from dcp.conversion.arithmetic import Arithmetic
+from dcp.conversion.entries import Entries, TargetDtype, Value
+from dcp.conversion.hf_folder import HfFolder, read_hf_folder
+from dcp.conversion.layout import MergedTensors, TargetLayout, payload_crcs
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.axes import CONFIG, config_of
 from dcp.planners.weight_maps.mapped_index import MappedIndex
 from dcp.planners.weight_maps.weight_map import WeightMap
+from dcp.storage import commit
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.errors import (
+    CheckpointConflictError,
     CheckpointFormatError,
     CorruptCheckpointError,
     OptionError,
@@ -35,24 +38,20 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.dtypes import Dtype
+from dcp.storage.formats.index import UNKNOWN
 from dcp.storage.formats.native.record import object_record
 from dcp.storage.formats.plain import encode_plain
-from dcp.storage.formats.registry import target_named
+from dcp.storage.formats.registry import file_names, target_named
 from dcp.storage.formats.torch.pickle_reader import DevicePickle, SizePickle, TensorPickle
 from dcp.storage.formats.torch.python_values import HARMLESS_MARK, decode_value, python_value
 from dcp.storage.formats.torch.record_reader import ObjectBlob
 from dcp.storage.formats.torch.writer import PickledTensor
-
-__all__ = [
-    "Chunks",
-    "ConversionOptions",
-    "LayoutJob",
-    "Planned",
-    "SourceValues",
-    "plan_layout",
-    "torch_allows",
-]
-
+from dcp.storage.near_names import listed
+from dcp.storage.stores import OpenStore
+from dcp.storage.stores.base import TEMPORARY_PREFIX, Store, check_name, place_text
+from dcp.storage.stores.opening import OpenWith
+from dcp.storage.stores.posix.files import step, storage_error
+from dcp.storage.stores.posix.store import PosixStore
 
 _MAX_LISTED: Final = 10
 _MAX_VALUE_BYTES: Final = 64 << 20
@@ -69,7 +68,7 @@ class ConversionOptions:
 
     ``to`` is the `Target.name`; those up to ``hf``, whose files are beside the weights, are each for the
     formats that have a use for it. With ``arithmetic`` the conversion is a `dcp.merge`, whose source is
-    several as one (`dcp.conversion.merging.joined`). ``weight_maps`` is one for all sources, or one for each;
+    several as one (`dcp.conversion.merging`). ``weight_maps`` is one for all sources, or one for each;
     empty without any.
     """
 
@@ -140,9 +139,9 @@ class LayoutJob:
         """The source's checksums of whole tensors, by row; none where they are not compared."""
         return payload_crcs(self.entries.index) if self.is_compared else {}
 
-    def contents(self, *, is_plain_only: bool) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return (values by name, why the others have none). ``is_plain_only``: plain data is all that
-        there is room for."""
+    def contents(self, *, is_plain_only: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return (values by name, names of those dropped), as `kept`. ``is_plain_only``: plain data is all
+        that there is room for."""
         found: dict[str, Any] = {}
         refused: dict[str, str] = {}
         for value in self.entries.values:
@@ -153,18 +152,17 @@ class LayoutJob:
                 found[value.fqn] = content
             except CheckpointFormatError as error:
                 refused[value.fqn] = str(error)
-        return found, refused
+        return found, self.kept(refused)[1]
 
     def kept(self, refused: Mapping[str, str]) -> tuple[list[Value], tuple[str, ...]]:
         """Return (values that stay, names of those dropped), which are those of ``refused`` and what the
         source itself refuses. PlanError that lists these unless they may be dropped."""
         refused = {**self.entries.refused, **refused}
         if refused and not self.options.drop_objects:
-            shown = [f"{fqn!r} ({why})" for fqn, why in list(refused.items())[:_MAX_LISTED]]
-            more = f" and {len(refused) - _MAX_LISTED} more" if len(refused) > _MAX_LISTED else ""
+            shown = listed([f"{fqn!r} ({why})" for fqn, why in refused.items()], most=_MAX_LISTED, show=str)
             raise PlanError(
-                f"{len(refused)} of the values cannot be converted to {self.options.to}: "
-                f"{'; '.join(shown)}{more}. Exclude them",
+                f"{len(refused)} of the values cannot be converted to {self.options.to}: {shown}. Exclude "
+                "them",
                 alternative="drop all such values",
                 argument="drop_objects=True",
                 fqns=list(refused)[:_MAX_LISTED],
@@ -196,22 +194,8 @@ def plan_layout(
 
 
 _MAX_BLOB_BYTES = 256 << 20
-_TORCH_KNOWS = frozenset(
-    {
-        type(None),
-        bool,
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        bytearray,
-        SizePickle,
-        Dtype,
-        DevicePickle,
-        PickledTensor,
-    }
-)
+_PLAIN: Final = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
+_TORCH_KNOWS: Final = _PLAIN | {SizePickle, Dtype, DevicePickle, PickledTensor}
 
 
 class SourceValues:
@@ -230,7 +214,18 @@ class SourceValues:
         number = int(self._objects.plain[row])
         if number >= 0:
             return decode_value(self._objects.values[number])
-        return self._decode(self.blob(row), self._objects.fqns[row])
+        blob, fqn = self.blob(row), self._objects.fqns[row]
+        if blob[:1] == b"\x80":  # torch's format of before 1.6: magic number, protocol, facts, then the value
+            raise UnsafeObjectError(f"object {fqn!r} is in a format that torch alone reads", fqn=fqn)
+        try:
+            opened = ObjectBlob(blob)
+            special: dict[type, Callable[[Any], Any]] = dict.fromkeys(
+                (Dtype, DevicePickle), lambda value: value
+            )
+            special[TensorPickle] = lambda facts: _stored(facts, opened)
+            return python_value(opened.decoded, opened.pickle_bytes, special)
+        except CheckpointFormatError as error:
+            raise type(error)(f"object {fqn!r}: {error}", **{**error.facts, "fqn": fqn}) from error
 
     def encoded(self, row: int) -> bytes | None:
         """Return the msgpack encoding of a plain value; None for any other."""
@@ -245,41 +240,27 @@ class SourceValues:
 
     def blob(self, row: int) -> bytes:
         """Return the torch.save bytes of a row, as they are stored, or made for plain data that has none."""
-        objects = self._objects
+        objects, fqn = self._objects, self._objects.fqns[row]
         place = int(objects.files[row]), int(objects.offsets[row]), int(objects.lengths[row])
         if place[0] < 0:
             return object_record(pickle.dumps(self.value(row), protocol=2))
         if place[2] > _MAX_BLOB_BYTES:
             raise CheckpointFormatError(
-                f"the object {objects.fqns[row]!r} has {place[2]} bytes, more than the {_MAX_BLOB_BYTES} "
-                "that are "
+                f"the object {fqn!r} has {place[2]} bytes, more than the {_MAX_BLOB_BYTES} that are "
                 "converted; exclude it",
-                fqn=objects.fqns[row],
+                fqn=fqn,
             )
         if place not in self._blobs:
             blob = self._engine.read_blob(*place)
-            expected = int(objects.crcs[row])
-            if self._engine.verify != "none" and expected >= 0 and crc32(blob) != expected:
-                raise _damaged(self._engine, objects.fqns[row], crc32(blob), expected)
+            got, expected = crc32(blob), int(objects.crcs[row])
+            if self._engine.verify != "none" and expected not in (UNKNOWN, got):
+                raise CorruptCheckpointError(
+                    f"{self._engine.store.url}: object {fqn!r} is damaged: CRC-32 {got:08x}, committed was "
+                    f"{expected:08x}. Convert another checkpoint, or exclude it",
+                    fqn=fqn,
+                )
             self._blobs[place] = blob
         return self._blobs[place]
-
-    @staticmethod
-    def _decode(blob: bytes, fqn: str) -> Any:
-        """Return the value of torch.save bytes; tensors in it are `PickledTensor`."""
-        if blob[:1] == b"\x80":  # torch's format of before 1.6: magic number, protocol, facts, then the value
-            raise UnsafeObjectError(f"object {fqn!r} is in a format that torch alone reads", fqn=fqn)
-        try:
-            opened = ObjectBlob(blob)
-            special: dict[type, Callable[[Any], Any]] = {
-                SizePickle: _as_it_is,
-                Dtype: _as_it_is,
-                DevicePickle: _as_it_is,
-            }
-            special[TensorPickle] = lambda facts: _stored(facts, opened)
-            return python_value(opened.decoded, opened.pickle_bytes, special)
-        except CheckpointFormatError as error:
-            raise type(error)(f"object {fqn!r}: {error}", **{**error.facts, "fqn": fqn}) from error
 
 
 def torch_allows(value: Any) -> bool:
@@ -292,20 +273,139 @@ def torch_allows(value: Any) -> bool:
     return kind in _TORCH_KNOWS
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
 def _stored(facts: TensorPickle, opened: ObjectBlob) -> PickledTensor:
     return PickledTensor(
         facts.dtype_code, facts.sizes, opened.elements(facts).tobytes(), requires_grad=facts.requires_grad
     )
 
 
-def _damaged(engine: ReadEngine, fqn: str, got: int, expected: int) -> Exception:
-    return CorruptCheckpointError(
-        f"{engine.store.url}: object {fqn!r} is damaged: CRC-32 {got:08x}, committed was {expected:08x}. "
-        "Convert "
-        "another checkpoint, or exclude it",
-        fqn=fqn,
-    )
+# -- places --------------------------------------------------------------------------------------------------
+
+
+_WORK_PREFIX: Final = f"{TEMPORARY_PREFIX}convert-"
+
+
+@dataclass(frozen=True)
+class TargetPlace:
+    """A target. ``store`` is of the folder that its files are in; ``file_name`` is the file's, where the
+    target is just one. ``path`` is the target itself where it is local, else None.
+
+    ``attempt`` tells attempts apart that may be under way at the same time: each has its own work folder.
+    """
+
+    url: str
+    store: Store
+    file_name: str | None
+    path: Path | None
+    attempt: str = ""
+    open_store: OpenStore = PosixStore
+
+    def holder(self, path: str) -> tuple[Store, str]:
+        """Return the folder that a file of the target is in, itself or one directly below, and the file's
+        name."""
+        folder, slash, name = path.partition("/")
+        return (self.open_store(f"{self.store.url}/{folder}"), name) if slash else (self.store, path)
+
+    @property
+    def work_folder(self) -> Path:
+        """The folder in which a local target is built: beside it, so that it gets its name by a rename."""
+        if self.path is None:
+            raise PlanError(f"{self.url} is not local")
+        return self.path.parent / _work_name(self.path.name + (f"/{self.attempt}" if self.attempt else ""))
+
+    @property
+    def ledger_name(self) -> str:
+        """Name of the ledger's object, for a target that is not local."""
+        return _work_name(self.file_name)
+
+    @property
+    def is_begun(self) -> bool:
+        """Return whether a conversion has left something to resume."""
+        if self.path is not None:
+            return os.path.lexists(self.work_folder)
+        return self.store.stat(self.ledger_name) is not None
+
+    def ledger_of(self, batch: int) -> str:
+        """Return the name of the ledger of a batch, of which an attempt has one for each."""
+        return _work_name(f"{self.attempt}/{batch}")
+
+    def end_uploads(self) -> None:
+        """End the unfinished uploads of this target's files, once it is made, or given up: they are of
+        attempts that were killed, or that have been beaten."""
+        ledgers = {self.ledger_name}
+        commit.abort_uploads(self.store, lambda name: is_written_under(ledgers, name))
+
+    def exists(self, is_leftover: Callable[[str], bool] | None = None) -> bool:
+        """Return whether anything is at the target: a file, or a folder that is not empty. Of objects in a
+        folder ledgers do not count, nor those whose names ``is_leftover`` takes."""
+        if self.path is not None:
+            with step(None, "stat", self.path):
+                is_empty = self.path.is_dir() and not self.path.is_symlink() and not any(self.path.iterdir())
+                return os.path.lexists(self.path) and (self.file_name is not None or not is_empty)
+        if self.file_name is not None:
+            return self.store.stat(self.file_name) is not None
+        names = (info.name for info in self.store.list() if not info.name.startswith(_WORK_PREFIX))
+        return any(is_leftover is None or not is_leftover(name) for name in names)
+
+    def refuse_existing(self, is_leftover: Callable[[str], bool] | None = None) -> None:
+        """Raise CheckpointConflictError if something is there, as `exists` says."""
+        if self.exists(is_leftover):
+            raise CheckpointConflictError(
+                f"{self.url} exists; give another target",
+                alternative="replace it",
+                argument="overwrite=True",
+                path=self.url,
+            )
+
+
+def is_written_under(ledgers: Collection[str], name: str) -> bool:
+    """Return whether a conversion to a store, of one of these names of ledgers, writes a file of that
+    ``name``.
+
+    Those of a ``dcp`` target are a save's.
+    """
+    is_shard = file_names().mark_folders.fullmatch(name) is not None and _work_name(None) in ledgers
+    return is_shard or _work_name(name) in ledgers
+
+
+def _work_name(what: str | None) -> str:
+    digest = hashlib.sha256((what or "").encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    return f"{_WORK_PREFIX}{digest}"
+
+
+def place_of(target: str | os.PathLike[str], to: str, open_store: OpenWith) -> TargetPlace:
+    """Return the place of a target in the format that ``to`` names: one file, or a folder, as that has it."""
+    text = place_text(target)
+    one, written = target_named(to)
+    is_named = one.has_suffix(text.rstrip("/"))
+    is_file = written.as_file == "always" or (written.as_file == "by name" and is_named)
+    store = open_store(text)
+    if not store.capabilities.is_writable:
+        raise OptionError(
+            f"a {type(store).__name__} can only be read: give a target elsewhere", path=store.url
+        )
+    if store.capabilities.is_local:
+        try:
+            return _local_place(text, Path(store.url), store, is_file=is_file)
+        except OSError as error:  # of a name that is too long, or a folder that is not ours
+            raise storage_error(error, "stat", store.url) from error
+    if not is_file:
+        return TargetPlace(store.url, store, None, None, open_store=open_store)
+    parent, _, name = store.url.rpartition("/")
+    if not name or parent.endswith("/") or "://" not in parent:
+        raise OptionError(f"{text!r} names no file below a bucket or folder")
+    return TargetPlace(store.url, open_store(parent), check_name(name), None)
+
+
+def _local_place(text: str, path: Path, store: Store, *, is_file: bool) -> TargetPlace:
+    if not path.name:
+        raise OptionError(f"{text!r} names no file or folder that could be made")
+    if is_file:
+        if path.is_dir():
+            raise OptionError(f"{path} is a folder; give the name of the file to write", path=str(path))
+        if path.exists() and not path.is_file():
+            raise OptionError(f"{path} is no regular file, which alone can be replaced", path=str(path))
+        return TargetPlace(str(path), PosixStore(path.parent), check_name(path.name), path)
+    if path.exists() and not path.is_dir():
+        raise OptionError(f"{path} is a file; give the name of a folder to write", path=str(path))
+    return TargetPlace(str(path), store, None, path)

@@ -15,26 +15,27 @@ from typing import Any, Final
 
 import numpy as np
 
-from dcp.conversion.contents.entries import Entries
-from dcp.conversion.contents.extras import extras_of, metadata_of
-from dcp.conversion.contents.hf_folder import ADAPTER_CONFIG, HfFolder, known_files
-from dcp.conversion.layouts.layout import Copies, Literal, Literals, TargetLayout
+from dcp.conversion.entries import Entries
+from dcp.conversion.hf_folder import ADAPTER_CONFIG, HfFolder, known_files
+from dcp.conversion.layout import Copies, Literal, Literals, TargetLayout
 from dcp.conversion.targets.job import LayoutJob, Planned
 from dcp.planners.weight_maps.axes import CONFIG
-from dcp.storage.errors import OptionError, PlanError
+from dcp.storage.errors import CheckpointFormatError, OptionError, PlanError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, Path
+from dcp.storage.formats.plain import encode_plain
 from dcp.storage.formats.registry import WEIGHT_MAP_NAME
 from dcp.storage.formats.safetensors import (
     EXTRAS_KEY,
     HeaderTensor,
+    decode_extras,
     encode_extras,
     header_order,
     safetensors_header,
 )
 from dcp.storage.formats.weights_folder import MAX_WEIGHT_MAP_BYTES
 from dcp.storage.geometry.strides import starts
-
-__all__ = ["DEFAULT_SHARD_BYTES", "lay_out", "safetensors_layout"]
+from dcp.storage.stores.base import Store
 
 DEFAULT_SHARD_BYTES: Final = 5_000_000_000
 """As in huggingface_hub."""
@@ -52,18 +53,21 @@ _MODEL_DTYPES: Final = frozenset(("float16", "bfloat16", "float32", "float64"))
 
 
 def lay_out(job: LayoutJob) -> Planned:
-    """Lay out the target of a conversion; values that are plain data go to the metadata."""
-    contents, refused = job.contents(is_plain_only=True)
-    kept, dropped = job.kept(refused)
-    entries, shard_bytes = job.entries, job.options.shard_bytes
-    hf = job.options.hf
-    layout = safetensors_layout(
-        entries,
-        file_name=_ADAPTER_NAME if hf is not None and hf.is_adapter else job.file_name,
-        shard_bytes=DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes,
-        metadata=metadata_of(entries.index.user),
-        extras=extras_of(entries, [(value, contents[value.fqn]) for value in kept], entries.structure()),
-    )
+    """Lay out one file, or a folder of shards of up to ``shard_bytes``; values that are plain data go to the
+    metadata. PlanError for more than readers accept.
+
+    A tensor above ``shard_bytes`` is a shard of its own; a shard has at most _SHARD_TENSORS.
+    """
+    contents, dropped = job.contents(is_plain_only=True)
+    entries, hf, shard_bytes = job.entries, job.options.hf, job.options.shard_bytes
+    shard_bytes = DEFAULT_SHARD_BYTES if shard_bytes is None else shard_bytes
+    if shard_bytes < 1:
+        raise OptionError(f"shard_bytes must be positive, not {shard_bytes}")
+    facts = entries.codes.tolist(), entries.shapes, entries.size_bytes.tolist()
+    tensors = list(map(HeaderTensor, entries.names, *facts))
+    file_name = _ADAPTER_NAME if hf is not None and hf.is_adapter else job.file_name
+    shards = [list(range(len(tensors)))] if file_name is not None else _shards(tensors, shard_bytes)
+    layout = _layout(entries, tensors, shards, file_name or "model.safetensors", _extras(entries, contents))
     return Planned(layout if hf is None else _beside(layout, entries, hf), dropped)
 
 
@@ -108,45 +112,38 @@ def _check_names(entries: Entries, hf: HfFolder) -> None:
         )
 
 
-def safetensors_layout(
+def _layout(
     entries: Entries,
-    *,
-    file_name: str | None,
-    shard_bytes: int,
-    metadata: Mapping[str, str],
+    tensors: Sequence[HeaderTensor],
+    shards: Sequence[Sequence[int]],
+    name: str,
     extras: Mapping[str, Any],
 ) -> TargetLayout:
-    """Lay out one file of the name ``file_name``, or (None) a folder of shards of up to ``shard_bytes``.
-
-    A tensor above that is a shard of its own; a shard has at most _SHARD_TENSORS. ``metadata`` goes into each
-    file, ``extras`` (plain data, if there is any) into the first one. PlanError for more than readers accept.
-    """
-    if shard_bytes < 1:
-        raise OptionError(f"shard_bytes must be positive, not {shard_bytes}")
-    facts = entries.codes.tolist(), entries.shapes, entries.size_bytes.tolist()
-    tensors = list(map(HeaderTensor, entries.names, *facts))
-    shards = [list(range(len(tensors)))] if file_name is not None else _shards(tensors, shard_bytes)
-    count = len(shards)
-    names = ["model.safetensors" if file_name is None else file_name]
-    if count > 1:
-        names = [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
+    """Lay out ``shards``, rows of ``tensors``, where a single one is called ``name``. ``extras`` (plain data,
+    if there is any) go into the first one; strings of the user's stay readable to others."""
+    metadata = {"format": "pt"} | {
+        key: text for key, text in entries.index.user.items() if _is_text(key, text)
+    }
     headers, rows_of = [], []
     for file, rows in enumerate(shards):
         ordered = [rows[place] for place in header_order([tensors[row] for row in rows])]
         own = {**metadata, **({EXTRAS_KEY: encode_extras(extras)} if extras and file == 0 else {})}
         headers.append(safetensors_header([tensors[row] for row in ordered], own))
         rows_of.append(np.array(ordered, np.int64))
-    in_order = np.concatenate(rows_of)
+    count, in_order = len(shards), np.concatenate(rows_of)
     size_bytes = entries.size_bytes[in_order]
     counts, ends = np.array(list(map(len, rows_of))), starts(size_bytes)
-    files, heads = np.repeat(np.arange(len(shards)), counts), np.array(list(map(len, headers)))
+    files, heads = np.repeat(np.arange(count), counts), np.array(list(map(len, headers)))
     before = ends[starts(counts)]
     offsets = ends[:-1] + (heads - before[:-1])[files]
     placed = entries.rows[in_order], entries.codes[in_order], files, offsets, size_bytes
     copies = Copies.of_tensors(entries.index, *placed)
     tensor_copies = {tensors[row].name: copy for copy, row in enumerate(in_order.tolist())}
-    last = {WEIGHT_MAP_NAME: _index(tensors, shards, names)} if len(names) > 1 else {}
-    literals = Literals(np.arange(len(headers)), np.zeros(len(headers), np.int64), headers)
+    names = [name]
+    if count > 1:
+        names = [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
+    last = {WEIGHT_MAP_NAME: _index(tensors, shards, names)} if count > 1 else {}
+    literals = Literals(np.arange(count), np.zeros(count, np.int64), headers)
     sizes = (heads + np.diff(before)).tolist()
     return TargetLayout(names, sizes, literals, copies, last_files=last, tensor_copies=tensor_copies)
 
@@ -176,3 +173,138 @@ def _index(tensors: Sequence[HeaderTensor], shards: Sequence[Sequence[int]], nam
             f"accept {MAX_WEIGHT_MAP_BYTES}: convert it in parts (`only`), or to another format"
         )
     return encoded
+
+
+_VERSION: Final = 1
+_MAX_VALUE_BYTES: Final = 64 << 20
+_COMPARED_BYTES: Final = 4 << 20
+_OWN_KEYS: Final = frozenset({EXTRAS_KEY, "format"})
+"""Keys of a file's metadata that are not the user's."""
+
+
+def _extras(entries: Entries, contents: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is kept besides tensors, values by name among that; empty for a flat dict of tensors."""
+    order, structure = list(entries.paths), entries.structure()
+    if len(contents) < len(entries.values):
+        written = {*contents, *entries.names}
+        order = [fqn for fqn in order if fqn in written]
+    grads = set(np.flatnonzero(entries.index.requires_grad).tolist())
+    has_structure = bool(structure and (structure["containers"] or structure.get("values")))
+    ties = [(entry.fqn, entries.names[entry.tied_to]) for entry in entries.tensors]
+    found: dict[str, Any] = {
+        "paths": {fqn: path for fqn in order if len(path := entries.paths[fqn]) > 1 or path[0] != fqn},
+        "values": contents,
+        "ties": {fqn: first for fqn, first in ties if fqn != first},
+        "structure": structure if has_structure else None,
+        "requires_grad": [e.fqn for e in entries.tensors if e.tensor in grads],
+        "user": {key: value for key, value in entries.index.user.items() if not _is_text(key, value)},
+    }
+    found = {name: value for name, value in found.items() if value}
+    return {"version": _VERSION, "order": order, **found} if found else {}
+
+
+def _is_text(key: object, value: object) -> bool:
+    return isinstance(key, str) and isinstance(value, str) and key not in _OWN_KEYS
+
+
+def with_extras(store: Store, index: CheckpointIndex) -> CheckpointIndex:
+    """Return ``index`` with what `_extras` kept; itself where there is nothing.
+
+    Raises CheckpointFormatError for extras that are malformed. Names noted as tied are tied if their bytes
+    are still equal, which is looked at.
+    """
+    texts = [index.user.get(EXTRAS_KEY)]
+    by_file = index.provenance.get("file_metadata")
+    if isinstance(by_file, dict):
+        texts += [note.get(EXTRAS_KEY) for note in by_file.values() if isinstance(note, dict)]
+    text = next((text for text in texts if isinstance(text, str)), None)
+    user = {key: value for key, value in index.user.items() if key not in _OWN_KEYS}
+    if text is None:
+        return replace(index, user=user) if len(user) < len(index.user) else index
+    extras = decode_extras(text)
+    if extras.get("version") != _VERSION:
+        raise UnsupportedFormatError(
+            f"{store.url}: the metadata {EXTRAS_KEY!r} is of another version than {_VERSION}: it was written "
+            "by a newer dcphub; read it with one"
+        )
+    paths = _checked(extras, "paths", dict)
+    known = {*index.fqns, *_checked(extras, "values", dict)}
+    order = [fqn for fqn in _checked(extras, "order", list) if fqn in known]
+    order += [fqn for fqn in known.difference(order) if isinstance(fqn, str)]
+    grads = set(_checked(extras, "requires_grad", list))
+    provenance = {name: value for name, value in index.provenance.items() if name != "file_metadata"}
+    if "structure" in extras:
+        provenance["structure"] = extras["structure"]
+    index = replace(
+        index,
+        objects=_objects(_checked(extras, "values", dict)),
+        planner_data={fqn: _path(fqn, paths) for fqn in order},
+        requires_grad=np.array([fqn in grads for fqn in index.fqns], dtype=np.uint8),
+        provenance=provenance,
+        user=user | _checked(extras, "user", dict),
+    )
+    index.check()
+    return _tied(store, index, _checked(extras, "ties", dict))
+
+
+def _checked(extras: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = extras.get(name, kind())
+    if not isinstance(value, kind):
+        raise CheckpointFormatError(f"{name} of the metadata {EXTRAS_KEY!r} is no {kind.__name__}")
+    return value
+
+
+def _path(fqn: str, paths: Mapping[str, Any]) -> Path:
+    path = paths.get(fqn, (fqn,))
+    if not isinstance(path, tuple) or not path or not all(type(part) in (str, int) for part in path):
+        raise CheckpointFormatError(f"the path of {fqn!r} in the metadata {EXTRAS_KEY!r} is malformed")
+    return path
+
+
+def _objects(values: Mapping[str, Any]) -> ObjectColumns:
+    encoded: dict[bytes, int] = {}
+    plain = []
+    for fqn, value in values.items():
+        data = encode_plain(value, limit_bytes=_MAX_VALUE_BYTES)
+        if data is None or not isinstance(fqn, str):
+            raise CheckpointFormatError(f"a value of the metadata {EXTRAS_KEY!r} is malformed")
+        plain.append(encoded.setdefault(data, len(encoded)))
+    count = len(plain)
+    return ObjectColumns(
+        fqns=list(values),
+        files=np.full(count, UNKNOWN, np.int64),
+        offsets=np.zeros(count, np.int64),
+        lengths=np.zeros(count, np.int64),
+        crcs=np.full(count, UNKNOWN, np.int64),
+        plain=np.array(plain, np.int64),
+        values=list(encoded),
+    )
+
+
+def _tied(store: Store, index: CheckpointIndex, ties: Mapping[str, str]) -> CheckpointIndex:
+    columns = {
+        name: getattr(index, name).copy()
+        for name in ("chunk_files", "record_offsets", "record_lengths", "payload_offsets")
+    }
+    for second, first in ties.items():
+        rows = [index.position.get(name) for name in (first, second)]
+        if None in rows:
+            continue
+        one, other = (index.chunks(row) for row in rows if row is not None)
+        alike = len(one) == len(other) == 1 and index.dtype(rows[0]) == index.dtype(rows[1])  # type: ignore[arg-type]
+        if alike and index.box(one[0]) == index.box(other[0]) and _are_equal(store, index, one[0], other[0]):
+            for column in columns.values():
+                column[other[0]] = column[one[0]]
+    return replace(index, **columns)
+
+
+def _are_equal(store: Store, index: CheckpointIndex, one: int, other: int) -> bool:
+    names = [index.files[int(index.chunk_files[chunk])] for chunk in (one, other)]
+    begins = [int(index.payload_offsets[chunk]) for chunk in (one, other)]
+    size = int(index.payload_lengths[one])
+    with store.open_read(names[0]) as first, store.open_read(names[1]) as second:
+        for at in range(0, size, _COMPARED_BYTES):
+            count = min(_COMPARED_BYTES, size - at)
+            if first.pread(count, begins[0] + at) != second.pread(count, begins[1] + at):
+                return False
+    return True

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dcp.conversion.layouts.layout import Copies, Hole, Literals, TargetLayout
+from dcp.conversion.layout import Copies, Hole, Literals, TargetLayout
 from dcp.conversion.targets.job import LayoutJob, Planned, torch_allows
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.native.record import ALIGNMENT_BYTES
@@ -25,8 +25,6 @@ from dcp.storage.formats.torch.pickle_reader import MAX_FILE_PICKLE_BYTES, SizeP
 from dcp.storage.formats.torch.structure import restore_structure
 from dcp.storage.formats.torch.writer import PickledTensor, TensorRef, ZipLayout, encode_torch_pickle
 from dcp.storage.near_names import listed
-
-__all__ = ["lay_out"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,19 +41,15 @@ def lay_out(job: LayoutJob) -> Planned:
     """Lay out the target of a conversion; values are pickled anew, of classes that need no trust.
     PlanError for more than readers accept."""
     entries, index = job.entries, job.entries.index
-    contents, refused = job.contents(is_plain_only=False)
-    kept, dropped = job.kept(refused)
-    contents = {value.fqn: contents[value.fqn] for value in kept}
+    contents, dropped = job.contents(is_plain_only=False)
     notes = entries.structure() or {}
     _warn_of_distrusted(contents, notes)
     kinds = notes.get("values") or {}
     for fqn, value in contents.items():
         if kinds.get(fqn) == _SIZE and type(value) is tuple:
             contents[fqn] = SizePickle(value)
-    flags, facts = (
-        index.requires_grad.tolist(),
-        zip(entries.tensors, entries.elements.tolist(), entries.shapes, strict=True),
-    )
+    flags = index.requires_grad.tolist()
+    facts = zip(entries.tensors, entries.elements.tolist(), entries.shapes, strict=True)
     for (row, fqn, _, code, storage), elements, shape in facts:
         contents[fqn] = TensorRef(code, str(storage), elements, shape, bool(flags[row]))
     paths = {fqn: path for fqn, path in entries.paths.items() if fqn in contents}

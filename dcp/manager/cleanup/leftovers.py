@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
-from dcp.conversion.publishing.local import LEDGER_NAME, LocalLedger
-from dcp.conversion.publishing.local_files import only_copies, refusal_to_put_back
-from dcp.conversion.targets.places import is_written_under
+from dcp.conversion.local import LEDGER_NAME, LocalLedger, only_copies, refusal_to_put_back
+from dcp.conversion.targets.job import is_written_under
 from dcp.manager.cleanup.dropping import finish_drop
 from dcp.manager.cleanup.removal import (
     Removed,

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
-from dcp.conversion.targets.places import is_written_under
+from dcp.conversion.targets.job import is_written_under
 from dcp.steps.folders import Commit, read_commit
 from dcp.steps.notes import Deleting, Notes, read_notes, update_notes
 from dcp.storage.commit import abort_uploads, unfinished_uploads

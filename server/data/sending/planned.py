@@ -15,10 +15,9 @@ from typing import Final
 
 import numpy as np
 
-from dcp.conversion.copying.batches import SourceChecks
-from dcp.conversion.copying.tasks import TaskReader, make_tasks
-from dcp.conversion.layouts.layout import TargetLayout
-from dcp.conversion.layouts.sources import copy_sources
+from dcp.conversion.layout import TargetLayout, copy_sources
+from dcp.conversion.running import TaskReader
+from dcp.conversion.tasks import SourceChecks, make_tasks
 from dcp.inspection.values.elements import Array
 from dcp.inspection.values.tensor_reading import Slices, TensorReader
 from dcp.server.data.sending import bodies

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import Field, model_validator
 from sqlalchemy import Connection, select
 
-from dcp.conversion.contents.casting import check_castable
+from dcp.conversion.casting import check_castable
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.labelling.lineage import LineageKind
 from dcp.server.database.tables import checkpoints, roots
@@ -35,10 +35,9 @@ from dcp.storage.errors import PlanError
 from dcp.storage.formats.registry import SAFETENSORS, target_named
 
 if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
-    from dcp.conversion.contents.hf_folder import HfFolder
     from dcp.conversion.driver import Conversion
-    from dcp.conversion.targets.job import ConversionOptions
-    from dcp.conversion.targets.places import TargetPlace
+    from dcp.conversion.hf_folder import HfFolder
+    from dcp.conversion.targets.job import ConversionOptions, TargetPlace
     from dcp.storage.formats.opening import Source
 
 __all__ = [
@@ -241,7 +240,7 @@ class TargetKind(Kind[T]):
 
     def plan(self, context: JobContext, params: T) -> JobPlan:
         """As `Kind.plan`."""
-        from dcp.conversion import wire
+        from dcp.conversion import driver
         from dcp.conversion.driver import BATCH_BYTES
 
         self.clear_plans(context, params)
@@ -254,16 +253,16 @@ class TargetKind(Kind[T]):
             prepared, batches = conversion.prepare(batch_bytes=BATCH_BYTES)
         shared["source_mark"] = prepared.source_mark
         specs = [
-            TaskSpec(payload={"batch": wire.encode(batch)}, weight_bytes=batch.size_bytes)
+            TaskSpec(payload={"batch": driver.encode(batch)}, weight_bytes=batch.size_bytes)
             for batch in batches
         ]
-        plan_data = {"shared": shared, "prepared": wire.encode(prepared), "batches": prepared.batch_count}
+        plan_data = {"shared": shared, "prepared": driver.encode(prepared), "batches": prepared.batch_count}
         return JobPlan(tasks=specs, plan_data=plan_data)
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
-        from dcp.conversion import wire
-        from dcp.conversion.copying.tasks import TaskBatch
+        from dcp.conversion import driver
+        from dcp.conversion.tasks import TaskBatch
 
         done = 0
 
@@ -273,21 +272,21 @@ class TargetKind(Kind[T]):
             report_progress(done)
 
         with self._conversion(context, payload) as conversion:
-            batch = wire.decode(payload["batch"], TaskBatch)
+            batch = driver.decode(payload["batch"], TaskBatch)
             result = conversion.run(batch, payload["source_mark"], on_bytes)
-        return {"result": wire.encode(result)}
+        return {"result": driver.encode(result)}
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
-        from dcp.conversion import wire
-        from dcp.conversion.copying.tasks import TaskResult
+        from dcp.conversion import driver
         from dcp.conversion.driver import Prepared
+        from dcp.conversion.tasks import TaskResult
 
         shared = plan_data["shared"]
         params, subject = self.params.model_validate(shared["params"]), shared["subject"]
-        prepared = wire.decode(plan_data["prepared"], Prepared)
+        prepared = driver.decode(plan_data["prepared"], Prepared)
         with self._conversion(context, shared) as conversion:
-            done = (wire.decode(result["result"], TaskResult) for result in results)
+            done = (driver.decode(result["result"], TaskResult) for result in results)
             report = conversion.publish(prepared, done)
         root = _root(context, params)
         return {
@@ -418,7 +417,7 @@ def _template_place(
 
 def _template(context: JobContext, params: TargetParams) -> HfFolder | None:
     """What stands beside the weights, which is read once, when the conversion is planned."""
-    from dcp.conversion.contents.hf_folder import hf_folder_of
+    from dcp.conversion.hf_folder import hf_folder_of
 
     if params.hf_key is None:
         return None
@@ -433,7 +432,7 @@ def _template(context: JobContext, params: TargetParams) -> HfFolder | None:
 
 
 def _target(root: StorageRoot, params: TargetParams) -> TargetPlace:
-    from dcp.conversion.targets.places import place_of
+    from dcp.conversion.targets.job import place_of
 
     return place_of(root.url_of(params.target_key), params.to, root.open_store)
 

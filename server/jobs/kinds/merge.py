@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 from sqlalchemy import Connection
 
-from dcp.conversion.merging.arithmetic import Arithmetic, weights_of_adapters, weights_of_sources
+from dcp.conversion.arithmetic import Arithmetic, weights_of_adapters, weights_of_sources
 from dcp.server.catalog.labelling.lineage import LineageKind
 from dcp.server.catalog.queries.timeline import newest_steps
 from dcp.server.catalog.runs import get_run
@@ -118,7 +118,7 @@ class MergeKind(TargetKind[MergeParams]):
 
     def open(self, context: JobContext, subject: Json) -> tuple[list[StorageRoot], Source]:
         """As `TargetKind.open`."""
-        from dcp.conversion.merging.joined import open_joined
+        from dcp.conversion.merging import open_joined
 
         subjects = [Subject(**one) for one in subject["subjects"]]
         roots = [context.roots.get(name) for name in {one.root for one in subjects} if name in context.roots]

@@ -4,18 +4,20 @@ A folder has ``adapter_config.json``, and ``adapter_model.safetensors`` or ``.bi
 ``B @ A`` is added, times ``lora_alpha / r`` or, with ``use_rslora``, ``lora_alpha / sqrt(r)``; where the
 module has its weight the other way round, as GPT-2's and embeddings do, the transposed of that. What else a
 configuration may ask for is refused.
+
+Regular expressions of strangers may take `re` for ever. So what a pattern may say is a part of Python's:
+characters and classes of them, groups, ``|``, ``^``, ``$``, and repetitions, which are not within each other.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from dcp.conversion.contents.hf_folder import ADAPTER_CONFIG
-from dcp.conversion.merging.module_patterns import ModulePattern
+from dcp.conversion.hf_folder import ADAPTER_CONFIG
 from dcp.planners.weight_maps.axes import MAX_CONFIG_BYTES
 from dcp.storage.errors import CheckpointFormatError, OptionError, PlanError, UnsupportedFormatError
 from dcp.storage.formats.index import CheckpointIndex
@@ -25,7 +27,140 @@ from dcp.storage.near_names import listed
 from dcp.storage.stores import OpenStore
 from dcp.storage.stores.base import Store
 
-__all__ = ["AdapterConfig", "LowRank", "low_ranks", "open_adapter"]
+_MAX_LENGTH: Final = 1000
+_MAX_NESTING: Final = 20
+_CHARACTERS: Final = re.compile(
+    r"\[\^?\]?(?:[^\[\]\\]|\\[dws.\\\[\]^-])*\]|\\[dDwWsS\W_]|[^^$*+?{}\[\]()|\\]"
+)
+"""One character, or any of several."""
+_OFTEN: Final = re.compile(r"(?:([*+?])|\{(\d{1,4})(,(\d{0,4}))?\})\??")
+"""As few as possible is as good: what matches is the same."""
+_COUNTS: Final = {"*": (0, _MAX_LENGTH), "+": (1, _MAX_LENGTH), "?": (0, 1)}
+
+_Ends = frozenset[int]
+"""Places in a name where a match may be."""
+
+_Matcher = Callable[[str, _Ends], _Ends]
+"""From where a match may begin to where it may end."""
+
+
+@dataclass(frozen=True)
+class ModulePattern:
+    """A pattern as peft has it: of the whole of a module's name, or of its end behind a dot."""
+
+    matcher: _Matcher
+
+    @classmethod
+    def parse(cls, text: str) -> ModulePattern:
+        """Raise OptionError for expressions that are none of these."""
+        if len(text) > _MAX_LENGTH:
+            raise OptionError(f"a pattern of more than {_MAX_LENGTH} characters")
+        parser = _Parser(text)
+        matcher = parser.alternatives()
+        if parser.at < len(text):
+            raise parser.refused()
+        return cls(matcher)
+
+    def match(self, name: str) -> bool:
+        """Return whether ``(.*\\.)?(text)$`` matches. OptionError for a name of more than 1,000
+        characters."""
+        if len(name) > _MAX_LENGTH:
+            raise OptionError(f"{name:.80}... is longer than {_MAX_LENGTH} characters: no pattern is applied")
+        begins = frozenset([0, *(at + 1 for at, character in enumerate(name) if character == ".")])
+        return len(name) in self.matcher(name, begins)
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.at = 0
+        self._depth = 0
+        self._repeats = 0
+        """The number of repetitions so far."""
+
+    def refused(self, at: int | None = None) -> OptionError:
+        """Return the error for the text at a place, by default this."""
+        rest = self._text[self.at if at is None else at :]
+        return OptionError(f"{rest[:40]!r} of the pattern {self._text!r:.80}")
+
+    def alternatives(self) -> _Matcher:
+        """Parse up to ``)`` or the end."""
+        found = [self._sequence()]
+        while self._takes(r"\|"):
+            found.append(self._sequence())
+        return lambda name, at: frozenset().union(*(each(name, at) for each in found))
+
+    def _takes(self, token: str | re.Pattern[str]) -> re.Match[str] | None:
+        found = re.compile(token).match(self._text, self.at)
+        if found is not None:
+            self.at = found.end()
+        return found
+
+    def _sequence(self) -> _Matcher:
+        parts: list[_Matcher] = []
+        while self.at < len(self._text) and self._text[self.at] not in "|)":
+            if self._takes(r"\^"):
+                parts.append(lambda name, at: at & {0})
+            elif self._takes(r"\$"):
+                parts.append(lambda name, at: at & {len(name)})
+            else:
+                parts.append(self._repeated())
+
+        def match(name: str, at: _Ends) -> _Ends:
+            for part in parts:
+                at = part(name, at) if at else at
+            return at
+
+        return match
+
+    def _repeated(self) -> _Matcher:
+        before, atom, begin = self._repeats, self._atom(), self.at
+        found = self._takes(_OFTEN)
+        if found is None:
+            return atom
+        if found[1]:
+            low, high = _COUNTS[found[1]]
+        else:
+            low = int(found[2])
+            high = low if found[3] is None else int(found[4] or max(low, _MAX_LENGTH))
+        if self._repeats > before or high < low or self._text[self.at : self.at + 1] in ("*", "+", "?", "{"):
+            raise self.refused(begin)
+        self._repeats += 1
+        return lambda name, at: _often(atom, name, at, low, high)
+
+    def _atom(self) -> _Matcher:
+        begin = self.at
+        if self._takes(r"\((?:\?:)?"):
+            self._depth += 1
+            if self._depth > _MAX_NESTING or self._text.startswith("?", self.at):
+                raise self.refused(begin)
+            inner = self.alternatives()
+            if not self._takes(r"\)"):
+                raise self.refused()
+            self._depth -= 1
+            return inner
+        found = self._takes(_CHARACTERS)
+        if found is None:
+            raise self.refused()
+        try:
+            one = re.compile(found[0] if found[0] == "." or len(found[0]) > 1 else re.escape(found[0]))
+        except re.error:
+            raise self.refused(begin) from None
+        return lambda name, at: frozenset(end + 1 for end in at if one.match(name, end))
+
+
+def _often(atom: _Matcher, name: str, at: _Ends, low: int, high: int) -> _Ends:
+    """Return the places where ``atom`` ends that is there ``low`` to ``high`` times."""
+    found = at if low == 0 else frozenset()
+    for count in range(1, min(high, low + len(name) + 1) + 1):
+        at = atom(name, at)
+        if not at or (count > low and at <= found):
+            break
+        found = found | at if count >= low else found
+    return found
+
+
+# -- adapters ------------------------------------------------------------------------------------------------
 
 _FILES: Final = ("adapter_model.safetensors", "adapter_model.bin")
 _MAX_LISTED: Final = 10
@@ -183,64 +318,44 @@ def open_adapter(checkpoint_id: str, *, open_store: OpenStore) -> Source:
     return open_source(store.path_of(name), open_store=open_store)
 
 
-def _config_of(store: Store) -> AdapterConfig:
-    """Return the configuration of the adapter in ``store``."""
-    return AdapterConfig.of(
-        store.read(ADAPTER_CONFIG, limit_bytes=MAX_CONFIG_BYTES), store.path_of(ADAPTER_CONFIG)
-    )
-
-
 def low_ranks(index: CheckpointIndex, store: Store) -> list[LowRank]:
-    """Return the products that the adapter ``index`` adds; PlanError with all names that are no factors,
-    or one alone, or do not go together."""
-    config = _config_of(store)
+    """Return the products that the adapter ``index`` adds. PlanError with all names that are no factors,
+    or one alone, or do not go together; CheckpointFormatError for other ranks than are said."""
+    path = store.path_of(ADAPTER_CONFIG)
+    config = AdapterConfig.of(store.read(ADAPTER_CONFIG, limit_bytes=MAX_CONFIG_BYTES), path)
     modules: dict[str, dict[str, str]] = {}
-    strange = list(index.objects.fqns)
+    strange, wrong, found = list(index.objects.fqns), list[str](), list[LowRank]()
     for name in index.fqns:
         match = _FACTOR.fullmatch(name)
         if match is None:
             strange.append(name)
         else:
             modules.setdefault(match["module"], {})[match["factor"] or match["of_embedding"]] = name
-    strange += [module for module, factors in modules.items() if not _fit(index, factors)]
+    shapes = {name: index.shape(row) for row, name in enumerate(index.fqns)}
+    keeps_ties = config.keeps_ties and any("lora_embedding_" in own.get("B", "") for own in modules.values())
+    for module, own in modules.items():
+        left, right = (shapes.get(own.get(side, ""), ()) for side in "BA")
+        if not (len(left) == len(right) == 2 and left[1] == right[0] > 0):
+            strange.append(module)
+            continue
+        said, scale, is_embedding = (
+            config.rank_of(module),
+            config.scale(module),
+            "lora_embedding_" in own["B"],
+        )
+        if said != left[1]:
+            wrong.append(f"{module!r} has the rank {left[1]}, and the configuration says {said}")
+        shape, is_turned = (left[0], right[1]), config.fan_in_fan_out or is_embedding
+        factors = f"{module}.weight", own["B"], own["A"]
+        found.append(LowRank(*factors, shape, left[1], scale, is_turned, is_embedding, keeps_ties))
     if strange or not modules:
         raise PlanError(
             f"{store.url}: {listed(strange, most=_MAX_LISTED) or 'nothing in it'}: no two factors, of one "
             "rank, of what an adapter adds",
             fqns=strange,
         )
-    _check_ranks(index, config, modules, store.url)
-    found = []
-    keeps_ties = config.keeps_ties and any("lora_embedding_" in own["B"] for own in modules.values())
-    for module, factors in modules.items():
-        rows, rank = _shape(index, factors["B"])
-        is_embedding = "lora_embedding_" in factors["B"]
-        own = (config.fan_in_fan_out or is_embedding, is_embedding, keeps_ties)
-        shape, scale = (rows, _shape(index, factors["A"])[1]), config.scale(module)
-        found.append(LowRank(f"{module}.weight", factors["B"], factors["A"], shape, rank, scale, *own))
+    if wrong:
+        raise CheckpointFormatError(
+            f"{store.url}: {listed(wrong, most=_MAX_LISTED, show=str)}", path=store.url
+        )
     return found
-
-
-def _check_ranks(
-    index: CheckpointIndex, config: AdapterConfig, modules: Mapping[str, Mapping[str, str]], url: str
-) -> None:
-    """Raise CheckpointFormatError that names all modules whose factors have another rank than is said."""
-    ranks = {module: _shape(index, factors["B"])[1] for module, factors in modules.items()}
-    shown = [
-        f"{module!r} has the rank {rank}, and the configuration says {config.rank_of(module)}"
-        for module, rank in ranks.items()
-        if rank != config.rank_of(module)
-    ]
-    if shown:
-        raise CheckpointFormatError(f"{url}: {listed(shown, most=_MAX_LISTED, show=str)}", path=url)
-
-
-def _fit(index: CheckpointIndex, factors: Mapping[str, str]) -> bool:
-    if len(factors) < 2:
-        return False
-    left, right = _shape(index, factors["B"]), _shape(index, factors["A"])
-    return len(left) == len(right) == 2 and left[1] == right[0] > 0
-
-
-def _shape(index: CheckpointIndex, name: str) -> tuple[int, ...]:
-    return index.shape(index.position[name])

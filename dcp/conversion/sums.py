@@ -14,12 +14,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dcp.conversion.contents.casting import TOO_LARGE, narrowed, stored_dtype, widened
-from dcp.conversion.copying.gather import RangeReader, Wanted
-from dcp.conversion.layouts.sources import Gather, SourcePart, TaskCopy, Term
+from dcp.conversion.casting import TOO_LARGE, narrowed, stored_dtype, widened
+from dcp.conversion.gather import RangeReader, Wanted
+from dcp.conversion.layout import Gather, SourcePart, TaskCopy, Term
 from dcp.storage.formats import dtypes
-
-__all__ = ["NOT_FINITE", "OUT_OF_RANGE", "BadElements", "Sums"]
 
 _Array = npt.NDArray[Any]
 

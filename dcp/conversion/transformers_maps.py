@@ -17,9 +17,8 @@ from dcp.planners.weight_maps.axes import model_config
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats.opening import complete_index, open_source
+from dcp.storage.near_names import listed
 from dcp.storage.stores.opening import OpenWith
-
-__all__ = ["map_of_conversions", "transformers_map"]
 
 
 @plain_errors
@@ -80,9 +79,8 @@ def _of_config(config: Mapping[str, Any]) -> Sequence[Any]:
 
 
 _NUMBER: Final = re.compile(r"(?<![^.])(?:0|[1-9][0-9]{0,8})(?![^.])")
+_AXIS: Final = re.compile(r"[A-Za-z_]\w*")
 _MAX_LISTED: Final = 5
-
-_Dims = list[str]
 
 
 def map_of_conversions(conversions: Sequence[Any], tensors: Mapping[str, tuple[int, ...]]) -> WeightMap:
@@ -118,11 +116,8 @@ def map_of_conversions(conversions: Sequence[Any], tensors: Mapping[str, tuple[i
         except PlanError as error:
             problems.append(str(error))
     if problems:
-        shown = list(dict.fromkeys(problems))
-        more = f"; and {len(shown) - _MAX_LISTED} more" if len(shown) > _MAX_LISTED else ""
-        raise PlanError(
-            f"conversions of transformers that no map can say: {'; '.join(shown[:_MAX_LISTED])}{more}"
-        )
+        shown = listed(list(dict.fromkeys(problems)), most=_MAX_LISTED, show=str)
+        raise PlanError(f"conversions of transformers that no map can say: {shown}")
     return WeightMap.from_data({"name": "transformers", "rules": list(rules.values())})
 
 
@@ -131,23 +126,37 @@ def _varied(fqn: str, like: str | None = None) -> str:
     if "{" in fqn or "}" in fqn:
         raise PlanError(f"{fqn!r} has braces, which a map's names cannot have")
     if like is not None and _NUMBER.findall(fqn) != _NUMBER.findall(like):
-        return fqn if not _NUMBER.search(like) else _same(fqn, like)
+        if _NUMBER.search(like):
+            raise PlanError(f"{like!r} becomes {fqn!r}, whose numbers are others")
+        return fqn
     numbers = iter(range(len(fqn)))
     return _NUMBER.sub(lambda _: f"{{n{next(numbers)}}}", fqn)
 
 
-def _same(fqn: str, like: str) -> str:
-    raise PlanError(f"{like!r} becomes {fqn!r}, whose numbers are others")
+@dataclass
+class _DeclaredTensor:
+    """Dimensions as texts of axes, and sizes where they are known; ``is_list``: one for each item."""
+
+    dims: list[str]
+    shape: tuple[int | None, ...]
+    is_list: bool = False
 
 
 @dataclass
 class _Group:
     """Tensors that one converter makes into one target, or several: by source pattern (name, the name it
-    has when the converter meets it, shape)."""
+    has when the converter meets it, shape).
+
+    ``tensors`` are those between operations, by the patterns that transformers has for them; ``texts`` are of
+    axes that are made of several.
+    """
 
     converter: Any
     target: str
     members: dict[str, list[tuple[str, str, tuple[int, ...]]]] = field(default_factory=dict)
+    tensors: dict[str, _DeclaredTensor] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -156,138 +165,101 @@ class _Group:
 
     def rule(self, *, is_counted: bool) -> dict[str, Any]:
         """Return it as a rule of a map, which says how many there are of a list where all groups have as
-        many."""
-        tensors: dict[str, _DeclaredTensor] = {}
-        sources: dict[str, str] = {}
-        texts: dict[str, str] = {}  # of axes that are made of several
-        sizes: dict[str, Any] = {"item": self.count} if is_counted and self.count else {}
+        many. PlanError for an operation that cannot be said."""
+        if is_counted and self.count:
+            self.sizes["item"] = self.count
         patterns = [pattern for pattern in self.converter.source_patterns if pattern in self.members]
+        own: dict[str, list[str]] = {}
         for number, pattern in enumerate(patterns):
             found = self.members[pattern]
             dims = [f"s{number}_{dim}" for dim in range(len(found[0][2]))]
-            sources[pattern] = self._name(pattern, found)
-            tensors[pattern] = _DeclaredTensor(dims, found[0][2], is_list="*" in pattern)
-        work = _Work(self.converter, tensors, texts, sizes)
-        own = {pattern: list(tensor.dims) for pattern, tensor in tensors.items()}
+            own[self._name(pattern, found)] = dims
+            self.tensors[pattern] = _DeclaredTensor(list(dims), found[0][2], is_list="*" in pattern)
         for operation in self.converter.operations:
-            work.apply(operation)
-        made = {self._target_name(key): tensor for key, tensor in work.tensors.items()}
-        if any(tensor.is_list for tensor in made.values()):
-            raise PlanError(f"{_described(self.converter)}: a list of tensors is left")
+            act = _ACTS.get(kind := type(operation).__name__)
+            if act is None:
+                raise self._refused(kind)
+            act(self, operation)
+        if any(tensor.is_list for tensor in self.tensors.values()):
+            raise self._refused("a list of tensors is left")
         like = next(iter(self.members.values()))[0][0]
+        made = ((self._target_name(key, like), tensor) for key, tensor in self.tensors.items())
         return {
-            "from": {sources[pattern]: work.text(dims) for pattern, dims in own.items()},
-            "to": {self._varied_target(name, like): work.text(tensor.dims) for name, tensor in made.items()},
-            "sizes": sizes,
+            "from": {name: self._text(dims) for name, dims in own.items()},
+            "to": {name: self._text(tensor.dims) for name, tensor in made},
+            "sizes": self.sizes,
         }
+
+    def _refused(self, what: str) -> PlanError:
+        patterns = self.converter.source_patterns, self.converter.target_patterns
+        return PlanError(f"{' -> '.join(map(', '.join, patterns))}: {what}")
 
     def _name(self, pattern: str, found: Sequence[tuple[str, str, tuple[int, ...]]]) -> str:
         fqn, key, _ = found[0]
         varied = _varied(fqn)
         if "*" not in pattern:
             if len(found) > 1:
-                raise PlanError(
-                    f"{_described(self.converter)}: several tensors are {pattern!r} of {self.target!r}"
-                )
+                raise self._refused(f"several tensors are {pattern!r} of {self.target!r}")
             return varied
         match = re.search(pattern.replace("*.", r"(?P<star>[0-9]+)\."), key)
         if match is None or _NUMBER.findall(key) != _NUMBER.findall(fqn):
-            raise PlanError(f"{_described(self.converter)}: which number of {fqn!r} is counted is not known")
+            raise self._refused(f"which number of {fqn!r} is counted is not known")
         place = sum(each.start() < match.start("star") for each in _NUMBER.finditer(key))
         return varied.replace(f"{{n{place}}}", "{item}")
 
-    def _target_name(self, key: str) -> str:
-        """Return the name of a target as transformers puts it into the whole one."""
+    def _target_name(self, key: str, like: str) -> str:
+        """Return the name of a target as transformers puts it into the whole one. Its numbers vary, which are
+        those of ``like`` in their order, without the counted one."""
         first = self.converter.target_patterns[0]
         if "*" in key:
-            raise PlanError(f"{_described(self.converter)}: it makes a list of tensors")
+            raise self._refused("it makes a list of tensors")
         before, found, behind = self.target.partition(first)
         if not found:
-            raise PlanError(f"{_described(self.converter)}: {first!r} is not in {self.target!r}")
-        return before + key + behind
-
-    def _varied_target(self, name: str, like: str) -> str:
-        """Vary the numbers of a target, which are those of ``like`` in their order, without the counted
-        one."""
+            raise self._refused(f"{first!r} is not in {self.target!r}")
+        name = before + key + behind
         own, known = _NUMBER.findall(name), _NUMBER.findall(like)
         if own != known[: len(own)]:
             raise PlanError(f"{like!r} becomes {name!r}, whose numbers are others")
         return _varied(name)
 
-
-@dataclass
-class _DeclaredTensor:
-    """Dimensions as texts of axes, and sizes where they are known; ``is_list``: one for each item."""
-
-    dims: _Dims
-    shape: tuple[int | None, ...]
-    is_list: bool = False
-
-
-@dataclass
-class _Work:
-    """The tensors between operations, by the patterns that transformers has for them."""
-
-    converter: Any
-    tensors: dict[str, _DeclaredTensor]
-    texts: dict[str, str]
-    sizes: dict[str, Any]
-
-    def apply(self, operation: Any) -> None:
-        """Apply an operation of transformers. PlanError for one that cannot be said."""
-        kind = type(operation).__name__
-        act: Callable[[Any], None] | None = _ACTS.get(kind)
-        if act is None:
-            raise PlanError(f"{_described(self.converter)}: {kind}")
-        act(self, operation)  # type: ignore[call-arg]
-
-    def text(self, dims: Iterable[str]) -> str:
+    def _text(self, dims: Iterable[str]) -> str:
         """Return the dimensions with the axes that they are made of at last."""
         return " ".join(_AXIS.sub(lambda axis: self._resolved(axis[0]), each) for each in dims)
 
     def _resolved(self, axis: str) -> str:
-        text = self.texts.get(axis)
-        return axis if text is None else _AXIS.sub(lambda inner: self._resolved(inner[0]), text)
+        return self._text([self.texts[axis]]) if axis in self.texts else axis
 
-    def _single(self) -> tuple[str, _DeclaredTensor]:
-        if len(self.tensors) != 1:
-            raise PlanError(f"{_described(self.converter)}: several tensors where one should be")
-        return next(iter(self.tensors.items()))
+    # -- operations of transformers --------------------------------------------------------------------------
 
     def merge(self, operation: Any) -> None:
         """`MergeModulelist`: stacked along a new dimension."""
-        made = {}
         for pattern, tensor in self.tensors.items():
             if not tensor.is_list:
-                raise PlanError(f"{_described(self.converter)}: {pattern!r} is no list")
-            dims, shape = list(tensor.dims), list(tensor.shape)
-            dims.insert(operation.dim, "item")
+                raise self._refused(f"{pattern!r} is no list")
+            shape = list(tensor.shape)
+            tensor.dims.insert(operation.dim, "item")
             shape.insert(operation.dim, None)
-            made[pattern] = _DeclaredTensor(dims, tuple(shape))
-        if len(made) == 1 and len(self.converter.target_patterns) == 1:
-            (tensor,) = made.values()
-            made = {self.converter.target_patterns[0]: tensor}
-        self.tensors = made
+            tensor.shape, tensor.is_list = tuple(shape), False
+        if len(self.tensors) == 1:
+            self._replace(*self._single())
 
     def concatenate(self, operation: Any) -> None:
         """`Concatenate`: one behind the other; the other dimensions have the same axes."""
-        parts = list(self.tensors.values())
-        if any(part.is_list or len(part.dims) != len(parts[0].dims) for part in parts):
-            raise PlanError(
-                f"{_described(self.converter)}: Concatenate of a list, or of different dimensions"
-            )
-        dim = operation.dim % len(parts[0].dims)
-        for part in parts[1:]:
+        first, *others = parts = list(self.tensors.values())
+        if any(part.is_list or len(part.dims) != len(first.dims) for part in parts):
+            raise self._refused("Concatenate of a list, or of different dimensions")
+        dim = operation.dim % len(first.dims)
+        for part in others:
             for at, text in enumerate(part.dims):
-                if at != dim and text != parts[0].dims[at]:
-                    self._make(text, parts[0].dims[at])
-        dims = list(parts[0].dims)
-        dims[dim] = f"({' + '.join(part.dims[dim] for part in parts)})"
-        for part, size in ((part, part.shape[dim]) for part in parts):
+                if at != dim and text != first.dims[at]:
+                    self._make(text, first.dims[at])
+        for part in parts:
+            size = part.shape[dim]
             if size is not None and _AXIS.fullmatch(part.dims[dim]):
                 self.sizes[part.dims[dim]] = size
-        shape = tuple(None if at == dim else size for at, size in enumerate(parts[0].shape))
-        self.tensors = {self.converter.target_patterns[0]: _DeclaredTensor(dims, shape)}
+        dims, shape = list(first.dims), list(first.shape)
+        dims[dim], shape[dim] = f"({' + '.join(part.dims[dim] for part in parts)})", None
+        self.tensors = {self.converter.target_patterns[0]: _DeclaredTensor(dims, tuple(shape))}
 
     def chunk(self, operation: Any) -> None:
         """`Chunk`: equal parts for the targets."""
@@ -295,9 +267,7 @@ class _Work:
         targets, dim = self.converter.target_patterns, operation.dim % len(tensor.dims)
         size = tensor.shape[dim]
         if operation.num_shards_attribute is not None or size is None or size % len(targets):
-            raise PlanError(
-                f"{_described(self.converter)}: Chunk into parts that are not known, or not equal"
-            )
+            raise self._refused("Chunk into parts that are not known, or not equal")
         axis = tensor.dims[dim]
         names = [f"{axis}_{number}" for number in range(len(targets))]
         self._make(axis, f"({' + '.join(names)})")
@@ -312,47 +282,49 @@ class _Work:
         """`Transpose`: two dimensions change places."""
         pattern, tensor = self._single()
         if operation.check_dims or tensor.is_list:
-            raise PlanError(
-                f"{_described(self.converter)}: Transpose that depends on the model, or of a list"
-            )
-        dims, shape = list(tensor.dims), list(tensor.shape)
-        for column in (dims, shape):
-            a, b = operation.dim0, operation.dim1
-            column[a], column[b] = column[b], column[a]
-        self._replace(pattern, _DeclaredTensor(dims, tuple(shape)))
+            raise self._refused("Transpose that depends on the model, or of a list")
+        order = list(range(len(tensor.dims)))
+        a, b = operation.dim0, operation.dim1
+        order[a], order[b] = order[b], order[a]
+        tensor.dims = [tensor.dims[at] for at in order]
+        tensor.shape = tuple(tensor.shape[at] for at in order)
+        self._replace(pattern, tensor)
 
     def interleave(self, operation: Any) -> None:
         """`Interleave`: halves and pairs change places."""
         pattern, tensor = self._single()
-        dim = operation.dim % len(tensor.dims)
-        self._swap(tensor, dim, "", ("two", "half") if operation.inverse else ("half", "two"))
+        self._swap(tensor, operation.dim % len(tensor.dims), "", is_inverse=operation.inverse)
         self._replace(pattern, tensor)
 
     def permute(self, operation: Any) -> None:
         """`PermuteForRope`: the same within each head."""
         if operation.subconfig_key is not None:
-            raise PlanError(
-                f"{_described(self.converter)}: PermuteForRope with the heads of a part of the model"
-            )
+            raise self._refused("PermuteForRope with the heads of a part of the model")
         wanted = operation.permute_layer_names
         for pattern, tensor in list(self.tensors.items()):
             if wanted is None or any(name in pattern for name in wanted):
-                self._swap(tensor, 0, "heads", ("two", "half") if operation.inverse else ("half", "two"))
+                self._swap(tensor, 0, "heads", is_inverse=operation.inverse)
                 self.sizes["heads"] = "num_attention_heads"
-                if len(self.converter.source_patterns) == len(self.converter.target_patterns) == 1:
+                if len(self.converter.source_patterns) == 1:
                     self._replace(pattern, tensor)
 
-    def _swap(self, tensor: _DeclaredTensor, dim: int, outer: str, inner: tuple[str, str]) -> None:
-        axis = tensor.dims[dim]
-        own = [f"{axis}_{name}" if name == "half" else name for name in inner]
-        self._make(axis, f"({' '.join(filter(None, (outer, *own)))})")
-        tensor.dims[dim] = f"({' '.join(filter(None, (outer, *reversed(own))))})"
+    def _swap(self, tensor: _DeclaredTensor, dim: int, outer: str, *, is_inverse: bool) -> None:
+        axis, inner = tensor.dims[dim], ["two", f"{tensor.dims[dim]}_half"]
+        if not is_inverse:
+            inner.reverse()
+        self._make(axis, f"({' '.join(filter(None, (outer, *inner)))})")
+        tensor.dims[dim] = f"({' '.join(filter(None, (outer, *reversed(inner))))})"
         self.sizes["two"] = 2
+
+    def _single(self) -> tuple[str, _DeclaredTensor]:
+        if len(self.tensors) != 1:
+            raise self._refused("several tensors where one should be")
+        return next(iter(self.tensors.items()))
 
     def _make(self, axis: str, text: str) -> None:
         """Let an axis of a source be made of several, or be another one."""
         if not _AXIS.fullmatch(axis) or axis in self.texts or axis == "item":
-            raise PlanError(f"{_described(self.converter)}: the same dimension is divided twice")
+            raise self._refused("the same dimension is divided twice")
         self.texts[axis] = text
 
     def _replace(self, pattern: str, tensor: _DeclaredTensor) -> None:
@@ -362,16 +334,11 @@ class _Work:
         self.tensors[targets[0] if len(targets) == 1 else pattern] = tensor
 
 
-_AXIS: Final = re.compile(r"[A-Za-z_]\w*")
-_ACTS: Final[Mapping[str, Any]] = {
-    "MergeModulelist": _Work.merge,
-    "Concatenate": _Work.concatenate,
-    "Chunk": _Work.chunk,
-    "Transpose": _Work.transpose,
-    "Interleave": _Work.interleave,
-    "PermuteForRope": _Work.permute,
+_ACTS: Final[Mapping[str, Callable[[_Group, Any], None]]] = {
+    "MergeModulelist": _Group.merge,
+    "Concatenate": _Group.concatenate,
+    "Chunk": _Group.chunk,
+    "Transpose": _Group.transpose,
+    "Interleave": _Group.interleave,
+    "PermuteForRope": _Group.permute,
 }
-
-
-def _described(converter: Any) -> str:
-    return f"{', '.join(converter.source_patterns)} -> {', '.join(converter.target_patterns)}"

@@ -1,20 +1,21 @@
-"""Terms of a merge: the sums that tensors are, and what does not go together, before a byte moves."""
+"""Several checkpoints seen as one source: names of tensors and files have the number of theirs in front."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, starmap
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from dcp.conversion.contents.casting import CASTABLE
-from dcp.conversion.contents.entries import Entries, TargetDtype, TensorEntry, mapped_entries
-from dcp.conversion.layouts.sources import MergedTensors, TensorTerms
-from dcp.conversion.merging.adapters import LowRank, low_ranks
-from dcp.conversion.merging.arithmetic import Arithmetic
+from dcp.conversion.adapters import LowRank, low_ranks
+from dcp.conversion.arithmetic import Arithmetic
+from dcp.conversion.casting import CASTABLE
+from dcp.conversion.entries import Entries, TargetDtype, TensorEntry, mapped_entries
+from dcp.conversion.layout import MergedTensors, TensorTerms
 from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns
 from dcp.planners.weight_maps.axes import model_config
 from dcp.planners.weight_maps.mapped_index import MappedIndex, map_sources
@@ -23,11 +24,173 @@ from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.opening import Source
+from dcp.storage.formats.opening import Source, complete_index
 from dcp.storage.geometry.strides import Int64, gather_rows, row_sums, starts
 from dcp.storage.near_names import listed, near_names
+from dcp.storage.stores.base import FileInfo, ReadHandle, ReadOnlyStore, Store
+from dcp.storage.threads import WorkerThreads
 
-__all__ = ["merge_entries"]
+T = TypeVar("T")
+
+_FORMAT: Final = "joined"
+_AT_ONCE: Final = 2
+"""The index of a file of many tensors takes much memory while it is read."""
+_COLUMNS: Final = (
+    "dtype_codes",
+    "shape_values",
+    "requires_grad",
+    "chunk_offsets",
+    "chunk_sizes",
+    "record_offsets",
+    "record_lengths",
+    "payload_offsets",
+    "payload_lengths",
+    "crcs",
+    "file_sizes",
+)
+_RAGGED: Final = ("shape_start", "chunk_start", "crc_start")
+
+
+class JoinedStore(ReadOnlyStore):
+    """The files of ``stores``: number 2's ``model.pt`` is ``2.model.pt``. Can be pickled as they can."""
+
+    def __init__(self, stores: Sequence[Store]) -> None:
+        self.stores = tuple(stores)
+        self.url = " + ".join(store.url for store in stores)
+        profiles = [store.read_profile for store in stores]
+        # A request is dear where it is dear for any of them, and large ones suit all.
+        self.read_profile = next((profile for profile in profiles if profile.scatter), profiles[0])
+        self.capabilities = replace(
+            self.capabilities, is_shared=all(store.capabilities.is_shared for store in stores)
+        )
+
+    def path_of(self, name: str) -> str:
+        """Return the path in the store that has the file."""
+        store, own = self._owner(name)
+        return store.path_of(own)
+
+    def list(self) -> list[FileInfo]:
+        """Return the files of all stores."""
+        found = {store.url: store.list() for store in self.stores}
+        return [
+            replace(info, name=f"{number}.{info.name}")
+            for number, store in enumerate(self.stores)
+            for info in found[store.url]
+        ]
+
+    def stat(self, name: str) -> FileInfo | None:
+        """Return the facts of a file from the store that has it."""
+        store, own = self._owner(name)
+        info = store.stat(own)
+        return None if info is None else replace(info, name=name)
+
+    def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
+        """Return a handle from the store that has it."""
+        store, own = self._owner(name)
+        return store.open_read(own, expected_bytes=expected_bytes)
+
+    def _owner(self, name: str) -> tuple[Store, str]:
+        number, _, own = name.partition(".")
+        return self.stores[int(number)], own
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedSource(Source):
+    """``members`` as one source. Values that are no tensors are those of the first."""
+
+    members: tuple[Source, ...] = ()
+
+
+def open_joined(members: Sequence[Callable[[], Source]]) -> JoinedSource:
+    """Return one source of what ``members`` open, some at a time. Raises what these raise.
+
+    Rows of the first one's tensors, chunks and values stay what they are; those of the others follow in their
+    order.
+    """
+    with WorkerThreads(min(_AT_ONCE, len(members))) as pool:
+        first, *others = pool.map(_opened, members)
+    found = [first, *(_sharing(member, first) for member in others)]
+    index = _joined_index([member.index for member in found])
+    name = " + ".join(member.name for member in found)
+    store = JoinedStore([member.store for member in found])
+    return JoinedSource(store, index, name, None, tuple(_parts_of(index, found)))
+
+
+def _opened(member: Callable[[], Source]) -> Source:
+    found = member()
+    return replace(found, index=complete_index(found.store, found.index))
+
+
+def _parts_of(joined: CheckpointIndex, members: Sequence[Source]) -> Iterator[Source]:
+    """Yield the same, their columns those of ``joined``, so that nothing is in memory twice."""
+    begins = dict.fromkeys(_COLUMNS, 0)
+    for member in members:
+        ends = {name: begin + len(getattr(member.index, name)) for name, begin in begins.items()}
+        own = {name: getattr(joined, name)[begins[name] : end] for name, end in ends.items()}
+        yield replace(member, index=replace(member.index, **own))
+        begins = ends
+
+
+def _sharing(member: Source, first: Source) -> Source:
+    """Share the names of the first source where they are the same, of which there may be very many. The
+    nesting of the state is that of the first alone."""
+    own = member.index
+    fqns = first.index.fqns if own.fqns == first.index.fqns else own.fqns
+    return replace(member, index=replace(own, fqns=fqns, planner_data=None))
+
+
+class _JoinedNames(Sequence[str]):
+    """The names of all sources: those of number 2 have ``2/`` in front. They are made when they are asked
+    for."""
+
+    def __init__(self, members: Sequence[Sequence[str]]) -> None:
+        self._members = members
+        self._begins = starts(list(map(len, members))).tolist()
+
+    def __len__(self) -> int:
+        return int(self._begins[-1])
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{number}/{name}" for number, names in enumerate(self._members) for name in names)
+
+    def __getitem__(self, row: Any) -> Any:  # of a row, which is all that is asked for
+        return f"{bisect_right(self._begins, row) - 1}/{self.own_name(row)}"
+
+    def own_name(self, row: int) -> str:
+        """Return the name without the number: for errors, which name the source by the path of its file."""
+        number = bisect_right(self._begins, row) - 1
+        return str(self._members[number][row - self._begins[number]])
+
+
+def _joined_index(parts: Sequence[CheckpointIndex]) -> CheckpointIndex:
+    """Return one index of several complete ones, one behind the other."""
+    tensors, chunks, files = (
+        starts([len(getattr(part, name)) for part in parts]).tolist()
+        for name in ("fqns", "chunk_files", "files")
+    )
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS
+    }
+    for name in _RAGGED:
+        columns[name] = starts(np.concatenate([np.diff(getattr(part, name)) for part in parts]))
+    return CheckpointIndex(
+        format=_FORMAT,
+        fqns=_JoinedNames([part.fqns for part in parts]),
+        chunk_files=np.concatenate([part.chunk_files + files[at] for at, part in enumerate(parts)]),
+        files=[f"{number}.{name}" for number, part in enumerate(parts) for name in part.files],
+        objects=parts[0].objects,
+        stride_orders=_moved([part.stride_orders for part in parts], tensors),
+        payload_strides=_moved([part.payload_strides for part in parts], chunks),
+        record_crcs=_moved([part.record_crcs for part in parts], chunks),
+        provenance={"save_id": [part.provenance.get("save_id") for part in parts]},
+        **columns,
+    )
+
+
+def _moved(parts: Sequence[Mapping[int, T]], begins: Sequence[int]) -> dict[int, T]:
+    """Return the values by row of all sources joined."""
+    return {begins[at] + row: value for at, part in enumerate(parts) for row, value in part.items()}
+
 
 _MAX_LISTED: Final = 50
 _MAX_FACTOR_BYTES: Final = 64 << 20
@@ -64,7 +227,7 @@ def merge_entries(
     count = len(arithmetic.weights)
     sources, adapters = members[:count], members[count:]
     maps = weight_maps if len(weight_maps) == count else [*weight_maps, None][:1] * count
-    chosen = _chosen(sources, maps, only, exclude, {"rename": rename}, dtype)
+    chosen = _chosen(sources, maps, only, exclude, rename, dtype)
     added = [(adapter, low_ranks(adapter.index, adapter.store)) for adapter in adapters]
     if adapters and config is None:
         config = model_config(sources[0].store)
@@ -88,7 +251,7 @@ def _chosen(
     maps: Sequence[WeightMap | None],
     only: Patterns | None,
     exclude: Patterns | None,
-    renaming: dict[str, Any],
+    rename: Rename | None,
     dtype: TargetDtype,
 ) -> list[tuple[Entries, MappedIndex | None]]:
     """Return the entries that are selected of each source, under its map; those of the first are cast. A
@@ -103,9 +266,9 @@ def _chosen(
         if only is not None and not included:
             found.append((Entries(source.index, [], []), None))
             continue
-        given = {"only": included, "exclude": excluded or None, **renaming}
-        cast = None if found else dtype
-        found.append(mapped_entries(source.index, source.store, weights, **given, dtype=cast))
+        given: dict[str, Any] = {"only": included, "exclude": excluded or None, "rename": rename}
+        given["dtype"] = None if found else dtype
+        found.append(mapped_entries(source.index, source.store, weights, **given))
     return found
 
 
@@ -125,79 +288,74 @@ def _matching(patterns: Patterns | None, names: Sequence[str]) -> list[str] | No
     return [one for one, selects in selections if selects is None or any(map(selects.selects, names))]
 
 
+@dataclass
 class _Merging:
     """Compares the sources, all tensors at a time; ``problems`` are by name, and few."""
 
-    def __init__(
-        self,
-        sources: Sequence[Entries],
-        adapters: Sequence[tuple[Source, Sequence[LowRank]]],
-        arithmetic: Arithmetic,
-        is_tied: bool = False,
-    ) -> None:
-        self._is_tied = is_tied
-        self._sources = sources
-        self._adapters = adapters
-        self._arithmetic = arithmetic
-        indexes = (*(one.index for one in sources), *(one.index for one, _ in adapters))
-        # the first row of each source, of all joined
-        self._begins = list(accumulate((index.tensor_count for index in indexes), initial=0))
-        self._problems: dict[str, str] = {}
-        self._is_sum = len(sources) > 1 or arithmetic.weights != (1.0,)
-        self.unmerged: set[str] = set()
+    sources: Sequence[Entries]
+    adapters: Sequence[tuple[Source, Sequence[LowRank]]]
+    arithmetic: Arithmetic
+    is_tied: bool
+    problems: dict[str, str] = field(default_factory=dict)
+    unmerged: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        indexes = [*(one.index for one in self.sources), *(one.index for one, _ in self.adapters)]
+        self.begins = list(accumulate((index.tensor_count for index in indexes), initial=0))
+        """The first row of each source, of all joined."""
 
     def terms(self) -> TensorTerms:
         """Return the terms by row of the first source; what is wrong is noted."""
         names, rows = self._aligned()
         summed = self._summed(names, rows)
         kept = np.array([at for at, name in enumerate(names) if name in self.unmerged], np.int64)
-        joined = np.stack([own + begin for own, begin in zip(rows, self._begins, strict=False)])
-        tensors = {names[at]: int(rows[0][at]) for at in summed.tolist()} if self._adapters else {}
+        joined = np.stack([own + begin for own, begin in zip(rows, self.begins, strict=False)])
+        tensors = {names[at]: int(rows[0][at]) for at in summed.tolist()} if self.adapters else {}
         products = list(self._products(tensors))
         parts = (
             (np.repeat(rows[0][summed], len(rows)), rows[0][kept]),
-            (np.tile(np.array(self._arithmetic.weights, np.float64), len(summed)), np.ones(len(kept))),
+            (np.tile(np.array(self.arithmetic.weights, np.float64), len(summed)), np.ones(len(kept))),
             (joined[:, summed].T.reshape(-1), joined[0, kept]),
         )
         plain = [np.concatenate(one) for one in parts]
         plain += [np.zeros(len(plain[0]), kind) for kind in (np.int64, np.int64, bool)]
         added = zip(*products, strict=True) if products else [()] * len(plain)
         columns = [np.append(one, np.array(more, one.dtype)) for one, more in zip(plain, added, strict=True)]
-        return TensorTerms.of(self._sources[0].index.tensor_count, *columns)
+        return TensorTerms.of(self.sources[0].index.tensor_count, *columns)
 
     def raise_problems(self, names: Sequence[str]) -> None:
         """Raise PlanError with all that was noted; ``names`` are of the sources."""
-        if not self._problems:
+        if not self.problems:
             return
-        shown = [f"{name!r} {problem}" for name, problem in self._problems.items()]
+        shown = [f"{name!r} {problem}" for name, problem in self.problems.items()]
         where = "; ".join(f"{number}: {name}" for number, name in enumerate(names, 1))
         raise PlanError(
             f"{len(shown)} tensors cannot be merged: {listed(shown, most=_MAX_LISTED, show=str)}. The "
             f"sources are {where}. Leave such tensors out (exclude), or rename them",
-            fqns=list(self._problems),
+            fqns=list(self.problems),
             problems=shown,
         )
 
     def _aligned(self) -> tuple[list[str], list[Int64]]:
         """Return names that all sources have, and in which rows of each these are."""
-        first = self._sources[0].names
-        if all(one.names == first for one in self._sources[1:]):
-            return first, [one.rows for one in self._sources]
-        places = [dict(zip(one.names, range(len(one.names)), strict=True)) for one in self._sources]
+        first = self.sources[0].names
+        if all(one.names == first for one in self.sources[1:]):
+            return first, [one.rows for one in self.sources]
+        places = [dict(zip(one.names, range(len(one.names)), strict=True)) for one in self.sources]
         common = []
-        for name in dict.fromkeys(name for one in self._sources for name in one.names):
+        for name in dict.fromkeys(name for one in self.sources for name in one.names):
             missing = [str(number) for number, own in enumerate(places, 1) if name not in own]
             if missing:
-                self._problems[name] = f"is not in {', '.join(missing)}"
+                self.problems[name] = f"is not in {', '.join(missing)}"
             else:
                 common.append(name)
         chosen = (np.array([own[name] for name in common], np.int64) for own in places)
-        return common, [one.rows[places] for one, places in zip(self._sources, chosen, strict=True)]
+        return common, [one.rows[places] for one, places in zip(self.sources, chosen, strict=True)]
 
     def _summed(self, names: Sequence[str], rows: Sequence[Int64]) -> Int64:
         """Return the places in ``names`` of those that are sums; those that are taken from the first are
         noted, as what is wrong is."""
-        indexes = [one.index for one in self._sources]
+        indexes = [one.index for one in self.sources]
         pairs = list(zip(indexes, rows, strict=True))
         alike = np.ones(len(names), bool)
         for index, own in pairs[1:]:
@@ -206,43 +364,41 @@ class _Merging:
         floating = np.isin(codes, list(CASTABLE)).all(axis=0)
         for at in np.flatnonzero(~alike).tolist():
             shapes = [str(index.shape(int(own[at]))) for index, own in pairs]
-            self._problems[names[at]] = f"has the shapes {', '.join(shapes)}"
+            self.problems[names[at]] = f"has the shapes {', '.join(shapes)}"
+        is_sum = len(self.sources) > 1 or self.arithmetic.weights != (1.0,)
         for at in np.flatnonzero(alike & ~floating).tolist():
-            self._as_it_is(names[at], codes[:, at].tolist())
+            own_codes = codes[:, at].tolist()
+            types = [dtypes.BY_CODE[code].name for code in own_codes]
+            if len(set(types)) > 1:
+                self.problems[names[at]] = f"is {', '.join(types)}"
+            elif is_sum and own_codes[0] not in _WHOLE_NUMBERS:
+                self.problems[names[at]] = f"is {types[0]}, which is not added"
+            self.unmerged.add(names[at])
         return np.flatnonzero(alike & floating)
-
-    def _as_it_is(self, name: str, codes: Sequence[int]) -> None:
-        """Take a tensor from the first source as it is; a problem where the types differ."""
-        types = [dtypes.BY_CODE[code].name for code in codes]
-        if len(set(types)) > 1:
-            self._problems[name] = f"is {', '.join(types)}"
-        elif self._is_sum and codes[0] not in _WHOLE_NUMBERS:
-            self._problems[name] = f"is {types[0]}, which is not added"
-        self.unmerged.add(name)
 
     def _products(self, tensors: Mapping[str, int]) -> Iterator[tuple[Any, ...]]:
         """Yield the products that adapters add to ``tensors``, of which the rows are in the first source:
         rows of `TensorTerms`."""
-        for number, (adapter, added) in enumerate(self._adapters):
+        for number, (adapter, added) in enumerate(self.adapters):
             for low_rank in added:
                 row = tensors.get(low_rank.target)
                 is_turned = self._fits(low_rank, row, tensors)
                 if row is None or is_turned is None:
                     continue
-                begin, position = self._begins[len(self._sources) + number], adapter.index.position
+                begin, position = self.begins[len(self.sources) + number], adapter.index.position
                 factors = [begin + position[one] for one in (low_rank.left, low_rank.right)]
-                weight = self._arithmetic.adapter_weights[number] * low_rank.scale
+                weight = self.arithmetic.adapter_weights[number] * low_rank.scale
                 left, right = reversed(factors) if is_turned else factors
                 yield row, weight, left, right, low_rank.rank, is_turned
 
     def _fits(self, low_rank: LowRank, row: int | None, tensors: Mapping[str, int]) -> bool | None:
         """Return whether what is added to a tensor is turned; None, and noted, if it cannot be."""
         name, shape = low_rank.target, low_rank.shape
-        if name in self._problems:
+        if name in self.problems:
             return None
-        if self._is_tied and (low_rank.is_embedding or name.removesuffix(".weight").endswith(_OUTPUT)):
+        if self.is_tied and (low_rank.is_embedding or name.removesuffix(".weight").endswith(_OUTPUT)):
             if not low_rank.keeps_ties:
-                self._problems[name] = (
+                self.problems[name] = (
                     "is tied to the other end of the model (tie_word_embeddings of config.json), which would "
                     "change as well: give a base that was saved untied"
                 )
@@ -251,16 +407,16 @@ class _Merging:
         if row is None:
             close = near_names(name, tensors, most=1)
             meant = f" (did you mean {close[0]!r}?)" if close else ""
-            self._problems[name] = f"is what an adapter is for, and no floating-point tensor{meant}"
+            self.problems[name] = f"is what an adapter is for, and no floating-point tensor{meant}"
             return None
-        there = self._sources[0].index.shape(row)
+        there = self.sources[0].index.shape(row)
         is_turned = there == shape[::-1] and (there != shape or low_rank.is_turned)
         if not is_turned and there != shape:
-            self._problems[name] = f"has the shape {there}, and what an adapter adds has {shape}"
+            self.problems[name] = f"has the shape {there}, and what an adapter adds has {shape}"
             return None
-        size = dtypes.BY_CODE[self._arithmetic.code].itemsize
+        size = dtypes.BY_CODE[self.arithmetic.code].itemsize
         if low_rank.rank * there[1] * size > _MAX_FACTOR_BYTES:
-            self._problems[name] = f"is too wide for a product of rank {low_rank.rank}"
+            self.problems[name] = f"is too wide for a product of rank {low_rank.rank}"
             return None
         return is_turned
 

@@ -14,23 +14,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dcp.conversion.contents.casting import CASTABLE, check_castable
+from dcp.conversion.casting import CASTABLE, check_castable
 from dcp.inspection.entries import first_of_ties
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns, renamer
 from dcp.planners.weight_maps.mapped_index import MappedIndex, map_index
 from dcp.planners.weight_maps.weight_map import WeightMap
-from dcp.storage.errors import (
-    CheckpointFormatError,
-    PlanError,
-    UnsupportedFormatError,
-)
+from dcp.storage.errors import CheckpointFormatError, PlanError, UnsupportedFormatError
 from dcp.storage.formats.container_notes import STRUCTURE_VERSION
 from dcp.storage.formats.index import CheckpointIndex, Path, itemsizes
 from dcp.storage.geometry.strides import Int64, row_products
 from dcp.storage.stores.base import Store
-
-__all__ = ["Entries", "TargetDtype", "TensorEntry", "Value", "choose_entries", "mapped_entries"]
 
 TargetDtype = str | Mapping[str, str] | None
 """One dtype for every floating-point tensor, or dtypes by glob of the source's names (first match counts)."""
@@ -137,15 +131,11 @@ class Entries:
         for path in [*paths, *self.empty]:
             for depth in range(len(path)):
                 children.setdefault(path[:depth], set()).add(str(path[depth]))
+        children.update((path, set()) for path in self.empty - children.keys())
         containers = []
         for note in structure["containers"]:
-            noted = note.get("path") if isinstance(note, dict) else None
-            if not isinstance(noted, list) or not all(type(part) in (str, int) for part in noted):
-                continue  # of a stranger's
-            if not isinstance(note.get("keys", []), list):
-                continue
-            path = tuple(noted)
-            names = children.get(path, set() if path in self.empty else None)
+            noted = _noted_path(note)
+            names = children.get(noted) if noted is not None else None
             if names is None or note.get("kind") in ("tensor", "value"):
                 continue
             note = {key: value for key, value in note.items() if key != "metadata"}
@@ -185,21 +175,17 @@ def choose_entries(
         _refuse_names(new_names)
     paths = _known_paths(index) or {}
     tensors = _tensors(index, new_names, paths, dtype)
-    values = []
-    for row, name in enumerate(index.objects.fqns):
-        if name in new_names:
-            values.append(Value(row, new_names[name], _path(name, new_names[name], paths.get(name))))
-    refused = {}
-    for name, need in unread.items():
-        if name in new_names:
-            refused[new_names[name]] = f"needs {need}"
-    empty = set()
-    for path in containers:
-        name = _name(path)
-        if (selection is None or selection.selects(name)) and (renaming is None or renaming(name) == name):
-            empty.add(path)
+    values = [
+        Value(row, new_names[name], _path(name, new_names[name], paths.get(name)))
+        for row, name in enumerate(index.objects.fqns)
+        if name in new_names
+    ]
+    refused = {new_names[name]: f"needs {need}" for name, need in unread.items() if name in new_names}
+    empty = {path: _name(path) for path in containers}
+    empty = {path: name for path, name in empty.items() if selection is None or selection.selects(name)}
+    kept = frozenset(path for path, name in empty.items() if renaming is None or renaming(name) == name)
     source_names = dict(zip(new_names.values(), new_names, strict=True))
-    return Entries(index, tensors, values, source_names, refused, frozenset(empty))
+    return Entries(index, tensors, values, source_names, refused, kept)
 
 
 def mapped_entries(
@@ -209,16 +195,15 @@ def mapped_entries(
     *,
     only: Patterns | None = None,
     exclude: Patterns | None = None,
-    rename: Rename | None = None,
-    dtype: TargetDtype = None,
+    **named: Any,
 ) -> tuple[Entries, MappedIndex | None]:
     """Choose entries as `choose_entries` does or, with a map, of what ``weights`` make of the checkpoint
-    in ``store``: ``only`` and ``exclude`` choose before it, and ``rename`` and ``dtype`` have the names
-    after it."""
+    in ``store``: ``only`` and ``exclude`` choose before it, and ``rename`` and ``dtype``, which are
+    ``named``, have the names after it."""
     if weights is None:
-        return choose_entries(index, only=only, exclude=exclude, rename=rename, dtype=dtype), None
+        return choose_entries(index, only=only, exclude=exclude, **named), None
     mapped = map_index(index, store, weights, only, exclude)
-    entries = choose_entries(mapped.index, rename=rename, dtype=dtype)
+    entries = choose_entries(mapped.index, **named)
     chosen = [value for value in entries.values if value.row in mapped.objects]
     return replace(entries, values=chosen), mapped
 
@@ -274,13 +259,16 @@ def _empty_containers(index: CheckpointIndex) -> list[Path]:
     if known is None or not isinstance(containers, list):
         return []
     parents = {path[:depth] for path in known.values() for depth in range(len(path))}
-    noted = [note.get("path") for note in containers if isinstance(note, dict)]
-    paths = [tuple(path) for path in noted if isinstance(path, list)]
-    return [
-        path
-        for path in paths
-        if path and all(type(part) in (str, int) for part in path) and path not in parents
-    ]
+    return [path for path in map(_noted_path, containers) if path and path not in parents]
+
+
+def _noted_path(note: Any) -> Path | None:
+    """Return the path of the container that a note is of; None for a note that is malformed, as a stranger's
+    may be."""
+    path = note.get("path") if isinstance(note, dict) and isinstance(note.get("keys", []), list) else None
+    if isinstance(path, list) and all(type(part) in (str, int) for part in path):
+        return tuple(path)
+    return None
 
 
 def _refuse_names(new_names: Mapping[str, str]) -> None:

@@ -2,7 +2,7 @@
 
 Each byte is read once, neighbours together, and each source byte's checksum is taken on the way: as CRC-32s
 of `Fragment`s, which are combined to those of whole blocks once all are there
-(`dcp.conversion.copying.batches`). So a block that two tasks have halves of is verified too, and no task
+(`dcp.conversion.running`). So a block that two tasks have halves of is verified too, and no task
 reads more than it needs. One pass over the bytes serves the checksums of the target, too, which the read
 engine of loads does not know: that is why conversions have a reader of their own.
 """
@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dcp.conversion.layouts.sources import SourcePart
+from dcp.conversion.layout import SourcePart
 from dcp.storage.engine.memory import item_dtype
 from dcp.storage.engine.read import SCRATCH
 from dcp.storage.engine.requests import coalesce, span_bytes
@@ -27,8 +27,6 @@ from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.geometry.strides import AxisPart, box_parts, is_sparse, parts_between
 from dcp.storage.stores.base import Store
 from dcp.storage.threads import work_off
-
-__all__ = ["SCRATCH_BYTES", "RangeReader", "Wanted"]
 
 SCRATCH_BYTES: Final = 8 << 20
 NO_CHUNK: Final = -1

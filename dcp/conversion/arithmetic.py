@@ -10,20 +10,9 @@ from fractions import Fraction
 from numbers import Real
 from typing import Any, Final, SupportsFloat
 
-from dcp.conversion.contents.casting import check_castable
+from dcp.conversion.casting import check_castable
 from dcp.storage.errors import OptionError
 from dcp.storage.near_names import listed
-
-__all__ = [
-    "MAX_SOURCES",
-    "Arithmetic",
-    "Weight",
-    "average_weights",
-    "formula_weights",
-    "source_names",
-    "weights_of_adapters",
-    "weights_of_sources",
-]
 
 MAX_SOURCES: Final = 1_000
 _MAX_FORMULA: Final = 1_000
@@ -177,41 +166,23 @@ def _linear(node: ast.expr) -> _Linear:
     """Raise ValueError for what is not linear."""
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return {"": _exactly(number)}
+            return {"": Fraction(repr(float(number)))}  # as it is written: 0.4 are two fifths
         case ast.Name(id=name):
             return {name: Fraction(1)}
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return _times(_linear(operand), Fraction(-1))
-        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _linear(operand)
-        case ast.BinOp(left=left, op=op, right=right):
-            return _combined(_linear(left), op, _linear(right))
+        case ast.UnaryOp(op=ast.UAdd() | ast.USub() as op, operand=operand):
+            return _added({}, _linear(operand), -1 if isinstance(op, ast.USub) else 1)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() as op, right=right):
+            return _added(_linear(left), _linear(right), -1 if isinstance(op, ast.Sub) else 1)
+        case ast.BinOp(left=left, op=ast.Mult() | ast.Div() as op, right=right):
+            one, other = _linear(left), _linear(right)
+            if isinstance(op, ast.Mult) and one.keys() == {""}:
+                one, other = other, one
+            if other.keys() == {""}:
+                return _added({}, one, 1 / other[""] if isinstance(op, ast.Div) else other[""])
     raise ValueError
 
 
-def _exactly(number: float) -> Fraction:
-    """Return a number as it is written: 0.4 are two fifths."""
-    return Fraction(repr(float(number)))
-
-
-def _combined(left: _Linear, op: ast.operator, right: _Linear) -> _Linear:
-    match op:
-        case ast.Add():
-            return _added(left, right)
-        case ast.Sub():
-            return _added(left, _times(right, Fraction(-1)))
-        case ast.Mult() if left.keys() <= {""}:
-            return _times(right, left[""])
-        case ast.Mult() if right.keys() <= {""}:
-            return _times(left, right[""])
-        case ast.Div() if right.keys() <= {""}:
-            return _times(left, 1 / right[""])
-    raise ValueError
-
-
-def _added(left: _Linear, right: _Linear) -> _Linear:
-    return {name: left.get(name, Fraction(0)) + right.get(name, Fraction(0)) for name in {**left, **right}}
-
-
-def _times(linear: _Linear, factor: Any) -> _Linear:
-    return {name: own * factor for name, own in linear.items()}
+def _added(left: _Linear, right: _Linear, factor: Fraction | int) -> _Linear:
+    """Return ``left`` and ``factor`` times ``right``."""
+    none = Fraction(0)
+    return {name: left.get(name, none) + factor * right.get(name, none) for name in {**left, **right}}

@@ -27,8 +27,6 @@ from dcp.storage.stores.base import FileInfo, Store, place_text
 from dcp.storage.stores.opening import OpenWith, ParentFolder
 from dcp.storage.stores.posix.store import PosixStore
 
-__all__ = ["ADAPTER_CONFIG", "HF_NAMES", "HfFolder", "hf_folder_of", "known_files", "read_hf_folder"]
-
 ADAPTER_CONFIG: Final[str] = "adapter_config.json"
 
 HF_NAMES: Final = frozenset(
@@ -100,8 +98,20 @@ def read_hf_folder(template: str | os.PathLike[str], also: Sequence[str] = ()) -
     Raises OptionError where there is none, where a glob matches nothing and for too much;
     CheckpointFormatError for a configuration that is none.
     """
-    store, open_below = _folder_of(template, also)
-    return hf_folder_of(store, also, open_below)
+    text = place_text(template)
+    if "://" in text:
+        return hf_folder_of(OpenWith()(text), also, OpenWith())
+    folder = Path(text)
+    if not folder.is_dir():
+        match = _HUB_NAME.fullmatch(text)
+        if match is None:
+            raise OptionError(f"hf: {text} is no folder, and no name of a model", path=text)
+        folder = _snapshot(match["name"], match["revision"], also)
+    # Links are read if they stay in the folder or, in a cache of the hub, lead to that model's files.
+    real = folder.resolve()
+    within = real.parents[1] if real.parent.name == "snapshots" else real
+    opened = partial(PosixStore, links_within=within)
+    return hf_folder_of(opened(real), also, opened)
 
 
 def hf_folder_of(store: Store, also: Sequence[str] = (), open_below: OpenStore | None = None) -> HfFolder:
@@ -118,7 +128,13 @@ def hf_folder_of(store: Store, also: Sequence[str] = (), open_below: OpenStore |
     idle = [glob for glob in also if not any(fnmatchcase(one.path, glob) for one in found)]
     if idle:
         raise OptionError(f"hf_also: {', '.join(map(repr, idle))} match no file of {store.url} but weights")
-    _check_sizes(store.url, found)
+    large = [one.path for one in found if one.info.size_bytes > _MAX_FILE_BYTES]
+    total = sum(one.info.size_bytes for one in found)
+    if large or total > _MAX_BYTES or len(found) > _MAX_FILES:
+        shown = f"{total} bytes are beside its weights, in {len(found)} files"
+        if large:
+            shown = f"{', '.join(large[:10])} of it are larger than {_MAX_FILE_BYTES} bytes"
+        raise OptionError(f"hf: {store.url} is no template: {shown}", path=store.url)
     files = {one.path: one.store.read(one.info.name, limit_bytes=_MAX_FILE_BYTES) for one in found}
     folder = HfFolder(store.url, files, _tensor_names(store))
     _ = folder.config  # which is looked at before anything is written
@@ -187,16 +203,6 @@ def _is_asked_for(name: str, path: str, globs: Sequence[str]) -> bool:
     return any(fnmatchcase(path, glob) for glob in globs)
 
 
-def _check_sizes(url: str, found: Sequence[_Beside]) -> None:
-    large = [one.path for one in found if one.info.size_bytes > _MAX_FILE_BYTES]
-    total = sum(one.info.size_bytes for one in found)
-    if large or total > _MAX_BYTES or len(found) > _MAX_FILES:
-        shown = f"{total} bytes are beside its weights, in {len(found)} files"
-        if large:
-            shown = f"{', '.join(large[:10])} of it are larger than {_MAX_FILE_BYTES} bytes"
-        raise OptionError(f"hf: {url} is no template: {shown}", path=url)
-
-
 def _tensor_names(store: Store) -> frozenset[str]:
     """Return the names of its weights, to compare with; a template needs none, nor all of them."""
     try:
@@ -204,27 +210,6 @@ def _tensor_names(store: Store) -> frozenset[str]:
     except CheckpointError:
         return frozenset()
     return frozenset() if index is None else frozenset(index.fqns)
-
-
-def _folder_of(template: str | os.PathLike[str], also: Sequence[str]) -> tuple[Store, OpenStore]:
-    text = place_text(template)
-    if "://" in text:
-        return OpenWith()(text), OpenWith()
-    if Path(text).is_dir():
-        return _local(Path(text))
-    match = _HUB_NAME.fullmatch(text)
-    if match is None:
-        raise OptionError(f"hf: {text} is no folder, and no name of a model", path=text)
-    return _local(_snapshot(match["name"], match["revision"], also))
-
-
-def _local(folder: Path) -> tuple[Store, OpenStore]:
-    """Open a folder whose links are read if they stay in the folder or, in a cache of the hub, lead to
-    that model's files."""
-    real = folder.resolve()
-    within = real.parents[1] if real.parent.name == "snapshots" else real
-    opened = partial(PosixStore, links_within=within)
-    return opened(real), opened
 
 
 def _snapshot(name: str, revision: str | None, also: Sequence[str]) -> Path:

@@ -19,8 +19,6 @@ from dcp.inspection.values import elements
 from dcp.storage.errors import OptionError
 from dcp.storage.formats import dtypes
 
-__all__ = ["CASTABLE", "TOO_LARGE", "cast", "check_castable", "narrowed", "stored_dtype", "widened"]
-
 _Array = npt.NDArray[Any]
 
 _NAMES: Final = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")

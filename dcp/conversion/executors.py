@@ -11,7 +11,6 @@ import os
 import pickle
 import queue
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -20,12 +19,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from contextlib import contextmanager, suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from types import FrameType
-from typing import IO, Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
-
-__all__ = ["DEFAULT_WORKERS", "LocalProcesses", "check_executor", "run_all", "serve"]
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -40,12 +39,8 @@ _START: Final = (
     # A terminal interrupts all of its processes: what becomes of these is decided by the one that made them.
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from dcp.conversion.copying.executors import serve; serve()"
+    "from dcp.conversion.executors import serve; serve(int(sys.argv[2]))"
 )
-
-_LENGTH: Final = struct.Struct("<Q")
-_END: Final = _LENGTH.pack(0)
-"""After the last message: the stream itself does not end while a fork of the sender holds it open."""
 
 
 def run_all(
@@ -135,6 +130,40 @@ def _dask(address: str) -> Iterator[tuple[Executor, int]]:
 # -- processes -----------------------------------------------------------------------------------------------
 
 
+class _Process:
+    """A process that carries out one call at a time."""
+
+    def __init__(self) -> None:
+        self._connection, theirs = Pipe()
+        # -I would lose the paths of an editable installation, and the user's own.
+        command = [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())]
+        # What a library prints goes to stderr: stdout may be for the result of a command.
+        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": 2, "pass_fds": [theirs.fileno()]}
+        with theirs:
+            self.popen = subprocess.Popen(command, **options)
+
+    def call(self, order: tuple[Any, ...]) -> Any:
+        """Return (True, result) or (False, exception) of a function and its arguments, which are pickled."""
+        message = pickle.dumps(order, protocol=5)
+        try:
+            self._connection.send_bytes(message)
+            return pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            code = self.popen.wait()
+            raise CheckpointError(
+                f"a process of the conversion ended with exit code {code} (negative: killed by that signal, "
+                "9 is often for want of memory). Convert again: what is done is not done twice; fewer "
+                "workers need less memory"
+            ) from error
+
+    def end(self) -> None:
+        """Have it end after the call that it is at."""
+        with suppress(OSError):  # it has ended already
+            self._connection.send_bytes(b"")  # a fork of this process may hold the connection open
+        self._connection.close()
+        self.popen.wait()
+
+
 class LocalProcesses(Executor):
     """Processes that are started for this and import no torch, nor the program of the caller.
 
@@ -147,7 +176,7 @@ class LocalProcesses(Executor):
     def __init__(self, workers: int) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._processes: set[_Process] = set()
         self._is_aborted = False
         self._threads = [
             threading.Thread(target=self._drive, name=f"dcp-convert-{number}", daemon=True)
@@ -177,7 +206,7 @@ class LocalProcesses(Executor):
         """End the processes, whatever they are at: such a call fails with CheckpointError."""
         with self._lock:
             self._is_aborted = True
-            running = list(self._processes)
+            running = [process.popen for process in self._processes]
         for process in running:
             process.terminate()
         self.shutdown(wait=False, cancel_futures=True)
@@ -191,102 +220,51 @@ class LocalProcesses(Executor):
 
     def _drive(self) -> None:
         """Have a process carry out calls, which is started with the first one, and anew if it died."""
-        process: subprocess.Popen[bytes] | None = None
-        try:
-            while (call := self._calls.get()) is not None:
-                future, order = call
-                if not future.set_running_or_notify_cancel():
-                    continue
-                try:
-                    process = process or self._begin()
-                    is_result, value = _ask(process, order)
-                except BaseException as error:  # noqa: BLE001 - raised by whoever waits
-                    if process is not None:
-                        self._end(process)
-                        process = None
-                    future.set_exception(error)
-                    continue
-                if is_result:
-                    future.set_result(value)
-                else:
-                    future.set_exception(value)
-        finally:
-            if process is not None:
+        process: _Process | None = None
+        while (call := self._calls.get()) is not None:
+            future, order = call
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                process = process or self._begin()
+                is_result, value = process.call(order)
+            except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+                is_result, value = False, error
                 self._end(process)
+                process = None
+            if is_result:
+                future.set_result(value)
+            else:
+                future.set_exception(value)
+        self._end(process)
 
-    def _begin(self) -> subprocess.Popen[bytes]:
+    def _begin(self) -> _Process:
         with self._lock:
             if self._is_aborted:
                 raise CheckpointError("the conversion was given up")
-            # -I would lose the paths of an editable installation, and the user's own.
-            command = [sys.executable, "-c", _START, json.dumps(sys.path)]
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            process = _Process()
             self._processes.add(process)
             return process
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        for stream, last in ((process.stdin, _END), (process.stdout, b"")):
-            if stream is not None:
-                with suppress(BrokenPipeError):  # it has ended already
-                    if last:
-                        stream.write(last)
-                        stream.flush()
-                with suppress(BrokenPipeError):  # of what could not be written
-                    stream.close()
-        process.wait()
-        with self._lock:
-            self._processes -= {process}
+    def _end(self, process: _Process | None) -> None:
+        if process is not None:
+            process.end()
+            with self._lock:
+                self._processes.remove(process)
 
 
-def _ask(process: subprocess.Popen[bytes], call: tuple[Any, ...]) -> Any:
-    if process.stdin is None or process.stdout is None:
-        raise CheckpointError("a process of the conversion has no pipes")
-    try:
-        _send(process.stdin, call)
-        return pickle.loads(_receive(process.stdout))
-    except (EOFError, BrokenPipeError) as error:
-        code = process.wait()
-        raise CheckpointError(
-            f"a process of the conversion ended with exit code {code} (negative: killed by that signal, 9 is "
-            "often for want of memory). Convert again: what is done is not done twice; fewer workers need "
-            "less memory",
-        ) from error
+def serve(descriptor: int) -> None:
+    """Carry out calls from the connection until its end, and send (True, result) or (False, exception).
 
-
-def _send(stream: IO[bytes], message: object) -> None:
-    """Send one message, whole."""
-    data = pickle.dumps(message, protocol=5)
-    stream.write(_LENGTH.pack(len(data)) + data)
-    stream.flush()
-
-
-def _receive(stream: IO[bytes]) -> bytes:
-    """Return the next message; EOFError at `_END` or that of the stream, or if it ends within one."""
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size or head == _END:
-        raise EOFError
-    (length,) = _LENGTH.unpack(head)
-    data = stream.read(length)
-    if len(data) < length:
-        raise EOFError
-    return data
-
-
-def serve() -> None:
-    """Carry out calls from stdin until its end, and send (True, result) or (False, exception) to what was
-    stdout.
-
-    On SIGTERM, and when stdin ends while a call runs, because the parent is gone, the call is broken off;
-    what it writes to a store is taken back.
+    On SIGTERM, and when it ends while a call runs, because the parent is gone, the call is broken off; what
+    it writes to a store is taken back.
     """
     signal.signal(signal.SIGTERM, _leave)
-    # What a library prints must not get between the messages.
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    calls: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    connection = Connection(descriptor)
+    calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     is_busy = threading.Event()
-    threading.Thread(target=_listen, args=(calls, is_busy), daemon=True).start()
-    while (call := calls.get()) is not None:
+    threading.Thread(target=_listen, args=(connection, calls, is_busy), daemon=True).start()
+    while call := calls.get():
         is_busy.set()
         answer: tuple[bool, object]
         function, args, kwargs = pickle.loads(call)
@@ -297,22 +275,20 @@ def serve() -> None:
             answer = False, error
         is_busy.clear()
         try:
-            _send(answers, answer)
-        except BrokenPipeError:  # the parent is gone
+            connection.send_bytes(pickle.dumps(answer, protocol=5))
+        except OSError:  # the parent is gone
             return
 
 
-def _listen(calls: queue.SimpleQueue[bytes | None], is_busy: threading.Event) -> None:
-    """Receive calls in a thread, so that the end of stdin is noticed during a call."""
-    # Not sys.stdin, whose lock this thread would hold when the interpreter ends.
-    stream = os.fdopen(os.dup(0), "rb")
-    try:
-        while True:
-            calls.put(_receive(stream))
-    except EOFError:
-        pass
-    finally:
-        calls.put(None)
+def _listen(connection: Connection, calls: queue.SimpleQueue[bytes], is_busy: threading.Event) -> None:
+    """Receive calls in a thread, so that the end of the parent is noticed during a call."""
+    call = b"begun"
+    while call:
+        try:
+            call = connection.recv_bytes()
+        except (EOFError, OSError):
+            call = b""
+        calls.put(call)
     if is_busy.is_set():
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,0 +1,610 @@
+"""Publishing on a local file system: built in a folder beside the target, which gets its name by a rename.
+
+A native checkpoint that replaces another, or comes to files that are of none, is committed as a save is;
+another folder is exchanged.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from dcp.conversion.hf_folder import HF_NAMES
+from dcp.conversion.layout import TargetLayout
+from dcp.conversion.publishing import MAX_LEDGER_BYTES, Publisher, framed, header, parse
+from dcp.conversion.running import Output, announce
+from dcp.conversion.targets.job import TargetPlace
+from dcp.conversion.tasks import ResultChecks, TaskBatch, TaskResult
+from dcp.storage import commit
+from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME
+from dcp.storage.errors import CheckpointConflictError, CheckpointError, PlanError, StorageError
+from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.native.manifest import encode_manifest
+from dcp.storage.formats.registry import formats
+from dcp.storage.formats.torch.metadata_writer import encode_torch_metadata
+from dcp.storage.stores.base import LOCK_NAME, TEMPORARY_PREFIX
+from dcp.storage.stores.posix.files import (
+    NO_EXCHANGE,
+    NO_LOCKS,
+    WITHOUT_LOCKS,
+    is_link_refused,
+    is_named,
+    step,
+    storage_error,
+    warn_once,
+)
+from dcp.storage.stores.posix.store import PosixStore
+
+LEDGER_NAME: Final = "ledger"
+
+_ATTEMPTS: Final = 100
+"""To lock a file that its last holder may have removed just then."""
+
+_NOTES: Final = ("notes.msgpack", LOCK_NAME)
+"""Beside the commit objects of a checkpoint."""
+
+_RENAME_EXCHANGE: Final = 2
+_AT_FDCWD: Final = -100
+
+_NEW: Final = "replacement"
+"""In a work folder: what is about to take the place of the target, or has been exchanged with it."""
+
+_ASIDE: Final = "aside"
+"""In a work folder: a folder in which the target is, under its name, while there are two steps."""
+
+_OUTDATED: Final = "outdated"
+"""The same once something else is in its place."""
+
+
+class LocalLedger:
+    """A file in the folder where the output is built, locked while a process is at it.
+
+    ``save_id`` is that of the first run, ``done`` are its batches' results, ``inode`` is of the folder that
+    becomes the target, by which it is known under any name. For the `output` alone it need not be open.
+    """
+
+    def __init__(self, folder: Path, save_id: str = "") -> None:
+        self.save_id = save_id
+        self.inode: int | None = None
+        self.done: list[bytes] = []
+        self._folder = folder
+        self._path = folder / LEDGER_NAME
+        self._descriptor = -1
+
+    @property
+    def output(self) -> Path:
+        """The folder beside the ledger in which the files are built: of no other conversion, ever."""
+        return self._folder / f"output-{self.save_id}"
+
+    def open(self, fingerprint: str) -> bool:
+        """Lock it; whether it is of the conversion ``fingerprint``, which is resumed then.
+
+        The folder is made if it is not there; a replacement that was interrupted is undone. Raises
+        CheckpointConflictError where another process is at it.
+        """
+        announce("mkdir", self._folder)
+        with step(None, "open", self._path):
+            for _ in range(_ATTEMPTS):
+                if self._hold():
+                    break
+                self.close()
+            else:
+                raise StorageError(
+                    f"{self._path} is removed or replaced as soon as it is made, so that no process can be "
+                    "kept from converting to the same target",
+                    path=str(self._path),
+                    op="lock",
+                )
+            settle(self._folder)
+            size = min(os.fstat(self._descriptor).st_size, MAX_LEDGER_BYTES)
+            noted = parse(os.pread(self._descriptor, size, 0), fingerprint)
+            if noted is None:
+                return False
+            self.save_id, self.inode, self.done, end = noted
+            os.ftruncate(self._descriptor, end)
+            os.lseek(self._descriptor, end, os.SEEK_SET)
+            if self.output.is_dir() and (inode := self.output.stat().st_ino) != self.inode:
+                # A copy of the folder, such as a restored one: the old inode may be of something else now.
+                self.forget()
+                self.inode = inode
+                self._write(header(fingerprint, self.save_id, inode) + b"".join(map(framed, self.done)))
+        return True
+
+    def begin(self, fingerprint: str, save_id: str) -> None:
+        """Begin anew, under the lock, before anything is written; what another conversion has left goes."""
+        self.forget()
+        self.save_id, self.done = save_id, []
+        with step(None, "open", self._path):
+            self._clear()
+            self.output.mkdir(exist_ok=True)
+            self.inode = self.output.stat().st_ino
+            self._write(header(fingerprint, save_id, self.inode))
+
+    def append(self, result: bytes) -> None:
+        """Note that a batch is done. Not durable on its own: losing entries costs work, not correctness."""
+        with step(announce, "ledger", self._path):
+            self._write(framed(result))
+
+    def sync(self) -> None:
+        """Make the entries durable, where it is open."""
+        if self._descriptor >= 0:
+            with step(announce, "fsync", self._path):
+                os.fsync(self._descriptor)
+
+    def forget(self) -> None:
+        """Drop all entries, durably: what lies beside them is about to be something else."""
+        with step(announce, "forget", self._path):
+            os.ftruncate(self._descriptor, 0)
+            os.fsync(self._descriptor)
+            os.lseek(self._descriptor, 0, os.SEEK_SET)
+
+    def close(self) -> None:
+        """Release the lock; the entries stay."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with suppress(OSError):  # closed all the same; entries that are lost cost work, not correctness
+                os.close(descriptor)
+
+    def remove(self) -> None:
+        """Remove the folder with all that is left in it; best effort, the conversion has its outcome."""
+        announce("remove", self._folder)
+        with suppress(OSError, CheckpointError):
+            self._clear()
+            self._path.unlink()  # last: as long as it is there, no other process begins
+        self.close()
+        with suppress(OSError):  # only now: NFS and FUSE keep a removed file in the folder while it is open
+            self._folder.rmdir()
+
+    def _hold(self) -> bool:
+        """Make and lock the file; False where who held it has just removed it: such a lock says nothing."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._path, flags, 0o666)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.close()
+                raise CheckpointConflictError(
+                    f"another process is converting to the same target now (it holds {self._path}); wait for "
+                    "it, or stop it",
+                    path=str(self._path),
+                ) from None
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                warn_once(self._folder.parent, error, WITHOUT_LOCKS)
+            return is_named(self._path, self._descriptor)
+        except (FileNotFoundError, FileExistsError):
+            is_none = os.path.lexists(self._folder) and not self._folder.is_dir()
+            if is_none or not self._folder.parent.is_dir():
+                raise
+            return False
+
+    def _clear(self) -> None:
+        """Remove what lies beside the ledger, unless it is the only copy of something."""
+        settle(self._folder)
+        # Not `shutil.rmtree`, which refuses folders whose inode numbers change.
+        for place, folders, files in os.walk(self._folder, topdown=False):
+            for name in files:
+                if (path := Path(place, name)) != self._path:
+                    path.unlink()
+            for name in folders:
+                if (path := Path(place, name)).is_symlink():
+                    path.unlink()
+                else:
+                    path.rmdir()
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+
+
+class LocalPublisher(Publisher):
+    """Of a target at ``place.path``: files are made with their sizes, and tasks write ranges of them."""
+
+    def __init__(self, place: TargetPlace, save_id: str, *, overwrite: bool = False) -> None:
+        super().__init__(place, save_id, overwrite=overwrite)
+        self._target = Path(place.url)
+        self._ledger = LocalLedger(place.work_folder, save_id)
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._ledger.close()
+
+    def append(self, result: TaskResult, batch: TaskBatch) -> None:
+        """As `Publisher.append`."""
+        self._ledger.append(result.encode())
+
+    @property
+    def output(self) -> Output:
+        """The folder beside the target."""
+        return Output(PosixStore(self._ledger.output), in_place=True)
+
+    def begin(self, layout: TargetLayout, fingerprint: str) -> tuple[TargetLayout, list[TaskResult]]:
+        """As `Publisher.begin`."""
+        place, ledger = self.place, self._ledger
+        PosixStore(self._target.parent).make_root()
+        is_known = ledger.open(fingerprint)
+        try:
+            if layout.index is not None and self.overwrite and place.exists():
+                # What the commit compares with is taken before anything is written.
+                self._previous = commit.previous_state(place.store, commit.Names())
+        except BaseException:
+            if not is_known:
+                ledger.remove()
+            raise
+        found = self._built(layout) if is_known else None
+        if found is None:
+            try:
+                if not self.overwrite:
+                    place.refuse_existing()
+                ledger.begin(fingerprint, self.save_id)
+                reserve(ledger.output, layout)
+            except BaseException:
+                ledger.remove()
+                raise
+        self.has_begun, self.inode = True, ledger.inode
+        if place.file_name is not None:
+            with step(None, "stat", path := ledger.output / place.file_name):
+                self.inode = path.stat().st_ino
+        return found or (layout, [])
+
+    def _built(self, layout: TargetLayout) -> tuple[TargetLayout, list[TaskResult]] | None:
+        """Return what an earlier run has made if it is there: beside the target or, of a folder, if it was
+        killed after that, under its name. What replaces another is rather made again."""
+        ledger, new = self._ledger, self.save_id
+        found = self._resumed(layout, ledger.save_id, ledger.done)
+        if found is None:
+            return None
+        self.save_id = ledger.save_id
+        is_renamed = self.place.file_name is None and not self.overwrite
+        if have_sizes(ledger.output, found[0]) or (is_renamed and self.is_published(found[0], ledger.inode)):
+            return found
+        self.save_id = new
+        return None
+
+    def is_published(self, layout: TargetLayout, inode: int | None) -> bool:
+        """As `Publisher.is_published`."""
+        with step(None, "stat", self._target):
+            if not self._target.exists() or self._target.stat().st_ino != inode:
+                return False
+        return super().is_published(layout, inode)
+
+    def _publish(self, layout: TargetLayout, checks: ResultChecks, index: CheckpointIndex | None) -> None:
+        output, target, previous = self._ledger.output, self._target, self._previous
+        fill_holes(output, layout, checks)
+        drop_half_written(output)
+        for name, data in layout.last_files.items():
+            self._write(output, name, data)
+        if index is not None:
+            if previous is not None and (previous.exists or has_only_others(target)):
+                self._commit_over(output, index, previous)
+                return
+            # Nobody looks at the folder yet, so that these two need no order.
+            metadata = encode_torch_metadata(index, checkpoint_id=self.place.url, save_id=self.save_id)
+            self._write(output, METADATA_NAME, metadata)
+            index = replace(index, torch_metadata_crc=crc32(metadata))
+            self._write(output, MANIFEST_NAME, encode_manifest(index))
+        PosixStore(output).sync()
+        self._ledger.sync()  # a run that finds the target knows by it that all of this one is done
+        announce("publish", target)
+        try:
+            if self.place.file_name is not None:
+                rename(output / self.place.file_name, target, overwrite=self.overwrite)
+            elif self.overwrite and target.is_dir() and any(target.iterdir()):
+                keep_others(output, target, layout)
+                self._ledger.forget()  # a resumed run would take the old files for its own
+                self.has_begun = False  # what is aside from now on may be the only copy: the next run looks
+                move_late(exchange(output, target), target, layout)
+            else:
+                output.rename(target)  # also over an empty folder
+        except StorageError:
+            raise
+        except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                raise self._conflict() from error
+            raise storage_error(error, "rename", target) from error
+
+    def _make_durable(self) -> None:
+        try:
+            PosixStore(self._target.parent).sync()
+        except StorageError as error:
+            raise type(error)(
+                f"{self.place.url} is complete, but may not outlast a power cut: {error}",
+                **error.facts | {"committed": True},
+            ) from error
+
+    def _write(self, output: Path, path: str, data: bytes) -> None:
+        announce("write", path)
+        holder = PosixStore((output / path).parent)
+        holder.make_root()
+        holder.publish(Path(path).name, data, durable=True)
+
+    def _commit_over(self, output: Path, index: CheckpointIndex, previous: commit.Previous) -> None:
+        """Data files of unique names beside the old ones, then the commit that any save makes."""
+        store = self.place.store
+        try:
+            for name in index.files:
+                with step(announce, "move", output / name):
+                    (output / name).rename(store.path_of(name))
+            store.sync()
+            self._commit(store, index, previous)
+        except BaseException:
+            commit.discard(store, self.save_id, commit.Names())
+            raise
+
+    def clear(self, batches: int) -> None:
+        """As `Publisher.clear`."""
+        self._ledger.remove()
+
+    discard = clear
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def reserve(folder: Path, layout: TargetLayout) -> None:
+    """Make every file with its size, so that tasks write to any place of it; with blocks where the file
+    system can: a full disk shows now, not after hours."""
+    for name, size in zip(layout.file_names, layout.file_sizes, strict=True):
+        path = folder / name
+        with step(announce, "create", path):
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(path, flags, 0o666)
+            try:
+                if size:
+                    _allocate(path, size)
+                    os.ftruncate(descriptor, size)
+            finally:
+                os.close(descriptor)
+
+
+def drop_half_written(folder: Path) -> None:
+    """Remove small files at which an earlier run was killed: the target would have them, too."""
+    with step(None, "list", folder):
+        found = list(folder.rglob(f"{TEMPORARY_PREFIX}*"))
+    for path in found:
+        if path.is_file():
+            path.unlink()
+
+
+def _allocate(path: Path, size: int) -> None:
+    # With O_DIRECT: where blocks cannot be allocated, glibc writes a byte to each instead, and that refuses.
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        return
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def have_sizes(folder: Path, layout: TargetLayout) -> bool:
+    """Return whether all files are there that `reserve` makes."""
+    files = zip(layout.file_names, layout.file_sizes, strict=True)
+    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files)
+
+
+def fill_holes(folder: Path, layout: TargetLayout, checks: ResultChecks) -> None:
+    """Write checksums into the files, and make each of these durable."""
+    holes = defaultdict(list)
+    crcs: dict[int, bytes] = {}
+    for hole in layout.holes:
+        holes[hole.file].append((hole.offset, hole.copy))
+    for file, name in enumerate(layout.file_names):
+        with step(announce, "holes", folder / name):
+            descriptor = os.open(folder / name, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                for offset, copy in sorted(holes[file]):
+                    if copy not in crcs:
+                        crcs[copy] = checks.whole(copy).to_bytes(4, "little")
+                    os.pwrite(descriptor, crcs[copy], offset)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def rename(source: Path, target: Path, *, overwrite: bool) -> None:
+    """Give a file its name; FileExistsError if there is something, unless ``overwrite``."""
+    if overwrite:
+        source.rename(target)
+        return
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if not is_link_refused(error, source):
+            raise
+        if os.path.lexists(target):  # without hard links, this and the rename are two steps
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from error
+        source.rename(target)
+
+
+def keep_others(folder: Path, target: Path, layout: TargetLayout) -> None:
+    """Put into ``folder``, durably, what a new checkpoint in place of ``target`` does not replace, files
+    that ``layout.replaced`` names among that.
+
+    Raises PlanError for what would have to be moved.
+    """
+    for entry in _others(target, folder, layout):
+        if entry.is_dir() or entry.is_symlink():
+            raise PlanError(
+                f"{entry} is in the folder to be replaced, and would have to be moved; convert to another "
+                "target and put the folders together yourself",
+                path=str(entry),
+            )
+        _keep(entry, folder / entry.name)
+    PosixStore(folder).sync()  # what is kept is there before its only other name goes
+
+
+def move_late(old: Path, target: Path, layout: TargetLayout) -> None:
+    """Move into ``target`` what has come into the folder that it replaces since `keep_others` looked."""
+    for entry in _others(old, target, layout):
+        if not os.path.lexists(target / entry.name):
+            entry.rename(target / entry.name)
+
+
+def _others(old: Path, new: Path, layout: TargetLayout) -> Iterator[Path]:
+    """Yield the entries of a folder that ``new`` does not replace."""
+    entries = {entry.name: entry for entry in old.iterdir()}
+    replaced = layout.replaced("", entries)
+    for name, entry in entries.items():
+        if not (name in replaced or _is_replaced(name) or _is_replaced_folder(entry, new / name, layout)):
+            yield entry
+
+
+def stays(name: str) -> bool:
+    """Return whether a file of a folder stays there, whatever is converted to the folder."""
+    return not _is_replaced(name) and name not in HF_NAMES
+
+
+def has_only_others(target: Path) -> bool:
+    """Return whether nothing in a folder is of a checkpoint."""
+    return not any(_is_replaced(entry.name) for entry in target.iterdir())
+
+
+def _is_replaced_folder(entry: Path, made: Path, layout: TargetLayout) -> bool:
+    """Return whether no file of a folder stays: there is a new one, or ``layout.replaced`` names it."""
+    if entry.is_symlink() or not entry.is_dir():
+        return False
+    names = {one.name for one in entry.iterdir()}
+    new = {one.name for one in made.iterdir()} if made.is_dir() else set()
+    return names <= layout.replaced(entry.name, names) | new
+
+
+def _is_replaced(name: str) -> bool:
+    """Return whether a new checkpoint in the folder takes the place of a file; others, such as config.json,
+    stay."""
+    if name.endswith(DATA_SUFFIX) and name.startswith("__"):
+        return True
+    if name in (MANIFEST_NAME, METADATA_NAME, *_NOTES):
+        return True
+    folders = (one for one in formats() if one.target is not None and one.target.as_file != "always")
+    return any(one.is_in_folder(name) for one in folders)
+
+
+def _keep(entry: Path, kept: Path) -> None:
+    """Give a file a second name; where there are no hard links, make a durable copy."""
+    kept.unlink(missing_ok=True)  # of a run that was killed here
+    try:
+        os.link(entry, kept)
+    except OSError:
+        kept.unlink(missing_ok=True)  # it may have been made all the same: then both are one file
+        with entry.open("rb") as file, kept.open("xb") as copy:
+            shutil.copyfileobj(file, copy)
+            copy.flush()
+            shutil.copystat(entry, kept)
+            os.fsync(copy.fileno())
+
+
+def exchange(folder: Path, target: Path) -> Path:
+    """Put ``folder`` in the place of ``target``, and return where that is now: one step where the file system
+    can, else two, which `settle` undoes or finishes if they are interrupted."""
+    new = folder.with_name(_NEW)  # a name that no ledger goes by
+    folder.rename(new)
+    announce("exchange", target)
+    if _is_exchanged(new, target):
+        old = new
+    else:
+        old = new.with_name(_ASIDE) / target.name
+        old.parent.mkdir()
+        for durable in (old.parent, new.parent, target.parent):  # the way to where it is moved
+            PosixStore(durable).sync()
+        try:
+            announce("move aside", target)
+            target.rename(old)
+            announce("move into place", target)
+            new.rename(target)
+        except BaseException as error:
+            settle(new.parent)
+            if new.exists() or not isinstance(error, OSError):
+                raise
+            old = new.with_name(_OUTDATED) / target.name  # it was done all the same
+    announce("exchanged", target)
+    return old
+
+
+def _is_exchanged(one: Path, other: Path) -> bool:
+    """Exchange two folders; False where the kernel or the file system has no such call."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number not in NO_EXCHANGE:  # after any other failure they may have been exchanged
+        raise OSError(number, os.strerror(number), str(other))
+    return False
+
+
+def only_copies(work: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield (where it is now, the target) of what `exchange` has moved aside in a work folder, and
+    replaced by nothing yet."""
+    aside = work / _ASIDE
+    for old in sorted(aside.iterdir()) if aside.is_dir() else ():
+        target = work.parent / old.name
+        if not _is_taken(target) or (work / _NEW).exists():
+            yield old, target
+
+
+def refusal_to_put_back(work: Path) -> str | None:
+    """Return the reason why what was moved aside in a work folder can neither be put back nor go; None if
+    there is none."""
+    for old, target in only_copies(work):
+        if _is_taken(target):
+            return (
+                f"{target} has come into being while a conversion was replacing what was there before, which "
+                f"is in {old} now: move that to where you want it, or delete it"
+            )
+    return None
+
+
+def settle(work: Path) -> None:
+    """Put back what an interrupted `exchange` has moved aside in the work folder of a conversion, if the new
+    folder is not in its place. What it replaced may go after that.
+
+    Raises CheckpointConflictError if something else is in its place, StorageError if it cannot be put back.
+    """
+    new, aside = work / _NEW, work / _ASIDE
+    if not new.exists() and not aside.exists():
+        return
+    if refusal := refusal_to_put_back(work):
+        raise CheckpointConflictError(refusal, path=str(work))
+    for old, target in only_copies(work):
+        announce("put back", target)
+        try:
+            old.rename(target)
+        except OSError as error:
+            raise StorageError(
+                f"{target} could not be put back ({error.strerror}): its files are in {old}. The next "
+                "conversion to it puts them back once the storage works again, and so does dcp gc",
+                path=str(target),
+                op="rename",
+                errno=error.errno,
+            ) from error
+    PosixStore(work.parent).sync()  # a name must outlast a power cut before what it replaced goes
+    with step(announce, "settled", work):
+        if aside.exists():  # else what is left of it could be taken for what is to be put back
+            aside.rename(work / _OUTDATED)
+
+
+def _is_taken(target: Path) -> bool:
+    """Return whether anything but an empty folder is there, in whose place another can be put."""
+    if target.is_dir() and not target.is_symlink():
+        return any(target.iterdir())
+    return os.path.lexists(target)

@@ -1,0 +1,460 @@
+"""Publishing of a target: room for it, a note of what is done, and one atomic step that makes it exist.
+
+All of it may be repeated, also while an earlier attempt at it still runs. Nothing is replaced unless it is to
+be.
+
+What is done is noted in a ledger, so that a killed conversion is resumed. Its first entry says of which
+conversion (fingerprint), under which save id and, locally, in which folder (inode); each other one is the
+result of a batch of tasks whose bytes were durable before. An entry counts if its checksum fits, and none
+after one that does not: that is how far the file was written. Entries must never be believed of bytes that
+another conversion has written since, whichever of both a power cut has left. So they are bound to these: by
+a folder that has the save id in its name, or by the versions of the objects.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Final
+
+import msgpack
+import numpy as np
+
+from dcp.conversion.layout import TargetLayout
+from dcp.conversion.running import Output, announce
+from dcp.conversion.targets.job import TargetPlace
+from dcp.conversion.tasks import ResultChecks, TaskBatch, TaskResult
+from dcp.inspection.values.digests import sums_of
+from dcp.inspection.values.tensor_reading import TensorReader
+from dcp.storage import commit
+from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME, is_commit_object
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    PlanError,
+)
+from dcp.storage.formats.checksums import crc32
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.opening import MAX_TORCH_METADATA_BYTES, has_checkpoint, open_index
+from dcp.storage.formats.registry import DCP, targets
+from dcp.storage.geometry.strides import starts
+from dcp.storage.stores.base import ANY, TEMPORARY_PREFIX, Store, Version
+from dcp.storage.stores.opening import ParentFolder
+
+# -- ledgers -------------------------------------------------------------------------------------------------
+
+MAX_LEDGER_BYTES: Final = 1 << 30
+
+_HEAD: Final = struct.Struct("<II")
+_VERSION: Final = 5
+_SAVE_ID: Final = re.compile("[0-9a-f]{8}")
+
+
+def framed(data: bytes) -> bytes:
+    """Return an entry of the ledger, with its length and checksum."""
+    return _HEAD.pack(len(data), crc32(data)) + data
+
+
+def header(fingerprint: str, save_id: str, inode: int | None = None) -> bytes:
+    """Return the first entry of a ledger."""
+    facts = {"version": _VERSION, "fingerprint": fingerprint, "save_id": save_id, "inode": inode}
+    return framed(msgpack.packb(facts))
+
+
+def parse(data: bytes, fingerprint: str | None) -> tuple[str, int | None, list[bytes], int] | None:
+    """Return (save id, inode, entries, where the last one ends) of a ledger, whose entries are those behind
+    the first whose checksums fit, up to one that does not; None if they are of another conversion than
+    ``fingerprint`` (None: of any)."""
+    found, position = [], 0
+    while position + _HEAD.size <= len(data):
+        size, crc = _HEAD.unpack_from(data, position)
+        entry = data[position + _HEAD.size : position + _HEAD.size + size]
+        if not size or len(entry) != size or crc32(entry) != crc:  # zeros are what a power cut leaves
+            break
+        found.append(entry)
+        position += _HEAD.size + size
+    match _unpacked(found[0]) if found else None:
+        case {"version": version, "fingerprint": of, "save_id": str(save_id), "inode": inode}:
+            is_own = version == _VERSION and (fingerprint is None or of == fingerprint)
+            if is_own and _SAVE_ID.fullmatch(save_id):  # it becomes a file name
+                return save_id, inode, found[1:], position
+    return None
+
+
+def _unpacked(data: bytes) -> Any:
+    """Return None for anything but msgpack."""
+    try:
+        return msgpack.unpackb(data)
+    except (ValueError, msgpack.UnpackException):
+        return None
+
+
+# -- steps of any target -------------------------------------------------------------------------------------
+
+
+class Publisher(ABC):
+    """Steps of the target at ``place`` before and after its bytes are written to `output`.
+
+    ``save_id`` is that of a ``dcp`` target, unless an earlier run has begun it under another one. An attempt
+    (`TargetPlace.attempt`) has no ledger of what is done: that is known to the job that it is of. ``inode``
+    is of what is to be renamed to the target, or has been, where that is local.
+    """
+
+    def __init__(self, place: TargetPlace, save_id: str, *, overwrite: bool = False) -> None:
+        self.place = place
+        self.save_id = save_id
+        self.overwrite = overwrite
+        self.inode: int | None = None
+        self.has_begun = False
+        self._previous: commit.Previous | None = None
+
+    @property
+    @abstractmethod
+    def output(self) -> Output:
+        """The place where tasks write, once there is room."""
+
+    @abstractmethod
+    def begin(self, layout: TargetLayout, fingerprint: str) -> tuple[TargetLayout, list[TaskResult]]:
+        """Make room. The layout under the save id of the run that began it, and the results of what is done.
+
+        Raises CheckpointConflictError if something is at the target.
+        """
+
+    def expect(self, batch: TaskBatch) -> None:  # noqa: B027 - of a local target all is in the work folder
+        """Note that another process is about to write the files of ``batch``: if its end is never heard
+        of, `discard` removes them."""
+
+    @contextmanager
+    def noted(self, batch: TaskBatch) -> Iterator[None]:
+        """Note the files of a batch of an attempt, which the block writes, so that `discard` removes them."""
+        yield
+
+    @abstractmethod
+    def append(self, result: TaskResult, batch: TaskBatch) -> None:
+        """Note in the ledger that a batch is done."""
+
+    def close(self) -> None:  # noqa: B027 - nothing is held of objects
+        """Let go of the ledger."""
+
+    @abstractmethod
+    def clear(self, batches: int) -> None:
+        """Remove what is aside, of ``batches`` batches; the target is published, or will never be."""
+
+    @abstractmethod
+    def discard(self, batches: int) -> None:
+        """Remove all that was written, unless it has been published after all."""
+
+    def publish(self, layout: TargetLayout, checks: ResultChecks, inode: int | None) -> None:
+        """Make the target exist, durably; fine if an earlier attempt has done so, which is known by ``inode``
+        where it is local. Raises CheckpointConflictError if something else has come into being."""
+        if not self.is_published(layout, inode):
+            try:
+                self._publish(layout, checks, self._final_index(layout, checks))
+            except (CheckpointError, OSError) as error:
+                is_committed = isinstance(error, CheckpointError) and error.committed
+                if is_committed or not self.is_published(layout, inode):  # by a quicker attempt
+                    raise
+        self._make_durable()
+
+    @abstractmethod
+    def _publish(self, layout: TargetLayout, checks: ResultChecks, index: CheckpointIndex | None) -> None:
+        """Make it exist, which is whole in `output` but for holes; ``index`` is that of a ``dcp`` target."""
+
+    def _make_durable(self) -> None:  # noqa: B027 - objects are durable when they appear
+        """Make the target's name durable. Raises StorageError (``committed``) where that fails."""
+
+    def is_published(self, layout: TargetLayout, inode: int | None) -> bool:
+        """Return whether the target is what this conversion makes, and complete."""
+        place = self.place
+        for name, size in zip(layout.file_names, layout.file_sizes, strict=True):
+            info = place.store.stat(name)
+            if info is None or info.size_bytes != size:
+                return False
+        if not all(_holds(*place.holder(path), data) for path, data in layout.last_files.items()):
+            return False
+        return layout.index is None or self._is_committed(place.store)
+
+    def _is_committed(self, store: Store) -> bool:
+        """Return whether all of the commit of a ``dcp`` target is there."""
+        try:
+            index = open_index(store)
+            if index.format != DCP.name or index.provenance.get("save_id") != self.save_id:
+                return False
+            data = store.read(METADATA_NAME, limit_bytes=MAX_TORCH_METADATA_BYTES)
+        except CheckpointNotFoundError:
+            return False
+        return crc32(data) == index.torch_metadata_crc
+
+    def _commit(self, store: Store, index: CheckpointIndex, previous: commit.Previous) -> None:
+        announce("publish", MANIFEST_NAME)
+        facts: dict[str, Any] = {"save_id": self.save_id, "durable": True, "torch_compatible": True}
+        commit.commit(store, index, previous, names=commit.Names(), **facts)
+
+    def _conflict(self) -> CheckpointConflictError:
+        return CheckpointConflictError(
+            f"{self.place.url} has come into being while its replacement was being written, and is "
+            "untouched; give another target",
+            alternative="replace it",
+            argument="overwrite=True",
+            path=self.place.url,
+        )
+
+    def _resumed(
+        self, layout: TargetLayout, save_id: str, entries: list[bytes]
+    ) -> tuple[TargetLayout, list[TaskResult]] | None:
+        """Return the layout under the save id of the run that began it, and the results in a ledger's
+        ``entries``; None if these cannot be read."""
+        try:
+            done = [TaskResult.decode(entry) for entry in entries]
+        except CheckpointFormatError:
+            return None
+        if layout.index is None or save_id == self.save_id:
+            return layout, done
+        names = [name.replace(f".{self.save_id}.", f".{save_id}.") for name in layout.file_names]
+        provenance = {**layout.index.provenance, "save_id": save_id}
+        index = replace(layout.index, files=names, provenance=provenance)
+        return replace(layout, file_names=names, index=index), done
+
+    def _final_index(self, layout: TargetLayout, checks: ResultChecks) -> CheckpointIndex | None:
+        """Return the index of a ``dcp`` target with the checksums of its blocks and, where the source has
+        digests, those of the tensors that are not as it has them: of what was written, which is read."""
+        index, copies = layout.index, layout.chunk_copies
+        if index is None or copies is None:
+            return None
+        blocks = [checks.blocks(copy) for copy in copies.tolist()]
+        crcs = np.concatenate([np.zeros(0, np.uint32), *blocks]).astype(np.uint32)
+        index = replace(index, crc_start=starts([len(block) for block in blocks]), crcs=crcs)
+        if not (rows := [row for row, total in enumerate(index.digests) if not total]):
+            return index
+        with TensorReader(self.output.store, index) as reader:
+            found = sums_of(reader, rows)
+        return replace(index, digests=[found.get(row, total) for row, total in enumerate(index.digests)])
+
+
+def _holds(store: Store, name: str, data: bytes) -> bool:
+    """Return whether a file has these bytes."""
+    info = store.stat(name)
+    is_as_long = info is not None and info.size_bytes == len(data)
+    return is_as_long and store.read(name, limit_bytes=len(data)) == data
+
+
+# -- targets in object stores --------------------------------------------------------------------------------
+
+_EXPECTED: Final = "of bytes: "
+"""In place of the version of a file that is not written yet; its size follows."""
+
+
+class StoredPublisher(Publisher):
+    """Of a target behind a store: each task writes a whole file, and the one that completes them is last.
+
+    The ledger is a small object beside the output, replaced with each batch that is done. Two processes at
+    once cannot be distinguished by it: files of one name are refused by the store. An attempt has one for
+    each batch, which notes the files that its task has written or is about to.
+    """
+
+    def __init__(self, place: TargetPlace, save_id: str, *, overwrite: bool = False) -> None:
+        super().__init__(place, save_id, overwrite=overwrite)
+        self._store = place.store
+        self._ledger = b""
+        self._expected: dict[str, str] = {}
+
+    @property
+    def output(self) -> Output:
+        """The store itself."""
+        return Output(self._store, in_place=False, replace=self.overwrite)
+
+    def begin(self, layout: TargetLayout, fingerprint: str) -> tuple[TargetLayout, list[TaskResult]]:
+        """As `Publisher.begin`."""
+        if self.place.attempt:
+            self._refuse(layout)
+            self._store.make_root()
+            return layout, []
+        data = self._read(self.place.ledger_name)
+        noted = parse(data, fingerprint)
+        if layout.index is not None:  # what the commit compares with is taken before anything is written
+            self._previous = commit.previous_state(self._store, commit.Names())
+        if noted is not None:
+            save_id, _, entries, end = noted
+            done = [one for one in map(_noted, entries) if one is not None and self._are_there(one[1])]
+            resumed = self._resumed(layout, save_id, [result for result, _ in done])
+            if resumed is not None:
+                self.save_id, self._ledger, self.has_begun = save_id, data[:end], True
+                return resumed
+        self._refuse(layout)
+        self._store.make_root()
+        # Before a file is written: one of another conversion's would be taken for its own.
+        self._ledger = header(fingerprint, self.save_id)
+        self._write(self.place.ledger_name, self._ledger)
+        if self.overwrite:  # readers must not take new shards for those of the old index
+            for path in {*layout.last_files, *self._replaced(layout)}:
+                holder, name = self.place.holder(path)
+                holder.delete(name)
+        self.has_begun = True
+        return layout, []
+
+    def _refuse(self, layout: TargetLayout) -> None:
+        """Raise for what is there and may not be replaced. What an attempt has left is compared with what it
+        should be."""
+        place = self.place
+
+        def is_leftover(name: str) -> bool:
+            if layout.index is not None:
+                return not is_commit_object(name) and name.startswith(("__", TEMPORARY_PREFIX))
+            is_shard = bool(layout.last_files) and name in layout.file_names
+            return is_shard or name.startswith(TEMPORARY_PREFIX)
+
+        if not self.overwrite:
+            place.refuse_existing(is_leftover if place.attempt else None)
+        elif place.file_name is None and layout.index is None and has_checkpoint(place.store):
+            raise PlanError(
+                f"{place.url} holds a sharded checkpoint, which files of another format cannot replace in "
+                "one step; delete it first, or convert to another target",
+                path=place.url,
+            )
+
+    def _replaced(self, layout: TargetLayout) -> Iterator[str]:
+        """Yield paths of what is in the target's folder, and in those directly below, and does not stay."""
+        yield from layout.replaced("", {info.name for info in self._store.list()})
+        if layout.last_files and self._store.capabilities.lists_folders:
+            parent = ParentFolder(self._store, self.place.open_store)
+            for folder, listing in parent.listings().items():
+                files = parent.store(folder).list() if listing is None else listing
+                names = {one.name for one in files}
+                yield from (f"{folder}/{name}" for name in layout.replaced(folder, names))
+
+    # -- what is done ----------------------------------------------------------------------------------------
+
+    def append(self, result: TaskResult, batch: TaskBatch) -> None:
+        """Write the ledger anew, with one request and one for each file: an object store has no appending."""
+        versions = {task.name: self._version(task.name) for task in batch.tasks}
+        self._ledger += framed(msgpack.packb([result.encode(), versions]))
+        self._write(self.place.ledger_name, self._ledger)
+        for name in versions:
+            self._expected.pop(name, None)
+
+    def expect(self, batch: TaskBatch) -> None:
+        """As `Publisher.expect`."""
+        self._expected |= self._absent(batch)
+
+    @contextmanager
+    def noted(self, batch: TaskBatch) -> Iterator[None]:
+        """As `Publisher.noted`. Files that are there before are none of its own, unless it was about to write
+        them before."""
+        if not (files := _own_files(batch)):
+            yield
+            return
+        name = self.place.ledger_of(batch.number)
+        if absent := self._absent(batch):
+            self._note(name, _files(self._read(name)) | absent)
+        try:
+            yield
+        except CheckpointConflictError:  # one of them is not its own
+            self._note(name, {})
+            raise
+        self._note(name, {file: self._version(file) for file in files})
+
+    def _absent(self, batch: TaskBatch) -> dict[str, str]:
+        """Return the files of ``batch`` that are not there, with their sizes in place of versions."""
+        sizes = _own_files(batch).items()
+        return {name: f"{_EXPECTED}{size}" for name, size in sizes if self._store.stat(name) is None}
+
+    def _note(self, ledger: str, files: Mapping[str, str]) -> None:
+        self._write(ledger, header("", self.save_id) + framed(msgpack.packb([b"", dict(files)])))
+
+    def _are_there(self, versions: Mapping[str, str]) -> bool:
+        """Return whether the files are there as a batch has written them."""
+        return all(
+            self._store.stat(file) is not None and self._version(file) == version
+            for file, version in versions.items()
+        )
+
+    def _version(self, file: str) -> str:
+        if file.endswith(DATA_SUFFIX):  # they have the save id in their names
+            return ""
+        version = self._store.version(file)
+        return "" if version is None else version.token
+
+    def _read(self, ledger: str) -> bytes:
+        try:
+            return self._store.read(ledger, limit_bytes=MAX_LEDGER_BYTES)
+        except CheckpointNotFoundError:
+            return b""
+
+    def _write(self, ledger: str, data: bytes) -> None:
+        announce("ledger", ledger)
+        self._store.publish(ledger, data, durable=True)
+
+    # -- publishing ------------------------------------------------------------------------------------------
+
+    def _publish(self, layout: TargetLayout, checks: ResultChecks, index: CheckpointIndex | None) -> None:
+        for path, data in layout.last_files.items():
+            holder, name = self.place.holder(path)
+            if self.overwrite or not _holds(holder, name, data):  # of a run that was killed here
+                announce("publish", path)
+                holder.make_root()
+                holder.publish(name, data, durable=True, expected=ANY if self.overwrite else None)
+        if index is not None:
+            previous = self._previous or commit.previous_state(self._store, commit.Names())
+            if previous.exists and not self.overwrite:
+                raise self._conflict()
+            self._commit(self._store, index, previous)
+
+    def clear(self, batches: int) -> None:
+        """As `Publisher.clear`."""
+        place, store = self.place, self._store
+        if not place.attempt or store.stat(place.ledger_name) is None:  # else of a conversion to be resumed
+            place.end_uploads()
+        announce("remove", place.ledger_name)
+        for error in store.delete_all(self._ledger_names(batches)).values():
+            raise error
+
+    def discard(self, batches: int) -> None:
+        """Remove all that was noted and is still the same, and what was expected and has the size, unless it
+        has been published after all; data files have the save id in their names, and are removed by that."""
+        store, is_folder = self._store, self.place.file_name is None
+        commit.discard(store, self.save_id, commit.Names())
+        last = (target.last_file for target in targets() if target.last_file is not None)
+        if not (is_folder and any(store.stat(name) is not None for name in last)):
+            found = self._expected
+            for ledger in self._ledger_names(batches):
+                found = found | _files(self._read(ledger))
+            for file, version in found.items():
+                if version.startswith(_EXPECTED):
+                    info = store.stat(file)
+                    if info is not None and info.size_bytes == int(version.removeprefix(_EXPECTED)):
+                        store.delete(file)
+                elif version:
+                    store.delete_if(file, Version(version))
+        self.clear(batches)
+
+    def _ledger_names(self, batches: int) -> list[str]:
+        place = self.place
+        return [place.ledger_of(at) for at in range(batches)] if place.attempt else [place.ledger_name]
+
+
+def _own_files(batch: TaskBatch) -> dict[str, int]:
+    """Return sizes in bytes by name, but of data files, which have the save id in theirs."""
+    return {task.name: task.file_bytes for task in batch.tasks if not task.name.endswith(DATA_SUFFIX)}
+
+
+def _noted(entry: bytes) -> tuple[bytes, dict[str, str]] | None:
+    """Return (result, versions by file) of an entry; None for anything else."""
+    match _unpacked(entry):
+        case [bytes() as result, dict() as versions] if all(
+            type(text) is str for pair in versions.items() for text in pair
+        ):
+            return result, versions
+    return None
+
+
+def _files(ledger: bytes) -> dict[str, str]:
+    """Return by file the note of a ledger."""
+    noted = parse(ledger, None)
+    found = map(_noted, noted[2]) if noted is not None else ()
+    return {file: version for entry in found if entry for file, version in entry[1].items()}
