@@ -43,7 +43,7 @@ from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.ranks.handshake import raise_on_all_ranks, works_alone
 from dcp.saving.options import SaveOptions
 from dcp.saving.save import Held, SaveOutcome, SavingRank
-from dcp.steps.notes import patterns_of_part
+from dcp.steps import patterns_of_part
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from typing import Final
 
-__all__ = ["DATA_SUFFIX", "MANIFEST_NAME", "METADATA_NAME", "NOTES_NAME", "RANK_LOCAL", "is_commit_object"]
-
 MANIFEST_NAME: Final = "manifest.msgpack"
 """Ours."""
 
@@ -22,6 +20,9 @@ NOTES_NAME: Final = "notes.msgpack"
 
 DATA_SUFFIX: Final = ".distcp"
 """How names of data files end, ours and stock's."""
+
+DATA_NAME: Final = re.compile(rf"__[0-9]+_[0-9]+(?:\.(?P<owner>[0-9a-f]+))?{re.escape(DATA_SUFFIX)}")
+"""Of a data file, ours or stock's, which has no id of a save."""
 
 RANK_LOCAL: Final = re.compile(
     rf"__(0|[1-9][0-9]{{0,8}})(?:\.{re.escape(MANIFEST_NAME)}|{re.escape(METADATA_NAME)})"

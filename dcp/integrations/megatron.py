@@ -50,8 +50,6 @@ with package_of("megatron", "Megatron-Core 0.19 and Python 3.12 or newer"):
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DcpLoadStrategy", "DcpSaveStrategy", "use"]
-
 _COMMON: Final = "common_state/shard_0_1"
 """The object in which Megatron stores all values but `ShardedTensor` and `ShardedObject`. It reads this one
 by itself, without comparing checksums, before it asks a strategy."""

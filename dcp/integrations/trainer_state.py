@@ -28,27 +28,13 @@ from dcp.background.writers import SaveFuture
 from dcp.errors import CheckpointError, OptionError, PlanError
 from dcp.inspection.checkpoints import list_checkpoints
 from dcp.manager.catalog import CatalogRegistration, Registrar, registration_of
-from dcp.manager.cleanup.removal import remove_checkpoint
+from dcp.manager.removal import remove_checkpoint
 from dcp.manager.saving import Mode
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from dcp.state_dict_saver import AsyncCheckpointerType, async_save, save
 from dcp.storage.stores.opening import OpenWith
-
-__all__ = [
-    "PathSaves",
-    "TrainedModel",
-    "TrainedOptimizers",
-    "check_private",
-    "committed_beside",
-    "gathered",
-    "has_shards",
-    "on_first_rank",
-    "own_part",
-    "package_of",
-    "refused_by_all",
-]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Names of wrappers, which compilation and activation checkpointing put into names of parameters."""

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from dcp.manager.events import Event
 
-__all__ = ["KEY_VARIABLE", "CatalogRegistration", "Registrar", "registration_of"]
-
 logger = logging.getLogger(__name__)
 
 KEY_VARIABLE: Final = "DCP_CATALOG_KEY"

@@ -14,8 +14,6 @@ import torch
 
 from dcp.storage.errors import CheckpointError
 
-__all__ = ["Event", "EventCallback", "EventKind", "Events"]
-
 logger = logging.getLogger(__name__)
 
 EventKind = Literal[

@@ -21,22 +21,23 @@ from dcp.background.session import AsyncSession, own_channel
 from dcp.background.writers import SaveFuture
 from dcp.calls.arguments import check_top_level, with_options
 from dcp.calls.plain_errors import plain_errors
+from dcp.manager.after_commit import AfterCommit, Check
 from dcp.manager.catalog import CatalogRegistration, Registrar, registration_of
-from dcp.manager.cleanup.after_commit import AfterCommit, Check
-from dcp.manager.cleanup.retention import Retention
-from dcp.manager.contents import Metrics, check_weights, user_metadata_of
-from dcp.manager.coordination import StepCoordinator
+from dcp.manager.coordination import Grace, Notices, StepCoordinator, grace_of
 from dcp.manager.events import EventCallback, Events
-from dcp.manager.notices import Grace, Notices, grace_of
 from dcp.manager.restore import Restored, restore
+from dcp.manager.retention import Retention
 from dcp.manager.saving import (
     LoopSession,
+    Metrics,
     Mode,
     SaveLedger,
     SaveListener,
     StepSaver,
     WhenBusy,
     check_group,
+    check_weights,
+    user_metadata_of,
 )
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
@@ -46,7 +47,7 @@ from dcp.ranks.handshake import raise_on_all_ranks, works_alone
 from dcp.saving.options import SaveOptions
 from dcp.state_dict_loader import LoadKeywords
 from dcp.state_dict_saver import AsyncCheckpointerType
-from dcp.steps.folders import StepFolders, whole_step
+from dcp.steps import StepFolders, whole_step
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError, PlanError
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.torch_storage.writer import FileSystemWriter
@@ -55,8 +56,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.planner import SavePlanner
     from torch.distributed.checkpoint.staging import AsyncStager
-
-__all__ = ["CheckpointManager"]
 
 _AFTER_ERROR_SECONDS = 60.0
 """Time for a save under way when training has ended with an exception: other ranks may be dead."""

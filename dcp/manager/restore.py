@@ -26,8 +26,7 @@ from dcp.ranks.failures import causes_of, is_damage
 from dcp.ranks.handshake import begin, raise_on_all_ranks, works_alone
 from dcp.ranks.retrying import retried
 from dcp.state_dict_loader import LoadKeywords, load_with
-from dcp.steps.folders import StepFolders, whole_step
-from dcp.steps.notes import partial_of
+from dcp.steps import StepFolders, partial_of, whole_step
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -41,8 +40,6 @@ from dcp.storage.formats.opening.folder import has_checkpoint, open_index
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-__all__ = ["Restored", "is_unusable", "restore"]
 
 logger = logging.getLogger(__name__)
 

@@ -27,13 +27,11 @@ import numpy.typing as npt
 
 from dcp.inspection.findings import VerifyReport
 from dcp.inspection.payload_checks import PayloadChecks
-from dcp.manager.cleanup.removal import is_left_aside, owner_of
-from dcp.manager.cleanup.retention import Part, Retention, plan
+from dcp.manager.retention import Part, Retention, plan
 from dcp.planners.load.selection import Selection
-from dcp.steps.folders import StepFolders
-from dcp.steps.notes import read_notes
+from dcp.steps import StepFolders, read_notes
 from dcp.storage import commit
-from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.commit_names import DATA_NAME, MANIFEST_NAME, METADATA_NAME
 from dcp.storage.engine.write import data_file_name
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -51,14 +49,16 @@ from dcp.storage.formats.torch.format import TORCH_DCP
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.folders import ParentFolder, open_parent_folder
-
-__all__ = ["Drop", "drop_parts", "finish_drop", "plan_drop", "steps_of", "to_prune"]
+from dcp.storage.stores.names import TEMPORARY_PREFIX
 
 logger = logging.getLogger(__name__)
 
 _PIECE_BYTES: Final = 8 << 20
 _ASIDE_SECONDS: Final = 900.0
 """Writing a file aside and publishing it never takes so long."""
+
+OWN_ASIDE: Final = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{32}}")
+"""Names of files of dcp before they are published under their own."""
 
 _ALIGNED_BYTES: Final = 64
 """Payloads begin at multiples of it, also after they were copied."""
@@ -302,17 +302,23 @@ def _remove_aside(store: Store, now: Mapping[str, FileInfo]) -> None:
     was published just now, by the same clock: a younger file may be about to get its name."""
     published = now[MANIFEST_NAME].modified_seconds if MANIFEST_NAME in now else 0.0
     old = {name for name, info in now.items() if info.modified_seconds < published - _ASIDE_SECONDS}
-    for name, error in store.delete_all(sorted(filter(is_left_aside, old))).items():
+    for name, error in store.delete_all(sorted(filter(OWN_ASIDE.fullmatch, old))).items():
         logger.warning("%s: could not delete %s: %s", store.url, name, error)
 
 
 def _left_behind(index: CheckpointIndex, before: Mapping[str, FileInfo]) -> set[str]:
     """Name the files of the save of ``index`` that it does not refer to any more."""
-    owners = {owner_of(name) for name in index.files} | {index.provenance.get("save_id")}
+    owners = {_owner_of(name) for name in index.files} | {index.provenance.get("save_id")}
     replaced = index.provenance.get("replaced_files", [])
-    own = {name for name in before if owner_of(name) is not None and owner_of(name) in owners}
+    own = {name for name in before if _owner_of(name) in owners - {None}}
     others = {name for name in replaced if name in before} if isinstance(replaced, list) else set()
     return (own | others) - {*index.files}
+
+
+def _owner_of(name: str) -> str | None:
+    """Return the id of the save of a data file of dcp's, by its name; None for all other files."""
+    match = DATA_NAME.fullmatch(name)
+    return None if match is None else match["owner"]
 
 
 def _is_stale(store: Store, index: CheckpointIndex, before: Mapping[str, FileInfo]) -> bool:

@@ -1,7 +1,7 @@
 """Work after a commit, behind the training loop: verification, its note, retention, deletions.
 
 On the coordinator only: one process of a run deletes. How one checkpoint is removed is in
-`dcp.manager.cleanup.removal`, how a part is dropped in `dropping`.
+`dcp.manager.removal`, how a part is dropped in `dropping`.
 """
 
 from __future__ import annotations
@@ -11,25 +11,23 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from dcp.inspection.verification import verify_store
-from dcp.manager.cleanup import retention
-from dcp.manager.cleanup.dropping import drop_parts, finish_drop
-from dcp.manager.cleanup.other_runs import OtherRuns
-from dcp.manager.cleanup.removal import (
+from dcp.manager import retention
+from dcp.manager.dropping import drop_parts, finish_drop
+from dcp.manager.events import Events
+from dcp.manager.removal import (
     Removed,
     finish_removal,
     is_abandoned,
     remove_abandoned,
     remove_checkpoint,
 )
-from dcp.manager.cleanup.retention import Part, Retention
-from dcp.manager.events import Events
-from dcp.steps.folders import Commit, StepFolders, read_commit
-from dcp.steps.notes import Verified
+from dcp.manager.retention import Part, Retention
+from dcp.steps import Commit, StepFolders, Verified, read_commit
 from dcp.storage.commit_names import METADATA_NAME, NOTES_NAME, is_commit_object
 from dcp.storage.errors import (
     CheckpointError,
@@ -39,8 +37,7 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.index import UNKNOWN
 from dcp.storage.stores.base import Store
-
-__all__ = ["AfterCommit", "Check", "problem_of"]
+from dcp.storage.stores.folders import SmallFiles
 
 logger = logging.getLogger(__name__)
 
@@ -528,3 +525,81 @@ class AfterCommit:
             return remove(store, time.time())
         finally:
             self._folders.forget(step)
+
+
+_SKEW_SECONDS = 300.0
+"""The difference that clocks of hosts may have."""
+
+
+class OtherRuns:
+    """Notices steps that another live run commits below ``folders``, and logs the first one.
+
+    Two jobs that were given one folder by mistake overwrite and delete each other's steps.
+    """
+
+    def __init__(self, folders: StepFolders) -> None:
+        self._folders = folders
+        self._began = time.monotonic()
+        self._began_seconds = time.time()
+        self._begun: dict[int, float] = {}
+        self._own: dict[int, str] = {}
+        self._seen: dict[int, SmallFiles] = {}
+        self._dropped: set[int] = set()
+        self._is_warned = False
+
+    def saving(self, step: int) -> None:
+        """Note that this run saves ``step``."""
+        self._own.pop(step, None)
+        self._begun[step] = time.monotonic()
+
+    def committed(self, step: int, save_id: str) -> None:
+        """Note that this run has committed ``step``."""
+        self._own[step] = save_id
+
+    def dropping(self, step: int) -> None:
+        """Note that this run drops a part of ``step``, which an earlier one may have saved."""
+        self._dropped.add(step)
+
+    def look(self, step: int, unsettled: Collection[int]) -> None:
+        """Look for steps of other runs after this run has committed ``step``; one listing, and no more as
+        long as there are none. Those that are ``unsettled`` are being saved here."""
+        if self._is_warned:
+            return
+        try:
+            folders = self._folders.folders()
+        except CheckpointError as error:  # the next commit looks again; this one's retention continues
+            logger.debug("%s: not looked at for other runs: %s", self._folders.root.url, error)
+            return
+        found = {
+            each: {name: info for name, info in files.items() if is_commit_object(name)}
+            for each, files in folders.items()
+        }
+        moments = {
+            each: max((info.modified_seconds for info in files.values()), default=0.0)
+            for each, files in found.items()
+        }
+        # By the clock of the storage: what is older was there before this run, or at its very beginning.
+        since = moments.get(step, 0.0) - (self._begun.get(step, self._began) - self._began)
+        for each, files in found.items():
+            is_new = bool(files) and each not in unsettled and self._seen.get(each) != files
+            if is_new:
+                self._seen[each] = files
+            if is_new and each != step and moments[each] > since and self._is_of_another(each):
+                self._is_warned = True
+                logger.warning(
+                    "%s was committed by another run, while this one saves to the same folder: they "
+                    "overwrite and delete each other's steps. Give each run a folder of its own",
+                    self._folders.checkpoint_id(each),
+                )
+                return
+
+    def _is_of_another(self, step: int) -> bool:
+        if step in self._dropped or (step in self._begun and not self._own.get(step)):
+            return False  # changed by this run, or of this run, which does not know by which id
+        try:
+            facts = self._folders.facts(step)
+        except CheckpointError:
+            return False
+        written = facts.committed_seconds
+        is_rewritten = written is not None and written < self._began_seconds - _SKEW_SECONDS
+        return facts.save_id != self._own.get(step) and not is_rewritten

@@ -16,53 +16,46 @@ lost. Torch-free.
 from __future__ import annotations
 
 import logging
+import os
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
+from dcp.conversion.publishing.local import LEDGER_NAME, LocalLedger
+from dcp.conversion.publishing.local_files import only_copies, refusal_to_put_back
 from dcp.conversion.targets.places import is_written_under
-from dcp.steps.folders import Commit, read_commit
-from dcp.steps.notes import Deleting, Notes, read_notes, update_notes
+from dcp.manager.dropping import OWN_ASIDE, finish_drop
+from dcp.steps import Commit, Deleting, Notes, read_commit, read_notes, update_notes
 from dcp.storage.commit import abort_uploads, unfinished_uploads
-from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME, is_commit_object
+from dcp.storage.commit_names import DATA_NAME, MANIFEST_NAME, METADATA_NAME, NOTES_NAME, is_commit_object
 from dcp.storage.errors import (
+    CheckpointConflictError,
     CheckpointError,
     CheckpointFormatError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    StorageError,
 )
-from dcp.storage.formats.opening.folder import MAX_TORCH_METADATA_BYTES
+from dcp.storage.formats.opening.folder import MAX_TORCH_METADATA_BYTES, open_index
 from dcp.storage.formats.torch.format import TORCH_DCP
 from dcp.storage.formats.torch.metadata.reader import decode_torch_metadata
+from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import FileInfo, Store
+from dcp.storage.stores.folders import open_parent_folder
 from dcp.storage.stores.names import LOCK_NAME, TEMPORARY_PREFIX
-
-__all__ = [
-    "Removed",
-    "emptied",
-    "files_to_remove",
-    "finish_removal",
-    "is_abandoned",
-    "is_left_aside",
-    "is_left_by_a_save",
-    "owner_of",
-    "remove_abandoned",
-    "remove_checkpoint",
-    "remove_strays",
-]
+from dcp.storage.stores.posix.store import PosixStore
 
 logger = logging.getLogger(__name__)
 
 Outcome = Literal["deleted", "pinned", "replaced", "absent"]
 
 _LOCK_TIMEOUT_SECONDS: Final = 60.0
-_DATA: Final = re.compile(r"__[0-9]+_[0-9]+(?:\.(?P<owner>[0-9a-f]+))?\.distcp")
-_OWN_ASIDE: Final = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{32}}")
 _ASIDE: Final = re.compile(
-    rf"{_OWN_ASIDE.pattern}|{re.escape(TEMPORARY_PREFIX)}convert-[0-9a-f]{{16}}|(?:__[0-9]+)?\.metadata\.tmp"
+    rf"{OWN_ASIDE.pattern}|{re.escape(TEMPORARY_PREFIX)}convert-[0-9a-f]{{16}}|(?:__[0-9]+)?\.metadata\.tmp"
 )
 """Files that killed publishes leave: of dcp and of stock torch; and the ledgers of conversions to object
 stores."""
@@ -187,18 +180,7 @@ def remove_abandoned(store: Store, older_than_seconds: float, now_seconds: float
 def is_left_by_a_save(name: str) -> bool:
     """Return whether a file of this name can be what a save, or its publish, left: nothing else has such
     names."""
-    return (_DATA.fullmatch(name) or _ASIDE.fullmatch(name)) is not None
-
-
-def owner_of(name: str) -> str | None:
-    """Return the id of the save of a data file of dcp's, by its name; None for all other files."""
-    match = _DATA.fullmatch(name)
-    return None if match is None else match["owner"]
-
-
-def is_left_aside(name: str) -> bool:
-    """Return whether a file of dcp is called so before it is published under its own name."""
-    return _OWN_ASIDE.fullmatch(name) is not None
+    return (DATA_NAME.fullmatch(name) or _ASIDE.fullmatch(name)) is not None
 
 
 def files_to_remove(store: Store, now_seconds: float) -> list[FileInfo]:
@@ -226,12 +208,12 @@ def remove_strays(store: Store, is_stray: Callable[[FileInfo], bool]) -> Removed
 
 
 def _owners(files: Iterable[FileInfo]) -> set[str]:
-    return {match["owner"] for info in files if (match := _DATA.fullmatch(info.name))} - {None}
+    return {match["owner"] for info in files if (match := DATA_NAME.fullmatch(info.name))} - {None}
 
 
 def _tombstone(store: Store, commit: Commit, now_seconds: float) -> Deleting:
     names = _names_of_files(store, commit)
-    owners = {match["owner"] or _STOCK_OWNER for name in names if (match := _DATA.fullmatch(name))}
+    owners = {match["owner"] or _STOCK_OWNER for name in names if (match := DATA_NAME.fullmatch(name))}
     times = {info.name: info.modified_seconds for info in store.list() if info.name in commit.versions}
     together = [times[name] for name in (MANIFEST_NAME, METADATA_NAME) if name in times]
     # No save that began before the last commit to an id can commit any more; ranks that save on their own
@@ -315,7 +297,7 @@ def _clear(store: Store, tombstone: Deleting, uploads: Iterable[str] = ()) -> Re
 
 
 def _belongs(info: FileInfo, tombstone: Deleting, noted_seconds: float) -> bool:
-    data = _DATA.fullmatch(info.name)
+    data = DATA_NAME.fullmatch(info.name)
     if data is not None:
         is_own = (data["owner"] or _STOCK_OWNER) in tombstone.owners
         # Not of the same time: where clocks count seconds that may be a save which began since.
@@ -344,7 +326,7 @@ def _abort_uploads_of(store: Store, owners: Collection[str], names: Iterable[str
         return
 
     def belongs(name: str) -> bool:
-        data = _DATA.fullmatch(name)
+        data = DATA_NAME.fullmatch(name)
         return name in wanted or (data is not None and data["owner"] in owners)
 
     abort_uploads(store, belongs)
@@ -356,3 +338,183 @@ def _close(store: Store, gone: list[FileInfo]) -> Removed:
     if left:
         logger.info("%s: %d files stay that are no part of the checkpoint deleted", store.url, len(left))
     return Removed("deleted", len(gone), sum(info.size_bytes for info in gone), left)
+
+
+OLD_SECONDS: Final = 86_400.0
+"""No save takes a day from its first file to its commit."""
+
+
+LeftoverKind = Literal["abandoned", "removal", "strays", "conversion", "replacement", "uploads"]
+
+
+@dataclass(frozen=True, slots=True)
+class Leftovers:
+    """Leftovers in one folder.
+
+    ``kind``: "abandoned" (nothing was committed, or a lock file alone is left), "removal" (one was
+    interrupted), "strays" (files beside a checkpoint), "conversion" (one that was killed), "replacement" (a
+    conversion that was killed while it replaced its target, which is put back), "uploads" (nothing else).
+    ``files`` can go. ``uploads`` are names of unfinished ones, of saves and conversions that may be running.
+    ``problem`` says why the folder was not looked into any further.
+    """
+
+    url: str
+    kind: LeftoverKind
+    files: tuple[FileInfo, ...] = ()
+    uploads: tuple[str, ...] = ()
+    problem: str | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the files that can go."""
+        return sum(info.size_bytes for info in self.files)
+
+
+def find_leftovers(
+    root: str | os.PathLike[str],
+    now_seconds: float,
+    *,
+    older_than_seconds: float = OLD_SECONDS,
+    open_store: OpenStore = open_store,
+) -> list[tuple[Store, Leftovers]]:
+    """Return what is left in ``root`` and in the folders directly below it; nothing is changed.
+
+    Raises `CheckpointNotFoundError` if there is no such folder.
+    """
+    found = []
+    for store in _folders(root, open_store):
+        try:
+            left = leftovers_of(store, now_seconds, older_than_seconds=older_than_seconds)
+        except CheckpointError as error:
+            if isinstance(error, StorageError):
+                raise
+            left = Leftovers(store.url, "strays", problem=str(error))
+        if left is not None:
+            found.append((store, left))
+    place = open_parent_folder(root, open_store=open_store)
+    if place.local_path is not None:
+        for folder in ("", *place.names()):
+            found += _conversions(place.local_path / folder, now_seconds - older_than_seconds)
+    return found
+
+
+def _conversions(root: Path, before_seconds: float) -> Iterator[tuple[Store, Leftovers]]:
+    """Find folders in which conversions to something in ``root`` were at work, and have written nothing
+    since."""
+    for folder in sorted(root.glob(f"{TEMPORARY_PREFIX}convert-*")):
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        stats = {path: path.stat() for path in paths}
+        if folder / LEDGER_NAME not in stats or max(one.st_mtime for one in stats.values()) >= before_seconds:
+            continue
+        kept = [old for old, _ in only_copies(folder)]
+        files = tuple(
+            FileInfo(str(path.relative_to(folder)), stat.st_size, stat.st_mtime)
+            for path, stat in sorted(stats.items())
+            if not any(path.is_relative_to(old) for old in kept)
+        )
+        kind: LeftoverKind = "replacement" if kept else "conversion"
+        problem = refusal_to_put_back(folder)
+        yield PosixStore(folder), Leftovers(str(folder), kind, files, problem=problem)
+
+
+def _remove_conversion(left: Leftovers) -> Removed:
+    """Remove it under the ledger's own lock: one at work stays. What was to be replaced is put back."""
+    with closing(LocalLedger(Path(left.url))) as ledger:
+        try:
+            ledger.open("")
+        except CheckpointConflictError:
+            return Removed("replaced")
+        ledger.remove()
+    return Removed("deleted", len(left.files), left.size_bytes)
+
+
+def _folders(root: str | os.PathLike[str], open_store: OpenStore) -> Iterator[Store]:
+    place = open_parent_folder(root, open_store=open_store)
+    if not place.exists():
+        raise CheckpointNotFoundError(f"{place.url}: no such folder", path=place.url)
+    yield open_store(root)
+    for name in place.names():
+        yield place.store(name)
+
+
+def leftovers_of(
+    store: Store, now_seconds: float, *, older_than_seconds: float = OLD_SECONDS
+) -> Leftovers | None:
+    """Return what is left in one folder; None if nothing. Raises what a damaged manifest or notes raise: then
+    it is not known which files are in use."""
+    files = store.list()
+    if not any(is_commit_object(info.name) for info in files):
+        if files and read_notes(store).deleting is not None:
+            return Leftovers(store.url, "removal", tuple(files_to_remove(store, now_seconds)))
+        locks = () if files else emptied(store, now_seconds - older_than_seconds)
+        if locks:  # without one, a folder may be anybody's
+            return Leftovers(store.url, "abandoned", tuple(locks))
+        if files and is_abandoned(store, files, older_than_seconds, now_seconds):
+            gone = tuple(info for info in files if is_left_by_a_save(info.name))
+            return Leftovers(store.url, "abandoned", gone, _uploads(store, files))
+        strays: tuple[FileInfo, ...] = ()
+    else:
+        strays = tuple(_strays(store, files, now_seconds - older_than_seconds))
+    uploads = _uploads(store, files)
+    if not strays and not uploads:
+        return None
+    return Leftovers(store.url, "strays" if strays else "uploads", strays, uploads)
+
+
+def _uploads(store: Store, files: list[FileInfo]) -> tuple[str, ...]:
+    """Name unfinished ones of saves, and of conversions whose ledgers are among ``files``."""
+    ledgers = {info.name for info in files if info.name.startswith(TEMPORARY_PREFIX)}
+    return unfinished_uploads(store, lambda name: is_written_under(ledgers, name))
+
+
+def _strays(store: Store, files: list[FileInfo], before_seconds: float) -> Iterator[FileInfo]:
+    """Find files of saves that nothing refers to, and whose save has written nothing since."""
+    old = [info for info in files if is_left_by_a_save(info.name) and info.modified_seconds < before_seconds]
+    if not old:
+        return
+    used = frozenset(open_index(store).files)
+    young = {_save_of(info.name) for info in files if info.modified_seconds >= before_seconds}
+    for info in old:
+        if info.name not in used and _save_of(info.name) not in young:
+            yield info
+
+
+def _save_of(name: str) -> str:
+    """Return what files of one save have in common; stock's have nothing, and count each for itself."""
+    parts = name.split(".")
+    return parts[1] if len(parts) == 3 and name.startswith("__") else name
+
+
+def remove_leftovers(
+    store: Store,
+    left: Leftovers,
+    now_seconds: float,
+    *,
+    older_than_seconds: float = OLD_SECONDS,
+    uploads: bool = False,
+) -> tuple[int, int]:
+    """Remove what was found, as far as it still is what it was; returns (files, bytes) that are gone.
+
+    With ``uploads`` all unfinished uploads end, and the saves that are at work on one fail.
+    """
+    if left.kind == "removal":
+        removed = finish_removal(store, now_seconds)
+    elif left.kind in ("conversion", "replacement"):
+        removed = _remove_conversion(left)
+    elif left.kind == "abandoned":
+        removed = remove_abandoned(store, older_than_seconds, now_seconds)
+    else:
+        # Before files go that a `.metadata` from before a drop may refer to.
+        finished, finished_bytes = finish_drop(store)
+        with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):  # no save commits between look and deletion
+            store.sync()  # the commit that made them strays may not have been durable
+            now = leftovers_of(store, now_seconds, older_than_seconds=older_than_seconds)
+            still = {*left.files}.intersection(now.files if now is not None and now.kind == "strays" else ())
+            removed = remove_strays(store, still.__contains__)
+        removed = replace(
+            removed, files=removed.files + len(finished), size_bytes=removed.size_bytes + finished_bytes
+        )
+    if uploads and left.uploads:
+        names_of_uploads = frozenset(left.uploads)
+        abort_uploads(store, lambda name: name in names_of_uploads)
+    return removed.files, removed.size_bytes

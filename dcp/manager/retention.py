@@ -16,19 +16,9 @@ from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from typing import Any, Final, Literal, NamedTuple, Self, cast
 
-from dcp.steps.notes import StepState, patterns_of_part
+from dcp.steps import StepState, patterns_of_part
 from dcp.storage.errors import OptionError
 from dcp.storage.near_names import close_to
-
-__all__ = [
-    "Best",
-    "Keep",
-    "Part",
-    "Plan",
-    "Retention",
-    "part_named",
-    "plan",
-]
 
 _MODES: Final = ("min", "max")
 _RULES: Final = ("last", "every_steps", "best", "younger_than_seconds")
