@@ -15,11 +15,10 @@ import operator
 import os
 import re
 import struct
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import astuple, dataclass, field
-from typing import Any, Final, Generic, Literal, SupportsIndex, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal, SupportsIndex, TypeVar, cast
 
 from dcp.inspection.checkpoints import header_of
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME, is_commit_object
@@ -92,38 +91,42 @@ _CRC_HEAD: Final = b"\xa5crc32\xce"
 _CRC_PLACE: Final = 0xFFFFFFFF
 """Encoded as the five bytes that any CRC may take the place of."""
 _ATTEMPTS: Final = 32
-_VERIFIED: Final = {"save_id": str, "time": float, "ok": bool, "what": str}
-_DELETING: Final = {"save_id": str, "time": float, "owners": list, "newest": float}
-"""Entries of the file, in the order of the fields of the classes below."""
-_Noted = TypeVar("_Noted")
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Result of a verification of the commit ``save_id``, ``seconds`` after the epoch.
+    """Result of a verification of the commit ``save_id``, at a ``time`` in seconds since the epoch.
 
     ``what`` says what was looked at if ``ok`` ("sizes", "full"), and what is wrong if not.
     """
 
     save_id: str
-    seconds: float
+    time: float
     ok: bool
     what: str
 
 
 @dataclass(frozen=True, slots=True)
 class Deleting:
-    """The tombstone of the commit ``save_id``: its deletion has begun ``seconds`` after the epoch.
+    """The tombstone of the commit ``save_id``: its deletion has begun at a ``time`` in seconds since the
+    epoch.
 
     It says which files may go once the commit objects are gone: data files of the saves ``owners``, and any
-    that can be data and is not newer than ``newest_seconds`` (when the commit object was published, by the
+    that can be data and is not newer than ``newest`` (seconds; when the commit object was published, by the
     store's clock). What a save writes that began since is neither.
     """
 
     save_id: str
-    seconds: float
-    owners: tuple[str, ...]
-    newest_seconds: float
+    time: float
+    owners: list[str]
+    newest: float
+
+
+_TYPES: Final[dict[type, dict[str, type]]] = {
+    Verified: {"save_id": str, "time": float, "ok": bool, "what": str},
+    Deleting: {"save_id": str, "time": float, "owners": list, "newest": float},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +157,8 @@ def encode_notes(notes: Notes) -> bytes:
         "kind": _KIND,
         "version": list(_VERSION),
         "pinned": notes.pinned,
-        "verified": _entries(notes.verified, _VERIFIED),
-        "deleting": _entries(notes.deleting, _DELETING),
+        "verified": None if notes.verified is None else asdict(notes.verified),
+        "deleting": None if notes.deleting is None else asdict(notes.deleting),
         **notes.others,
         "crc32": _CRC_PLACE,
     }
@@ -185,31 +188,21 @@ def decode_notes(data: bytes) -> Notes:
         raise CheckpointFormatError("the file has no notes of dcphub")
     fields.pop("crc32", None)
     with reading_version(fields.pop("version", None), _VERSION, "the file of notes"):
-        deleting = _value(Deleting, _DELETING, fields.pop("deleting", None))
-        if deleting is not None and any(type(owner) is not str for owner in deleting.owners):
-            raise CheckpointFormatError("owners of the notes are not strings")
-        pinned = _take(fields, "pinned", bool)
-        verified = _value(Verified, _VERIFIED, fields.pop("verified", None))
+        pinned = fields.pop("pinned", None)
+        verified = _noted(Verified, fields.pop("verified", None))
+        deleting = _noted(Deleting, fields.pop("deleting", None))
+        if type(pinned) is not bool or not {str}.issuperset(map(type, deleting.owners if deleting else ())):
+            raise CheckpointFormatError("pinned or owners of the notes are not of their types")
         return Notes(pinned, verified, deleting, fields)
 
 
-def _entries(value: Verified | Deleting | None, kinds: Mapping[str, type]) -> dict[str, Any] | None:
-    if value is None:
-        return None
-    return {name: kind(part) for (name, kind), part in zip(kinds.items(), astuple(value), strict=True)}
-
-
-def _value(cls: Callable[..., _Noted], kinds: Mapping[str, type], fields: Any) -> _Noted | None:
+def _noted(kind: type[_Value], fields: Any) -> _Value | None:
     if fields is None:
         return None
-    parts = [_take(fields, name, kind) for name, kind in kinds.items()]
-    return cls(*(tuple(part) if type(part) is list else part for part in parts))
-
-
-def _take(fields: Any, name: str, kind: type) -> Any:
-    if type(fields) is not dict or type(fields.get(name)) is not kind:
-        raise CheckpointFormatError(f"{name} of the notes is missing, or not of the type {kind.__name__}")
-    return fields.pop(name)
+    for name, wanted in _TYPES[kind].items():
+        if type(fields) is not dict or type(fields.get(name)) is not wanted:
+            raise CheckpointFormatError(f"{name} of the notes is missing, or no {wanted.__name__}")
+    return kind(*map(fields.get, _TYPES[kind]))
 
 
 def read_notes(store: Store) -> Notes:
@@ -258,8 +251,6 @@ def _notes_or_pin(store: Store) -> Notes:
         logger.warning("%s; the checkpoint counts as pinned now: unpin it if it was not", error)
         return Notes(pinned=True)
 
-
-_Value = TypeVar("_Value")
 
 _PROBES: Final = (0, 7, 123_456_789)
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
@@ -363,8 +354,7 @@ class StepFolders:
             root if isinstance(root, ParentFolder) else open_parent_folder(root, open_store=open_store)
         )
         self._name_format = name_format
-        self._facts: _Cache[StepFacts] = _Cache()
-        self._notes: _Cache[Notes] = _Cache()
+        self._known: dict[tuple[int, str], tuple[SmallFiles, Any]] = {}
         self._check_format()
 
     # -- names -----------------------------------------------------------------------------------------------
@@ -389,7 +379,7 @@ class StepFolders:
 
     def checkpoint_id(self, step: int) -> str:
         """Return what `dcp.load` takes."""
-        return self.store(step).url
+        return self.root.store(self.name(step)).url
 
     def store(self, step: int) -> Store:
         """Return the step's folder; nothing is touched."""
@@ -481,12 +471,15 @@ class StepFolders:
 
     # -- about one -------------------------------------------------------------------------------------------
 
-    def facts(self, step: int) -> StepFacts:
+    def facts(self, step: int, files: SmallFiles | None = None) -> StepFacts:
         """Return what the checkpoint of ``step`` says of itself; read again only after the commit changed.
+        ``files`` are its small files, where they were listed.
 
         Raises `CheckpointNotFoundError` if nothing is committed, and what is wrong with a damaged index.
         """
-        return self._facts_of(step, self.root.look_into(self.name(step)))
+        files = self.root.look_into(self.name(step)) if files is None else files
+        objects = {name: info for name, info in files.items() if is_commit_object(name)}
+        return self._kept(self._read_facts, step, objects)
 
     def notes(self, step: int) -> Notes:
         """Return the step's notes; empty ones if there are none. Those that cannot be read count as a pin."""
@@ -495,7 +488,7 @@ class StepFolders:
 
     def update_notes(self, step: int, change: Callable[[Notes], Notes]) -> Notes:
         """Update as `dcp.steps.update_notes`."""
-        self._notes.forget(step)
+        self._known.pop((step, "_read_notes"), None)
         return update_notes(self.store(step), change)
 
     def survey(self, pending: Collection[int] = ()) -> list[StepState]:
@@ -513,18 +506,27 @@ class StepFolders:
 
     def unverified(self) -> list[int]:
         """List the steps of whose commit no verification is noted: a trainer was killed before it had one."""
-        looks = self._of_each(self._is_unverified, self.folders())
-        return [step for step, is_unverified in looks if is_unverified]
+
+        def is_unverified(step: int, files: SmallFiles) -> bool:
+            if not self._counts(step, files):
+                return False
+            try:
+                notes = self._notes_of(step, files)
+                return notes.verified is None or notes.verified.save_id != self.facts(step, files).save_id
+            except CheckpointError:
+                return True
+
+        return [step for step, found in self._of_each(is_unverified, self.folders()) if found]
 
     def forget(self, step: int) -> None:
         """Read everything about the step anew: it was saved again, or deleted."""
-        self._facts.forget(step)
-        self._notes.forget(step)
+        self._known.pop((step, "_read_facts"), None)
+        self._known.pop((step, "_read_notes"), None)
 
     def _state(self, step: int, files: SmallFiles, pending: bool) -> StepState | None:
         notes = self._notes_of(step, files)
         try:
-            facts = self._facts_of(step, files)
+            facts = self.facts(step, files)
         except CheckpointNotFoundError:  # deleted since it was listed
             return None
         except CheckpointError as error:
@@ -540,19 +542,6 @@ class StepFolders:
             health = "pending"
         dropped = frozenset(pattern for part in facts.dropped for pattern in part.patterns)
         return StepState(step, facts.committed_seconds, facts.metrics, health, notes.pinned, dropped)
-
-    def _is_unverified(self, step: int, files: SmallFiles) -> bool:
-        if not self._counts(step, files):
-            return False
-        try:
-            notes = self._notes_of(step, files)
-            return notes.verified is None or notes.verified_of(self._facts_of(step, files).save_id) is None
-        except CheckpointError:
-            return True
-
-    def _facts_of(self, step: int, files: SmallFiles) -> StepFacts:
-        objects = {name: info for name, info in files.items() if is_commit_object(name)}
-        return self._facts.get(step, objects, lambda: self._read_facts(step, objects))
 
     def _read_facts(self, step: int, objects: SmallFiles) -> StepFacts:
         """Read the facts of what is committed as ``objects``, by no request but those that read them, if it
@@ -575,9 +564,9 @@ class StepFolders:
     def _notes_of(self, step: int, files: SmallFiles) -> Notes:
         if NOTES_NAME not in files:
             return Notes()
-        return self._notes.get(step, {NOTES_NAME: files[NOTES_NAME]}, lambda: self._read_notes(step))
+        return self._kept(self._read_notes, step, {NOTES_NAME: files[NOTES_NAME]})
 
-    def _read_notes(self, step: int) -> Notes:
+    def _read_notes(self, step: int, _: SmallFiles) -> Notes:
         try:
             return read_notes(self.store(step))
         except CheckpointError as error:
@@ -586,31 +575,17 @@ class StepFolders:
             logger.warning("%s; the checkpoint is kept as if it were pinned", error)
             return Notes(pinned=True)
 
-
-class _Cache(Generic[_Value]):
-    """Contents of small files, by step, for as long as their sizes and times stay what they were."""
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[SmallFiles, _Value]] = {}
-        self._guard = threading.Lock()
-
-    def get(self, step: int, files: SmallFiles, read: Callable[[], _Value]) -> _Value:
-        with self._guard:
-            entry = self._entries.get(step)
-        if entry is not None and entry[0] == files:
-            return entry[1]
+    def _kept(self, read: Callable[[int, SmallFiles], _Value], step: int, files: SmallFiles) -> _Value:
+        """Return what ``read`` finds in small ``files`` of a step; read once as long as their sizes and times
+        stay what they are."""
+        there, known = self._known.get((step, read.__name__), (None, None))
+        if there == files:
+            return cast("_Value", known)
         began_seconds = time.time()
-        value = read()
-        for info in files.values():
-            if began_seconds - info.modified_seconds <= _RACY_SECONDS:
-                return value
-        with self._guard:
-            self._entries[step] = files, value
+        value = read(step, files)
+        if all(began_seconds - info.modified_seconds > _RACY_SECONDS for info in files.values()):
+            self._known[step, read.__name__] = files, value
         return value
-
-    def forget(self, step: int) -> None:
-        with self._guard:
-            self._entries.pop(step, None)
 
 
 def _metrics(value: Any) -> dict[str, float]:

@@ -20,7 +20,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +28,7 @@ from typing import Any, Final
 from dcp.calls.plain_errors import plain_errors
 from dcp.steps import StepFacts, StepFolders, whole_step
 from dcp.storage.closable import Closable
-from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -48,9 +48,6 @@ logger = logging.getLogger(__name__)
 
 _FOLDER: Final = ".watch"
 """Below the root: whoever looks for runs and checkpoints passes over names with a dot."""
-
-_RACY_SECONDS: Final = 2.0
-"""A commit this young may be replaced by another without its size and time showing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,31 +74,25 @@ class WatchedStep:
         self._acknowledge()
 
 
+@dataclass(eq=False)
 class Watch(Closable, Iterator[WatchedStep]):
-    """The result of `watch`: an iterator, and a context manager that lets go of the consumer's name."""
+    """The result of `watch`: an iterator, and a context manager that lets go of the consumer's name.
+    ``place`` is that of the run."""
 
-    def __init__(
-        self,
-        folders: StepFolders,
-        cursor: Cursor,
-        *,
-        place: Store,
-        interval_seconds: float,
-        since: int,
-        once: bool,
-    ) -> None:
-        self._folders = folders
-        self._place = place
-        self._cursor = cursor
-        self._interval_seconds = interval_seconds
-        self._since = since
-        self._once = once
+    _folders: StepFolders
+    _cursor: Cursor
+    _place: Store
+    _interval_seconds: float
+    _since: int
+    _once: bool
+
+    def __post_init__(self) -> None:
         self._stop = threading.Event()
         self._claimed = self._warned = False
-        self._stamps: dict[int, str] = {}
+        self._present: Collection[int] = ()
         self._queue: deque[int] = deque()
         self._delivered: WatchedStep | None = None
-        self._finalizer = weakref.finalize(self, cursor.release)
+        self._finalizer = weakref.finalize(self, self._cursor.release)
 
     @plain_errors
     def __next__(self) -> WatchedStep:
@@ -175,25 +166,19 @@ class Watch(Closable, Iterator[WatchedStep]):
             )
 
     def _look(self) -> None:
-        now_seconds, there = time.time(), self._folders.committed()
-        self._stamps = {step: _stamp(files, now_seconds) for step, files in there.items()}
-        self._queue.extend(step for step in there if step >= self._since and not self._is_done(step))
-
-    def _is_done(self, step: int) -> bool:
-        known = self._cursor.acknowledged(step)
-        if known is None:
-            return False
-        if known.stamp and known.stamp == self._stamps[step]:
-            return True
-        facts = self._facts(step)
-        return facts is None or facts.save_id == known.save_id
+        there = self._folders.committed()
+        self._present = there.keys()
+        for step, files in there.items():
+            known = self._cursor.acknowledged(step)
+            facts = self._facts(step, files) if step >= self._since and known is not None else None
+            if step >= self._since and (known is None or (facts is not None and facts.save_id != known)):
+                self._queue.append(step)
 
     def _step(self, step: int) -> WatchedStep | None:
         """Read a step; None if it has gone since it was listed."""
         facts = self._facts(step)
         if facts is None or not self._folders.has(step):
             return None
-        commit = Acknowledged(facts.save_id, self._stamps.get(step, ""))
         return WatchedStep(
             step,
             self._folders.checkpoint_id(step),
@@ -201,16 +186,16 @@ class Watch(Closable, Iterator[WatchedStep]):
             facts.committed_seconds,
             facts.metrics,
             facts.partial,
-            partial(self._acknowledge, step, commit),
+            partial(self._acknowledge, step, facts.save_id),
         )
 
-    def _acknowledge(self, step: int, commit: Acknowledged) -> None:
-        if self._cursor.acknowledged(step) != commit:
-            self._cursor.acknowledge(step, commit, self._stamps.keys())
+    def _acknowledge(self, step: int, save_id: str) -> None:
+        if self._cursor.acknowledged(step) != save_id:
+            self._cursor.acknowledge(step, save_id, self._present)
 
-    def _facts(self, step: int) -> StepFacts | None:
+    def _facts(self, step: int, files: SmallFiles | None = None) -> StepFacts | None:
         try:
-            return self._folders.facts(step)
+            return self._folders.facts(step, files)
         except CheckpointNotFoundError:
             return None
         except CheckpointError as error:
@@ -218,17 +203,6 @@ class Watch(Closable, Iterator[WatchedStep]):
                 raise
             logger.warning("%s is passed over: %s", self._folders.checkpoint_id(step), error)
             return None
-
-
-def _stamp(files: SmallFiles, now_seconds: float) -> str:
-    """Return how the commit objects are listed, where every other commit would be listed otherwise; else
-    ""."""
-    infos = sorted(
-        (info for info in files.values() if is_commit_object(info.name)), key=lambda info: info.name
-    )
-    if any(now_seconds - info.modified_seconds < _RACY_SECONDS for info in infos):
-        return ""
-    return " ".join(f"{info.name} {info.size_bytes} {info.modified_seconds!r}" for info in infos)
 
 
 @plain_errors
@@ -285,14 +259,8 @@ def watch(
         place = folders.root.store(_FOLDER)
     else:
         place = OpenWith(storage_options if type_of_place(place_text(cursor)).takes_options else None)(cursor)
-    return Watch(
-        folders,
-        Cursor(place, consumer),
-        place=opener(root),
-        interval_seconds=interval_seconds,
-        since=whole_step(since),
-        once=once,
-    )
+    reader = Cursor(place, consumer)
+    return Watch(folders, reader, opener(root), interval_seconds, whole_step(since), once)
 
 
 _LEASE_SECONDS: Final = 30.0
@@ -310,31 +278,14 @@ _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True, slots=True)
-class Acknowledged:
-    """The commit ``save_id`` of a step. ``stamp``: how its commit objects were listed, where that tells it
-    from every other commit there, else ""."""
-
-    save_id: str
-    stamp: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class _Content:
     holder: dict[str, Any] | None = None
     beat: int = 0
-    acknowledged: dict[int, Acknowledged] = field(default_factory=dict)
+    acknowledged: dict[int, str] = field(default_factory=dict)
+    """By step the save id of the commit."""
 
     def encode(self) -> bytes:
-        steps = {str(step): [one.save_id, one.stamp] for step, one in self.acknowledged.items()}
-        return json.dumps(
-            {
-                "kind": _KIND,
-                "version": _VERSION,
-                "holder": self.holder,
-                "beat": self.beat,
-                "acknowledged": steps,
-            }
-        ).encode()
+        return json.dumps({"kind": _KIND, "version": _VERSION, **asdict(self)}).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> _Content:
@@ -351,13 +302,10 @@ class _Content:
         if version > _VERSION:
             raise UnsupportedFormatError(f"a newer dcphub wrote this cursor ({version})", version=version)
         try:
-            steps = {
-                int(step): Acknowledged(str(one[0]), str(one[1]))
-                for step, one in fields["acknowledged"].items()
-            }
+            steps = {int(step): str(save_id) for step, save_id in fields["acknowledged"].items()}
             holder = fields["holder"]
             return cls(None if holder is None else dict(holder), int(fields["beat"]), steps)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CheckpointFormatError(f"the cursor is damaged: {error}") from error
 
 
@@ -439,19 +387,19 @@ class Cursor:
 
     # -- what was acknowledged -------------------------------------------------------------------------------
 
-    def acknowledged(self, step: int) -> Acknowledged | None:
-        """Return which commit of ``step`` was acknowledged last."""
+    def acknowledged(self, step: int) -> str | None:
+        """Return the save id of the commit of ``step`` that was acknowledged last."""
         with self._guard:
             return self._content.acknowledged.get(step)
 
-    def acknowledge(self, step: int, commit: Acknowledged, present: Collection[int]) -> None:
-        """Note that ``commit`` of ``step`` is done, durably; ``present`` are the committed steps.
+    def acknowledge(self, step: int, save_id: str, present: Collection[int]) -> None:
+        """Note that the commit ``save_id`` of ``step`` is done, durably; ``present`` are the committed steps.
 
         Raises CheckpointConflictError where another holder has taken this one for gone: then it is not.
         """
 
         def noted(content: _Content) -> _Content:
-            steps = content.acknowledged | {step: commit}
+            steps = content.acknowledged | {step: save_id}
             gone = sorted(one for one in steps if one not in present and one != step)
             for one in gone[: max(0, len(gone) - _GONE_STEPS)]:
                 del steps[one]

@@ -63,7 +63,7 @@ def use(*, mode: Mode = "thread", process_group: ProcessGroup | None = None, **o
     process: those of `megatron.training`, of programs above it, and of `dist_checkpointing.save` and `load`.
 
     ``mode`` is that of `DcpSaveStrategy`, the options are those of `DcpLoadStrategy`; both take
-    ``process_group``. Raises OptionError for other options.
+    ``process_group``. Raises OptionError for another ``mode``.
     """
     saves = DcpSaveStrategy(mode=mode, process_group=process_group)
     loads = DcpLoadStrategy(process_group=process_group, **options)
@@ -124,18 +124,18 @@ class DcpLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         dtype: "exact" refuses tensors that were saved in another dtype, "cast" converts them.
         weights_only: False allows objects of any class, whose pickles may run code. Without it those that
             `torch.serialization.add_safe_globals` names are, as Megatron does for its own.
-
-    Raises:
-        OptionError: An option is none of these.
     """
 
-    def __init__(self, *, process_group: ProcessGroup | None = None, **options: Any) -> None:
-        unknown = sorted(set(options) - {"dtype", "weights_only"})
-        if unknown:
-            raise OptionError(f"{unknown[0]!r} is no option: mode, process_group, dtype, weights_only are")
+    def __init__(
+        self,
+        *,
+        process_group: ProcessGroup | None = None,
+        dtype: Literal["exact", "cast"] | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
         super().__init__(stream_ckpt_dequant=False)
         self._process_group = process_group
-        self._options: LoadKeywords = options  # type: ignore[assignment]
+        self._options: LoadKeywords = {"dtype": dtype, "weights_only": weights_only}
 
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Folder, async_strategy: str = "mcore"

@@ -125,7 +125,10 @@ class _Droppable:
 def plan_drop(store: Store, parts: Sequence[Part], *, rewrite: bool = False) -> Drop:
     """Return what `drop_parts` would do now; nothing is changed, and what would be freed is by the files'
     sizes."""
-    found = _look(store, parts, time.time())
+    return _planned(store, _look(store, parts, time.time()), rewrite=rewrite)
+
+
+def _planned(store: Store, found: _Droppable, *, rewrite: bool) -> Drop:
     if not found.names or _is_pinned(store):
         return Drop(url=store.url, outcome="pinned" if found.names else "absent", parts=found.parts)
     gone = [name for name in found.index.files if name not in found.after.files]
@@ -135,7 +138,7 @@ def plan_drop(store: Store, parts: Sequence[Part], *, rewrite: bool = False) -> 
         shared = 0
     return Drop(
         url=store.url,
-        outcome="dropped" if gone else "shared",
+        outcome="dropped" if gone or rewrite else "shared",
         parts=found.parts,
         files=tuple(gone),
         freed_bytes=freed,
@@ -153,13 +156,12 @@ def drop_parts(store: Store, parts: Sequence[Part], now_seconds: float, *, rewri
     left, `CorruptCheckpointError` for damage in what was to be copied; and the store's errors.
     """
     found = _look(store, parts, now_seconds)
-    if not found.names:
+    planned = _planned(store, found, rewrite=rewrite)
+    if planned.outcome == "absent":
         files, freed = finish_drop(store)
-        return Drop(url=store.url, outcome="absent", files=files, freed_bytes=freed)
-    if _is_pinned(store):
-        return Drop(url=store.url, outcome="pinned", parts=found.parts)
-    if len(found.after.files) == len(found.index.files) and not rewrite:
-        return Drop(url=store.url, outcome="shared", parts=found.parts, shared_bytes=found.shared_bytes)
+        return replace(planned, files=files, freed_bytes=freed)
+    if planned.outcome != "dropped":
+        return planned
     after, copied = _described(found), tuple[str, ...]()
     try:
         if rewrite and found.shared:
@@ -177,15 +179,8 @@ def drop_parts(store: Store, parts: Sequence[Part], now_seconds: float, *, rewri
     _remove_aside(store, now)
     gone = [name for name in found.index.files if name in found.before and name not in now]
     rewritten = sum(now[name].size_bytes for name in copied if name in now)
-    return Drop(
-        url=store.url,
-        outcome="dropped",
-        parts=found.parts,
-        files=tuple(gone),
-        freed_bytes=found.size_of(gone) - rewritten,
-        shared_bytes=0 if rewrite else found.shared_bytes,
-        rewritten_bytes=rewritten,
-    )
+    freed = found.size_of(gone) - rewritten
+    return replace(planned, files=tuple(gone), freed_bytes=freed, rewritten_bytes=rewritten)
 
 
 def _refuse_changed(store: Store, previous: commit.Previous, error: CheckpointNotFoundError) -> None:
@@ -308,14 +303,14 @@ def _remove_aside(store: Store, now: Mapping[str, FileInfo]) -> None:
 
 def _left_behind(index: CheckpointIndex, before: Mapping[str, FileInfo]) -> set[str]:
     """Name the files of the save of ``index`` that it does not refer to any more."""
-    owners = {_owner_of(name) for name in index.files} | {index.provenance.get("save_id")}
+    owners = {owner_of(name) for name in index.files} | {index.provenance.get("save_id")}
     replaced = index.provenance.get("replaced_files", [])
-    own = {name for name in before if _owner_of(name) in owners - {None}}
+    own = {name for name in before if owner_of(name) in owners - {None}}
     others = {name for name in replaced if name in before} if isinstance(replaced, list) else set()
     return (own | others) - {*index.files}
 
 
-def _owner_of(name: str) -> str | None:
+def owner_of(name: str) -> str | None:
     """Return the id of the save of a data file of dcp's, by its name; None for all other files."""
     match = DATA_NAME.fullmatch(name)
     return None if match is None else match["owner"]
@@ -420,8 +415,6 @@ def _verify(store: Store, index: CheckpointIndex, copied: Sequence[str]) -> None
 
 # -- where to drop from --------------------------------------------------------------------------------------
 
-_NAME: Final = re.compile(r"(?P<before>.*?)(?P<step>[0-9]{1,18})")
-
 
 def to_prune(
     uri: str, retention: Retention, *, open_store: OpenStore = open_store
@@ -453,19 +446,14 @@ def steps_of(root: ParentFolder) -> StepFolders:
     """
     found: dict[str, list[str]] = {}
     for name in root.look():
-        match = _NAME.fullmatch(name)
-        if match is not None:
-            found.setdefault(match["before"], []).append(match["step"])
+        before = re.sub(r"[0-9]{1,18}\Z", "", name)
+        if before != name:
+            found.setdefault(before, []).append(name.removeprefix(before))
     counts = sorted(((len(steps), before) for before, steps in found.items()), reverse=True)
     if len(counts) > 1 and counts[0][0] == counts[1][0]:
         names = ", ".join(f"{before}..." for _, before in counts)
         raise OptionError(f"{root.url} has several runs, {names}: name the checkpoints themselves")
     before = counts[0][1] if counts else "step-"
-    width = _width(found.get(before, ()))
+    widths = {len(step) for step in found.get(before, ())}
+    width = widths.pop() if len(widths) == 1 else 1  # digits that all steps are filled up to, if they are
     return StepFolders(root, lambda step: f"{before}{step:0{width}d}")
-
-
-def _width(steps: Sequence[str]) -> int:
-    """Count the digits that all steps are filled up to; 1 where they are not."""
-    widths = {len(step) for step in steps}
-    return widths.pop() if len(widths) == 1 else 1

@@ -21,14 +21,13 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
 from dcp.conversion.publishing.local import LEDGER_NAME, LocalLedger
 from dcp.conversion.publishing.local_files import only_copies, refusal_to_put_back
 from dcp.conversion.targets.places import is_written_under
-from dcp.manager.dropping import OWN_ASIDE, finish_drop
+from dcp.manager.dropping import OWN_ASIDE, finish_drop, owner_of
 from dcp.steps import Commit, Deleting, Notes, read_commit, read_notes, update_notes
 from dcp.storage.commit import abort_uploads, unfinished_uploads
 from dcp.storage.commit_names import DATA_NAME, MANIFEST_NAME, METADATA_NAME, NOTES_NAME, is_commit_object
@@ -77,10 +76,6 @@ class Removed:
     left: tuple[str, ...] = ()
 
 
-class _PinnedError(CheckpointError):
-    """The checkpoint was pinned before the tombstone could be set."""
-
-
 def remove_checkpoint(
     store: Store, now_seconds: float, *, is_meant: Callable[[Commit], bool] | None = None
 ) -> Removed:
@@ -95,10 +90,9 @@ def remove_checkpoint(
     if is_meant is not None and not is_meant(commit):
         return Removed("replaced")
     tombstone = _tombstone(store, commit, now_seconds)
-    uploads = unfinished_uploads(store)  # of saves that have seen this commit, or an earlier state
-    try:
-        update_notes(store, partial(_bury, tombstone))
-    except _PinnedError:
+    uploads = frozenset(unfinished_uploads(store))  # of saves that have seen this commit, or an earlier state
+    noted = update_notes(store, lambda notes: notes if notes.pinned else replace(notes, deleting=tombstone))
+    if noted.pinned:
         return Removed("pinned")
     if not _cut(store, commit):
         update_notes(store, _unbury)
@@ -173,7 +167,7 @@ def remove_abandoned(store: Store, older_than_seconds: float, now_seconds: float
             return Removed("absent")
         gone = [info for info in files if is_left_by_a_save(info.name) or info.name == NOTES_NAME]
         _delete(store, gone)
-    _abort_uploads_of_files(store, gone)
+    _abort_uploads(store, gone)
     return _close(store, gone)
 
 
@@ -203,12 +197,8 @@ def remove_strays(store: Store, is_stray: Callable[[FileInfo], bool]) -> Removed
     with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
         gone = [info for info in store.list() if is_stray(info)]
         _delete(store, gone)
-    _abort_uploads_of_files(store, gone)
+    _abort_uploads(store, gone)
     return Removed("deleted", len(gone), sum(info.size_bytes for info in gone))
-
-
-def _owners(files: Iterable[FileInfo]) -> set[str]:
-    return {match["owner"] for info in files if (match := DATA_NAME.fullmatch(info.name))} - {None}
 
 
 def _tombstone(store: Store, commit: Commit, now_seconds: float) -> Deleting:
@@ -219,7 +209,7 @@ def _tombstone(store: Store, commit: Commit, now_seconds: float) -> Deleting:
     # No save that began before the last commit to an id can commit any more; ranks that save on their own
     # do not exclude each other, so there the first one counts.
     newest = max(together) if together else min(times.values(), default=0.0)
-    return Deleting(commit.save_id, now_seconds, tuple(sorted(owners)), newest)
+    return Deleting(commit.save_id, now_seconds, sorted(owners), float(newest))
 
 
 def _names_of_files(store: Store, commit: Commit) -> Sequence[str]:
@@ -243,12 +233,6 @@ def _tombstone_of(store: Store) -> Deleting | None:
     except (CheckpointFormatError, CorruptCheckpointError) as error:
         logger.warning("%s; what is left in the folder stays, until it counts as abandoned", error)
         return None
-
-
-def _bury(tombstone: Deleting, notes: Notes) -> Notes:
-    if notes.pinned:
-        raise _PinnedError("pinned")
-    return replace(notes, deleting=tombstone)
 
 
 def _unbury(notes: Notes) -> Notes:
@@ -279,13 +263,13 @@ def _truth_last(commit: Commit) -> list[str]:
     return names[::-1]
 
 
-def _clear(store: Store, tombstone: Deleting, uploads: Iterable[str] = ()) -> Removed:
+def _clear(store: Store, tombstone: Deleting, uploads: Collection[str] = ()) -> Removed:
     files = store.list()
     # The publish of the tombstone itself may have been killed and left a file aside, as new as the notes.
     noted_seconds = max((info.modified_seconds for info in files if info.name == NOTES_NAME), default=0.0)
     gone = [info for info in files if _belongs(info, tombstone, noted_seconds)]
     _delete(store, gone)
-    _abort_uploads_of(store, tombstone.owners, uploads)
+    _abort_uploads(store, (), tombstone.owners, uploads)
     with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
         notes = store.version(NOTES_NAME)
         committed = any(is_commit_object(info.name) for info in store.list())
@@ -301,7 +285,7 @@ def _belongs(info: FileInfo, tombstone: Deleting, noted_seconds: float) -> bool:
     if data is not None:
         is_own = (data["owner"] or _STOCK_OWNER) in tombstone.owners
         # Not of the same time: where clocks count seconds that may be a save which began since.
-        return is_own or info.modified_seconds < tombstone.newest_seconds
+        return is_own or info.modified_seconds < tombstone.newest
     return _ASIDE.fullmatch(info.name) is not None and info.modified_seconds <= noted_seconds
 
 
@@ -311,25 +295,18 @@ def _delete(store: Store, files: Iterable[FileInfo]) -> None:
         raise error
 
 
-def _abort_uploads_of_files(store: Store, gone: Sequence[FileInfo]) -> None:
-    """End uploads of the saves and conversions whose files are ``gone``."""
-    _abort_uploads_of(store, _owners(gone))
+def _abort_uploads(
+    store: Store, gone: Iterable[FileInfo], of_saves: Iterable[str] = (), names: Collection[str] = ()
+) -> None:
+    """End uploads of the saves and conversions whose files are ``gone``, and others ``of_saves`` and of
+    files by their ``names``."""
+    owners: set[str | None] = {*of_saves, *(owner_of(info.name) for info in gone)} - {None}
     ledgers = {info.name for info in gone if info.name.startswith(TEMPORARY_PREFIX)}
-    if ledgers:
-        abort_uploads(store, lambda name: is_written_under(ledgers, name))
-
-
-def _abort_uploads_of(store: Store, owners: Collection[str], names: Iterable[str] = ()) -> None:
-    """End uploads of the saves ``owners``, and the files ``names``."""
-    wanted = frozenset(names)
-    if not owners and not wanted:
-        return
-
-    def belongs(name: str) -> bool:
-        data = DATA_NAME.fullmatch(name)
-        return name in wanted or (data is not None and data["owner"] in owners)
-
-    abort_uploads(store, belongs)
+    if owners or names or ledgers:
+        abort_uploads(
+            store,
+            lambda name: name in names or owner_of(name) in owners or is_written_under(ledgers, name),
+        )
 
 
 def _close(store: Store, gone: list[FileInfo]) -> Removed:
@@ -381,8 +358,11 @@ def find_leftovers(
 
     Raises `CheckpointNotFoundError` if there is no such folder.
     """
+    place = open_parent_folder(root, open_store=open_store)
+    if not place.exists():
+        raise CheckpointNotFoundError(f"{place.url}: no such folder", path=place.url)
     found = []
-    for store in _folders(root, open_store):
+    for store in (open_store(root), *map(place.store, place.names())):
         try:
             left = leftovers_of(store, now_seconds, older_than_seconds=older_than_seconds)
         except CheckpointError as error:
@@ -391,7 +371,6 @@ def find_leftovers(
             left = Leftovers(store.url, "strays", problem=str(error))
         if left is not None:
             found.append((store, left))
-    place = open_parent_folder(root, open_store=open_store)
     if place.local_path is not None:
         for folder in ("", *place.names()):
             found += _conversions(place.local_path / folder, now_seconds - older_than_seconds)
@@ -426,15 +405,6 @@ def _remove_conversion(left: Leftovers) -> Removed:
             return Removed("replaced")
         ledger.remove()
     return Removed("deleted", len(left.files), left.size_bytes)
-
-
-def _folders(root: str | os.PathLike[str], open_store: OpenStore) -> Iterator[Store]:
-    place = open_parent_folder(root, open_store=open_store)
-    if not place.exists():
-        raise CheckpointNotFoundError(f"{place.url}: no such folder", path=place.url)
-    yield open_store(root)
-    for name in place.names():
-        yield place.store(name)
 
 
 def leftovers_of(
@@ -492,8 +462,8 @@ def remove_leftovers(
     *,
     older_than_seconds: float = OLD_SECONDS,
     uploads: bool = False,
-) -> tuple[int, int]:
-    """Remove what was found, as far as it still is what it was; returns (files, bytes) that are gone.
+) -> int:
+    """Remove what was found, as far as it still is what it was; returns how many files are gone.
 
     With ``uploads`` all unfinished uploads end, and the saves that are at work on one fail.
     """
@@ -505,16 +475,13 @@ def remove_leftovers(
         removed = remove_abandoned(store, older_than_seconds, now_seconds)
     else:
         # Before files go that a `.metadata` from before a drop may refer to.
-        finished, finished_bytes = finish_drop(store)
+        finished, _ = finish_drop(store)
         with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):  # no save commits between look and deletion
             store.sync()  # the commit that made them strays may not have been durable
             now = leftovers_of(store, now_seconds, older_than_seconds=older_than_seconds)
             still = {*left.files}.intersection(now.files if now is not None and now.kind == "strays" else ())
             removed = remove_strays(store, still.__contains__)
-        removed = replace(
-            removed, files=removed.files + len(finished), size_bytes=removed.size_bytes + finished_bytes
-        )
+        removed = replace(removed, files=removed.files + len(finished))
     if uploads and left.uploads:
-        names_of_uploads = frozenset(left.uploads)
-        abort_uploads(store, lambda name: name in names_of_uploads)
-    return removed.files, removed.size_bytes
+        abort_uploads(store, frozenset(left.uploads).__contains__)
+    return removed.files

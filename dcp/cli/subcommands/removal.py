@@ -328,8 +328,7 @@ def _remove_leftovers(
 ) -> bool:
     from dcp.manager.removal import remove_leftovers
 
-    gone, _ = remove_leftovers(store, left, now_seconds, older_than_seconds=age_seconds, uploads=uploads)
-    return gone > 0
+    return remove_leftovers(store, left, now_seconds, older_than_seconds=age_seconds, uploads=uploads) > 0
 
 
 def _leftover(left: Leftovers, *, removed: bool) -> _Leftover:
