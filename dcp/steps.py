@@ -146,10 +146,6 @@ class Notes:
         """Return what was found about the commit ``save_id``; None if that was not verified."""
         return self.verified if self.verified is not None and self.verified.save_id == save_id else None
 
-    def is_deleting(self, save_id: str) -> bool:
-        """Return whether the deletion of the commit ``save_id`` has begun."""
-        return self.deleting is not None and self.deleting.save_id == save_id
-
 
 def encode_notes(notes: Notes) -> bytes:
     """Make the bytes of the file. Raises OptionError if they would be above `MAX_NOTES_BYTES`."""
@@ -227,7 +223,13 @@ def update_notes(store: Store, change: Callable[[Notes], Notes]) -> Notes:
     for _ in range(_ATTEMPTS):
         # The version first: what is read after it is that content, or the publish below is refused.
         version = store.version(NOTES_NAME)
-        old = _notes_or_pin(store)
+        try:
+            old = read_notes(store)
+        except (CheckpointFormatError, CorruptCheckpointError) as error:
+            if isinstance(error, UnsupportedFormatError):
+                raise
+            logger.warning("%s; the checkpoint counts as pinned now: unpin it if it was not", error)
+            old = Notes(pinned=True)
         new = change(old)
         if new == old and version is not None:
             return new
@@ -240,16 +242,6 @@ def update_notes(store: Store, change: Callable[[Notes], Notes]) -> Notes:
         f"{store.path_of(NOTES_NAME)} was replaced by others {_ATTEMPTS} times while it was being changed",
         path=store.path_of(NOTES_NAME),
     )
-
-
-def _notes_or_pin(store: Store) -> Notes:
-    try:
-        return read_notes(store)
-    except UnsupportedFormatError:
-        raise
-    except (CheckpointFormatError, CorruptCheckpointError) as error:
-        logger.warning("%s; the checkpoint counts as pinned now: unpin it if it was not", error)
-        return Notes(pinned=True)
 
 
 _PROBES: Final = (0, 7, 123_456_789)
@@ -355,7 +347,12 @@ class StepFolders:
         )
         self._name_format = name_format
         self._known: dict[tuple[int, str], tuple[SmallFiles, Any]] = {}
-        self._check_format()
+        names = [self.name(step) for step in _PROBES]
+        if [self.step_of(name) for name in names] != list(_PROBES):
+            raise OptionError(
+                f"name: {self._name_format!r} makes {names[1]!r} of step {_PROBES[1]}, from which the step "
+                "cannot be read; use a format such as 'step-{step:08d}'"
+            )
 
     # -- names -----------------------------------------------------------------------------------------------
 
@@ -384,14 +381,6 @@ class StepFolders:
     def store(self, step: int) -> Store:
         """Return the step's folder; nothing is touched."""
         return self.root.store(self.name(step))
-
-    def _check_format(self) -> None:
-        names = [self.name(step) for step in _PROBES]
-        if [self.step_of(name) for name in names] != list(_PROBES):
-            raise OptionError(
-                f"name: {self._name_format!r} makes {names[1]!r} of step {_PROBES[1]}, from which the step "
-                "cannot be read; use a format such as 'step-{step:08d}'"
-            )
 
     # -- which there are -------------------------------------------------------------------------------------
 
@@ -467,7 +456,7 @@ class StepFolders:
             return True
         # Rare: only now it matters which commit the tombstone is of.
         commit = read_commit(self.store(step))
-        return commit is not None and not notes.is_deleting(commit.save_id)
+        return commit is not None and notes.deleting.save_id != commit.save_id
 
     # -- about one -------------------------------------------------------------------------------------------
 

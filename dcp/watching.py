@@ -355,7 +355,13 @@ class Cursor:
             logger.warning(
                 "%s: its holder gave no sign for %g s, and is taken for gone", self.path, _LEASE_SECONDS
             )
-        mine = replace(there, holder=_own_identity(), beat=there.beat + 1)
+        holder: dict[str, Any] = {
+            "token": uuid.uuid4().hex,
+            "host": socket.gethostname(),
+            "machine": _machine(),
+        }
+        holder |= {"pid": os.getpid(), "started": start_ticks(os.getpid())}
+        mine = replace(there, holder=holder, beat=there.beat + 1)
         self._store.make_root()
         try:
             self._version = self._store.publish(self._file, mine.encode(), durable=True, expected=version)
@@ -455,16 +461,6 @@ class Cursor:
             "name of its own, or end the other one",
             path=self.path,
         )
-
-
-def _own_identity() -> dict[str, Any]:
-    return {
-        "token": uuid.uuid4().hex,
-        "host": socket.gethostname(),
-        "machine": _machine(),
-        "pid": os.getpid(),
-        "started": start_ticks(os.getpid()),
-    }
 
 
 def _machine() -> str:

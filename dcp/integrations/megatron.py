@@ -155,11 +155,17 @@ class DcpLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         wanted = list(nested_values(sharded_state_dict))
         reader = FileSystemReader(checkpoint_dir)
         try:
-            index = _checked_index(reader)
+            index = reader.read_index()
+            if _COMMON in index.objects.position:  # which ranks have in common: compared with its checksum
+                with reader.engine(index) as engine:
+                    list(reader.read_objects(engine, [_COMMON]))
             target = _objects(wanted) | _destinations(wanted, index)
             load(target, storage_reader=reader, process_group=self._process_group, **self._options)
         except CorruptCheckpointError as error:
-            error.add_note(_others_beside(Path(checkpoint_dir)))
+            others = ", ".join(sorted(Path(one).name for one in committed_beside(checkpoint_dir))) or "none"
+            error.add_note(
+                f"Megatron loads another iteration with --ckpt-step; committed beside this one: {others}"
+            )
             raise
 
         def loaded(entry: Any) -> Any:
@@ -245,20 +251,6 @@ def _destinations(entries: Iterable[Any], index: CheckpointIndex) -> dict[str, A
         if part.data.numel() or not tensor.data.numel():
             parts.append((tensor.key, part))
     return _by_name(parts)
-
-
-def _checked_index(reader: FileSystemReader) -> CheckpointIndex:
-    """Read the index, and compare the state that ranks have in common with its checksum."""
-    index = reader.read_index()
-    if _COMMON in index.objects.position:
-        with reader.engine(index) as engine:
-            list(reader.read_objects(engine, [_COMMON]))
-    return index
-
-
-def _others_beside(folder: Path) -> str:
-    others = ", ".join(sorted(Path(other).name for other in committed_beside(folder))) or "none"
-    return f"Megatron loads another iteration with --ckpt-step; committed beside this one: {others}"
 
 
 def _request(future: SaveFuture, request_class: Any) -> Any:

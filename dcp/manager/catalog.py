@@ -388,8 +388,7 @@ def _spool_folder(options: CatalogRegistration, run_url: str) -> Path:
 
 def _detail(answer: httpx.Response) -> str:
     try:
-        document = json.loads(answer.content[:10_000])
-    except ValueError:
-        return answer.reason_phrase
-    detail = document.get("detail") if isinstance(document, dict) else None
-    return str(detail)[:500] if detail is not None else answer.reason_phrase
+        detail = json.loads(answer.content[:10_000])["detail"]
+    except (ValueError, TypeError, LookupError):
+        detail = None
+    return answer.reason_phrase if detail is None else str(detail)[:500]

@@ -192,15 +192,6 @@ def files_to_remove(store: Store, now_seconds: float) -> list[FileInfo]:
     ]
 
 
-def remove_strays(store: Store, is_stray: Callable[[FileInfo], bool]) -> Removed:
-    """Remove the files beside a checkpoint for which ``is_stray``, and uploads of the saves they are of."""
-    with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
-        gone = [info for info in store.list() if is_stray(info)]
-        _delete(store, gone)
-    _abort_uploads(store, gone)
-    return Removed("deleted", len(gone), sum(info.size_bytes for info in gone))
-
-
 def _tombstone(store: Store, commit: Commit, now_seconds: float) -> Deleting:
     names = _names_of_files(store, commit)
     owners = {match["owner"] or _STOCK_OWNER for name in names if (match := DATA_NAME.fullmatch(name))}
@@ -247,20 +238,16 @@ def _cut(store: Store, commit: Commit) -> bool:
             return False
         if any(store.version(name) != version for name, version in commit.versions.items()):
             return False
-        for name in _truth_last(commit):
+        names = list(commit.versions)  # the truth last
+        stock_is_truth = commit.index is not None and commit.index.format == TORCH_DCP.name
+        if stock_is_truth and names[:2] == [MANIFEST_NAME, METADATA_NAME]:
+            names[:2] = [METADATA_NAME, MANIFEST_NAME]
+        for name in names[::-1]:
             if not store.delete_if(name, commit.versions[name]):
                 return False
     # Before any data goes: a power loss must not bring the commit objects back.
     store.sync()
     return True
-
-
-def _truth_last(commit: Commit) -> list[str]:
-    names = list(commit.versions)
-    stock_is_truth = commit.index is not None and commit.index.format == TORCH_DCP.name
-    if stock_is_truth and names[:2] == [MANIFEST_NAME, METADATA_NAME]:
-        names[:2] = [METADATA_NAME, MANIFEST_NAME]
-    return names[::-1]
 
 
 def _clear(store: Store, tombstone: Deleting, uploads: Collection[str] = ()) -> Removed:
@@ -396,17 +383,6 @@ def _conversions(root: Path, before_seconds: float) -> Iterator[tuple[Store, Lef
         yield PosixStore(folder), Leftovers(str(folder), kind, files, problem=problem)
 
 
-def _remove_conversion(left: Leftovers) -> Removed:
-    """Remove it under the ledger's own lock: one at work stays. What was to be replaced is put back."""
-    with closing(LocalLedger(Path(left.url))) as ledger:
-        try:
-            ledger.open("")
-        except CheckpointConflictError:
-            return Removed("replaced")
-        ledger.remove()
-    return Removed("deleted", len(left.files), left.size_bytes)
-
-
 def leftovers_of(
     store: Store, now_seconds: float, *, older_than_seconds: float = OLD_SECONDS
 ) -> Leftovers | None:
@@ -468,11 +444,18 @@ def remove_leftovers(
     With ``uploads`` all unfinished uploads end, and the saves that are at work on one fail.
     """
     if left.kind == "removal":
-        removed = finish_removal(store, now_seconds)
+        files = finish_removal(store, now_seconds).files
     elif left.kind in ("conversion", "replacement"):
-        removed = _remove_conversion(left)
+        files = len(left.files)
+        with closing(LocalLedger(Path(left.url))) as ledger:
+            try:  # under the ledger's own lock: one at work stays. What was to be replaced is put back
+                ledger.open("")
+            except CheckpointConflictError:
+                files = 0
+            else:
+                ledger.remove()
     elif left.kind == "abandoned":
-        removed = remove_abandoned(store, older_than_seconds, now_seconds)
+        files = remove_abandoned(store, older_than_seconds, now_seconds).files
     else:
         # Before files go that a `.metadata` from before a drop may refer to.
         finished, _ = finish_drop(store)
@@ -480,8 +463,10 @@ def remove_leftovers(
             store.sync()  # the commit that made them strays may not have been durable
             now = leftovers_of(store, now_seconds, older_than_seconds=older_than_seconds)
             still = {*left.files}.intersection(now.files if now is not None and now.kind == "strays" else ())
-            removed = remove_strays(store, still.__contains__)
-        removed = replace(removed, files=removed.files + len(finished))
+            gone = [info for info in store.list() if info in still]
+            _delete(store, gone)
+        _abort_uploads(store, gone)
+        files = len(finished) + len(gone)
     if uploads and left.uploads:
         abort_uploads(store, frozenset(left.uploads).__contains__)
-    return removed.files
+    return files
