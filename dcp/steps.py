@@ -406,10 +406,10 @@ class StepFolders:
         folders = self.folders()
         return {step: folders[step] for step, counts in self._of_each(self._counts, folders) if counts}
 
-    def newest_first(self) -> Iterator[int]:
+    def newest_first(self, without: Collection[int] = ()) -> Iterator[int]:
         """Give `all_steps`, descending; the notes of a step are read when it is asked for, and not before."""
         for step, files in reversed(self.folders().items()):
-            if self._counts(step, files):
+            if step not in without and self._counts(step, files):
                 yield step
 
     def has(self, step: int) -> bool:
@@ -432,11 +432,8 @@ class StepFolders:
 
     def pinned(self) -> list[int]:
         """List the pinned ones of `all_steps`."""
-
-        def is_pinned(step: int, files: SmallFiles) -> bool:
-            return self._counts(step, files) and self._notes_of(step, files).pinned
-
-        return [step for step, pinned in self._of_each(is_pinned, self.folders()) if pinned]
+        found = self._of_each(self._notes_of, self.committed())
+        return [step for step, notes in found if notes.pinned]
 
     def _of_each(
         self, look: Callable[[int, SmallFiles], _Value], folders: Mapping[int, SmallFiles]

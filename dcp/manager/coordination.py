@@ -292,7 +292,7 @@ class RankAgreement:
 
     def refuse(self) -> tuple[Votes, int | None, bool]:
         """Take part in the step that the others are at, where this rank was called for none: (the votes
-        agreed there, the step that they save, whether they tell of that now). If they save none, they raise
+        agreed there, the step that they save, whether they say so now). If they save none, they raise
         CheckpointError at their next one, which names this rank."""
         agreed = self._kept = self._read() | self._kept
         self._calls += 1

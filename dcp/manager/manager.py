@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -523,7 +523,7 @@ class CheckpointManager:
         Raises:
             StorageError: The storage cannot be listed.
         """
-        return [*self._staying(self._folders.all_steps())]
+        return sorted(set(self._folders.all_steps()) - self._going())
 
     @plain_errors
     def latest(self) -> int | None:
@@ -538,11 +538,10 @@ class CheckpointManager:
         return next(self._newest_first(), None)
 
     def _newest_first(self) -> Iterator[int]:
-        return self._staying(self._folders.newest_first())
+        return self._folders.newest_first(self._going())
 
-    def _staying(self, steps: Iterable[int]) -> Iterator[int]:
-        going = set[int]() if self._after_commit is None else self._after_commit.deleting()
-        return (step for step in steps if step not in going)
+    def _going(self) -> set[int]:
+        return set() if self._after_commit is None else self._after_commit.deleting()
 
     @plain_errors
     def delete(self, step: int) -> None:
@@ -601,7 +600,7 @@ class CheckpointManager:
         self._folders.update_notes(step, lambda notes: replace(notes, pinned=pinned))
 
     def _require(self, step: int) -> None:
-        if not [*self._staying([step])] or not self._folders.has(step):
+        if step in self._going() or not self._folders.has(step):
             raise CheckpointNotFoundError(f"{self.checkpoint_id(step)} holds no checkpoint", step=step)
 
     @plain_errors
@@ -611,7 +610,7 @@ class CheckpointManager:
         Raises:
             StorageError: The storage cannot be listed.
         """
-        return [*self._staying(self._folders.pinned())]
+        return sorted(set(self._folders.pinned()) - self._going())
 
     # -- the end ---------------------------------------------------------------------------------------------
 
