@@ -161,7 +161,8 @@ class Restoring:
                 self._skip(step, error)
             elif _is_missing(error) and self._agreed_lack(step):
                 newest = self._first(lambda one: one != step and not self._lack(one))
-                error.add_note(f"the newest step that has it is {newest}" if newest else "no step has it")
+                if newest:
+                    error.add_note(f"the newest step that has it is {newest}")
             raise
 
     def _first(self, is_wanted: Callable[[int], bool]) -> str:
