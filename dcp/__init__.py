@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from dcp.inspection.checkpoints import open_index as open_index
     from dcp.loading.feature import LoadReport as LoadReport
     from dcp.manager.catalog import CatalogRegistration as CatalogRegistration
-    from dcp.manager.cleanup.retention import Best as Best
-    from dcp.manager.cleanup.retention import Keep as Keep
-    from dcp.manager.cleanup.retention import Retention as Retention
     from dcp.manager.manager import CheckpointManager as CheckpointManager
     from dcp.manager.restore import Restored as Restored
+    from dcp.manager.retention import Best as Best
+    from dcp.manager.retention import Keep as Keep
+    from dcp.manager.retention import Retention as Retention
     from dcp.metadata import BytesStorageMetadata as BytesStorageMetadata
     from dcp.metadata import ChunkStorageMetadata as ChunkStorageMetadata
     from dcp.metadata import Metadata as Metadata
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from dcp.state_dict_saver import save_state_dict as save_state_dict
     from dcp.storage import StorageReader as StorageReader
     from dcp.storage import StorageWriter as StorageWriter
-    from dcp.watching.watch import watch as watch
+    from dcp.watching import watch as watch
 
 _NAMES = {
     "dcp._fsspec_filesystem": ("FsspecReader", "FsspecWriter"),
@@ -92,7 +92,7 @@ _NAMES = {
     "dcp.manager.manager": ("CheckpointManager",),
     "dcp.manager.catalog": ("CatalogRegistration",),
     "dcp.manager.restore": ("Restored",),
-    "dcp.manager.cleanup.retention": ("Best", "Keep", "Retention"),
+    "dcp.manager.retention": ("Best", "Keep", "Retention"),
     "dcp.metadata": ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "TensorStorageMetadata"),
     "dcp.optimizer": ("load_sharded_optimizer_state_dict",),
     "dcp.planner": ("LoadPlan", "LoadPlanner", "ReadItem", "SavePlan", "SavePlanner", "WriteItem"),
@@ -112,7 +112,7 @@ _NAMES = {
         "save_state_dict",
     ),
     "dcp.storage": ("StorageReader", "StorageWriter"),
-    "dcp.watching.watch": ("watch",),
+    "dcp.watching": ("watch",),
 }
 
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}

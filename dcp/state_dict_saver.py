@@ -40,7 +40,7 @@ from dcp.progress import ProgressCallback
 from dcp.ranks.collectives import Ranks, raise_on_all_ranks, works_alone
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.saving.save import Held, SaveOptions, SaveOutcome, SavingRank
-from dcp.steps.notes import patterns_of_part
+from dcp.steps import patterns_of_part
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:

@@ -21,6 +21,9 @@ NOTES_NAME: Final = "notes.msgpack"
 DATA_SUFFIX: Final = ".distcp"
 """How names of data files end, ours and stock's."""
 
+DATA_NAME: Final = re.compile(rf"__[0-9]+_[0-9]+(?:\.(?P<owner>[0-9a-f]+))?{re.escape(DATA_SUFFIX)}")
+"""Of a data file, ours or stock's, which has no id of a save."""
+
 RANK_LOCAL: Final = re.compile(
     rf"__(0|[1-9][0-9]{{0,8}})(?:\.{re.escape(MANIFEST_NAME)}|{re.escape(METADATA_NAME)})"
 )

@@ -112,7 +112,7 @@ def _registering(folder: Path) -> dict[str, float]:
     taken = []
     for step in range(_NOTES):
         begun = time.perf_counter()
-        registrar._put(step, {"save_id": "0000abcd"})
+        registrar.tell(f"step-{step:08d}", step, save_id="0000abcd")
         taken.append(time.perf_counter() - begun)
         time.sleep(0.002)
     registrar.close()

@@ -21,7 +21,7 @@ from dcp.conversion.targets.job import Chunks, ConversionOptions, place_of
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
-from dcp.steps.folders import StepFolders
+from dcp.steps import StepFolders
 from dcp.storage.engine.requests import Verify
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError, PlanError
 from dcp.storage.formats.opening import Source, open_source

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dcp.demo.places import FolderPlace, Place
-from dcp.watching.cursor import start_ticks
+from dcp.watching import start_ticks
 
 __all__ = ["DemoError", "JobOutcome", "Workplace", "environ_of"]
 

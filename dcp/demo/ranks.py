@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from dcp.demo.train import TIMEOUT_SECONDS, TrainingJob, train
-from dcp.watching.cursor import start_ticks
+from dcp.watching import start_ticks
 
 __all__ = ["TrainingJob", "launch"]
 

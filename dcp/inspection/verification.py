@@ -130,7 +130,7 @@ def verify_place(
         listing = {name: listing[name] for name in index.files if name in listing}
     report.files, report.tensors = len(index.files), index.tensor_count
     report.findings += _check_metadata(store, index, listing)
-    report.findings += _check_files(index, listing)
+    report.findings += check_files(index, listing)
     report.findings += _check_parts(index)
     sums = StreamedSums(index) if with_digest or against is not None or any(index.digests) else None
     try:
@@ -217,7 +217,8 @@ def _check_parts(index: CheckpointIndex) -> Iterator[Finding]:
         yield Finding("index", shown, fqn=index.fqns[row])
 
 
-def _check_files(index: CheckpointIndex, listing: dict[str, FileInfo]) -> Iterator[Finding]:
+def check_files(index: CheckpointIndex, listing: Mapping[str, FileInfo]) -> Iterator[Finding]:
+    """Compare the files that are there with those that were committed."""
     for name, size in zip(index.files, index.file_sizes.tolist(), strict=True):
         if name not in listing:
             yield Finding("missing-file", f"{name} is missing", name)

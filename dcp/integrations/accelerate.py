@@ -22,8 +22,6 @@ from dcp.storage.stores import open_store
 with shared.package_of("accelerate"):
     from accelerate import Accelerator, DistributedType
 
-__all__ = ["PRIVATE_ATTRIBUTES", "AcceleratorCheckpoints", "use"]
-
 logger = logging.getLogger(__name__)
 
 PRIVATE_ATTRIBUTES: Final = (

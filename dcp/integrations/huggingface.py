@@ -25,8 +25,6 @@ with shared.package_of("transformers"):
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_callback import ExportableState
 
-__all__ = ["PRIVATE_HOOKS", "DcpTrainer", "DcpTrainerMixin"]
-
 logger = logging.getLogger(__name__)
 
 PRIVATE_HOOKS: Final = {

@@ -33,8 +33,6 @@ with shared.package_of("lightning"):
     from lightning.pytorch.strategies import ModelParallelStrategy
     from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 
-__all__ = ["DcpCheckpointIO", "DcpModelParallelStrategy", "DcpStrategyMixin", "RankStates"]
-
 # Names in Lightning's files and folders, which are not documented; a test compares them with its version:
 LAST: Final = "last"  # the beginning of names that ``ckpt_path="last"`` finds
 BEFORE_REQUEUE: Final = "hpc_ckpt_"  # that of checkpoints right before SLURM ends the job

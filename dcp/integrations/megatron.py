@@ -51,8 +51,6 @@ with package_of("megatron", "Megatron-Core 0.19 and Python 3.12 or newer"):
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["DcpLoadStrategy", "DcpSaveStrategy", "use"]
-
 _COMMON: Final = "common_state/shard_0_1"
 """The object in which Megatron stores all values but `ShardedTensor` and `ShardedObject`. It reads this one
 by itself, without comparing checksums, before it asks a strategy."""
@@ -66,7 +64,7 @@ def use(*, mode: Mode = "thread", process_group: ProcessGroup | None = None, **o
     process: those of `megatron.training`, of programs above it, and of `dist_checkpointing.save` and `load`.
 
     ``mode`` is that of `DcpSaveStrategy`, the options are those of `DcpLoadStrategy`; both take
-    ``process_group``. Raises OptionError for other options.
+    ``process_group``. Raises OptionError for another ``mode``.
     """
     saves = DcpSaveStrategy(mode=mode, process_group=process_group)
     loads = DcpLoadStrategy(process_group=process_group, **options)
@@ -127,18 +125,18 @@ class DcpLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         dtype: "exact" refuses tensors that were saved in another dtype, "cast" converts them.
         weights_only: False allows objects of any class, whose pickles may run code. Without it those that
             `torch.serialization.add_safe_globals` names are, as Megatron does for its own.
-
-    Raises:
-        OptionError: An option is none of these.
     """
 
-    def __init__(self, *, process_group: ProcessGroup | None = None, **options: Any) -> None:
-        unknown = sorted(set(options) - {"dtype", "weights_only"})
-        if unknown:
-            raise OptionError(f"{unknown[0]!r} is no option: mode, process_group, dtype, weights_only are")
+    def __init__(
+        self,
+        *,
+        process_group: ProcessGroup | None = None,
+        dtype: Literal["exact", "cast"] | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
         super().__init__(stream_ckpt_dequant=False)
         self._process_group = process_group
-        self._options: LoadKeywords = options  # type: ignore[assignment]
+        self._options: LoadKeywords = {"dtype": dtype, "weights_only": weights_only}
 
     def load(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: _Folder, async_strategy: str = "mcore"
@@ -158,11 +156,17 @@ class DcpLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         wanted = list(nested_values(sharded_state_dict))
         reader = FileSystemReader(checkpoint_dir)
         try:
-            index = _checked_index(reader)
+            index = reader.read_index()
+            if _COMMON in index.objects.position:  # which ranks have in common: compared with its checksum
+                with reader.engine(index) as engine:
+                    list(reader.read_objects(engine, [_COMMON]))
             target = _objects(wanted) | _destinations(wanted, index)
             load(target, storage_reader=reader, process_group=self._process_group, **self._options)
         except CorruptCheckpointError as error:
-            error.add_note(_others_beside(Path(checkpoint_dir)))
+            others = ", ".join(sorted(Path(one).name for one in committed_beside(checkpoint_dir))) or "none"
+            error.add_note(
+                f"Megatron loads another iteration with --ckpt-step; committed beside this one: {others}"
+            )
             raise
 
         def loaded(entry: Any) -> Any:
@@ -248,20 +252,6 @@ def _destinations(entries: Iterable[Any], index: CheckpointIndex) -> dict[str, A
         if part.data.numel() or not tensor.data.numel():
             parts.append((tensor.key, part))
     return _by_name(parts)
-
-
-def _checked_index(reader: FileSystemReader) -> CheckpointIndex:
-    """Read the index, and compare the state that ranks have in common with its checksum."""
-    index = reader.read_index()
-    if _COMMON in index.objects.position:
-        with reader.engine(index) as engine:
-            list(reader.read_objects(engine, [_COMMON]))
-    return index
-
-
-def _others_beside(folder: Path) -> str:
-    others = ", ".join(sorted(Path(other).name for other in committed_beside(folder))) or "none"
-    return f"Megatron loads another iteration with --ckpt-step; committed beside this one: {others}"
 
 
 def _request(future: SaveFuture, request_class: Any) -> Any:

@@ -17,8 +17,6 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Final
 
-__all__ = ["main", "model_shapes"]
-
 _CPU_SECONDS: Final = 90
 _MEMORY_BYTES: Final = 6 << 30
 _MAX_MODULES: Final = 200_000

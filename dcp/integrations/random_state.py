@@ -10,8 +10,6 @@ import torch
 
 from dcp.planners.rescale import Rescale
 
-__all__ = ["RandomState"]
-
 
 class RandomState:
     """The global generators of Python, of numpy, of torch and of CUDA's current device: each rank's own.

@@ -16,8 +16,6 @@ with package_of("ray", "Ray Train 2.60"):
     import ray.train
     from ray.train import Checkpoint, CheckpointUploadMode
 
-__all__ = ["RayCheckpointManager"]
-
 
 class RayCheckpointManager(CheckpointManager):
     """A `CheckpointManager` inside of a training function of Ray Train.

@@ -21,8 +21,6 @@ from dcp.storage.errors import PlanError
 with package_of("torchdata"):
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-__all__ = ["RescalableDataLoader", "RescalableSampler"]
-
 logger = logging.getLogger(__name__)
 
 _OF_AN_ORDER: Final = ("size", "shuffle", "seed")

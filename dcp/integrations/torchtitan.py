@@ -18,8 +18,8 @@ import torch
 from dcp.errors import CheckpointError, MissingKeyError, OptionError, UnexpectedKeyError
 from dcp.integrations.random_state import RandomState
 from dcp.integrations.trainer_state import package_of
-from dcp.manager.cleanup.retention import Retention
 from dcp.manager.manager import CheckpointManager as Manager
+from dcp.manager.retention import Retention
 from dcp.ranks.exchanges import causes_of
 from dcp.state_dict_loader import load
 from dcp.state_dict_saver import save
@@ -36,8 +36,6 @@ else:
             if missing.name != "torchtitan.components.checkpointer":
                 raise
             from torchtitan.components.checkpoint import CheckpointManager as _Base
-
-__all__ = ["DcpCheckpointManager"]
 
 _MODEL = "model"
 _RANDOM = "random_state"

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from itertools import chain
-from typing import Any, get_args
+from types import SimpleNamespace
+from typing import Any, NoReturn, get_args
 
 import msgpack
 import torch
@@ -28,27 +29,13 @@ from dcp.background.writers import SaveFuture
 from dcp.errors import CheckpointError, OptionError, PlanError
 from dcp.inspection.checkpoints import list_checkpoints
 from dcp.manager.catalog import CatalogRegistration, Registrar, registration_of
-from dcp.manager.cleanup.removal import remove_checkpoint
+from dcp.manager.removal import remove_checkpoint
 from dcp.manager.saving import Mode
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from dcp.state_dict_saver import AsyncCheckpointerType, async_save, save
 from dcp.storage.stores.opening import OpenWith
-
-__all__ = [
-    "PathSaves",
-    "TrainedModel",
-    "TrainedOptimizers",
-    "check_private",
-    "committed_beside",
-    "gathered",
-    "has_shards",
-    "on_first_rank",
-    "own_part",
-    "package_of",
-    "refused_by_all",
-]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Names of wrappers, which compilation and activation checkpointing put into names of parameters."""
@@ -147,17 +134,6 @@ def own_part(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in buffers or isinstance(value, DTensor)}
 
 
-@dataclass(frozen=True)
-class _RefusedState:
-    error: Exception
-
-    def state_dict(self) -> dict[str, Any]:
-        raise self.error
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise self.error
-
-
 @contextmanager
 def refused_by_all(use: Callable[[dict[str, Any]], object]) -> Iterator[None]:
     """Fail the save or load that all ranks ``use`` next if one of them raises within this block, where it
@@ -166,9 +142,14 @@ def refused_by_all(use: Callable[[dict[str, Any]], object]) -> Iterator[None]:
         yield
     except Exception as error:
         if dist.is_available() and dist.is_initialized():
+            refuse = partial(_raise, error)
             with suppress(CheckpointError):
-                use({"refused": _RefusedState(error)})
+                use({"refused": SimpleNamespace(state_dict=refuse, load_state_dict=refuse)})
         raise
+
+
+def _raise(error: Exception, *_: Any) -> NoReturn:
+    raise error
 
 
 def has_shards(value: Any) -> bool:
@@ -277,15 +258,8 @@ class PathSaves:
         self.storage_options = storage_options
         self._mode = mode
         self._no_dist = no_dist
-        self._asked = catalog
-        self._catalog: CatalogRegistration | None = None
-        self._missing: ModuleNotFoundError | None = None
-        try:
-            self._catalog = registration_of(catalog)
-        except ModuleNotFoundError as error:
-            if no_dist:
-                raise
-            self._missing = error  # ranks cannot talk yet
+        self._asked = CatalogRegistration(catalog) if isinstance(catalog, str) else catalog
+        self._catalog = registration_of(self._asked) if no_dist else None  # else ranks cannot talk yet
         self._timeout_seconds: float | None = None
         # Held while something is deleted: a save to its path waits for that.
         self._changed = threading.Condition()
@@ -305,8 +279,7 @@ class PathSaves:
         it does; on all ranks, as soon as they can talk."""
 
         def own() -> bytes:
-            if self._missing is not None:
-                raise self._missing
+            self._catalog = registration_of(self._asked)
             return b""
 
         Ranks(use_dist=True, operation="save").all_gather("catalog", own)
@@ -336,8 +309,7 @@ class PathSaves:
             if self._is_first:
                 self._note(name, step)
             return
-        kind = AsyncCheckpointerType.PROCESS if self._mode == "process" else AsyncCheckpointerType.THREAD
-        future = async_save(state, async_checkpointer_type=kind, **options)
+        future = async_save(state, async_checkpointer_type=AsyncCheckpointerType(self._mode), **options)
         with self._changed:
             self._pending.append(future)
         future.add_done_callback(partial(self._ended, name, step, future))  # at once, here, if it has ended

@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
     from dcp.manager.events import Event
 
-__all__ = ["KEY_VARIABLE", "CatalogRegistration", "Registrar", "registration_of"]
-
 logger = logging.getLogger(__name__)
 
 KEY_VARIABLE: Final = "DCP_CATALOG_KEY"
@@ -52,7 +50,7 @@ _SPOOL_SECONDS: Final = 5.0
 _NOT_YET: Final = frozenset({404, 409, 410})
 _TRY_AGAIN: Final = frozenset({401, 403, 408, 425, 429})
 
-MAX_NOTE_BYTES: Final = 64 << 10
+_MAX_NOTE_BYTES: Final = 64 << 10
 
 _NAME: Final = re.compile(r"[0-9]{20}-[0-9a-f]{8}-[0-9]{6,}\.json")
 _STALE_SECONDS: Final = 3600.0
@@ -98,9 +96,30 @@ class CatalogRegistration:
             raise OptionError("catalog: the key has characters that no key has")
 
 
+@dataclass(eq=False, slots=True)
+class _Note:
+    """A note with the content ``body``, in the file ``name`` of the spool, "" if it is in memory only. What
+    was refused comes again when it is ``due`` (of the monotonic clock)."""
+
+    body: Mapping[str, Any]
+    name: str = ""
+    refusals: int = 0
+    due: float = 0.0
+
+    @property
+    def key(self) -> str:
+        """The checkpoint of the note."""
+        return f"{self.body.get('root') or self.body.get('root_url')}\0{self.body.get('key')}"
+
+
 class Registrar:
     """Registers the checkpoints of one run; made on one rank. Nothing that it does raises or waits, but for
-    `close`, which is bounded."""
+    `close`, which is bounded.
+
+    Each note is one file of the spool, written aside, made durable and renamed. Several processes may share
+    the folder; each loads what is there when it starts. What cannot be written stays in memory, and is logged
+    once.
+    """
 
     def __init__(
         self, options: CatalogRegistration, run_url: str, name_of: Callable[[int], str] = str
@@ -109,16 +128,19 @@ class Registrar:
         self._run_url = run_url
         self._name_of = name_of
         self._changed = threading.Condition()
-        self._fresh: list[Note] = []
+        self._fresh: list[_Note] = []
         """Not on disk yet."""
-        self._busy = False
-        self._loaded = False
-        self._due: dict[str, Note] = {}
+        self._busy = True
+        """Until what an earlier process left is loaded, and while notes are written."""
+        self._due: dict[str, _Note] = {}
         """By checkpoint, in the order in which they came: a later note makes an earlier one moot."""
         self._closed = False
         self._down_seconds = 0.0
         self._failed_in_a_row = 0
-        self._spool = Spool(_spool_folder(options, run_url), options.spool_notes)
+        self._spool = PosixStore(_spool_folder(options, run_url))
+        self._own = uuid.uuid4().hex[:8]
+        self._numbers = itertools.count()
+        self._is_warned = False
         for work, name in ((self._write, "dcp-catalog-spool"), (self._send, "dcp-catalog-send")):
             threading.Thread(target=work, name=name, daemon=True).start()
 
@@ -128,45 +150,42 @@ class Registrar:
         """Listen to the manager's events."""
         if event.step is None:
             return
-        if event.kind == "saved":
-            save_id = event.data.get("save_id")
-            self._put(event.step, {"save_id": save_id} if save_id else {})
-        elif event.kind == "dropped":
-            self._put(event.step, {})
+        if event.kind in ("saved", "dropped"):
+            self.tell(self._name_of(event.step), event.step, save_id=event.data.get("save_id"))
         elif event.kind == "deleted" and event.data.get("what") != "abandoned":
-            self._put(event.step, {"deleted": True})
+            self.tell(self._name_of(event.step), event.step, deleted=True)
 
-    def tell(self, name: str, step: int | None, *, deleted: bool) -> None:
+    def tell(self, name: str, step: int | None, *, deleted: bool = False, save_id: Any = None) -> None:
         """Note that the checkpoint ``name`` of the run was committed or deleted."""
-        self._put(step, {"deleted": True} if deleted else {}, name)
-
-    def _put(self, step: int | None, more: Mapping[str, Any], name: str | None = None) -> None:
-        key = name if name is not None else self._name_of(step or 0)
         options = self._options
-        body: dict[str, Any] = {"key": key, "step": step, **more}
+        body: dict[str, Any] = {"key": name, "step": step}
         if options.root is None:
             body["root_url"] = self._run_url
         else:
             body["root"] = options.root
-            body["key"] = "/".join(filter(None, (options.folder.strip("/"), body["key"])))
-        if options.tags and not more.get("deleted"):
+            body["key"] = "/".join(filter(None, (options.folder.strip("/"), name)))
+        if deleted:
+            body["deleted"] = True
+        elif options.tags:
             body["tags"] = list(options.tags)
+        if save_id:
+            body["save_id"] = save_id
         with self._changed:
-            self._fresh.append(Note(body))
+            self._fresh.append(_Note(body))
             del self._fresh[: -options.spool_notes]  # a disk that hangs must not cost memory without end
             self._changed.notify_all()
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Wait until everything is registered; tell whether it is, within ``timeout_seconds``."""
         with self._changed:
-            return self._changed.wait_for(self._is_done, timeout_seconds)
+            return self._changed.wait_for(lambda: self._is_spooled() and not self._due, timeout_seconds)
 
-    def close(self) -> bool:
+    def close(self) -> None:
         """Wait as `wait` does, for ``close_seconds`` at the most; what is left by then stays in the spool.
 
         A few seconds are taken in any case until the notes are on disk, if it takes that.
         """
-        done = self.wait(self._options.close_seconds)
+        self.wait(self._options.close_seconds)
         with self._changed:
             self._changed.wait_for(self._is_spooled, _SPOOL_SECONDS)
             left = len(self._due) + len(self._fresh)
@@ -179,44 +198,90 @@ class Registrar:
                 self._run_url,
                 left,
                 self._options.url,
-                self._spool.folder,
+                self._spool.url,
             )
-        return done
 
     def _is_spooled(self) -> bool:
-        return self._loaded and not self._fresh and not self._busy
-
-    def _is_done(self) -> bool:
-        return self._is_spooled() and not self._due
+        return not self._fresh and not self._busy
 
     # -- the thread that writes ------------------------------------------------------------------------------
 
     def _write(self) -> None:
-        self._take_over(self._spool.load())
+        notes = self._loaded()
         while True:
+            moot: list[_Note] = []
             with self._changed:
-                self._loaded = True
+                for note in notes:
+                    moot += filter(None, [self._due.pop(note.key, None)])
+                    self._due[note.key] = note
+                while len(self._due) > self._options.spool_notes:
+                    moot.append(self._due.pop(next(iter(self._due))))
+                self._changed.notify_all()
+            for note in moot:
+                self._forget(note.name)
+            with self._changed:
                 self._busy = False
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._fresh or self._closed)
                 if not self._fresh:
                     return
-                notes, self._fresh = self._fresh, []
-                self._busy = True
-            self._spool.add(notes)
-            self._take_over(notes)
-
-    def _take_over(self, notes: list[Note]) -> None:
-        moot: list[Note] = []
-        with self._changed:
+                notes, self._fresh, self._busy = self._fresh, [], True
             for note in notes:
-                moot += filter(None, [self._due.pop(note.key, None)])
-                self._due[note.key] = note
-            while len(self._due) > self._options.spool_notes:
-                moot.append(self._due.pop(next(iter(self._due))))
-            self._changed.notify_all()
-        for note in moot:
-            self._spool.remove(note)
+                self._keep(note)
+
+    def _loaded(self) -> list[_Note]:
+        """Read the notes of earlier processes, the oldest first; unreadable ones are removed, and too many of
+        them."""
+        found: list[str] = []
+        try:
+            for info in self._spool.list():
+                is_stale = time.time() - info.modified_seconds > _STALE_SECONDS
+                if _NAME.fullmatch(info.name):
+                    found.append(info.name)
+                elif is_stale and info.name.startswith(TEMPORARY_PREFIX):  # of a killed writer
+                    self._forget(info.name)
+        except OSError as error:
+            self._warn(error)
+        notes = []
+        for name in found[-self._options.spool_notes :]:
+            try:
+                body = json.loads(self._spool.read(name, limit_bytes=_MAX_NOTE_BYTES))
+                if isinstance(body["key"], str):
+                    notes.append(_Note(body, name))
+            except (OSError, ValueError, TypeError, LookupError, CheckpointError):
+                logger.debug("%s: %s is no note", self._spool.url, name)
+        for name in {*found} - {note.name for note in notes}:
+            self._forget(name)
+        return notes
+
+    def _keep(self, note: _Note) -> None:
+        """Put a note on disk, if that works."""
+        name = f"{time.time_ns():020d}-{self._own}-{next(self._numbers):06d}.json"
+        data = json.dumps(note.body).encode()
+        try:
+            if len(data) <= _MAX_NOTE_BYTES:
+                self._spool.make_root()
+                self._spool.publish(name, data, durable=True, expected=None)
+                note.name = name
+        except OSError as error:
+            self._warn(error)
+
+    def _forget(self, name: str) -> None:
+        """Remove a note that has arrived, or never will."""
+        try:
+            if name:
+                self._spool.delete(name)
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            logger.warning(
+                "%s: notes to the catalog cannot be kept on disk (%s); they are in memory only",
+                self._spool.url,
+                error,
+            )
 
     # -- the thread that sends -------------------------------------------------------------------------------
 
@@ -226,18 +291,19 @@ class Registrar:
             while (note := self._next()) is not None:
                 if client is None:
                     client = self._connect()
-                outcome = self._post(client, note)
-                if outcome is None:
-                    self._later(note)
-                elif outcome:
-                    self._settled(note)
+                if self._is_dealt_with(client, note):
+                    self._forget(note.name)
+                    with self._changed:
+                        if self._due.get(note.key) is note:
+                            del self._due[note.key]
+                        self._changed.notify_all()
         except Exception:  # a thread's end must not be silent, and must not end training
             logger.exception("%s: registering has ended; a scan of the catalog finds the rest", self._run_url)
         finally:
             if client is not None:
                 client.close()
 
-    def _next(self) -> Note | None:
+    def _next(self) -> _Note | None:
         """Wait for the next note that is due, once the service may be asked again; None to end."""
         with self._changed:
             while not self._closed:
@@ -253,38 +319,37 @@ class Registrar:
 
         key = self._options.key or os.environ.get(KEY_VARIABLE)
         headers = {"User-Agent": f"dcphub/{__version__} (registration)"}
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
+        headers |= {"Authorization": f"Bearer {key}"} if key else {}
         return httpx.Client(
             base_url=self._options.url, headers=headers, timeout=self._options.request_seconds
         )
 
-    def _post(self, client: httpx.Client, note: Note) -> bool | None:
-        """Send a note: True if it is dealt with, None if it should be sent again; False if the service is
-        away."""
+    def _is_dealt_with(self, client: httpx.Client, note: _Note) -> bool:
+        """Send a note; False if it is to be sent again, because the service is away, or refuses it yet."""
         import httpx
 
         try:
             answer = client.post(_PATH, json=note.body)
         except httpx.HTTPError as error:
-            self._away(f"{type(error).__name__}: {error}")
-            return False
-        if answer.is_success:
-            if self._failed_in_a_row:
-                logger.info("%s: the catalog %s answers again", self._run_url, self._options.url)
+            return self._away(f"{type(error).__name__}: {error}")
+        status = answer.status_code
+        if not answer.is_success:
+            said = f"{status} {_detail(answer)}"
+            if status >= 500 or status in _TRY_AGAIN or answer.is_redirect:
+                after = answer.headers.get("Retry-After", "")
+                return self._away(said, float(after) if after.isdecimal() else 0.0)
             self._failed_in_a_row = 0
-            return True
-        said = f"{answer.status_code} {_detail(answer)}"
-        if answer.status_code >= 500 or answer.status_code in _TRY_AGAIN or answer.is_redirect:
-            self._away(said, _retry_after(answer))
-            return False
+            if status in _NOT_YET and note.refusals < _REFUSALS:
+                note.refusals += 1
+                note.due = time.monotonic() + min(_LONGEST_PAUSE_SECONDS / 2, 0.5 * 2.0**note.refusals)
+                return False
+            logger.warning("%s: %s was not registered: %s", self._run_url, note.key, said)
+        elif self._failed_in_a_row:
+            logger.info("%s: the catalog %s answers again", self._run_url, self._options.url)
         self._failed_in_a_row = 0
-        if answer.status_code in _NOT_YET and note.refusals < _REFUSALS:
-            return None
-        logger.warning("%s: %s was not registered: %s", self._run_url, note.key, said)
         return True
 
-    def _away(self, what: str, at_least_seconds: float = 0.0) -> None:
+    def _away(self, what: str, at_least_seconds: float = 0.0) -> bool:
         if not self._failed_in_a_row:
             logger.warning(
                 "%s: the catalog %s cannot be reached now, and is notified of checkpoints later: %s",
@@ -294,20 +359,10 @@ class Registrar:
             )
         self._failed_in_a_row += 1
         pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** min(self._failed_in_a_row - 1, 10))
+        at_least_seconds = min(at_least_seconds, 10 * _LONGEST_PAUSE_SECONDS)
         with self._changed:
             self._down_seconds = time.monotonic() + max(pause * random.uniform(0.75, 1.25), at_least_seconds)
-
-    def _later(self, note: Note) -> None:
-        with self._changed:
-            note.refusals += 1
-            note.due = time.monotonic() + min(_LONGEST_PAUSE_SECONDS / 2, 0.5 * 2.0**note.refusals)
-
-    def _settled(self, note: Note) -> None:
-        self._spool.remove(note)
-        with self._changed:
-            if self._due.get(note.key) is note:
-                del self._due[note.key]
-            self._changed.notify_all()
+        return False
 
 
 def registration_of(catalog: str | CatalogRegistration | None) -> CatalogRegistration | None:
@@ -333,109 +388,7 @@ def _spool_folder(options: CatalogRegistration, run_url: str) -> Path:
 
 def _detail(answer: httpx.Response) -> str:
     try:
-        document = json.loads(answer.content[:10_000])
-    except ValueError:
-        return answer.reason_phrase
-    detail = document.get("detail") if isinstance(document, dict) else None
-    return str(detail)[:500] if detail is not None else answer.reason_phrase
-
-
-def _retry_after(answer: httpx.Response) -> float:
-    text = answer.headers.get("Retry-After", "")
-    return min(float(text), 10 * _LONGEST_PAUSE_SECONDS) if text.isdecimal() else 0.0
-
-
-# -- notes on a disk -----------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False, slots=True)
-class Note:
-    """A note with the content ``body``, in the file ``name``, "" if it is in memory only. What was refused
-    comes again when it is ``due`` (of the monotonic clock)."""
-
-    body: Mapping[str, Any]
-    name: str = ""
-    refusals: int = 0
-    due: float = 0.0
-
-    @property
-    def key(self) -> str:
-        """The checkpoint of the note."""
-        return f"{self.body.get('root') or self.body.get('root_url')}\0{self.body.get('key')}"
-
-
-class Spool:
-    """Notes in ``folder``, ``limit`` at most: each is one file, written aside, made durable and renamed.
-
-    Several processes may share a folder; each loads what is there when it starts. Nothing raises: what cannot
-    be written stays in memory, and is logged once.
-    """
-
-    def __init__(self, folder: Path, limit: int) -> None:
-        self.folder = folder
-        self._store = PosixStore(folder)
-        self._limit = limit
-        self._own = uuid.uuid4().hex[:8]
-        self._numbers = itertools.count()
-        self._is_warned = False
-
-    def load(self) -> list[Note]:
-        """Read the notes that are there, the oldest first; unreadable ones are removed, and too many of
-        them."""
-        found: list[Note] = []
-        try:
-            listed = self._store.list()
-        except OSError as error:
-            self._tell(error)
-            return []
-        for info in listed:
-            is_stale = time.time() - info.modified_seconds > _STALE_SECONDS
-            if _NAME.fullmatch(info.name):
-                found.append(Note({}, info.name))
-            elif is_stale and info.name.startswith(TEMPORARY_PREFIX):  # of a killed writer
-                self.remove(Note({}, info.name))
-        for note in found[: -self._limit]:
-            self.remove(note)
-        return [note for note in found[-self._limit :] if self._read(note)]
-
-    def add(self, notes: Sequence[Note]) -> None:
-        """Put ``notes`` on disk, as far as that works."""
-        for note in notes:
-            name = f"{time.time_ns():020d}-{self._own}-{next(self._numbers):06d}.json"
-            data = json.dumps(note.body).encode()
-            if len(data) > MAX_NOTE_BYTES:
-                continue
-            try:
-                self._store.make_root()
-                self._store.publish(name, data, durable=True, expected=None)
-                note.name = name
-            except OSError as error:
-                self._tell(error)
-
-    def remove(self, note: Note) -> None:
-        """Remove a note that has arrived, or never will."""
-        try:
-            if note.name:
-                self._store.delete(note.name)
-        except OSError as error:
-            self._tell(error)
-
-    def _read(self, note: Note) -> bool:
-        try:
-            body = json.loads(self._store.read(note.name, limit_bytes=MAX_NOTE_BYTES))
-        except (OSError, ValueError, CheckpointError):
-            body = None
-        if isinstance(body, dict) and isinstance(body.get("key"), str):
-            note.body = body
-            return True
-        self.remove(note)
-        return False
-
-    def _tell(self, error: OSError) -> None:
-        if not self._is_warned:
-            self._is_warned = True
-            logger.warning(
-                "%s: notes to the catalog cannot be kept on disk (%s); they are in memory only",
-                self.folder,
-                error,
-            )
+        detail = json.loads(answer.content[:10_000])["detail"]
+    except (ValueError, TypeError, LookupError):
+        detail = None
+    return answer.reason_phrase if detail is None else str(detail)[:500]

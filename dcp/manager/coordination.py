@@ -9,23 +9,200 @@ and read at the next: by then every rank has cast its own, and all of them read 
 from __future__ import annotations
 
 import atexit
+import logging
 import math
+import os
+import signal
 import struct
+import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 
-from dcp.manager.notices import Notices
 from dcp.ranks.channel import Channel
 from dcp.ranks.collectives import Ranks
 from dcp.storage.errors import CheckpointError, OptionError, PlanError
 
-__all__ = ["Reason", "StepCoordinator"]
+logger = logging.getLogger(__name__)
+
+Grace = float | Mapping[signal.Signals | str | os.PathLike[str], float]
+"""Seconds that are left after a SIGTERM; or after each of several signals, and files that appear."""
+
+_LOOK_SECONDS = 0.25
+_SHORTEST_SECONDS = 0.02
+_LARGEST_RESERVE_SECONDS = 5.0
+
+
+class Notices:
+    """Notices that the run is to stop, by SIGTERM if that is to be handled, and by what has a ``grace``.
+
+    Raises OptionError for what is no notice, or no time.
+
+    Files are looked for by a thread, and a deadline is seen to by it, once `see_to_it` has begun it. Time is
+    that of `time.monotonic`, so that no clock that is set has a part in it. All notices of a process share
+    one handler a signal, which is installed with the first and taken away with the last, and calls the Python
+    handler that was there before.
+    """
+
+    def __init__(self, grace: Grace | None, *, handle_sigterm: bool) -> None:
+        self._grace = _grace_of(grace, handle_sigterm=handle_sigterm)
+        self.moments: dict[int | str, float] = {}
+        """The time at which each notice came first."""
+        self._signals = [notice for notice in self._grace if isinstance(notice, int)]
+        self._there = {path: _identity(path) for path in self._grace if isinstance(path, str)}
+        self._closed = threading.Event()
+        for path, identity in self._there.items():
+            if identity is not None:
+                logger.warning("%s is there already: it is no notice until it appears anew", path)
+
+    def listen(self) -> None:
+        """Notice signals from now on, until `close`; only the main thread can install their handlers."""
+        for number in self._signals:
+            installed = _installed.get(number)
+            if installed is None or not installed.is_in_place():
+                if threading.current_thread() is not threading.main_thread():
+                    name = signal.Signals(number).name
+                    logger.warning(
+                        "%s is not handled: only the main thread can install a signal handler", name
+                    )
+                    continue
+                if installed is not None and installed.pid != os.getpid():
+                    _listeners.clear()  # a fork: those who listened are in the parent
+                _installed[number] = _Handler(number)
+            _listeners.add((number, self))
+
+    def seconds_left(self) -> float:
+        """Return the time until saves have to be called off, at the earliest by all that has come; infinite
+        if nothing has that has a deadline."""
+        end = math.inf
+        for notice, moment in tuple(self.moments.items()):
+            grace = self._grace[notice]
+            if grace is not None:
+                # saves that are called off have to remove their files in the time that is kept
+                end = min(end, moment + grace - min(_LARGEST_RESERVE_SECONDS, grace / 10))
+        return end - time.monotonic()
+
+    def see_to_it(self, call_off: Callable[[], None]) -> None:
+        """Look for files from now on, and call ``call_off`` again and again once a deadline has come, if one
+        may come."""
+        if any(grace is not None for grace in self._grace.values()):
+            threading.Thread(target=self._look, args=(call_off,), name="dcp-notices", daemon=True).start()
+
+    def close(self) -> None:
+        """Notice nothing any more; idempotent. The last to leave puts former handlers back."""
+        self._closed.set()
+        for number in self._signals:
+            _listeners.discard((number, self))
+            installed = _installed.get(number)
+            if installed is not None and not _of(number) and installed.take_away():
+                del _installed[number]
+
+    def _look(self, call_off: Callable[[], None]) -> None:
+        while not self._closed.wait(min(_LOOK_SECONDS, max(_SHORTEST_SECONDS, self.seconds_left()))):
+            for path in self._there.keys() - self.moments.keys():
+                identity = _identity(path)
+                if identity not in (None, self._there[path]):
+                    self.moments[path] = time.monotonic()
+                    logger.warning("the notice %s has appeared", path)
+                self._there[path] = identity
+            if self.seconds_left() <= 0:
+                call_off()
+
+
+def _identity(path: str) -> tuple[int, int, int] | None:
+    """Return the identity of the file or folder that is there; None if none is, or it cannot be read."""
+    try:
+        found = Path(path).stat()
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_size, found.st_mtime_ns  # inode numbers change on some FUSE mounts
+
+
+def _grace_of(grace: Grace | None, *, handle_sigterm: bool) -> dict[int | str, float | None]:
+    """Return the seconds of grace of each signal and file; of a signal None means that it is not known."""
+    given: Mapping[Any, float]
+    given = grace if isinstance(grace, Mapping) else {} if grace is None else {signal.SIGTERM: grace}
+    found: dict[int | str, float | None] = {signal.SIGTERM: None} if handle_sigterm else {}
+    for notice, seconds in given.items():
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+            raise OptionError(f"grace_seconds must be a number above 0, not {seconds!r}")
+        if isinstance(notice, int):
+            if notice not in [*signal.Signals] or notice in (signal.SIGKILL, signal.SIGSTOP):
+                raise OptionError(f"grace_seconds: {notice!r} is no signal that can be noticed")
+            if notice == signal.SIGTERM and not handle_sigterm:
+                raise OptionError("grace_seconds of SIGTERM means nothing with handle_sigterm=False")
+            found[notice] = seconds
+        elif isinstance(notice, str | os.PathLike) and isinstance(path := os.fspath(notice), str):
+            if not path or "\0" in path or Path(path).is_dir():
+                raise OptionError(
+                    f"grace_seconds: {path!r} is no path of a file; name the file that will appear"
+                )
+            found[os.path.abspath(path)] = seconds  # noqa: PTH100 - no links are resolved
+        else:
+            raise OptionError(f"grace_seconds: {notice!r} is neither a signal nor the path of a file")
+    return found
+
+
+# -- signals -------------------------------------------------------------------------------------------------
+
+
+class _Handler:
+    """Installs itself, over the handler that is there.
+
+    It runs between two instructions of the main thread, which may hold any lock: so it takes none, and sets
+    plain attributes. If another handler has come on top, the next one is another instance above that,
+    so that handlers which call each other do not run in a circle.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.pid = os.getpid()
+        self._number = number
+        self._previous = signal.getsignal(number)  # before: the signal may come at once
+        signal.signal(number, self._on_signal)
+
+    def is_in_place(self) -> bool:
+        return self.pid == os.getpid() and signal.getsignal(self._number) == self._on_signal
+
+    def take_away(self) -> bool:
+        """Put the previous handler back, unless another has come on top, which may call this one."""
+        if threading.current_thread() is not threading.main_thread() or not self.is_in_place():
+            return False
+        if self._previous is None:  # not installed from Python, so that Python cannot put it back
+            return False
+        signal.signal(self._number, self._previous)
+        return True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # A forked child (a data loader's worker) has this handler too, but must end by SIGTERM as if it had
+        # not. Other signals are notices that schedulers may send to all processes, and no reason to end.
+        listeners = _of(number)
+        heard = self.pid == os.getpid() and bool(listeners)
+        if heard:
+            now = time.monotonic()
+            for listener in listeners:
+                listener.moments.setdefault(number, now)
+        if callable(self._previous):
+            self._previous(number, frame)
+        elif not heard and number == signal.SIGTERM and self._previous == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+_listeners: set[tuple[int, Notices]] = set()
+_installed: dict[int, _Handler] = {}
+
+
+def _of(number: int) -> list[Notices]:
+    return [notices for listened, notices in tuple(_listeners) if listened == number]
+
 
 Reason = Literal["steps", "seconds", "first", "last", "call", "force", "stop"]
 """Why a step is saved: its interval, its place in the run, no interval at all (every call saves), or because
@@ -37,8 +214,6 @@ _LEAVE_SECONDS = 5.0
 _LEAVE_POLL_SECONDS = 0.002
 
 _NOBODY = -1
-
-_NOW = "agree now"
 
 
 Vote = Literal["stop", "time", "failed"]
@@ -59,15 +234,6 @@ class _Turn(NamedTuple):
     restores: int = _NOBODY
     refuses: int = _NOBODY
     saves: int = 0
-
-
-class Refusal(NamedTuple):
-    """Answer to a rank that was called for no step: the votes ``agreed`` there, and the step that the other
-    ranks save, None if they save none; ``is_known`` is false where they tell nothing of that now."""
-
-    agreed: Votes = _NONE
-    saved: int | None = None
-    is_known: bool = True
 
 
 class RankAgreement:
@@ -124,17 +290,18 @@ class RankAgreement:
         self._begin(_NONE, _Turn(_NOBODY, -_NOBODY, restores=self._ranks.rank))
         self._read()
 
-    def refuse(self) -> Refusal:
-        """Take part in the step that the others are at, where this rank was called for none. If they do not
-        save it, they raise CheckpointError at their next one, which names this rank."""
+    def refuse(self) -> tuple[Votes, int | None, bool]:
+        """Take part in the step that the others are at, where this rank was called for none: (the votes
+        agreed there, the step that they save, whether they say so now). If they save none, they raise
+        CheckpointError at their next one, which names this rank."""
         agreed = self._kept = self._read() | self._kept
         self._calls += 1
         if (self._calls - 1) % self._every_steps:
-            return Refusal(agreed, is_known=False)
+            return agreed, None, False
         self._begin(_NONE, _Turn(_NOBODY, -_NOBODY, refuses=self._ranks.rank))
         votes, turn = self._completed()
         self._kept = agreed | votes
-        return Refusal(agreed, turn.latest if turn.saves else None)
+        return agreed, turn.latest if turn.saves else None, True
 
     def _begin(self, votes: Votes, turn: _Turn) -> None:
         options = dist.AllreduceOptions()
@@ -180,24 +347,17 @@ class RankAgreement:
         votes = frozenset(vote for vote, is_cast in zip(_VOTES, values, strict=False) if is_cast)
         return votes, _Turn(*values[len(_VOTES) :])
 
-    def any_rank(self, value: bool) -> bool:
-        """Tell whether ``value`` is true on any rank, now: waits for all of them."""
-        return b"\x01" in self._ranks.all_gather(_NOW, lambda: b"\x01" if value else b"\x00")
+    def least(self, values: Sequence[float], refusal: Exception | None = None) -> list[float]:
+        """Return the least of each of the ``values`` on any rank, now: waits for all of them. A ``refusal``
+        is raised on the others in its place."""
 
-    def fail(self, error: Exception) -> None:
-        """Raise ``error`` on the others, in place of `any_rank`."""
+        def packed() -> bytes:
+            if refusal is not None:
+                raise refusal
+            return struct.pack(f"<{len(values)}d", *values)
 
-        def raised() -> bytes:
-            raise error
-
-        with suppress(CheckpointError, type(error)):
-            self._ranks.all_gather(_NOW, raised)
-
-    def least(self, values: Sequence[float]) -> list[float]:
-        """Return the least of each of the ``values`` on any rank, now: waits for all of them."""
-        form = f"<{len(values)}d"
-        parts = self._ranks.all_gather("agree on times", lambda: struct.pack(form, *values))
-        return [*map(min, zip(*(struct.unpack(form, part) for part in parts), strict=True))]
+        parts = self._ranks.all_gather("agree now", packed)
+        return [*map(min, zip(*(struct.unpack(f"<{len(values)}d", part) for part in parts), strict=True))]
 
     def close(self, *, wait: bool) -> None:
         """Leave; with ``wait`` after the last exchange has ended, if it does soon. Idempotent."""
@@ -212,6 +372,7 @@ class RankAgreement:
             self._channel.keep_for_ever()
 
 
+@dataclass(eq=False, kw_only=True)
 class StepCoordinator:
     """Brings together, once a step, which steps are due, the notices and the other ranks' wishes.
 
@@ -225,35 +386,30 @@ class StepCoordinator:
     of one rank mean nothing.
     """
 
-    def __init__(
-        self,
-        notices: Notices,
-        channel: Channel | None,
-        *,
-        every_steps: int | None,
-        every_seconds: float | None,
-        save_first: bool,
-        exchanges: bool,
-        agree_every_steps: int,
-        timeout_seconds: float,
-    ) -> None:
-        if every_steps is not None and every_steps < 1:
-            raise OptionError(f"every_steps must be at least 1, not {every_steps}")
-        if every_seconds is not None and not every_seconds > 0:
-            raise OptionError(f"every_seconds must be more than 0, not {every_seconds}")
-        self.notices = notices
-        self.stopping = False
-        self._every_steps = every_steps
-        # by one rank's clock for all
-        self._every_seconds = every_seconds if channel is None or channel.rank == 0 else None
-        self._saves_each = every_steps is None and every_seconds is None
-        self._may_save_first = save_first
-        self._exchanges = exchanges or channel is None
+    notices: Notices
+    channel: Channel | None
+    every_steps: int | None
+    every_seconds: float | None
+    save_first: bool
+    exchanges: bool
+    agree_every_steps: int
+    timeout_seconds: float
+    stopping: bool = False
+
+    def __post_init__(self) -> None:
+        if self.every_steps is not None and self.every_steps < 1:
+            raise OptionError(f"every_steps must be at least 1, not {self.every_steps}")
+        if self.every_seconds is not None and not self.every_seconds > 0:
+            raise OptionError(f"every_seconds must be more than 0, not {self.every_seconds}")
+        self._saves_each = self.every_steps is None and self.every_seconds is None
         self._agreement = None  # one rank agrees with itself at once
-        if channel is not None:
+        if self.channel is not None:
+            if self.channel.rank != 0:
+                self.every_seconds = None  # by one rank's clock for all
             self._agreement = RankAgreement(
-                channel, timeout_seconds=timeout_seconds, every_steps=agree_every_steps
+                self.channel, timeout_seconds=self.timeout_seconds, every_steps=self.agree_every_steps
             )
+        self.exchanges = self.exchanges or self.channel is None
         self._since_seconds = time.monotonic()
         self._step: int | None = None
         self._first: int | None = None
@@ -264,9 +420,9 @@ class StepCoordinator:
         self._stop_wanted = False
         self._stop_saved = False
         # One that is dropped unclosed must not keep SIGTERM from ending the process.
-        self._finalizer = weakref.finalize(self, _let_go, notices, self._agreement)
+        self._finalizer = weakref.finalize(self, _let_go, self.notices, self._agreement)
         self._finalizer.atexit = False
-        notices.listen()
+        self.notices.listen()
 
     def begin(self, step: int, *, failed: bool, last: bool, force: bool) -> Votes:
         """Begin ``step``, and tell the others if something ``failed`` here; returns what was agreed.
@@ -280,24 +436,24 @@ class StepCoordinator:
         if (self.notices.moments or self._stop_wanted) and not self.stopping:
             votes.append("stop")
         waited = time.monotonic() - self._since_seconds
-        if self._every_seconds is not None and waited >= self._every_seconds:
+        if self.every_seconds is not None and waited >= self.every_seconds:
             votes.append("time")
         if failed:
             votes.append("failed")
         wanted = agreed = frozenset(votes)
         if self._agreement is not None:
-            agreed = self._agreement.read() if self._exchanges else _NONE
+            agreed = self._agreement.read() if self.exchanges else _NONE
         self._first = step if self._first is None else self._first
         self._step, self._time_is_up = step, "time" in agreed
         self.stopping = self.stopping or "stop" in agreed
-        if self._agreement is not None and self._exchanges:
-            saves = "failed" not in agreed and (force or self.reason(step, last=last) is not None)
+        if self._agreement is not None and self.exchanges:
+            saves = "failed" not in agreed and self.reason(step, last=last, force=force) is not None
             self._agreement.cast(step, wanted - agreed, saves=saves)
         return agreed
 
     def meet(self) -> None:
         """Come together to restore: see `RankAgreement.meet`."""
-        if self._agreement is not None and self._exchanges:
+        if self._agreement is not None and self.exchanges:
             self._agreement.meet()
 
     def forget_failure(self, step: int) -> None:
@@ -311,10 +467,11 @@ class StepCoordinator:
         `RankAgreement.refuse`."""
         if self._agreement is None:
             return False
-        agreed, saved, is_known = self._agreement.refuse() if self._exchanges else Refusal(is_known=False)
+        agreed, saved, is_known = self._agreement.refuse() if self.exchanges else (_NONE, None, False)
         self.stopping = self.stopping or "stop" in agreed
         if self.stopping and not self._stop_saved and "failed" not in agreed:
-            self._agreement.fail(error)  # at the first of their `seconds_left`; the next step is the stop's
+            with suppress(CheckpointError, type(error)):  # the next step is the stop's
+                self._agreement.least([0.0], error)  # in the first exchange of their `seconds_left`
             return False
         if saved is not None:
             self._first = saved if self._first is None else self._first
@@ -322,34 +479,35 @@ class StepCoordinator:
             self.saved(saved, "call")
         return saved is not None or (not is_known and (saves or self._saves_each))
 
-    def reason(self, step: int, *, last: bool = False) -> Reason | None:
+    def reason(self, step: int, *, last: bool = False, force: bool = False) -> Reason | None:
         """Return why ``step``, which was begun, has to be saved; None if it has not, or was already."""
-        if step == self._saved:
-            return "last" if last and step == self._skipped else None
-        if self.stopping and not self._stop_saved:
+        is_new = step != self._saved
+        if is_new and self.stopping and not self._stop_saved:  # waited for, forced or not
             return "stop"
-        if last:
+        if last and (is_new or step == self._skipped):
             return "last"
-        if self._may_save_first and step == self._first:
+        if force or not is_new:
+            return "force" if force else None
+        if self.save_first and step == self._first:
             return "first"
         if self._saves_each:
             return "call"
-        if self._every_steps is not None and self._passed_multiple(step, self._every_steps):
-            return "steps"
+        if (every := self.every_steps) is not None:
+            base = self._saved if self._saved is not None else self._first
+            begins = base is None or base == self._first == step or step < base  # steps may begin anew
+            if step > 0 and step % every == 0 if begins else step // every > (base or 0) // every:
+                return "steps"
         return "seconds" if self._time_is_up and step == self._step else None
 
-    def _passed_multiple(self, step: int, every: int) -> bool:
-        base = self._saved if self._saved is not None else self._first
-        if base is None or base == self._first == step or step < base:  # steps may begin anew
-            return step > 0 and step % every == 0
-        return step // every > base // every
-
-    def is_repeated(self, step: int) -> bool:
-        """Tell whether ``step`` was saved or restored, and not left out on purpose; true once a step."""
-        if step != self._saved or step == self._skipped or step == self._repeated:
-            return False
-        self._repeated = step
-        return True
+    def warn_if_repeated(self, step: int) -> None:
+        """Log, once a step, that it was saved or restored, and not left out on purpose."""
+        if step == self._saved and step not in (self._skipped, self._repeated):
+            self._repeated = step
+            logger.warning(
+                "save() was called again for step %d, which is saved or was restored already: nothing is "
+                "done. Pass force=True to save it anew",
+                step,
+            )
 
     def saved(self, step: int, reason: Reason | None) -> None:
         """Note that ``step`` is being saved: the intervals count from here."""
@@ -366,26 +524,26 @@ class StepCoordinator:
     def restored(self, step: int) -> None:
         """Continue from ``step``."""
         self.saved(step, None)
-        self._may_save_first = False
+        self.save_first = False
 
     def any_rank(self, value: bool) -> bool:
         """Tell whether ``value`` is true on any rank, now: waits for all of them."""
-        return value if self._agreement is None else self._agreement.any_rank(value)
+        return value if self._agreement is None else self._agreement.least([not value]) == [0.0]
 
     def seconds_left(self, wanted_seconds: float) -> tuple[float, float]:
         """Return the time until a deadline, infinite without one, and the most that a rank wants: the same
         on all ranks, for whom it waits."""
         if self._agreement is None:
             return self.notices.seconds_left(), wanted_seconds
-        if not self._exchanges:
+        if not self.exchanges:
             return math.inf, wanted_seconds
-        self._agreement.any_rank(False)  # who comes late must not find that the others counted from earlier
+        self.any_rank(False)  # who comes late must not find that the others counted from earlier
         left, wanted = self._agreement.least([self.notices.seconds_left(), -wanted_seconds])
         return left, -wanted
 
     def request_stop(self) -> None:
         """Stop as if SIGTERM had come."""
-        if not self._exchanges:
+        if not self.exchanges:
             raise CheckpointError(
                 "request_stop() needs the ranks to agree at each step: make the manager with "
                 "handle_sigterm=True"

@@ -14,8 +14,6 @@ import torch
 
 from dcp.storage.errors import CheckpointError
 
-__all__ = ["Event", "EventCallback", "EventKind", "Events"]
-
 logger = logging.getLogger(__name__)
 
 EventKind = Literal[
@@ -41,18 +39,10 @@ _NOT_WITHIN_WORK = frozenset(
 )
 """Called by the training thread while nothing waits for it."""
 
-_TROUBLE = frozenset(
-    {
-        "save_failed",
-        "save_retried",
-        "save_cancelled",
-        "verify_failed",
-        "delete_failed",
-        "drop_failed",
-        "skipped_damaged",
-        "skipped_partial",
-    }
-)
+_TROUBLE = frozenset({"save_retried", "save_cancelled", "skipped_damaged", "skipped_partial"})
+"""Beside those with an error."""
+
+_LOGGED = ("step", "rank", "seconds", "size_bytes", "error", "data")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +83,10 @@ it would wait for is waiting for it.
 class Events:
     """Sends a manager's events to the log, to `torch.monitor` and to callbacks."""
 
-    def __init__(
-        self,
-        root: str,
-        rank: int,
-        callbacks: EventCallback | Sequence[EventCallback] | None = None,
-        *,
-        also: Sequence[EventCallback] = (),
-    ) -> None:
+    def __init__(self, root: str, rank: int, callbacks: Sequence[EventCallback] = ()) -> None:
         self.root = root
         self._rank = rank
-        self._callbacks = (*also, *((callbacks,) if callable(callbacks) else callbacks or ()))
+        self._callbacks = (_tell_torch, *callbacks)
         self._telling = threading.local()
 
     def emit(
@@ -122,7 +105,7 @@ class Events:
         self._log(event)
         self._telling.work = kind if kind not in _NOT_WITHIN_WORK else None
         try:
-            for tell in (_tell_torch, *self._callbacks):
+            for tell in self._callbacks:
                 try:
                     tell(event)
                 except (Exception, SystemExit):  # the latter would end the thread that saves
@@ -146,31 +129,20 @@ class Events:
             return
         details = [f"{name} {spent:.3f} s" for name, spent in event.seconds.items()]
         details += [f"{name} {value}" for name, value in event.data.items()]
-        if event.error is not None:
-            details.append(event.error)
+        details += [] if event.error is None else [event.error]
         where = self.root if event.step is None else f"{self.root} step {event.step}"
         text = event.kind.replace("_", " ") + (": " if details else "") + ", ".join(details)
-        extra = {
-            "dcp_event": event.kind,
-            "dcp_root": self.root,
-            "dcp_step": event.step,
-            "dcp_rank": event.rank,
-            "dcp_seconds": dict(event.seconds),
-            "dcp_size_bytes": event.size_bytes,
-            "dcp_error": event.error,
-            "dcp_data": dict(event.data),
-        }
+        extra = {f"dcp_{name}": getattr(event, name) for name in _LOGGED}
+        extra |= {"dcp_event": event.kind, "dcp_root": self.root}
         logger.log(level, "%s, rank %d: %s", where, event.rank, text, extra=extra)
 
 
 def _tell_torch(event: Event) -> None:
     data: dict[str, str | int | float | bool] = {"rank": event.rank, "size_bytes": event.size_bytes}
-    if event.step is not None:
-        data["step"] = event.step
-    if event.error is not None:
-        data["error"] = event.error
+    data |= {} if event.step is None else {"step": event.step}
+    data |= {} if event.error is None else {"error": event.error}
     for name, spent in event.seconds.items():
         data[f"seconds.{name}"] = spent
-    data.update(event.data)
+    data |= event.data
     moment = datetime.fromtimestamp(event.time, UTC)
     torch.monitor.log_event(torch.monitor.Event(f"dcp.{event.kind}", moment, data))

@@ -19,24 +19,23 @@ import torch.distributed as dist
 
 from dcp.background.session import AsyncSession, own_channel
 from dcp.background.writers import SaveFuture
-from dcp.calls.arguments import check_top_level, with_options
+from dcp.calls.arguments import with_options
 from dcp.calls.plain_errors import plain_errors
+from dcp.manager.after_commit import AfterCommit, Check
 from dcp.manager.catalog import CatalogRegistration, Registrar, registration_of
-from dcp.manager.cleanup.after_commit import AfterCommit, Check
-from dcp.manager.cleanup.retention import Retention
-from dcp.manager.contents import Metrics, check_weights, user_metadata_of
-from dcp.manager.coordination import StepCoordinator
+from dcp.manager.coordination import Grace, Notices, StepCoordinator
 from dcp.manager.events import EventCallback, Events
-from dcp.manager.notices import Grace, Notices, grace_of
-from dcp.manager.restore import Restored, restore
+from dcp.manager.restore import Restored, Restoring
+from dcp.manager.retention import Retention
 from dcp.manager.saving import (
     LoopSession,
+    Metrics,
     Mode,
-    SaveLedger,
-    SaveListener,
     StepSaver,
     WhenBusy,
     check_group,
+    check_state,
+    user_metadata_of,
 )
 from dcp.planners.load.selection import LoadKeywords
 from dcp.planners.weight_maps.weight_map import WeightMap
@@ -45,7 +44,7 @@ from dcp.ranks.collectives import Ranks, raise_on_all_ranks, works_alone
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.saving.save import SaveOptions
 from dcp.state_dict_saver import AsyncCheckpointerType
-from dcp.steps.folders import StepFolders, whole_step
+from dcp.steps import StepFolders, whole_step
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError, PlanError
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.torch_storage.writer import FileSystemWriter
@@ -54,8 +53,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.planner import SavePlanner
     from torch.distributed.checkpoint.staging import AsyncStager
-
-__all__ = ["CheckpointManager"]
 
 _AFTER_ERROR_SECONDS = 60.0
 """Time for a save under way when training has ended with an exception: other ranks may be dead."""
@@ -66,13 +63,6 @@ _AFTER_COMMIT_SECONDS = 5.0
 
 OnFailure = Literal["warn", "raise"]
 _CHOICES = {"mode": Mode, "when_busy": WhenBusy, "on_failure": OnFailure, "verify_saved": Check}
-
-
-def _check_choices(**given: str) -> None:
-    for name, value in given.items():
-        choices = get_args(_CHOICES[name])
-        if value not in choices:
-            raise OptionError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")
 
 
 def _call_off(session: weakref.ref[LoopSession | AsyncSession]) -> None:
@@ -206,15 +196,6 @@ class CheckpointManager:
             timeout_seconds=timeout_seconds,
             operation="CheckpointManager",
         )
-        with raise_on_all_ranks(ranks):
-            _check_choices(mode=mode, when_busy=when_busy, on_failure=on_failure, verify_saved=verify_saved)
-            if keep is not None and not isinstance(keep, Retention):
-                raise OptionError(f"keep must be a Retention, such as Retention(last=3), not {keep!r}")
-            weight_map = None if map is None else WeightMap.of(map)  # a file is read once
-            notices = Notices(*grace_of(grace_seconds, handle_sigterm=handle_sigterm))
-            self._opener = OpenWith(storage_options)
-            self._folders = StepFolders(root, name, open_store=self._opener)
-            registration = registration_of(catalog)
         # what would leave ranks in different steps
         alike: dict[str, Any] = {
             "mode": mode,
@@ -229,14 +210,26 @@ class CheckpointManager:
             "weights": weights,
             "agree_every_steps": agree_every_steps,
         }
+        with raise_on_all_ranks(ranks):
+            for option, choices in _CHOICES.items():
+                if (given := {**alike, "verify_saved": verify_saved}[option]) not in get_args(choices):
+                    known = ", ".join(repr(choice) for choice in get_args(choices))
+                    raise OptionError(f"{option} must be one of {known}, not {given!r}")
+            if keep is not None and not isinstance(keep, Retention):
+                raise OptionError(f"keep must be a Retention, such as Retention(last=3), not {keep!r}")
+            weight_map = None if map is None else WeightMap.of(map)  # a file is read once
+            notices = Notices(grace_seconds, handle_sigterm=handle_sigterm)
+            self._opener = OpenWith(storage_options)
+            self._folders = StepFolders(root, name, open_store=self._opener)
+            registration = registration_of(catalog)
         if weight_map is not None:
             alike["map"] = weight_map.mark
         channel = None if self._no_dist else own_channel(ranks, options=alike)
         self.rank, self.world_size = (0, 1) if channel is None else (channel.rank, channel.world_size)
         seen_by_one = handle_sigterm or grace_seconds is not None or every_seconds is not None
-        self._coordinator = StepCoordinator(
-            notices,
-            channel,
+        coordinator = StepCoordinator(
+            notices=notices,
+            channel=channel,
             every_steps=every_steps,
             every_seconds=every_seconds,
             save_first=save_first,
@@ -244,6 +237,7 @@ class CheckpointManager:
             agree_every_steps=agree_every_steps,
             timeout_seconds=timeout_seconds,
         )
+        self._coordinator = coordinator
         self._options = SaveOptions(
             progress=progress,
             timeout_seconds=timeout_seconds,
@@ -253,44 +247,28 @@ class CheckpointManager:
             map_must_invert=True,
             apart=() if keep is None else tuple(part.patterns for part in keep.dropping),
         )
-        self._ledger = SaveLedger(keep_failures=on_failure == "raise")
-        self._listen(registration, on_event, keep, verify_saved)
+        url, follows = self._folders.root.url, [on_event] if callable(on_event) else [*(on_event or ())]
+        self._registrar = self._after_commit = None
+        if registration is not None and self.rank == 0:
+            self._registrar = Registrar(registration, url, self._folders.name)
+            follows.insert(0, self._registrar.on_event)
+        self._events = Events(url, self.rank, follows)
         self._session = self._open_session(stager)
-        if notices.has_grace:
-            notices.see_to_it(partial(_call_off, weakref.ref(self._session)))
+        notices.see_to_it(partial(_call_off, weakref.ref(self._session)))
         self._saver = StepSaver(
-            self._coordinator,
+            coordinator,
             self._session,
-            self._ledger,
             self._events,
-            self._listeners,
-            when_busy,
             self._options,
             planner,
+            when_busy,
+            keeps_failures=on_failure == "raise",
         )
-        _open.add(self)
-
-    def _listen(
-        self,
-        registration: CatalogRegistration | None,
-        on_event: EventCallback | Sequence[EventCallback] | None,
-        keep: Retention | None,
-        check: Check,
-    ) -> None:
-        """Set up what follows saves: events, and on rank 0 the catalog and the work after a commit."""
-        is_first, root = self.rank == 0, self._folders.root.url
-        self._registrar = None
-        if registration is not None and is_first:
-            self._registrar = Registrar(registration, root, self._folders.name)
-        own = () if self._registrar is None else (self._registrar.on_event,)
-        self._events = Events(root, self.rank, on_event, also=own)
-        self._after_commit = None
-        self._listeners: list[SaveListener] = []
-        if is_first:
-            self._after_commit = AfterCommit(
-                self._folders, keep, check, self._events, on_damage=self._ledger.damaged
+        if self.rank == 0:
+            self._after_commit = self._saver.after_commit = AfterCommit(
+                self._folders, keep, verify_saved, self._events, self._saver.damaged
             )
-            self._listeners.append(self._after_commit)
+        _open.add(self)
 
     def _open_session(self, stager: AsyncStager | None) -> LoopSession | AsyncSession:
         if self._mode == "sync":
@@ -372,16 +350,18 @@ class CheckpointManager:
         saver = self._saver
         step = self._whole_step(step, saves=last or force)
         saver.exchange(step, last=last, force=force)
-        reason = saver.reason(step, last=last, force=force)
+        reason = self._coordinator.reason(step, last=last, force=force)
         if reason is None:
-            self._check_state(state_dict)  # not only once it is saved
+            check_state(state_dict, self._saved_first)  # not only once it is saved
+            if not last:
+                self._coordinator.warn_if_repeated(step)
             return None
         if not saver.may_begin(step, reason):
             return None
 
         def prepare() -> tuple[FileSystemWriter, dict[str, Any]]:
             try:
-                self._check_state(state_dict)
+                check_state(state_dict, self._saved_first)
                 described = user_metadata_of(step, metrics, self._run, user_metadata)
                 writer = self._make_writer(self._folders.checkpoint_id(step))
                 return with_options(writer, self._opener), described
@@ -405,16 +385,10 @@ class CheckpointManager:
             self._saver.refuse_call(error, saves=saves)
             raise
 
-    def _check_state(self, state_dict: Any) -> None:
-        """Refuse what each save in the background would fail by, where that is only logged."""
-        check_top_level(state_dict)
-        if self._saved_first:
-            check_weights(state_dict, self._saved_first)
-
     @property
     def failures(self) -> int:
         """Number of saves that have failed for good, and of checkpoints found damaged after them."""
-        return self._ledger.failures
+        return self._saver.failures
 
     @plain_errors
     def request_stop(self) -> None:
@@ -448,7 +422,7 @@ class CheckpointManager:
         """
         self._events.refuse_to_wait("cancel()")
         ended = [future.cancel() for future in self._session.under_way()]
-        self._ledger.wait(self._options.timeout_seconds)
+        self._saver.wait(self._options.timeout_seconds)
         return any(ended)
 
     def lock(self) -> AbstractContextManager[None]:
@@ -488,7 +462,7 @@ class CheckpointManager:
         self._check_open()
         self._events.refuse_to_wait("restore()")
         check_group(no_dist=self._no_dist)
-        self._ledger.settle(self._options.timeout_seconds)
+        self._saver.settle(self._options.timeout_seconds)
         try:
             self._coordinator.meet()
         except PlanError as error:
@@ -499,32 +473,29 @@ class CheckpointManager:
         options.setdefault("progress", self._options.progress)
         if (weights := self._options.map) is not None:
             options.setdefault("map", weights.inverse)
-        restored = restore(
-            state_dict,
-            self._folders,
-            self._newest_first,
-            step,
-            on_damage=None if self._after_commit is None else self._after_commit.doubt,
-            retry_pause_seconds=self._options.retry_pause_seconds,
-            timeout_seconds=self._options.timeout_seconds,
+        restored = Restoring(
+            state_dict=state_dict,
+            folders=self._folders,
+            list_steps=self._newest_first,
             process_group=self._process_group,
             no_dist=self._no_dist,
+            on_damage=None if self._after_commit is None else self._after_commit.doubt,
+            pause_seconds=self._options.retry_pause_seconds,
+            timeout_seconds=self._options.timeout_seconds,
             storage_options=self._opener.storage_options,
-            **options,
-        )
+        ).restored(step, **options)
         if restored is not None:
             self._coordinator.restored(restored.step)
             report, url = restored.report, f"{self._folders.root.url}/{self._folders.name(restored.step)}"
             # the saves that follow say so, as conversions say of their source
-            source = {"url": url, "step": restored.step, "save_id": report.save_id}
-            self._saver.resumed_from = source
+            self._saver.resumed_from = {"url": url, "step": restored.step, "save_id": report.save_id}
             for skipped, reason in restored.skipped:
                 is_partial = skipped in restored.skipped_partial
                 self._events.emit(
                     "skipped_partial" if is_partial else "skipped_damaged", skipped, error=reason
                 )
-            size_bytes = report.bytes_needed
-            self._events.emit("restored", restored.step, seconds=report.seconds, size_bytes=size_bytes)
+            seconds, size_bytes = report.seconds, report.bytes_needed
+            self._events.emit("restored", restored.step, seconds=seconds, size_bytes=size_bytes)
         return restored
 
     # -- committed steps -------------------------------------------------------------------------------------
@@ -551,8 +522,7 @@ class CheckpointManager:
         Raises:
             StorageError: The storage cannot be listed.
         """
-        going = self._going()
-        return [step for step in self._folders.all_steps() if step not in going]
+        return sorted(set(self._folders.all_steps()) - self._going())
 
     @plain_errors
     def latest(self) -> int | None:
@@ -567,10 +537,7 @@ class CheckpointManager:
         return next(self._newest_first(), None)
 
     def _newest_first(self) -> Iterator[int]:
-        going = self._going()
-        for step in self._folders.newest_first():
-            if step not in going:
-                yield step
+        return self._folders.newest_first(self._going())
 
     def _going(self) -> set[int]:
         return set() if self._after_commit is None else self._after_commit.deleting()
@@ -642,8 +609,7 @@ class CheckpointManager:
         Raises:
             StorageError: The storage cannot be listed.
         """
-        going = self._going()
-        return [step for step in self._folders.pinned() if step not in going]
+        return sorted(set(self._folders.pinned()) - self._going())
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -663,12 +629,12 @@ class CheckpointManager:
         """
         self._events.refuse_to_wait("wait()")
         begun = time.monotonic()
-        done = self._ledger.wait(timeout_seconds)
+        done = self._saver.wait(timeout_seconds)
         if done and self._after_commit is not None:
             left = None if timeout_seconds is None else timeout_seconds - (time.monotonic() - begun)
             done = self._after_commit.wait(None if left is None else max(0.0, left))
         if done:
-            self._ledger.raise_failure(damage=True)
+            self._saver.raise_failure(damage=True)
         return done
 
     @plain_errors
@@ -689,20 +655,20 @@ class CheckpointManager:
         """
         self._events.refuse_to_wait("close()")
         self._close(self._options.timeout_seconds if timeout_seconds is None else timeout_seconds)
-        self._ledger.raise_failure(damage=True)
-        self._ledger.raise_unsaved()
+        self._saver.raise_failure(damage=True)
+        self._saver.raise_unsaved()
 
     def _close(self, timeout_seconds: float, *, together: bool = True) -> None:
         if self._closed:
             return
         self._closed = True
-        self._ledger.closing()
+        self._saver.closing = True
         _open.discard(self)
         self._coordinator.notices.close()
         timeout_seconds = min(timeout_seconds, max(0.0, self._coordinator.notices.seconds_left()))
         deadline = time.monotonic() + timeout_seconds
         self._session.close(timeout_seconds)
-        self._ledger.wait(max(0.0, deadline - time.monotonic()))
+        self._saver.wait(max(0.0, deadline - time.monotonic()))
         if self._after_commit is not None:
             self._after_commit.close(max(_AFTER_COMMIT_SECONDS, deadline - time.monotonic()))
         if self._registrar is not None:
@@ -728,13 +694,13 @@ class CheckpointManager:
     def leave_to_parent(self) -> None:
         """Close in a forked child, without a wait, or a lock that another thread may have held."""
         self._closed = True
-        self._ledger = SaveLedger(keep_failures=False)
+        self._saver.forget_saves()
         self._after_commit = None
 
     def __repr__(self) -> str:
         where = f"{self._folders.root.url!r}, mode={self._mode!r}"
         rank = f", rank={self.rank} of {self.world_size}" if self.world_size > 1 else ""
-        running = self._ledger.running()
+        running = self._saver.running()
         busy = f", saving step {', '.join(map(str, running))}" if running else ""
         failed = f", failures={self.failures}" if self.failures else ""
         return f"CheckpointManager({where}{rank}{busy}{failed}{', closed' if self._closed else ''})"

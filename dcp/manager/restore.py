@@ -13,19 +13,17 @@ rank can take another step than the others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from dcp.loading.feature import LoadReport
 from dcp.planners.load.selection import LoadKeywords, check_names
 from dcp.planners.weight_maps.weight_map import WeightMap
-from dcp.ranks.collectives import Ranks, begin, raise_on_all_ranks, retried, works_alone
+from dcp.ranks.collectives import Ranks, begin, raise_on_all_ranks, retried
 from dcp.ranks.exchanges import causes_of, is_damage
 from dcp.state_dict_loader import load_with
-from dcp.steps.folders import StepFolders, whole_step
-from dcp.steps.notes import partial_of
+from dcp.steps import StepFolders, partial_of, whole_step
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -39,8 +37,6 @@ from dcp.storage.formats.views import dropped_from
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-__all__ = ["Restored", "is_unusable", "restore"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,125 +65,141 @@ class Restored:
     skipped_partial: tuple[int, ...] = ()
 
 
-def restore(
-    state_dict: dict[str, Any],
-    folders: StepFolders,
-    list_steps: Callable[[], Iterable[int]],
-    step: int | None,
-    *,
-    process_group: ProcessGroup | None,
-    no_dist: bool,
-    on_damage: Callable[[int, CheckpointError], None] | None,
-    retry_pause_seconds: float,
-    timeout_seconds: float,
-    storage_options: Mapping[str, Any] | None,
-    **options: Unpack[LoadKeywords],
-) -> Restored | None:
-    """Load the newest step that can be read into ``state_dict``, or ``step`` and no other; all ranks alike.
+@dataclass(eq=False, kw_only=True)
+class Restoring:
+    """A restore into ``state_dict``, by all ranks alike.
 
     ``list_steps`` gives the committed steps of ``folders``, newest first; it is called on the coordinator
-    only, and asked for no more of them than are tried. ``options`` are those of `dcp.load`, as are
-    ``storage_options``. ``on_damage`` is called on every rank for each step whose stored bytes are not what
-    was committed, and is still there; what it raises is logged. Errors of the storage are retried a few
-    times, after ``retry_pause_seconds``, doubled each time.
-
-    None if no step is committed. Raises CorruptCheckpointError, which lists them, if there are steps and
-    none can be read, so that training does not start afresh by mistake; all other errors of `dcp.load` at
-    once, and those of the storage after the retries. With ``step`` what that load raises.
-
-    After it has returned, everything that a load which failed had filled has been filled from the restored
-    step; `Stateful` objects have got their state once.
+    only, and asked for no more of them than are tried. ``storage_options`` are those of `dcp.load`.
+    ``on_damage`` is called on every rank for each step whose stored bytes are not what was committed, and is
+    still there; what it raises is logged. Errors of the storage are retried a few times, after
+    ``pause_seconds``, doubled each time.
     """
-    alone = works_alone(process_group, no_dist=no_dist, operation="load")
-    ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="restore")
-    with raise_on_all_ranks(ranks):
-        step = None if step is None else whole_step(step)
-        if (weights := options.get("map")) is not None:
-            options["map"] = WeightMap.of(weights)
-        check_names("restore", options)
-    places = begin(ranks, lambda: folders.root.url, manner=[] if step is None else [f"of step {step}"])
-    if len(set(places)) > 1 and ranks.is_coordinator:
-        named = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
-        logger.warning("ranks restore from different roots, which must be the same folder: %s", named)
-    load = partial(
-        load_with,
-        state_dict,
-        options,
-        process_group=process_group,
-        no_dist=alone,
-        timeout_seconds=timeout_seconds,
-        storage_options=storage_options,
-        filled=set[str](),  # what a load has filled must not stay where the next leaves something as it is
-    )
-    restoring = _Restoring(
-        ranks,
-        folders,
-        list_steps,
-        load,
-        on_damage,
-        retry_pause_seconds,
-        bool(options.get("allow_partial_load")),
-    )
-    return restoring.newest() if step is None else restoring.only(step)
 
-
-@dataclass(eq=False)
-class _Restoring:
-    ranks: Ranks
+    state_dict: dict[str, Any]
     folders: StepFolders
     list_steps: Callable[[], Iterable[int]]
-    load: Callable[..., LoadReport]
+    process_group: ProcessGroup | None
+    no_dist: bool
     on_damage: Callable[[int, CheckpointError], None] | None
     pause_seconds: float
-    takes_partial: bool
-    """Tell whether a load would leave entries as they are that the checkpoint lacks, and say nothing."""
+    timeout_seconds: float
+    storage_options: Mapping[str, Any] | None
+    options: LoadKeywords = field(init=False)
+    skipped: dict[int, str] = field(default_factory=dict)
+    partial: list[int] = field(default_factory=list)
+    filled: set[str] = field(default_factory=set)
+    """What a load has filled, which must not stay where the next leaves something as it is."""
 
-    def newest(self) -> Restored | None:
-        skipped: dict[int, str] = {}
-        partial: list[int] = []
+    def __post_init__(self) -> None:
+        self.ranks = Ranks(
+            self.process_group,
+            use_dist=not self.no_dist,
+            timeout_seconds=self.timeout_seconds,
+            operation="restore",
+        )
+
+    def restored(self, step: int | None, **options: Unpack[LoadKeywords]) -> Restored | None:
+        """Load the newest step that can be read, or ``step`` and no other; ``options`` are those of
+        `dcp.load`.
+
+        None if no step is committed. Raises CorruptCheckpointError, which lists them, if there are steps and
+        none can be read, so that training does not start afresh by mistake; all other errors of `dcp.load` at
+        once, and those of the storage after the retries. With ``step`` what that load raises.
+
+        After it has returned, everything that a load which failed had filled has been filled from the
+        restored step; `Stateful` objects have got their state once.
+        """
+        with raise_on_all_ranks(self.ranks):
+            step = None if step is None else whole_step(step)
+            if (weights := options.get("map")) is not None:
+                options["map"] = WeightMap.of(weights)
+            check_names("restore", options)
+            self.options = options
+        manner = [] if step is None else [f"of step {step}"]
+        places = begin(self.ranks, lambda: self.folders.root.url, manner=manner)
+        if len(set(places)) > 1 and self.ranks.is_coordinator:
+            named = ", ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
+            logger.warning("ranks restore from different roots, which must be the same folder: %s", named)
+        return self._newest() if step is None else self._only(step)
+
+    def _newest(self) -> Restored | None:
         # Listed anew each time: a writer that outlived the job before may commit and clean up meanwhile.
-        while (step := self._first(skipped)) is not None:
-            if self.takes_partial and (reason := self._partial(step)):
-                skipped[step] = reason
-                partial.append(step)
-                continue
-            try:
-                return self._restored(step, self._load(step), skipped, partial)
-            except CheckpointError as error:
-                if is_unusable(error):
-                    skipped[step] = self._skip(step, error)
-                elif not _is_missing(error) or not (reason := self._partial(step)):
-                    raise
-                else:
-                    skipped[step] = reason
-                    partial.append(step)
-        if not skipped:
+        while found := self._first(lambda step: step not in self.skipped):
+            step = int(found)
+            # a load that leaves entries as they are which the checkpoint lacks would say nothing
+            reason = self._partial(step) if self.options.get("allow_partial_load") else ""
+            if not reason:
+                try:
+                    return self._load(step)
+                except CheckpointError as error:
+                    if is_unusable(error):
+                        self.skipped[step] = self._skip(step, error)
+                        continue
+                    reason = self._partial(step) if _is_missing(error) else ""
+                    if not reason:
+                        raise
+            self.skipped[step] = reason
+            self.partial.append(step)
+        if not self.skipped:
             return None
-        raise _none_usable(skipped)
+        steps = sorted(self.skipped, reverse=True)
+        listed = "\n".join(f"  step {step}: {self.skipped[step]}" for step in steps)
+        raise CorruptCheckpointError(
+            f"none of the {len(steps)} committed steps can be restored:\n{listed}\nRestore their files from "
+            "a backup; to start training afresh, use another root or delete them.",
+            steps=steps,
+            reasons=[self.skipped[step] for step in steps],
+        )
 
-    def only(self, step: int) -> Restored:
+    def _only(self, step: int) -> Restored:
         try:
-            return self._restored(step, self._load(step), {}, ())
+            return self._load(step)
         except CheckpointError as error:
             if is_unusable(error):
                 self._skip(step, error)
-            elif _is_missing(error) and (newest := self._newest_whole(step)):
-                error.add_note(f"the newest step that has it is {newest}")
+            elif _is_missing(error) and self._agreed_lack(step):
+                newest = self._first(lambda one: one != step and not self._lack(one))
+                if newest:
+                    error.add_note(f"the newest step that has it is {newest}")
             raise
 
-    def _first(self, skipped: Collection[int]) -> int | None:
+    def _first(self, is_wanted: Callable[[int], bool]) -> str:
+        """Return the newest step that is wanted by what the coordinator sees; "" if none is."""
+
         def packed() -> bytes:
-            for step in self.list_steps():
-                if step not in skipped:
-                    return str(step).encode()
-            return b""
+            return next((b"%d" % step for step in self.list_steps() if is_wanted(step)), b"")
 
-        found = self._retried("the listing of the steps", lambda _: self.ranks.broadcast("steps", packed))
-        return int(found) if found else None
+        what = "the listing of the steps"
+        return self._retried(what, lambda _: self.ranks.broadcast("steps", packed)).decode()
 
-    def _load(self, step: int) -> LoadReport:
+    def _load(self, step: int) -> Restored:
         place = self.folders.checkpoint_id(step)
-        return self._retried(f"the restore of step {step}", lambda _: self.load(checkpoint_id=place))
+        report = self._retried(
+            f"the restore of step {step}",
+            lambda _: load_with(
+                self.state_dict,
+                self.options,
+                checkpoint_id=place,
+                process_group=self.process_group,
+                no_dist=self.no_dist,
+                timeout_seconds=self.timeout_seconds,
+                storage_options=self.storage_options,
+                filled=self.filled,
+            ),
+        )
+        stored = report.user_metadata.get("metrics")
+        metrics = stored.items() if isinstance(stored, dict) else ()
+        return Restored(
+            step=step,
+            report=report,
+            skipped=tuple(sorted(self.skipped.items(), reverse=True)),
+            metrics={name: float(value) for name, value in metrics if isinstance(value, int | float)},
+            user_metadata=report.user_metadata,
+            world_size=report.world_size,
+            checkpoint_id=place,
+            skipped_partial=tuple(self.partial),
+        )
 
     def _retried(self, what: str, attempt: Callable[[int], T]) -> T:
         """Return the result of ``attempt``, which gets its number, tried again while the storage fails."""
@@ -207,26 +219,11 @@ class _Restoring:
                 )
             raise
 
-    def _restored(
-        self, step: int, report: LoadReport, skipped: Mapping[int, str], partial: Collection[int]
-    ) -> Restored:
-        stored = report.user_metadata.get("metrics")
-        metrics = stored if isinstance(stored, dict) else {}
-        return Restored(
-            step=step,
-            report=report,
-            skipped=tuple(sorted(skipped.items(), reverse=True)),
-            metrics={name: float(value) for name, value in metrics.items() if isinstance(value, int | float)},
-            user_metadata=report.user_metadata,
-            world_size=report.world_size,
-            checkpoint_id=self.folders.checkpoint_id(step),
-            skipped_partial=tuple(partial),
-        )
-
     def _skip(self, step: int, error: CheckpointError) -> str:
         """Tell about a step that cannot be used; why, in one line."""
         vanished = not self.ranks.broadcast("look", lambda: b"\x01" if self._is_committed(step) else b"")
-        reason = "it is not there any more" if vanished else _reason(error)
+        reason = " ".join(str(causes_of(error)[0]).split())[:_MAX_REASON_CHARACTERS]
+        reason = "it is not there any more" if vanished else reason
         logger.warning("%s cannot be restored: %s", self.folders.checkpoint_id(step), reason)
         if not vanished and self.on_damage is not None:
             try:
@@ -237,10 +234,13 @@ class _Restoring:
 
     def _partial(self, step: int) -> str:
         """Return why a checkpoint that is not the whole state is passed over; "" if it is."""
-        reason = self.ranks.broadcast("parts", lambda: self._lack(step).encode()).decode()
+        reason = self._agreed_lack(step)
         if reason:
             logger.warning("%s is passed over: %s", self.folders.checkpoint_id(step), reason)
         return reason
+
+    def _agreed_lack(self, step: int) -> str:
+        return self.ranks.broadcast("parts", lambda: self._lack(step).encode()).decode()
 
     def _lack(self, step: int) -> str:
         """Describe what a checkpoint lacks and how to load the rest; "" for a whole or an unreadable one."""
@@ -253,17 +253,6 @@ class _Restoring:
         if names:
             return f"it was saved before a deadline, and has only {', '.join(names)}: {rest} that"
         return f"its {'; '.join(map(str, dropped))}: {rest} what is left" if dropped else ""
-
-    def _newest_whole(self, step: int) -> str:
-        """Find the newest step that is the whole state, where something was dropped from ``step``."""
-
-        def found() -> bytes:
-            for one in self.list_steps() if self._lack(step) else ():
-                if one != step and not self._lack(one):
-                    return str(one).encode()
-            return b""
-
-        return self.ranks.broadcast("whole", found).decode()
 
     def _is_committed(self, step: int) -> bool:
         try:
@@ -289,19 +278,4 @@ def _is_passing(error: CheckpointError) -> bool:
     return any(passing) and all(
         passes or is_damage(cause) or isinstance(cause, CheckpointNotFoundError)
         for cause, passes in zip(causes, passing, strict=True)
-    )
-
-
-def _reason(error: CheckpointError) -> str:
-    return " ".join(str(causes_of(error)[0]).split())[:_MAX_REASON_CHARACTERS]
-
-
-def _none_usable(skipped: Mapping[int, str]) -> CorruptCheckpointError:
-    steps = sorted(skipped, reverse=True)
-    listed = "\n".join(f"  step {step}: {skipped[step]}" for step in steps)
-    return CorruptCheckpointError(
-        f"none of the {len(steps)} committed steps can be restored:\n{listed}\nRestore their files from a "
-        "backup; to start training afresh, use another root or delete them.",
-        steps=steps,
-        reasons=[skipped[step] for step in steps],
     )

@@ -11,20 +11,31 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
+import msgpack
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from dcp.background.session import AsyncSession
 from dcp.background.writers import RefusedWriter, SaveFuture, SaveOutcome
+from dcp.calls.arguments import check_top_level
 from dcp.features.plan_cache import PlanCache
-from dcp.manager.contents import weights_of
 from dcp.manager.coordination import Reason, StepCoordinator
-from dcp.manager.events import EventKind, Events
+from dcp.manager.events import Events
 from dcp.saving.save import SaveOptions
 from dcp.state_dict_saver import save_with
-from dcp.steps.notes import PARTIAL
-from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, CorruptCheckpointError, PlanError
+from dcp.steps import PARTIAL
+from dcp.storage.errors import (
+    CheckpointError,
+    CollectiveTimeoutError,
+    CorruptCheckpointError,
+    OptionError,
+    PlanError,
+)
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
@@ -32,17 +43,119 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner
     from torch.distributed.checkpoint.storage import StorageWriter
 
-__all__ = [
-    "LoopSession",
-    "Mode",
-    "SaveLedger",
-    "SaveListener",
-    "StepSaver",
-    "WhenBusy",
-    "check_group",
-]
+    from dcp.manager.after_commit import AfterCommit
 
 logger = logging.getLogger(__name__)
+
+Metrics = Mapping[str, SupportsFloat]
+"""By name: numbers, numpy's too, or tensors and arrays of no dimension; NaN is allowed."""
+
+_LONGEST_SHOWN = 200
+_OURS = frozenset({"step", "metrics", "run", PARTIAL})
+
+
+def user_metadata_of(
+    step: int, metrics: Metrics | None, run: str | None, others: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Make the user metadata of a save; ``metrics`` as floats.
+
+    Raises OptionError for a metric that is not a number, and for ``others`` that are not plain data or under
+    names that the manager uses.
+    """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise OptionError(f"metrics must map names to numbers, not be a {type(metrics).__name__}")
+    try:  # now, because in the background each save would fail by it
+        msgpack.packb(dict(others or {}))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise OptionError(
+            f"user_metadata must be plain data (numbers, text, lists, dicts): {error}"
+        ) from error
+    taken = sorted(_OURS.intersection(others or {}))
+    if taken:
+        raise OptionError(
+            f"user_metadata may not have {taken[0]!r}: the manager stores its own under that name"
+        )
+    described: dict[str, Any] = {**(others or {}), "step": step}
+    if metrics:
+        described["metrics"] = {name: _number(name, value) for name, value in metrics.items()}
+    if run is not None:
+        described["run"] = run
+    return described
+
+
+def _number(name: object, value: object) -> float:
+    if not isinstance(name, str):
+        raise OptionError(f"metrics: the name {name!r} is not a string")
+    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+        raise OptionError(f"metrics: {name!r} is not reduced over the ranks yet: give its full_tensor()")
+    if isinstance(value, torch.Tensor) and value.ndim == 0 and not value.dtype.is_complex:
+        return float(value.item())
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    shown = repr(value) if len(repr(value)) < _LONGEST_SHOWN else f"a {type(value).__name__}"
+    raise OptionError(f"metrics: {name!r} must be a number or a 0-d tensor of one, not {shown}")
+
+
+def check_state(state_dict: Any, names: Sequence[str]) -> None:
+    """Refuse what each save in the background would fail by, where that is only logged: OptionError for no
+    state dict, and for a name that no entry has, as far as its top level tells."""
+    check_top_level(state_dict)
+    for name in names:
+        if not any(name == key or name.startswith(f"{key}.") for key in state_dict):
+            keys = ", ".join(map(repr, [*state_dict][:8]))
+            raise OptionError(
+                f"grace_seconds: the state has no {name!r} to be saved first where the time is short; it has "
+                f"{keys}. Name its weights, as by weights='app.model', or say weights=() for whole states"
+            )
+
+
+def weights_of(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the entries called ``names``, keys joined by dots, in their places. Below the top level they are
+    looked for when it is saved, which fails where there is none."""
+    found: dict[str, Any] = {}
+    for key, value in state_dict.items():
+        below = [name for name in names if name.startswith(f"{key}.")]
+        if key in names:
+            found[key] = value
+        elif below:
+            found[key] = _SomeEntries(value, {name: name.removeprefix(f"{key}.") for name in below})
+    return found
+
+
+@dataclass(frozen=True)
+class _SomeEntries:
+    """Some entries of ``value``: by their names what they are called in it."""
+
+    value: Any
+    names: Mapping[str, str]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return those entries, in their places."""
+        whole = self.value.state_dict() if hasattr(self.value, "state_dict") else self.value
+        found: dict[str, Any] = {}
+        for name, path in self.names.items():
+            if not isinstance(whole, Mapping) or not _copy(whole, found, path):
+                raise CheckpointError(f"the state has no {name!r}, which was to be saved first", fqn=name)
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Do nothing: nothing is loaded by it."""
+
+
+def _copy(source: Mapping[str, Any], target: dict[str, Any], path: str) -> bool:
+    """Put the entry ``path`` of ``source`` into ``target``, in its place; False if there is none."""
+    for key, value in source.items():
+        if str(key) == path:
+            target[key] = value
+            return True
+        if path.startswith(f"{key}.") and isinstance(value, Mapping):
+            below = target.setdefault(key, {})
+            if _copy(value, below, path.removeprefix(f"{key}.")):
+                return True
+    return False
+
 
 Mode = Literal["thread", "process", "sync"]
 WhenBusy = Literal["wait", "skip", "raise"]
@@ -59,64 +172,60 @@ _REMEMBERED = 3
 # -- a step --------------------------------------------------------------------------------------------------
 
 
-class SaveListener(Protocol):
-    """A follower of the saves of this rank."""
-
-    def saving(self, step: int) -> None:
-        """Prepare for a save of ``step``; called in the training thread, which waits."""
-
-    def ended(self, step: int, save_id: str | None) -> None:
-        """Note that it has committed as ``save_id`` ("" where that is not known), or failed (None); in the
-        thread that carried it out."""
-
-
 @dataclass(eq=False)
 class StepSaver:
-    """Begins steps and saves; all ranks do so alike. The parts are the manager's.
+    """Begins steps and saves, and follows saves to their end; all ranks do so alike. The parts are the
+    manager's.
 
     ``options`` and ``planner`` are those of all saves; ``resumed_from`` is what the run was restored from,
-    which the saves to come note.
+    which the saves to come note; ``after_commit`` follows saves, on the coordinator. ``keeps_failures``: the
+    last failure is kept until it is raised; else only one that every save will hit, and the others are
+    counted. ``closing``: no save begins any more, and those that are called off now took too long. The
+    threads that carry out saves note their ends here.
     """
 
     coordinator: StepCoordinator
     session: LoopSession | AsyncSession
-    ledger: SaveLedger
     events: Events
-    listeners: Sequence[SaveListener]
-    when_busy: WhenBusy
     options: SaveOptions
     planner: SavePlanner | None
+    when_busy: WhenBusy
+    keeps_failures: bool
+    after_commit: AfterCommit | None = None
     resumed_from: Mapping[str, Any] | None = None
+    closing: bool = False
+
+    def __post_init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self._has_committed = False
+        self.forget_saves()
+
+    def forget_saves(self) -> None:
+        """Know of no save: a forked child has begun none, and another thread may have held the lock."""
+        self._changed = threading.Condition()
+        self._running: dict[SaveFuture, int] = {}
+        self.failures = 0
+        """Saves that failed, and checkpoints found damaged."""
+        self._failure: BaseException | None = None
+        self._unreported: BaseException | None = None
+        self._damage: CorruptCheckpointError | None = None
 
     def exchange(self, step: int, *, last: bool, force: bool = False) -> None:
         """Exchange, once a step, with the other ranks what to do; raise what failed, on all of them."""
         was_stopping = self.coordinator.stopping
-        agreed = self.coordinator.begin(step, failed=self.ledger.has_failure, last=last, force=force)
+        has_failed = self._failure is not None or self._damage is not None
+        agreed = self.coordinator.begin(step, failed=has_failed, last=last, force=force)
         if "stop" in agreed and not was_stopping:
             self.events.emit("stop_requested", step)
         if "failed" in agreed:
-            self.ledger.settle(self.options.timeout_seconds)
-            self.ledger.raise_failure(damage=True)
+            self.settle(self.options.timeout_seconds)
+            self.raise_failure(damage=True)
             raise CheckpointError("a save failed on another rank, whose log and exception say why", step=step)
-
-    def reason(self, step: int, *, last: bool, force: bool) -> Reason | None:
-        """Return why the step is saved; None if it is not, which is logged of a repeated one."""
-        reason = self.coordinator.reason(step, last=last)
-        if force and reason not in ("last", "stop"):  # that of a stop is waited for, forced or not
-            return "force"
-        if reason is None and self.coordinator.is_repeated(step) and not last:
-            logger.warning(
-                "%s: save() was called again for step %d, which is saved or was restored already: "
-                "nothing is done. Pass force=True to save it anew",
-                self.events.root,
-                step,
-            )
-        return reason
 
     def may_begin(self, step: int, reason: Reason) -> bool:
         """Deal with a save that is not finished, and with one that failed; the same on all ranks."""
         impatient = self.when_busy != "wait" and reason not in _PATIENT
-        if impatient and self.coordinator.any_rank(bool(self.ledger.running())):
+        if impatient and self.coordinator.any_rank(bool(self._running)):
             if self.when_busy == "raise":
                 raise CheckpointError(
                     f"the save of step {step} came before the one before was finished, and "
@@ -126,12 +235,12 @@ class StepSaver:
             self.coordinator.skipped(step)
             self.events.emit("save_skipped", step, reason=reason)
             return False
-        if self.ledger.running():
+        if self._running:
             # not beyond a deadline, when it is called off
             left = max(0.0, self.coordinator.notices.seconds_left()) + _HANG_SECONDS
-            self.ledger.settle(min(self.options.timeout_seconds, left))
+            self.settle(min(self.options.timeout_seconds, left))
         try:
-            self.ledger.raise_failure(damage=False)
+            self.raise_failure(damage=False)
         except BaseException:
             self.coordinator.forget_failure(step)
             raise
@@ -143,36 +252,31 @@ class StepSaver:
         reason: Reason,
         state_dict: dict[str, Any],
         writer: FileSystemWriter,
-        user_metadata: Mapping[str, Any],
+        user_metadata: dict[str, Any],
         *,
         overlap: bool = False,
     ) -> SaveFuture:
         """Save, behind the loop where the session does."""
         self.coordinator.saved(step, reason)
-        for listener in self.listeners:
-            self._tell(listener.saving, step)
+        options = replace(
+            self.options, step=step, resumed_from=self.resumed_from, user_metadata=user_metadata
+        )
+        if self.after_commit is not None:
+            self._tell(self.after_commit.saving, step)
         try:
             future = self.session.save(
-                state_dict,
-                storage_writer=writer,
-                planner=self.planner,
-                options=replace(
-                    self.options,
-                    step=step,
-                    resumed_from=self.resumed_from,
-                    user_metadata=dict(user_metadata),
-                ),
-                overlap=overlap,
+                state_dict, storage_writer=writer, planner=self.planner, options=options, overlap=overlap
             )
         except BaseException:
-            for listener in self.listeners:
-                self._tell(listener.ended, step, None)
+            if self.after_commit is not None:
+                self._tell(self.after_commit.ended, step, None)
             raise
-        self.ledger.begun(step, future)
+        with self._changed:
+            self._running[future] = step
         what = {"partial": ", ".join(user_metadata[PARTIAL])} if PARTIAL in user_metadata else {}
-        future.add_done_callback(partial(self._on_ended, step, {"reason": reason, **what}, future))
+        future.add_done_callback(partial(self._ended, step, {"reason": reason, **what}, future))
         if self.session.ends_at_once and reason != "stop":
-            self.ledger.raise_failure(damage=False)
+            self.raise_failure(damage=False)
         return future
 
     def begin_last(
@@ -191,7 +295,7 @@ class StepSaver:
         whether, by this rank's knowledge, the whole state of the step is committed already, which weights
         must not replace.
         """
-        left, expected = self.coordinator.seconds_left(self.ledger.expected_seconds())
+        left, expected = self.coordinator.seconds_left(max(self._seconds, default=math.inf))
         if left <= 0:
             self.coordinator.saved(step, "stop")
             self.events.emit("save_cancelled", step, error="the deadline has passed", reason="stop")
@@ -200,20 +304,20 @@ class StepSaver:
         is_short = bool(weights) and left < _CAUTION * expected and not math.isinf(left)
         if is_short and not self.coordinator.any_rank(is_whole()):
             writer, described = prepare()
-            described = {**described, PARTIAL: list(weights)}
+            described[PARTIAL] = list(weights)
             first = self.begin(step, "stop", weights_of(state_dict, weights), writer, described)
             self._await_last(step, end)
             if not first.done() or first.cancelled():  # the same on all ranks
                 return first
         whole = self.begin(step, "stop", state_dict, *prepare())
         self._await_last(step, end)
-        self.ledger.raise_failure(damage=False)
+        self.raise_failure(damage=False)
         return first if first is not None and first.exception() is None and whole.cancelled() else whole
 
     def _await_last(self, step: int, end: float) -> None:
         if math.isinf(end):
-            self.ledger.settle(self.options.timeout_seconds)
-        elif not self.ledger.wait(max(0.0, end - time.monotonic()) + _HANG_SECONDS):
+            self.settle(self.options.timeout_seconds)
+        elif not self.wait(max(0.0, end - time.monotonic()) + _HANG_SECONDS):
             error = "the storage does not answer, and the deadline has come"
             self.events.emit("save_cancelled", step, error=error, reason="stop")
 
@@ -230,109 +334,53 @@ class StepSaver:
         if self.coordinator.refuse(error, saves=saves):
             self.session.refuse(error, self.options)
 
-    def _on_ended(self, step: int, what: dict[str, Any], future: SaveFuture, _: object) -> None:
-        """Note the end, in the thread that carried out the save."""
-        error, outcome = future.exception(), future.outcome or SaveOutcome()
-        committed = error is None or (isinstance(error, CheckpointError) and error.committed)
-        try:
-            if not committed:
-                kind: EventKind = "save_cancelled" if future.cancelled() else "save_failed"
-                self.events.emit(kind, step, error=error, **what)
-            elif outcome.attempts > 1:
-                self.events.emit("save_retried", step, attempts=outcome.attempts)
-            if committed:
-                self.events.emit(
-                    "saved",
-                    step,
-                    seconds=outcome.seconds,
-                    size_bytes=outcome.staged_bytes,
-                    error=error,
-                    save_id=outcome.save_id,
-                    **what,
-                )
-            for listener in self.listeners:
-                self._tell(listener.ended, step, outcome.save_id if committed else None)
-        finally:
-            self.ledger.ended(future, error)
-
     def _tell(self, method: Callable[..., None], step: int, *args: Any) -> None:
-        """Call a listener; one that fails keeps neither the save nor other listeners from going on."""
+        """Call a follower of saves; one that fails does not keep the save from going on."""
         try:
             method(step, *args)
         except Exception:
-            logger.exception("%s: a listener of saves failed at step %d", self.events.root, step)
+            logger.exception("%s: what follows saves failed at step %d", self.events.root, step)
 
+    def _ended(self, step: int, what: dict[str, Any], future: SaveFuture, _: object) -> None:
+        """Note the end, in the thread that carried out the save. One that was called off has not failed,
+        unless it was late when its manager closed."""
+        error, outcome, cancelled = future.exception(), future.outcome or SaveOutcome(), future.cancelled()
+        committed = error is None or (isinstance(error, CheckpointError) and error.committed)
+        try:
+            if not committed:
+                self.events.emit("save_cancelled" if cancelled else "save_failed", step, error=error, **what)
+            elif outcome.attempts > 1:
+                self.events.emit("save_retried", step, attempts=outcome.attempts)
+            if committed:
+                what |= {"save_id": outcome.save_id}
+                size_bytes = outcome.staged_bytes
+                self.events.emit(
+                    "saved", step, seconds=outcome.seconds, size_bytes=size_bytes, error=error, **what
+                )
+            if self.after_commit is not None:
+                self._tell(self.after_commit.ended, step, outcome.save_id if committed else None)
+        finally:
+            with self._changed:
+                if error is None:
+                    # phases that follow each other: the copy of the state, and all from there to the commit
+                    spent = outcome.seconds
+                    self._seconds.append(spent.get("blocked", 0.0) + spent.get("save", 0.0))
+                self._has_committed |= committed
+                if error is not None and (self.closing or not cancelled):
+                    self.failures += not committed
+                    self._unreported = None if cancelled else error
+                    if self.keeps_failures or _is_lasting(error):
+                        self._failure = error
+                self._running.pop(future, None)
+                self._changed.notify_all()
 
-# -- the saves of a manager ----------------------------------------------------------------------------------
-
-
-class SaveLedger:
-    """Filled by the threads that carry out saves, asked by the training thread.
-
-    ``keep_failures``: the last failure is kept until it is raised; else only one that every save will hit,
-    and the others are counted.
-    """
-
-    def __init__(self, *, keep_failures: bool) -> None:
-        self._keep_failures = keep_failures
-        self._changed = threading.Condition()
-        self._running: dict[SaveFuture, int] = {}
-        self.failures = 0
-        """Saves that failed, and checkpoints found damaged."""
-        self._closing = False
-        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
-        self._failure: BaseException | None = None
-        self._unreported: BaseException | None = None
-        self._has_committed = False
-        self._damage: CorruptCheckpointError | None = None
-
-    # -- written ---------------------------------------------------------------------------------------------
-
-    def begun(self, step: int, future: SaveFuture) -> None:
-        """Note that the save of ``step`` is under way."""
-        with self._changed:
-            self._running[future] = step
-
-    def ended(self, future: SaveFuture, error: BaseException | None) -> None:
-        """Note that it is not any more, and everything that follows at once has happened. One that was called
-        off has not failed, unless it was late when its manager closed."""
-        with self._changed:
-            # phases that follow each other: the copy of the state, and all from there to the commit
-            if error is None and future.outcome is not None:
-                spent = future.outcome.seconds
-                self._seconds.append(spent.get("blocked", 0.0) + spent.get("save", 0.0))
-            is_committed = error is None or (isinstance(error, CheckpointError) and error.committed)
-            self._has_committed |= is_committed
-            if error is not None and (self._closing or not future.cancelled()):
-                self.failures += not is_committed
-                self._unreported = None if future.cancelled() else error
-                if self._keep_failures or _is_lasting(error):
-                    self._failure = error
-            self._running.pop(future, None)
-            self._changed.notify_all()
-
-    def closing(self) -> None:
-        """Note that no save begins any more; those that are called off now took too long."""
-        self._closing = True
+    # -- saves that were begun -------------------------------------------------------------------------------
 
     def damaged(self, error: CorruptCheckpointError) -> None:
         """Note a committed checkpoint that this rank found damaged."""
         with self._changed:
             self.failures += 1
-            self._damage = error if self._keep_failures else None
-
-    # -- asked -----------------------------------------------------------------------------------------------
-
-    def expected_seconds(self) -> float:
-        """Return what a save may take, as the slowest of the last ones did; infinite where none has ended."""
-        with self._changed:
-            return max(self._seconds, default=math.inf)
-
-    @property
-    def has_failure(self) -> bool:
-        """Tell whether there is something that is still to be raised."""
-        with self._changed:
-            return self._failure is not None or self._damage is not None
+            self._damage = error if self.keeps_failures else None
 
     def running(self) -> list[int]:
         """List the steps whose saves are under way."""
@@ -348,12 +396,10 @@ class SaveLedger:
         with self._changed:
             error, self._failure = self._failure, None
             if damage:
-                found, self._damage = self._damage, None
-                error = error if error is not None else found
+                error, self._damage = error or self._damage, None
             if error is not None:
                 self._unreported = None
-        if error is not None:
-            raise error
+                raise error
 
     def raise_unsaved(self) -> None:
         """Raise CheckpointError where saves failed, the last of them was not raised, and none committed."""
@@ -372,7 +418,7 @@ class SaveLedger:
 
     def settle(self, timeout_seconds: float) -> None:
         """Wait as `wait` does. Raises CheckpointError where one still is."""
-        if not self.wait(timeout_seconds):
+        if self._running and not self.wait(timeout_seconds):
             steps = ", ".join(map(str, self.running()))
             raise CheckpointError(
                 f"the save of step {steps} has not ended within {timeout_seconds:g} s: the storage hangs, or "

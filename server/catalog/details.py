@@ -12,7 +12,7 @@ from dcp.server.catalog.values import NONFINITE
 from dcp.server.database.records import shown_columns, values_of
 from dcp.server.database.tables import aliases, checkpoints, metadata, metrics, roots, runs, structures, tags
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
-from dcp.steps.notes import PARTIAL, partial_of
+from dcp.steps import PARTIAL, partial_of
 
 __all__ = [
     "Checkpoint",

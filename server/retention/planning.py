@@ -1,6 +1,6 @@
 """What a policy makes of the checkpoints in the catalog; nothing is changed here.
 
-The rules are those of `dcp.Retention` (`dcp.manager.cleanup.retention`), applied to each run, and in it to
+The rules are those of `dcp.Retention` (`dcp.manager.retention`), applied to each run, and in it to
 each format by itself: a run's converted weights do not count as the newest of its training checkpoints. Kept
 in any case are checkpoints without a step, pinned ones, and those that an alias names.
 """
@@ -14,13 +14,13 @@ from typing import Any, Final, NamedTuple
 
 from sqlalchemy import Connection, select
 
-from dcp.manager.cleanup.retention import Part, Retention, plan
+from dcp.manager.retention import Part, Retention, plan
 from dcp.server.catalog.name_patterns import matches
 from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs
 from dcp.server.formats import format_in_catalog
 from dcp.server.records.administration import RetentionDecision
 from dcp.server.retention.parts import bytes_of_parts, dropped_patterns
-from dcp.steps.notes import StepState
+from dcp.steps import StepState
 from dcp.storage.formats.registry import DCP, TORCH_DCP
 
 __all__ = ["RunPlan", "plan_run", "runs_of"]

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Select, delete, select
 
-from dcp.manager.cleanup.retention import Retention
+from dcp.manager.retention import Retention
 from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.name_patterns import check_pattern
 from dcp.server.catalog.named import NamedRows

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from sqlalchemy import Connection, case, func, or_, select
 
-from dcp.manager.cleanup.retention import Retention
+from dcp.manager.retention import Retention
 from dcp.server.catalog.runs import get_run
 from dcp.server.database.tables import aliases, checkpoints
 from dcp.server.records.administration import RetentionTotals, TensorBytes
 from dcp.server.retention.parts import part_bytes
 from dcp.server.retention.planning import plan_run, runs_of
-from dcp.steps.notes import OPTIMIZER
+from dcp.steps import OPTIMIZER
 
 __all__ = ["retention_totals", "tensor_bytes"]
 

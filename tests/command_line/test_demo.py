@@ -22,7 +22,7 @@ from dcp.demo.checks import compare_digests, largest_difference
 from dcp.demo.places import BucketPlace, FolderPlace, Place, newest_checkpoint
 from dcp.demo.s3_server import S3Server
 from dcp.demo.stock import load_damaged, load_with_stock_torch
-from dcp.watching.cursor import start_ticks
+from dcp.watching import start_ticks
 from tests.command_line.cli_support import run as command
 from tests.support.programs import Program
 

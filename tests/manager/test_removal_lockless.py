@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from dcp.manager.cleanup.removal import Removed, remove_checkpoint
-from dcp.steps.notes import read_notes
+from dcp.manager.removal import Removed, remove_checkpoint
+from dcp.steps import read_notes
 from dcp.storage.commit import Previous
 from dcp.storage.commit_names import MANIFEST_NAME, NOTES_NAME
 from dcp.storage.errors import CheckpointConflictError

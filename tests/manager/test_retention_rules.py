@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp.manager.cleanup.retention import Best, Keep, Retention, plan
-from dcp.steps.notes import OPTIMIZER, StepState
+from dcp.manager.retention import Best, Keep, Retention, plan
+from dcp.steps import OPTIMIZER, StepState
 
 NOW = 1_000_000.0
 

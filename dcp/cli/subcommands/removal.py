@@ -25,9 +25,9 @@ from dcp.cli.tables import counted
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
 
 if TYPE_CHECKING:
-    from dcp.manager.cleanup.dropping import Drop
-    from dcp.manager.cleanup.leftovers import Leftovers
-    from dcp.manager.cleanup.retention import Part, Retention
+    from dcp.manager.dropping import Drop
+    from dcp.manager.removal import Leftovers
+    from dcp.manager.retention import Part, Retention
     from dcp.storage.stores.base import FileInfo, Store
 
 __all__ = ["gc", "prune", "rm"]
@@ -78,8 +78,8 @@ def rm(
 
 def _remove_checkpoint(uri: str, options: dict[str, Any] | None, *, yes: bool) -> _Done:
     # here, because a usage message must not wait for numpy
-    from dcp.manager.cleanup.removal import files_to_remove, remove_checkpoint
-    from dcp.steps.notes import read_notes
+    from dcp.manager.removal import files_to_remove, remove_checkpoint
+    from dcp.steps import read_notes
     from dcp.storage.formats.opening import naming_near_places
     from dcp.storage.stores.opening import OpenWith
 
@@ -183,7 +183,7 @@ def prune(
 
 def _retention(parts: list[str], last: int | None, every_steps: int | None) -> Retention:
     # here, because a usage message must not wait for numpy
-    from dcp.manager.cleanup.retention import Keep, Retention
+    from dcp.manager.retention import Keep, Retention
 
     # Without rules it is asked for checkpoints, which are named: of a run it would be refused.
     keep = Keep(last=last if last or every_steps else 1, every_steps=every_steps)
@@ -194,7 +194,7 @@ def _retention(parts: list[str], last: int | None, every_steps: int | None) -> R
 def _find_parts(
     uri: str, retention: Retention, options: str | None, rules: int | None, *, tell: bool
 ) -> list[tuple[Store, tuple[Part, ...]]]:
-    from dcp.manager.cleanup.dropping import to_prune
+    from dcp.manager.dropping import to_prune
     from dcp.storage.errors import OptionError
     from dcp.storage.formats.opening import has_checkpoint
     from dcp.storage.stores.opening import OpenWith
@@ -214,7 +214,7 @@ def _prune(
     store: Store, parts: tuple[Part, ...], *, yes: bool, rewrite: bool, tell: bool
 ) -> tuple[Drop, bool]:
     """Return the outcome, and whether anything was changed."""
-    from dcp.manager.cleanup.dropping import drop_parts, plan_drop
+    from dcp.manager.dropping import drop_parts, plan_drop
 
     found = (
         drop_parts(store, parts, time.time(), rewrite=rewrite)
@@ -298,7 +298,7 @@ def gc(
     """
     with errors_as_lines(debug=debug):
         # here, because a usage message must not wait for numpy
-        from dcp.manager.cleanup.leftovers import find_leftovers
+        from dcp.manager.removal import find_leftovers
         from dcp.storage.stores.opening import OpenWith
 
         now_seconds, age = time.time(), hours * 3600
@@ -326,10 +326,9 @@ def gc(
 def _remove_leftovers(
     store: Store, left: Leftovers, now_seconds: float, age_seconds: float, uploads: bool
 ) -> bool:
-    from dcp.manager.cleanup.leftovers import remove_leftovers
+    from dcp.manager.removal import remove_leftovers
 
-    gone, _ = remove_leftovers(store, left, now_seconds, older_than_seconds=age_seconds, uploads=uploads)
-    return gone > 0
+    return remove_leftovers(store, left, now_seconds, older_than_seconds=age_seconds, uploads=uploads) > 0
 
 
 def _leftover(left: Leftovers, *, removed: bool) -> _Leftover:

@@ -27,7 +27,7 @@ from dcp.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from dcp.watching.watch import Watch, WatchedStep
+    from dcp.watching import Watch, WatchedStep
 
 __all__ = ["command"]
 
@@ -106,7 +106,7 @@ def command(
 def _steps(run: str, **how: Any) -> Watch:
     """Call `dcp.watch`; a usage error for what it refuses."""
     from dcp.storage.errors import OptionError  # here, because a usage message must not wait for numpy
-    from dcp.watching.watch import watch
+    from dcp.watching import watch
 
     try:
         return watch(run, **how)

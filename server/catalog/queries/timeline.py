@@ -19,7 +19,7 @@ from dcp.server.catalog.values import NONFINITE
 from dcp.server.database.tables import aliases, checkpoints, lineage, metrics
 from dcp.server.records.declaring import moment
 from dcp.server.records.runs import BinValues, RunTimeline, TimelineBin
-from dcp.steps.notes import partial_of
+from dcp.steps import partial_of
 from dcp.storage.near_names import listed
 
 __all__ = ["newest_steps", "run_timeline", "save_seconds_of", "steps_of_run"]

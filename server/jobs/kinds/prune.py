@@ -1,6 +1,6 @@
 """``prune``: parts of a checkpoint, such as its optimizer, are dropped, and the rest stays.
 
-How is in `dcp.manager.cleanup.dropping`. Pinned ones, those that an alias names, and those that another job
+How is in `dcp.manager.dropping`. Pinned ones, those that an alias names, and those that another job
 is about are left alone.
 """
 
@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 from sqlalchemy import Connection, select, update
 
-from dcp.manager.cleanup.retention import part_named
+from dcp.manager.retention import part_named
 from dcp.server.catalog import audit
 from dcp.server.catalog.checkpoints import get_checkpoint
 from dcp.server.catalog.errors import StateError
@@ -67,7 +67,7 @@ class PruneKind(Kind[PruneParams]):
     name: ClassVar[str] = "prune"
     scope: ClassVar[Scope] = "delete"
     params = PruneParams
-    preload: ClassVar[tuple[str, ...]] = ("dcp.manager.cleanup.dropping",)
+    preload: ClassVar[tuple[str, ...]] = ("dcp.manager.dropping",)
 
     def specify(
         self, connection: Connection, params: PruneParams, caller: Principal, settings: Settings
@@ -98,7 +98,7 @@ class PruneKind(Kind[PruneParams]):
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
-        from dcp.manager.cleanup.dropping import drop_parts
+        from dcp.manager.dropping import drop_parts
 
         subject, params = Subject(**payload["subject"]), PruneParams.model_validate(payload["params"])
         root, place = open_place(context, subject)
@@ -157,7 +157,7 @@ def _check_free(connection: Connection, checkpoint_id: int) -> None:
 
 def _is_meant(store: Store, subject: Subject, fingerprint: str) -> bool:
     """Whether what is there is still what the catalog knows."""
-    from dcp.steps.folders import read_commit
+    from dcp.steps import read_commit
 
     if subject.save_id is None:
         return subject.fingerprint in (None, fingerprint)

@@ -39,8 +39,8 @@ from dcp.storage.formats.registry import format_of, formats
 from dcp.storage.stores.base import FileInfo, Store
 
 if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
-    from dcp.manager.cleanup.removal import Removed
-    from dcp.steps.folders import Commit
+    from dcp.manager.removal import Removed
+    from dcp.steps import Commit
 
 __all__ = ["PurgeKind", "PurgeParams"]
 
@@ -61,7 +61,7 @@ class PurgeKind(Kind[PurgeParams]):
     name: ClassVar[str] = "purge"
     scope: ClassVar[Scope] = "delete"
     params = PurgeParams
-    preload: ClassVar[tuple[str, ...]] = ("dcp.manager.cleanup.removal",)
+    preload: ClassVar[tuple[str, ...]] = ("dcp.manager.removal",)
     max_attempts: ClassVar[int] = 5
 
     def specify(
@@ -123,7 +123,7 @@ class PurgeKind(Kind[PurgeParams]):
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
-        from dcp.manager.cleanup.removal import Removed
+        from dcp.manager.removal import Removed
 
         subject = Subject(**payload["subject"])
         root, place = open_place(context, subject)
@@ -171,7 +171,7 @@ class PurgeKind(Kind[PurgeParams]):
 
 
 def _remove_commit(place: SourcePlace, subject: Subject) -> Removed:
-    from dcp.manager.cleanup.removal import remove_checkpoint
+    from dcp.manager.removal import remove_checkpoint
 
     def is_meant(commit: Commit) -> bool:
         if subject.save_id is not None:
@@ -229,7 +229,7 @@ def _remove_files(store: Store, files: Sequence[_Weight]) -> Removed:
 
     What was written since the job was planned stays: the next export has the same names and sizes.
     """
-    from dcp.manager.cleanup.removal import Removed
+    from dcp.manager.removal import Removed
 
     there = {info.name: info for info in store.list()}
     gone = [

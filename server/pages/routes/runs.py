@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 from fastapi import Query, Request, Response
 
-from dcp.manager.cleanup.retention import Retention
+from dcp.manager.retention import Retention
 from dcp.server.http.context import Service
 from dcp.server.http.dependencies import Caller, Db, ServiceDep
 from dcp.server.pages.drawing import polyline, timeline

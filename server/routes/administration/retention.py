@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import Response
 from sqlalchemy import Connection
 
-from dcp.manager.cleanup.retention import Retention
+from dcp.manager.retention import Retention
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.name_patterns import check_pattern
 from dcp.server.http.context import Service

@@ -19,7 +19,7 @@ from dcp.server.schemas.common import IdPath, problems
 from dcp.server.schemas.queries import RunQuery, TensorBytesQuery, TimelineQuery
 from dcp.server.schemas.runs import RunAnswer, RunList, SeriesAnswer, TimelineAnswer
 from dcp.server.security.redaction import redact
-from dcp.steps.notes import OPTIMIZER
+from dcp.steps import OPTIMIZER
 
 __all__ = ["router"]
 

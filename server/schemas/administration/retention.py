@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from dcp.manager.cleanup.retention import Retention
+from dcp.manager.retention import Retention
 from dcp.server.catalog.errors import InvalidQueryError
 from dcp.server.catalog.name_patterns import check_pattern
 from dcp.server.inputs import Finite, Name, Request, Text

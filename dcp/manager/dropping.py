@@ -27,13 +27,11 @@ import numpy.typing as npt
 
 from dcp.inspection.findings import VerifyReport
 from dcp.inspection.payload_checks import PayloadChecks
-from dcp.manager.cleanup.removal import is_left_aside, owner_of
-from dcp.manager.cleanup.retention import Part, Retention, plan
+from dcp.manager.retention import Part, Retention, plan
 from dcp.planners.load.selection import Selection
-from dcp.steps.folders import StepFolders
-from dcp.steps.notes import read_notes
+from dcp.steps import StepFolders, read_notes
 from dcp.storage import commit
-from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.commit_names import DATA_NAME, MANIFEST_NAME, METADATA_NAME
 from dcp.storage.engine.write import data_file_name
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -49,16 +47,17 @@ from dcp.storage.formats.registry import DCP, TORCH_DCP
 from dcp.storage.formats.views import DroppedPart, dropped_from, noted_in, without
 from dcp.storage.geometry.strides import Int64
 from dcp.storage.stores import OpenStore, open_store
-from dcp.storage.stores.base import FileInfo, Store
+from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
 from dcp.storage.stores.opening import ParentFolder, open_parent_folder
-
-__all__ = ["Drop", "drop_parts", "finish_drop", "plan_drop", "steps_of", "to_prune"]
 
 logger = logging.getLogger(__name__)
 
 _PIECE_BYTES: Final = 8 << 20
 _ASIDE_SECONDS: Final = 900.0
 """Writing a file aside and publishing it never takes so long."""
+
+OWN_ASIDE: Final = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{32}}")
+"""Names of files of dcp before they are published under their own."""
 
 _ALIGNED_BYTES: Final = 64
 """Payloads begin at multiples of it, also after they were copied."""
@@ -125,7 +124,10 @@ class _Droppable:
 def plan_drop(store: Store, parts: Sequence[Part], *, rewrite: bool = False) -> Drop:
     """Return what `drop_parts` would do now; nothing is changed, and what would be freed is by the files'
     sizes."""
-    found = _look(store, parts, time.time())
+    return _planned(store, _look(store, parts, time.time()), rewrite=rewrite)
+
+
+def _planned(store: Store, found: _Droppable, *, rewrite: bool) -> Drop:
     if not found.names or _is_pinned(store):
         return Drop(url=store.url, outcome="pinned" if found.names else "absent", parts=found.parts)
     gone = [name for name in found.index.files if name not in found.after.files]
@@ -135,7 +137,7 @@ def plan_drop(store: Store, parts: Sequence[Part], *, rewrite: bool = False) -> 
         shared = 0
     return Drop(
         url=store.url,
-        outcome="dropped" if gone else "shared",
+        outcome="dropped" if gone or rewrite else "shared",
         parts=found.parts,
         files=tuple(gone),
         freed_bytes=freed,
@@ -153,13 +155,12 @@ def drop_parts(store: Store, parts: Sequence[Part], now_seconds: float, *, rewri
     left, `CorruptCheckpointError` for damage in what was to be copied; and the store's errors.
     """
     found = _look(store, parts, now_seconds)
-    if not found.names:
+    planned = _planned(store, found, rewrite=rewrite)
+    if planned.outcome == "absent":
         files, freed = finish_drop(store)
-        return Drop(url=store.url, outcome="absent", files=files, freed_bytes=freed)
-    if _is_pinned(store):
-        return Drop(url=store.url, outcome="pinned", parts=found.parts)
-    if len(found.after.files) == len(found.index.files) and not rewrite:
-        return Drop(url=store.url, outcome="shared", parts=found.parts, shared_bytes=found.shared_bytes)
+        return replace(planned, files=files, freed_bytes=freed)
+    if planned.outcome != "dropped":
+        return planned
     after, copied = _described(found), tuple[str, ...]()
     try:
         if rewrite and found.shared:
@@ -177,15 +178,8 @@ def drop_parts(store: Store, parts: Sequence[Part], now_seconds: float, *, rewri
     _remove_aside(store, now)
     gone = [name for name in found.index.files if name in found.before and name not in now]
     rewritten = sum(now[name].size_bytes for name in copied if name in now)
-    return Drop(
-        url=store.url,
-        outcome="dropped",
-        parts=found.parts,
-        files=tuple(gone),
-        freed_bytes=found.size_of(gone) - rewritten,
-        shared_bytes=0 if rewrite else found.shared_bytes,
-        rewritten_bytes=rewritten,
-    )
+    freed = found.size_of(gone) - rewritten
+    return replace(planned, files=tuple(gone), freed_bytes=freed, rewritten_bytes=rewritten)
 
 
 def _refuse_changed(store: Store, previous: commit.Previous, error: CheckpointNotFoundError) -> None:
@@ -302,7 +296,7 @@ def _remove_aside(store: Store, now: Mapping[str, FileInfo]) -> None:
     was published just now, by the same clock: a younger file may be about to get its name."""
     published = now[MANIFEST_NAME].modified_seconds if MANIFEST_NAME in now else 0.0
     old = {name for name, info in now.items() if info.modified_seconds < published - _ASIDE_SECONDS}
-    for name, error in store.delete_all(sorted(filter(is_left_aside, old))).items():
+    for name, error in store.delete_all(sorted(filter(OWN_ASIDE.fullmatch, old))).items():
         logger.warning("%s: could not delete %s: %s", store.url, name, error)
 
 
@@ -310,9 +304,15 @@ def _left_behind(index: CheckpointIndex, before: Mapping[str, FileInfo]) -> set[
     """Name the files of the save of ``index`` that it does not refer to any more."""
     owners = {owner_of(name) for name in index.files} | {index.provenance.get("save_id")}
     replaced = index.provenance.get("replaced_files", [])
-    own = {name for name in before if owner_of(name) is not None and owner_of(name) in owners}
+    own = {name for name in before if owner_of(name) in owners - {None}}
     others = {name for name in replaced if name in before} if isinstance(replaced, list) else set()
     return (own | others) - {*index.files}
+
+
+def owner_of(name: str) -> str | None:
+    """Return the id of the save of a data file of dcp's, by its name; None for all other files."""
+    match = DATA_NAME.fullmatch(name)
+    return None if match is None else match["owner"]
 
 
 def _is_stale(store: Store, index: CheckpointIndex, before: Mapping[str, FileInfo]) -> bool:
@@ -414,8 +414,6 @@ def _verify(store: Store, index: CheckpointIndex, copied: Sequence[str]) -> None
 
 # -- where to drop from --------------------------------------------------------------------------------------
 
-_NAME: Final = re.compile(r"(?P<before>.*?)(?P<step>[0-9]{1,18})")
-
 
 def to_prune(
     uri: str, retention: Retention, *, open_store: OpenStore = open_store
@@ -447,19 +445,14 @@ def steps_of(root: ParentFolder) -> StepFolders:
     """
     found: dict[str, list[str]] = {}
     for name in root.look():
-        match = _NAME.fullmatch(name)
-        if match is not None:
-            found.setdefault(match["before"], []).append(match["step"])
+        before = re.sub(r"[0-9]{1,18}\Z", "", name)
+        if before != name:
+            found.setdefault(before, []).append(name.removeprefix(before))
     counts = sorted(((len(steps), before) for before, steps in found.items()), reverse=True)
     if len(counts) > 1 and counts[0][0] == counts[1][0]:
         names = ", ".join(f"{before}..." for _, before in counts)
         raise OptionError(f"{root.url} has several runs, {names}: name the checkpoints themselves")
     before = counts[0][1] if counts else "step-"
-    width = _width(found.get(before, ()))
+    widths = {len(step) for step in found.get(before, ())}
+    width = widths.pop() if len(widths) == 1 else 1  # digits that all steps are filled up to, if they are
     return StepFolders(root, lambda step: f"{before}{step:0{width}d}")
-
-
-def _width(steps: Sequence[str]) -> int:
-    """Count the digits that all steps are filled up to; 1 where they are not."""
-    widths = {len(step) for step in steps}
-    return widths.pop() if len(widths) == 1 else 1

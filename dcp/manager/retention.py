@@ -16,19 +16,9 @@ from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from typing import Any, Final, Literal, NamedTuple, Self, cast
 
-from dcp.steps.notes import StepState, patterns_of_part
+from dcp.steps import StepState, patterns_of_part
 from dcp.storage.errors import OptionError
 from dcp.storage.near_names import close_to
-
-__all__ = [
-    "Best",
-    "Keep",
-    "Part",
-    "Plan",
-    "Retention",
-    "part_named",
-    "plan",
-]
 
 _MODES: Final = ("min", "max")
 _RULES: Final = ("last", "every_steps", "best", "younger_than_seconds")
@@ -110,8 +100,21 @@ class Keep:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read the rules written as plain data (YAML, JSON); ``best`` is a map or a list of maps."""
-        return cls(**_rules_of(_known(data, cls.__name__, _RULES)))
+        """Read the rules written as plain data (YAML, JSON); ``best`` is a map or a list of maps,
+        ``optimizer`` a map of rules, ``parts`` one of such maps."""
+        fields = _known(data, cls.__name__, [each.name for each in fields_of(cls)])
+        best, optimizer, parts = map(fields.get, ("best", "optimizer", "parts"))
+        if best is not None:
+            if not isinstance(best, (Mapping, list, tuple)):
+                raise OptionError(f"best: must be a map or a list of maps, not {best!r}")
+            fields["best"] = [_best_of(rule) for rule in ([best] if isinstance(best, Mapping) else best)]
+        if optimizer is not None:
+            fields["optimizer"] = Keep.from_dict(optimizer)
+        if parts is not None:
+            if not isinstance(parts, Mapping):
+                raise OptionError(f"parts: must be a map of maps, not {parts!r}")
+            fields["parts"] = {name: Keep.from_dict(rules) for name, rules in parts.items()}
+        return cls(**fields)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that `from_dict` reads; rules that are not set are left out."""
@@ -175,20 +178,6 @@ class Retention(Keep):
         """The parts that have rules of their own."""
         named = [] if self.optimizer is None else [part_named("optimizer", self.optimizer)]
         return (*named, *(Part(glob, (glob,), keep) for glob, keep in (self.parts or {}).items()))
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read the rules written as plain data (YAML, JSON); ``best`` is a map or a list of maps,
-        ``optimizer`` a map of rules, ``parts`` one of such maps."""
-        fields = _rules_of(_known(data, "Retention", (*_RULES, "optimizer", "parts")))
-        if fields.get("optimizer") is not None:
-            fields["optimizer"] = Keep.from_dict(fields["optimizer"])
-        parts = fields.get("parts")
-        if parts is not None:
-            if not isinstance(parts, Mapping):
-                raise OptionError(f"parts: must be a map of maps, not {parts!r}")
-            fields["parts"] = {name: Keep.from_dict(rules) for name, rules in parts.items()}
-        return cls(**fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,16 +304,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items() if each is not None}
     return [_plain(each) for each in value] if isinstance(value, tuple) else value
-
-
-def _rules_of(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields, with those of ``best`` as rules."""
-    best = fields.get("best")
-    if best is not None:
-        if not isinstance(best, (Mapping, list, tuple)):
-            raise OptionError(f"best: must be a map or a list of maps, not {best!r}")
-        fields["best"] = [_best_of(rule) for rule in ([best] if isinstance(best, Mapping) else best)]
-    return fields
 
 
 def _best_of(data: Any) -> Best:

@@ -1,8 +1,11 @@
-"""Steps of which a run has checkpoints, and the facts of each that retention and resuming go by.
+"""The steps of a run: which are committed, what each says of itself, what is noted on it.
 
 A step is a folder below the root, named by a format. It counts if a save committed there and its deletion has
 not begun. Which ones there are is known from listings alone; manifests are read for facts, and only once.
-Torch-free.
+
+A manifest never changes once it is published; pins, what verification found, and that a deletion has begun
+come later, and are notes in a small file beside it. `docs/format.md` specifies the bytes. Changes are
+compared and replaced, so that two processes that note something at once lose nothing. Torch-free.
 """
 
 from __future__ import annotations
@@ -11,35 +14,234 @@ import logging
 import operator
 import os
 import re
-import threading
+import struct
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Generic, SupportsIndex, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal, SupportsIndex, TypeVar, cast
 
 from dcp.inspection.checkpoints import header_of
-from dcp.steps.notes import Health, Notes, StepState, partial_of, read_notes, update_notes
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME, is_commit_object
-from dcp.storage.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, OptionError
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    OptionError,
+    UnsupportedFormatError,
+)
+from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.native.manifest import reading_version
 from dcp.storage.formats.opening import open_index
+from dcp.storage.formats.plain import decode_plain, encode_plain
 from dcp.storage.formats.views import DroppedPart, dropped_from
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store, Version, check_name
 from dcp.storage.stores.opening import ParentFolder, SmallFiles, open_parent_folder
 from dcp.storage.threads import WorkerThreads
 
-__all__ = [
-    "Commit",
-    "StepFacts",
-    "StepFolders",
-    "read_commit",
-    "whole_step",
-]
-
 logger = logging.getLogger(__name__)
 
+PARTIAL: Final = "partial"
+"""The name in the user metadata under which a partial checkpoint says which entries it has."""
+
+Health = Literal["good", "pending", "damaged", "partial"]
+"""Of a committed step: to be counted on; being verified or replaced; known not to load as committed; saved
+before a deadline, and not the whole state."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """Facts of a committed step for retention; ``committed_seconds`` counts from the epoch,
+    ``dropped`` are the globs of what was dropped from it."""
+
+    step: int
+    committed_seconds: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    health: Health = "good"
+    pinned: bool = False
+    dropped: frozenset[str] = frozenset()
+
+
+def partial_of(user: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the entries of a partial checkpoint, by its user metadata; () of one that is the whole state."""
+    names = user.get(PARTIAL)
+    return tuple(map(str, names)) if isinstance(names, list | tuple) else ()
+
+
+OPTIMIZER: Final = ("optim*.state.*", "*.optim*.state.*", "optim*.param_groups*", "*.optim*.param_groups*")
+"""Names of what an optimizer keeps, as trainers call it: what is below ``state`` and ``param_groups`` under a
+key that begins with ``optim``. A weight that is called so has neither above it."""
+
+
+def patterns_of_part(name: str) -> tuple[str, ...]:
+    """Return globs on the names of its entries; ``name`` is "optimizer", or such a glob itself."""
+    return OPTIMIZER if name == "optimizer" else (name,)
+
+
+MAX_NOTES_BYTES: Final = 1 << 20
+
+_KIND: Final = "dcphub.notes"
+_VERSION: Final = (1, 0)
+_CRC: Final = struct.Struct(">I")
+_CRC_HEAD: Final = b"\xa5crc32\xce"
+_CRC_PLACE: Final = 0xFFFFFFFF
+"""Encoded as the five bytes that any CRC may take the place of."""
+_ATTEMPTS: Final = 32
 _Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Result of a verification of the commit ``save_id``, at a ``time`` in seconds since the epoch.
+
+    ``what`` says what was looked at if ``ok`` ("sizes", "full"), and what is wrong if not.
+    """
+
+    save_id: str
+    time: float
+    ok: bool
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deleting:
+    """The tombstone of the commit ``save_id``: its deletion has begun at a ``time`` in seconds since the
+    epoch.
+
+    It says which files may go once the commit objects are gone: data files of the saves ``owners``, and any
+    that can be data and is not newer than ``newest`` (seconds; when the commit object was published, by the
+    store's clock). What a save writes that began since is neither.
+    """
+
+    save_id: str
+    time: float
+    owners: list[str]
+    newest: float
+
+
+_TYPES: Final[dict[type, dict[str, type]]] = {
+    Verified: {"save_id": str, "time": float, "ok": bool, "what": str},
+    Deleting: {"save_id": str, "time": float, "owners": list, "newest": float},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """The notes of one folder. ``others`` are entries of later versions, which are kept as they are.
+
+    ``verified`` and ``deleting`` name their commit and mean nothing for another one; a pin
+    is the folder's, whatever is saved there.
+    """
+
+    pinned: bool = False
+    verified: Verified | None = None
+    deleting: Deleting | None = None
+    others: Mapping[str, Any] = field(default_factory=dict)
+
+    def verified_of(self, save_id: str) -> Verified | None:
+        """Return what was found about the commit ``save_id``; None if that was not verified."""
+        return self.verified if self.verified is not None and self.verified.save_id == save_id else None
+
+
+def encode_notes(notes: Notes) -> bytes:
+    """Make the bytes of the file. Raises OptionError if they would be above `MAX_NOTES_BYTES`."""
+    fields: dict[str, Any] = {
+        "kind": _KIND,
+        "version": list(_VERSION),
+        "pinned": notes.pinned,
+        "verified": None if notes.verified is None else asdict(notes.verified),
+        "deleting": None if notes.deleting is None else asdict(notes.deleting),
+        **notes.others,
+        "crc32": _CRC_PLACE,
+    }
+    data = encode_plain(fields, limit_bytes=MAX_NOTES_BYTES)
+    if data is None:
+        raise OptionError(
+            f"notes may have {MAX_NOTES_BYTES} bytes of plain data, and these are more or other"
+        )
+    body = data[: -_CRC.size]
+    return body + _CRC.pack(crc32(body))
+
+
+def decode_notes(data: bytes) -> Notes:
+    """Read the notes in the bytes of a file; time and memory are bounded by its size.
+
+    Raises `CorruptCheckpointError` for bytes other than those written, `UnsupportedFormatError` for what a
+    newer dcphub wrote, as far as this one does not know it, `CheckpointFormatError` for what no writer
+    produces.
+    """
+    body = data[: -_CRC.size]
+    if len(data) > MAX_NOTES_BYTES:
+        raise CheckpointFormatError(f"notes of {len(data)} bytes are above the limit of {MAX_NOTES_BYTES}")
+    if not body.endswith(_CRC_HEAD) or _CRC.unpack(data[-_CRC.size :])[0] != crc32(body):
+        raise CorruptCheckpointError("the notes do not match their checksum: they are truncated or damaged")
+    fields = decode_plain(data, limit_bytes=MAX_NOTES_BYTES)
+    if type(fields) is not dict or fields.pop("kind", None) != _KIND:
+        raise CheckpointFormatError("the file has no notes of dcphub")
+    fields.pop("crc32", None)
+    with reading_version(fields.pop("version", None), _VERSION, "the file of notes"):
+        pinned = fields.pop("pinned", None)
+        verified = _noted(Verified, fields.pop("verified", None))
+        deleting = _noted(Deleting, fields.pop("deleting", None))
+        if type(pinned) is not bool or not {str}.issuperset(map(type, deleting.owners if deleting else ())):
+            raise CheckpointFormatError("pinned or owners of the notes are not of their types")
+        return Notes(pinned, verified, deleting, fields)
+
+
+def _noted(kind: type[_Value], fields: Any) -> _Value | None:
+    if fields is None:
+        return None
+    for name, wanted in _TYPES[kind].items():
+        if type(fields) is not dict or type(fields.get(name)) is not wanted:
+            raise CheckpointFormatError(f"{name} of the notes is missing, or no {wanted.__name__}")
+    return kind(*map(fields.get, _TYPES[kind]))
+
+
+def read_notes(store: Store) -> Notes:
+    """Read the notes of a folder; empty ones if there are none. Raises the errors of `decode_notes`, with
+    ``path``."""
+    path = store.path_of(NOTES_NAME)
+    try:
+        return decode_notes(store.read(NOTES_NAME, limit_bytes=MAX_NOTES_BYTES))
+    except CheckpointNotFoundError:
+        return Notes()
+    except (CheckpointFormatError, CorruptCheckpointError) as error:
+        raise type(error)(f"{path}: {error}", **({"path": path} | error.facts)) from error
+
+
+def update_notes(store: Store, change: Callable[[Notes], Notes]) -> Notes:
+    """Replace the notes by ``change`` of what they are; it is called again if another writer was faster.
+
+    Damaged notes may have held a pin, so the change gets pinned ones in their place. Returns what is
+    published. Raises `CheckpointConflictError` if others write all the time, and `UnsupportedFormatError`
+    rather than replace notes of a newer dcphub.
+    """
+    for _ in range(_ATTEMPTS):
+        # The version first: what is read after it is that content, or the publish below is refused.
+        version = store.version(NOTES_NAME)
+        try:
+            old = read_notes(store)
+        except (CheckpointFormatError, CorruptCheckpointError) as error:
+            if isinstance(error, UnsupportedFormatError):
+                raise
+            logger.warning("%s; the checkpoint counts as pinned now: unpin it if it was not", error)
+            old = Notes(pinned=True)
+        new = change(old)
+        if new == old and version is not None:
+            return new
+        try:
+            store.publish(NOTES_NAME, encode_notes(new), durable=True, expected=version)
+        except CheckpointConflictError:
+            continue
+        return new
+    raise CheckpointConflictError(
+        f"{store.path_of(NOTES_NAME)} was replaced by others {_ATTEMPTS} times while it was being changed",
+        path=store.path_of(NOTES_NAME),
+    )
+
 
 _PROBES: Final = (0, 7, 123_456_789)
 _NUMBER: Final = re.compile(r"[0-9]{1,18}")
@@ -143,9 +345,13 @@ class StepFolders:
             root if isinstance(root, ParentFolder) else open_parent_folder(root, open_store=open_store)
         )
         self._name_format = name_format
-        self._facts: _Cache[StepFacts] = _Cache()
-        self._notes: _Cache[Notes] = _Cache()
-        self._check_format()
+        self._known: dict[tuple[int, str], tuple[SmallFiles, Any]] = {}
+        names = [self.name(step) for step in _PROBES]
+        if [self.step_of(name) for name in names] != list(_PROBES):
+            raise OptionError(
+                f"name: {self._name_format!r} makes {names[1]!r} of step {_PROBES[1]}, from which the step "
+                "cannot be read; use a format such as 'step-{step:08d}'"
+            )
 
     # -- names -----------------------------------------------------------------------------------------------
 
@@ -169,19 +375,11 @@ class StepFolders:
 
     def checkpoint_id(self, step: int) -> str:
         """Return what `dcp.load` takes."""
-        return self.store(step).url
+        return self.root.store(self.name(step)).url
 
     def store(self, step: int) -> Store:
         """Return the step's folder; nothing is touched."""
         return self.root.store(self.name(step))
-
-    def _check_format(self) -> None:
-        names = [self.name(step) for step in _PROBES]
-        if [self.step_of(name) for name in names] != list(_PROBES):
-            raise OptionError(
-                f"name: {self._name_format!r} makes {names[1]!r} of step {_PROBES[1]}, from which the step "
-                "cannot be read; use a format such as 'step-{step:08d}'"
-            )
 
     # -- which there are -------------------------------------------------------------------------------------
 
@@ -207,10 +405,10 @@ class StepFolders:
         folders = self.folders()
         return {step: folders[step] for step, counts in self._of_each(self._counts, folders) if counts}
 
-    def newest_first(self) -> Iterator[int]:
+    def newest_first(self, without: Collection[int] = ()) -> Iterator[int]:
         """Give `all_steps`, descending; the notes of a step are read when it is asked for, and not before."""
         for step, files in reversed(self.folders().items()):
-            if self._counts(step, files):
+            if step not in without and self._counts(step, files):
                 yield step
 
     def has(self, step: int) -> bool:
@@ -233,11 +431,8 @@ class StepFolders:
 
     def pinned(self) -> list[int]:
         """List the pinned ones of `all_steps`."""
-
-        def is_pinned(step: int, files: SmallFiles) -> bool:
-            return self._counts(step, files) and self._notes_of(step, files).pinned
-
-        return [step for step, pinned in self._of_each(is_pinned, self.folders()) if pinned]
+        found = self._of_each(self._notes_of, self.committed())
+        return [step for step, notes in found if notes.pinned]
 
     def _of_each(
         self, look: Callable[[int, SmallFiles], _Value], folders: Mapping[int, SmallFiles]
@@ -257,16 +452,19 @@ class StepFolders:
             return True
         # Rare: only now it matters which commit the tombstone is of.
         commit = read_commit(self.store(step))
-        return commit is not None and not notes.is_deleting(commit.save_id)
+        return commit is not None and notes.deleting.save_id != commit.save_id
 
     # -- about one -------------------------------------------------------------------------------------------
 
-    def facts(self, step: int) -> StepFacts:
+    def facts(self, step: int, files: SmallFiles | None = None) -> StepFacts:
         """Return what the checkpoint of ``step`` says of itself; read again only after the commit changed.
+        ``files`` are its small files, where they were listed.
 
         Raises `CheckpointNotFoundError` if nothing is committed, and what is wrong with a damaged index.
         """
-        return self._facts_of(step, self.root.look_into(self.name(step)))
+        files = self.root.look_into(self.name(step)) if files is None else files
+        objects = {name: info for name, info in files.items() if is_commit_object(name)}
+        return self._kept(self._read_facts, step, objects)
 
     def notes(self, step: int) -> Notes:
         """Return the step's notes; empty ones if there are none. Those that cannot be read count as a pin."""
@@ -274,8 +472,8 @@ class StepFolders:
         return self._notes_of(step, {} if info is None else {NOTES_NAME: info})
 
     def update_notes(self, step: int, change: Callable[[Notes], Notes]) -> Notes:
-        """Update as `dcp.steps.notes.update_notes`."""
-        self._notes.forget(step)
+        """Update as `dcp.steps.update_notes`."""
+        self._known.pop((step, "_read_notes"), None)
         return update_notes(self.store(step), change)
 
     def survey(self, pending: Collection[int] = ()) -> list[StepState]:
@@ -293,18 +491,27 @@ class StepFolders:
 
     def unverified(self) -> list[int]:
         """List the steps of whose commit no verification is noted: a trainer was killed before it had one."""
-        looks = self._of_each(self._is_unverified, self.folders())
-        return [step for step, is_unverified in looks if is_unverified]
+
+        def is_unverified(step: int, files: SmallFiles) -> bool:
+            if not self._counts(step, files):
+                return False
+            try:
+                notes = self._notes_of(step, files)
+                return notes.verified is None or notes.verified.save_id != self.facts(step, files).save_id
+            except CheckpointError:
+                return True
+
+        return [step for step, found in self._of_each(is_unverified, self.folders()) if found]
 
     def forget(self, step: int) -> None:
         """Read everything about the step anew: it was saved again, or deleted."""
-        self._facts.forget(step)
-        self._notes.forget(step)
+        self._known.pop((step, "_read_facts"), None)
+        self._known.pop((step, "_read_notes"), None)
 
     def _state(self, step: int, files: SmallFiles, pending: bool) -> StepState | None:
         notes = self._notes_of(step, files)
         try:
-            facts = self._facts_of(step, files)
+            facts = self.facts(step, files)
         except CheckpointNotFoundError:  # deleted since it was listed
             return None
         except CheckpointError as error:
@@ -320,19 +527,6 @@ class StepFolders:
             health = "pending"
         dropped = frozenset(pattern for part in facts.dropped for pattern in part.patterns)
         return StepState(step, facts.committed_seconds, facts.metrics, health, notes.pinned, dropped)
-
-    def _is_unverified(self, step: int, files: SmallFiles) -> bool:
-        if not self._counts(step, files):
-            return False
-        try:
-            notes = self._notes_of(step, files)
-            return notes.verified is None or notes.verified_of(self._facts_of(step, files).save_id) is None
-        except CheckpointError:
-            return True
-
-    def _facts_of(self, step: int, files: SmallFiles) -> StepFacts:
-        objects = {name: info for name, info in files.items() if is_commit_object(name)}
-        return self._facts.get(step, objects, lambda: self._read_facts(step, objects))
 
     def _read_facts(self, step: int, objects: SmallFiles) -> StepFacts:
         """Read the facts of what is committed as ``objects``, by no request but those that read them, if it
@@ -355,9 +549,9 @@ class StepFolders:
     def _notes_of(self, step: int, files: SmallFiles) -> Notes:
         if NOTES_NAME not in files:
             return Notes()
-        return self._notes.get(step, {NOTES_NAME: files[NOTES_NAME]}, lambda: self._read_notes(step))
+        return self._kept(self._read_notes, step, {NOTES_NAME: files[NOTES_NAME]})
 
-    def _read_notes(self, step: int) -> Notes:
+    def _read_notes(self, step: int, _: SmallFiles) -> Notes:
         try:
             return read_notes(self.store(step))
         except CheckpointError as error:
@@ -366,31 +560,17 @@ class StepFolders:
             logger.warning("%s; the checkpoint is kept as if it were pinned", error)
             return Notes(pinned=True)
 
-
-class _Cache(Generic[_Value]):
-    """Contents of small files, by step, for as long as their sizes and times stay what they were."""
-
-    def __init__(self) -> None:
-        self._entries: dict[int, tuple[SmallFiles, _Value]] = {}
-        self._guard = threading.Lock()
-
-    def get(self, step: int, files: SmallFiles, read: Callable[[], _Value]) -> _Value:
-        with self._guard:
-            entry = self._entries.get(step)
-        if entry is not None and entry[0] == files:
-            return entry[1]
+    def _kept(self, read: Callable[[int, SmallFiles], _Value], step: int, files: SmallFiles) -> _Value:
+        """Return what ``read`` finds in small ``files`` of a step; read once as long as their sizes and times
+        stay what they are."""
+        there, known = self._known.get((step, read.__name__), (None, None))
+        if there == files:
+            return cast("_Value", known)
         began_seconds = time.time()
-        value = read()
-        for info in files.values():
-            if began_seconds - info.modified_seconds <= _RACY_SECONDS:
-                return value
-        with self._guard:
-            self._entries[step] = files, value
+        value = read(step, files)
+        if all(began_seconds - info.modified_seconds > _RACY_SECONDS for info in files.values()):
+            self._known[step, read.__name__] = files, value
         return value
-
-    def forget(self, step: int) -> None:
-        with self._guard:
-            self._entries.pop(step, None)
 
 
 def _metrics(value: Any) -> dict[str, float]:

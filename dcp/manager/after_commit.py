@@ -1,7 +1,7 @@
 """Work after a commit, behind the training loop: verification, its note, retention, deletions.
 
 On the coordinator only: one process of a run deletes. How one checkpoint is removed is in
-`dcp.manager.cleanup.removal`, how a part is dropped in `dropping`.
+`dcp.manager.removal`, how a part is dropped in `dropping`.
 """
 
 from __future__ import annotations
@@ -11,25 +11,23 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from dcp.inspection.verification import verify_store
-from dcp.manager.cleanup import retention
-from dcp.manager.cleanup.dropping import drop_parts, finish_drop
-from dcp.manager.cleanup.other_runs import OtherRuns
-from dcp.manager.cleanup.removal import (
+from dcp.inspection.verification import check_files, verify_store
+from dcp.manager import retention
+from dcp.manager.dropping import drop_parts, finish_drop
+from dcp.manager.events import Events
+from dcp.manager.removal import (
     Removed,
     finish_removal,
     is_abandoned,
     remove_abandoned,
     remove_checkpoint,
 )
-from dcp.manager.cleanup.retention import Part, Retention
-from dcp.manager.events import Events
-from dcp.steps.folders import Commit, StepFolders, read_commit
-from dcp.steps.notes import Verified
+from dcp.manager.retention import Part, Retention
+from dcp.steps import Commit, StepFolders, Verified, read_commit
 from dcp.storage.commit_names import METADATA_NAME, NOTES_NAME, is_commit_object
 from dcp.storage.errors import (
     CheckpointError,
@@ -37,10 +35,8 @@ from dcp.storage.errors import (
     CorruptCheckpointError,
     StorageError,
 )
-from dcp.storage.formats.index import UNKNOWN
 from dcp.storage.stores.base import Store
-
-__all__ = ["AfterCommit", "Check", "problem_of"]
+from dcp.storage.stores.opening import SmallFiles
 
 logger = logging.getLogger(__name__)
 
@@ -65,18 +61,13 @@ def problem_of(store: Store, commit: Commit, check: Check) -> str | None:
         return str(commit.problem)
     if check == "full":
         found = verify_store(store).faults
-        for fault in found:
-            if fault.file == METADATA_NAME:  # stock torch's alone: dcp loads, and retention counts it
-                logger.warning("%s: %s", store.url, fault.message)
-        return "; ".join([one.message for one in found if one.file != METADATA_NAME][:8]) or None
-    sizes = {info.name: info.size_bytes for info in store.list()}
-    wrong = []
-    for name, size in zip(index.files, index.file_sizes.tolist(), strict=True):
-        if name not in sizes:
-            wrong.append(f"{name} is missing")
-        elif size not in (UNKNOWN, sizes[name]):
-            wrong.append(f"{name} has {sizes[name]} bytes, committed were {size}")
-    return "; ".join(wrong[:8]) or None
+    else:
+        listing = {info.name: info for info in store.list()}
+        found = [one for one in check_files(index, listing) if not one.is_note]
+    for fault in found:
+        if fault.file == METADATA_NAME:  # stock torch's alone: dcp loads, and retention counts it
+            logger.warning("%s: %s", store.url, fault.message)
+    return "; ".join([one.message for one in found if one.file != METADATA_NAME][:8]) or None
 
 
 _What = Literal["commit", "doubt", "checkpoint", "rest", "abandoned"]
@@ -93,29 +84,23 @@ class _Task:
     due_seconds: float = 0.0
 
 
+@dataclass(eq=False)
 class AfterCommit:
-    """Looks after the checkpoints below ``folders``. It listens to saves.
+    """Looks after the checkpoints below ``folders``, called by the saves.
 
     Commits are looked after by one daemon thread, deletions are done by another, each one after the other: a
     storage on which a deletion hangs keeps no commit from being verified. ``on_damage`` is called with what
     is wrong with a checkpoint that has just been committed. A deletion that fails is repeated a few times.
     """
 
-    def __init__(
-        self,
-        folders: StepFolders,
-        keep: Retention | None,
-        check: Check,
-        events: Events,
-        *,
-        on_damage: Callable[[CorruptCheckpointError], None],
-    ) -> None:
-        self._folders = folders
-        self._keep = keep
-        self._check = check
-        self._events = events
-        self._on_damage = on_damage
-        self._others = OtherRuns(folders)
+    _folders: StepFolders
+    _keep: Retention | None
+    _check: Check
+    _events: Events
+    _on_damage: Callable[[CorruptCheckpointError], None]
+
+    def __post_init__(self) -> None:
+        self._others = OtherRuns(self._folders)
         self._changed = threading.Condition()
         self._looks: list[_Task] = []
         """Commits and doubts in the order in which they came; one is there until it is done."""
@@ -147,7 +132,8 @@ class AfterCommit:
         """Prepare for a save of ``step``: a deletion there is over first, and what is left of it is done
         right here. A checkpoint that is still whole stays: the commit replaces it, so that it is never
         missing."""
-        self._others.saving(step)
+        self._others.own.pop(step, None)
+        self._others.begun[step] = time.monotonic()
         with self._changed:
             self._unsettled[step] += 1
             looks = not self._resumed or step in self._half_deleted or step in self._deletions
@@ -161,12 +147,9 @@ class AfterCommit:
             self._half_deleted.discard(step)
         try:  # training waits for this: a look at this one step at the most
             if not is_free:
-                raise StorageError(
-                    f"{self._folders.checkpoint_id(step)} is being deleted, still after {_WAIT_SECONDS:g} "
-                    "seconds: the storage hangs; save under another step, or when it works again",
-                    path=self._folders.checkpoint_id(step),
-                    op="delete",
-                )
+                url = self._folders.checkpoint_id(step)
+                text = f"{url} is being deleted, still after {_WAIT_SECONDS:g} s: the storage hangs"
+                raise StorageError(text, path=url, op="delete")
             if looks:
                 files = self._folders.root.look_into(self._folders.name(step), (NOTES_NAME,))
                 if NOTES_NAME in files and not any(map(is_commit_object, files)):
@@ -179,8 +162,8 @@ class AfterCommit:
         if save_id is None:
             self._settle(step)
         else:
-            self._others.committed(step, save_id)
-            self._look_later(_Task(step, "commit"))
+            self._others.own[step] = save_id
+            self._later(_Task(step, "commit"))
 
     # -- of the user's ---------------------------------------------------------------------------------------
 
@@ -203,7 +186,7 @@ class AfterCommit:
         """
         with self._changed:
             self._unsettled[step] += 1
-        self._look_later(_Task(step, "doubt", str(error)))
+        self._later(_Task(step, "doubt", str(error)))
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -213,7 +196,7 @@ class AfterCommit:
         with self._changed:
             return self._changed.wait_for(lambda: not (self._looks or self._deletions), timeout_seconds)
 
-    def close(self, timeout_seconds: float) -> bool:
+    def close(self, timeout_seconds: float) -> None:
         """Wait as `wait` does, with no pause between attempts, and nothing is begun after it; idempotent.
 
         What is cut off leaves checkpoints that are whole or gone, and the next manager here finishes it.
@@ -223,40 +206,32 @@ class AfterCommit:
             self._changed.notify_all()
             threads = [*self._threads]
         if threading.current_thread() in threads:
-            return True
+            return
         done = self.wait(timeout_seconds)
         with self._changed:
             self._given_up = True
             self._changed.notify_all()
         for thread in threads if done else ():  # then they are about to end
             thread.join(max(1.0, timeout_seconds))
-        return done
 
     # -- the threads -----------------------------------------------------------------------------------------
 
-    def _look_later(self, task: _Task) -> None:
+    def _later(self, task: _Task) -> None:
+        """Add a task for its thread; the first one starts both."""
         with self._changed:
-            if self._takes_work():
+            if self._given_up:
+                logger.info("%s: closed; the next manager here continues", self._folders.root.url)
+                return
+            if task.what in ("commit", "doubt"):
                 self._looks.append(task)
-
-    def _delete_later(self, step: int, what: _What) -> None:
-        with self._changed:
-            if self._takes_work():
-                self._deletions.setdefault(step, _Task(step, what))
-
-    def _takes_work(self) -> bool:
-        """Tell whether this is not closed, and wake the threads, which get to work once the caller has added
-        something and left the lock."""
-        if self._given_up:
-            logger.info("%s: closed; the next manager here continues", self._folders.root.url)
-            return False
-        for deletes, name in ((False, "dcp-after-commit"), (True, "dcp-deletions")):
-            if len(self._threads) < 2:
-                thread = threading.Thread(target=self._work, args=(deletes,), name=name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
-        self._changed.notify_all()
-        return True
+            else:
+                self._deletions.setdefault(task.step, task)
+            for deletes, name in ((False, "dcp-after-commit"), (True, "dcp-deletions")):
+                if len(self._threads) < 2:
+                    thread = threading.Thread(target=self._work, args=(deletes,), name=name, daemon=True)
+                    self._threads.append(thread)
+                    thread.start()
+            self._changed.notify_all()
 
     def _work(self, deletes: bool) -> None:
         while (task := self._next(deletes)) is not None:
@@ -317,11 +292,9 @@ class AfterCommit:
                 problem = self._verify(step, self._check)
                 if problem:
                     url = self._folders.checkpoint_id(step)
-                    message = (
-                        f"{url} is damaged, right after it was committed: {problem}. It is not counted on"
-                    )
+                    message = f"{url} is damaged, right after it was committed: {problem}. It is not counted"
                     self._on_damage(
-                        CorruptCheckpointError(f"{message}; look at the storage.", path=url, step=step)
+                        CorruptCheckpointError(f"{message} on; look at the storage.", path=url, step=step)
                     )
         finally:
             self._settle(step)
@@ -336,29 +309,25 @@ class AfterCommit:
             with self._changed:  # no save may begin in between: it takes a step back, or finds it clean
                 for step in half_deleted:
                     if not self._unsettled[step]:
-                        self._delete_later(step, "rest")
+                        self._later(_Task(step, "rest"))
                 self._resumed = True
-            self._find_abandoned()
+            for step, files in self._folders.folders().items():
+                # A background writer may outlive its trainer, and commit yet: a day must have passed.
+                store = self._folders.store(step)
+                if not any(map(is_commit_object, files)) and is_abandoned(
+                    store, store.list(), _ABANDONED_AFTER_SECONDS, time.time()
+                ):
+                    self._later(_Task(step, "abandoned"))
             drops = self._keep is not None and bool(self._keep.dropping)
             for state in self._folders.survey(self._unsettled_now()) if drops else ():
                 if state.dropped and state.health == "good":
-                    self._others.dropping(state.step)
+                    self._others.dropped.add(state.step)
                     finish_drop(self._folders.store(state.step))
             if self._check != "off":
                 for step in sorted(set(self._folders.unverified()) - self._unsettled_now()):
                     self._verify(step, self._check)
         except CheckpointError as error:
             logger.warning("%s: post-commit work continues without it: %s", self._folders.root.url, error)
-
-    def _find_abandoned(self) -> None:
-        """Delete step folders whose saves have never committed. Only those whose newest data file, or empty
-        folder, is older than a day: a background writer may outlive its trainer, and commit yet."""
-        for step, files in self._folders.folders().items():
-            if any(map(is_commit_object, files)):
-                continue
-            store = self._folders.store(step)
-            if is_abandoned(store, store.list(), _ABANDONED_AFTER_SECONDS, time.time()):
-                self._delete_later(step, "abandoned")
 
     def _look_again(self, step: int, reason: str) -> None:
         """Verify a checkpoint that some rank could not read."""
@@ -400,9 +369,9 @@ class AfterCommit:
         seconds = {"verify": time.monotonic() - begun}
         if problem is None:
             self._events.emit("verified", step, seconds=seconds, check=check)
-        else:
-            self._events.emit("verify_failed", step, seconds=seconds, error=problem, damaged=True)
-        return problem or ""
+            return ""
+        self._events.emit("verify_failed", step, seconds=seconds, error=problem, damaged=True)
+        return problem
 
     # -- what need not stay ----------------------------------------------------------------------------------
 
@@ -442,7 +411,7 @@ class AfterCommit:
                 return
             self._changing.add(step)
         begun, names = time.monotonic(), ", ".join(part.name for part in parts)
-        self._others.dropping(step)
+        self._others.dropped.add(step)
         try:
             found = drop_parts(self._folders.store(step), parts, time.time())
             if found.outcome in ("absent", "shared"):
@@ -491,7 +460,7 @@ class AfterCommit:
         """Delete the checkpoint of ``step`` in the background, unless a save of it has begun."""
         with self._changed:  # a save that begins now takes it back again
             if not self._unsettled[step]:
-                self._delete_later(step, "checkpoint")
+                self._later(_Task(step, "checkpoint"))
             return not self._unsettled[step]
 
     def _delete(self, task: _Task) -> bool:
@@ -528,3 +497,67 @@ class AfterCommit:
             return remove(store, time.time())
         finally:
             self._folders.forget(step)
+
+
+_SKEW_SECONDS = 300.0
+"""The difference that clocks of hosts may have."""
+
+
+class OtherRuns:
+    """Notices steps that another live run commits below ``folders``, and logs the first one.
+
+    Two jobs that were given one folder by mistake overwrite and delete each other's steps.
+    """
+
+    def __init__(self, folders: StepFolders) -> None:
+        self._folders = folders
+        self._began = time.monotonic()
+        self._began_seconds = time.time()
+        self.begun: dict[int, float] = {}
+        """Steps that this run saves or has saved, and since when."""
+        self.own: dict[int, str] = {}
+        """Those that it has committed, and as what."""
+        self.dropped: set[int] = set()
+        """Those that it has dropped a part of, which an earlier run may have saved."""
+        self._seen: dict[int, SmallFiles] = {}
+        self._is_warned = False
+
+    def look(self, step: int, unsettled: Collection[int]) -> None:
+        """Look for steps of other runs after this run has committed ``step``; one listing, and no more as
+        long as there are none. Those that are ``unsettled`` are being saved here."""
+        if self._is_warned:
+            return
+        try:
+            folders = self._folders.folders()
+        except CheckpointError as error:  # the next commit looks again; this one's retention continues
+            logger.debug("%s: not looked at for other runs: %s", self._folders.root.url, error)
+            return
+        found: dict[int, tuple[SmallFiles, float]] = {}
+        for each, files in folders.items():
+            own = {name: info for name, info in files.items() if is_commit_object(name)}
+            found[each] = own, max((info.modified_seconds for info in own.values()), default=0.0)
+        # By the clock of the storage: what is older was there before this run, or at its very beginning.
+        since = found.get(step, ({}, 0.0))[1] - (self.begun.get(step, self._began) - self._began)
+        for each, (own, moment) in found.items():
+            if not own or each in unsettled or self._seen.get(each) == own:
+                continue
+            self._seen[each] = own
+            if each != step and moment > since and self._is_of_another(each):
+                self._is_warned = True
+                logger.warning(
+                    "%s was committed by another run, while this one saves to the same folder: they "
+                    "overwrite and delete each other's steps. Give each run a folder of its own",
+                    self._folders.checkpoint_id(each),
+                )
+                return
+
+    def _is_of_another(self, step: int) -> bool:
+        if step in self.dropped or (step in self.begun and not self.own.get(step)):
+            return False  # changed by this run, or of this run, which does not know by which id
+        try:
+            facts = self._folders.facts(step)
+        except CheckpointError:
+            return False
+        written = facts.committed_seconds
+        is_rewritten = written is not None and written < self._began_seconds - _SKEW_SECONDS
+        return facts.save_id != self.own.get(step) and not is_rewritten

@@ -1,0 +1,489 @@
+"""`dcp.watch`: the committed steps of a run as they come, each acknowledged once for a consumer. Torch-free.
+
+What a consumer has acknowledged is in one small file, its cursor, so that the next process continues after a
+kill. The file has its holder, too, who writes it anew with another beat every few seconds. Each change
+compares and replaces, so that one of two holders finds out at its next change that it has lost the file. A
+holder lives as long as its beat changes; no clock of another machine is believed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from dcp.calls.plain_errors import plain_errors
+from dcp.steps import StepFacts, StepFolders, whole_step
+from dcp.storage.closable import Closable
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    OptionError,
+    StorageError,
+    UnsupportedFormatError,
+)
+from dcp.storage.stores import type_of_place
+from dcp.storage.stores.base import Store, Version, place_text
+from dcp.storage.stores.opening import OpenWith, SmallFiles
+
+logger = logging.getLogger(__name__)
+
+_FOLDER: Final = ".watch"
+"""Below the root: whoever looks for runs and checkpoints passes over names with a dot."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedStep:
+    """A committed checkpoint of a run; ``checkpoint_id`` is its path or URL, ``save_id`` tells it from others
+    of the same step. ``partial`` has the names of its entries if it is not the whole state, but what
+    there was time for before a deadline."""
+
+    step: int
+    checkpoint_id: str
+    save_id: str
+    committed_seconds: float | None
+    metrics: Mapping[str, float]
+    partial: tuple[str, ...] = ()
+    _acknowledge: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+
+    def acknowledge(self) -> None:
+        """Mark the step as done, so that it is not given again; idempotent.
+
+        Raises:
+            CheckpointConflictError: Another process has become this consumer, and is given the step again.
+            StorageError: The cursor cannot be written: the step is given again.
+        """
+        self._acknowledge()
+
+
+@dataclass(eq=False)
+class Watch(Closable, Iterator[WatchedStep]):
+    """The result of `watch`: an iterator, and a context manager that lets go of the consumer's name.
+    ``place`` is that of the run."""
+
+    _folders: StepFolders
+    _cursor: Cursor
+    _place: Store
+    _interval_seconds: float
+    _since: int
+    _once: bool
+
+    def __post_init__(self) -> None:
+        self._stop = threading.Event()
+        self._claimed = self._warned = False
+        self._present: Collection[int] = ()
+        self._queue: deque[int] = deque()
+        self._delivered: WatchedStep | None = None
+        self._finalizer = weakref.finalize(self, self._cursor.release)
+
+    @plain_errors
+    def __next__(self) -> WatchedStep:
+        if self._delivered is not None:
+            self._delivered.acknowledge()
+            self._delivered = None
+        while not self._stop.is_set():
+            self._delivered = self._found()
+            if self._delivered is not None:
+                return self._delivered
+            if self._once or self._stop.wait(self._interval_seconds):
+                break
+        self.close()
+        raise StopIteration
+
+    def stop(self) -> None:
+        """End the iteration, at once where it waits for another step; from any thread."""
+        self._stop.set()
+
+    def close(self) -> None:
+        """End, and let another process be this consumer at once; idempotent. A step that was given and not
+        acknowledged is given to that one."""
+        self._stop.set()
+        self._delivered = None
+        self._finalizer()
+
+    @property
+    def has_found_run(self) -> bool:
+        """Return whether the run's folder was there at a look so far."""
+        return self._claimed
+
+    def is_committed(self, step: WatchedStep) -> bool:
+        """Return whether this very checkpoint is still there: neither deleted nor saved anew."""
+        facts = self._facts(step.step)
+        return facts is not None and facts.save_id == step.save_id
+
+    # -- steps that are there --------------------------------------------------------------------------------
+
+    def _found(self) -> WatchedStep | None:
+        try:
+            if not self._is_claimed():
+                return None
+            if not self._queue:
+                self._look()
+            while self._queue:
+                if (found := self._step(self._queue.popleft())) is not None:
+                    return found
+        except CheckpointError as error:
+            if self._once or not isinstance(error, OSError):
+                raise
+            logger.warning("%s; the next look is in %g s", error, self._interval_seconds)
+        return None
+
+    def _is_claimed(self) -> bool:
+        """Return whether this process is the consumer; where no run is, nothing is made."""
+        if not self._claimed and self._folders.root.exists():
+            self._check_run()
+            self._claimed = self._cursor.claim(self._stop)
+        elif not self._claimed and not self._warned:
+            self._warned = True
+            logger.warning("%s is not there yet", self._folders.root.url)
+        return self._claimed
+
+    def _check_run(self) -> None:
+        """Refuse a checkpoint in the place of a run, in which no step would ever be."""
+        if self._place.version(MANIFEST_NAME) is None and self._place.version(METADATA_NAME) is None:
+            return
+        if not self._folders.committed():
+            raise OptionError(
+                f"{self._place.url} is a checkpoint, and no run: give the folder that its steps are in"
+            )
+
+    def _look(self) -> None:
+        there = self._folders.committed()
+        self._present = there.keys()
+        for step, files in there.items():
+            known = self._cursor.acknowledged(step)
+            facts = self._facts(step, files) if step >= self._since and known is not None else None
+            if step >= self._since and (known is None or (facts is not None and facts.save_id != known)):
+                self._queue.append(step)
+
+    def _step(self, step: int) -> WatchedStep | None:
+        """Read a step; None if it has gone since it was listed."""
+        facts = self._facts(step)
+        if facts is None or not self._folders.has(step):
+            return None
+        return WatchedStep(
+            step,
+            self._folders.checkpoint_id(step),
+            facts.save_id,
+            facts.committed_seconds,
+            facts.metrics,
+            facts.partial,
+            partial(self._acknowledge, step, facts.save_id),
+        )
+
+    def _acknowledge(self, step: int, save_id: str) -> None:
+        if self._cursor.acknowledged(step) != save_id:
+            self._cursor.acknowledge(step, save_id, self._present)
+
+    def _facts(self, step: int, files: SmallFiles | None = None) -> StepFacts | None:
+        try:
+            return self._folders.facts(step, files)
+        except CheckpointNotFoundError:
+            return None
+        except CheckpointError as error:
+            if isinstance(error, OSError):
+                raise
+            logger.warning("%s is passed over: %s", self._folders.checkpoint_id(step), error)
+            return None
+
+
+@plain_errors
+def watch(
+    root: str | os.PathLike[str],
+    *,
+    consumer: str = "default",
+    since: int = 0,
+    once: bool = False,
+    interval_seconds: float = 10.0,
+    cursor: str | os.PathLike[str] | None = None,
+    name: Callable[[int], str] | str = "step-{step:08d}",
+    storage_options: Mapping[str, Any] | None = None,
+) -> Watch:
+    """Give the committed steps of a run, those that are there and those to come: for evaluators and
+    exporters::
+
+        with dcp.watch("s3://bucket/run", consumer="eval") as steps:
+            for step in steps:
+                evaluate(step.checkpoint_id)
+
+    Each commit is acknowledged once for a consumer of that name, durably, when the next one is asked for or
+    by `WatchedStep.acknowledge`; until then whoever continues is given it again, also after a kill. A step
+    that is saved anew is another commit. What retention deletes before its turn is not given. The lowest step
+    that is there is the next. One process at a time is a consumer; others get an error, or continue from it
+    once it has ended or given no sign of life for half a minute.
+
+    Args:
+        root: The folder of the run, or its URL. It need not be there yet.
+        consumer: Whose steps these are; another name is given all of them, too.
+        since: No steps below this one.
+        once: End after those that are there.
+        interval_seconds: The pause between two looks, which cost a listing each.
+        cursor: The folder, or URL, for what was acknowledged; None is ``.watch`` in the run's own.
+        name: As for `CheckpointManager`.
+        storage_options: As for `dcp.save`.
+
+    Returns:
+        An iterator, which waits for the next step where there is none. An outage of the storage is logged,
+        and waited for, too; not with ``once``.
+
+    Raises:
+        OptionError: An argument cannot be.
+
+        The iterator raises CheckpointConflictError where another process is this consumer, or has become it,
+        OptionError where ``root`` is a checkpoint and no run, CheckpointFormatError for a cursor that is
+        none, and StorageError where it cannot be written.
+    """
+    if not (isinstance(interval_seconds, int | float) and 0 < interval_seconds < math.inf):
+        raise OptionError(f"interval_seconds must be more than 0, not {interval_seconds!r}")
+    opener = OpenWith(storage_options)
+    folders = StepFolders(root, name, open_store=opener)
+    if cursor is None:
+        place = folders.root.store(_FOLDER)
+    else:
+        place = OpenWith(storage_options if type_of_place(place_text(cursor)).takes_options else None)(cursor)
+    reader = Cursor(place, consumer)
+    return Watch(folders, reader, opener(root), interval_seconds, whole_step(since), once)
+
+
+_LEASE_SECONDS: Final = 30.0
+"""A holder whose beat has not gone on for so long is gone."""
+
+_BEATS_A_LEASE: Final = 3
+_LOOK_SECONDS: Final = 0.5
+_KIND: Final = "dcphub.cursor"
+_VERSION: Final = 1
+_LIMIT_BYTES: Final = 64 << 20
+_ATTEMPTS: Final = 8
+_GONE_STEPS: Final = 1000
+"""Acknowledged steps that are not there any more, and still remembered: a listing may be some seconds old."""
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    holder: dict[str, Any] | None = None
+    beat: int = 0
+    acknowledged: dict[int, str] = field(default_factory=dict)
+    """By step the save id of the commit."""
+
+    def encode(self) -> bytes:
+        return json.dumps({"kind": _KIND, "version": _VERSION, **asdict(self)}).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> _Content:
+        """Undo `encode`. Raises CheckpointFormatError for what `encode` does not write,
+        UnsupportedFormatError for what a newer one may."""
+        try:
+            fields = json.loads(data)
+            is_ours = fields["kind"] == _KIND
+            version = int(fields["version"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            is_ours, version = False, 0
+        if not is_ours:
+            raise CheckpointFormatError("the file is no cursor of dcphub")
+        if version > _VERSION:
+            raise UnsupportedFormatError(f"a newer dcphub wrote this cursor ({version})", version=version)
+        try:
+            steps = {int(step): str(save_id) for step, save_id in fields["acknowledged"].items()}
+            holder = fields["holder"]
+            return cls(None if holder is None else dict(holder), int(fields["beat"]), steps)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointFormatError(f"the cursor is damaged: {error}") from error
+
+
+class Cursor:
+    """The cursor of the consumer ``name`` in ``store``; nothing is touched before `claim`.
+
+    Its beats come from a thread of its own, so that a consumer may take hours for a step. Safe to use from
+    several threads. Raises OptionError for a name that no file may have.
+    """
+
+    def __init__(self, store: Store, name: str) -> None:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise OptionError(
+                f"consumer: {name!r} must be up to 100 letters, digits, dots, underscores and hyphens"
+            )
+        self._store = store
+        self._name = name
+        self._file = f"{name}.cursor"
+        self._guard = threading.Lock()
+        self._content = _Content()
+        self._version: Version | None = None
+        self._lost: CheckpointConflictError | None = None
+        self._released = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def path(self) -> str:
+        """Names the file in messages."""
+        return self._store.path_of(self._file)
+
+    # -- holding ---------------------------------------------------------------------------------------------
+
+    def claim(self, stop: threading.Event) -> bool:
+        """Become the holder, after one that is gone; False if ``stop`` was set before it was known to be.
+
+        Raises CheckpointConflictError where another one is at work, and the errors of a damaged file.
+        """
+        version, there = self._read()
+        if there.holder is not None and not _has_ended(there.holder):
+            deadline = time.monotonic() + _LEASE_SECONDS
+            while time.monotonic() < deadline:
+                if stop.wait(_LOOK_SECONDS):
+                    return False
+                now = self._store.version(self._file)
+                if now != version:
+                    raise self._held(there.holder)
+            logger.warning(
+                "%s: its holder gave no sign for %g s, and is taken for gone", self.path, _LEASE_SECONDS
+            )
+        holder: dict[str, Any] = {
+            "token": uuid.uuid4().hex,
+            "host": socket.gethostname(),
+            "machine": _machine(),
+        }
+        holder |= {"pid": os.getpid(), "started": start_ticks(os.getpid())}
+        mine = replace(there, holder=holder, beat=there.beat + 1)
+        self._store.make_root()
+        try:
+            self._version = self._store.publish(self._file, mine.encode(), durable=True, expected=version)
+        except CheckpointConflictError as error:
+            raise self._held(self._read()[1].holder) from error
+        self._content = mine
+        self._thread = threading.Thread(target=self._beat, name="dcp-watch-beat", daemon=True)
+        self._thread.start()
+        return True
+
+    def release(self) -> None:
+        """Let the next one come at once; idempotent. Never raises: who watched has ended its work."""
+        if self._thread is None or self._released.is_set():
+            return
+        self._released.set()
+        try:
+            self._change(lambda content: replace(content, holder=None))
+        except (CheckpointConflictError, StorageError, CheckpointFormatError) as error:
+            logger.info("%s could not be released: %s", self.path, error)
+
+    def _beat(self) -> None:
+        while not self._released.wait(_LEASE_SECONDS / _BEATS_A_LEASE):
+            try:
+                self._change(lambda content: replace(content, beat=content.beat + 1))
+            except CheckpointConflictError:
+                return  # raised at the next acknowledgement, too
+            except Exception as error:  # noqa: BLE001 - the next beat may succeed
+                logger.warning("%s: %s", self.path, error)
+
+    # -- what was acknowledged -------------------------------------------------------------------------------
+
+    def acknowledged(self, step: int) -> str | None:
+        """Return the save id of the commit of ``step`` that was acknowledged last."""
+        with self._guard:
+            return self._content.acknowledged.get(step)
+
+    def acknowledge(self, step: int, save_id: str, present: Collection[int]) -> None:
+        """Note that the commit ``save_id`` of ``step`` is done, durably; ``present`` are the committed steps.
+
+        Raises CheckpointConflictError where another holder has taken this one for gone: then it is not.
+        """
+
+        def noted(content: _Content) -> _Content:
+            steps = content.acknowledged | {step: save_id}
+            gone = sorted(one for one in steps if one not in present and one != step)
+            for one in gone[: max(0, len(gone) - _GONE_STEPS)]:
+                del steps[one]
+            return replace(content, acknowledged=steps)
+
+        self._change(noted)
+
+    def _change(self, change: Callable[[_Content], _Content]) -> None:
+        with self._guard:
+            if self._lost is not None:
+                raise self._lost
+            new = change(self._content)
+            for _ in range(_ATTEMPTS):
+                try:
+                    self._version = self._store.publish(
+                        self._file, new.encode(), durable=True, expected=self._version
+                    )
+                except CheckpointConflictError:
+                    self._look_again()
+                    continue
+                self._content = new
+                return
+        raise StorageError(f"{self.path} cannot be replaced", path=self.path, op="publish")
+
+    def _look_again(self) -> None:
+        """Look again after a conflict: it may be one's own publish, whose answer was lost, or another
+        holder's."""
+        version, there = self._read()
+        mine = self._content.holder
+        if mine is None or there.holder is None or there.holder.get("token") != mine["token"]:
+            self._lost = self._held(there.holder)
+            raise self._lost
+        self._version = version
+
+    def _read(self) -> tuple[Version | None, _Content]:
+        version = self._store.version(self._file)
+        if version is None:
+            return None, _Content()
+        try:
+            return version, _Content.decode(self._store.read(self._file, limit_bytes=_LIMIT_BYTES))
+        except CheckpointNotFoundError:
+            return None, _Content()
+        except CheckpointFormatError as error:
+            raise type(error)(
+                f"{self.path}: {error}; without this file the consumer {self._name!r} begins anew",
+                **(error.facts | {"path": self.path}),
+            ) from error
+
+    def _held(self, holder: dict[str, Any] | None) -> CheckpointConflictError:
+        who = "no process" if holder is None else f"process {holder.get('pid')} on {holder.get('host')}"
+        return CheckpointConflictError(
+            f"the consumer {self._name!r} is {who}: one at a time continues from {self.path}. Give each a "
+            "name of its own, or end the other one",
+            path=self.path,
+        )
+
+
+def _machine() -> str:
+    """Return where process ids mean the same: this boot of this machine, and this container."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return uuid.uuid4().hex  # like no other
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when a process was started, in ticks since the boot, so that another one with its id is
+    recognised; None if it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _has_ended(holder: dict[str, Any]) -> bool:
+    """Return whether the holder was a process of this machine that is gone; of processes elsewhere only
+    their beats tell."""
+    pid = holder.get("pid")
+    if holder.get("machine") != _machine() or type(pid) is not int:
+        return False
+    return start_ticks(pid) != holder.get("started")
