@@ -6,6 +6,7 @@ No tensor is read, and torch is not needed.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -70,7 +71,7 @@ class ModuleNode:
     elements: int = 0
     bytes: int = 0
     tensor: TensorRow | None = None
-    children: dict[str, ModuleNode] = field(default_factory=dict)
+    children: list[ModuleNode] = field(default_factory=list)
 
 
 def tensor_rows(index: CheckpointIndex) -> list[TensorRow]:
@@ -153,23 +154,19 @@ def _plain_values(store: Store, index: CheckpointIndex, places: list[_Place]) ->
 def module_tree(rows: Iterable[TensorRow]) -> ModuleNode:
     """Return tensors grouped by the dots in their names, with sums; the root has an empty name."""
     root = ModuleNode("")
+    by_path: dict[tuple[str, ...], ModuleNode] = {}
     for row in rows:
-        elements = 1
-        for size in row.shape:
-            elements *= size
-        node = root
-        _count(node, elements, row.bytes)
-        for part in row.fqn.split("."):
-            node = node.children.setdefault(part, ModuleNode(part))
-            _count(node, elements, row.bytes)
+        parts, node = tuple(row.fqn.split(".")), root
+        for depth in range(len(parts) + 1):
+            if depth and parts[:depth] not in by_path:
+                by_path[parts[:depth]] = ModuleNode(parts[depth - 1])
+                node.children.append(by_path[parts[:depth]])
+            node = by_path[parts[:depth]] if depth else root
+            node.tensors += 1
+            node.elements += math.prod(row.shape)
+            node.bytes += row.bytes
         node.tensor = row
     return root
-
-
-def _count(node: ModuleNode, elements: int, size_bytes: int) -> None:
-    node.tensors += 1
-    node.elements += elements
-    node.bytes += size_bytes
 
 
 # -- ties ----------------------------------------------------------------------------------------------------
