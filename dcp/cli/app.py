@@ -90,9 +90,7 @@ def demo(
     root: Path | None = Option(None, help="Keep everything in this folder, which must be empty."),
     save_every: int = Option(10, min=1, help="Steps between saves; a run has four saves."),
     s3: bool = Option(False, "--s3", help="Save to an S3 server, which is started here (SeaweedFS)."),
-    serve: bool = Option(
-        False, "--serve", help="Keep the catalog up at the end, for a browser, until Ctrl-C."
-    ),
+    serve: bool = Option(False, "--serve", help="Keep the catalog up at the end, until Ctrl-C."),
 ) -> None:
     """Train a small model, kill it in a save, resume it on other numbers of ranks, and check every claim."""
     from dcp.demo.command import run_to_exit_status

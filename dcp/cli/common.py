@@ -44,6 +44,7 @@ URIS: Final = Argument(..., metavar="URI...", help="Checkpoints: paths or URLs."
 ONLY: Final = Option(None, metavar="GLOB", help="These names, and those below.")
 EXCLUDE: Final = Option(None, metavar="GLOB", help="Not these.")
 TOP: Final = Option(None, metavar="N", min=1, help="Show the first N rows only.")
+FOLDERS: Final = Option("step-{step:08d}", metavar="FORMAT", help="How the run names its steps' folders.")
 STORAGE: Final = Option(
     None,
     "--storage-options",

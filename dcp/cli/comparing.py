@@ -28,9 +28,9 @@ from dcp.cli.common import (
 from dcp.cli.printing import counted
 
 if TYPE_CHECKING:
+    from dcp.inspection.findings import VerifyReport
     from dcp.inspection.values.difference import Difference, TensorDifference, TensorFacts
     from dcp.inspection.values.digests import CheckpointDigests
-    from dcp.inspection.verification import VerifyReport
 
 _VALUE_CHARACTERS: Final = 60
 _SHOWN_FINDINGS: Final = 100
@@ -63,7 +63,7 @@ def diff(
     from dcp.inspection.values.difference import diff
 
     by, renames = sort_key(sort, _SORTS), dict(map(_rename, rename or ()))
-    with printing.progress_bar(f"{a} {b}") as progress:
+    with printing.progress_bar() as progress:
         found = diff(
             a,
             b,
@@ -159,7 +159,7 @@ def digest(
     from dcp.inspection.values.digests import digests
 
     given = storage_options(uri, options)
-    with printing.progress_bar(uri) as progress:
+    with printing.progress_bar() as progress:
         found = digests(uri, only=names, recompute=recompute, storage_options=given, progress=progress)
     return Answer(found, lambda: _print_digests(found))
 
@@ -176,12 +176,8 @@ def _print_digests(found: CheckpointDigests) -> None:
 def verify(
     call: Call,
     uris: list[str] = URIS,
-    against: str | None = Option(
-        None, metavar="URI", help="One that is to have the same tensors, in any format."
-    ),
-    only: Strings = Option(
-        None, metavar="GLOB", help="Of the one to compare with, as 'model.*'; again for more."
-    ),
+    against: str | None = Option(None, metavar="URI", help="One that is to have the same tensors."),
+    only: Strings = Option(None, metavar="GLOB", help="Of the one to compare with, as 'model.*'."),
     options: str | None = STORAGE,
 ) -> Answer:
     """Read every byte of checkpoints and compare with their checksums. Exits with 1 if anything is wrong.
@@ -193,7 +189,7 @@ def verify(
     def verified(uri: str) -> VerifyReport:
         from dcp.inspection.verification import verify
 
-        with printing.progress_bar(uri) as progress:
+        with printing.progress_bar() as progress:
             return verify(
                 uri,
                 against=against,

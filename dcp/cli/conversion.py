@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +17,7 @@ from dcp.cli import printing
 from dcp.cli.common import (
     EXCLUDE,
     EXIT_FINDINGS,
+    FOLDERS,
     ONLY,
     SOURCE,
     STORAGE,
@@ -32,7 +33,6 @@ from dcp.storage.errors import CheckpointError, OptionError, PlanError
 if TYPE_CHECKING:
     from dcp.conversion.driver import ConversionReport
     from dcp.planners.weight_maps.weight_map import WeightMap
-    from dcp.progress import Progress
 
 _SIZE: Final = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _MAX_LISTED: Final = 5
@@ -147,15 +147,9 @@ class _MapOptions:
 
 def _map_options(
     inverse: bool = Option(False, "--inverse", help="The map's other way."),
-    below: str | None = Option(
-        None, metavar="KEY", help="What the source has the model below, such as model."
-    ),
-    config: str | None = Option(
-        None, metavar="FILE", help="The model's config.json, if it is not in the source."
-    ),
-    sizes: Strings = Option(
-        None, "--set", metavar="NAME=NUMBER", help="A size, such as num_attention_heads=32."
-    ),
+    below: str | None = Option(None, metavar="KEY", help="What the source has the model below, as model."),
+    config: str | None = Option(None, metavar="FILE", help="The model's config.json, if not in the source."),
+    sizes: Strings = Option(None, "--set", metavar="NAME=NUMBER", help="A size, as num_attention_heads=32."),
 ) -> _MapOptions:
     numbers = _pairs(sizes, "=", "NAME=NUMBER")
     if not all(number.isdecimal() and len(number) <= 20 for number in numbers.values()):
@@ -166,24 +160,14 @@ def _map_options(
 def _conversion_options(
     only: Strings = ONLY,
     exclude: Strings = EXCLUDE,
-    rename: Strings = Option(
-        None, metavar="REGEX=>NEW", help=r"Rename, such as '^module\.=>'; one after the other."
-    ),
-    dtype: Strings = Option(
-        None, metavar="[GLOB=]DTYPE", help="Cast floating-point tensors, such as bfloat16."
-    ),
+    rename: Strings = Option(None, metavar="REGEX=>NEW", help=r"Rename, as '^module\.=>'; in this order."),
+    dtype: Strings = Option(None, metavar="[GLOB=]DTYPE", help="Cast floating-point tensors, as bfloat16."),
     files: int = Option(1, min=1, help="Data files of a dcp target."),
     chunks: Chunks = Option(Chunks.KEEP, help="keep: chunks as in the source; split: one a file, for dcp."),
-    shard_size: str | None = Option(
-        None, metavar="SIZE", help="Largest file of a safetensors folder, such as 5GB."
-    ),
-    hf: str | None = Option(
-        None, metavar="MODEL", help="Folder or hub name, whose config and tokenizer go with the weights."
-    ),
+    shard_size: str | None = Option(None, metavar="SIZE", help="Largest file of a folder, such as 5GB."),
+    hf: str | None = Option(None, metavar="MODEL", help="Folder or hub name of config and tokenizer."),
     hf_also: Strings = Option(None, metavar="GLOB", help="Further files of it, such as '*.py'."),
-    drop_objects: bool = Option(
-        False, "--drop-objects", help="Leave out values that the format cannot hold."
-    ),
+    drop_objects: bool = Option(False, "--drop-objects", help="Leave out what the format cannot hold."),
     overwrite: bool = Option(False, "--overwrite", help="Replace what is there."),
     executor: str = Option("processes", metavar="WHERE", help="processes, inline, or dask://HOST:PORT."),
     workers: int | None = Option(None, min=1, help="Processes at a time."),
@@ -239,25 +223,11 @@ class ConvertCommand(TyperCommand):
         super().format_help(ctx, formatter)
 
 
-@contextmanager
-def _progress(target: str) -> Iterator[Callable[[Progress], None]]:
-    """Provide a callback that moves a progress bar, where there is one."""
-    with unwinding_on_sigterm(), printing.progress_bar(target) as show:
-
-        def progress(done: Progress) -> None:
-            if show is not None:
-                show(done.bytes_done, done.bytes_total)
-
-        yield progress
-
-
 def convert(
     source: str = SOURCE,
     target: str = Argument(..., help="What to write: a folder or a file, path or URL."),
     to: str = Option(..., metavar="FORMAT", parser=_target_format, help="The format to write."),
-    weight_map: str | None = Option(
-        None, "--map", metavar="MAP", help="A weight map: a name of `dcp map ls`, or a file."
-    ),
+    weight_map: str | None = Option(None, "--map", metavar="MAP", help="A name of `dcp map ls`, or a file."),
     maps: _MapOptions = _MAP,
     chosen: dict[str, Any] = _CONVERSION,
     options: str | None = STORAGE,
@@ -271,10 +241,10 @@ def convert(
     chosen["map"] = maps.maps_of([] if weight_map is None else [weight_map])
     chosen["storage_options"] = storage_options(source, options)
     chosen["target_options"] = storage_options(target, target_options)
-    with _progress(target) as progress:
-        from dcp.conversion.run import convert
+    from dcp.conversion.run import convert
 
-        report = convert(source, target, to=to, progress=progress, **chosen)
+    with unwinding_on_sigterm():
+        report = convert(source, target, to=to, progress=True, **chosen)
     return Answer(report, lambda: _print_report(report))
 
 
@@ -285,33 +255,19 @@ def merge(
         None,
         metavar="FORMAT",
         parser=_target_format,
-        help="The format to write; by default that of the output's suffix, or of the first source.",
+        help="By default the format of the output's suffix, or of the first source.",
     ),
-    weights: str | None = Option(
-        None, metavar="N,N,...", help="One for each source, as they are; by default equal ones."
-    ),
-    formula: str | None = Option(
-        None, metavar="SUM", help="Instead: 'A + 0.4*(B - C)', A is the first source."
-    ),
-    run: str | None = Option(
-        None, metavar="FOLDER", help="Instead of sources: a run, whose steps are averaged."
-    ),
+    weights: str | None = Option(None, metavar="N,N,...", help="One for each source; by default equal ones."),
+    formula: str | None = Option(None, metavar="SUM", help="'A + 0.4*(B - C)'; A is the first source."),
+    run: str | None = Option(None, metavar="FOLDER", help="A run, whose steps are averaged."),
     last: int | None = Option(None, min=1, help="How many of its steps, the newest."),
-    decay: float | None = Option(
-        None, help="An exponential moving average: each older step weighs as much less."
-    ),
-    folders: str = Option(
-        "step-{step:08d}", metavar="FORMAT", help="How the run names the folders of its steps."
-    ),
+    decay: float | None = Option(None, help="Moving average: each older step weighs as much less."),
+    folders: str = FOLDERS,
     adapter: Strings = Option(None, metavar="FOLDER", help="A low-rank adapter of peft, to be added."),
     adapter_weights: str | None = Option(None, metavar="N,N,...", help="One for each adapter; by default 1."),
     accumulate: Accumulate = Option(Accumulate.FLOAT32, help="The type in which is added."),
     weight_maps: Strings = Option(
-        None,
-        "--map",
-        metavar="MAP",
-        help="A weight map for all sources: a name of `dcp map ls`, or a file. Given several times, one "
-        "for each source; - for none.",
+        None, "--map", metavar="MAP", help="For all sources, or one for each; - is none."
     ),
     maps: _MapOptions = _MAP,
     chosen: dict[str, Any] = _CONVERSION,
@@ -331,9 +287,9 @@ def merge(
         "storage_options": next(filter(None, given), None),
         "target_options": storage_options(target, target_options),
     }
-    with _progress(target) as progress:
-        from dcp.conversion.merge import merge
+    from dcp.conversion.merge import merge
 
+    with unwinding_on_sigterm():
         report = merge(
             sources or (),
             target,
@@ -345,7 +301,7 @@ def merge(
             name=folders,
             adapters=adapter or (),
             accumulate=accumulate.value,
-            progress=progress,
+            progress=True,
             **chosen,
         )
     return Answer(report, lambda: _print_report(report))
@@ -387,9 +343,7 @@ def _check_map(
     maps: _MapOptions = _MAP,
     only: Strings = ONLY,
     exclude: Strings = EXCLUDE,
-    into: str | None = Option(
-        None, metavar="CHECKPOINT", help="One of the other definition: what of it would be missing?"
-    ),
+    into: str | None = Option(None, metavar="CHECKPOINT", help="What of this one would be missing?"),
     top: int | None = TOP,
     options: str | None = STORAGE,
 ) -> Answer:

@@ -25,9 +25,7 @@ _BAR_CHARACTERS: Final = 24
 def ls(
     uri: str = Argument(..., help="A folder of checkpoints or of runs, or a checkpoint: path or URL."),
     recursive: bool = Option(False, "--recursive", "-r", help="Also the checkpoints of the runs below."),
-    quick: bool = Option(
-        False, "--quick", help="Open no checkpoint: without format, tensors and ranks, but at once."
-    ),
+    quick: bool = Option(False, "--quick", help="Open no checkpoint: at once, and with less in a row."),
     options: str | None = STORAGE,
 ) -> Answer:
     """List the checkpoints in a folder: step, time, format, size, committed or not; and the runs below it."""

@@ -240,7 +240,7 @@ def largest_first(figure_of: Callable[[T], float | None]) -> Callable[[T], tuple
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
+def progress_bar() -> Iterator[Callable[[int, int], None] | None]:
     """Give a function of (bytes done, bytes in all) that shows rate and time left on stderr; None if that is
     no terminal."""
     if not sys.stderr.isatty():
@@ -250,14 +250,13 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     from rich.console import Console
 
     columns = (
-        progress.TextColumn("{task.description}", markup=False),
         progress.BarColumn(),
         progress.DownloadColumn(binary_units=True),
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task(printable(what), total=None)
+        task = shown.add_task("", total=None)
         shown_seconds = 0.0
 
         def show(done: int, total: int) -> None:

@@ -92,14 +92,10 @@ def _print_removed(done: dict[str, Any]) -> None:
 def prune(
     call: Call,
     uris: list[str] = Argument(..., metavar="URI...", help="Checkpoints, or runs: paths or URLs."),
-    part: Strings = Option(
-        None, metavar="NAME", help="optimizer, or a glob on names, as 'ema.*'. May be repeated."
-    ),
+    part: Strings = Option(None, metavar="NAME", help="optimizer, or a glob on names, as 'ema.*'."),
     last: int | None = Option(None, min=1, help="Of a run: the newest so many keep it."),
     every_steps: int | None = Option(None, min=1, help="Of a run: steps that are multiples of it keep it."),
-    rewrite: bool = Option(
-        False, "--rewrite", help="Write files anew that hold the part and others: frees all of it."
-    ),
+    rewrite: bool = Option(False, "--rewrite", help="Write files anew that hold the part and others."),
     dry_run: bool = Option(False, "--dry-run", help="Only tell; so it is without --yes."),
     yes: bool = _YES,
     options: str | None = STORAGE,
@@ -190,9 +186,7 @@ def gc(
     root: str = Argument(..., help="A folder of checkpoints, or a checkpoint: path or URL."),
     yes: bool = _YES,
     hours: float = Option(24.0, min=0, help="What is younger stays: it may be of a save that still runs."),
-    uploads: bool = Option(
-        False, "--uploads", help="End all unfinished uploads, too. A save that is at work on one fails."
-    ),
+    uploads: bool = Option(False, "--uploads", help="End all unfinished uploads; a save at work fails."),
     options: str | None = STORAGE,
 ) -> Answer:
     """Remove what killed saves have left: files that no checkpoint refers to, a day old or more.

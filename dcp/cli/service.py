@@ -34,11 +34,7 @@ if TYPE_CHECKING:
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:@+=-]{0,127}")
 
-_CONFIG: Final = Option(
-    None,
-    metavar="FILE",
-    help="Settings as TOML; else DCP_SERVER_CONFIG names it, or it is dcp-server.toml in this folder.",
-)
+_CONFIG: Final = Option(None, metavar="FILE", help="TOML; else DCP_SERVER_CONFIG, dcp-server.toml.")
 _DATABASE: Final = Option(None, metavar="URL", help="Instead of the one of the settings.")
 
 
@@ -46,12 +42,7 @@ def serve(
     config: Path | None = _CONFIG,
     host: str | None = Option(None, help="The address to listen on [127.0.0.1]."),
     port: int | None = Option(None, help="The port to listen on [8470]."),
-    root: Strings = Option(
-        None,
-        metavar="[NAME=]URL",
-        help="Where checkpoints are: a folder or a URL, which is there; several times for several "
-        "[checkpoints=./checkpoints].",
-    ),
+    root: Strings = Option(None, metavar="[NAME=]URL", help="A place of checkpoints [./checkpoints]."),
     database: str | None = Option(None, metavar="URL", help="[sqlite:///dcp-catalog.sqlite]"),
     worker: bool | None = Option(None, "--worker/--no-worker", help="Whether to start a worker, too [yes]."),
 ) -> None:
@@ -123,9 +114,7 @@ def worker(
     config: Path | None = _CONFIG,
     database: str | None = _DATABASE,
     concurrency: int | None = Option(None, min=1, help="How many tasks run at a time [2]."),
-    until_input_ends: bool = Option(
-        False, "--until-input-ends", hidden=True, help="End when standard input does."
-    ),
+    until_input_ends: bool = Option(False, "--until-input-ends", hidden=True),
 ) -> None:
     """Do the jobs of the service: conversions, verifications, scans and what else is in its queue.
 
@@ -217,9 +206,7 @@ DB: Final[dict[str, Callable[..., Answer | None]]] = {"upgrade": _upgrade, "stat
 
 def _create(
     name: str = Argument(..., help="Who or what it is for; the audit log says key:NAME."),
-    scope: Strings = Option(
-        None, help="read, write, convert, delete, admin; several times for several [read]."
-    ),
+    scope: Strings = Option(None, help="read, write, convert, delete or admin; again for several [read]."),
     root: Strings = Option(None, help="Only for this root; several times for several [all]."),
     expires: str | None = Option(None, metavar="TIME", help="After this time: 12h, 30d, 52w [never]."),
     config: Path | None = _CONFIG,

@@ -53,9 +53,7 @@ def cat(
     call: Call,
     uri: str = SOURCE,
     fqn: str = Argument(..., metavar="NAME", help="A tensor or another value, by its flat name."),
-    slice_: str | None = Option(
-        None, "--slice", metavar="SLICE", help="A part of a tensor, as numpy has it: '0:2,:,3'."
-    ),
+    slice_: str | None = Option(None, "--slice", metavar="SLICE", help="A part, as numpy has it: 0:2,:,3."),
     npy: str | None = Option(None, metavar="FILE", help="Write a .npy file instead; '-' is standard output."),
     options: str | None = STORAGE,
 ) -> Answer | None:
@@ -213,7 +211,7 @@ def _write_npy(reader: TensorReader, row: int, slices: Slices | None, target: st
         shape = (*shape[:-1], 2 * shape[-1]) if shape else (2,)
     kind = np.lib.format.dtype_to_descr(sample.dtype)
     header = {"descr": kind, "fortran_order": False, "shape": shape}
-    with _output(target) as file, printing.progress_bar(target) as show:
+    with _output(target) as file, printing.progress_bar() as show:
         np.lib.format.write_array_header_1_0(file, header)
         done, total = 0, math.prod(shape) * sample.itemsize
         for slab in reader.slabs(row, slices):
@@ -280,7 +278,7 @@ def stats(
     from dcp.inspection.values.statistics import statistics
 
     given = storage_options(uri, options)
-    with printing.progress_bar(uri) as progress:
+    with printing.progress_bar() as progress:
         found = statistics(
             uri, only=only, exclude=exclude, bins=bins, storage_options=given, progress=progress
         )

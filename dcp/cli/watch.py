@@ -15,7 +15,7 @@ import typer
 from typer import Argument, Option
 
 from dcp.cli import printing
-from dcp.cli.common import EXIT_FINDINGS, STORAGE, Call, fail, storage_options, unwinding_on_sigterm
+from dcp.cli.common import EXIT_FINDINGS, FOLDERS, STORAGE, Call, fail, storage_options, unwinding_on_sigterm
 
 if TYPE_CHECKING:
     from dcp.watching.watch import Watch, WatchedStep
@@ -37,21 +37,13 @@ def watch(
         help="Run this for each step, without a shell; {} becomes the checkpoint's path or URL, which is "
         "also in DCP_CHECKPOINT, beside DCP_STEP and DCP_SAVE_ID. Exit status 0 acknowledges the step.",
     ),
-    consumer: str = Option(
-        "default", metavar="NAME", help="Whose steps these are: every name is given all of them once."
-    ),
+    consumer: str = Option("default", metavar="NAME", help="Every consumer is given all steps once."),
     since: int = Option(0, min=0, metavar="STEP", help="No steps below this one."),
     once: bool = Option(False, "--once", help="End after the steps that are there."),
-    interval: float = Option(
-        10.0, min=0.05, metavar="SECONDS", help="The pause between two looks, and two tries."
-    ),
+    interval: float = Option(10.0, min=0.05, metavar="SECONDS", help="Between two looks, and two tries."),
     tries: int = Option(3, min=1, help="How often a command is tried for a step before this ends with 1."),
-    cursor: str | None = Option(
-        None, metavar="FOLDER", help="Where what was acknowledged is kept, if not in the run."
-    ),
-    folders: str = Option(
-        "step-{step:08d}", metavar="FORMAT", help="How the run names the folders of its steps."
-    ),
+    cursor: str | None = Option(None, metavar="FOLDER", help="Keep here what is done, and not in the run."),
+    folders: str = FOLDERS,
     options: str | None = STORAGE,
 ) -> None:
     """Print the committed steps of a run as they come, or run a command for each, and acknowledge it.

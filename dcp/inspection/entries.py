@@ -21,17 +21,6 @@ from dcp.storage.formats.plain import MAX_PLAIN_BYTES
 from dcp.storage.formats.torch.python_values import decode_value, python_value
 from dcp.storage.stores.base import Store
 
-__all__ = [
-    "ModuleNode",
-    "ObjectRow",
-    "TensorRow",
-    "first_of_ties",
-    "module_tree",
-    "object_row",
-    "object_rows",
-    "tensor_rows",
-]
-
 _Place: TypeAlias = tuple[int, int, int]
 
 _BLOBS_AT_ONCE = 1024
@@ -78,20 +67,9 @@ def tensor_rows(index: CheckpointIndex) -> list[TensorRow]:
     """Return all tensors in the order of the index."""
     sizes = np.zeros(index.tensor_count, dtype=np.int64)
     np.add.at(sizes, index.chunk_tensors, index.payload_lengths)
-    chunks = np.diff(index.chunk_start).tolist()
-    shape_start, shape_values = index.shape_start.tolist(), index.shape_values.tolist()
-    files = _files_of_tensors(index)
-    return [
-        TensorRow(
-            fqn,
-            index.dtype(row).name,
-            tuple(shape_values[shape_start[row] : shape_start[row + 1]]),
-            chunks[row],
-            size,
-            files[row],
-        )
-        for row, (fqn, size) in enumerate(zip(index.fqns, sizes.tolist(), strict=True))
-    ]
+    chunks, files = np.diff(index.chunk_start).tolist(), _files_of_tensors(index)
+    columns = enumerate(zip(index.fqns, chunks, sizes.tolist(), files, strict=True))
+    return [TensorRow(fqn, index.dtype(row).name, index.shape(row), *rest) for row, (fqn, *rest) in columns]
 
 
 def _files_of_tensors(index: CheckpointIndex) -> list[tuple[str, ...]]:
