@@ -174,26 +174,42 @@ def _conversion_options(
     no_verify: bool = Option(False, "--no-verify", help="Do not compare the source's checksums."),
 ) -> dict[str, Any]:
     """Return options that `dcp.convert` and `dcp.merge` have."""
-    return {
-        "only": only,
-        "exclude": exclude,
+    given: dict[str, Any] = dict(locals())
+    return given | {
         "rename": _pairs(rename, "=>", "REGEX=>NEW") or None,
         "dtype": _dtypes(dtype),
-        "files": files,
         "chunks": chunks.value,
-        "shard_bytes": _size(shard_size),
-        "hf": hf,
+        "shard_bytes": _size(given.pop("shard_size")),
         "hf_also": tuple(hf_also or ()),
-        "drop_objects": drop_objects,
-        "overwrite": overwrite,
-        "executor": executor,
-        "workers": workers,
-        "verify": "none" if no_verify else "blocks",
+        "verify": "none" if given.pop("no_verify") else "blocks",
+    }
+
+
+def _sum_options(
+    weights: str | None = Option(None, metavar="N,N,...", help="One for each source; by default equal ones."),
+    formula: str | None = Option(None, metavar="SUM", help="'A + 0.4*(B - C)'; A is the first source."),
+    run: str | None = Option(None, metavar="FOLDER", help="A run, whose steps are averaged."),
+    last: int | None = Option(None, min=1, help="How many of its steps, the newest."),
+    decay: float | None = Option(None, help="Moving average: each older step weighs as much less."),
+    folders: str = FOLDERS,
+    adapter: Strings = Option(None, metavar="FOLDER", help="A low-rank adapter of peft, to be added."),
+    adapter_weights: str | None = Option(None, metavar="N,N,...", help="One for each adapter; by default 1."),
+    accumulate: Accumulate = Option(Accumulate.FLOAT32, help="The type in which is added."),
+) -> dict[str, Any]:
+    """Return options that `dcp.merge` has."""
+    given: dict[str, Any] = dict(locals())
+    return given | {
+        "weights": _numbers(weights, "--weights"),
+        "name": given.pop("folders"),
+        "adapters": given.pop("adapter") or (),
+        "adapter_weights": _numbers(adapter_weights, "--adapter-weights"),
+        "accumulate": accumulate.value,
     }
 
 
 _MAP: Any = _map_options
 _CONVERSION: Any = _conversion_options
+_SUM: Any = _sum_options
 _TARGET_STORAGE: Final = Option(
     None, "--target-options", metavar="JSON", help="As --storage-options, for the target's URL."
 )
@@ -257,15 +273,7 @@ def merge(
         parser=_target_format,
         help="By default the format of the output's suffix, or of the first source.",
     ),
-    weights: str | None = Option(None, metavar="N,N,...", help="One for each source; by default equal ones."),
-    formula: str | None = Option(None, metavar="SUM", help="'A + 0.4*(B - C)'; A is the first source."),
-    run: str | None = Option(None, metavar="FOLDER", help="A run, whose steps are averaged."),
-    last: int | None = Option(None, min=1, help="How many of its steps, the newest."),
-    decay: float | None = Option(None, help="Moving average: each older step weighs as much less."),
-    folders: str = FOLDERS,
-    adapter: Strings = Option(None, metavar="FOLDER", help="A low-rank adapter of peft, to be added."),
-    adapter_weights: str | None = Option(None, metavar="N,N,...", help="One for each adapter; by default 1."),
-    accumulate: Accumulate = Option(Accumulate.FLOAT32, help="The type in which is added."),
+    summed: dict[str, Any] = _SUM,
     weight_maps: Strings = Option(
         None, "--map", metavar="MAP", help="For all sources, or one for each; - is none."
     ),
@@ -278,32 +286,17 @@ def merge(
 
     A merge that was killed is resumed when the same command is given again.
     """
-    places = [*(sources or ()), *(adapter or ()), *([run] if run else ())]
-    given = (storage_options(place, options) for place in places)
+    from dcp.conversion.merge import merge
+
+    run = [summed["run"]] if summed["run"] else []
+    given = (storage_options(place, options) for place in (*(sources or ()), *summed["adapters"], *run))
     chosen |= {
-        "weights": _numbers(weights, "--weights"),
-        "adapter_weights": _numbers(adapter_weights, "--adapter-weights"),
         "map": maps.maps_of(weight_maps or []),
         "storage_options": next(filter(None, given), None),
         "target_options": storage_options(target, target_options),
     }
-    from dcp.conversion.merge import merge
-
     with unwinding_on_sigterm():
-        report = merge(
-            sources or (),
-            target,
-            to=to,
-            formula=formula,
-            run=run,
-            last=last,
-            decay=decay,
-            name=folders,
-            adapters=adapter or (),
-            accumulate=accumulate.value,
-            progress=True,
-            **chosen,
-        )
+        report = merge(sources or (), target, to=to, progress=True, **summed, **chosen)
     return Answer(report, lambda: _print_report(report))
 
 

@@ -44,9 +44,7 @@ _PRINTED: Final = 1000
 """Of tensors with more elements only the edges are printed, as numpy does it."""
 _EDGE: Final = 3
 _CHILDREN: Final = 8
-_PART: Final = re.compile(
-    r"(?P<start>-?\d+)?(?P<is_slice>:)?(?(is_slice)(?P<stop>-?\d+)?(?::(?P<step>-?\d+)?)?)"
-)
+_PART: Final = re.compile(r"\.\.\.|-?\d+|(-?\d+)?:(-?\d+)?(:(-?\d+)?)?")
 
 
 def cat(
@@ -79,18 +77,12 @@ def cat(
 def _slices(text: str) -> Slices:
     """Return ``0:2,:,3`` as numpy would take it."""
     parts: list[slice | int | EllipsisType] = []
-    for part in text.split(","):
-        stripped = part.strip()
-        match = _PART.fullmatch(stripped)
-        if stripped == "...":
-            parts.append(...)
-        elif match is None or not stripped or match["step"] == "0":
+    for part in map(str.strip, text.split(",")):
+        bounds = part.split(":")
+        if not _PART.fullmatch(part) or (len(bounds) == 3 and bounds[2] and not int(bounds[2])):
             raise typer.BadParameter(f"{part!r} of --slice {text!r} is none of 3, 0:2, ::-1 and ...")
-        elif match["is_slice"]:
-            numbers = (match["start"], match["stop"], match["step"])
-            parts.append(slice(*(None if number is None else int(number) for number in numbers)))
-        else:
-            parts.append(int(match["start"]))
+        numbers = [int(bound) if bound.strip(".") else None for bound in bounds]
+        parts.append(... if part == "..." else slice(*numbers) if ":" in part else int(part))
     return tuple(parts)
 
 
