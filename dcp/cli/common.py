@@ -132,16 +132,14 @@ def as_command(run: Callable[..., Answer | None]) -> Callable[..., None]:
 
 
 def storage_options(uri: str, given: str | None) -> dict[str, Any] | None:
-    """Return options to open ``uri`` with if it is a URL: those ``given``, or those of the environment.
+    """Return options to open ``uri`` with: those ``given``, or of a URL those of the environment.
 
     Of an object store that does not answer, the command line waits less long than a training run. Raises
     `CheckpointError`, which shows nothing of the options, for what is not a JSON object.
     """
     from dcp.storage.stores import type_of_place
 
-    if "://" not in uri:
-        return None
-    is_remote = type_of_place(uri).takes_options
+    is_remote = "://" in uri and type_of_place(uri).takes_options
     source, text = "--storage-options", given
     if text is None and is_remote:
         source, text = _OPTIONS_VARIABLE, os.environ.get(_OPTIONS_VARIABLE)

@@ -71,8 +71,8 @@ def diff(
             only=only,
             exclude=exclude,
             rename=renames or None,
-            storage_options=storage_options(a, options),
-            options_of_b=storage_options(b, options) or {},
+            storage_options=storage_options(a, options if "://" in a else None),
+            options_of_b=storage_options(b, options if "://" in b else None) or {},
             progress=progress,
         )
     if not renames and (rule := _renaming(found)):
@@ -186,6 +186,8 @@ def verify(
     of killed saves. --against compares digests, too; where that one's manifest has none its tensors are read.
     """
 
+    of_against = storage_options(against or "", options if "://" in (against or "") else None) or {}
+
     def verified(uri: str) -> VerifyReport:
         from dcp.inspection.verification import verify
 
@@ -196,7 +198,7 @@ def verify(
                 only=only,
                 progress=progress,
                 storage_options=storage_options(uri, options),
-                options_of_against=storage_options(against or "", options) or {},
+                options_of_against=of_against,
             )
 
     reports = call.each(uris, verified, _print_report)
