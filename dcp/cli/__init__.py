@@ -1,6 +1,6 @@
 """The command line: arguments, tables, errors as lines. Without torch.
 
-A command is a module of `subcommands`; what it finds out is a function of the library.
+A command is a function; what it finds out is a function of the library.
 """
 
 from dcp.cli.app import main

@@ -1,104 +1,169 @@
-"""Common parts of the commands: options, exit statuses, how errors, tables, sizes and times are shown."""
+"""Common parts of the commands: options, answers as text or JSON, errors as lines, exit statuses.
+
+Commands import what needs numpy where they use it: help and usage errors must not wait for that.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import inspect
 import io
 import json
 import logging
-import math
 import os
 import re
 import select
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import wraps
 from types import FrameType
-from typing import Annotated, Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 
 import typer
+from typer import Argument, Option
 
 from dcp.calls.plain_errors import whole_tracebacks
+from dcp.cli import printing
 from dcp.storage.errors import CheckpointError
 
-__all__ = [
-    "EXIT_FAILURE",
-    "EXIT_FINDINGS",
-    "OPTIONS_VARIABLE",
-    "Debug",
-    "Exclude",
-    "Json",
-    "Only",
-    "Options",
-    "Source",
-    "describe_bytes",
-    "describe_shape",
-    "describe_time",
-    "describe_value",
-    "errors_as_lines",
-    "has_no_reader",
-    "print_error",
-    "print_json",
-    "print_json_line",
-    "printable",
-    "storage_options",
-    "unwinding_on_sigterm",
-]
+T = TypeVar("T")
+R = TypeVar("R")
+Strings: TypeAlias = list[str] | None
 
 EXIT_FINDINGS: Final = 1
 EXIT_FAILURE: Final = 3
 
-OPTIONS_VARIABLE: Final = "DCP_STORAGE_OPTIONS"
-
+_OPTIONS_VARIABLE: Final = "DCP_STORAGE_OPTIONS"
 _RETRY_SECONDS: Final = 10.0
-_MAX_JSON_ELEMENTS: Final = 1_000_000
 
-Options: TypeAlias = Annotated[
-    str | None,
-    typer.Option(
-        "--storage-options",
-        metavar="JSON",
-        help="Options of a URL's file system, as a JSON object such as "
-        '\'{"endpoint_url": "https://..."}\'. Rather set DCP_STORAGE_OPTIONS to it, where it has secrets, '
-        "which other users can see on a command line; or what the file system reads itself, such as AWS_*.",
-    ),
-]
-Source: TypeAlias = Annotated[str, typer.Argument(help="A checkpoint of any format: path or URL.")]
-Only: TypeAlias = Annotated[
-    list[str] | None, typer.Option("--only", metavar="GLOB", help="These names, and those below.")
-]
-Exclude: TypeAlias = Annotated[list[str] | None, typer.Option("--exclude", metavar="GLOB", help="Not these.")]
-Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Debug: TypeAlias = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+SOURCE: Final = Argument(..., help="A checkpoint of any format: path or URL.")
+URIS: Final = Argument(..., metavar="URI...", help="Checkpoints: paths or URLs.")
+ONLY: Final = Option(None, metavar="GLOB", help="These names, and those below.")
+EXCLUDE: Final = Option(None, metavar="GLOB", help="Not these.")
+TOP: Final = Option(None, metavar="N", min=1, help="Show the first N rows only.")
+FOLDERS: Final = Option("step-{step:08d}", metavar="FORMAT", help="How the run names its steps' folders.")
+STORAGE: Final = Option(
+    None,
+    "--storage-options",
+    metavar="JSON",
+    help="Options of a URL's file system, as a JSON object such as "
+    '\'{"endpoint_url": "https://..."}\'. Rather set DCP_STORAGE_OPTIONS to it, where it has secrets, '
+    "which other users can see on a command line; or what the file system reads itself, such as AWS_*.",
+)
+_JSON: Final = Option(False, "--json", help="Print JSON instead of a table.")
+_DEBUG: Final = Option(False, "--debug", help="Show the traceback of an error.")
 
-_UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB")
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A command's result: ``data`` for --json, which ``show`` prints for people, and the exit status."""
+
+    data: Any
+    show: Callable[[], object] = lambda: None
+    status: int = 0
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a command; ``has_failed`` once an error was printed of one of several places."""
+
+    json: bool
+    debug: bool
+    has_failed: bool = False
+
+    def each(self, places: Iterable[T], work: Callable[[T], R], show: Callable[[R], object]) -> list[R]:
+        """Return what ``work`` makes of places, and show it if it is not for --json.
+
+        What fails is printed, and the others follow all the same.
+        """
+        found = []
+        for place in places:
+            try:
+                with errors_as_lines(debug=self.debug):
+                    found.append(work(place))
+            except typer.Exit:
+                self.has_failed = True
+            else:
+                if not self.json:
+                    show(found[-1])
+        return found
+
+
+def as_command(run: Callable[..., Answer | None]) -> Callable[..., None]:
+    """Make a command of ``run``: with --debug, and with --json if it gives an `Answer` or takes the ``call``.
+
+    A parameter whose default is a function stands for that one's options, and gets its result.
+    """
+    own = inspect.signature(run).parameters
+    groups = {name: one.default for name, one in own.items() if inspect.isfunction(one.default)}
+    parameters: list[inspect.Parameter] = []
+    for name, one in own.items():
+        inner = inspect.signature(groups[name]).parameters if name in groups else {name: one}
+        parameters += [inner[name] for name in inner if name != "call"]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    if "call" in own or "Answer" in run.__annotations__["return"]:
+        parameters.append(inspect.Parameter("json", kind, default=_JSON, annotation=bool))
+    parameters.append(inspect.Parameter("debug", kind, default=_DEBUG, annotation=bool))
+
+    @wraps(run)
+    def command(*, debug: bool, json: bool = False, **given: Any) -> None:
+        call = Call(json, debug)
+        with errors_as_lines(debug=debug):
+            for name, group in groups.items():
+                given[name] = group(**{one: given.pop(one) for one in inspect.signature(group).parameters})
+            answer = run(**given, **({"call": call} if "call" in own else {}))
+            if answer is None:
+                return
+            if json:
+                printing.print_json(answer.data)
+            else:
+                answer.show()
+            if status := EXIT_FAILURE if call.has_failed else answer.status:
+                raise typer.Exit(status)
+
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [one.replace(kind=kind) for one in parameters]
+    )
+    command.__annotations__ = {one.name: one.annotation for one in parameters}
+    return command
 
 
 def storage_options(uri: str, given: str | None) -> dict[str, Any] | None:
-    """Return options to open ``uri`` with: those ``given``, or those of the environment, which are for
-    URLs only.
+    """Return options to open ``uri`` with: those ``given``, or of a URL those of the environment.
 
     Of an object store that does not answer, the command line waits less long than a training run. Raises
     `CheckpointError`, which shows nothing of the options, for what is not a JSON object.
     """
-    from dcp.storage.stores import type_of_place  # here, because a usage message must not wait for it
+    from dcp.storage.stores import type_of_place
 
     is_remote = "://" in uri and type_of_place(uri).takes_options
     source, text = "--storage-options", given
     if text is None and is_remote:
-        source, text = OPTIONS_VARIABLE, os.environ.get(OPTIONS_VARIABLE)
-    if not text:
-        return {"retry_seconds": _RETRY_SECONDS} if is_remote else None
+        source, text = _OPTIONS_VARIABLE, os.environ.get(_OPTIONS_VARIABLE)
+    defaults = {"retry_seconds": _RETRY_SECONDS} if is_remote else {}
     try:
-        options = json.loads(text)
+        options = json.loads(text or "{}")
     except ValueError:
         options = None
     if not isinstance(options, dict):
         raise CheckpointError(f'{source} is not a JSON object, such as {{"anon": true}}') from None
-    return {"retry_seconds": _RETRY_SECONDS, **options} if is_remote else options
+    return {**defaults, **options} or None
+
+
+def sort_key(option: str, keys: Mapping[str, Callable[[T], Any]]) -> Callable[[T], Any] | None:
+    """Return the key of ``--sort``, if it is given; its mistakes are wrong usage."""
+    if option and option not in keys:
+        raise typer.BadParameter(f"{option!r} is none of {', '.join(keys)}", param_hint="--sort")
+    return keys.get(option)
+
+
+def fail(message: str) -> NoReturn:
+    """Print an error and end with the status of failures."""
+    printing.error(message)
+    raise typer.Exit(EXIT_FAILURE)
 
 
 @contextlib.contextmanager
@@ -121,17 +186,19 @@ def errors_as_lines(*, debug: bool) -> Iterator[None]:
             raise  # as with `| head`, and nothing to report
         if debug:
             traceback.print_exception(error)
-        elif isinstance(error, CheckpointError | OSError):
-            print_error(str(error))
-        elif isinstance(error, ModuleNotFoundError) and (extra := _extra_with(error.name)):
-            print_error(f"this needs {error.name}: pip install 'dcphub[{extra}]'")
         else:
-            print_error(
-                f"internal error: {type(error).__name__}: {error} (--debug shows where; please report it)"
-            )
+            printing.error(_as_line(error))
         raise typer.Exit(EXIT_FAILURE) from error
     finally:
         requests.setLevel(level)
+
+
+def _as_line(error: Exception) -> str:
+    if isinstance(error, CheckpointError | OSError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError) and (extra := _extra_with(error.name)):
+        return f"this needs {error.name}: pip install 'dcphub[{extra}]'"
+    return f"internal error: {type(error).__name__}: {error} (--debug shows where; please report it)"
 
 
 def _extra_with(module: str | None) -> str | None:
@@ -141,9 +208,9 @@ def _extra_with(module: str | None) -> str | None:
     package = (module or "").partition(".")[0].replace("_", "-")
     pattern = re.compile(rf"{re.escape(package)}(?![\w.-]).*extra == [\"'](?P<extra>[\w-]+)")
     with contextlib.suppress(PackageNotFoundError):  # of a checkout that is not installed
-        for requirement in requires("dcphub") or ():
-            if match := pattern.match(requirement):
-                return match["extra"]
+        return next(
+            (found["extra"] for one in requires("dcphub") or () if (found := pattern.match(one))), None
+        )
     return None
 
 
@@ -169,87 +236,3 @@ def unwinding_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def print_error(message: str) -> None:
-    """Print one line on stderr."""
-    print(f"dcp: {printable(' '.join(message.split()))}", file=sys.stderr)
-
-
-def print_json(value: Any) -> None:
-    """Print ``value`` (plain data, data classes) as JSON on stdout; what JSON lacks (bytes, nan) as its
-    repr."""
-    plain = _jsonable(value)
-    try:
-        print(json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False))
-    except UnicodeEncodeError:  # of names with halves of surrogate pairs, or on a terminal of few characters
-        print(json.dumps(plain, indent=2, allow_nan=False))
-
-
-def print_json_line(value: Any) -> None:
-    """Print the same as one line, at once: for output without an end."""
-    print(json.dumps(_jsonable(value), ensure_ascii=False, allow_nan=False), flush=True)
-
-
-def _jsonable(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else repr(value)
-    if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else repr(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    if dataclasses.is_dataclass(value):
-        return {item.name: _jsonable(getattr(value, item.name)) for item in dataclasses.fields(value)}
-    if hasattr(value, "tolist") and value.size <= _MAX_JSON_ELEMENTS:  # of numpy
-        return _jsonable(value.tolist())
-    from dcp.storage.formats.torch.python_values import value_text
-
-    return value_text(value)
-
-
-def printable(text: str) -> str:
-    """Return ``text`` with control characters escaped: names come from files, and must not steer the
-    terminal."""
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
-
-
-def describe_bytes(count: int | None) -> str:
-    """Return a size to read: three digits and a binary unit; - where it is not known."""
-    if count is None:
-        return "-"
-    if count < 1024:
-        return f"{count} B"
-    value = float(count)
-    for unit in _UNITS:
-        value /= 1024
-        if value < 999.5 or unit == _UNITS[-1]:
-            break
-    return f"{value:.{max(0, 3 - len(str(int(value))))}f} {unit}"
-
-
-def describe_shape(shape: Sequence[int]) -> str:
-    """Return ``64x32``; ``scalar`` without dimensions."""
-    return "x".join(map(str, shape)) or "scalar"
-
-
-def describe_value(value: object, most: int) -> str:
-    """Return a value that is no tensor in at most so many characters."""
-    from dcp.storage.formats.torch.python_values import value_text
-
-    text = value_text(value)
-    return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def describe_time(seconds: float | None) -> str:
-    """Return seconds since the epoch as local time; - where it is not known, or in no year that a calendar
-    has."""
-    if seconds is None:
-        return "-"
-    try:
-        return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    except (ValueError, OverflowError, OSError):
-        return "-"

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME, is_commit_object
@@ -35,21 +35,6 @@ from dcp.storage.formats.views import DroppedPart, dropped_from
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.opening import OpenWith, ParentFolder, SmallFiles, open_parent_folder
 from dcp.storage.threads import WorkerThreads
-
-__all__ = [
-    "CheckpointHeader",
-    "CheckpointSummary",
-    "figures_by_rank",
-    "header_of",
-    "list_below",
-    "list_checkpoints",
-    "list_runs",
-    "name_and_step",
-    "open_index",
-]
-
-
-T = TypeVar("T")
 
 _STEP = re.compile(r"([0-9]+)$")
 
@@ -169,8 +154,8 @@ def _list(checkpoint_id: str | os.PathLike[str], opener: OpenWith, *, quick: boo
     store = place.store
     if place.file is not None:
         info = store.stat(place.file)
-        found = None if info is None else _weight_file(store, info, quick=quick)
-        return [] if found is None else [found]
+        found = [] if info is None else [_weight_file(store, info, quick=quick)]
+        return [one for one in found if one is not None]
     files = store.list()
     own = _save(store, files, quick=quick)  # no row for a place that cannot be listed itself
     if own is not None:
@@ -179,29 +164,33 @@ def _list(checkpoint_id: str | os.PathLike[str], opener: OpenWith, *, quick: boo
     if not root.exists():
         raise CheckpointNotFoundError(f"{root.url}: no such folder", path=root.url)
 
-    def summary(folder: tuple[str, list[FileInfo] | None]) -> CheckpointSummary | None:
-        below, listing = root.store(folder[0]), folder[1]
+    def of_folder(name: str, listing: list[FileInfo] | None) -> CheckpointSummary | None:
+        below = root.store(name)
         try:
             listing = below.list() if listing is None else listing
         except CheckpointError as error:
             return _unreadable(below.url, error)
         return _save(below, listing, quick=quick) or _weights(below, listing, quick=quick)
 
-    at_once = 1 if quick else root.at_once
-    summaries = _each(summary, root.listings().items(), at_once)
-    summaries += _own_weights(store, files, quick=quick, at_once=at_once)
-    return sorted(summaries, key=lambda summary: (-1 if summary.step is None else summary.step, summary.name))
+    def of_file(file: FileInfo) -> CheckpointSummary | None:
+        return _weight_file(store, file, quick=quick) if quick or _is_weight_file(store, file) else None
+
+    # the weights of the folder itself: as a whole, and the files beside them one by one
+    whole = _weights(store, files, quick=quick)
+    is_readable = whole is not None and whole.state != "unreadable"
+    known = [file.name for file in _folder_weights(files)] if is_readable else []
+    jobs = [partial(of_folder, *folder) for folder in root.listings().items()]
+    jobs += [partial(of_file, file) for file in _single_files(files, known)]
+    found = [whole, *_results(jobs, 1 if quick else root.at_once)]
+    summaries = [one for one in found if one is not None]
+    return sorted(summaries, key=lambda one: (-1 if one.step is None else one.step, one.name))
 
 
-def _each(
-    summary: Callable[[T], CheckpointSummary | None], places: Iterable[T], at_once: int
-) -> list[CheckpointSummary]:
-    if at_once > 1:
-        with WorkerThreads(at_once) as pool:
-            found = list(pool.map(summary, places))
-    else:
-        found = list(map(summary, places))
-    return [summary for summary in found if summary is not None]
+def _results(jobs: Sequence[Callable[[], Any]], at_once: int) -> list[Any]:
+    if at_once <= 1:
+        return [job() for job in jobs]
+    with WorkerThreads(at_once) as pool:
+        return list(pool.map(lambda job: job(), jobs))
 
 
 def name_and_step(url: str) -> tuple[str, int | None]:
@@ -223,34 +212,33 @@ def _save(store: Store, files: Sequence[FileInfo], *, quick: bool) -> Checkpoint
     if committed and not quick:
         return _opened(store, store.url, partial(_open_index, store), files, "committed")
     data = [file for file in files if file.name.endswith(DATA_SUFFIX)]
-    if committed:
-        return replace(_unopened(store.url, committed, data), state="committed")
-    if not data:
+    if not committed and not data:
         return None
-    return replace(_unopened(store.url, data, data), state="incomplete", committed_seconds=None)
+    return _unopened(store.url, "committed" if committed else "incomplete", committed, data)
 
 
 def _weights(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
     """Return the weights that a folder has in place of a save; None without any."""
-    weights = folder_weights(files)
+    weights = _folder_weights(files)
     if weights and not quick:
         return _opened(store, store.url, partial(index_of_folder, store), files, "complete")
-    return _unopened(store.url, weights, weights) if weights else None
+    return _unopened(store.url, "unopened", weights, weights) if weights else None
 
 
 def _weight_file(store: Store, file: FileInfo, *, quick: bool) -> CheckpointSummary | None:
     url = store.path_of(file.name)
     if quick:
-        return _unopened(url, [file], [file])
+        return _unopened(url, "unopened", [file], [file])
     return _opened(store, url, partial(index_of_file, store, file.name), [file], "complete")
 
 
-def _unopened(url: str, dated: Sequence[FileInfo], files: Sequence[FileInfo]) -> CheckpointSummary:
+def _unopened(
+    url: str, state: str, dated: Sequence[FileInfo], files: Sequence[FileInfo]
+) -> CheckpointSummary:
     """Return the checkpoint of ``files`` by the listing alone; its time is the last of ``dated``."""
     name, step = name_and_step(url)
-    seconds = max(file.modified_seconds for file in dated)
-    size_bytes = sum(file.size_bytes for file in files)
-    return CheckpointSummary(name, url, "unopened", step, seconds, bytes=size_bytes)
+    seconds = max((file.modified_seconds for file in dated), default=None)
+    return CheckpointSummary(name, url, state, step, seconds, bytes=sum(file.size_bytes for file in files))
 
 
 def _opened(
@@ -268,19 +256,7 @@ def _opened(
     return CheckpointSummary(name, url, state, step, *facts)
 
 
-def _own_weights(
-    store: Store, files: Sequence[FileInfo], *, quick: bool, at_once: int
-) -> list[CheckpointSummary]:
-    """Return the weights of a folder that is listed: as a whole, and the files beside them one by one."""
-    whole = _weights(store, files, quick=quick)
-    is_readable = whole is not None and whole.state != "unreadable"
-    known = [file.name for file in folder_weights(files)] if is_readable else []
-
-    def summary(file: FileInfo) -> CheckpointSummary | None:
-        return _weight_file(store, file, quick=quick) if quick or is_weight_file(store, file) else None
-
-    found = _each(summary, single_files(files, known), at_once)
-    return found if whole is None else [whole, *found]
+_PROVENANCE: Final = ("save_id", "torch_version", "dcphub_version", "world_size")
 
 
 def header_of(
@@ -297,16 +273,11 @@ def header_of(
     listing = {file.name: file for file in (store.list() if files is None else files)}
     provenance = index.provenance
     committed = provenance.get("time")
-    if committed is None:
-        committed = _committed_seconds(index, listing)
     return CheckpointHeader(
         url=store.url if url is None else url,
         format=index.format,
-        save_id=provenance.get("save_id"),
-        torch_version=provenance.get("torch_version"),
-        dcphub_version=provenance.get("dcphub_version"),
-        world_size=provenance.get("world_size"),
-        committed_seconds=committed,
+        **{name: provenance.get(name) for name in _PROVENANCE},
+        committed_seconds=_committed_seconds(index, listing) if committed is None else committed,
         tensors=index.tensor_count,
         chunks=index.chunk_count,
         objects=len(index.objects),
@@ -334,11 +305,8 @@ def figures_by_rank(noted: object) -> tuple[dict[str, float], ...]:
     stranger."""
     if not isinstance(noted, list):
         return ()
-    ranks = [figures if isinstance(figures, dict) else {} for figures in noted]
-    return tuple(
-        {str(name): float(value) for name, value in figures.items() if isinstance(value, int | float)}
-        for figures in ranks
-    )
+    rows = [figures.items() if isinstance(figures, dict) else () for figures in noted]
+    return tuple({str(name): float(one) for name, one in row if isinstance(one, int | float)} for row in rows)
 
 
 _DEEPEST = 4
@@ -371,11 +339,7 @@ def list_runs(
     if locate(checkpoint_id, open_store=opener).file is not None:
         return []
     root = open_parent_folder(checkpoint_id, open_store=opener)
-    return [
-        _run_summary(name, run, committed)
-        for name, run, committed in _below(root, opener, "", 1)
-        if committed
-    ]
+    return [_run_summary(*found) for found in _below(root, opener, "", 1) if found[2]]
 
 
 @plain_errors
@@ -447,7 +411,7 @@ def _run_summary(name: str, run: ParentFolder, committed: Mapping[str, SmallFile
     return CheckpointSummary(name, run.url, "run", step, max(times.values()), checkpoints=len(committed))
 
 
-def folder_weights(files: Sequence[FileInfo]) -> list[FileInfo]:
+def _folder_weights(files: Sequence[FileInfo]) -> list[FileInfo]:
     """Return the files that are one set of weights together; as far as names tell."""
     shown = [file for file in files if not file.name.startswith(".")]
     for one in by_precedence(formats()):
@@ -460,17 +424,13 @@ def folder_weights(files: Sequence[FileInfo]) -> list[FileInfo]:
     return []
 
 
-def single_files(files: Sequence[FileInfo], known: Collection[str]) -> list[FileInfo]:
+def _single_files(files: Sequence[FileInfo], known: Collection[str]) -> list[FileInfo]:
     """Return the files that could each be weights, without those ``known`` as parts of the folder's."""
-    suffixes = file_suffixes()
-    return [
-        file
-        for file in files
-        if file.name.lower().endswith(suffixes) and not file.name.startswith(".") and file.name not in known
-    ]
+    shown = [file for file in files if not file.name.startswith(".") and file.name not in known]
+    return [file for file in shown if file.name.lower().endswith(file_suffixes())]
 
 
-def is_weight_file(store: Store, file: FileInfo) -> bool:
+def _is_weight_file(store: Store, file: FileInfo) -> bool:
     """Return whether the file begins as one of the formats that its name may be of: ``.bin`` may be
     anything."""
     if any(one.names_suffice and one.has_suffix(file.name) for one in formats()):

@@ -6,6 +6,7 @@ No tensor is read, and torch is not needed.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -19,17 +20,6 @@ from dcp.storage.formats.plain import MAX_PLAIN_BYTES
 from dcp.storage.formats.torch.python_values import decode_value, python_value
 from dcp.storage.formats.torch.record_reader import ObjectBlob
 from dcp.storage.stores.base import Store
-
-__all__ = [
-    "ModuleNode",
-    "ObjectRow",
-    "TensorRow",
-    "first_of_ties",
-    "module_tree",
-    "object_row",
-    "object_rows",
-    "tensor_rows",
-]
 
 _Place: TypeAlias = tuple[int, int, int]
 
@@ -70,27 +60,16 @@ class ModuleNode:
     elements: int = 0
     bytes: int = 0
     tensor: TensorRow | None = None
-    children: dict[str, ModuleNode] = field(default_factory=dict)
+    children: list[ModuleNode] = field(default_factory=list)
 
 
 def tensor_rows(index: CheckpointIndex) -> list[TensorRow]:
     """Return all tensors in the order of the index."""
     sizes = np.zeros(index.tensor_count, dtype=np.int64)
     np.add.at(sizes, index.chunk_tensors, index.payload_lengths)
-    chunks = np.diff(index.chunk_start).tolist()
-    shape_start, shape_values = index.shape_start.tolist(), index.shape_values.tolist()
-    files = _files_of_tensors(index)
-    return [
-        TensorRow(
-            fqn,
-            index.dtype(row).name,
-            tuple(shape_values[shape_start[row] : shape_start[row + 1]]),
-            chunks[row],
-            size,
-            files[row],
-        )
-        for row, (fqn, size) in enumerate(zip(index.fqns, sizes.tolist(), strict=True))
-    ]
+    chunks, files = np.diff(index.chunk_start).tolist(), _files_of_tensors(index)
+    columns = enumerate(zip(index.fqns, chunks, sizes.tolist(), files, strict=True))
+    return [TensorRow(fqn, index.dtype(row).name, index.shape(row), *rest) for row, (fqn, *rest) in columns]
 
 
 def _files_of_tensors(index: CheckpointIndex) -> list[tuple[str, ...]]:
@@ -153,23 +132,19 @@ def _plain_values(store: Store, index: CheckpointIndex, places: list[_Place]) ->
 def module_tree(rows: Iterable[TensorRow]) -> ModuleNode:
     """Return tensors grouped by the dots in their names, with sums; the root has an empty name."""
     root = ModuleNode("")
+    by_path: dict[tuple[str, ...], ModuleNode] = {}
     for row in rows:
-        elements = 1
-        for size in row.shape:
-            elements *= size
-        node = root
-        _count(node, elements, row.bytes)
-        for part in row.fqn.split("."):
-            node = node.children.setdefault(part, ModuleNode(part))
-            _count(node, elements, row.bytes)
+        parts, node = tuple(row.fqn.split(".")), root
+        for depth in range(len(parts) + 1):
+            if depth and parts[:depth] not in by_path:
+                by_path[parts[:depth]] = ModuleNode(parts[depth - 1])
+                node.children.append(by_path[parts[:depth]])
+            node = by_path[parts[:depth]] if depth else root
+            node.tensors += 1
+            node.elements += math.prod(row.shape)
+            node.bytes += row.bytes
         node.tensor = row
     return root
-
-
-def _count(node: ModuleNode, elements: int, size_bytes: int) -> None:
-    node.tensors += 1
-    node.elements += elements
-    node.bytes += size_bytes
 
 
 # -- ties ----------------------------------------------------------------------------------------------------

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
 
 from dcp.storage.errors import CheckpointError, UnsupportedFormatError
-
-__all__ = ["Finding", "ReportBytes", "VerifyReport", "kind_of"]
-
-_NOTE: Final = "stray-file"
 
 ReportBytes = Callable[[int, int], None]
 """Called with (bytes done so far, bytes to do in all), from any thread, one call at a time."""
@@ -40,7 +35,7 @@ class Finding:
 
         A save that is killed leaves such, and a power cut brings back what was deleted right before it.
         """
-        return self.kind == _NOTE
+        return self.kind == "stray-file"
 
 
 @dataclass(slots=True)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Final
 
 import numpy as np
@@ -45,7 +47,16 @@ from dcp.storage.stores.base import FileInfo, ReadHandle, Store
 from dcp.storage.threads import work_off
 from dcp.version import __version__
 
-__all__ = ["SPAN_BYTES", "PayloadChecks", "StreamedSums"]
+SPAN_BYTES: Final = 8 << 20
+"""Neighbouring parts are read together up to this; a thread holds one such buffer."""
+
+_GAP_BYTES: Final = 64 << 10
+"""Reading over a gap of this size is cheaper than a second request."""
+
+_THREADS: Final = 2
+
+_PICKLE_PROTOCOL: Final = b"\x80"
+"""The first byte of a pickle, where torch did not write a zip."""
 
 
 class StreamedSums:
@@ -111,47 +122,25 @@ def _are_own(index: CheckpointIndex) -> npt.NDArray[np.bool_]:
     return known
 
 
-SPAN_BYTES: Final = 8 << 20
-"""Neighbouring parts are read together up to this; a thread holds one such buffer."""
-
-_GAP_BYTES: Final = 64 << 10
-"""Reading over a gap of this size is cheaper than a second request."""
-
-_THREADS: Final = 2
-
-_PICKLE_PROTOCOL: Final = b"\x80"
-"""The first byte of a pickle, where torch did not write a zip."""
-
-
 class _FileSpan:
-    """A thread's view of the files: one span in memory, everything else read when it is asked for."""
+    """A thread's view of a file: one span in memory, everything else read when it is asked for."""
 
-    def __init__(self, store: Store, names: list[str], listing: Mapping[str, FileInfo]) -> None:
-        self._store = store
-        self._names = names
-        self._listing = listing
-        self._file = UNKNOWN
-        self._handle: ReadHandle | None = None
+    def __init__(self) -> None:
+        self._handle: ReadHandle
         self._begin = self._end = 0
         self._buffer = bytearray()
 
-    def go_to(self, file: int) -> None:
-        """Read from this file from now on. One is open at a time, because there may be thousands."""
-        if self._handle is not None and self._file == file:
-            return
-        self.close()
-        name = self._names[file]
-        self._handle = self._store.open_read(name, expected_bytes=self._listing[name].size_bytes)
-        self._file = file
+    def go_to(self, handle: ReadHandle) -> None:
+        """Read from this file from now on."""
+        self._handle, self._begin, self._end = handle, 0, 0
 
     def load(self, begin: int, end: int) -> memoryview:
         """Have these bytes of the file in memory, in the place of those that were there."""
-        length = end - begin
         self._begin = self._end = begin
-        if len(self._buffer) < length:  # small checkpoints must not pay for a large buffer
-            self._buffer = bytearray(length)
-        view = memoryview(self._buffer)[:length]
-        self._open_handle.preadv([view], begin)
+        if len(self._buffer) < end - begin:  # small checkpoints must not pay for a large buffer
+            self._buffer = bytearray(end - begin)
+        view = memoryview(self._buffer)[: end - begin]
+        self._handle.preadv([view], begin)
         self._end = end
         return view
 
@@ -159,7 +148,7 @@ class _FileSpan:
         """Return bytes of the file, out of memory if they are there."""
         if self._begin <= offset and offset + length <= self._end:
             return memoryview(self._buffer)[offset - self._begin : offset - self._begin + length]
-        return memoryview(self._open_handle.pread(length, offset))
+        return memoryview(self._handle.pread(length, offset))
 
     def read(self, offset: int, length: int) -> bytes:
         """Return the same as bytes."""
@@ -167,28 +156,11 @@ class _FileSpan:
 
     def steps(self, offset: int, length: int) -> Iterator[memoryview]:
         """Yield the same block by block; what is not in memory is read in large pieces."""
-        if self._begin <= offset and offset + length <= self._end:
-            yield from _blocks(self.take(offset, length))
-            return
-        for begin in range(offset, offset + length, SPAN_BYTES):
-            yield from _blocks(self.load(begin, min(begin + SPAN_BYTES, offset + length)))
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._handle is not None:
-            self._handle.close()
-        self._handle, self._begin, self._end = None, 0, 0
-
-    @property
-    def _open_handle(self) -> ReadHandle:
-        if self._handle is None:
-            raise ValueError("no file is open")
-        return self._handle
-
-
-def _blocks(data: memoryview) -> Iterator[memoryview]:
-    for begin in range(0, len(data), BLOCK_BYTES):
-        yield data[begin : begin + BLOCK_BYTES]
+        is_there = self._begin <= offset and offset + length <= self._end
+        for begin in range(offset, offset + length, max(length, 1) if is_there else SPAN_BYTES):
+            end = min(begin + SPAN_BYTES, offset + length)
+            data = self.take(offset, length) if is_there else self.load(begin, end)
+            yield from (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
 
 
 @dataclass(slots=True)
@@ -214,38 +186,31 @@ class PayloadChecks:
         index: CheckpointIndex,
         listing: Mapping[str, FileInfo],
         report: VerifyReport,
-        progress: ReportBytes | None,
+        progress: ReportBytes | None = None,
         sums: StreamedSums | None = None,
     ) -> None:
-        self._sums = sums
-        self._store = store
-        self._index = index
-        self._listing = listing
-        self._report = report
-        self._progress = progress
+        self._store, self._index, self._listing = store, index, listing
+        self._report, self._progress, self._sums = report, progress, sums
         self._lock = threading.Lock()
         self._odd_records: set[int] = set()
-        self._done_bytes = 0
-        self._total_bytes = 0
+        self._done_bytes = self._total_bytes = 0
 
     def run(self, threads: int | None) -> None:
         """Check everything by as many threads; None is as many as the store likes."""
-        threads = max(1, threads or self._store.read_profile.threads or _THREADS)
-        spans = coalesce(
-            self._parts(),
-            gap_bytes=max(_GAP_BYTES, self._store.read_profile.gap_bytes),
-            limit_bytes=SPAN_BYTES,
-        )
-        work_off(spans, threads, self._check_all)
+        profile = self._store.read_profile
+        gap_bytes = max(_GAP_BYTES, profile.gap_bytes)
+        spans = coalesce(self._parts(), gap_bytes=gap_bytes, limit_bytes=SPAN_BYTES)
+        work_off(spans, max(1, threads or profile.threads or _THREADS), self._check_all)
 
     def _check_all(self, spans: Iterator[list[_CheckedRange]]) -> None:
-        source = _FileSpan(self._store, [*self._index.files], self._listing)
-        try:
-            for span in spans:
-                source.go_to(span[0].file)
-                self._check(source, span)
-        finally:
-            source.close()
+        source = _FileSpan()
+        for file, some in groupby(spans, lambda span: span[0].file):  # one is open, as there may be thousands
+            name = self._index.files[file]
+            size_bytes = self._listing[name].size_bytes
+            with closing(self._store.open_read(name, expected_bytes=size_bytes)) as handle:
+                source.go_to(handle)
+                for span in some:
+                    self._check(source, span)
 
     def _check(self, source: _FileSpan, span: list[_CheckedRange]) -> None:
         begin, size_bytes = span[0].offset, span_bytes(span)
@@ -259,7 +224,8 @@ class PayloadChecks:
             if isinstance(error, StorageError) and self._store.read_profile.scatter:
                 raise  # it has been tried again and again: the service is not there, rather than a sector bad
             if len(span) == 1:
-                self._found_unreadable(error, span[0])
+                message = f"{span[0].size_bytes} bytes cannot be read: {error}"
+                self._found("unreadable", message, span[0], begin, span[0].size_bytes)
                 return
             for part in span:  # find out which of them it is
                 self._check(source, [part])
@@ -279,56 +245,42 @@ class PayloadChecks:
         blobs = {place: row for row, place in enumerate(places) if place[0] in {*present}}
         stored = index.record_lengths if is_of_files(index.format) else index.payload_lengths
         self._total_bytes = int(stored[chunks].sum()) + sum(blob[2] for blob in blobs)
-        return heapq.merge(self._tensors(chunks.tolist()), self._objects(blobs))
+        return heapq.merge(self._tensors(chunks), self._objects(blobs))
 
-    def _tensors(self, chunks: Iterable[int]) -> Iterator[_CheckedRange]:
-        index = self._index
-        crcs, crc_start = index.crcs.tolist(), index.crc_start.tolist()
-        files, tensors = index.chunk_files.tolist(), index.chunk_tensors.tolist()
-        offsets, lengths = index.payload_offsets.tolist(), index.payload_lengths.tolist()
-        record_offsets, record_lengths = index.record_offsets.tolist(), index.record_lengths.tolist()
-        for chunk in chunks:
-            file, fqn = files[chunk], index.fqns[tensors[chunk]]
-            record, payload = record_offsets[chunk], offsets[chunk]
-            end, payload_end = record + record_lengths[chunk], payload + lengths[chunk]
-            if is_of_files(index.format):
+    def _tensors(self, chunks: npt.NDArray[np.int64]) -> Iterator[_CheckedRange]:
+        index, of_files = self._index, is_of_files(self._index.format)
+        crcs = index.crcs.tolist()
+        columns = [index.chunk_files, index.chunk_tensors, index.record_offsets, index.record_lengths]
+        columns += [index.payload_offsets, index.payload_lengths, index.crc_start, index.crc_start[1:]]
+        rows = zip(chunks.tolist(), *(column[chunks].tolist() for column in columns), strict=True)
+        for chunk, file, tensor, record, record_bytes, payload, payload_bytes, row, row_end in rows:
+            part = partial(_CheckedRange, file, fqn=index.fqns[tensor])
+            end, payload_end = record + record_bytes, payload + payload_bytes
+            frame = partial(self._check_frame, chunk)
+            if of_files:
                 # A storage of a torch.save file, whatever views of it there are, or a safetensors tensor.
                 check = partial(self._check_range, index.record_crcs.get(chunk), chunk, record - payload)
-                yield _CheckedRange(file, record, end - record, fqn, check)
-                continue
-            if payload == UNKNOWN:
-                yield _CheckedRange(file, record, end - record, fqn, partial(self._check_foreign, chunk))
-                continue
-            row, row_end = crc_start[chunk], crc_start[chunk + 1]
-            if (
-                payload_end - payload <= BLOCK_BYTES
-                and end - record > payload_end - payload
-                and row < row_end
-            ):
-                check = partial(self._check_record, chunk, crcs[row])
-                yield _CheckedRange(file, record, end - record, fqn, check)
-                continue
-            if payload > record:
-                yield _CheckedRange(file, record, payload - record, fqn, partial(self._check_frame, chunk))
-            for begin in range(payload, payload_end, BLOCK_BYTES):
-                crc = crcs[row] if row < row_end else None
-                length = min(BLOCK_BYTES, payload_end - begin)
-                check = partial(self._check_range, crc, chunk, begin - payload)
-                yield _CheckedRange(file, begin, length, fqn, check)
-                row += 1
-            if end > payload_end:
-                yield _CheckedRange(
-                    file, payload_end, end - payload_end, fqn, partial(self._check_frame, chunk)
-                )
+                yield part(record, record_bytes, check=check)
+            elif payload == UNKNOWN:
+                yield part(record, record_bytes, check=partial(self._check_foreign, chunk))
+            elif payload_bytes <= BLOCK_BYTES and record_bytes > payload_bytes and row < row_end:
+                yield part(record, record_bytes, check=partial(self._check_record, chunk, crcs[row]))
+            else:
+                if payload > record:
+                    yield part(record, payload - record, check=frame)
+                for number, begin in enumerate(range(payload, payload_end, BLOCK_BYTES), row):
+                    crc = crcs[number] if number < row_end else None
+                    check = partial(self._check_range, crc, chunk, begin - payload)
+                    yield part(begin, min(BLOCK_BYTES, payload_end - begin), check=check)
+                if end > payload_end:
+                    yield part(payload_end, end - payload_end, check=frame)
 
     def _objects(self, blobs: Mapping[tuple[int, int, int], int]) -> Iterator[_CheckedRange]:
         objects = self._index.objects
-        for (file, offset, length), row in sorted(blobs.items()):
+        for place, row in sorted(blobs.items()):
             crc = int(objects.crcs[row])
-            check = self._check_blob
-            if crc != UNKNOWN:
-                check = partial(self._check_range, crc, UNKNOWN, 0)
-            yield _CheckedRange(file, offset, length, objects.fqns[row], check)
+            check = self._check_blob if crc == UNKNOWN else partial(self._check_range, crc, UNKNOWN, 0)
+            yield _CheckedRange(*place, objects.fqns[row], check)
 
     # -- checks ----------------------------------------------------------------------------------------------
 
@@ -336,50 +288,34 @@ class PayloadChecks:
         self, expected: int | None, chunk: int, position: int, source: _FileSpan, part: _CheckedRange
     ) -> None:
         """Check all of a range: of a chunk's payload from ``position`` on, or (`UNKNOWN`) of none."""
-        self._check_bytes(source, part, part.offset, part.size_bytes, expected, chunk, position)
-
-    def _check_bytes(
-        self,
-        source: _FileSpan,
-        part: _CheckedRange,
-        offset: int,
-        size_bytes: int,
-        expected: int | None,
-        chunk: int = UNKNOWN,
-        position: int = 0,
-    ) -> None:
-        """Compare bytes of the file with their checksum, if there is one."""
         got = 0
-        for data in source.steps(offset, size_bytes):
+        for data in source.steps(part.offset, part.size_bytes):
             got = crc32(data, got)
             if chunk != UNKNOWN and self._sums is not None:
                 self._sums.add(chunk, position, data)
             position += len(data)
             self._count(len(data), checked=expected is not None)
-        if expected not in (None, got):
-            self._found_mismatch(part, offset, size_bytes, int(expected or 0), got)
+        if expected is not None:
+            self._compare(part, part.offset, part.size_bytes, expected, got)
 
     def _check_record(self, chunk: int, expected: int, source: _FileSpan, part: _CheckedRange) -> None:
         """Check all of a record of the native format whose payload is one block."""
         record, data = self._record(chunk), source.take(part.offset, part.size_bytes)
         begin, length = int(self._index.payload_offsets[chunk]), record.payload_bytes
         head = begin - part.offset
-        got = crc32(data[head : head + length])
+        payload = data[head : head + length]
         if self._sums is not None:
-            self._sums.add(chunk, 0, data[head : head + length])
+            self._sums.add(chunk, 0, payload)
         self._count(length)
-        if got != expected:
-            self._found_mismatch(part, begin, length, expected, got)
+        self._compare(part, begin, length, expected, crc32(payload))
         if data[:head] != record.prefix or data[head + length :] != record.suffix(expected):
             self._frame_differs(chunk, expected, source, part)
 
     def _check_frame(self, chunk: int, source: _FileSpan, part: _CheckedRange) -> None:
         """Compare the frame of a native payload, which stock torch goes by, with that which is written."""
-        index = self._index
-        record, whole = self._record(chunk), 0
-        length = record.payload_bytes
+        index, record, whole = self._index, self._record(chunk), 0
         for number, crc in enumerate(index.block_crcs(chunk).tolist()):
-            whole = crc32_combine(whole, crc, min(BLOCK_BYTES, length - number * BLOCK_BYTES))
+            whole = crc32_combine(whole, crc, min(BLOCK_BYTES, record.payload_bytes - number * BLOCK_BYTES))
         is_first = part.offset == int(index.record_offsets[chunk])
         if source.take(part.offset, part.size_bytes) != (record.prefix if is_first else record.suffix(whole)):
             self._frame_differs(chunk, whole, source, part)
@@ -387,40 +323,42 @@ class PayloadChecks:
     def _record(self, chunk: int) -> OpenRecord:
         """Return the record that is written around a payload there."""
         index = self._index
-        dtype_code = int(index.dtype_codes[index.chunk_tensors[chunk]])
         length, offset = int(index.payload_lengths[chunk]), int(index.record_offsets[chunk])
-        return begin_record(dtype_code, index.box(chunk)[1], length, offset)
+        return begin_record(*self._type(chunk), length, offset)
+
+    def _type(self, chunk: int) -> tuple[int, tuple[int, ...]]:
+        index = self._index
+        return int(index.dtype_codes[index.chunk_tensors[chunk]]), index.box(chunk).sizes
 
     def _frame_differs(self, chunk: int, whole: int, source: _FileSpan, part: _CheckedRange) -> None:
         index = self._index
-        sizes, dtype_code = index.box(chunk)[1], int(index.dtype_codes[index.chunk_tensors[chunk]])
-        offset = int(index.record_offsets[chunk])
         with self._lock:
             if chunk in self._odd_records:
                 return
             self._odd_records.add(chunk)
         if index.provenance.get("dcphub_version") != __version__:  # other versions may write other headers
             stored = self._locate(chunk, source, part)
-            expected = sizes, dtype_code, int(index.payload_offsets[chunk]), whole
+            expected = (*self._type(chunk), int(index.payload_offsets[chunk]), whole)
             if (
                 stored is None
-                or (stored.sizes, stored.dtype_code, stored.payload_offset, stored.crc32) == expected
+                or (stored.dtype_code, stored.sizes, stored.payload_offset, stored.crc32) == expected
             ):
                 return
         message = "the zip around the tensor's bytes, which stock torch goes by, is damaged"
-        self._found("record", message, part, offset, int(index.record_lengths[chunk]))
+        offset, length = int(index.record_offsets[chunk]), int(index.record_lengths[chunk])
+        self._found("record", message, part, offset, length)
 
     def _check_foreign(self, chunk: int, source: _FileSpan, part: _CheckedRange) -> None:
-        index = self._index
         stored = self._locate(chunk, source, part)
         if stored is None:
             return
-        sizes, dtype = index.box(chunk)[1], index.dtype(int(index.chunk_tensors[chunk]))
-        if stored.sizes != sizes or stored.dtype_code != dtype.code:
-            message = f"the record is not the {dtype.name} {sizes} of the metadata"
+        if (stored.dtype_code, stored.sizes) != self._type(chunk):
+            dtype = self._index.dtype(int(self._index.chunk_tensors[chunk])).name
+            message = f"the record is not the {dtype} {self._type(chunk)[1]} of the metadata"
             self._found("record", message, part, part.offset)
             return
-        self._check_bytes(source, part, stored.payload_offset, stored.payload_bytes, stored.crc32)
+        payload = replace(part, offset=stored.payload_offset, size_bytes=stored.payload_bytes)
+        self._check_range(stored.crc32, UNKNOWN, 0, source, payload)
 
     def _check_blob(self, source: _FileSpan, part: _CheckedRange) -> None:
         """Check an object of a foreign checkpoint: a zip with a CRC for each entry, or a bare pickle with
@@ -428,7 +366,7 @@ class PayloadChecks:
         offset, length = part.offset, part.size_bytes
         head = source.read(offset, min(length, len(LOCAL_SIGNATURE)))
         if head[:1] == _PICKLE_PROTOCOL:
-            self._check_bytes(source, part, offset, length, None)
+            self._check_range(None, UNKNOWN, 0, source, part)
             return
         checked = True
         try:
@@ -438,13 +376,13 @@ class PayloadChecks:
             entries = read_directory(window)
             check_names(entries)
             for entry in entries.values():
-                begin = entry_start(window, entry)
+                begin, got = entry_start(window, entry), 0
                 if begin + entry.size > length:
                     raise CheckpointFormatError("an entry of the object's zip reaches outside of it")
-                got = _crc(source, offset + begin, entry.size)
+                for data in source.steps(offset + begin, entry.size):
+                    got = crc32(data, got)
                 checked &= entry.crc32 != 0 or got == 0
-                if entry.crc32 not in (0, got):
-                    self._found_mismatch(part, offset + begin, entry.size, entry.crc32, got)
+                self._compare(part, offset + begin, entry.size, entry.crc32 or got, got)
         except CheckpointFormatError as error:
             self._found("record", f"the object cannot be read: {error}", part, offset, length)
         self._count(length, checked=checked)
@@ -473,30 +411,16 @@ class PayloadChecks:
             if self._progress is not None:
                 self._progress(self._done_bytes, max(self._total_bytes, self._done_bytes))
 
+    def _compare(self, part: _CheckedRange, offset: int, length: int, expected: int, got: int) -> None:
+        if got != expected:
+            crcs = f"(CRC-32 {got:08x}, should be {expected:08x})"
+            message = f"{length} bytes differ from what was committed {crcs}"
+            self._found("checksum", message, part, offset, length)
+
     def _found(
         self, kind: str, message: str, part: _CheckedRange, offset: int, length: int | None = None
     ) -> None:
         file = self._index.files[part.file]
+        message = f"{file}: {part.fqn!r} at byte {offset}: {message}"
         with self._lock:
-            self._report.findings.append(
-                Finding(
-                    kind, f"{file}: {part.fqn!r} at byte {offset}: {message}", file, part.fqn, offset, length
-                )
-            )
-
-    def _found_mismatch(self, part: _CheckedRange, offset: int, length: int, expected: int, got: int) -> None:
-        message = (
-            f"{length} bytes differ from what was committed (CRC-32 {got:08x}, should be {expected:08x})"
-        )
-        self._found("checksum", message, part, offset, length)
-
-    def _found_unreadable(self, error: CheckpointError, part: _CheckedRange) -> None:
-        message = f"{part.size_bytes} bytes cannot be read: {error}"
-        self._found("unreadable", message, part, part.offset, part.size_bytes)
-
-
-def _crc(source: _FileSpan, offset: int, length: int) -> int:
-    crc = 0
-    for data in source.steps(offset, length):
-        crc = crc32(data, crc)
-    return crc
+            self._report.findings.append(Finding(kind, message, file, part.fqn, offset, length))

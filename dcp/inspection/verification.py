@@ -20,10 +20,16 @@ import numpy as np
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.findings import Finding, ReportBytes, VerifyReport, kind_of
 from dcp.inspection.payload_checks import PayloadChecks, StreamedSums
-from dcp.inspection.values.digests import CheckpointDigests, check_digests, digests
+from dcp.inspection.values.digests import (
+    CheckpointDigests,
+    digest_of_sum,
+    digests,
+    digests_by_reading,
+)
 from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.planners.load.selection import Patterns
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME
+from dcp.storage.digests import digest_of_all
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -48,8 +54,6 @@ from dcp.storage.geometry.boxes import BoxSet, cut_overlaps, overlapping_pairs
 from dcp.storage.geometry.strides import expand_ranges, row_products
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, Store
 from dcp.storage.stores.opening import OpenWith
-
-__all__ = ["Finding", "ReportBytes", "VerifyReport", "verify", "verify_place", "verify_store"]
 
 _MOST_AGAIN: Final = 4
 _SMALL_BYTES: Final = 64 << 20
@@ -139,13 +143,11 @@ def verify_place(
         name = error.path.rpartition("/")[2]
         report.findings.append(Finding("missing-file", f"{name} is missing", name or None))
     if report.ok and sums is not None:
-        other = None if against is None else against()
         with_digest = with_digest and sums.left_bytes <= _MOST_AGAIN * report.bytes + _SMALL_BYTES
+        other = None if against is None else against()
         try:
             with TensorReader(store, index, verify="full", name=place.url) as reader:
-                found = check_digests(reader, sums.sums, other, is_all=with_digest)
-            report.findings += found.findings
-            report.digest = found.digest if report.ok else None
+                report.digest = _check_digests(reader, sums.sums, other, report, is_all=with_digest)
         except CorruptCheckpointError as error:  # also of tensors of which a part is nowhere
             report.findings.append(Finding(kind_of(error, "index"), str(error), fqn=error.fqn or None))
     if report.findings and _was_replaced(place, index):
@@ -168,26 +170,72 @@ def _was_replaced(place: SourcePlace, index: CheckpointIndex) -> bool:
 def _check_metadata(store: Store, index: CheckpointIndex, listing: dict[str, FileInfo]) -> Iterator[Finding]:
     if MANIFEST_NAME not in listing:
         return
+    name, message = METADATA_NAME, None
     if index.format == TORCH_DCP.name:
-        yield Finding(
-            "metadata",
-            f"stock torch has saved over this checkpoint; {MANIFEST_NAME} is of the save before and ignored",
-            MANIFEST_NAME,
-        )
+        name = MANIFEST_NAME
+        message = f"stock torch has saved over this checkpoint; {name} is of the save before and ignored"
+    elif index.torch_metadata_crc is not None and name not in listing:
+        message = f"{name} is missing: stock torch cannot load this"
     elif index.torch_metadata_crc is not None:
-        if METADATA_NAME not in listing:
-            yield Finding(
-                "metadata", f"{METADATA_NAME} is missing: stock torch cannot load this", METADATA_NAME
-            )
-            return
-        crc = crc32(store.read(METADATA_NAME, limit_bytes=MAX_TORCH_METADATA_BYTES))
-        if crc == index.torch_metadata_crc:
-            return
-        if crc == index.replaced_torch_metadata_crc:
-            what = "is still that of the save which this one replaced: stock torch would load that one"
-        else:
+        crc = crc32(store.read(name, limit_bytes=MAX_TORCH_METADATA_BYTES))
+        if crc != index.torch_metadata_crc:
             what = "differs from what was committed: it is damaged, and stock torch would trust it"
-        yield Finding("metadata", f"{METADATA_NAME} {what}", METADATA_NAME)
+            if crc == index.replaced_torch_metadata_crc:
+                what = "is still that of the save which this one replaced: stock torch would load that one"
+            message = f"{name} {what}"
+    if message is not None:
+        yield Finding("metadata", message, name)
+
+
+def _check_digests(
+    reader: TensorReader,
+    sums: Mapping[int, bytes],
+    other: CheckpointDigests | None,
+    report: VerifyReport,
+    *,
+    is_all: bool,
+) -> str | None:
+    """Report the tensors of ``reader`` that are not what its manifest's digests say, and those that are not
+    the ones of ``other``; return the digest of all, where all were looked at and are right.
+
+    Of those that ``sums`` lack the ones with a digest in the manifest are read, and all where there is an
+    ``other`` or ``is_all``.
+    """
+    index = reader.index
+    noted = {row: digest for row in range(index.tensor_count) if (digest := index.digest(row)) is not None}
+    rows = [*noted] if other is None and not is_all else [*range(index.tensor_count)]
+    own = {row: digest_of_sum(index, row, sums[row]) for row in rows if row in sums}
+    own |= digests_by_reading(reader, [row for row in rows if row not in sums])
+    wrong = {
+        index.fqns[row]: f"has the digest {own[row]}, and the manifest says {digest}, which comparisons go by"
+        for row, digest in noted.items()
+        if own[row] != digest
+    }
+    found = [*wrong.items(), *(() if other is None else _differing(index, own, other))]
+    report.findings += [Finding("digest", f"{fqn!r} {what}", fqn=fqn) for fqn, what in found]
+    named = ((index.fqns[row], digest) for row, digest in own.items())
+    return digest_of_all(named) if report.ok and len(own) == index.tensor_count else None
+
+
+def _differing(
+    index: CheckpointIndex, own: Mapping[int, str], other: CheckpointDigests
+) -> Iterator[tuple[str, str]]:
+    """Yield names of tensors that are not the same in both, and how they differ."""
+    theirs = {tensor.fqn: tensor for tensor in other.tensors}
+    for row, digest in own.items():
+        fqn, same = index.fqns[row], theirs.pop(index.fqns[row], None)
+        if same is None:
+            yield fqn, f"is not in {other.url}"
+        elif same.digest != digest:
+            here, there = (
+                f"{dtype} {'x'.join(map(str, shape)) or 'scalar'} {shown}"
+                for dtype, shape, shown in (
+                    (index.dtype(row).name, index.shape(row), digest),
+                    (same.dtype, same.shape, same.digest),
+                )
+            )
+            yield fqn, f"is another one in {other.url}: {here} here, there {there}"
+    yield from ((fqn, f"is only in {other.url}") for fqn in theirs)
 
 
 def _check_parts(index: CheckpointIndex) -> Iterator[Finding]:

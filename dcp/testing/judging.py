@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,22 +23,7 @@ from dcp.testing.live_state import (
     write_bits,
 )
 
-__all__ = ["Report", "SavedState", "SavedTensor", "StateFinding", "StateFindingKind", "Trial", "judge"]
-
-StateFindingKind = Literal[
-    "lost",
-    "stale",
-    "shuffled",
-    "doubled",
-    "mixed up",
-    "rounded",
-    "garbage",
-    "untied",
-    "never saved",
-    "failed",
-]
-
-_MEANINGS: Final[dict[StateFindingKind, str]] = {
+_MEANINGS: Final = {
     "lost": "not in the checkpoint, or not read: as it was before the load, zero, or not there",
     "stale": "of another moment: an earlier save, or the training that continued behind the save",
     "shuffled": "other elements of the same tensor, each once",
@@ -56,14 +41,15 @@ _MAX_NAMED: Final = 5
 
 @dataclass(frozen=True)
 class StateFinding:
-    """``count`` of the ``total`` elements that ``rank`` has of ``name`` are not what was saved.
+    """``count`` of the ``total`` elements that ``rank`` has of ``name`` are not what was saved: ``kind`` is
+    one of `_MEANINGS`.
 
     ``places`` are theirs, as slices of the whole tensor's first dimension or the first element; ``found``
     describes their values. If these elements belong elsewhere, ``from_name``, ``from_rank`` (of values
     that are a rank's own) and ``from_places`` say where.
     """
 
-    kind: StateFindingKind
+    kind: str
     rank: int | None
     part: str = ""
     name: str = ""
@@ -121,7 +107,7 @@ def _lines(report: Report) -> Iterator[str]:
     for trial in report.trials:
         count = len(trial.findings)
         result = f"{count} finding{'s' * (count > 1)}" if trial.findings else "all of it came back"
-        who = f"saved by {_ranks(trial.saved_by)}, loaded by {trial.loaded_by}"
+        who = f"saved by {trial.saved_by} rank{'s' * (trial.saved_by != 1)}, loaded by {trial.loaded_by}"
         yield f"{who}: {trial.tensors} tensors, {result}"
         if trial.own and trial.saved_by != trial.loaded_by:
             yield f"  not compared, as they are each rank's own: {', '.join(trial.own[:_MAX_NAMED])}"
@@ -135,10 +121,6 @@ def _lines(report: Report) -> Iterator[str]:
     if kinds:
         yield ""
     yield from (f"{kind}: {_MEANINGS[kind]}" for kind in kinds)
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count != 1 else ''}"
 
 
 def _taken(names: Sequence[str], what: str, otherwise: str) -> Iterator[str]:
@@ -170,11 +152,11 @@ _SPARE_BITS: Final = 7
 """Bits beyond those that number the places, so that an equal value is no chance."""
 
 _MAX_RUNS: Final = 8
-_MOMENTS: Final[dict[str, tuple[StateFindingKind, str]]] = {
-    "before": ("lost", "what it was before the load"),
-    "earlier": ("stale", "an earlier save's"),
-    "later": ("stale", "what came after the save"),
-}
+_MOMENTS: Final = (
+    ("lost", "before", "what it was before the load"),
+    ("stale", "earlier", "an earlier save's"),
+    ("stale", "later", "what came after the save"),
+)
 _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
 _SMALLER: Final = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -210,102 +192,84 @@ class SavedState:
 
 
 def judge(live: LiveTensor, rank: int, saved: SavedState) -> Iterator[StateFinding]:
-    """Find what is wrong with ``live`` on this ``rank``; nothing where it is as it was saved."""
-    wanted = saved.of(live, rank)
-    bits = bits_of(live.local)
-    facts: dict[str, Any] = {"rank": rank, "part": live.part, "name": live.name, "total": live.local.numel()}
-    if wanted is None or (wanted.shape, wanted.dtype) != (live.shape, live.local.dtype):
+    """Find what is wrong with ``live`` on this ``rank``; nothing where it is as it was saved.
+
+    Wrong elements are explained by one reason after the other, each of which leaves fewer.
+    """
+    wanted, dtype, count = saved.of(live, rank), live.local.dtype, live.local.numel()
+    facts: dict[str, Any] = {"rank": rank, "part": live.part, "name": live.name, "total": count}
+    if wanted is None or (wanted.shape, wanted.dtype) != (live.shape, dtype):
         had = "" if wanted is None else f"it was {list(wanted.shape)} {_name(wanted.dtype)}"
-        yield StateFinding("never saved", count=live.local.numel(), places="", found=had, **facts)
+        yield StateFinding("never saved", count=count, found=had, **facts)
         return
-    expected = coded_bits(Identity(live.name, wanted.rank, "saved"), live.index, live.local.dtype)
-    wrong = _by_element(bits != expected, live.local.dtype)
-    if wrong.any():
-        for found in _Explanation(live, bits, expected, wrong, wanted, saved).findings():
-            yield StateFinding(**facts, **found)
+    bits, expected = bits_of(live.local), coded_bits(_identity(wanted, "saved"), live.index, dtype)
+    left = _by_element(bits != expected, dtype)
+    right = ~left
+
+    def finding(kind: str, mask: Mask, found: str, **more: Any) -> StateFinding:
+        left[mask] = False
+        places = _places(live.index[mask], live.shape)
+        return StateFinding(kind, count=int(mask.sum()), places=places, found=found, **facts, **more)
+
+    for kind, guess, found in _guesses(live, wanted, expected) if left.any() else ():
+        same = left & ~_by_element(bits != guess, dtype)
+        by_chance = 2.0 ** -bits_per_value(dtype) * left.sum()
+        if same.sum() > 8 * by_chance + 1 or (same.any() and bool((same == left).all())):
+            yield finding(kind, same, found)
+    for source, moved in _elsewhere(live, bits, wanted, saved) if left.any() else ():
+        mask = left & (moved >= 0)
+        if mask.any():
+            kind, found, more = _moved(source, wanted, moved[mask], live.index[right])
+            yield finding(kind, mask, found, **more)
+        if not left.any():
+            return
+    if left.any():
+        values = live.local.detach().cpu().reshape(-1)
+        few = [values[place].item() for place in np.flatnonzero(left)[:3].tolist()]
+        shown = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in few]
+        yield finding("garbage", left.copy(), ", ".join(shown))
 
 
-class _Explanation:
-    """Explains wrong elements by one reason after the other, each of which leaves fewer."""
+def _identity(of: SavedTensor, moment: str) -> Identity:
+    return Identity(of.name, of.rank, moment)
 
-    def __init__(
-        self, live: LiveTensor, bits: Any, expected: Any, wrong: Mask, wanted: SavedTensor, saved: SavedState
-    ) -> None:
-        self._live, self._bits, self._expected = live, bits, expected
-        self._wanted, self._saved = wanted, saved
-        self._dtype = live.local.dtype
-        self._left, self._right = wrong.copy(), ~wrong
 
-    def findings(self) -> Iterator[dict[str, Any]]:
-        """Give the fields of each `StateFinding` besides the tensor's name."""
-        yield from self._if_equal("lost", np.zeros_like(self._bits), "zeros")
-        for moment, (kind, found) in _MOMENTS.items():
-            of = Identity(self._live.name, self._wanted.rank, moment)
-            yield from self._if_equal(kind, coded_bits(of, self._live.index, self._dtype), found)
-        for smaller in _SMALLER:
-            if self._dtype.is_floating_point and smaller.itemsize < self._dtype.itemsize:
-                yield from self._if_equal("rounded", self._through(smaller), f"rounded to {_name(smaller)}")
-        yield from self._elsewhere()
-        if self._left.any():
-            yield self._finding("garbage", self._left, self._sample())
+def _guesses(live: LiveTensor, wanted: SavedTensor, expected: Any) -> Iterator[tuple[str, Any, str]]:
+    """List values of known origin that elements may have: kind of finding, bits, and their description."""
+    dtype = live.local.dtype
+    yield "lost", np.zeros_like(expected), "zeros"
+    for kind, moment, found in _MOMENTS:
+        yield kind, coded_bits(_identity(wanted, moment), live.index, dtype), found
+    for smaller in _SMALLER:
+        if dtype.is_floating_point and smaller.itemsize < dtype.itemsize:
+            values = torch.empty(live.local.numel(), dtype=dtype)
+            write_bits(values, expected)
+            yield "rounded", bits_of(values.to(smaller).to(dtype)), f"rounded to {_name(smaller)}"
 
-    def _through(self, smaller: torch.dtype) -> Any:
-        values = torch.empty(len(self._right), dtype=self._dtype)
-        write_bits(values, self._expected)
-        return bits_of(values.to(smaller).to(self._dtype))
 
-    def _if_equal(self, kind: StateFindingKind, bits: Any, found: str) -> Iterator[dict[str, Any]]:
-        """Report elements that equal ``bits``, unless chance makes so many equal."""
-        same = self._left & ~_by_element(self._bits != bits, self._dtype)
-        by_chance = 2.0 ** -bits_per_value(self._dtype) * self._left.sum()
-        if same.sum() > 8 * by_chance + 1 or (same.any() and bool((same == self._left).all())):
-            self._left &= ~same
-            yield self._finding(kind, same, found)
+def _elsewhere(
+    live: LiveTensor, bits: Any, wanted: SavedTensor, saved: SavedState
+) -> Iterator[tuple[SavedTensor, Places]]:
+    """List tensors, each with the places there of the elements that stand here; -1 for others."""
+    row = live.local.shape[-1] if live.local.ndim else 1
+    for width in dict.fromkeys((min(gram_width(live.local.dtype), row), 1)):
+        for candidate in _candidates(wanted, saved):
+            yield candidate, _found_in(candidate, bits, live.local.dtype, row, width)
 
-    def _elsewhere(self) -> Iterator[dict[str, Any]]:
-        """Find saved elements that belong elsewhere."""
-        row = self._live.local.shape[-1] if self._live.local.ndim else 1
-        for one in dict.fromkeys((min(gram_width(self._dtype), row), 1)):
-            for candidate in _candidates(self._wanted, self._saved):
-                if not self._left.any():
-                    return
-                moved = _found_in(candidate, self._bits, self._dtype, row, one)
-                moved = np.where(self._left, moved, -1)
-                if (moved >= 0).any():
-                    yield self._moved(candidate, moved)
-                    self._left &= moved < 0
 
-    def _moved(self, source: SavedTensor, moved: Places) -> dict[str, Any]:
-        mask = moved >= 0
-        come_from = moved[mask]
-        is_itself = (source.name, source.part, source.rank) == (
-            self._wanted.name,
-            self._wanted.part,
-            self._wanted.rank,
-        )
-        kind: StateFindingKind = "mixed up"
-        if is_itself:
-            there = np.isin(come_from, self._live.index[self._right])
-            kind = "doubled" if there.any() or len(np.unique(come_from)) < len(come_from) else "shuffled"
-        whose = "itself" if is_itself else source.name
-        if source.rank is not None and not is_itself:
-            whose = f"rank {source.rank}'s" + (f" {source.name}" if source.name != self._wanted.name else "")
-        places = _places(come_from, source.shape)
-        return {
-            **self._finding(kind, mask, f"has {places} of {whose}"),
-            "from_name": source.name,
-            "from_rank": source.rank,
-            "from_places": places,
-        }
-
-    def _finding(self, kind: StateFindingKind, mask: Mask, found: str) -> dict[str, Any]:
-        places = _places(self._live.index[mask], self._live.shape)
-        return {"kind": kind, "count": int(mask.sum()), "places": places, "found": found}
-
-    def _sample(self) -> str:
-        values = self._live.local.detach().cpu().reshape(-1)
-        few = [values[place].item() for place in np.flatnonzero(self._left)[:3].tolist()]
-        return ", ".join(f"{value:.6g}" if isinstance(value, float) else str(value) for value in few)
+def _moved(
+    source: SavedTensor, wanted: SavedTensor, come_from: Places, right: Places
+) -> tuple[str, str, dict[str, Any]]:
+    """Describe elements that are those of ``source`` at ``come_from``; ``right`` places are as they were."""
+    kind, whose = "mixed up", source.name
+    if (source.name, source.part, source.rank) == (wanted.name, wanted.part, wanted.rank):
+        is_twice = np.isin(come_from, right).any() or len(np.unique(come_from)) < len(come_from)
+        kind, whose = "doubled" if is_twice else "shuffled", "itself"
+    elif source.rank is not None:
+        whose = f"rank {source.rank}'s" + (f" {source.name}" if source.name != wanted.name else "")
+    places = _places(come_from, source.shape)
+    more = {"from_name": source.name, "from_rank": source.rank, "from_places": places}
+    return kind, f"has {places} of {whose}", more
 
 
 # -- places that elements come from --------------------------------------------------------------------------
@@ -328,7 +292,7 @@ def _found_in(source: SavedTensor, bits: Any, dtype: torch.dtype, row: int, widt
     count = math.prod(source.shape)
     if count < width or width * bits_per_value(dtype) < _SPARE_BITS + math.log2(count):
         return found  # too few bits
-    there = coded_bits(Identity(source.name, source.rank, "saved"), np.arange(count, dtype=np.int64), dtype)
+    there = coded_bits(_identity(source, "saved"), np.arange(count, dtype=np.int64), dtype)
     grams, here = _grams(_joined(there, dtype), width), _grams(_joined(bits, dtype), width)
     order = np.argsort(grams, kind="stable")
     rank = np.minimum(np.searchsorted(grams[order], here), len(grams) - 1)

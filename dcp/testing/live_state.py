@@ -24,23 +24,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from dcp.storage.errors import OptionError
 from dcp.storage.torch_compat import FlatSlice, StridedShard, flat_slices
 
-__all__ = [
-    "Identity",
-    "LiveTensor",
-    "PartOf",
-    "StatePart",
-    "Whole",
-    "bits_of",
-    "bits_per_value",
-    "clean_name",
-    "coded_bits",
-    "gram_width",
-    "number_of",
-    "parameter_names",
-    "tensors_of",
-    "write_bits",
-]
-
 Bits = npt.NDArray[Any]
 """Elements as unsigned integers of their size; a complex one is two of them."""
 
@@ -292,31 +275,27 @@ def _as_parts(found: Sequence[LiveTensor], part_of: PartOf, rank: int, world: in
 
 def _parts(part: StatePart, name: str, fqn: str, tensor: torch.Tensor) -> Iterator[LiveTensor]:
     """Give the plain tensors that ``tensor`` is made of."""
-    if isinstance(tensor, DTensor):
-        yield from _shard(part, name, fqn, tensor)
-    elif hasattr(tensor, "__tensor_flatten__"):
-        for attribute in tensor.__tensor_flatten__()[0]:
-            yield from _parts(part, f"{name}.{attribute}", fqn, getattr(tensor, attribute))
-    else:
-        index = np.arange(tensor.numel(), dtype=np.int64)
-        yield LiveTensor(part, name, fqn, tensor.detach(), tuple(tensor.shape), index, is_alone=True)
+    local = tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    if isinstance(tensor, DTensor) and not (
+        any(placement.is_partial() for placement in tensor.placements) or hasattr(local, "__tensor_flatten__")
+    ):
+        yield _shard(part, name, fqn, tensor, local)
+    elif hasattr(local, "__tensor_flatten__"):
+        for attribute in local.__tensor_flatten__()[0]:
+            yield from _parts(part, f"{name}.{attribute}", fqn, getattr(local, attribute))
+    else:  # of what is pending the elements of the whole are not known, so that it is this rank's own
+        index = np.arange(local.numel(), dtype=np.int64)
+        yield LiveTensor(part, name, fqn, local, tuple(local.shape), index, is_alone=True)
 
 
-def _shard(part: StatePart, name: str, fqn: str, tensor: DTensor) -> Iterator[LiveTensor]:
-    local = tensor.to_local().detach()
-    is_pending = any(placement.is_partial() for placement in tensor.placements)
-    if is_pending or hasattr(local, "__tensor_flatten__"):
-        # its elements of the whole are not known, so that it is this rank's own
-        for live in _parts(part, name, fqn, local):
-            yield LiveTensor(part, live.name, fqn, live.local, live.shape, live.index, is_alone=True)
-        return
+def _shard(part: StatePart, name: str, fqn: str, tensor: DTensor, local: torch.Tensor) -> LiveTensor:
     index = _places(tensor)
     if index.shape != tuple(local.shape):
         raise OptionError(
             f"{name} has {tuple(local.shape)} on this rank, where {tensor.placements} of "
             f"{tuple(tensor.shape)} are {tuple(index.shape)}: a shard whose elements are not known"
         )
-    yield LiveTensor(part, name, fqn, local, tuple(tensor.shape), index.reshape(-1), is_alone=False)
+    return LiveTensor(part, name, fqn, local, tuple(tensor.shape), index.reshape(-1), is_alone=False)
 
 
 def _places(tensor: DTensor) -> npt.NDArray[np.int64]:

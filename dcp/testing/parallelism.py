@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from multiprocessing.context import BaseContext
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -62,17 +62,12 @@ _MAX_SEED: Final = 1 << 63
 Finding: TypeAlias = StateFinding
 
 
-class Save(Protocol):
-    """Called as `dcp.save`, on all ranks. What it returns may have a ``result()``: the state changes
-    before that is called."""
+Save: TypeAlias = Callable[..., Any]
+"""Called as `dcp.save`, on all ranks. What it returns may have a ``result()``: the state changes before that
+is called."""
 
-    def __call__(self, state: dict[str, Any], /, *, checkpoint_id: str) -> Any: ...
-
-
-class Load(Protocol):
-    """Called as `dcp.load`, on all ranks: fills the state dict."""
-
-    def __call__(self, state: dict[str, Any], /, *, checkpoint_id: str) -> Any: ...
+Load: TypeAlias = Callable[..., Any]
+"""Called as `dcp.load`, on all ranks: fills the state dict."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +151,8 @@ def check(
         OptionError: ``build``, ``save`` or ``load`` cannot be sent to a process, ``worlds`` is empty, or a
             glob matches nothing.
     """
-    if not _are_worlds(worlds):
+    is_list = isinstance(worlds, Sequence) and len(worlds) > 0
+    if not is_list or not all(isinstance(world, int) and world > 0 for world in worlds):
         raise OptionError(f"worlds must be numbers of ranks, as (2, 1, 3), not {worlds!r}")
     asked = _Asked(build, part_of, _globs(only), _globs(own), _globs(replicas))
     with tempfile.TemporaryDirectory(prefix="dcp-conformance-") as made, RankProcesses(context) as ranks:
@@ -191,11 +187,6 @@ class _Asked:
         return [one for one in live if any(fnmatchcase(one.fqn, glob) for glob in self.only)]
 
 
-def _are_worlds(given: Any) -> bool:
-    is_list = isinstance(given, Sequence) and len(given) > 0
-    return is_list and all(isinstance(world, int) and world > 0 for world in given)
-
-
 def _globs(given: str | Sequence[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
@@ -212,23 +203,18 @@ def _refuse_idle(asked: _Asked, saved: SavedState) -> None:
 def _trial(saved: SavedState, world: int, results: Sequence[Any]) -> Trial:
     good = [result for result in results if not isinstance(result, RankFailure)]
     findings = (*_failures("load", results), *(finding for _, found in good for finding in found))
-    counted = sum(count for count, _ in good)
-    names = tuple(sorted(saved.own)), findings, tuple(sorted(saved.replicas))
-    return Trial(saved.world, world, counted, *names)
+    own, replicas = tuple(sorted(saved.own)), tuple(sorted(saved.replicas))
+    return Trial(saved.world, world, sum(count for count, _ in good), own, findings, replicas)
 
 
 def _failures(what: str, results: Iterable[Any]) -> tuple[StateFinding, ...]:
-    return tuple(
-        StateFinding("failed", result.rank, found=f"{what}: {_shortened(result.message)}")
-        for result in results
-        if isinstance(result, RankFailure)
-    )
-
-
-def _shortened(message: str) -> str:
-    """Put a message on one line; of a long one, such as torch's, the first and the last line."""
-    lines = message.splitlines()
-    return " ".join(lines if len(lines) <= _MAX_LINES else [lines[0], "...", lines[-1]])
+    findings = []
+    for result in results:
+        if isinstance(result, RankFailure):
+            lines = result.message.splitlines()  # of a long one, such as torch's, the first and the last
+            shown = " ".join(lines if len(lines) <= _MAX_LINES else [lines[0], "...", lines[-1]])
+            findings.append(StateFinding("failed", result.rank, found=f"{what}: {shown}"))
+    return tuple(findings)
 
 
 # -- on a rank that saves ------------------------------------------------------------------------------------

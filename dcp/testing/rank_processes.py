@@ -18,12 +18,9 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 from dcp.storage.errors import OptionError
-
-__all__ = ["RankFailure", "RankProcesses"]
 
 _GRACE_SECONDS: Final = 20.0
 """For the other ranks, once one has failed."""
@@ -50,9 +47,7 @@ class RankProcesses:
     def __enter__(self) -> RankProcesses:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def run(

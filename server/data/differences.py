@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final, Literal
 
-from dcp.inspection.values.difference import TensorDifference, TensorFacts, diff_readers
+from dcp.inspection.values.difference import TensorDifference, TensorFacts, ValueDifference, diff_readers
 from dcp.inspection.values.object_differences import ObjectDifference
-from dcp.inspection.values.tensor_differences import ValueDifference
 from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.server.catalog.contents.layers import is_of_optimizer
 from dcp.server.data.opening import OpenCheckpoint

@@ -13,8 +13,7 @@ from dcp.conversion.casting import CASTABLE
 from dcp.conversion.layout import Copies, Literals, TargetLayout
 from dcp.conversion.layout import Literal as LiteralBytes
 from dcp.inspection.values.elements import decode, stored_dtype
-from dcp.inspection.values.strided_selection import select
-from dcp.inspection.values.tensor_reading import Slices
+from dcp.inspection.values.tensor_reading import Slices, select
 from dcp.server.data.opening import OpenCheckpoint
 from dcp.server.data.sending.bodies import Body
 from dcp.server.data.sending.planned import ArrayBody, PlannedBody

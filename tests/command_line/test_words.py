@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from dcp.cli.common import describe_time
+from dcp.cli.printing import describe_time
 
 
 def test_times_are_local_and_sortable() -> None:

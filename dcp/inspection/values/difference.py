@@ -8,37 +8,54 @@ and whatever differs, is read in blocks and compared element by element.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.findings import ReportBytes
-from dcp.inspection.values.elements import Array
+from dcp.inspection.values.elements import Array, decode, is_integral, is_opaque
 from dcp.inspection.values.object_differences import ObjectDifference, compare_objects, object_names
-from dcp.inspection.values.tensor_differences import Deltas, ValueDifference, are_comparable
 from dcp.inspection.values.tensor_reading import TensorReader, open_tensors
 from dcp.planners.load.selection import Patterns, Rename, Selection, renamer
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.checksums import crc32_combine
+from dcp.storage.formats.dtypes import Dtype
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.geometry.boxes import Box, contiguous_position, split_box
-
-__all__ = [
-    "Difference",
-    "ObjectDifference",
-    "TensorDifference",
-    "TensorFacts",
-    "ValueDifference",
-    "diff",
-    "diff_readers",
-]
 
 DifferenceKind = Literal["added", "removed", "shape", "dtype", "changed", "undecided"]
 
 _SLAB_BYTES: Final = 64 << 20
 """What is read at a time of a tensor that both sides cut differently: the more, the fewer blocks twice."""
+
+_STEP: Final = 1 << 15
+"""Elements at a time, so that all that is done to them finds them in the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDifference:
+    """``differing`` of ``elements`` are not the same.
+
+    Of tensors of one dtype those are not the same whose bits differ: 0.0 and -0.0 are two things, and a NaN
+    is itself. Of two dtypes their values are compared, and all NaNs are one. ``nonfinite`` of those that
+    differ are NaN or infinite on a side; ``max_abs`` and ``relative_l2`` (the L2 norm of the differences
+    divided by that of the first tensor; infinite where that is 0) are of the others. Both are None for bits
+    without a meaning, and where no element is finite on both sides. ``nonfinite_after`` elements of the
+    second tensor are NaN or infinite, whether they differ or not.
+    """
+
+    elements: int
+    differing: int
+    nonfinite: int
+    max_abs: float | None
+    relative_l2: float | None
+    nonfinite_after: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +106,6 @@ class Difference:
         return not self.tensors and not self.objects
 
 
-class _Pair(NamedTuple):
-    """One tensor's rows in both indexes."""
-
-    fqn: str
-    a: int
-    b: int
-
-
 @plain_errors
 def diff(
     a: str | os.PathLike[str],
@@ -135,17 +144,27 @@ def diff(
         CorruptCheckpointError: Bytes are not those that were committed.
         StorageError: The storage cannot be read.
     """
+    options_of_b = storage_options if options_of_b is None else options_of_b
+    how: dict[str, Any] = {
+        "values": values,
+        "only": only,
+        "exclude": exclude,
+        "rename": rename,
+        "progress": progress,
+    }
     with (
         open_tensors(a, storage_options=storage_options, verify="full") as first,
-        open_tensors(
-            b,
-            storage_options=storage_options if options_of_b is None else options_of_b,
-            verify="full",
-        ) as second,
+        open_tensors(b, storage_options=options_of_b, verify="full") as second,
     ):
-        return diff_readers(
-            first, second, values=values, only=only, exclude=exclude, rename=rename, progress=progress
-        )
+        return diff_readers(first, second, **how)
+
+
+class _Pair(NamedTuple):
+    """One tensor that both checkpoints have: its place in the result, and its rows in their indexes."""
+
+    place: int
+    a: int
+    b: int
 
 
 def diff_readers(
@@ -160,47 +179,41 @@ def diff_readers(
 ) -> Difference:
     """`diff` of two open checkpoints."""
     selection, renamed = Selection.of(only, exclude), renamer(rename)
-    tensors = _pairs(a.index.fqns, b.index.fqns, selection, renamed)
-    objects = _pairs(object_names(a.index), object_names(b.index), selection, renamed)
+    tensors = _names(a.index.fqns, b.index.fqns, selection, renamed)
+    objects = _names(object_names(a.index), object_names(b.index), selection, renamed)
     if not tensors and not objects and selection is not None:  # patterns are easily mistyped
         where = f"{a.name}, {b.name}: only={only!r}, exclude={exclude!r}"
         raise PlanError(f"{where} select nothing; patterns are shell globs such as 'model.*'")
-    found: dict[str, TensorDifference] = {}
+    found: list[TensorDifference | None] = []
     compared: list[_Pair] = []
-    equal: list[str] = []
-    for first, second in tensors:
-        row_a = -1 if first is None else a.index.position[first]
-        row_b = -1 if second is None else b.index.position[second]
-        pair = _Pair(second or first or "", row_a, row_b)
-        difference = _by_index(a, b, pair)
-        if difference is None:
-            equal.append(pair.fqn)
-            continue
-        found[pair.fqn] = difference
-        if values and _has_values_to_compare(a.index, b.index, pair):
-            compared.append(pair)
+    for place, (first, second) in enumerate(tensors):
+        before, after = _facts(a.index, first), _facts(b.index, second)
+        kind = _kind(before, after)
+        if first is not None and second is not None and kind != "shape":
+            pair = _Pair(place, a.index.position[first], b.index.position[second])
+            kind = kind or _kind_by_checksums(a, b, pair)
+            if kind and values and _are_comparable(a.index.dtype(pair.a), b.index.dtype(pair.b)):
+                compared.append(pair)
+        found.append(kind and TensorDifference(second or first or "", kind, before, after))
     for pair, value in _ValueComparison(a, b, progress).run(compared):
-        known = found[pair.fqn]
-        if value.differing == 0 and known.kind != "dtype":
-            del found[pair.fqn]
-            equal.append(pair.fqn)
-        else:
-            kind: DifferenceKind = "dtype" if known.kind == "dtype" else "changed"
-            found[pair.fqn] = TensorDifference(pair.fqn, kind, known.before, known.after, value)
+        known = found[pair.place]
+        if known is not None and known.kind == "dtype":
+            found[pair.place] = replace(known, values=value)
+        elif known is not None:
+            found[pair.place] = replace(known, kind="changed", values=value) if value.differing else None
     changed_objects = compare_objects(a, b, objects, values=values)
-    order = {second or first: place for place, (first, second) in enumerate(tensors)}
     return Difference(
         a.name,
         b.name,
-        tuple(found.values()),
-        tuple(sorted(equal, key=order.__getitem__)),
+        tuple(one for one in found if one is not None),
+        tuple(second or "" for (_, second), one in zip(tensors, found, strict=True) if one is None),
         tuple(changed_objects),
         len(objects) - len(changed_objects),
         a.bytes_read + b.bytes_read,
     )
 
 
-def _pairs(
+def _names(
     a: Iterable[str],
     b: Iterable[str],
     selection: Selection | None,
@@ -213,44 +226,35 @@ def _pairs(
         if names.setdefault(name, fqn) != fqn:
             raise PlanError(f"rename gives {name!r} for both {names[name]!r} and {fqn!r}", fqn=fqn)
     others = dict.fromkeys(b)
-    pairs = []
-    for name in {**names, **others}:
-        if selection is None or selection.selects(name):
-            pairs.append((names.get(name), name if name in others else None))
-    return pairs
+    return [
+        (names.get(name), name if name in others else None)
+        for name in {**names, **others}
+        if selection is None or selection.selects(name)
+    ]
 
 
 # -- by the indexes ------------------------------------------------------------------------------------------
 
 
-def _by_index(a: TensorReader, b: TensorReader, pair: _Pair) -> TensorDifference | None:
-    """Return None if the tensors are the same; "undecided" where only values tell."""
-    before = _facts(a.index, pair.a) if pair.a >= 0 else None
-    after = _facts(b.index, pair.b) if pair.b >= 0 else None
-
-    def difference(kind: DifferenceKind) -> TensorDifference:
-        return TensorDifference(pair.fqn, kind, before, after)
-
-    if before is None or after is None:
-        return difference("added" if before is None else "removed")
-    if before.shape != after.shape:
-        return difference("shape")
-    if before.dtype != after.dtype:
-        return difference("dtype")
-    same = True if 0 in before.shape else _same_by_checksums(a, b, pair)
-    if same:
+def _facts(index: CheckpointIndex, fqn: str | None) -> TensorFacts | None:
+    if fqn is None:
         return None
-    return difference("undecided" if same is None else "changed")
+    row = index.position[fqn]
+    return TensorFacts(fqn, index.dtype(row).name, index.shape(row))
 
 
-def _facts(index: CheckpointIndex, row: int) -> TensorFacts:
-    return TensorFacts(index.fqns[row], index.dtype(row).name, index.shape(row))
+def _kind(before: TensorFacts | None, after: TensorFacts | None) -> DifferenceKind | None:
+    """Return the difference that names, shapes and dtypes tell."""
+    if before is None or after is None:
+        return "added" if before is None else "removed"
+    if before.shape != after.shape:
+        return "shape"
+    return None if before.dtype == after.dtype else "dtype"
 
 
-def _has_values_to_compare(a: CheckpointIndex, b: CheckpointIndex, pair: _Pair) -> bool:
-    if pair.a < 0 or pair.b < 0 or a.shape(pair.a) != b.shape(pair.b):
-        return False
-    return are_comparable(a.dtype(pair.a), b.dtype(pair.b))
+def _kind_by_checksums(a: TensorReader, b: TensorReader, pair: _Pair) -> DifferenceKind | None:
+    same = True if 0 in a.index.shape(pair.a) else _same_by_checksums(a, b, pair)
+    return None if same else "undecided" if same is None else "changed"
 
 
 def _same_by_checksums(a: TensorReader, b: TensorReader, pair: _Pair) -> bool | None:
@@ -258,23 +262,28 @@ def _same_by_checksums(a: TensorReader, b: TensorReader, pair: _Pair) -> bool | 
     digests = a.index.digest(pair.a), b.index.digest(pair.b)
     if None not in digests:
         return digests[0] == digests[1]
-    chunks = _chunks_of_boxes(a, pair.a), _chunks_of_boxes(b, pair.b)
-    if chunks[0] is not None and chunks[1] is not None and chunks[0].keys() == chunks[1].keys():
-        known = [_same_payload(a, b, chunk, chunks[1][box]) for box, chunk in chunks[0].items()]
+    chunks = _pairs_of_chunks(a, b, pair)
+    if chunks is not None:
+        known = [_same_payload(a, b, *both) for both in chunks]
         return None if None in known else all(known)
     whole = _whole_crc(a, pair.a), _whole_crc(b, pair.b)
     return None if None in whole else whole[0] == whole[1]
 
 
+def _pairs_of_chunks(a: TensorReader, b: TensorReader, pair: _Pair) -> list[tuple[int, int]] | None:
+    """Return the chunks of both sides that are the same boxes; None where they are cut differently."""
+    first, second = _chunks_of_boxes(a, pair.a), _chunks_of_boxes(b, pair.b)
+    if first is None or second is None or first.keys() != second.keys():
+        return None
+    return [(chunk, second[box]) for box, chunk in first.items()]
+
+
 def _chunks_of_boxes(reader: TensorReader, row: int) -> dict[Box, int] | None:
     """Return the chunks by their boxes; None if they lie over each other."""
-    index = reader.index
-    found = {}
-    for part in reader.parts(row):
-        if index.box(part.chunk) != part.box:
-            return None
-        found[part.box] = part.chunk
-    return found
+    parts = reader.parts(row)
+    if any(reader.index.box(part.chunk) != part.box for part in parts):
+        return None
+    return {part.box: part.chunk for part in parts}
 
 
 def _same_payload(a: TensorReader, b: TensorReader, chunk_a: int, chunk_b: int) -> bool | None:
@@ -294,14 +303,11 @@ def _same_payload(a: TensorReader, b: TensorReader, chunk_a: int, chunk_b: int) 
 
 def _whole_crc(reader: TensorReader, row: int) -> int | None:
     """Return CRC-32 of a tensor's bytes in C order, if its chunks follow one another there."""
-    index, shape = reader.index, reader.index.shape(row)
-    chunks = _chunks_of_boxes(reader, row)
+    index, chunks, total, position = reader.index, _chunks_of_boxes(reader, row), 0, 0
     if chunks is None:
         return None
-    total, position = 0, 0
-    for chunk in chunks.values():
-        box = index.box(chunk)
-        follows = contiguous_position(shape, box) == position and reader.is_c_ordered(chunk)
+    for box, chunk in chunks.items():
+        follows = contiguous_position(index.shape(row), box) == position and reader.is_c_ordered(chunk)
         crc = reader.payload_crc(chunk) if follows else None
         if crc is None:
             return None
@@ -317,51 +323,43 @@ class _ValueComparison:
     """Reads both sides of tensors, and adds up by how much they differ."""
 
     def __init__(self, a: TensorReader, b: TensorReader, progress: ReportBytes | None) -> None:
-        self._a, self._b = a, b
-        self._progress = progress
+        self._a, self._b, self._progress = a, b, progress
         self._done_bytes = self._total_bytes = 0
 
     def run(self, pairs: list[_Pair]) -> Iterator[tuple[_Pair, ValueDifference]]:
         """Yield all ``pairs``; those first that both sides have in the same boxes."""
         self._total_bytes = sum(self._a.tensor_bytes(pair.a) + self._b.tensor_bytes(pair.b) for pair in pairs)
         alike = [pair for pair in pairs if self._are_cut_alike(pair)]
-        yield from self._run_alike(alike)
-        for pair in sorted({*pairs} - {*alike}, key=lambda pair: pair.a):
-            deltas = self._deltas(pair)
-            for first, second in self._slabs(pair):
-                self._add(deltas, first, second)
-            yield pair, deltas.result()
+        others = sorted({*pairs} - {*alike}, key=lambda pair: pair.a)
+        for some in (self._blocks(alike), ((pair, *both) for pair in others for both in self._slabs(pair))):
+            deltas: dict[_Pair, _Deltas] = {}
+            for pair, first, second in some:
+                if pair not in deltas:
+                    yield from ((done, deltas.pop(done).result()) for done in [*deltas])
+                    deltas[pair] = _Deltas(self._a.index.dtype(pair.a), self._b.index.dtype(pair.b))
+                deltas[pair].add(first, second)
+                self._done_bytes += first.nbytes + second.nbytes
+                if self._progress is not None:
+                    self._progress(self._done_bytes, self._total_bytes)
+            yield from ((done, one.result()) for done, one in deltas.items())
 
     def _are_cut_alike(self, pair: _Pair) -> bool:
         a, b = self._a, self._b
-        chunks = _chunks_of_boxes(a, pair.a), _chunks_of_boxes(b, pair.b)
-        if chunks[0] is None or chunks[1] is None or chunks[0].keys() != chunks[1].keys():
+        chunks = _pairs_of_chunks(a, b, pair)
+        if chunks is None or a.index.dtype(pair.a).itemsize != b.index.dtype(pair.b).itemsize:
             return False
-        if a.index.dtype(pair.a).itemsize != b.index.dtype(pair.b).itemsize:
-            return False
-        return all(a.is_c_ordered(chunk) for chunk in chunks[0].values()) and all(
-            b.is_c_ordered(chunk) for chunk in chunks[1].values()
-        )
+        return all(a.is_c_ordered(first) and b.is_c_ordered(second) for first, second in chunks)
 
-    def _run_alike(self, pairs: list[_Pair]) -> Iterator[tuple[_Pair, ValueDifference]]:
-        """Compare tensors that are cut alike: blocks of both sides are the same boxes, so that two streams
-        will do, each with its checksums."""
+    def _blocks(self, pairs: list[_Pair]) -> Iterator[tuple[_Pair, Array, Array]]:
+        """Yield blocks of tensors that are cut alike: those of both sides are the same boxes, so that two
+        streams will do, each with its checksums."""
         by_row = {pair.a: pair for pair in pairs}
-        deltas: Deltas | None = None
-        current = -1
         with (
-            contextlib.closing(self._a.stream([pair.a for pair in pairs])) as blocks_a,
-            contextlib.closing(self._b.stream([pair.b for pair in pairs])) as blocks_b,
+            contextlib.closing(self._a.stream([pair.a for pair in pairs])) as first,
+            contextlib.closing(self._b.stream([pair.b for pair in pairs])) as second,
         ):
-            for (row, first), (_, second) in zip(blocks_a, blocks_b, strict=True):
-                if row != current:
-                    if deltas is not None:
-                        yield by_row[current], deltas.result()
-                    current, deltas = row, self._deltas(by_row[row])
-                if deltas is not None:
-                    self._add(deltas, first.array, second.array)
-        if deltas is not None:
-            yield by_row[current], deltas.result()
+            for (row, one), (_, other) in zip(first, second, strict=True):
+                yield by_row[row], one.array, other.array
 
     def _slabs(self, pair: _Pair) -> Iterator[tuple[Array, Array]]:
         """Yield the same boxes of both sides, however those are cut: along what is stored turned, if
@@ -373,16 +371,94 @@ class _ValueComparison:
                     array = other.read(other_row, Box(tile.offsets, tile.array.shape).slices)
                     yield (tile.array, array) if reader is a else (array, tile.array)
                 return
-        shape = a.index.shape(pair.a)
         itemsize = max(a.index.dtype(pair.a).itemsize, b.index.dtype(pair.b).itemsize)
-        for box in split_box(Box.whole(shape), _SLAB_BYTES // itemsize):
+        for box in split_box(Box.whole(a.index.shape(pair.a)), _SLAB_BYTES // itemsize):
             yield a.read(pair.a, box.slices), b.read(pair.b, box.slices)
 
-    def _deltas(self, pair: _Pair) -> Deltas:
-        return Deltas(self._a.index.dtype(pair.a), self._b.index.dtype(pair.b))
 
-    def _add(self, deltas: Deltas, first: Array, second: Array) -> None:
-        deltas.add(first, second)
-        self._done_bytes += first.nbytes + second.nbytes
-        if self._progress is not None:
-            self._progress(self._done_bytes, self._total_bytes)
+def _are_comparable(first: Dtype, second: Dtype) -> bool:
+    """Return whether elements of one dtype can be compared with those of the other."""
+    odd = (is_opaque(dtype) or dtype.name == "float4_e2m1fn_x2" for dtype in (first, second))
+    return first == second or not any(odd)
+
+
+class _Deltas:
+    """Takes pairs of arrays of one shape, as `elements.stored_dtype` says; see `_are_comparable`."""
+
+    def __init__(self, first: Dtype, second: Dtype) -> None:
+        self._first, self._second = first, second
+        self._compares_bits = first == second
+        self._has_values = not is_opaque(first)
+        self._is_wide = first == second and is_integral(first) and first.itemsize == 8
+        self.elements = self.differing = 0
+        self._nonfinite = self._nonfinite_after = self._finite = 0
+        self._max_abs = self._delta_squares = self._squares = 0.0
+
+    def add(self, first: Array, second: Array) -> None:
+        """Add one pair."""
+        first, second = first.reshape(-1), second.reshape(-1)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for begin in range(0, len(first), _STEP):
+                self._add_step(first[begin : begin + _STEP], second[begin : begin + _STEP])
+
+    def _add_step(self, first: Array, second: Array) -> None:
+        self.elements += len(first)
+        if not self._has_values:
+            self.differing += int(np.count_nonzero(_bits_differ(first, second)))
+            return
+        a, b = _numbers(first, self._first), _numbers(second, self._second)
+        if self._compares_bits:
+            differ = _bits_differ(first, second)
+        else:
+            differ = (a != b) & ~(np.isnan(a) & np.isnan(b))
+        count = int(np.count_nonzero(differ))
+        self.differing += count
+        finite, finite_after = np.isfinite(a), np.isfinite(b)
+        if not (finite.all() and finite_after.all()):
+            finite &= finite_after
+            self._nonfinite += int(np.count_nonzero(differ & ~finite))
+            self._nonfinite_after += int(np.count_nonzero(~finite_after))
+            first, second, a, b = first[finite], second[finite], a[finite], b[finite]
+        self._finite += len(a)
+        self._squares += _square_sum(a)
+        if count:
+            deltas = _exact(first, second) if self._is_wide else np.abs(a - b)
+            self._max_abs = max(self._max_abs, float(deltas.max(initial=0.0)))
+            self._delta_squares += _square_sum(deltas)
+
+    def result(self) -> ValueDifference:
+        """Return the result, once all has been added."""
+        relative = 0.0
+        if self._delta_squares:
+            relative = math.sqrt(self._delta_squares / self._squares) if self._squares else math.inf
+        is_known = self._has_values and (self._finite > 0 or self.elements == 0)
+        return ValueDifference(
+            self.elements,
+            self.differing,
+            self._nonfinite,
+            self._max_abs if is_known else None,
+            relative if is_known else None,
+            self._nonfinite_after,
+        )
+
+
+def _numbers(array: Array, dtype: Dtype) -> Array:
+    numbers = decode(array, dtype)
+    return numbers.astype(np.complex128 if numbers.dtype.kind == "c" else np.float64)
+
+
+def _bits_differ(first: Array, second: Array) -> npt.NDArray[np.bool_]:
+    size = min(first.itemsize, 8)
+    parts = first.view(f"u{size}") != second.view(f"u{size}")
+    differ: npt.NDArray[np.bool_] = parts.reshape(len(first), -1).any(axis=1) if first.itemsize > 8 else parts
+    return differ
+
+
+def _square_sum(values: npt.NDArray[Any]) -> float:
+    return float(np.square(values.view(np.float64)).sum())  # of complex numbers both parts
+
+
+def _exact(first: Array, second: Array) -> npt.NDArray[np.float64]:
+    """Return differences of integers of 64 bits, which float64 would round before it subtracts them."""
+    up = first.astype(np.uint64) - second.astype(np.uint64)  # modulo 2**64, so right where first > second
+    return np.where(first > second, up, np.uint64(0) - up).astype(np.float64)

@@ -6,14 +6,14 @@ What they are is in `docs/format.md`, section 10. Torch-free, in bounded memory.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.inspection.findings import Finding, ReportBytes
+from dcp.inspection.findings import ReportBytes
 from dcp.inspection.values.tensor_reading import TensorReader, open_tensors
 from dcp.planners.load.selection import Patterns
 from dcp.storage.digests import (
@@ -26,16 +26,6 @@ from dcp.storage.digests import (
     shown_digest,
 )
 from dcp.storage.formats.index import CheckpointIndex
-
-__all__ = [
-    "CheckedDigests",
-    "CheckpointDigests",
-    "TensorDigest",
-    "check_digests",
-    "digests",
-    "digests_of",
-    "sums_of",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,81 +97,21 @@ def digests_of(
     """`digests` of an open checkpoint."""
     index, rows = reader.index, reader.rows(only, exclude)
     known = {} if recompute else {row: noted for row in rows if (noted := index.digest(row)) is not None}
-    read = dict(_read(reader, [row for row in rows if row not in known], progress))
+    read = digests_by_reading(reader, [row for row in rows if row not in known], progress)
     tensors = tuple(
-        TensorDigest(
-            index.fqns[row], index.dtype(row).name, index.shape(row), known.get(row) or read[row], row in read
-        )
-        for row in rows
+        TensorDigest(index.fqns[row], index.dtype(row).name, index.shape(row), digest, row in read)
+        for row, digest in ((row, known.get(row) or read[row]) for row in rows)
     )
     of_all = digest_of_all((tensor.fqn, tensor.digest) for tensor in tensors)
     return CheckpointDigests(reader.name, of_all, tensors, reader.bytes_read)
 
 
-class CheckedDigests(NamedTuple):
-    """Findings about digests, and the digest of all tensors; None where not all were looked at."""
-
-    findings: list[Finding]
-    digest: str | None
-
-
-def check_digests(
-    reader: TensorReader,
-    sums: Mapping[int, bytes],
-    other: CheckpointDigests | None = None,
-    *,
-    is_all: bool = False,
-) -> CheckedDigests:
-    """Find the tensors of ``reader`` that are not what its manifest's digests say, and those that are not
-    the ones of ``other``. Of those that ``sums`` lack the ones with a digest in the manifest are read, and
-    all where there is an ``other`` or ``is_all``."""
-    index = reader.index
-    noted = {row: digest for row in range(index.tensor_count) if (digest := index.digest(row)) is not None}
-    rows = [*noted] if other is None and not is_all else [*range(index.tensor_count)]
-    own = {row: _shown(index, row, sums[row]) for row in rows if row in sums}
-    own |= _read(reader, [row for row in rows if row not in sums], None)
-    found = [
-        _differs_from_manifest(reader, row, own[row], digest)
-        for row, digest in noted.items()
-        if own[row] != digest
-    ]
-    if other is not None:
-        found += _compared(reader, own, other)
-    named = ((index.fqns[row], digest) for row, digest in own.items())
-    return CheckedDigests(found, digest_of_all(named) if len(own) == index.tensor_count else None)
-
-
-def _differs_from_manifest(reader: TensorReader, row: int, own: str, noted: str) -> Finding:
-    fqn = reader.index.fqns[row]
-    message = f"{fqn!r} has the digest {own}, and the manifest says {noted}, which comparisons go by"
-    return Finding("digest", message, fqn=fqn)
-
-
-def _compared(reader: TensorReader, own: Mapping[int, str], other: CheckpointDigests) -> list[Finding]:
-    index, theirs = reader.index, {tensor.fqn: tensor for tensor in other.tensors}
-    found = []
-    for row, digest in own.items():
-        fqn, same = index.fqns[row], theirs.pop(index.fqns[row], None)
-        if same is None:
-            found.append(Finding("digest", f"{fqn!r} is not in {other.url}", fqn=fqn))
-        elif same.digest != digest:
-            here = _facts(index.dtype(row).name, index.shape(row), digest)
-            there = _facts(same.dtype, same.shape, same.digest)
-            message = f"{fqn!r} is another one in {other.url}: {here} here, there {there}"
-            found.append(Finding("digest", message, fqn=fqn))
-    return found + [Finding("digest", f"{fqn!r} is only in {other.url}", fqn=fqn) for fqn in theirs]
-
-
-def _facts(dtype: str, shape: Sequence[int], digest: str) -> str:
-    return f"{dtype} {'x'.join(map(str, shape)) or 'scalar'} {digest}"
-
-
-def _read(
-    reader: TensorReader, rows: Sequence[int], progress: ReportBytes | None
-) -> Iterator[tuple[int, str]]:
+def digests_by_reading(
+    reader: TensorReader, rows: Sequence[int], progress: ReportBytes | None = None
+) -> dict[int, str]:
     """Return the digests of ``rows``, in bounded memory."""
     sums = sums_of(reader, rows, progress)
-    return ((row, _shown(reader.index, row, total)) for row, total in sums.items())
+    return {row: digest_of_sum(reader.index, row, total) for row, total in sums.items()}
 
 
 def sums_of(
@@ -201,5 +131,6 @@ def sums_of(
     return sums
 
 
-def _shown(index: CheckpointIndex, row: int, total: bytes) -> str:
+def digest_of_sum(index: CheckpointIndex, row: int, total: bytes) -> str:
+    """Return a tensor's digest as it is shown."""
     return shown_digest(total, index.dtype(row).name, index.shape(row))

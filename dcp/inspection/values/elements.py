@@ -18,35 +18,17 @@ import numpy.typing as npt
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.dtypes import Dtype
 
-__all__ = ["Array", "as_float32", "decode", "is_integral", "is_opaque", "stored_dtype"]
-
 Array = npt.NDArray[Any]
 
-_NUMPY: Final = MappingProxyType(
-    {
-        "float32": "<f4",
-        "float64": "<f8",
-        "float16": "<f2",
-        "uint8": "u1",
-        "int8": "i1",
-        "int16": "<i2",
-        "int32": "<i4",
-        "int64": "<i8",
-        "bool": "?",
-        "complex64": "<c8",
-        "complex128": "<c16",
-        "uint16": "<u2",
-        "uint32": "<u4",
-        "uint64": "<u8",
-    }
-)
+_INTEGERS: Final = {"bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64))}
+_NUMPY: Final = _INTEGERS | {"float16", "float32", "float64", "complex64", "complex128"}
 _OPAQUE: Final = frozenset({"bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"})
 
 
 def stored_dtype(dtype: Dtype) -> np.dtype[Any]:
     """Return the type in which `TensorReader` gives the elements: numpy's own type where it has it, else
     unsigned integers."""
-    return np.dtype(_NUMPY.get(dtype.name, f"<u{dtype.itemsize}"))
+    return np.dtype(dtype.name if dtype.name in _NUMPY else f"u{dtype.itemsize}").newbyteorder("<")
 
 
 def is_opaque(dtype: Dtype) -> bool:
@@ -56,7 +38,7 @@ def is_opaque(dtype: Dtype) -> bool:
 
 def is_integral(dtype: Dtype) -> bool:
     """Return whether elements are integers or bools."""
-    return stored_dtype(dtype).kind in "iub" and dtype.name in _NUMPY
+    return dtype.name in _INTEGERS
 
 
 def as_float32(array: Array, dtype: Dtype) -> npt.NDArray[np.float32]:

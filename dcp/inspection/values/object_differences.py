@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from functools import cached_property
+from typing import Any, Final
 
 from dcp.inspection.entries import ObjectRow, object_rows
 from dcp.inspection.values.tensor_reading import TensorReader
@@ -20,33 +21,27 @@ from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.torch.archive import Window, entry_start, read_directory
 from dcp.storage.formats.torch.python_values import decode_value, encode_value
 
-__all__ = ["ObjectDifference", "ObjectKind", "compare_objects", "object_names"]
-
-ObjectKind = Literal["added", "removed", "changed", "undecided"]
-
 _MAX_ENCODED_BYTES: Final = 1 << 30
-_Print = frozenset[tuple[bytes, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectDifference:
-    """A value that is not the same in both. ``before`` and ``after`` count only where they are plain data;
-    None where they are not there or pickled."""
+    """A value that is not the same in both: ``kind`` is "added", "removed", "changed" or "undecided".
+
+    ``before`` and ``after`` count only where they are plain data; None where they are not there or pickled.
+    """
 
     fqn: str
-    kind: ObjectKind
+    kind: str
     before: Any = None
     after: Any = None
 
 
 def object_names(index: CheckpointIndex) -> list[str]:
     """Return names of all values, also of those that were not decoded because they need code."""
-    return [*index.objects.fqns, *_refused(index)]
-
-
-def _refused(index: CheckpointIndex) -> list[str]:
     refused = index.provenance.get("refused_objects")
-    return [name for name in refused if isinstance(name, str)] if isinstance(refused, Mapping) else []
+    names = refused if isinstance(refused, Mapping) else ()
+    return [*index.objects.fqns, *(name for name in names if isinstance(name, str))]
 
 
 def compare_objects(
@@ -57,43 +52,33 @@ def compare_objects(
     Nothing is read for those whose encodings the indexes have; for others only with ``values``, else they are
     "undecided".
     """
-    sides = _Side(a), _Side(b)
+    before, after = _Side(a), _Side(b)
     found = []
     for first, second in pairs:
-        if second is None or first is None:
-            kind: ObjectKind = "removed" if second is None else "added"
-            before = sides[0].value(first, read=values) if first is not None else None
-            after = sides[1].value(second, read=values) if second is not None else None
-            found.append(ObjectDifference(first or second or "", kind, before, after))
-            continue
-        same = _same_by_index(sides, first, second)
-        if same is None and values:
-            same = _same_by_reading(sides, first, second)
-        if not same:
+        same, kind = None, "removed" if second is None else "added"
+        if first is not None and second is not None:
+            same = _are_same(before, after, first, second, values=values)
             kind = "undecided" if same is None else "changed"
-            before, after = sides[0].value(first, read=values), sides[1].value(second, read=values)
-            found.append(ObjectDifference(second, kind, before, after))
+        if not same:
+            shown = before.value(first, read=values), after.value(second, read=values)
+            found.append(ObjectDifference(second or first or "", kind, *shown))
     return found
 
 
-def _same_by_index(sides: tuple[_Side, _Side], first: str, second: str) -> bool | None:
-    """Return None where the indexes do not tell."""
-    encoded = sides[0].encoded(first), sides[1].encoded(second)
+def _are_same(a: _Side, b: _Side, first: str, second: str, *, values: bool) -> bool | None:
+    """Return None where the indexes do not tell, and nothing is to be read or was decoded."""
+    encoded = a.encoded(first), b.encoded(second)
     if None not in encoded:
         return encoded[0] == encoded[1]
-    stamps = sides[0].stamp(first), sides[1].stamp(second)
-    return True if None not in stamps and stamps[0] == stamps[1] else None
-
-
-def _same_by_reading(sides: tuple[_Side, _Side], first: str, second: str) -> bool | None:
-    rows = sides[0].row(first), sides[1].row(second)
-    if rows[0] is None or rows[1] is None:
+    stamps = a.stamp(first), b.stamp(second)
+    if None not in stamps and stamps[0] == stamps[1]:
+        return True
+    row, other = (a.rows.get(first), b.rows.get(second)) if values else (None, None)
+    if row is None or other is None:
         return None
-    if rows[0].is_plain and rows[1].is_plain:
-        return _encoded(rows[0].value) == _encoded(rows[1].value)
-    if rows[0].is_plain or rows[1].is_plain:
-        return False
-    return sides[0].pickle_print(first) == sides[1].pickle_print(second)
+    if row.is_plain and other.is_plain:
+        return _encoded(row.value) == _encoded(other.value)
+    return not row.is_plain and not other.is_plain and a.pickle_print(first) == b.pickle_print(second)
 
 
 def _encoded(value: Any) -> bytes | None:
@@ -104,9 +89,13 @@ class _Side:
     """The values of one checkpoint; what is pickled is read when it is first asked for."""
 
     def __init__(self, reader: TensorReader) -> None:
-        self._reader = reader
-        self._objects = reader.index.objects
-        self._rows: dict[str, ObjectRow] | None = None
+        self._reader, self._objects = reader, reader.index.objects
+
+    @cached_property
+    def rows(self) -> dict[str, ObjectRow]:
+        """All values, decoded if they are plain, but for those refused when the file was opened."""
+        self._reader.count_bytes(int(self._objects.lengths[self._objects.plain == UNKNOWN].sum()))
+        return {row.fqn: row for row in object_rows(self._reader.store, self._reader.index)}
 
     def encoded(self, fqn: str) -> bytes | None:
         """Return a plain value as the index has it."""
@@ -121,31 +110,20 @@ class _Side:
             return None
         return int(self._objects.lengths[at]), int(self._objects.crcs[at])
 
-    def value(self, fqn: str, *, read: bool) -> Any:
+    def value(self, fqn: str | None, *, read: bool) -> Any:
         """Return a plain value, read only if allowed; else None."""
-        encoded = self.encoded(fqn)
+        encoded = None if fqn is None else self.encoded(fqn)
         if encoded is not None:
             return decode_value(encoded)
-        row = self.row(fqn) if read else None
+        row = self.rows.get(fqn) if read and fqn is not None else None
         return row.value if row is not None and row.is_plain else None
 
-    def row(self, fqn: str) -> ObjectRow | None:
-        """Return a value, decoded if it is plain; None for what was refused when the file was opened."""
-        if self._rows is None:
-            index = self._reader.index
-            self._rows = {row.fqn: row for row in object_rows(self._reader.store, index)}
-            pickled = self._objects.plain == UNKNOWN
-            self._reader.count_bytes(int(self._objects.lengths[pickled].sum()))
-        return self._rows.get(fqn)
-
-    def pickle_print(self, fqn: str) -> _Print:
+    def pickle_print(self, fqn: str) -> frozenset[tuple[bytes, int, int]]:
         """Return a print by which pickles differ: name, size and CRC-32 of a record's entries that hold
         the value."""
-        at = self._objects.position[fqn]
-        file, offset, length = (
-            int(column[at]) for column in (self._objects.files, self._objects.offsets, self._objects.lengths)
-        )
-        window = self._reader.window(file, offset, length)
+        at, objects = self._objects.position[fqn], self._objects
+        length = int(objects.lengths[at])
+        window = self._reader.window(int(objects.files[at]), int(objects.offsets[at]), length)
         try:
             entries = read_directory(window)
         except CheckpointFormatError:  # a bare pickle

@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from types import EllipsisType
@@ -22,7 +22,6 @@ import numpy as np
 from dcp.calls.plain_errors import plain_errors
 from dcp.inspection.findings import ReportBytes
 from dcp.inspection.values.elements import Array, stored_dtype
-from dcp.inspection.values.strided_selection import StridedSelection, select
 from dcp.planners.load.selection import Patterns, Selection
 from dcp.storage.closable import Closable
 from dcp.storage.engine.read import ReadEngine
@@ -39,8 +38,6 @@ from dcp.storage.stores.base import Store
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.threads import WorkerThreads
 
-__all__ = ["TILE_BYTES", "ChunkPart", "Slices", "TensorReader", "Tile", "open_tensors"]
-
 TILE_BYTES: Final = 16 << 20
 """Of a tensor read at once: whole blocks, so that each one's checksum is compared by the engine."""
 
@@ -56,6 +53,104 @@ _MAX_SKIPS: Final = 1 << 16
 _OPENED_BYTES: Final = 1 << 20
 """Where requests are dear, to read a payload below this takes no longer than to open its record for the
 checksum."""
+
+
+# -- selections ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StridedSelection:
+    """Elements that slices take of a tensor: in each dimension a range, which may run backwards. ``dropped``
+    are the dimensions that are taken by a number."""
+
+    ranges: tuple[range, ...]
+    dropped: tuple[bool, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the result."""
+        return tuple(len(one) for one, drop in zip(self.ranges, self.dropped, strict=True) if not drop)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The distances of the elements."""
+        return tuple(abs(one.step) for one in self.ranges)
+
+    def finish(self, array: Array) -> Array:
+        """Return the result, from its elements in ascending order."""
+        turned = array[tuple(slice(None, None, 1 if one.step > 0 else -1) for one in self.ranges)]
+        return np.ascontiguousarray(turned).reshape(self.shape)
+
+    def within(self, box: Box) -> tuple[tuple[int, ...], tuple[slice, ...]] | None:
+        """Return the first element of it that ``box`` of the tensor has, and the places of all of these in
+        the result; None if there is none."""
+        offsets, places = [], []
+        for low, high, one in zip(box.offsets, box.high, self.ranges, strict=True):
+            ascending = one if one.step > 0 else one[::-1]
+            first, step = ascending.start, ascending.step
+            begin, end = max(0, -((first - low) // step)), min(len(one), -((first - high) // step))
+            if begin >= end:
+                return None
+            offsets.append(ascending[begin])
+            places.append(slice(begin, end))
+        return tuple(offsets), tuple(places)
+
+    def slabs(self, max_elements: int) -> Iterator[StridedSelection]:
+        """Yield parts along the first dimension of the result, in its order."""
+        volume, count = math.prod(map(len, self.ranges)), (*self.shape, 1)[0]
+        rows = max(1, max_elements * count // max(volume, 1))
+        if not self.shape or volume <= max_elements:
+            yield self
+            return
+        for begin in range(0, count, rows):
+            yield self.part([slice(begin, begin + rows)])
+
+    def part(self, places: Sequence[slice]) -> StridedSelection:
+        """Select a part of it: ``places`` are of step 1, for the first dimensions of the result."""
+        left = iter(places)
+        pairs = zip(self.ranges, self.dropped, strict=True)
+        return replace(
+            self, ranges=tuple(one if drop else one[next(left, slice(None))] for one, drop in pairs)
+        )
+
+
+def select(shape: tuple[int, ...], slices: tuple[object, ...] | None, fqn: str) -> StridedSelection:
+    """Select ``slices`` of a tensor of ``shape``. Raises PlanError for too many, wrong kinds, bad bounds."""
+    slices = slices or ()
+    places = [place for place, item in enumerate(slices) if item is Ellipsis]
+    given, ndim = len(slices) - len(places), len(shape)
+    if given > ndim or len(places) > 1:
+        raise PlanError(f"{fqn!r} has {ndim} dimensions, and the slice {_shown(slices)} has more", fqn=fqn)
+    place = places[0] if places else len(slices)
+    items = [*slices[:place], *[slice(None)] * (ndim - given), *slices[place + len(places) :]]
+    ranges = [_along(item, size, dim, fqn) for dim, (item, size) in enumerate(zip(items, shape, strict=True))]
+    return StridedSelection(tuple(ranges), tuple(not isinstance(item, slice) for item in items))
+
+
+def _along(item: Any, size: int, dim: int, fqn: str) -> range:
+    try:
+        taken = range(size)[item]
+    except IndexError as error:
+        message = f"{fqn!r} has {size} elements along dimension {dim}, and none at {item}"
+        raise PlanError(message, fqn=fqn) from error
+    except (TypeError, ValueError) as error:
+        message = f"{fqn!r} is sliced by slices and integers, not by {_shown((item,))}: {error}"
+        raise PlanError(message, fqn=fqn) from error
+    if isinstance(taken, int):
+        return range(taken, taken + 1)
+    return taken if len(taken) > 1 else range(taken[0], taken[0] + 1) if taken else range(0)
+
+
+def _shown(slices: tuple[object, ...]) -> str:
+    shown = []
+    for item in slices:
+        bounds = (item.start, item.stop, item.step) if isinstance(item, slice) else (item,)
+        text = ":".join("" if one is None else "..." if one is Ellipsis else str(one) for one in bounds)
+        shown.append(text.removesuffix(":"))
+    return ",".join(shown)
+
+
+# -- readers -------------------------------------------------------------------------------------------------
 
 
 @plain_errors
@@ -247,7 +342,7 @@ class TensorReader(Closable):
         with WorkerThreads(1, "dcp-ahead") as pool:
             batch = next(batches, None)
             while batch is not None:
-                ahead: Future[list[tuple[int, Tile]] | None] = pool.submit(next, batches, None)
+                ahead = pool.submit(next, batches, None)
                 yield from batch
                 batch = ahead.result()
 
@@ -281,18 +376,19 @@ class TensorReader(Closable):
         itemsize, chunk = self.index.dtype(row).itemsize, part.chunk
         origin, sizes = self.index.box(chunk)
         order = self._dense_order(chunk)
-        if order is None or part.box.sizes != sizes:
+        is_whole = order is not None and part.box.sizes == sizes
+        if order is None or not is_whole:
             order = self._engine.payloads.layout(chunk)[0]
-            back = tuple(np.argsort(order).tolist())
+        back = tuple(np.argsort(order).tolist())
+        if is_whole:
+            stored, total = [sizes[d] for d in order], math.prod(sizes) * itemsize
+            for begin in range(0, total, tile_bytes):
+                end = min(begin + tile_bytes, total)
+                boxes = list(range_boxes(stored, begin // itemsize, end // itemsize))
+                yield _TileRead(row, chunk, back, boxes, begin, end - begin)
+        else:
             for box in split_box(part.box.seen_from(origin).permuted(order), tile_bytes // itemsize):
                 yield _TileRead(row, chunk, back, [box], -1, box.volume * itemsize)
-            return
-        back = tuple(np.argsort(order).tolist())
-        stored, total = [sizes[d] for d in order], math.prod(sizes) * itemsize
-        for begin in range(0, total, tile_bytes):
-            end = min(begin + tile_bytes, total)
-            boxes = list(range_boxes(stored, begin // itemsize, end // itemsize))
-            yield _TileRead(row, chunk, back, boxes, begin, end - begin)
 
     def _dense_order(self, chunk: int) -> tuple[int, ...] | None:
         """Return dimensions from slowest to fastest; None where the payload has bytes of none of the
@@ -319,31 +415,24 @@ class TensorReader(Closable):
     def _tiles(self, batch: Sequence[_TileRead], sums: dict[int, int]) -> list[tuple[int, Tile]]:
         request, buffers, tiles = _Request([], []), [], []
         for read in batch:
-            buffer = np.empty(read.size_bytes, np.uint8)
+            dtype = stored_dtype(self.index.dtype(read.row))
+            buffers.append(np.empty(read.size_bytes // dtype.itemsize, dtype))
             if read.begin >= 0:
-                request.runs.append((read.chunk, read.begin, read.size_bytes, buffer.ctypes.data))
+                run = read.chunk, read.begin, read.size_bytes, buffers[-1].ctypes.data
+                request.runs.append(run)
             else:
-                box = read.boxes[0]
-                array = buffer.view(stored_dtype(self.index.dtype(read.row))).reshape(box.sizes)
-                offsets = box.permuted(read.back).offsets
-                self._want(request, read.chunk, offsets, None, array.transpose(read.back))
-            buffers.append(buffer)
+                array = buffers[-1].reshape(read.boxes[0].sizes).transpose(read.back)
+                self._want(request, read.chunk, read.boxes[0].permuted(read.back).offsets, None, array)
         self._carry_out(request)
         for read, buffer in zip(batch, buffers, strict=True):
             self._check_whole(read, buffer, sums)
-            dtype, origin, at = (
-                stored_dtype(self.index.dtype(read.row)),
-                self.index.box(read.chunk).offsets,
-                0,
-            )
+            origin, at = self.index.box(read.chunk).offsets, 0
             for box in read.boxes:
-                end = at + box.volume * dtype.itemsize
-                array = buffer[at:end].view(dtype).reshape(box.sizes).transpose(read.back)
+                array = buffer[at : at + box.volume].reshape(box.sizes).transpose(read.back)
                 place = box.permuted(read.back).moved(origin)
-                tiles.append(
-                    (read.row, Tile(place.offsets, np.ascontiguousarray(array).reshape(place.sizes)))
-                )
-                at = end
+                tile = Tile(place.offsets, np.ascontiguousarray(array).reshape(place.sizes))
+                tiles.append((read.row, tile))
+                at += box.volume
         return tiles
 
     def _check_whole(self, read: _TileRead, data: Array, sums: dict[int, int]) -> None:
@@ -355,7 +444,7 @@ class TensorReader(Closable):
         is_compared = self._engine.verify == "none" or len(self.index.block_crcs(chunk))
         if read.begin < 0 or read.size_bytes >= size_bytes or is_compared:
             return
-        sums[chunk] = crc32(data.data, sums.get(chunk, 0))
+        sums[chunk] = crc32(data.view(np.uint8).data, sums.get(chunk, 0))
         if read.begin + read.size_bytes < size_bytes:
             return
         got, expected = sums.pop(chunk), self.payload_crc(chunk)
@@ -392,11 +481,8 @@ class TensorReader(Closable):
         """Yield the same as `read`, in parts along the first dimension that is left, of about
         `TILE_BYTES`."""
         selection, parts = self._selection(tensor_row, slices), self.parts(tensor_row)
-        if (
-            selection.is_whole(self.index.shape(tensor_row))
-            and len(parts) == 1
-            and self.is_c_ordered(parts[0].chunk)
-        ):
+        is_whole = selection == select(self.index.shape(tensor_row), None, "")
+        if is_whole and len(parts) == 1 and self.is_c_ordered(parts[0].chunk):
             for _, tile in self.stream([tensor_row]):  # compares the one checksum that a foreign payload has
                 yield tile.array
             return
@@ -409,7 +495,7 @@ class TensorReader(Closable):
     def _read(self, tensor_row: int, selection: StridedSelection) -> Array:
         index = self.index
         parts = self.parts(tensor_row)  # first, because no memory is taken on the word of a shape alone
-        result = np.empty(selection.counts, stored_dtype(index.dtype(tensor_row)))
+        result = np.empty([*map(len, selection.ranges)], stored_dtype(index.dtype(tensor_row)))
         if result.size:
             self._engine.resolve([part.chunk for part in parts])
             request = _Request([], [])

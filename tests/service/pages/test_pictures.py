@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dcp.inspection.values.summaries import Summary
+from dcp.inspection.values.statistics import Summary
 from dcp.server.jobs.kinds.shared.numbers import statistics_json
 from dcp.server.pages.drawings.marks import mark_of
 

@@ -10,8 +10,7 @@ from dcp.storage.formats.torch.python_values import value_text
 
 if TYPE_CHECKING:
     from dcp.inspection.values.difference import Difference, TensorFacts
-    from dcp.inspection.values.statistics import CheckpointStatistics
-    from dcp.inspection.values.summaries import ElementStatistics
+    from dcp.inspection.values.statistics import CheckpointStatistics, ElementStatistics
 
 __all__ = ["difference_document", "statistics_document", "statistics_json"]
 

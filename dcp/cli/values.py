@@ -1,4 +1,4 @@
-"""Subcommands that read tensors: ``cat`` prints them, ``stats`` describes them."""
+"""Commands that read tensors: ``cat`` prints them, ``stats`` describes them."""
 
 from __future__ import annotations
 
@@ -11,141 +11,99 @@ import sys
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import EllipsisType
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 import typer
+from typer import Argument, Option
 
+from dcp.cli import printing
 from dcp.cli.common import (
-    Debug,
-    Exclude,
-    Json,
-    Only,
-    Options,
-    Source,
-    describe_bytes,
-    describe_shape,
-    errors_as_lines,
-    print_json,
-    printable,
+    EXCLUDE,
+    ONLY,
+    SOURCE,
+    STORAGE,
+    TOP,
+    Answer,
+    Call,
+    Strings,
+    sort_key,
     storage_options,
 )
-from dcp.cli.tables import (
-    Top,
-    bar,
-    counted,
-    largest_first,
-    print_rest,
-    print_table,
-    progress_bar,
-    sort_key,
-    sparkline,
-    top_of,
-)
+from dcp.cli.printing import counted
 from dcp.storage.errors import CheckpointError
 from dcp.storage.near_names import listed, near_names
 
 if TYPE_CHECKING:
     from dcp.inspection.values.elements import Array
-    from dcp.inspection.values.statistics import (
-        CheckpointStatistics,
-        ElementStatistics,
-        Histogram,
-        TensorStatistics,
-    )
+    from dcp.inspection.values.statistics import CheckpointStatistics, ElementStatistics, TensorStatistics
     from dcp.inspection.values.tensor_reading import Slices, TensorReader
-
-__all__ = ["cat", "stats"]
-
 
 _PRINTED: Final = 1000
 """Of tensors with more elements only the edges are printed, as numpy does it."""
 _EDGE: Final = 3
 _CHILDREN: Final = 8
-_MAX_JSON_ELEMENTS: Final = 1_000_000
-_PART: Final = re.compile(
-    r"(?P<start>-?\d+)?(?P<is_slice>:)?(?(is_slice)(?P<stop>-?\d+)?(?::(?P<step>-?\d+)?)?)"
-)
+_PART: Final = re.compile(r"\.\.\.|-?\d+|(-?\d+)?:(-?\d+)?(:(-?\d+)?)?")
 
 
 def cat(
-    uri: Source,
-    fqn: Annotated[str, typer.Argument(metavar="NAME", help="A tensor or another value, by its flat name.")],
-    slice_: Annotated[
-        str | None,
-        typer.Option("--slice", metavar="SLICE", help="A part of a tensor, as numpy has it: '0:2,:,3'."),
-    ] = None,
-    npy: Annotated[
-        str | None,
-        typer.Option("--npy", metavar="FILE", help="Write a .npy file instead; '-' is standard output."),
-    ] = None,
-    options: Options = None,
-    json: Json = False,
-    debug: Debug = False,
-) -> None:
+    call: Call,
+    uri: str = SOURCE,
+    fqn: str = Argument(..., metavar="NAME", help="A tensor or another value, by its flat name."),
+    slice_: str | None = Option(None, "--slice", metavar="SLICE", help="A part, as numpy has it: 0:2,:,3."),
+    npy: str | None = Option(None, metavar="FILE", help="Write a .npy file instead; '-' is standard output."),
+    options: str | None = STORAGE,
+) -> Answer | None:
     """Print the values of a tensor, or of a part of it, or another value. Only what is shown is read."""
-    if json and npy is not None:
+    if call.json and npy is not None:
         raise typer.BadParameter("--json and --npy exclude each other")
     slices = None if slice_ is None else _slices(slice_)
-    with errors_as_lines(debug=debug):
-        # here, because a usage message must not wait for numpy
-        from dcp.inspection.values.tensor_reading import open_tensors
+    from dcp.inspection.values.tensor_reading import open_tensors
 
-        given = storage_options(uri, options)
-        with open_tensors(uri, storage_options=given, verify="full") as reader:
-            row = reader.index.position.get(fqn)
-            if row is None:
-                _cat_value(reader, fqn, is_tensor=slices is not None or npy is not None, json=json)
-            elif npy is not None:
-                _write_npy(reader, row, slices, npy)
-            elif json:
-                print_json(_as_json(reader, row, slices))
-            else:
-                _print_tensor(reader, row, slices)
+    with open_tensors(uri, storage_options=storage_options(uri, options), verify="full") as reader:
+        row = reader.index.position.get(fqn)
+        if row is None:
+            return _value(reader, fqn, is_tensor=slices is not None or npy is not None)
+        if npy is not None:
+            _write_npy(reader, row, slices, npy)
+        elif call.json:
+            return Answer(_as_json(reader, row, slices))
+        else:
+            _print_tensor(reader, row, slices)
+    return None
 
 
 def _slices(text: str) -> Slices:
     """Return ``0:2,:,3`` as numpy would take it."""
     parts: list[slice | int | EllipsisType] = []
-    for part in text.split(","):
-        stripped = part.strip()
-        match = _PART.fullmatch(stripped)
-        if stripped == "...":
-            parts.append(...)
-        elif match is None or not stripped or match["step"] == "0":
+    for part in map(str.strip, text.split(",")):
+        bounds = part.split(":")
+        if not _PART.fullmatch(part) or (len(bounds) == 3 and bounds[2] and not int(bounds[2])):
             raise typer.BadParameter(f"{part!r} of --slice {text!r} is none of 3, 0:2, ::-1 and ...")
-        elif match["is_slice"]:
-            numbers = (match["start"], match["stop"], match["step"])
-            parts.append(slice(*(None if number is None else int(number) for number in numbers)))
-        else:
-            parts.append(int(match["start"]))
+        numbers = [int(bound) if bound.strip(".") else None for bound in bounds]
+        parts.append(... if part == "..." else slice(*numbers) if ":" in part else int(part))
     return tuple(parts)
 
 
-def _cat_value(reader: TensorReader, fqn: str, *, is_tensor: bool, json: bool) -> None:
+def _value(reader: TensorReader, fqn: str, *, is_tensor: bool) -> Answer:
     from dcp.inspection.entries import object_row
+    from dcp.storage.formats.torch.python_values import value_text
 
     index = reader.index
     if fqn not in index.objects.position:
         raise CheckpointError(f"{reader.name}: {_absent(fqn, [*index.fqns, *index.objects.fqns])}", fqn=fqn)
     if is_tensor:
         raise CheckpointError(f"{reader.name}: {fqn!r} is no tensor, and has no slices and no .npy", fqn=fqn)
-    value = object_row(reader.store, index, fqn)
-    if not value.is_plain:
+    row = object_row(reader.store, index, fqn)
+    if not row.is_plain:
         raise CheckpointError(
-            f"{reader.name}: {fqn!r} is pickled ({value.bytes} bytes), and pickles are not run; load it with "
+            f"{reader.name}: {fqn!r} is pickled ({row.bytes} bytes), and pickles are not run; load it with "
             "dcp.load(..., weights_only=False) if you trust the checkpoint",
             fqn=fqn,
         )
-    if json:
-        print_json({"fqn": fqn, "type": type(value.value).__name__, "value": value.value})
-    else:
-        from dcp.storage.formats.torch.python_values import value_text
-
-        print(printable(value_text(value.value)))
+    data = {"fqn": fqn, "type": type(row.value).__name__, "value": row.value}
+    return Answer(data, lambda: printing.line(value_text(row.value)))
 
 
 def _absent(fqn: str, names: Sequence[str]) -> str:
@@ -189,17 +147,9 @@ def _print_tensor(reader: TensorReader, row: int, slices: Slices | None) -> None
     array = _edges(reader, row, slices, shape) if large else reader.read(row, slices)
     with np.errstate(invalid="ignore"):
         values = _decoded(reader, row, array)
-    print(
-        np.array2string(
-            values,
-            separator=", ",
-            threshold=0 if large else sys.maxsize,
-            edgeitems=_EDGE,
-            max_line_width=100,
-        )
-    )
-    described = describe_shape(shape)
-    print(f"{reader.index.dtype(row).name} {described}")
+    threshold = 0 if large else sys.maxsize
+    print(np.array2string(values, 100, separator=", ", threshold=threshold, edgeitems=_EDGE))
+    print(f"{reader.index.dtype(row).name} {printing.shape(shape)}")
 
 
 def _edges(reader: TensorReader, row: int, slices: Slices | None, shape: tuple[int, ...]) -> Array:
@@ -229,7 +179,7 @@ def _end(is_last: bool | None, size: int) -> slice:
 
 def _as_json(reader: TensorReader, row: int, slices: Slices | None) -> dict[str, Any]:
     shape = reader.shape_of(row, slices)
-    if math.prod(shape) > _MAX_JSON_ELEMENTS:
+    if math.prod(shape) > printing.MAX_JSON_ELEMENTS:
         raise CheckpointError(
             f"{reader.name}: {math.prod(shape):,} elements are too many for JSON; take a --slice, or --npy"
         )
@@ -251,12 +201,9 @@ def _write_npy(reader: TensorReader, row: int, slices: Slices | None, target: st
     sample = _decoded(reader, row, np.zeros((1,) * len(shape), stored_dtype(reader.index.dtype(row))))
     if reader.index.dtype(row).name == "float4_e2m1fn_x2":
         shape = (*shape[:-1], 2 * shape[-1]) if shape else (2,)
-    header = {
-        "descr": np.lib.format.dtype_to_descr(sample.dtype),
-        "fortran_order": False,
-        "shape": shape,
-    }
-    with _output(target) as file, progress_bar(target) as show:
+    kind = np.lib.format.dtype_to_descr(sample.dtype)
+    header = {"descr": kind, "fortran_order": False, "shape": shape}
+    with _output(target) as file, printing.progress_bar() as show:
         np.lib.format.write_array_header_1_0(file, header)
         done, total = 0, math.prod(shape) * sample.itemsize
         for slab in reader.slabs(row, slices):
@@ -287,105 +234,84 @@ def _output(target: str) -> Iterator[BinaryIO]:
         raise
 
 
-_HEADER = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "norm", "nan", "inf", "zero", "values")
-_RIGHT = ("min", "max", "mean", "std", "norm", "nan", "inf", "zero")
-_SORTED = ("size", "min", "max", "mean", "std", "norm", "nan", "inf", "zero")
-_NARROW = ("values", "tensor:32", "norm", "std", "shape", "dtype", "tensor:16")
-_BAR_CHARACTERS = 40
+# -- stats ---------------------------------------------------------------------------------------------------
+
+_SORTED: Final = ("size", "min", "max", "mean", "std", "norm", "nan", "inf", "zero")
+_FIELDS: Final = {"size": "count", "nan": "nans", "inf": "infs", "zero": "zeros"}
+_NARROW: Final = ("values", "tensor:32", "norm", "std", "shape", "dtype", "tensor:16")
+_BAR_CHARACTERS: Final = 40
+
+
+def _figure(name: str) -> Callable[[TensorStatistics], Any]:
+    field = _FIELDS.get(name, name)
+    return printing.largest_first(lambda tensor: getattr(tensor.statistics, field, None))
+
+
+_SORTS: dict[str, Callable[[TensorStatistics], Any]] = {
+    **{name: _figure(name) for name in _SORTED},
+    "name": lambda tensor: tensor.fqn,
+}
 
 
 def stats(
-    uri: Source,
-    only: Only = None,
-    exclude: Exclude = None,
-    bins: Annotated[int, typer.Option(min=3, help="Bins of a histogram, at most.")] = 32,
-    sort: Annotated[
-        str,
-        typer.Option("--sort", metavar="COLUMN", help=f"The largest first: {', '.join(_SORTED)}; or name."),
-    ] = "",
-    top: Top = None,
-    options: Options = None,
-    json: Json = False,
-    debug: Debug = False,
-) -> None:
+    uri: str = SOURCE,
+    only: Strings = ONLY,
+    exclude: Strings = EXCLUDE,
+    bins: int = Option(32, min=3, help="Bins of a histogram, at most."),
+    sort: str = Option("", metavar="COLUMN", help=f"The largest first: {', '.join(_SORTED)}; or name."),
+    top: int | None = TOP,
+    options: str | None = STORAGE,
+) -> Answer:
     """Read tensors and describe their values: range, mean, deviation, norm, NaN, infinities, zeros.
 
     Histograms are over powers of two: from large negative numbers over zero to large positive ones.
     """
-    by = sort_key(sort, _sorts()) if sort else None
-    with errors_as_lines(debug=debug), progress_bar(uri) as progress:
-        # here, because a usage message must not wait for numpy
-        from dcp.inspection.values.statistics import statistics
+    by = sort_key(sort, _SORTS)
+    from dcp.inspection.values.statistics import statistics
 
+    given = storage_options(uri, options)
+    with printing.progress_bar() as progress:
         found = statistics(
-            uri,
-            only=only or None,
-            exclude=exclude or None,
-            bins=bins,
-            storage_options=storage_options(uri, options),
-            progress=progress,
+            uri, only=only, exclude=exclude, bins=bins, storage_options=given, progress=progress
         )
-    if json:
-        print_json(found)
-    else:
-        _print(found, list(found.tensors) if by is None else sorted(found.tensors, key=by), top, kept=sort)
-
-
-def _sorts() -> dict[str, Callable[[TensorStatistics], Any]]:
-    """Return the key to sort by."""
-
-    def figure(name: str, tensor: TensorStatistics) -> float | None:
-        return None if tensor.statistics is None else getattr(tensor.statistics, name)
-
-    fields = {"size": "count", "nan": "nans", "inf": "infs", "zero": "zeros"}
-    keys: dict[str, Callable[[TensorStatistics], Any]] = {
-        name: largest_first(partial(figure, fields.get(name, name))) for name in _SORTED
-    }
-    return keys | {"name": lambda tensor: tensor.fqn}
+    tensors = found.tensors if by is None else sorted(found.tensors, key=by)
+    return Answer(found, lambda: _print(found, tensors, top, [step for step in _NARROW if step != sort]))
 
 
 def _print(
-    found: CheckpointStatistics, tensors: list[TensorStatistics], top: int | None, *, kept: str
+    found: CheckpointStatistics, tensors: Sequence[TensorStatistics], top: int | None, narrow: Sequence[str]
 ) -> None:
     total = found.total
+    values = sum(math.prod(tensor.shape) for tensor in tensors)
     sizes = (
-        counted(len(tensors), "tensor"),
-        counted(sum(math.prod(tensor.shape) for tensor in tensors), "value"),
-        describe_bytes(found.bytes_read),
+        f"{counted(len(tensors), 'tensor')}, {counted(values, 'value')}, {printing.size(found.bytes_read)}"
     )
-    print(printable(f"{found.url}: {', '.join(sizes)} read, {total.nans:,} NaN, {total.infs:,} infinite"))
+    printing.line(f"{found.url}: {sizes} read, {total.nans:,} NaN, {total.infs:,} infinite")
     if total.nans + total.infs:
         print("min, max, mean, std, norm and values are of the finite elements; nan and inf count the others")
     print()
-    rows = [
-        (tensor.fqn, tensor.dtype, describe_shape(tensor.shape), *_cells(tensor.statistics))
-        for tensor in top_of(tensors, top)
-    ]
-    rows.append(("total", "", f"{found.total.count:,}", *_cells(found.total)))
-    print_table(_HEADER, rows, right=_RIGHT, narrow=[step for step in _NARROW if step != kept])
-    print_rest(tensors, top, "tensor")
-    if found.total.histogram is not None:
+    rows = [(one.fqn, one.dtype, printing.shape(one.shape), *_cells(one.statistics)) for one in tensors]
+    header = ("tensor", "dtype", "shape", *(f">{name}" for name in _SORTED[1:]), "values")
+    whole = ("total", "", f"{total.count:,}", *_cells(total))
+    printing.table(header, rows, narrow=narrow, top=top, what="tensor", total=whole)
+    if (histogram := total.histogram) is not None:
         print()
-        _print_histogram(found.total.histogram)
+        largest = max(histogram.counts)
+        edges = itertools.pairwise(f"{edge:.4g}" for edge in histogram.edges)
+        bars = ((f"{count:,}", printing.bar(count, largest, _BAR_CHARACTERS)) for count in histogram.counts)
+        printing.table(
+            (">from", ">to", ">values", ""), [(*edge, *bar) for edge, bar in zip(edges, bars, strict=True)]
+        )
 
 
-def _cells(statistics: ElementStatistics | None) -> tuple[str, ...]:
+def _cells(statistics: ElementStatistics | None) -> tuple[str | None, ...]:
     if statistics is None:
-        return ("-",) * 9
+        return (None,) * 9
     numbers = (statistics.min, statistics.max, statistics.mean, statistics.std, statistics.norm)
     counts = (statistics.nans, statistics.infs, statistics.zeros)
     histogram = statistics.histogram
     return (
-        *("-" if number is None else f"{number:.4g}" for number in numbers),
-        *("" if count == 0 else f"{count:,}" for count in counts),
-        sparkline(histogram.counts) if histogram is not None else "",
+        *(None if number is None else f"{number:.4g}" for number in numbers),
+        *(f"{count:,}" if count else "" for count in counts),
+        "" if histogram is None else printing.sparkline(histogram.counts),
     )
-
-
-def _print_histogram(histogram: Histogram) -> None:
-    largest = max(histogram.counts)
-    rows = [
-        (f"{low:.4g}", f"{high:.4g}", f"{count:,}", bar(count, largest, _BAR_CHARACTERS))
-        for (low, high), count in zip(pairwise(histogram.edges), histogram.counts, strict=True)
-    ]
-    print_table(("from", "to", "values", ""), rows, right=("from", "to", "values"))

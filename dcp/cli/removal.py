@@ -1,0 +1,232 @@
+"""Commands that free space: ``rm``, ``prune`` of parts, and ``gc`` of what killed saves have left."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+from typer import Argument, Option
+
+from dcp.cli import printing
+from dcp.cli.common import STORAGE, URIS, Answer, Call, Strings, storage_options
+from dcp.cli.printing import counted
+from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError
+
+if TYPE_CHECKING:
+    from dcp.manager.dropping import Drop
+    from dcp.manager.removal import Leftovers
+    from dcp.manager.retention import Part, Retention
+    from dcp.storage.stores.base import Store
+
+_YES: Final = Option(False, "--yes", help="Do it. Without it the command says what it would do.")
+_REASONS: Final = {
+    "pinned": "it was pinned meanwhile",
+    "replaced": "another save has taken its place meanwhile",
+}
+_KINDS: Final = {
+    "abandoned": "a save that never committed",
+    "removal": "a removal that was interrupted",
+    "strays": "files that the checkpoint does not refer to",
+    "conversion": "a conversion that was killed, and can still be resumed",
+    "replacement": "a conversion that was killed while it replaced a folder, which is put back",
+    "uploads": "uploads that were not finished",
+}
+
+
+def rm(call: Call, uris: list[str] = URIS, yes: bool = _YES, options: str | None = STORAGE) -> Answer:
+    """Remove checkpoints, the commit object first: at any crash all of one is there, or nothing.
+
+    Lists the files that would go, unless --yes is given. Pinned checkpoints and other files stay.
+    """
+    done = call.each(uris, lambda uri: _remove(uri, storage_options(uri, options), yes=yes), _print_removed)
+    if done and not yes and not call.json:
+        printing.error("nothing was removed: --yes does it")
+    return Answer(done)
+
+
+def _remove(uri: str, options: dict[str, Any] | None, *, yes: bool) -> dict[str, Any]:
+    """Return what is removed, or without ``yes`` would be, as --json has it."""
+    from dcp.manager.removal import files_to_remove, remove_checkpoint
+    from dcp.steps import read_notes
+    from dcp.storage.formats.opening import naming_near_places
+    from dcp.storage.stores.opening import OpenWith
+
+    opener, now_seconds = OpenWith(options), time.time()
+    store = opener(uri)
+    files = files_to_remove(store, now_seconds)
+    if not files:
+        with naming_near_places(uri, opener):
+            raise CheckpointNotFoundError(
+                f"{store.url} holds no checkpoint that was committed; what killed saves left is for dcp gc.",
+                path=store.url,
+            )
+    if read_notes(store).pinned:
+        raise CheckpointError(f"{store.url} is pinned and stays; CheckpointManager.unpin releases it")
+    names = tuple(info.name for info in files)
+    if yes:
+        removed = remove_checkpoint(store, now_seconds)
+        if removed.outcome != "deleted":
+            why = _REASONS.get(removed.outcome, "it is not there any more")
+            raise CheckpointError(f"{store.url} was not removed: {why}")
+        left = removed.left
+    else:
+        left = tuple(info.name for info in store.list() if info.name not in names)
+    size_bytes = sum(info.size_bytes for info in files)
+    counts = {"files": len(files), "bytes": size_bytes}
+    return {"url": store.url, "removed": yes, **counts, "names": names, "left": left}
+
+
+def _print_removed(done: dict[str, Any]) -> None:
+    for name in () if done["removed"] else done["names"]:
+        printing.line(f"{done['url']}/{name}")
+    verb = "removed" if done["removed"] else "would remove"
+    stays = f"; {len(done['left'])} other files stay" if done["left"] else ""
+    files = f"{counted(done['files'], 'file')}, {printing.size(done['bytes'])}"
+    printing.line(f"{done['url']}: {verb} {files}{stays}")
+
+
+# -- prune ---------------------------------------------------------------------------------------------------
+
+
+def prune(
+    call: Call,
+    uris: list[str] = Argument(..., metavar="URI...", help="Checkpoints, or runs: paths or URLs."),
+    part: Strings = Option(None, metavar="NAME", help="optimizer, or a glob on names, as 'ema.*'."),
+    last: int | None = Option(None, min=1, help="Of a run: the newest so many keep it."),
+    every_steps: int | None = Option(None, min=1, help="Of a run: steps that are multiples of it keep it."),
+    rewrite: bool = Option(False, "--rewrite", help="Write files anew that hold the part and others."),
+    dry_run: bool = Option(False, "--dry-run", help="Only tell; so it is without --yes."),
+    yes: bool = _YES,
+    options: str | None = STORAGE,
+) -> Answer:
+    """Drop the optimizer, or another part, of checkpoints; what stays is as it was, also for stock torch.
+
+    Of a run the newest ones keep it: --last says how many. Tells what would be freed, unless --yes is given.
+    Pinned checkpoints stay whole. At any crash a checkpoint is as before or without the part.
+    """
+    from dcp.manager.dropping import drop_parts, plan_drop
+
+    yes = yes and not dry_run
+    retention = _retention(part or ["optimizer"], last, every_steps)
+
+    def dropped(place: tuple[Store, tuple[Part, ...]]) -> tuple[Drop, bool]:
+        if not yes:
+            return plan_drop(*place, rewrite=rewrite), False
+        found = drop_parts(*place, time.time(), rewrite=rewrite)
+        return found, found.outcome == "dropped" or bool(found.files)
+
+    def pruned(uri: str) -> list[tuple[Drop, bool]]:
+        places = _places(uri, retention, options, has_rules=bool(last or every_steps))
+        if not places and not call.json:
+            printing.line(f"{uri}: has nothing to drop")
+        return call.each(places, dropped, _print_drop)
+
+    found = [one for some in call.each(uris, pruned, lambda _: None) for one in some]
+    if any(one.outcome == "dropped" for one, _ in found) and not (yes or call.json):
+        printing.error("nothing was dropped: --yes does it")
+    outcomes = {} if yes else {"dropped": "would drop"}
+    return Answer(
+        [
+            asdict(one) | {"outcome": outcomes.get(one.outcome, one.outcome), "done": is_done}
+            for one, is_done in found
+        ]
+    )
+
+
+def _retention(parts: list[str], last: int | None, every_steps: int | None) -> Retention:
+    from dcp.manager.retention import Keep, Retention
+
+    # Without rules it is asked for checkpoints, which are named: of a run it would be refused.
+    keep = Keep(last=last if last or every_steps else 1, every_steps=every_steps)
+    globs = {name: keep for name in parts if name != "optimizer"}
+    return Retention(optimizer=keep if "optimizer" in parts else None, parts=globs or None)
+
+
+def _places(
+    uri: str, retention: Retention, options: str | None, *, has_rules: bool
+) -> list[tuple[Store, tuple[Part, ...]]]:
+    from dcp.manager.dropping import to_prune
+    from dcp.storage.formats.opening import has_checkpoint
+    from dcp.storage.stores.opening import OpenWith
+
+    opener = OpenWith(storage_options(uri, options))
+    if not has_rules and not has_checkpoint(opener(uri)):
+        raise OptionError(
+            f"{uri} is no checkpoint; of a run say how many steps keep the part, as by --last 2"
+        )
+    return to_prune(uri, retention, open_store=opener)
+
+
+def _print_drop(dropped: tuple[Drop, bool]) -> None:
+    found, is_done = dropped
+    names, files = ", ".join(part.name for part in found.parts), counted(len(found.files), "file")
+    shared = printing.size(found.shared_bytes)
+    if found.outcome == "pinned":
+        shown = "is pinned and stays whole; CheckpointManager.unpin releases it"
+    elif found.outcome == "absent":
+        shown = "has nothing to drop" + (f"; removed {files} of an earlier prune" if found.files else "")
+    elif found.outcome == "shared":
+        shown = f"keeps its {names}: {shared} in files with what stays; --rewrite frees them"
+    else:
+        verb, freed = "dropped" if is_done else "would drop", printing.size(found.freed_bytes)
+        shown = f"{verb} {names}, {files}, {freed} freed"
+        if found.rewritten_bytes:
+            shown += f", {printing.size(found.rewritten_bytes)} written anew"
+        if found.shared_bytes:
+            shown += f"; {shared} stay in files with others (--rewrite)"
+    printing.line(f"{found.url}: {shown}")
+
+
+# -- gc ------------------------------------------------------------------------------------------------------
+
+
+def gc(
+    call: Call,
+    root: str = Argument(..., help="A folder of checkpoints, or a checkpoint: path or URL."),
+    yes: bool = _YES,
+    hours: float = Option(24.0, min=0, help="What is younger stays: it may be of a save that still runs."),
+    uploads: bool = Option(False, "--uploads", help="End all unfinished uploads; a save at work fails."),
+    options: str | None = STORAGE,
+) -> Answer:
+    """Remove what killed saves have left: files that no checkpoint refers to, a day old or more.
+
+    Lists them, unless --yes is given. Committed checkpoints, and files that are not named as saves name
+    theirs, are never touched.
+    """
+    from dcp.manager.removal import find_leftovers, remove_leftovers
+    from dcp.storage.stores.opening import OpenWith
+
+    now_seconds, age = time.time(), hours * 3600
+    opener = OpenWith(storage_options(root, options))
+
+    def removed(found: tuple[Store, Leftovers]) -> dict[str, Any]:
+        store, left = found
+        gone = 0
+        if yes and left.problem is None:
+            gone = remove_leftovers(store, left, now_seconds, older_than_seconds=age, uploads=uploads)
+        names = tuple(info.name for info in left.files)
+        return asdict(left) | {"files": names, "bytes": left.size_bytes, "removed": gone > 0}
+
+    def show(row: dict[str, Any]) -> None:
+        if row["problem"] is not None:
+            printing.error(f"{row['url']} is left alone: {row['problem']}")
+            return
+        stays = "; in use now, it stays" if yes and row["files"] and not row["removed"] else ""
+        printing.line(f"{row['url']}: {_KINDS[row['kind']]}{stays}")
+        for name in row["files"]:
+            printing.line(f"  {name}")
+        for name in row["uploads"]:
+            printing.line(f"  {name} (unfinished upload{'' if uploads else '; stays, unless --uploads'})")
+
+    found = find_leftovers(root, now_seconds, older_than_seconds=age, open_store=opener)
+    rows = call.each(found, removed, show)
+    done = [row for row in rows if row["removed"] or not yes]
+    files, size = sum(len(row["files"]) for row in done), printing.size(sum(row["bytes"] for row in done))
+
+    def show_sum() -> None:
+        printing.line(f"{root}: {'removed' if yes else 'would remove'} {counted(files, 'file')}, {size}")
+        if files and not yes:
+            printing.error("nothing was removed: --yes does it")
+
+    return Answer(rows, show_sum)

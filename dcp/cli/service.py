@@ -1,0 +1,380 @@
+"""Commands of the service: it and its workers, its database, and its keys and roots.
+
+They call `dcp.server`, which nothing else of the command line imports.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+import typer
+from typer import Argument, Option
+
+from dcp.cli import printing
+from dcp.cli.common import EXIT_FINDINGS, Answer, Strings, fail
+from dcp.cli.printing import describe_time
+
+if TYPE_CHECKING:
+    from dcp.server.catalog.roots import RootRow
+    from dcp.server.database.engine import Database
+    from dcp.server.security.keys import KeyRecord
+    from dcp.server.settings import Settings
+
+_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:@+=-]{0,127}")
+
+_CONFIG: Final = Option(None, metavar="FILE", help="TOML; else DCP_SERVER_CONFIG, dcp-server.toml.")
+_DATABASE: Final = Option(None, metavar="URL", help="Instead of the one of the settings.")
+
+
+def serve(
+    config: Path | None = _CONFIG,
+    host: str | None = Option(None, help="The address to listen on [127.0.0.1]."),
+    port: int | None = Option(None, help="The port to listen on [8470]."),
+    root: Strings = Option(None, metavar="[NAME=]URL", help="A place of checkpoints [./checkpoints]."),
+    database: str | None = Option(None, metavar="URL", help="[sqlite:///dcp-catalog.sqlite]"),
+    worker: bool | None = Option(None, "--worker/--no-worker", help="Whether to start a worker, too [yes]."),
+) -> None:
+    """Serve the catalog over HTTP: with nothing given, of ./checkpoints, on this machine only.
+
+    All settings may stand in a file or in the environment; see docs/operations.md.
+    """
+    flags: dict[str, Any] = {
+        "host": host,
+        "port": port,
+        "roots": _roots_of(root or []),
+        "database_url": database,
+        "embedded_worker": worker,
+    }
+    gc.disable()  # until it listens: some hundred modules are to be imported
+    settings = _settings(config, **flags)
+    from dcp.server.process.serving import serve
+
+    raise typer.Exit(serve(settings, flags))
+
+
+def _settings(config: Path | None, **flags: Any) -> Settings:
+    """Read flags that were given, then the environment, then the file; one line for what is wrong with
+    them."""
+    from pydantic import ValidationError
+
+    from dcp.server.settings import CONFIG_VARIABLE, DEFAULT_CONFIG, Settings
+
+    if config is not None:
+        if not config.is_file():
+            fail(f"--config: {config} is not a file")
+        os.environ[CONFIG_VARIABLE] = str(config.absolute())  # a worker that is started reads the same
+    try:
+        return Settings(**{name: value for name, value in flags.items() if value is not None})
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(map(str, item['loc'])) or 'settings'}: {item['msg'].removeprefix('Value error, ')}"
+            for item in error.errors(include_url=False, include_input=False)
+        ]
+        for line in lines[:-1]:
+            printing.error(line)
+        fail(lines[-1])
+    except ValueError as error:  # of bytes that are no text, too
+        fail(f"{os.environ.get(CONFIG_VARIABLE, DEFAULT_CONFIG)} is no TOML: {error}")
+
+
+def _roots_of(given: list[str]) -> dict[str, dict[str, str]] | None:
+    roots: dict[str, dict[str, str]] = {}
+    for item in given:
+        before, equals, url = item.partition("=")
+        is_named = bool(equals) and "/" not in before
+        name, url = (before, url) if is_named else (_name_of(item), item)
+        if not name or not url:
+            raise typer.BadParameter(f"{item!r} is neither a folder or URL nor NAME=URL", param_hint="--root")
+        if name in roots:
+            raise typer.BadParameter(f"two roots are called {name}: give NAME=URL", param_hint="--root")
+        roots[name] = {"url": url}
+    return roots or None
+
+
+def _name_of(url: str) -> str:
+    """Name it after the folder, or the last part of the URL, in the letters that names of roots have."""
+    _, scheme, place = url.rpartition("://")
+    last = place.rstrip("/").rpartition("/")[2] if scheme else Path(url).expanduser().resolve().name
+    return re.sub(r"[^a-z0-9._-]+", "-", last.lower()).strip("-._")[:63]
+
+
+def worker(
+    config: Path | None = _CONFIG,
+    database: str | None = _DATABASE,
+    concurrency: int | None = Option(None, min=1, help="How many tasks run at a time [2]."),
+    until_input_ends: bool = Option(False, "--until-input-ends", hidden=True),
+) -> None:
+    """Do the jobs of the service: conversions, verifications, scans and what else is in its queue.
+
+    As many as one likes may run, on one machine or on several that share the database and the roots. Ends on
+    SIGTERM and SIGINT; what it was doing is done by another one.
+    """
+    settings = _settings(config, database_url=database, concurrency=concurrency)
+    from dcp.server.automation.schedules import built_in_schedules
+    from dcp.server.jobs.worker import Worker
+    from dcp.server.process.logs import configure_logs
+
+    configure_logs(settings)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: stop.set())
+    if until_input_ends:
+        threading.Thread(target=_watch_input, args=(stop,), name="input", daemon=True).start()
+    Worker(settings, schedules=built_in_schedules(settings)).run(stop)
+
+
+def _watch_input(stop: threading.Event) -> None:
+    # Nothing is ever sent; the end comes with the process that holds the other side, even if it was killed.
+    # Straight from the descriptor: a thread that waits in sys.stdin would hold its lock when Python ends.
+    while os.read(sys.stdin.fileno(), 4096):
+        continue
+    stop.set()
+
+
+# -- the database --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened(settings: Settings, *, with_tables: bool = True, is_made: bool = False) -> Iterator[Database]:
+    """Open the database of the settings; exits with a line for a wrong URL, and for one that is away.
+
+    ``with_tables``: those of this version. SQLite gets them, as from `dcp serve`; for another one the line
+    says what to do. ``is_made``: also where there is no file yet.
+    """
+    from dcp.server.database import migrations
+    from dcp.server.database.engine import Database, DatabaseUnavailableError
+    from dcp.server.problems import ProblemError
+
+    try:
+        with closing(Database(settings.database_url.get_secret_value(), pool_size=2)) as opened:
+            file = Path(opened.url.database or "")
+            if opened.dialect == "sqlite" and not (is_made or file.exists()):
+                fail(f"there is no database {file}: dcp serve makes it, or dcp db upgrade")
+            if with_tables and not migrations.is_current(opened):
+                if opened.dialect != "sqlite" or not settings.migrate:
+                    fail("the database has not the tables of this version: run dcp db upgrade first")
+                migrations.upgrade(opened)
+            with opened.read():
+                pass
+            yield opened
+    except ProblemError as error:
+        fail(error.detail)
+    except (ValueError, DatabaseUnavailableError) as error:
+        fail(str(error))
+
+
+def _upgrade(config: Path | None = _CONFIG, database: str | None = _DATABASE) -> None:
+    """Bring the database up to date: from nothing, or from any older version. Back it up before."""
+    settings = _settings(config, database_url=database)
+    from dcp.server.database import migrations
+
+    with _opened(settings, with_tables=False, is_made=True) as opened:
+        before = migrations.upgrade(opened)
+        after = migrations.current(opened)
+    print(f"{before or 'empty'} -> {after}" if before != after else f"up to date at {after}")
+
+
+def _status(config: Path | None = _CONFIG, database: str | None = _DATABASE) -> Answer:
+    """Print the revision of the database and the one that this version needs; exit with 1 if they differ."""
+    settings = _settings(config, database_url=database)
+    from dcp.server.database import migrations
+
+    with _opened(settings, with_tables=False, is_made=True) as opened:
+        current, head = migrations.current(opened), migrations.head()
+    is_current = current == head
+    shown = f"up to date at {head}" if is_current else f"{current or 'empty'}, needed is {head}"
+    data = {"current": current, "needed": head, "is_current": is_current}
+    return Answer(data, lambda: print(shown), 0 if is_current else EXIT_FINDINGS)
+
+
+DB: Final[dict[str, Callable[..., Answer | None]]] = {"upgrade": _upgrade, "status": _status}
+
+# -- keys ----------------------------------------------------------------------------------------------------
+
+
+def _create(
+    name: str = Argument(..., help="Who or what it is for; the audit log says key:NAME."),
+    scope: Strings = Option(None, help="read, write, convert, delete or admin; again for several [read]."),
+    root: Strings = Option(None, help="Only for this root; several times for several [all]."),
+    expires: str | None = Option(None, metavar="TIME", help="After this time: 12h, 30d, 52w [never]."),
+    config: Path | None = _CONFIG,
+    database: str | None = _DATABASE,
+) -> Answer:
+    """Make a key and print it, for the only time. It is on stdout alone, so that it can be piped."""
+    lasts_seconds = None if expires is None else _duration(expires)
+    settings = _settings(config, database_url=database)
+    from dcp.server.catalog import audit
+    from dcp.server.security import keys
+    from dcp.server.security.principal import Scope
+
+    scopes: list[Any] = scope or ["read"]
+    _check_names("--scope", scopes, get_args(Scope))
+    _check_names("--root", root or (), sorted(settings.roots))
+    if not _NAME.fullmatch(name):
+        raise typer.BadParameter("letters, digits and _./:@+=- are taken, 128 at most", param_hint="NAME")
+    now_seconds = time.time()
+    with _opened(settings, is_made=True) as opened, opened.write() as connection:
+        record, secret = keys.create_key(
+            connection,
+            name=name,
+            scopes=scopes,
+            roots=root,
+            expires_seconds=None if lasts_seconds is None else now_seconds + lasts_seconds,
+            now_seconds=now_seconds,
+        )
+        detail = {"name": name, "scopes": sorted({*scopes}), "roots": root}
+        audit.record(connection, "cli", "key.create", f"key:{record.id}", detail, now=now_seconds)
+    data = {"id": record.id, "name": name, "scopes": sorted({*scopes}), "key": secret}
+    return Answer(data, lambda: print(secret))
+
+
+def _check_names(option: str, given: Any, known: Any) -> None:
+    for name in given:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(known) or 'none'}", param_hint=option)
+
+
+def _duration(text: str) -> float:
+    match = re.fullmatch(r"(\d{1,6})([smhdw])", text)
+    if match is None or int(match[1]) == 0:
+        raise typer.BadParameter(f"{text!r} is not such as 12h, 30d or 52w", param_hint="--expires")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _list_keys(config: Path | None = _CONFIG, database: str | None = _DATABASE) -> Answer:
+    """All keys, revoked and expired ones too, without what they are made of."""
+    settings = _settings(config, database_url=database)
+    from dcp.server.security import keys
+
+    with _opened(settings) as opened, opened.read() as connection:
+        rows = [*map(_plain_key, keys.list_keys(connection))]
+    return Answer(rows, lambda: _print_keys(rows))
+
+
+def _plain_key(record: KeyRecord) -> dict[str, Any]:
+    roots = None if record.roots is None else sorted(record.roots)
+    facts = {"scopes": sorted(record.scopes), "roots": roots, "is_valid": record.is_valid(time.time())}
+    return asdict(record) | facts
+
+
+def _print_keys(keys: list[dict[str, Any]]) -> None:
+    rows = []
+    for key in keys:
+        roots = "all" if key["roots"] is None else ",".join(key["roots"])
+        times = describe_time(key["created_seconds"]), describe_time(key["used_seconds"])
+        state = "valid" if key["is_valid"] else "revoked" if key["revoked_seconds"] else "expired"
+        rows.append((key["id"], key["name"], key["prefix"], ",".join(key["scopes"]), roots, *times, state))
+    header = (">id", "name", "prefix", "scopes", "roots", "created", "used", "state")
+    printing.table(header, rows)
+
+
+def _revoke(
+    key: str = Argument(..., help="Its id, or the prefix that the list shows."),
+    config: Path | None = _CONFIG,
+    database: str | None = _DATABASE,
+) -> None:
+    """End a key, at once and for ever."""
+    settings = _settings(config, database_url=database)
+    from dcp.server.catalog import audit
+    from dcp.server.security import keys
+
+    now_seconds = time.time()
+    with _opened(settings) as opened, opened.write() as connection:
+        found = [one for one in keys.list_keys(connection) if key in (str(one.id), one.prefix)]
+        if not found:
+            fail(f"there is no key {key!r}; dcp keys list shows all")
+        record = keys.revoke_key(connection, found[0].id, now_seconds)
+        detail = {"name": record.name}
+        audit.record(connection, "cli", "key.revoke", f"key:{record.id}", detail, now=now_seconds)
+    print(f"revoked: {record.name} ({record.prefix})")
+
+
+KEYS: Final[dict[str, Callable[..., Answer | None]]] = {
+    "create": _create,
+    "list": _list_keys,
+    "revoke": _revoke,
+}
+
+# -- roots ---------------------------------------------------------------------------------------------------
+
+
+def _list_roots(config: Path | None = _CONFIG, database: str | None = _DATABASE) -> Answer:
+    """All roots with their last scan, those that are not configured any more too."""
+    settings = _settings(config, database_url=database)
+    from dcp.server.catalog.roots import list_roots
+
+    with _opened(settings) as opened, opened.read() as connection:
+        rows = list_roots(connection)
+    fields = ("name", "url", "is_configured", "scanned_seconds", "scan_error", "lost")
+    data = [{field: getattr(row, field) for field in fields} | {"last_scan": row.scan_state} for row in rows]
+    return Answer(data, lambda: _print_roots(rows))
+
+
+def _print_roots(rows: list[RootRow]) -> None:
+    cells = []
+    for row in rows:
+        state = row.scan_state if isinstance(row.scan_state, dict) else {}
+        scanned = describe_time(row.scanned_seconds) if row.is_configured else "not configured any more"
+        cells.append((row.name, scanned, state.get("found"), row.lost or None))
+    printing.table(("name", "scanned", ">found", ">lost"), cells)
+    for row in rows:
+        if row.scan_error is not None:
+            printing.line(f"{row.name}: {row.scan_error}")
+
+
+def _accept(
+    name: str = Argument(..., help="The root."),
+    yes: bool = Option(False, "--yes", help="Do it; without it only say what would be done."),
+    config: Path | None = _CONFIG,
+    database: str | None = _DATABASE,
+) -> None:
+    """Say that checkpoints which the last scan did not find are gone for good, though they are many.
+
+    The root is looked through once more, here and now. What is still not there is marked as vanished, and
+    nothing is if more is missing than the scan before had said.
+    """
+    settings = _settings(config, database_url=database)
+    from dcp.server.catalog import audit
+    from dcp.server.catalog.roots import list_roots
+    from dcp.server.roots import Roots
+    from dcp.server.scanning.scanner import Scanner
+    from dcp.server.settings import RootSettings
+
+    with _opened(settings) as opened:
+        with opened.read() as connection:
+            rows = {row.name: row for row in list_roots(connection) if row.is_configured}
+        if name not in rows:
+            fail(f"there is no root {name!r}: {', '.join(rows) or 'none'}")
+        row = rows[name]
+        if not row.lost:
+            print(f"root {name}: nothing is in doubt")
+            return
+        print(row.scan_error)
+        if not yes:
+            print("with --yes: look once more, and mark as vanished what is not there")
+            return
+        # one that `dcp serve` was given as a flag is in the database alone
+        place = settings.roots.get(name) or RootSettings(url=row.url)
+        report = Scanner(opened, Roots({name: place})).scan(name, accepted=row.lost)
+        if report.lost:
+            fail(f"more is missing by now, and nothing was marked: {report.trouble[0]}")
+        detail = {"accepted": row.lost, "vanished": report.vanished}
+        opened.transact(
+            lambda connection: audit.record(connection, "cli", "root.accept", f"root:{name}", detail)
+        )
+        print(f"{report.vanished} marked as vanished; {report.found} are there")
+
+
+ROOTS: Final[dict[str, Callable[..., Answer | None]]] = {"list": _list_roots, "accept": _accept}

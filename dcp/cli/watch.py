@@ -1,0 +1,154 @@
+"""``dcp watch``: the committed steps of a run as they come, each once for a consumer."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+import typer
+from typer import Argument, Option
+
+from dcp.cli import printing
+from dcp.cli.common import EXIT_FINDINGS, FOLDERS, STORAGE, Call, fail, storage_options, unwinding_on_sigterm
+
+if TYPE_CHECKING:
+    from dcp.watching import Watch, WatchedStep
+
+_END_SECONDS: Final = 10.0
+"""The time that a command may take to end by SIGTERM."""
+
+_PR_SET_PDEATHSIG: Final = 1
+_STDERR: Final = 2
+
+
+def watch(
+    call: Call,
+    run: str = Argument(..., help="The folder of a run: path or URL. It need not be there yet."),
+    exec_: str | None = Option(
+        None,
+        "--exec",
+        metavar="COMMAND",
+        help="Run this for each step, without a shell; {} becomes the checkpoint's path or URL, which is "
+        "also in DCP_CHECKPOINT, beside DCP_STEP and DCP_SAVE_ID. Exit status 0 acknowledges the step.",
+    ),
+    consumer: str = Option("default", metavar="NAME", help="Every consumer is given all steps once."),
+    since: int = Option(0, min=0, metavar="STEP", help="No steps below this one."),
+    once: bool = Option(False, "--once", help="End after the steps that are there."),
+    interval: float = Option(10.0, min=0.05, metavar="SECONDS", help="Between two looks, and two tries."),
+    tries: int = Option(3, min=1, help="How often a command is tried for a step before this ends with 1."),
+    cursor: str | None = Option(None, metavar="FOLDER", help="Keep here what is done, and not in the run."),
+    folders: str = FOLDERS,
+    options: str | None = STORAGE,
+) -> None:
+    """Print the committed steps of a run as they come, or run a command for each, and acknowledge it.
+
+    A step is printed or given to the command once for each consumer; one that was not acknowledged, because
+    the command failed or this was killed, is given again to whoever continues. With --json a line of JSON a
+    step. SIGINT and SIGTERM end it, and the command with it. A run that is not there fails with --once.
+    """
+    words, status = _words(exec_), None
+    try:
+        with unwinding_on_sigterm():
+            steps = _steps(
+                run,
+                consumer=consumer,
+                since=since,
+                once=once,
+                interval_seconds=interval,
+                cursor=cursor,
+                name=folders,
+                storage_options=storage_options(run, options),
+            )
+            with steps:
+                for step in steps:
+                    if words is not None:
+                        status = _run(words, steps, step, tries, interval, json=call.json)
+                    _tell(step, status, json=call.json)
+                    if status:
+                        raise typer.Exit(EXIT_FINDINGS)
+                if not steps.has_found_run:  # --once
+                    fail(f"{run} is not there: --once has no steps to give")
+    except KeyboardInterrupt:
+        raise typer.Exit(128 + signal.SIGINT) from None
+
+
+def _steps(run: str, **how: Any) -> Watch:
+    """Call `dcp.watch`; a usage error for what it refuses."""
+    from dcp.storage.errors import OptionError
+    from dcp.watching import watch
+
+    try:
+        return watch(run, **how)
+    except OptionError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _words(command: str | None) -> list[str] | None:
+    try:
+        words = None if command is None else shlex.split(command)
+    except ValueError as error:
+        raise typer.BadParameter(f"{command!r}: {error}", param_hint="--exec") from error
+    if words == []:
+        raise typer.BadParameter("is empty", param_hint="--exec")
+    return words
+
+
+def _tell(step: WatchedStep, status: int | None, *, json: bool) -> None:
+    if json:
+        names = ("save_id", "committed_seconds", "metrics", "partial")
+        shown = {"step": step.step, "checkpoint": step.checkpoint_id}
+        shown |= {name: getattr(step, name) for name in names}
+        printing.print_json(shown if status is None else shown | {"exit": status}, indent=None)
+    elif status is None:
+        print(printing.printable(step.checkpoint_id), flush=True)
+
+
+def _run(
+    words: list[str], steps: Watch, step: WatchedStep, tries: int, pause_seconds: float, *, json: bool
+) -> int:
+    """Return the exit status of the command's last try; 0 too where the checkpoint is not there any more."""
+    for number in range(1, tries + 1):
+        status = _run_once(words, step, json=json)
+        if status == 0:
+            return 0
+        shown = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        printing.error(f"{step.checkpoint_id}: the command {shown} (try {number} of {tries})")
+        if not steps.is_committed(step):
+            printing.error(
+                f"{step.checkpoint_id} was deleted or saved anew meanwhile, and is not tried again"
+            )
+            return 0
+        if number < tries:
+            time.sleep(pause_seconds)
+    return status
+
+
+def _run_once(words: list[str], step: WatchedStep, *, json: bool) -> int:
+    environment = os.environ | {
+        "DCP_CHECKPOINT": step.checkpoint_id,
+        "DCP_STEP": str(step.step),
+        "DCP_SAVE_ID": step.save_id,
+    }
+    arguments = [word.replace("{}", step.checkpoint_id) for word in words]
+    libc = ctypes.CDLL(None)  # before the fork
+
+    def end_with_parent() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+    # a watcher that is killed must not leave it at work beside that of the next one
+    output = _STDERR if json else None
+    with subprocess.Popen(arguments, env=environment, stdout=output, preexec_fn=end_with_parent) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_SECONDS)
+            process.kill()  # of one that has ended it does nothing
+            raise
