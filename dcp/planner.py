@@ -2,33 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import *  # noqa: F403 - each name of its users
 
 from dcp.calls.torch_names import names_of
-
-__all__ = [
-    "BytesIOWriteData",
-    "LoadItemType",
-    "LoadPlan",
-    "LoadPlanner",
-    "ReadItem",
-    "SavePlan",
-    "SavePlanner",
-    "TensorWriteData",
-    "WriteItem",
-    "WriteItemType",
-]
 
 if not TYPE_CHECKING:
     __getattr__ = names_of("planner")

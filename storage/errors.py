@@ -53,8 +53,6 @@ __all__ = [
     "UnsafeObjectError",
     "UnsupportedFormatError",
     "WriterProcessError",
-    "error_from_wire",
-    "error_to_wire",
 ]
 
 
