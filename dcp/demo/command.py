@@ -12,12 +12,9 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
-from dcp.demo.jobs import DemoError
-from dcp.demo.places import BucketPlace, FolderPlace, Place
+from dcp.demo.places import BucketPlace, DemoError, FolderPlace, Place
 from dcp.demo.s3_server import S3Server, S3ServerError
 from dcp.demo.story import Story
-
-__all__ = ["run_to_exit_status"]
 
 _NEEDED_BYTES = 790 << 20
 """Twenty checkpoints of 31 MiB, converted and downloaded ones among them, and room to spare."""
