@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +51,8 @@ def read_until_served(process: subprocess.Popen[str] | Program) -> tuple[str, st
 
 def processes_of_jobs(root: Path) -> set[int]:
     """Launchers and ranks of the demo in ``root`` that have not ended: their output goes to its logs."""
-    found = set()
-    for pid in psutil.pids():
-        with suppress(OSError):
-            if os.readlink(f"/proc/{pid}/fd/1").startswith(f"{root}/logs/"):
-                found.add(pid)
-    return found
+    outputs = {pid: os.path.realpath(f"/proc/{pid}/fd/1") for pid in psutil.pids()}  # itself, if not readable
+    return {pid for pid, output in outputs.items() if output.startswith(f"{root}/logs/")}
 
 
 @pytest.mark.timeout(1200)
