@@ -29,7 +29,7 @@ class Narrator:
         self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._chapters = 0
         self.claims = 0
-        self.failed: list[tuple[str, str]] = []
+        self.failed: list[str] = []
 
     def chapter(self, title: str) -> None:
         """Print a numbered heading."""
@@ -43,13 +43,12 @@ class Narrator:
     def check(self, claim: str, held: bool, reason: str = "") -> None:
         """Count and print a claim; ``reason`` says what was seen instead where it did not hold."""
         self.claims += 1
-        if not held:
-            self.failed.append((claim, reason))
-        mark, style = ("ok    ", "green") if held else ("FAILED", "red")
         text = claim if held or not reason else f"{claim}: {reason}"
-        hanging = _INDENT + " " * (len(mark) + 1)
-        body = self._wrapped(text, hanging).removeprefix(hanging)
-        self._console.print(Text(_INDENT) + Text(mark, style=f"bold {style}") + Text(f" {body}"))
+        if not held:
+            self.failed.append(text)
+        mark, style = ("ok    ", "bold green") if held else ("FAILED", "bold red")
+        body = self._wrapped(text, " " * 10).strip()
+        self._console.print(Text.assemble(_INDENT, (mark, style), f" {body}"))
 
     def output(self, text: str, command: str = "") -> None:
         """Print lines as a program printed them, below the ``command`` that was typed for it."""

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -178,7 +179,9 @@ class S3Server:
         config.touch(0o600)
         config.write_text(json.dumps({"identities": identities}))
         starter = [sys.executable, "-S", "-E", "-c", _TIED_TO_PARENT, str(os.getpid()), str(weed)]
-        start = partial(subprocess.Popen, [*starter, *self._arguments(data, config)])
+        start: Callable[..., subprocess.Popen[bytes]] = partial(
+            subprocess.Popen, [*starter, *self._arguments(data, config)]
+        )
         # The kernel means a thread when it says parent: this one lives as long as the server.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="s3-server")
         with (self.folder / "log.txt").open("ab") as log:

@@ -87,16 +87,14 @@ class Story:
         )
         files = place.data_files("uninterrupted", step)
         whole = {name.split(".")[0]: size for name, size in files.items()}
-        sizes = {
-            name: (size, whole[name.split(".")[0]])
-            for name, size in sorted(place.leftovers("run", step).items())
-        }
+        halves = sorted(place.leftovers("run", step).items())
+        sizes = [(name, size, whole[name.split(".")[0]]) for name, size in halves]
         left = place.shown(f"run/{checkpoint_name(step)}")
         self.narrator.say(f"What it left in {left}, {place.about_leftovers}:")
-        rows = [(name, f"{size:,}", f"{full:,}") for name, (size, full) in sizes.items()]
+        rows = [(name, f"{size:,}", f"{full:,}") for name, size, full in sizes]
         self.narrator.table(("file", "bytes", "bytes when complete"), *rows)
-        halves = sum(0 < size < full for size, full in sizes.values())
-        self.narrator.check(f"both ranks' {place.leftover}", halves == 2, f"{halves} are")
+        count = sum(0 < size < full for _, size, full in sizes)
+        self.narrator.check(f"both ranks' {place.leftover}", count == 2, f"{count} are")
         self.narrator.check("what is there is no checkpoint", not place.is_committed("run", step))
         self._check_equal(
             f"until then it was the same run: losses of steps 1 to {last} equal bit for bit",
@@ -218,13 +216,10 @@ class Story:
             raise DemoError(f"the process that loads with stock torch failed:\n{output}")
         result: dict[str, Any] = json.loads(output)
         for ranks, digests in zip(places, result["stock"], strict=True):
-            difference = compare_digests(resumed[ranks].digests(f"saved-{last}"), digests)
-            who = "1 rank" if ranks == 1 else f"{ranks} ranks"
-            who += ", committed after they had died" if ranks == 2 else ""
-            self.narrator.check(
+            who = {1: "1 rank", 2: "2 ranks, committed after they had died", 3: "3 ranks"}[ranks]
+            self._check_equal(
                 f"saved by {who}, loaded by stock torch: all {len(digests)} entries equal bit for bit",
-                not difference,
-                difference,
+                compare_digests(resumed[ranks].digests(f"saved-{last}"), digests),
             )
         by_stock, by_ours = result["damaged_by_stock"], result["damaged_by_ours"]
         if isinstance(by_stock, dict):
@@ -259,18 +254,15 @@ class Story:
         self.narrator.chapter("Look at it")
         self.narrator.say(f"The catalog is at {self.service.url}/ until Ctrl-C.")
         try:
-            status = self.service.wait()
+            self.narrator.say(f"It ended by itself, with exit status {self.service.wait()}.")
         except KeyboardInterrupt:
             self.end_catalog()
             self.narrator.say("It is stopped.")
-        else:
-            log = self.work.root / "logs"
-            self.narrator.say(f"It ended by itself, with exit status {status}; its log is in {log}.")
 
     # -- shared by chapters ---------------------------------------------------------------------------------
 
-    def _check_equal(self, claim: str, difference: float) -> None:
-        self.narrator.check(claim, difference == 0, f"they differ by {difference:g}")
+    def _check_equal(self, claim: str, difference: float | str) -> None:
+        self.narrator.check(claim, not difference, f"they differ: {difference}")
 
     def _check_loaded(self, ranks: int, killed: JobOutcome, job: JobOutcome) -> None:
         """Compare the ranks' state after the load with that of the killed job's ranks when they saved."""
@@ -279,21 +271,26 @@ class Story:
         # a rank's generator has a meaning only on as many ranks
         difference = compare_digests(saved, loaded, without="" if ranks == 2 else "rng.")
         what = "model, AdamW state, step" + (" and both generators" if ranks == 2 else "")
-        self.narrator.check(f"on {ranks}: {what} loaded bit for bit as saved", not difference, difference)
+        self._check_equal(f"on {ranks}: {what} loaded bit for bit as saved", difference)
         first = min(job.losses, default=0)
         self.narrator.check(f"on {ranks}: went on with step {first}", first == step + 1)
 
     def _check_same_number(self, reference: JobOutcome, job: JobOutcome) -> None:
         """Compare with the run that never died: on as many ranks all is equal bit for bit."""
         steps = range(self.last_step + 1, self.work.steps + 1)
-        apart = largest_difference(reference.losses, job.losses, steps)
-        self._check_equal("on 2: losses bit for bit as without interruption", apart)
-        apart = largest_difference(reference.looks, job.looks, steps)
-        self._check_equal("on 2: the random generators continue as without interruption", apart)
         name = f"saved-{self.work.steps}"
-        difference = compare_digests(reference.digests(name), job.digests(name))
-        claim = f"on 2: the state after step {self.work.steps} is bit for bit that of the uninterrupted run"
-        self.narrator.check(claim, not difference, difference)
+        self._check_equal(
+            "on 2: losses bit for bit as without interruption",
+            largest_difference(reference.losses, job.losses, steps),
+        )
+        self._check_equal(
+            "on 2: the random generators continue as without interruption",
+            largest_difference(reference.looks, job.looks, steps),
+        )
+        self._check_equal(
+            f"on 2: the state after step {self.work.steps} is bit for bit that of the uninterrupted run",
+            compare_digests(reference.digests(name), job.digests(name)),
+        )
 
     def _check_other_number(self, ranks: int, reference: JobOutcome, job: JobOutcome) -> None:
         """Compare losses: the sums of more or fewer parts differ in their last bits."""

@@ -18,8 +18,6 @@ import torch
 
 from dcp.storage.errors import StagingError
 
-__all__ = ["PAGES_BYTES", "ArenaKind", "HostArena", "StagingMemoryError"]
-
 ArenaKind = Literal["private", "shared"]
 
 PAGES_BYTES = 2 << 20

@@ -26,8 +26,6 @@ from dcp.storage.formats.index import Int64, itemsizes, starts
 from dcp.storage.near_names import listed
 from dcp.storage.tensors import LocalMemory, byte_pieces
 
-__all__ = ["Guard", "Samples", "StateSamples", "changed_error", "check_staged", "sample_state"]
-
 Guard = Literal["sampled", "full", "off"]
 
 _MAX_NAMED = 16

@@ -27,8 +27,6 @@ from dcp.storage.errors import OptionError, StagingError
 from dcp.storage.formats.index import Int64
 from dcp.storage.tensors import LocalMemory
 
-__all__ = ["BlockingAsyncStager", "DefaultStager", "StagedState", "StagingTimeoutError"]
-
 _TIMEOUT_SECONDS = 1800.0
 
 
@@ -72,8 +70,7 @@ class DefaultStager(TorchDefaultStager):
     are compared with the state: ``sampled`` (some bytes of every tensor), ``full`` (a CRC of all) or ``off``.
     ``threads`` copy host memory; by default as many as this process has cores for, eight at most.
 
-    At most ``arenas`` saves are staged at once, each with memory of its own. ``process`` says that their
-    memory is to be shared with a process that writes.
+    At most ``arenas`` saves are staged at once, each with memory of its own.
 
     One thread stages; the others may only release, lock and wait.
     """
@@ -85,11 +82,9 @@ class DefaultStager(TorchDefaultStager):
         guard: Guard = "sampled",
         threads: int | None = None,
         arenas: int = 1,
-        process: bool = False,
     ) -> None:
         # not torch's __init__, which takes threads and streams of its own, and refuses a machine without GPU
         self._config = config if config is not None else StagingOptions()
-        self._process = process
         self._copier = Copier(guard, threads)
         self._arenas = _Arenas(arenas)
         self._turns: deque[StagedState] = deque()
@@ -117,9 +112,14 @@ class DefaultStager(TorchDefaultStager):
         if len(self._turns) == self._arenas.limit:
             self._turns.popleft().release()
         if isinstance(local, RankState):
-            memory, names = local.memory, partial(_fqns, local)
+            names = partial(_fqns, local)
             return self._copied(
-                memory, lambda views: replace(local, memory=views), names, overlap, shared, timeout_seconds
+                local.memory,
+                lambda views: replace(local, memory=views),
+                names,
+                overlap,
+                shared,
+                timeout_seconds,
             )
         with self._arenas.copying(timeout_seconds):  # the tree copies what is not strided
             return self._stage_tree(StateTree(local), overlap, shared, timeout_seconds)
@@ -128,9 +128,7 @@ class DefaultStager(TorchDefaultStager):
         self, tree: StateTree, overlap: bool, shared: bool = False, timeout_seconds: float = _TIMEOUT_SECONDS
     ) -> StagedState:
         memory = LocalMemory.of(tree.sources)
-        return self._copied(
-            memory, lambda views: tree.copied(views.tensors), tree.fqns, overlap, shared, timeout_seconds
-        )
+        return self._copied(memory, tree.copied, tree.fqns, overlap, shared, timeout_seconds)
 
     def _copied(
         self,
@@ -149,14 +147,7 @@ class DefaultStager(TorchDefaultStager):
             and torch.accelerator.is_available()
             and not all(tensor.is_cpu for tensor in memory.tensors)
         )
-        kind: ArenaKind = "shared" if shared or self._process else "private"
-        slot = self._arenas.take(kind, pinned, timeout_seconds)
-        give_back = self._arenas.giving_back(slot)
-        try:
-            self._arenas.begin_copying(timeout_seconds)
-        except BaseException:
-            give_back()
-            raise
+        slot, give_back = self._arenas.take("shared" if shared else "private", pinned, timeout_seconds)
         try:
             copying = self._copier.begin(slot, memory)
             layout = copying.layout
@@ -300,8 +291,11 @@ class _Arenas:
         self._copying = 0
         self._changers: list[int] = []
 
-    def take(self, kind: ArenaKind, page_locked: bool, timeout_seconds: float) -> Slot:
-        """Take an arena of that kind that is free: the one given back last, since its views may fit.
+    def take(
+        self, kind: ArenaKind, page_locked: bool, timeout_seconds: float
+    ) -> tuple[Slot, Callable[[], None]]:
+        """Take an arena of that kind that is free, the one given back last, since its views may fit; and
+        begin to copy. The function gives it back, once, however often it is called.
 
         Raises StagingTimeoutError when all are in use for so long.
         """
@@ -315,23 +309,24 @@ class _Arenas:
                 )
             if self._closed:
                 raise StagingError("this stager is closed")
+            self.begin_copying(timeout_seconds)
             slot = self._free.pop() if self._free else None
             if slot is None or (slot.arena.kind, slot.arena.page_locked) != (kind, page_locked):
                 if slot is not None:
                     slot.close()
-                slot = Slot(HostArena(kind, page_locked=page_locked))
+                try:
+                    slot = Slot(HostArena(kind, page_locked=page_locked))
+                except BaseException:
+                    self.end_copying()
+                    raise
             self._taken += 1
-            return slot
+            held = [slot]
 
-    def giving_back(self, slot: Slot) -> Callable[[], None]:
-        """Give ``slot`` back, once, however often it is called: the save that had it has ended."""
-        taken = [slot]
-
-        def once() -> None:
+        def give_back() -> None:
             with self._changed:
-                if not taken:
+                if not held:
                     return
-                taken.clear()
+                held.clear()
                 self._taken -= 1
                 if self._closed:
                     slot.close()
@@ -339,7 +334,7 @@ class _Arenas:
                     self._free.append(slot)
                 self._changed.notify_all()
 
-        return once
+        return slot, give_back
 
     def begin_copying(self, timeout_seconds: float) -> None:
         """Wait until nothing changes the state, and keep changers out until `end_copying`.

@@ -14,9 +14,8 @@ from dcp.planners.layout.checkpointable import claim_of, with_claim
 from dcp.planners.per_rank import PerRank
 from dcp.storage import torch_compat
 from dcp.storage.errors import PlanError
+from dcp.storage.tensors import LocalMemory
 from dcp.storage.torch_compat import AsyncCollectiveTensor, Shard, ShardedTensor
-
-__all__ = ["StateTree"]
 
 _Make = Callable[[Sequence[torch.Tensor]], Any]
 _Path = tuple[Any, ...]
@@ -52,11 +51,11 @@ class StateTree:
         self._mappings: list[Mapping[Any, Any]] = []  # but dicts: they become dicts, and need not be copyable
         self._visit((), state_dict)
 
-    def copied(self, copies: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """Make a deep copy of the state dict with ``copies`` in the places of the sources: DTensors and
+    def copied(self, memory: LocalMemory) -> dict[str, Any]:
+        """Make a deep copy of the state dict with ``memory`` in the places of the sources: DTensors and
         ShardedTensors are new ones around them, and later changes of other values, attributes of containers
         among them, do not reach it."""
-        made: dict[int, Any] = {key: make(copies) for key, (make, _) in self._tensors.items()}
+        made: dict[int, Any] = {key: make(memory.tensors) for key, (make, _) in self._tensors.items()}
         for mapping in reversed(self._mappings):  # inner ones first
             made[id(mapping)] = {key: copy.deepcopy(entry, made) for key, entry in mapping.items()}
         state_dict: dict[str, Any] = copy.deepcopy(self._state_dict, made)

@@ -1,4 +1,4 @@
-"""The process that writes in the background: ``python -m dcp.background.process.main FD PID VERSION RANK
+"""The process that writes in the background: ``python -m dcp.background.main FD PID VERSION RANK
 WORLD_SIZE TIMEOUT_SECONDS``.
 
 A trainer starts it, and talks to it over the socket FD. It outlives the trainer PID: when that is gone, it
@@ -19,10 +19,8 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from dcp.background.process.wire import Connection, watch_parent
+from dcp.background.link import Connection, watch_parent
 from dcp.version import __version__
-
-__all__ = ["main"]
 
 _NICENESS: Final = 10
 """Added to the trainer's, so that training keeps its cores."""
@@ -45,7 +43,7 @@ def main(arguments: Sequence[str]) -> None:
         format=f"dcp writer process {os.getpid()} of rank {rank}: %(levelname)s: %(message)s",
     )
     gc.disable()  # what is imported stays: to look through it again and again is an eighth of the start
-    from dcp.background.process.serving import WriterLoop
+    from dcp.background.serving import WriterLoop
 
     gc.freeze()
     gc.enable()

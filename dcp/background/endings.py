@@ -11,8 +11,6 @@ import msgpack
 from dcp.ranks.failures import RankFailedError, decode_failure, failure_of, pack_failure
 from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, WriterProcessError
 
-__all__ = ["Ending", "Verdict", "error_from_data", "error_to_data", "verdict"]
-
 
 def error_to_data(error: BaseException) -> dict[str, Any]:
     """Describe ``error`` in plain data, the failures by rank of a `RankFailedError` included."""
