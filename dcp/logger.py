@@ -1,10 +1,7 @@
 """Names of ``torch.distributed.checkpoint.logger``: torch's own logging hooks."""
 
-from typing import TYPE_CHECKING
-
 from torch.distributed.checkpoint.logger import *  # noqa: F403 - each name of its users
 
 from dcp.calls.torch_names import names_of
 
-if not TYPE_CHECKING:
-    __getattr__ = names_of("logger")
+globals()["__getattr__"] = names_of("logger")

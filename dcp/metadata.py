@@ -1,10 +1,7 @@
 """Names of ``torch.distributed.checkpoint.metadata``: torch's own classes, which `.metadata` is made of."""
 
-from typing import TYPE_CHECKING
-
 from torch.distributed.checkpoint.metadata import *  # noqa: F403 - each name of its users
 
 from dcp.calls.torch_names import names_of
 
-if not TYPE_CHECKING:
-    __getattr__ = names_of("metadata")
+globals()["__getattr__"] = names_of("metadata")

@@ -4,11 +4,8 @@ They turn parallelised models and optimizers into state dicts of fully qualified
 `dcp.save` and `dcp.load` take what they return.
 """
 
-from typing import TYPE_CHECKING
-
 from torch.distributed.checkpoint.state_dict import *  # noqa: F403 - each name of its users
 
 from dcp.calls.torch_names import names_of
 
-if not TYPE_CHECKING:
-    __getattr__ = names_of("state_dict")
+globals()["__getattr__"] = names_of("state_dict")

@@ -17,13 +17,9 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import Final
 
 from dcp.background.link import Connection, watch_parent
 from dcp.version import __version__
-
-_NICENESS: Final = 10
-"""Added to the trainer's, so that training keeps its cores."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -34,7 +30,7 @@ def main(arguments: Sequence[str]) -> None:
     rank, world_size, timeout_seconds = int(others[0]), int(others[1]), float(others[2])
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(_NICENESS)
+    os.nice(10)  # so that training keeps its cores
     os.set_inheritable(int(fd), False)  # what custom storages start must not hold the connection
     connection = Connection(socket.socket(fileno=int(fd)), watch_parent(int(trainer)))
     logging.basicConfig(

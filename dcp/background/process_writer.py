@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import PrefixStore
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from dcp.background.endings import Ending, Verdict, error_to_data, verdict
 from dcp.background.link import Child
 from dcp.background.rendezvous import meet, own_client
-from dcp.background.transfer import SavingChild
+from dcp.background.transfer import Ending, SavingChild, Verdict, error_to_data, verdict
 from dcp.progress import Progress
 from dcp.ranks.channel import Channel
 from dcp.ranks.collectives import Ranks
@@ -42,8 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_SECONDS = 5.0
-"""Time that an idle writer may take to end."""
+_CLOSE_SECONDS = 5.0  # that an idle writer may take to end
 
 
 @dataclass(eq=False)
@@ -186,7 +184,12 @@ class ProcessWriter:
     def _run(self) -> None:
         try:
             self._meet()
-            while (save := self._next()) is not None:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._saves or self._closing)
+                    if not self._saves:
+                        return
+                    save = self._saves[0]
                 self._finish(save, self._verdict(save, self._ending_of(save)))
                 del save  # it holds the staged copies of foreign stagers
         finally:
@@ -195,11 +198,6 @@ class ProcessWriter:
             self._give_up_the_rest()
             if self._child is not None:
                 self._child.close(_CLOSE_SECONDS)
-
-    def _next(self) -> _SentSave | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._saves or self._closing)
-            return self._saves[0] if self._saves else None
 
     def _meet(self) -> None:
         """Give the child the address at which the writers of all ranks meet."""
@@ -317,10 +315,9 @@ class ProcessWriter:
             self._meet()
 
     def _replace_child(self) -> None:
-        old = self._child
-        if old is not None:
-            old.kill("was stopped because the writer of another rank was lost")
-            old.close(_CLOSE_SECONDS)
+        if self._child is not None:
+            self._child.kill("was stopped because the writer of another rank was lost")
+            self._child.close(_CLOSE_SECONDS)
         self._generation += 1
         with self._changed:
             self._start_child()

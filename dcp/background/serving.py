@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from dcp.background.endings import error_to_data
 from dcp.background.link import Connection
 from dcp.background.rendezvous import Address, Meeting
-from dcp.background.transfer import TrainerMemory, unpack
+from dcp.background.transfer import TrainerMemory, error_to_data, unpack
 from dcp.background.writers import RefusedWriter, Staged
 from dcp.engines import refused_save
 from dcp.features.plan_cache import remembering

@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from dcp.background.rendezvous import own_client
 from dcp.background.writers import RefusedWriter, SaveFuture, Staged, ThreadWriter
 from dcp.calls.arguments import stateful_to_plain, with_own_id
-from dcp.calls.plain_errors import shorten
 from dcp.engines import make_save, refused_save
 from dcp.planners.rank_state import RankState
 from dcp.progress import harmless
@@ -80,7 +79,6 @@ class AsyncSession:
         start: bool = False,
     ) -> None:
         self.timeout_seconds = timeout_seconds
-        kind = AsyncCheckpointerType(kind)
         channel: Channel | None = None
         if not works_alone(process_group, no_dist=no_dist, operation="save"):
             shared = Ranks(
@@ -181,7 +179,7 @@ class AsyncSession:
         with _interrupts_later():
             self._unfinished[future] = future
             future.add_done_callback(self._ended)
-            _chain(payload.done, future.staging_completion)
+            payload.done.add_done_callback(future.staging_ended)
             try:
                 self._worker.submit(order, payload, future)
             except BaseException as error:
@@ -331,18 +329,6 @@ def _staged_by(
     copied.set_result(staged)
     finish(copied)
     return done
-
-
-def _chain(done: Future[Any], completion: Future[None]) -> None:
-    def finish(done: Future[Any]) -> None:
-        error = done.exception()
-        if error is not None:
-            shorten(error)  # two frames of the future's are added to it where it is raised
-            completion.set_exception(error)
-        else:
-            completion.set_result(None)
-
-    done.add_done_callback(finish)
 
 
 # -- sessions of plain async_save calls ----------------------------------------------------------------------

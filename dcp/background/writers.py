@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from dcp.calls.plain_errors import plain_errors
+from dcp.calls.plain_errors import plain_errors, shorten
 from dcp.features.plan_cache import remembering
 from dcp.planners.save.plan_cache import PlanCache
 from dcp.progress import is_within_callback
@@ -62,6 +62,15 @@ class SaveFuture(Future[Metadata], AsyncSaveResponse):
     def upload_completion(self) -> Future[Metadata]:  # type: ignore[override]
         """This future."""
         return self
+
+    def staging_ended(self, staged: Future[Any]) -> None:
+        """End ``staging_completion`` as the staging has ended."""
+        error = staged.exception()
+        if error is None:
+            self.staging_completion.set_result(None)
+        else:
+            shorten(error)  # two frames of the future's are added to it where it is raised
+            self.staging_completion.set_exception(error)
 
     @plain_errors
     def cancel(self) -> bool:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import httpx
 from safetensors.torch import load_file
@@ -108,14 +108,9 @@ class CatalogAct:
     def _find(self, client: Client, losses: Mapping[int, float]) -> None:
         client.wait(client.scan(_ROOT_NAME), timeout_seconds=_WAIT_SECONDS)
         found = {one.key for one in client.checkpoints(root=_ROOT_NAME)}
-        every = self._work.save_every
-        steps = range(every, self._work.steps + 1, every)
-        there = {
-            f"{job}/{checkpoint_name(step)}"
-            for job in _JOBS
-            for step in steps
-            if self._place.is_committed(job, step)
-        }
+        steps = range(self._work.save_every, self._work.steps + 1, self._work.save_every)
+        saved = [(job, step) for job in _JOBS for step in steps if self._place.is_committed(job, step)]
+        there = {f"{job}/{checkpoint_name(step)}" for job, step in saved}
         claim = f"a scan finds all {len(there)} committed checkpoints, and nothing else"
         self._narrator.check(claim, found == there, f"{sorted(found ^ there)[:3]}")
         best = client.checkpoints(root=_ROOT_NAME, run="uninterrupted", sort="metric:loss").first()
@@ -151,18 +146,13 @@ class CatalogAct:
         )
         self._place.copy("run", self._work.steps, "released")
         source = client.register(f"released/{name}", root=_ROOT_NAME).id
-        exports: list[Any] = []
-        give_up = time.monotonic() + _WAIT_SECONDS
-        while not exports:
+        key, give_up = f"exports/{name}", time.monotonic() + _WAIT_SECONDS
+        while not (found := [one for one in client.checkpoints(root=_ROOT_NAME) if one.key == key]):
             if time.monotonic() > give_up:
                 raise DemoError(f"the rule has made nothing within {_WAIT_SECONDS:g} seconds")
             time.sleep(0.1)
-            found = client.checkpoints(root=_ROOT_NAME)
-            exports = [one for one in found if one.key.startswith("exports/")]
-        target = exports[0]
-        self._narrator.check(
-            "the rule has converted it", target.name == name and target.format == "safetensors"
-        )
+        target = found[0]
+        self._narrator.check("the rule has converted it", target.format == "safetensors")
         parents = [edge.parent_id for edge in client.lineage(target.id).edges if edge.child_id == target.id]
         self._narrator.check("the catalog knows what it was made of", parents == [source], f"{parents}")
         path = client.download_file(target.id, "model.safetensors", self._work.root / "model.safetensors")

@@ -30,6 +30,10 @@ _SHOWN_LOG_LINES: Final = 20
 _REGION: Final = "us-east-1"
 _PORT_RANGE: Final = range(15000, 32000)
 
+_ARGUMENTS: Final = """
+-ip=127.0.0.1 -ip.bind=127.0.0.1 -master.telemetry=false -volume.max=200 -volume.preStopSeconds=0
+-filer -s3 -s3.iam=false -s3.port.iceberg=0 -s3.port.lance=0
+"""
 _PORTS: Final = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc")
 
 # Runs in the new process before the program does: whoever started it may be killed at any time, and must not
@@ -198,24 +202,9 @@ class S3Server:
             f"-{name.removesuffix('.grpc')}.port{'.grpc' * name.endswith('.grpc')}={port}"
             for name, port in self._ports.items()
         ]
-        return [
-            "-logtostderr=true",
-            "server",
-            f"-dir={data}",
-            "-ip=127.0.0.1",
-            "-ip.bind=127.0.0.1",
-            *ports,
-            f"-master.volumeSizeLimitMB={self.volume_limit_bytes >> 20}",
-            "-master.telemetry=false",
-            "-volume.max=200",
-            "-volume.preStopSeconds=0",
-            "-filer",
-            "-s3",
-            f"-s3.config={config}",
-            "-s3.iam=false",
-            "-s3.port.iceberg=0",
-            "-s3.port.lance=0",
-        ]
+        places = [f"-dir={data}", f"-s3.config={config}"]
+        limit = f"-master.volumeSizeLimitMB={self.volume_limit_bytes >> 20}"
+        return ["-logtostderr=true", "server", *places, *ports, limit, *_ARGUMENTS.split()]
 
     def _takes_writes(self) -> bool:
         """Wait until a signed write succeeds: volumes are not there yet when the port opens; False if the

@@ -20,18 +20,8 @@ from dcp.storage.torch_compat import AsyncCollectiveTensor, Shard, ShardedTensor
 _Make = Callable[[Sequence[torch.Tensor]], Any]
 _Path = tuple[Any, ...]
 _CPU = torch.device("cpu")
-_PLAIN_VALUES = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.Size,
-    torch.dtype,
-    torch.device,
-    io.BytesIO,
-)
+_VALUES = (int, float, complex, str, bytes, type(None), io.BytesIO)
+_PLAIN_VALUES = (*_VALUES, torch.Size, torch.dtype, torch.device)
 
 
 class StateTree:

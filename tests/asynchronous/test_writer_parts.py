@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dcp.background import transfer
-from dcp.background.endings import Ending, error_to_data, verdict
+from dcp.background.transfer import Ending, error_to_data, verdict
 from dcp.errors import CheckpointError, ReplicaMismatchError, StorageError
 from dcp.ranks.failures import failure_of
 from dcp.staging import DefaultStager
