@@ -25,13 +25,13 @@ _PLAIN_VALUES = (*_VALUES, torch.Size, torch.dtype, torch.device)
 
 
 class StateTree:
-    """The tensors of ``state_dict`` in ``sources``: plain, detached, strided; each object once.
+    """The tensors of ``state_dict`` in ``memory``: plain, detached, strided; each object once.
 
     ``type_check`` refuses values of other classes than torch's stagers expect, with PlanError.
     """
 
     def __init__(self, state_dict: dict[str, Any], *, type_check: bool = False) -> None:
-        self.sources: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
         self._paths: list[_Path] = []
         self._state_dict = state_dict
         self._type_check = type_check
@@ -40,6 +40,7 @@ class StateTree:
         self._containers: dict[int, object] = {}
         self._mappings: list[Mapping[Any, Any]] = []  # but dicts: they become dicts, and need not be copyable
         self._visit((), state_dict)
+        self.memory = LocalMemory.of(self._sources)
 
     def copied(self, memory: LocalMemory) -> dict[str, Any]:
         """Make a deep copy of the state dict with ``memory`` in the places of the sources: DTensors and
@@ -95,8 +96,8 @@ class StateTree:
             with torch.no_grad():
                 kept = value.detach() if value.is_meta else value.detach().to(_CPU, copy=True)
             return lambda copies: kept
-        number, claim = len(self.sources), claim_of(value)
-        self.sources.append(value.detach().resolve_conj().resolve_neg())
+        number, claim = len(self._sources), claim_of(value)
+        self._sources.append(value.detach().resolve_conj().resolve_neg())
         self._paths.append(path)
         if claim is not None:
             return lambda copies: with_claim(copies[number].detach(), claim)
