@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from typing import Final, Self
 
@@ -16,8 +17,7 @@ import httpx
 from safetensors.torch import load_file
 
 from dcp.demo.checks import Narrator, compare_digests
-from dcp.demo.places import DemoError, FolderPlace, Place, Workplace, checkpoint_name, environ_of
-from dcp.demo.train import digest_of
+from dcp.demo.places import TRAINING, DemoError, FolderPlace, Place, Workplace, checkpoint_name, environ_of
 from dcp.server.client import Client, ClientError
 
 _JOBS: Final = ("uninterrupted", "run", "on-1-rank", "on-3-ranks", "damaged")
@@ -162,6 +162,7 @@ class CatalogAct:
         self._compare("the source, made into one file while it is sent", streamed, digests)
 
     def _compare(self, what: str, path: Path, digests: dict[str, str]) -> None:
+        digest_of = import_module(TRAINING).digest_of
         found = {name: digest_of(tensor) for name, tensor in load_file(path).items()}
         wanted = {name: value for name, value in digests.items() if name in found}
         difference = compare_digests(wanted, found)

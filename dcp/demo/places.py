@@ -8,7 +8,6 @@ Waits are bounded, and all processes are ended.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import multiprocessing
 import os
@@ -19,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from dcp.storage.stores.base import Store
 from dcp.storage.stores.folders import open_parent_folder
 from dcp.storage.stores.opening import OpenWith
 
-_TRAINING = "dcp.demo.train"
+TRAINING = "dcp.demo.train"
 """Imported on use, because it imports torch, which takes seconds, and which other commands do without."""
 _CORPUS_CHARACTERS = 400_000
 _LONGEST_SECONDS = 300.0
@@ -241,7 +241,7 @@ class Workplace:
 
         Raises DemoError, with the end of the job's log, if it fails or takes longer than five minutes.
         """
-        training = importlib.import_module(_TRAINING)
+        training = import_module(TRAINING)
         results, log = self.root / "results" / name, self.root / "logs" / f"{name}.txt"
         results.mkdir(parents=True)
         log.parent.mkdir(exist_ok=True)

@@ -16,10 +16,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -183,16 +181,19 @@ class S3Server:
         config.touch(0o600)
         config.write_text(json.dumps({"identities": identities}))
         starter = [sys.executable, "-S", "-E", "-c", _TIED_TO_PARENT, str(os.getpid()), str(weed)]
-        start: Callable[..., subprocess.Popen[bytes]] = partial(
-            subprocess.Popen, [*starter, *self._arguments(data, config)]
-        )
+        command = [*starter, *self._arguments(data, config)]
         # The kernel means a thread when it says parent: this one lives as long as the server.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="s3-server")
         with (self.folder / "log.txt").open("ab") as log:
-            # no Ctrl-C of a terminal: the server is needed until everything is cleaned up
-            options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True}
+
+            def start() -> subprocess.Popen[bytes]:
+                # no Ctrl-C of a terminal: the server is needed until everything is cleaned up
+                return subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
+
             try:
-                self._process = self._starter.submit(start, **options).result()
+                self._process = self._starter.submit(start).result()
             except OSError as error:
                 raise S3ServerError(f"the S3 server {weed} cannot be started: {error}") from error
 

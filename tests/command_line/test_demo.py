@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +50,9 @@ def read_until_served(process: subprocess.Popen[str] | Program) -> tuple[str, st
 
 
 def processes_of_jobs(root: Path) -> set[int]:
-    """Launchers and ranks of the demo in ``root`` that have not ended: their output goes to its logs."""
-    found = set()
-    for pid in psutil.pids():
-        with suppress(OSError):
-            if Path(f"/proc/{pid}/fd/1").readlink().is_relative_to(root / "logs"):
-                found.add(pid)
-    return found
+    """Launchers and ranks of the demo in ``root`` that have not ended: they have its logs open."""
+    files = {one.pid: one.info["open_files"] or () for one in psutil.process_iter(["open_files"])}
+    return {pid for pid, opened in files.items() if any(f"{root}/logs/" in file.path for file in opened)}
 
 
 @pytest.mark.timeout(1200)
