@@ -6,9 +6,7 @@ service or the formats does not pay for torch.
 """
 
 from importlib import import_module
-from types import ModuleType
 
-from dcp.calls.torch_names import MODULES as _MODULES_OF_TORCH
 from dcp.calls.torch_names import find_modules as _find_modules
 
 TYPE_CHECKING = False  # type checkers know the name; `typing` would be most of what `import dcp` takes
@@ -43,12 +41,12 @@ if TYPE_CHECKING:
     from dcp.metadata import Metadata as Metadata
     from dcp.metadata import TensorStorageMetadata as TensorStorageMetadata
     from dcp.optimizer import load_sharded_optimizer_state_dict as load_sharded_optimizer_state_dict
-    from dcp.planner import LoadPlan as LoadPlan
     from dcp.planner import LoadPlanner as LoadPlanner
     from dcp.planner import ReadItem as ReadItem
     from dcp.planner import SavePlan as SavePlan
     from dcp.planner import SavePlanner as SavePlanner
     from dcp.planner import WriteItem as WriteItem
+    from dcp.planners.load.plan import LoadPlan as LoadPlan
     from dcp.planners.per_rank import PerRank as PerRank
     from dcp.planners.rescale import Rescale as Rescale
     from dcp.planners.weight_maps.weight_map import weight_map as weight_map
@@ -116,35 +114,6 @@ _NAMES = {
 }
 
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
-_SUBMODULES = frozenset(
-    {
-        "api",
-        "cli",
-        "default_planner",
-        "errors",
-        "filesystem",
-        "format_utils",
-        "fsspec_filesystem",
-        "hf_storage",
-        "inspection",
-        "integrations",
-        "logger",
-        "metadata",
-        "optimizer",
-        "planner",
-        "planners",
-        "protocol",
-        "quantized_hf_storage",
-        "server",
-        "staging",
-        "state_dict",
-        "state_dict_loader",
-        "state_dict_saver",
-        "stateful",
-        "storage",
-        "testing",
-    }
-)
 
 __all__ = sorted(_HOMES)
 
@@ -153,25 +122,25 @@ _find_modules()
 if not TYPE_CHECKING:  # a type checker that sees this function takes every misspelt name for a good one
 
     def __getattr__(name: str) -> object:
+        module = _HOMES.get(name, f"dcp.{name}")
+        unknown = AttributeError(f"module 'dcp' has no attribute {name!r}")
+        if name.startswith("__"):  # a look for `dcp.__main__` must not run the command
+            raise unknown
+        try:
+            found = import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name == module:
+                raise unknown from None
+            if error.name != "torch":
+                raise
+            message = f"{module} needs torch: pip install 'dcphub[torch]'"
+            raise ModuleNotFoundError(message, name="torch") from error
         if name in _HOMES:
-            value = getattr(_imported(_HOMES[name]), name)
-            globals()[name] = value
-            return value
-        if name in _SUBMODULES or name in _MODULES_OF_TORCH:
-            return _imported(f"dcp.{name}")
-        raise AttributeError(f"module 'dcp' has no attribute {name!r}")
-
-
-def _imported(module: str) -> ModuleType:
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ModuleNotFoundError(
-            f"{module} needs torch: pip install 'dcphub[torch]'", name="torch"
-        ) from error
+            found = globals()[name] = getattr(found, name)
+        return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_SUBMODULES})
+    from pkgutil import iter_modules
+
+    return sorted({*globals(), *__all__, *(module.name for module in iter_modules(__path__))})

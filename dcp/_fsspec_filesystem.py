@@ -1,11 +1,8 @@
 """Names of ``torch.distributed.checkpoint._fsspec_filesystem``: storages for any URL that fsspec knows."""
 
-from typing import TYPE_CHECKING
-
 from dcp.calls.torch_names import names_of
 from dcp.storage.torch_storage.fsspec_storage import FsspecReader, FsspecWriter
 
 __all__ = ["FsspecReader", "FsspecWriter"]
 
-if not TYPE_CHECKING:
-    __getattr__ = names_of("_fsspec_filesystem")
+globals()["__getattr__"] = names_of("_fsspec_filesystem")

@@ -6,29 +6,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from dcp.storage.errors import (
-    CheckpointConflictError,
-    CheckpointError,
-    CheckpointFormatError,
-    CheckpointNotFoundError,
-    CollectiveTimeoutError,
-    CorruptCheckpointError,
-    DtypeMismatchError,
-    MissingKeyError,
-    OptionError,
-    PlanError,
-    RemoteError,
-    ReplicaMismatchError,
-    SaveAbortedError,
-    ShapeMismatchError,
-    StagingError,
-    StorageError,
-    StorageFullError,
-    UnexpectedKeyError,
-    UnsafeObjectError,
-    UnsupportedFormatError,
-    WriterProcessError,
-)
+from dcp.storage import errors as _errors
+from dcp.storage.errors import *  # noqa: F403 - all of them
 
 if TYPE_CHECKING:
     from dcp.ranks.exchanges import RankFailedError as RankFailedError
@@ -40,26 +19,5 @@ else:
         return import_module("dcp.ranks.exchanges").RankFailedError
 
 
-__all__ = [
-    "CheckpointConflictError",
-    "CheckpointError",
-    "CheckpointFormatError",
-    "CheckpointNotFoundError",
-    "CollectiveTimeoutError",
-    "CorruptCheckpointError",
-    "DtypeMismatchError",
-    "MissingKeyError",
-    "OptionError",
-    "PlanError",
-    "RemoteError",
-    "ReplicaMismatchError",
-    "SaveAbortedError",
-    "ShapeMismatchError",
-    "StagingError",
-    "StorageError",
-    "StorageFullError",
-    "UnexpectedKeyError",
-    "UnsafeObjectError",
-    "UnsupportedFormatError",
-    "WriterProcessError",
-]
+__all__: list[str] = []
+__all__ += _errors.__all__

@@ -4,8 +4,6 @@ Reader and writer are ours; `FileSystem`, `FileSystemBase` and `SerializationFor
 that subclasses or names them.
 """
 
-from typing import TYPE_CHECKING
-
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase, SerializationFormat
 
 from dcp.calls.torch_names import names_of
@@ -14,5 +12,4 @@ from dcp.storage.torch_storage.writer import FileSystemWriter
 
 __all__ = ["FileSystem", "FileSystemBase", "FileSystemReader", "FileSystemWriter", "SerializationFormat"]
 
-if not TYPE_CHECKING:
-    __getattr__ = names_of("filesystem")
+globals()["__getattr__"] = names_of("filesystem")

@@ -7,7 +7,6 @@
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dcp.calls.torch_names import names_of
 from dcp.conversion.run import convert
@@ -22,8 +21,7 @@ __all__ = [
     "torch_save_to_dcp",
 ]
 
-if not TYPE_CHECKING:
-    __getattr__ = names_of("format_utils")
+globals()["__getattr__"] = names_of("format_utils")
 
 
 class DynamicMetaLoadPlanner(DefaultLoadPlanner):

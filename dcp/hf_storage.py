@@ -3,8 +3,6 @@
 `dcp.convert` writes safetensors as well, from any format and in constant memory.
 """
 
-from typing import TYPE_CHECKING
-
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from dcp.calls.torch_names import names_of
@@ -12,5 +10,4 @@ from dcp.storage.torch_storage.foreign_readers import HuggingFaceStorageReader
 
 __all__ = ["HuggingFaceStorageReader", "HuggingFaceStorageWriter"]
 
-if not TYPE_CHECKING:
-    __getattr__ = names_of("hf_storage")
+globals()["__getattr__"] = names_of("hf_storage")

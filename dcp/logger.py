@@ -1,24 +1,7 @@
 """Names of ``torch.distributed.checkpoint.logger``: torch's own logging hooks."""
 
-from typing import TYPE_CHECKING
-
-from torch.distributed.checkpoint.logger import (
-    _dcp_logger,
-    _dcp_method_logger,
-    _get_msg_dict,
-    _init_logger,
-    _msg_dict_from_dcp_method_args,
-)
+from torch.distributed.checkpoint.logger import *  # noqa: F403 - each name of its users
 
 from dcp.calls.torch_names import names_of
 
-__all__ = [
-    "_dcp_logger",
-    "_dcp_method_logger",
-    "_get_msg_dict",
-    "_init_logger",
-    "_msg_dict_from_dcp_method_args",
-]
-
-if not TYPE_CHECKING:
-    __getattr__ = names_of("logger")
+globals()["__getattr__"] = names_of("logger")

@@ -1,12 +1,9 @@
 """Names of ``torch.distributed.checkpoint.optimizer``: torch's own, and it works with our readers."""
 
-from typing import TYPE_CHECKING
-
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 
 from dcp.calls.torch_names import names_of
 
 __all__ = ["load_sharded_optimizer_state_dict"]
 
-if not TYPE_CHECKING:
-    __getattr__ = names_of("optimizer")
+globals()["__getattr__"] = names_of("optimizer")

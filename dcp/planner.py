@@ -1,34 +1,7 @@
 """Names of ``torch.distributed.checkpoint.planner``: torch's own interfaces, which our planners implement."""
 
-from typing import TYPE_CHECKING
-
-from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import *  # noqa: F403 - each name of its users
 
 from dcp.calls.torch_names import names_of
 
-__all__ = [
-    "BytesIOWriteData",
-    "LoadItemType",
-    "LoadPlan",
-    "LoadPlanner",
-    "ReadItem",
-    "SavePlan",
-    "SavePlanner",
-    "TensorWriteData",
-    "WriteItem",
-    "WriteItemType",
-]
-
-if not TYPE_CHECKING:
-    __getattr__ = names_of("planner")
+globals()["__getattr__"] = names_of("planner")

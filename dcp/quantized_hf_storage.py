@@ -1,7 +1,5 @@
 """Names of ``torch.distributed.checkpoint.quantized_hf_storage``: torch's reader, with truer metadata."""
 
-from typing import TYPE_CHECKING
-
 from torch import Size
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -17,8 +15,7 @@ from dcp.calls.torch_names import names_of
 
 __all__ = ["QuantizedHuggingFaceStorageReader"]
 
-if not TYPE_CHECKING:
-    __getattr__ = names_of("quantized_hf_storage")
+globals()["__getattr__"] = names_of("quantized_hf_storage")
 
 
 class QuantizedHuggingFaceStorageReader(TorchQuantizedReader):

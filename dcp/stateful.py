@@ -1,12 +1,9 @@
 """Names of ``torch.distributed.checkpoint.stateful``: torch's own protocol of objects with a state dict."""
 
-from typing import TYPE_CHECKING
-
 from torch.distributed.checkpoint.stateful import Stateful, StatefulT
 
 from dcp.calls.torch_names import names_of
 
 __all__ = ["Stateful", "StatefulT"]
 
-if not TYPE_CHECKING:
-    __getattr__ = names_of("stateful")
+globals()["__getattr__"] = names_of("stateful")

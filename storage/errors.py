@@ -31,6 +31,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+__all__ = [
+    "CheckpointConflictError",
+    "CheckpointError",
+    "CheckpointFormatError",
+    "CheckpointNotFoundError",
+    "CollectiveTimeoutError",
+    "CorruptCheckpointError",
+    "DtypeMismatchError",
+    "MissingKeyError",
+    "OptionError",
+    "PlanError",
+    "RemoteError",
+    "ReplicaMismatchError",
+    "SaveAbortedError",
+    "ShapeMismatchError",
+    "StagingError",
+    "StorageError",
+    "StorageFullError",
+    "UnexpectedKeyError",
+    "UnsafeObjectError",
+    "UnsupportedFormatError",
+    "WriterProcessError",
+]
+
 
 class CheckpointError(Exception):
     """Base of all errors of this package.

@@ -16,7 +16,7 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,10 +28,9 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from dcp.background.process.rendezvous import own_client
-from dcp.background.writers import BackgroundWriter, RefusedWriter, SaveFuture, Staged, ThreadWriter
+from dcp.background.rendezvous import own_client
+from dcp.background.writers import RefusedWriter, SaveFuture, Staged, ThreadWriter
 from dcp.calls.arguments import stateful_to_plain, with_own_id
-from dcp.calls.plain_errors import shorten
 from dcp.engines import make_save, refused_save
 from dcp.planners.rank_state import RankState
 from dcp.progress import harmless
@@ -47,9 +46,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.planner import SavePlanner
 
+    from dcp.background.process_writer import ProcessWriter
     from dcp.background.writers import Payload
-
-__all__ = ["AsyncSession", "default_session", "own_channel"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,25 +76,30 @@ class AsyncSession:
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         start: bool = False,
     ) -> None:
-        alone = works_alone(process_group, no_dist=no_dist, operation="save")
         self.timeout_seconds = timeout_seconds
-        self.kind = AsyncCheckpointerType(kind)
-        self._given_stager = stager
-        self._stager: DefaultStager | None = None
-        self._in_flight = in_flight
-        self._own_channel = None
-        if not alone:
+        channel: Channel | None = None
+        if not works_alone(process_group, no_dist=no_dist, operation="save"):
             shared = Ranks(
                 process_group, use_dist=True, timeout_seconds=timeout_seconds, operation="async_save"
             )
-            self._own_channel = own_channel(shared, manner=[self.kind.value])
-        self.rank = 0 if self._own_channel is None else self._own_channel.rank
-        self.world_size = 1 if self._own_channel is None else self._own_channel.world_size
+            channel = own_channel(shared, manner=[kind.value])
+        self.rank, self.world_size = (0, 1) if channel is None else (channel.rank, channel.world_size)
+        self._in_flight = in_flight
+        self._in_process = kind is AsyncCheckpointerType.PROCESS
+        self._own_stager = DefaultStager(arenas=in_flight)
+        self._stager = stager or self._own_stager
         self._serial = 0
         self._closed = False
-        self._changed = threading.Condition()
-        self._unfinished: set[SaveFuture] = set()
-        self._worker = self._make_worker(start)
+        self._unfinished: dict[Future[Any], SaveFuture] = {}  # oldest first
+        self._worker: ThreadWriter | ProcessWriter
+        if self._in_process:
+            from dcp.background.process_writer import ProcessWriter
+
+            self._worker = ProcessWriter(channel, timeout_seconds=timeout_seconds, start=start)
+        else:  # nothing that refers to this object: it could not be dropped any more
+            use_dist = channel is not None
+            ranks_for = partial(Ranks, use_dist=use_dist, channel=channel, timeout_seconds=timeout_seconds)
+            self._worker = ThreadWriter(ranks_for)
         # A session that is dropped with its process group, unclosed: its thread or process ends by itself.
         self._finalizer = weakref.finalize(self, self._worker.close, 0.0)
         self._finalizer.atexit = False
@@ -134,19 +137,16 @@ class AsyncSession:
         order.serial = self._serial
         future = SaveFuture(getattr(order.writer, "checkpoint_id", None) or "")
         begun = time.perf_counter()
-        interrupt: BaseException | None = None
         try:
             payload = self._stage(order, state_dict, stager, overlap)
         except Exception as error:  # noqa: BLE001 - raised by the future, and on the other ranks too
             payload = Staged.failed(error)
-        except BaseException as error:  # noqa: BLE001 - raised below, once the other ranks know
-            interrupt = error
-            payload = Staged.failed(StagingError(f"staging was ended by a {type(error).__name__}"))
+        except BaseException as interrupt:  # raised here as well, once the other ranks know
+            refused = StagingError(f"staging was ended by a {type(interrupt).__name__}")
+            self._hand_over(order, Staged.failed(refused), future)
+            raise
         order.seconds["blocked"] = time.perf_counter() - begun
-        with _interrupts_later():
-            self._hand_over(order, payload, future)
-        if interrupt is not None:
-            raise interrupt
+        self._hand_over(order, payload, future)
         return future
 
     @contextmanager
@@ -166,8 +166,7 @@ class AsyncSession:
         self._wait_until_left(self._in_flight - 1)
         self._serial += 1
         order = refused_save(RefusedWriter(error), self._options_of(options or SaveOptions()), self._serial)
-        with _interrupts_later():
-            self._hand_over(order, Staged.failed(error), SaveFuture("a place that was refused"))
+        self._hand_over(order, Staged.failed(error), SaveFuture("a place that was refused"))
 
     def _options_of(self, options: SaveOptions) -> SaveOptions:
         """Return ``options`` for the background, where a callback that raises must not fail the save."""
@@ -175,23 +174,23 @@ class AsyncSession:
         return replace(options, progress=progress, timeout_seconds=self.timeout_seconds)
 
     def _hand_over(self, order: Save, payload: Payload, future: SaveFuture) -> None:
-        with self._changed:
-            self._unfinished.add(future)
-        future.add_done_callback(lambda _: self._ended(future))
-        _chain(payload.done, future.staging_completion)
-        try:
-            self._worker.submit(order, payload, future)
-        except BaseException as error:
-            payload.release()
-            future.set_exception(error)  # another thread may wait for the end of what it has called off
-            raise
+        with _interrupts_later():
+            self._unfinished[future] = future
+            future.add_done_callback(self._ended)
+            payload.done.add_done_callback(future.staging_ended)
+            try:
+                self._worker.submit(order, payload, future)
+            except BaseException as error:
+                payload.release()
+                future.set_exception(error)  # another thread may wait for the end of what it has called off
+                raise
 
     def _stage(
         self, order: Save, state_dict: dict[str, Any], stager: AsyncStager | None, overlap: bool
     ) -> Payload:
         if order.storage is not None:
             order.storage.stay_here()
-        chosen = stager or self._given_stager or self._own_stager()
+        chosen = stager or self._stager
         state = stateful_to_plain(state_dict)
 
         def part(state: dict[str, Any]) -> Held:
@@ -205,52 +204,37 @@ class AsyncSession:
             return Staged(_staged_by(chosen, state, part))
         # what a user's own stager has copied is not where another process can read it
         staged = _staged_by(chosen, state, part).result(self.timeout_seconds)
-        return self._own_stager().stage_local(staged, shared=True)
-
-    @property
-    def _in_process(self) -> bool:
-        return self.kind is AsyncCheckpointerType.PROCESS
-
-    def _own_stager(self) -> DefaultStager:
-        if self._stager is None:
-            self._stager = DefaultStager(arenas=self._in_flight, process=self._in_process)
-        return self._stager
+        return self._own_stager.stage_local(staged, shared=True)
 
     def lock(self) -> AbstractContextManager[None]:
         """Hold ``optimizer.step()`` inside: waits for a staging that overlaps, and holds off the next one."""
-        stager = self._given_stager or self._own_stager()
-        return stager.lock() if isinstance(stager, DefaultStager) else nullcontext()
+        return self._stager.lock() if isinstance(self._stager, DefaultStager) else nullcontext()
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def under_way(self) -> list[SaveFuture]:
         """List the saves that have not ended yet."""
-        with self._changed:
-            return list(self._unfinished)
+        return list(self._unfinished.values())
 
-    def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Tell whether all saves have ended, within ``timeout_seconds`` (None: no bound but their own)."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._unfinished, timeout_seconds)
+    def wait(self, timeout_seconds: float | None = None, *, left: int = 0) -> bool:
+        """Tell whether all saves but the latest ``left`` have ended, within ``timeout_seconds`` (None: no
+        bound but their own)."""
+        saves = self.under_way()
+        return not wait(saves[: max(0, len(saves) - left)], timeout_seconds).not_done
 
     def _wait_until_left(self, count: int) -> None:
-        """Wait until no more than ``count`` saves are unfinished."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: len(self._unfinished) <= count, self.timeout_seconds):
-                raise CheckpointError(
-                    f"{len(self._unfinished)} saves have not ended within {self.timeout_seconds:g} s, so no "
-                    "further one can begin; see their futures, or give the session more time"
-                )
+        if not self.wait(self.timeout_seconds, left=count):
+            raise CheckpointError(
+                f"{len(self._unfinished)} saves have not ended within {self.timeout_seconds:g} s, so no "
+                "further one can begin; see their futures, or give the session more time"
+            )
 
-    def _ended(self, future: SaveFuture) -> None:
-        error = future.exception()
-        if error is not None:
+    def _ended(self, future: Future[Any]) -> None:
+        save, error = self._unfinished.pop(future, None), future.exception()
+        if save is not None and error is not None:
             committed = isinstance(error, CheckpointError) and error.committed
             what = "is committed, but what followed failed" if committed else "failed"
-            logger.error("asynchronous save to %s %s: %s", future.checkpoint_id, what, error)
-        with self._changed:
-            self._unfinished.discard(future)
-            self._changed.notify_all()
+            logger.error("asynchronous save to %s %s: %s", save.checkpoint_id, what, error)
 
     def close(self, timeout_seconds: float | None = None) -> None:
         """Wait for the saves under way, then give back thread or process, group and memory; idempotent.
@@ -271,23 +255,13 @@ class AsyncSession:
                 future.abort()
         self._finalizer.detach()
         self._worker.close(max(1.0, deadline - time.monotonic()))
-        if self._stager is not None:
-            self._stager.close()
+        self._own_stager.close()
 
     def _leave_to_parent(self) -> None:
         """Close in a forked child, where nothing here works any more, nor waits for what the parent does."""
         self._closed = True
         self._finalizer.detach()
-        self._changed = threading.Condition()  # another thread may have held the old one
-        self._unfinished = set()
-
-    def _make_worker(self, start: bool) -> BackgroundWriter:
-        if not self._in_process:
-            # nothing that refers to this object: it could not be dropped any more
-            return ThreadWriter(partial(_ranks, self._own_channel, self.timeout_seconds))
-        from dcp.background.process.writer import ProcessWriter
-
-        return ProcessWriter(self._own_channel, timeout_seconds=self.timeout_seconds, start=start)
+        self._unfinished = {}
 
 
 @contextmanager
@@ -305,11 +279,6 @@ def _interrupts_later() -> Iterator[None]:
         signal.signal(signal.SIGINT, former)
         if came:
             former(*came[0])
-
-
-def _ranks(channel: Channel | None, timeout_seconds: float, abort: threading.Event) -> Ranks:
-    use_dist = channel is not None
-    return Ranks(use_dist=use_dist, channel=channel, timeout_seconds=timeout_seconds, abort=abort)
 
 
 def own_channel(
@@ -339,37 +308,25 @@ def _staged_by(
     samples = sample_state(state)
     done: Future[Any] = Future()
 
-    def finish(given: Future[dict[str, Any]]) -> None:
+    def finish(staged: Future[dict[str, Any]]) -> None:
         try:
-            staged = given.result()
-            check_staged(state, staged, samples)
-            done.set_result(then(staged))
+            check_staged(state, staged.result(), samples)
+            done.set_result(then(staged.result()))
         except BaseException as error:  # noqa: BLE001 - raised where the save wants the copy
             done.set_exception(error)
 
     staged = stager.stage(state)
-    if not isinstance(staged, Future):
-        if stager.should_synchronize_after_execute:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # torch's advice to its own callers
-                stager.synchronize_staging()
-        finished: Future[dict[str, Any]] = Future()
-        finished.set_result(staged)
-        staged = finished
-    staged.add_done_callback(finish)
+    if isinstance(staged, Future):
+        staged.add_done_callback(finish)
+        return done
+    if stager.should_synchronize_after_execute:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's advice to its own callers
+            stager.synchronize_staging()
+    copied: Future[dict[str, Any]] = Future()
+    copied.set_result(staged)
+    finish(copied)
     return done
-
-
-def _chain(done: Future[Any], completion: Future[None]) -> None:
-    def finish(done: Future[Any]) -> None:
-        error = done.exception()
-        if error is not None:
-            shorten(error)  # two frames of the future's are added to it where it is raised
-            completion.set_exception(error)
-        else:
-            completion.set_result(None)
-
-    done.add_done_callback(finish)
 
 
 # -- sessions of plain async_save calls ----------------------------------------------------------------------

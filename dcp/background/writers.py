@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from dcp.calls.plain_errors import plain_errors
+from dcp.calls.plain_errors import plain_errors, shorten
 from dcp.features.plan_cache import PlanCache, remembering
 from dcp.progress import is_within_callback
-from dcp.saving.save import SaveOutcome
+from dcp.saving.save import SaveOutcome as SaveOutcome
 from dcp.storage.errors import CheckpointError, SaveAbortedError
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from dcp.ranks.collectives import Ranks
     from dcp.saving.save import Save
     from dcp.staging.stager import StagedState
-
-__all__ = ["BackgroundWriter", "RefusedWriter", "SaveFuture", "SaveOutcome", "Staged", "ThreadWriter"]
 
 
 class SaveFuture(Future[Metadata], AsyncSaveResponse):
@@ -52,7 +49,8 @@ class SaveFuture(Future[Metadata], AsyncSaveResponse):
         self.staging_completion: Future[None] = Future()
         self.outcome: SaveOutcome | None = None
         self.abort_event = threading.Event()
-        self._on_abort: Callable[[], None] | None = None
+        self.on_abort: Callable[[], None] | None = None
+        """Called by `abort`: for a writer that does not see ``abort_event``."""
 
     @plain_errors
     def result(self, timeout: float | None = None) -> Metadata:
@@ -63,6 +61,15 @@ class SaveFuture(Future[Metadata], AsyncSaveResponse):
     def upload_completion(self) -> Future[Metadata]:  # type: ignore[override]
         """This future."""
         return self
+
+    def staging_ended(self, staged: Future[Any]) -> None:
+        """End ``staging_completion`` as the staging has ended."""
+        error = staged.exception()
+        if error is None:
+            self.staging_completion.set_result(None)
+        else:
+            shorten(error)  # two frames of the future's are added to it where it is raised
+            self.staging_completion.set_exception(error)
 
     @plain_errors
     def cancel(self) -> bool:
@@ -90,24 +97,8 @@ class SaveFuture(Future[Metadata], AsyncSaveResponse):
     def abort(self) -> None:
         """Call the save off as `cancel` does, without waiting for the end, for which `exception` waits."""
         self.abort_event.set()
-        callback = self._on_abort
-        if callback is not None:
-            callback()
-
-    def when_aborted(self, callback: Callable[[], None]) -> None:
-        """Have ``callback`` called by `abort`: for a writer that does not see ``abort_event``.
-
-        It is dropped when the save has ended: it holds the staged copy, and futures are kept for long.
-        """
-        self._on_abort = callback
-        if self.abort_event.is_set():
-            callback()
-        self.add_done_callback(_drop_on_abort)
-
-
-def _drop_on_abort(future: Future[Metadata]) -> None:
-    if isinstance(future, SaveFuture):
-        future._on_abort = None
+        if self.on_abort is not None:
+            self.on_abort()
 
 
 @dataclass
@@ -149,30 +140,14 @@ def _fail(error: Exception, path: str | os.PathLike[str]) -> NoReturn:
     raise error
 
 
-class BackgroundWriter(ABC):
-    """Carries out saves in the order in which they come, the same on all ranks."""
-
-    @abstractmethod
-    def submit(self, order: Save, payload: Payload, future: SaveFuture) -> None:
-        """Begin a save; returns at once. Staging may still be running.
-
-        ``future`` ends with the save, after ``payload`` was released. A payload that fails to be staged
-        fails the save on all ranks.
-        """
-
-    @abstractmethod
-    def close(self, timeout_seconds: float) -> None:
-        """Finish the saves that were submitted, then stop; bounded, idempotent."""
-
-
-class ThreadWriter(BackgroundWriter):
-    """Carries out saves in a thread of the trainer.
+class ThreadWriter:
+    """Carries out saves in a thread of the trainer, in the order in which they come, the same on all ranks.
 
     It runs as a daemon: a save that hangs must not keep the interpreter from ending once the session's
     bounded drain is over. ``ranks_for`` makes the ranks of a save, given its abort.
     """
 
-    def __init__(self, ranks_for: Callable[[threading.Event], Ranks]) -> None:
+    def __init__(self, ranks_for: Callable[..., Ranks]) -> None:
         self._ranks_for = ranks_for
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -181,7 +156,11 @@ class ThreadWriter(BackgroundWriter):
         self._changing = threading.RLock()
 
     def submit(self, order: Save, payload: Payload, future: SaveFuture) -> None:
-        """Queue the save."""
+        """Begin a save; returns at once. Staging may still be running.
+
+        ``future`` ends with the save, after ``payload`` was released. A payload that fails to be staged
+        fails the save on all ranks.
+        """
         with self._changing:  # no save may be queued behind the end
             if self._closed:
                 raise CheckpointError("this writer is closed")
@@ -191,7 +170,7 @@ class ThreadWriter(BackgroundWriter):
             self._tasks.put(partial(self._carry_out, order, payload, future))
 
     def close(self, timeout_seconds: float) -> None:
-        """Let the queue run empty, then end the thread."""
+        """Finish the saves that were submitted, then stop; bounded, idempotent."""
         with self._changing:
             self._closed = True
             self._tasks.put(None)
@@ -211,7 +190,7 @@ class ThreadWriter(BackgroundWriter):
             return staged
 
         try:
-            ranks = self._ranks_for(future.abort_event)
+            ranks = self._ranks_for(abort=future.abort_event)
             metadata, future.outcome = remembering(order, self._cache).run(part, ranks)
         except BaseException as error:  # noqa: BLE001 - it is the future's, whatever it is
             payload.release()

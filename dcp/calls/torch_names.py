@@ -44,7 +44,10 @@ MODULES = frozenset(
 
 
 def names_of(module: str) -> Callable[[str], object]:
-    """Make a module's ``__getattr__``, which looks in torch's module of that name."""
+    """Make a module's ``__getattr__``, which looks in torch's module of that name.
+
+    It is set where no type checker sees it: one that does takes every misspelt name for a good one.
+    """
 
     def get(name: str) -> object:
         if not name.startswith("__"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import subprocess
@@ -10,27 +9,24 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import httpx
+from safetensors.torch import load_file
 
 from dcp.demo.checks import Narrator, compare_digests
-from dcp.demo.jobs import DemoError, Workplace, environ_of
-from dcp.demo.places import FolderPlace, Place, checkpoint_name
+from dcp.demo.places import TRAINING, DemoError, FolderPlace, Place, Workplace, checkpoint_name, environ_of
 from dcp.server.client import Client, ClientError
 
-__all__ = ["JOBS", "ROOT_NAME", "CatalogAct", "CatalogService", "digests_of_safetensors"]
-
-JOBS: Final = ("uninterrupted", "run", "on-1-rank", "on-3-ranks", "damaged")
+_JOBS: Final = ("uninterrupted", "run", "on-1-rank", "on-3-ranks", "damaged")
 """Jobs that have saved, and a copy."""
 
-ROOT_NAME: Final = "checkpoints"
+_ROOT_NAME: Final = "checkpoints"
 _WAIT_SECONDS: Final = 240.0
 _READY_SECONDS: Final = 120.0
 _STOP_SECONDS: Final = 60.0
-_DTYPES: Final = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "I64": "int64", "U8": "uint8"}
-"""Dtypes of the demo's checkpoints, by the names of safetensors."""
 
 
 class CatalogService:
@@ -40,39 +36,33 @@ class CatalogService:
     ``folder`` holds the folder ``checkpoints``, which the service takes by itself; a bucket is named to it.
     """
 
-    url = ""
-
     def __init__(self, folder: Path, place: Place) -> None:
-        self._folder = folder
-        self._log = folder / "logs" / "catalog.txt"
+        log = folder / "logs" / "catalog.txt"
         environment = environ_of(place.environment)
-        self._environment = {n: value for n, value in environment.items() if not n.startswith("DCP_SERVER_")}
+        environment = {n: value for n, value in environment.items() if not n.startswith("DCP_SERVER_")}
         if not isinstance(place, FolderPlace):
-            root = {ROOT_NAME: {"url": place.root("").rstrip("/")}}
-            self._environment["DCP_SERVER_ROOTS"] = json.dumps(root)
-
-    def __enter__(self) -> Self:
+            environment["DCP_SERVER_ROOTS"] = json.dumps({_ROOT_NAME: {"url": place.base}})
         begun = time.monotonic()
-        with self._log.open("wb") as log:
+        with log.open("wb") as output:
             command = [sys.executable, "-m", "dcp", "serve", "--port", "0"]
             self._process = subprocess.Popen(
-                command, cwd=self._folder, env=self._environment, stdout=log, stderr=subprocess.STDOUT
+                command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
             )
         # it logs its address once it takes requests
-        while not (found := re.search(r"http://127\.0\.0\.1:[0-9]+", said := self._log.read_text())):
+        while not (found := re.search(r"http://127\.0\.0\.1:[0-9]+", said := log.read_text())):
             if self._process.poll() is not None or time.monotonic() - begun > _READY_SECONDS:
                 self.stop()
                 raise DemoError(f"dcp serve is not ready:\n{said[-2_000:]}")
             time.sleep(0.05)
         self.url, self.ready_seconds = found[0], time.monotonic() - begun
+        self.wait = self._process.wait
+        """Waits until it ends by itself, or Ctrl-C ends both (KeyboardInterrupt); gives its exit status."""
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-    def wait(self) -> int:
-        """Wait until it ends by itself, or Ctrl-C ends both (KeyboardInterrupt); give its exit status."""
-        return self._process.wait()
 
     def stop(self) -> int:
         """End it in good order; give its exit status, negative if it had to be killed. Idempotent."""
@@ -116,19 +106,14 @@ class CatalogAct:
         return service
 
     def _find(self, client: Client, losses: Mapping[int, float]) -> None:
-        client.wait(client.scan(ROOT_NAME), timeout_seconds=_WAIT_SECONDS)
-        found = {one.key for one in client.checkpoints(root=ROOT_NAME)}
-        every = self._work.save_every
-        steps = range(every, self._work.steps + 1, every)
-        there = {
-            f"{job}/{checkpoint_name(step)}"
-            for job in JOBS
-            for step in steps
-            if self._place.is_committed(job, step)
-        }
+        client.wait(client.scan(_ROOT_NAME), timeout_seconds=_WAIT_SECONDS)
+        found = {one.key for one in client.checkpoints(root=_ROOT_NAME)}
+        steps = range(self._work.save_every, self._work.steps + 1, self._work.save_every)
+        saved = [(job, step) for job in _JOBS for step in steps if self._place.is_committed(job, step)]
+        there = {f"{job}/{checkpoint_name(step)}" for job, step in saved}
         claim = f"a scan finds all {len(there)} committed checkpoints, and nothing else"
         self._narrator.check(claim, found == there, f"{sorted(found ^ there)[:3]}")
-        best = client.checkpoints(root=ROOT_NAME, run="uninterrupted", sort="metric:loss").first()
+        best = client.checkpoints(root=_ROOT_NAME, run="uninterrupted", sort="metric:loss").first()
         lowest = min(steps, key=lambda step: losses[step])
         self._narrator.check(
             f"the one of lowest loss of the uninterrupted job: step {lowest}, loss {losses[lowest]:.3f}",
@@ -160,19 +145,14 @@ class CatalogAct:
             is copied there and registered, as dcp.CheckpointManager(catalog=...) does."""
         )
         self._place.copy("run", self._work.steps, "released")
-        source = client.register(f"released/{name}", root=ROOT_NAME).id
-        exports: list[Any] = []
-        give_up = time.monotonic() + _WAIT_SECONDS
-        while not exports:
+        source = client.register(f"released/{name}", root=_ROOT_NAME).id
+        key, give_up = f"exports/{name}", time.monotonic() + _WAIT_SECONDS
+        while not (found := [one for one in client.checkpoints(root=_ROOT_NAME) if one.key == key]):
             if time.monotonic() > give_up:
                 raise DemoError(f"the rule has made nothing within {_WAIT_SECONDS:g} seconds")
             time.sleep(0.1)
-            found = client.checkpoints(root=ROOT_NAME)
-            exports = [one for one in found if one.key.startswith("exports/")]
-        target = exports[0]
-        self._narrator.check(
-            "the rule has converted it", target.name == name and target.format == "safetensors"
-        )
+        target = found[0]
+        self._narrator.check("the rule has converted it", target.format == "safetensors")
         parents = [edge.parent_id for edge in client.lineage(target.id).edges if edge.child_id == target.id]
         self._narrator.check("the catalog knows what it was made of", parents == [source], f"{parents}")
         path = client.download_file(target.id, "model.safetensors", self._work.root / "model.safetensors")
@@ -182,7 +162,8 @@ class CatalogAct:
         self._compare("the source, made into one file while it is sent", streamed, digests)
 
     def _compare(self, what: str, path: Path, digests: dict[str, str]) -> None:
-        found = digests_of_safetensors(path)
+        digest_of = import_module(TRAINING).digest_of
+        found = {name: digest_of(tensor) for name, tensor in load_file(path).items()}
         wanted = {name: value for name, value in digests.items() if name in found}
         difference = compare_digests(wanted, found)
         missing = [name for name in digests if name.startswith("app.model.") and name not in found]
@@ -193,24 +174,7 @@ class CatalogAct:
         )
 
     def _checkpoint(self, client: Client, key: str) -> int:
-        for one in client.checkpoints(root=ROOT_NAME, state="any"):
+        for one in client.checkpoints(root=_ROOT_NAME, state="any"):
             if one.key == key:
                 return one.id
         raise DemoError(f"the catalog does not know {key}")
-
-
-def digests_of_safetensors(path: Path) -> dict[str, str]:
-    """Compute digests as `dcp.demo.digests` does, of a file read with nothing but the specification of the
-    format."""
-    data = path.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header: dict[str, Any] = json.loads(data[8 : 8 + size])
-    header.pop("__metadata__", None)
-    found = {}
-    for name, entry in header.items():
-        begin, end = (8 + size + offset for offset in entry["data_offsets"])
-        shape = tuple(entry["shape"])
-        digest = hashlib.sha256(f"torch.{_DTYPES.get(entry['dtype'], entry['dtype'])} {shape} ".encode())
-        digest.update(data[begin:end])
-        found[name] = digest.hexdigest()
-    return found

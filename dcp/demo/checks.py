@@ -8,15 +8,12 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-__all__ = ["Narrator", "compare_digests", "largest_difference", "sparkline"]
-
 _WIDTH = 100
 _INDENT = "   "
-_BARS = "▁▂▃▄▅▆▇█"
-_BARS_WIDTH = 40
 
 
 class Narrator:
@@ -27,13 +24,12 @@ class Narrator:
 
     def __init__(self) -> None:
         if hasattr(sys.stdout, "reconfigure"):
-            # a terminal without Unicode shows question marks instead of bars
             sys.stdout.reconfigure(errors="replace", line_buffering=True)
         self._width = min(_WIDTH, shutil.get_terminal_size((_WIDTH, 25)).columns)
         self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._chapters = 0
         self.claims = 0
-        self.failed: list[tuple[str, str]] = []
+        self.failed: list[str] = []
 
     def chapter(self, title: str) -> None:
         """Print a numbered heading."""
@@ -47,13 +43,12 @@ class Narrator:
     def check(self, claim: str, held: bool, reason: str = "") -> None:
         """Count and print a claim; ``reason`` says what was seen instead where it did not hold."""
         self.claims += 1
-        if not held:
-            self.failed.append((claim, reason))
-        mark, style = ("ok    ", "green") if held else ("FAILED", "red")
         text = claim if held or not reason else f"{claim}: {reason}"
-        hanging = _INDENT + " " * (len(mark) + 1)
-        body = self._wrapped(text, hanging).removeprefix(hanging)
-        self._console.print(Text(_INDENT) + Text(mark, style=f"bold {style}") + Text(f" {body}"))
+        if not held:
+            self.failed.append(text)
+        mark, style = ("ok    ", "bold green") if held else ("FAILED", "bold red")
+        body = self._wrapped(text, " " * 10).strip()
+        self._console.print(Text.assemble(_INDENT, (mark, style), f" {body}"))
 
     def output(self, text: str, command: str = "") -> None:
         """Print lines as a program printed them, below the ``command`` that was typed for it."""
@@ -62,23 +57,13 @@ class Narrator:
         for line in text.rstrip().splitlines():
             self._console.print(f"{_INDENT}  {line}", style="dim")
 
-    def table(
-        self, header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()
-    ) -> None:
-        """Print aligned columns; those named in ``right`` are flushed right."""
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        for number, row in enumerate([header, *rows]):
-            cells = (
-                cell.rjust(width) if name in right else cell.ljust(width)
-                for name, cell, width in zip(header, row, widths, strict=True)
-            )
-            line = f"{_INDENT}  {'  '.join(cells)}".rstrip()
-            self._console.print(line, style="bold" if number == 0 else None)
-
-    def progress(self, text: str) -> None:
-        """Print ``text`` over the last such text, on a terminal; nothing elsewhere."""
-        if self._console.is_terminal:
-            print(f"\r{_INDENT}{text:<{self._width - len(_INDENT) - 1}}\r", end="", flush=True)
+    def table(self, *rows: Sequence[str]) -> None:
+        """Print columns, the first flushed left; the first row is the heading."""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for number, (name, *cells) in enumerate(rows):
+            rest = "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+            style = "bold" if number == 0 else None
+            self._console.print(f"{_INDENT}  {name:<{widths[0]}}{rest}", style=style)
 
     def _wrapped(self, text: str, indent: str) -> str:
         # Names and paths stay whole, so that they can be copied.
@@ -98,39 +83,20 @@ def compare_digests(wanted: Mapping[str, str], got: Mapping[str, str], *, withou
     Names that begin with ``without`` are left out. No digests at all count as a difference, because then
     nothing was compared.
     """
-    left, right = (
-        {name: value for name, value in digests.items() if not (without and name.startswith(without))}
-        for digests in (wanted, got)
-    )
-    if not left:
+    names = [name for name in sorted({*wanted, *got}) if not (without and name.startswith(without))]
+    compared = [name for name in names if name in wanted]
+    if not compared:
         return "there are no digests to compare with"
-    differing = [name for name in sorted(left.keys() | right.keys()) if left.get(name) != right.get(name)]
-    if not differing:
-        return ""
-    return f"{len(differing)} of {len(left)} entries differ, such as {', '.join(differing[:3])}"
+    differing = [name for name in names if wanted.get(name) != got.get(name)]
+    some = ", ".join(differing[:3])
+    return f"{len(differing)} of {len(compared)} entries differ, such as {some}" if differing else ""
 
 
 def largest_difference(reference: Mapping[int, Any], other: Mapping[int, Any], steps: Sequence[int]) -> float:
     """Give the largest absolute difference of two logs over ``steps``; infinite if one is missing."""
     if not steps or any(step not in reference or step not in other for step in steps):
         return float("inf")
-    pairs = [(_numbers(reference[step]), _numbers(other[step])) for step in steps]
-    if any(len(left) != len(right) for left, right in pairs):
+    pairs = [(np.asarray(reference[step]), np.asarray(other[step])) for step in steps]
+    if any(one.shape != two.shape for one, two in pairs):
         return float("inf")
-    return max(abs(a - b) for left, right in pairs for a, b in zip(left, right, strict=True))
-
-
-def _numbers(value: Any) -> list[float]:
-    return list(value) if isinstance(value, list) else [value]
-
-
-def sparkline(losses: Mapping[int, float], steps: range, low: float, high: float) -> str:
-    """Draw at most 40 characters, a step or more each, higher for a higher loss; blank for missing steps."""
-
-    def bar(step: int) -> str:
-        if step not in losses:
-            return " "
-        height = (losses[step] - low) / max(high - low, 1e-9)
-        return _BARS[min(len(_BARS) - 1, max(0, int(height * len(_BARS))))]
-
-    return "".join(bar(step) for step in steps[:: -(-len(steps) // _BARS_WIDTH)])
+    return max(float(np.abs(one - two).max()) for one, two in pairs)

@@ -1,11 +1,25 @@
-"""Places where the jobs of one demo save: folders of this machine, or prefixes on an S3 server.
+"""Places where the jobs of one demo save, folders of this machine or prefixes on an S3 server; and the
+processes that work there.
 
 Everything but what a killed save leaves behind is the same on both, because it goes through the stores.
+Waits are bounded, and all processes are ended.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import multiprocessing
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +27,18 @@ from dcp.demo.s3_server import S3Server
 from dcp.inspection.verification import verify
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointError
-from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening import has_checkpoint, open_index
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.opening import OpenWith, open_parent_folder
 
-__all__ = ["BucketPlace", "FolderPlace", "Place", "checkpoint_name", "newest_checkpoint"]
-
+TRAINING = "dcp.demo.train"
+"""Imported on use, because it imports torch, which takes seconds, and which other commands do without."""
+_CORPUS_CHARACTERS = 400_000
+_LONGEST_SECONDS = 300.0
+"""Time that a job or command may take."""
+_POLL_SECONDS = 0.1
+_END_SECONDS = 20.0
+_SHOWN_LOG_LINES = 40
 _LARGEST_FILE_BYTES = 256 << 20
 
 
@@ -30,8 +49,7 @@ def checkpoint_name(step: int) -> str:
 
 def newest_checkpoint(root: str | Path, storage_options: Mapping[str, Any] | None = None) -> str | None:
     """Name the newest committed checkpoint in ``root`` that verifies, as a job that starts again finds it."""
-    opener = OpenWith(storage_options)
-    place = open_parent_folder(root, open_store=opener)
+    place = open_parent_folder(root, open_store=OpenWith(storage_options))
     for name in sorted(place.names(), reverse=True):
         store = place.store(name)
         if not has_checkpoint(store):
@@ -45,34 +63,31 @@ def newest_checkpoint(root: str | Path, storage_options: Mapping[str, Any] | Non
 
 
 class Place:
-    """Checkpoints by job and step, below ``base``: a path or a URL."""
+    """Checkpoints by job and step, below ``base``: a path or a URL.
+
+    ``storage_options`` are those by which this process reaches them; jobs go by ``environment``, as users'
+    jobs do. ``leftover``: the leftovers of a killed save, in the plural; ``about_leftovers``: their place,
+    for a heading; ``about_clearing``: their fate in the next save of the step. ``state_of_killed``: the word
+    of `dcp ls` for a step whose save was killed; None if it does not list it.
+    """
 
     storage_options: dict[str, Any] | None = None
-    """Options by which this process reaches them; the jobs go by `environment`, as users' jobs do."""
     environment: Mapping[str, str] = {}
     leftover: str
-    """The leftovers of a killed save, in the plural."""
     about_leftovers: str
-    """Their place, for a heading."""
     about_clearing: str
-    """Their fate in the next save of the step."""
     state_of_killed: str | None
-    """The word of `dcp ls` for a step whose save was killed; None if it does not list it."""
 
     def __init__(self, base: str) -> None:
         self.base = base
 
-    def root(self, job: str) -> str:
-        """Give the place where ``job`` saves."""
-        return f"{self.base}/{job}"
-
     def checkpoint(self, job: str, step: int) -> str:
         """Give the id of a checkpoint."""
-        return f"{self.root(job)}/{checkpoint_name(step)}"
+        return f"{self.base}/{job}/{checkpoint_name(step)}"
 
-    def shown(self, job: str, step: int | None = None) -> str:
-        """Give one of these as a user would type it."""
-        return self.root(job) if step is None else self.checkpoint(job, step)
+    def shown(self, path: str) -> str:
+        """Give what is below ``base`` as a user would type it."""
+        return f"{self.base}/{path}"
 
     def leftovers(self, job: str, step: int) -> dict[str, int]:
         """Give bytes by name of what a killed save left of its data files."""
@@ -86,13 +101,9 @@ class Place:
         """Test whether there is a checkpoint."""
         return has_checkpoint(self.store(job, step))
 
-    def index(self, job: str, step: int) -> CheckpointIndex:
-        """Read the index of a checkpoint."""
-        return open_index(self.store(job, step))
-
     def newest(self, job: str) -> str | None:
         """See `newest_checkpoint`."""
-        return newest_checkpoint(self.root(job), self.storage_options)
+        return newest_checkpoint(f"{self.base}/{job}", self.storage_options)
 
     def findings(self, job: str, step: int) -> list[str]:
         """Give the findings of `verify`, in words."""
@@ -114,7 +125,8 @@ class Place:
 
     def flip_bit(self, job: str, step: int) -> str:
         """Flip one bit in the middle of the longest payload, sizes and headers intact; name its tensor."""
-        store, index = self.store(job, step), self.index(job, step)
+        store = self.store(job, step)
+        index = open_index(store)
         chunk = int(index.payload_lengths.argmax())
         name = index.files[int(index.chunk_files[chunk])]
         data = bytearray(store.read(name, limit_bytes=_LARGEST_FILE_BYTES))
@@ -144,9 +156,9 @@ class FolderPlace(Place):
         super().__init__(str(folder))
         self.folder = folder
 
-    def shown(self, job: str, step: int | None = None) -> str:
+    def shown(self, path: str) -> str:
         """Give a path relative to where the demo types its commands."""
-        return super().shown(job, step).removeprefix(f"{self.base}/")
+        return path
 
 
 class BucketPlace(Place):
@@ -165,15 +177,151 @@ class BucketPlace(Place):
 
     def leftovers(self, job: str, step: int) -> dict[str, int]:
         """Give uploads in parts that were begun and not completed, with the bytes that the service has."""
-        client = self._server.client()
-        try:
-            prefix = f"{job}/{checkpoint_name(step)}/"
-            bucket, found = self._server.bucket, {}
-            begun = client.list_multipart_uploads(Bucket=bucket, Prefix=prefix).get("Uploads", [])
-            for upload in begun:
+        prefix, bucket, found = f"{job}/{checkpoint_name(step)}/", self._server.bucket, {}
+        with contextlib.closing(self._server.client()) as client:
+            for upload in client.list_multipart_uploads(Bucket=bucket, Prefix=prefix).get("Uploads", []):
                 where = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
                 parts = client.list_parts(**where).get("Parts", [])
                 found[upload["Key"].removeprefix(prefix)] = sum(part["Size"] for part in parts)
-            return found
-        finally:
-            client.close()
+        return found
+
+
+# -- processes -----------------------------------------------------------------------------------------------
+
+
+class DemoError(Exception):
+    """A job or command that the rest of the demo needs has failed."""
+
+
+@dataclass
+class JobOutcome:
+    """Results of a training job: exit status, losses by step, each rank's passing looks by step."""
+
+    exit_code: int | None
+    seconds: float
+    results: Path
+    losses: dict[int, float]
+    looks: dict[int, list[float]]
+
+    def digests(self, name: str) -> dict[str, str]:
+        """Read the digests noted as ``saved-STEP`` or ``loaded-STEP``; none if the job ended before."""
+        path = self.results / f"{name}.json"
+        found: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+        return found
+
+
+@dataclass
+class Workplace:
+    """The folder of one demo: the text, logs and results by job; and the place of the checkpoints."""
+
+    root: Path
+    place: Place
+    steps: int
+    save_every: int
+
+    def write_corpus(self) -> int:
+        """Write the source of this package as the text to learn, and return its characters: a copy, so that
+        every run of one demo reads the same."""
+        package = Path(__file__).parents[1]
+        # the layers are links in a checkout, which rglob does not follow before Python 3.13
+        folders = (package, package / "planners", package / "storage")
+        sources = {path.resolve() for folder in folders for path in folder.rglob("*.py") if path.is_file()}
+        text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(sources))
+        data = text.encode("ascii", errors="ignore")[:_CORPUS_CHARACTERS]
+        return (self.root / "corpus.txt").write_bytes(data)
+
+    def train(
+        self, name: str, ranks: int, *, checkpoints: str, writer: str = "thread", stop: tuple[int, str] | None
+    ) -> JobOutcome:
+        """Run one training job, started as by torchrun, to its end; or kill it where all ranks ``stop``.
+
+        It resumes from the newest good checkpoint of its folder, and saves behind the training loop, in a
+        thread or in a ``writer`` process by rank.
+
+        Raises DemoError, with the end of the job's log, if it fails or takes longer than five minutes.
+        """
+        training = import_module(TRAINING)
+        results, log = self.root / "results" / name, self.root / "logs" / f"{name}.txt"
+        results.mkdir(parents=True)
+        log.parent.mkdir(exist_ok=True)
+        where, corpus = f"{self.place.base}/{checkpoints}", self.root / "corpus.txt"
+        job = training.TrainingJob(corpus, where, results, self.steps, self.save_every, writer, stop)
+        begun = time.monotonic()
+        exit_code = _run_or_kill(training.launch, job, ranks, environ_of(self.place.environment), log)
+        if exit_code != 0 and stop is None:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-_SHOWN_LOG_LINES:])
+            raise DemoError(f"the job {name!r} failed with exit code {exit_code}:\n{tail}")
+        losses = results / "losses.jsonl"
+        said = losses.read_text() if losses.exists() else ""
+        # the last line may be half written, by a rank that was killed
+        lines = [json.loads(line) for line in said.splitlines(keepends=True) if line.endswith("\n")]
+        found = [{line["step"]: line[key] for line in lines} for key in ("loss", "looks")]
+        return JobOutcome(exit_code, time.monotonic() - begun, results, found[0], found[1])
+
+    def run(self, *arguments: str) -> tuple[int, str]:
+        """Run ``python ARGUMENTS`` where relative checkpoints are; give its exit status and what it printed.
+
+        Raises DemoError after five minutes.
+        """
+        try:
+            done = subprocess.run(
+                [sys.executable, *arguments],
+                cwd=self.place.folder if isinstance(self.place, FolderPlace) else self.root,
+                env=environ_of(self.place.environment),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                encoding="utf-8",
+                errors="replace",
+                timeout=_LONGEST_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise DemoError(f"{' '.join(arguments)} took longer than {_LONGEST_SECONDS:g} seconds") from error
+        return done.returncode, done.stdout
+
+
+def environ_of(extra: Mapping[str, str]) -> dict[str, str]:
+    """Make the environment of a process: without what another launcher may have set in this one's."""
+    foreign = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in foreign and not name.startswith(("TORCHELASTIC_", "PET_"))
+    }
+    # One thread a rank: two cores, and sums whose order does not depend on the machine's.
+    kept |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
+    given = [part for part in kept.get("PYTHONPATH", "").split(os.pathsep) if part]
+    kept["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *given])
+    if Path("/sys/class/net/lo").exists():
+        kept["GLOO_SOCKET_IFNAME"] = "lo"
+    return kept | dict(extra)
+
+
+def _run_or_kill(launch: Any, job: Any, ranks: int, environment: dict[str, str], log: Path) -> int | None:
+    """Run the launcher of a job until it has ended, or until all of its ranks have stopped to be killed."""
+    alive, held = os.pipe()
+    details = (job, ranks, environment, log)
+    process = multiprocessing.get_context("fork").Process(target=launch, args=details)
+    process.start()
+    try:
+        os.close(held)  # the launcher and its ranks have it as long as they live; writer processes do not
+        give_up = time.monotonic() + _LONGEST_SECONDS
+        while process.exitcode is None and len([*job.results.glob("stopped-*")]) < ranks:
+            process.join(_POLL_SECONDS)
+            if time.monotonic() > give_up:
+                name = job.results.name
+                raise DemoError(f"a job did not end within {_LONGEST_SECONDS:g} seconds: {name}")
+    finally:
+        _end(process, alive)
+    return process.exitcode
+
+
+def _end(process: BaseProcess, alive: int) -> None:
+    """Kill the launcher and its ranks: no process of the job outlives it, but for writer processes."""
+    if process.pid:
+        with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet, or all have ended
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+    if not select.select([alive], [], [], _END_SECONDS)[0]:
+        raise DemoError(f"processes of a killed job are still there after {_END_SECONDS:g} seconds")
+    os.close(alive)

@@ -15,14 +15,11 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
-
-__all__ = ["S3Server", "S3ServerError", "find_weed"]
 
 _START_ATTEMPTS: Final = 5
 _READY_SECONDS: Final = 90.0  # 4 on an idle machine
@@ -31,6 +28,10 @@ _SHOWN_LOG_LINES: Final = 20
 _REGION: Final = "us-east-1"
 _PORT_RANGE: Final = range(15000, 32000)
 
+_ARGUMENTS: Final = """
+-ip=127.0.0.1 -ip.bind=127.0.0.1 -master.telemetry=false -volume.max=200 -volume.preStopSeconds=0
+-filer -s3 -s3.iam=false -s3.port.iceberg=0 -s3.port.lance=0
+"""
 _PORTS: Final = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc")
 
 # Runs in the new process before the program does: whoever started it may be killed at any time, and must not
@@ -87,6 +88,7 @@ class S3Server:
     def __post_init__(self) -> None:
         self.folder = Path(self.folder)
         self._process: subprocess.Popen[bytes] | None = None
+        self._starter: ThreadPoolExecutor | None = None
         self._owner = 0
         self._ports: dict[str, int] = {}
 
@@ -122,27 +124,29 @@ class S3Server:
         """Return once the bucket takes writes; `S3ServerError` with the end of the server's log if not."""
         weed = find_weed()
         self._owner = os.getpid()
-        failures: list[str] = []
-        for _ in range(_START_ATTEMPTS):
-            # a port that was free may be taken before the server has it: then all begins again
-            self._ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
-            self.endpoint_url = f"http://127.0.0.1:{self._ports['s3']}"
-            try:
+        try:
+            for _ in range(_START_ATTEMPTS):
                 self._launch(weed)
-                self._await_bucket()
-                return self
-            except _EndedEarly as error:
-                failures.append(str(error))
-                self.stop()
-            except BaseException:
-                self.stop()
-                raise
-        raise S3ServerError(f"the S3 server ended {_START_ATTEMPTS} times while it started: {failures[-1]}")
+                if self._takes_writes():
+                    return self
+                # a port that was free was taken before the server had it, most likely
+                self._end()
+            raise S3ServerError(
+                f"the S3 server ended {_START_ATTEMPTS} times while it started:\n{self._log_tail()}"
+            )
+        except BaseException:
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """End the server and remove its folder. Idempotent."""
+        if self._process is not None and os.getpid() == self._owner:
+            self._end()
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _end(self) -> None:
         process = self._process
-        if process is None or os.getpid() != self._owner:
+        if process is None:
             return
         process.terminate()
         try:
@@ -151,10 +155,11 @@ class S3Server:
             process.kill()
             process.wait()
         self._process = None
+        if self._starter is not None:
+            self._starter.shutdown()
         for name, port in self._ports.items():
             # their place is fixed in the program, which was given no time to remove them
             Path(f"/tmp/seaweedfs-{name.replace('.', '-')}-{port}.sock").unlink(missing_ok=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -163,46 +168,34 @@ class S3Server:
         self.stop()
 
     def _launch(self, weed: Path) -> None:
-        data = self.folder / "data"
+        self._ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
+        self.endpoint_url = f"http://127.0.0.1:{self._ports['s3']}"
+        data, config = self.folder / "data", self.folder / "s3.json"
         data.mkdir(parents=True, exist_ok=True)
         who = {"accessKey": self.access_key, "secretKey": self.secret_key}
         allowed = ["Admin", "Read", "Write", "List", "Tagging"]
-        identity = {"name": "dcp", "credentials": [who], "actions": allowed}
-        identities = [identity]
+        identities: list[dict[str, Any]] = [{"name": "dcp", "credentials": [who], "actions": allowed}]
         if self.public_bucket:
             readable = [f"{action}:{self.public_bucket}" for action in ("Read", "List")]
             identities.append({"name": "anonymous", "actions": readable})
-        config = self.folder / "s3.json"
         config.touch(0o600)
         config.write_text(json.dumps({"identities": identities}))
-        command = [str(weed), *self._arguments(data, config)]
-        launched: Future[subprocess.Popen[bytes]] = Future()
+        starter = [sys.executable, "-S", "-E", "-c", _TIED_TO_PARENT, str(os.getpid()), str(weed)]
+        command = [*starter, *self._arguments(data, config)]
+        # The kernel means a thread when it says parent: this one lives as long as the server.
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="s3-server")
+        with (self.folder / "log.txt").open("ab") as log:
 
-        def run() -> None:
+            def start() -> subprocess.Popen[bytes]:
+                # no Ctrl-C of a terminal: the server is needed until everything is cleaned up
+                return subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
+
             try:
-                with (self.folder / "log.txt").open("ab") as log:
-                    process = subprocess.Popen(
-                        [sys.executable, "-S", "-E", "-c", _TIED_TO_PARENT, str(os.getpid()), *command],
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        # not for Ctrl-C in a terminal: the server is needed until everything is cleaned up
-                        start_new_session=True,
-                    )
+                self._process = self._starter.submit(start).result()
             except OSError as error:
-                launched.set_exception(error)
-                return
-            launched.set_result(process)
-            # The kernel means this thread when it says parent, so it must live as long as the server.
-            # It does not wait for the process, which is for `stop` to do.
-            with contextlib.suppress(ChildProcessError):
-                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-
-        threading.Thread(target=run, name="s3-server", daemon=True).start()
-        try:
-            self._process = launched.result()
-        except OSError as error:
-            raise S3ServerError(f"the S3 server {weed} cannot be started: {error}") from error
+                raise S3ServerError(f"the S3 server {weed} cannot be started: {error}") from error
 
     def _arguments(self, data: Path, config: Path) -> list[str]:
         # Kinds of ports that are not named are taken beside the others (plus 10000), free or not.
@@ -210,57 +203,35 @@ class S3Server:
             f"-{name.removesuffix('.grpc')}.port{'.grpc' * name.endswith('.grpc')}={port}"
             for name, port in self._ports.items()
         ]
-        return [
-            "-logtostderr=true",
-            "server",
-            f"-dir={data}",
-            "-ip=127.0.0.1",
-            "-ip.bind=127.0.0.1",
-            *ports,
-            f"-master.volumeSizeLimitMB={self.volume_limit_bytes >> 20}",
-            "-master.telemetry=false",
-            "-volume.max=200",
-            "-volume.preStopSeconds=0",
-            "-filer",
-            "-s3",
-            f"-s3.config={config}",
-            "-s3.iam=false",
-            "-s3.port.iceberg=0",
-            "-s3.port.lance=0",
-        ]
+        places = [f"-dir={data}", f"-s3.config={config}"]
+        limit = f"-master.volumeSizeLimitMB={self.volume_limit_bytes >> 20}"
+        return ["-logtostderr=true", "server", *places, *ports, limit, *_ARGUMENTS.split()]
 
-    def _await_bucket(self) -> None:
-        """Wait until a signed write succeeds: volumes are not there yet when the port opens."""
+    def _takes_writes(self) -> bool:
+        """Wait until a signed write succeeds: volumes are not there yet when the port opens; False if the
+        server has ended."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         give_up = time.monotonic() + _READY_SECONDS
-        client = self.client()
-        try:
-            while True:
+        with contextlib.closing(self.client()) as client:
+            known = client.exceptions
+            while self._process is not None and self._process.poll() is None:
                 try:
-                    # one that exists is from an attempt whose answer did not come in time
-                    known = client.exceptions
+                    # one that exists is from a request whose answer did not come in time
                     for bucket in filter(None, (self.public_bucket, self.bucket)):
                         with contextlib.suppress(known.BucketAlreadyOwnedByYou, known.BucketAlreadyExists):
                             client.create_bucket(Bucket=bucket)
                     client.put_object(Bucket=self.bucket, Key="ready", Body=b"ready")
                     client.delete_object(Bucket=self.bucket, Key="ready")
-                    return
+                    return True
                 except (BotoCoreError, ClientError) as error:
-                    self._check_alive(give_up, error)
-        finally:
-            client.close()
-
-    def _check_alive(self, give_up: float, error: Exception) -> None:
-        assert self._process is not None
-        if self._process.poll() is not None:
-            raise _EndedEarly(f"exit code {self._process.returncode}\n{self._log_tail()}")
-        if time.monotonic() > give_up:
-            raise S3ServerError(
-                f"the S3 server takes no requests {_READY_SECONDS:g} s after its start: {error}\n"
-                f"{self._log_tail()}"
-            ) from error
-        time.sleep(0.05)
+                    if time.monotonic() > give_up:
+                        raise S3ServerError(
+                            f"the S3 server takes no requests {_READY_SECONDS:g} s after its start: {error}\n"
+                            f"{self._log_tail()}"
+                        ) from error
+                time.sleep(0.05)
+        return False
 
     def client(self) -> Any:
         """Make a client of botocore's, to be closed. Raises `S3ServerError` without botocore."""
@@ -283,10 +254,6 @@ class S3Server:
         log = self.folder / "log.txt"
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
         return "\n".join(lines[-_SHOWN_LOG_LINES:])
-
-
-class _EndedEarly(Exception):
-    """The server ended while it started: some port was taken, most likely."""
 
 
 def _free_ports(count: int) -> list[int]:

@@ -11,27 +11,29 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader as stock
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 import dcp
-from dcp.demo.digests import digest_of
+from dcp.demo.train import digest_of
 from dcp.storage.torch_compat import stock_fsspec_storages
-
-__all__ = ["load_damaged", "load_with_stock_torch"]
 
 
 def load_with_stock_torch(folder: str) -> dict[str, str]:
     """Give digests of all entries, as stock torch loads them into full tensors."""
     fsspec_reader, _ = stock_fsspec_storages()
     reader = fsspec_reader(folder) if "://" in folder else FileSystemReader(folder)
-    metadata = reader.read_metadata()
-    state: dict[str, Any] = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        state[name] = None
-        if isinstance(entry, TensorStorageMetadata):
-            state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    state = _empty_state(reader.read_metadata())
     stock.load(state, storage_reader=reader, no_dist=True)
     return {name: digest_of(value) for name, value in state.items()}
+
+
+def _empty_state(metadata: Metadata) -> dict[str, Any]:
+    return {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        if isinstance(entry, TensorStorageMetadata)
+        else None
+        for name, entry in metadata.state_dict_metadata.items()
+    }
 
 
 def load_damaged(folder: str) -> tuple[dict[str, str] | str, str]:
@@ -40,14 +42,10 @@ def load_damaged(folder: str) -> tuple[dict[str, str] | str, str]:
         by_stock: dict[str, str] | str = load_with_stock_torch(folder)
     except (CheckpointException, RuntimeError, OSError) as error:
         by_stock = f"refuses it with {type(error).__name__}"
-    tensors = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in tensors.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
     try:
-        dcp.load(state, checkpoint_id=folder, no_dist=True)
+        dcp.load(
+            _empty_state(dcp.FileSystemReader(folder).read_metadata()), checkpoint_id=folder, no_dist=True
+        )
     except dcp.CheckpointError as error:
         return by_stock, f"{type(error).__name__}: {error}"
     return by_stock, "loaded it"

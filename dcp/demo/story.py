@@ -10,14 +10,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcp.demo.checks import Narrator, compare_digests, largest_difference, sparkline
-from dcp.demo.jobs import DemoError, JobOutcome, Workplace
-from dcp.demo.places import FolderPlace, Place, checkpoint_name
+from dcp.demo.checks import Narrator, compare_digests, largest_difference
+from dcp.demo.places import DemoError, FolderPlace, JobOutcome, Place, Workplace, checkpoint_name
+from dcp.storage.formats.opening import open_index
 
 if TYPE_CHECKING:
     from dcp.demo.catalog import CatalogService
-
-__all__ = ["Story"]
 
 RESHARDED_LOSS_TOLERANCE = 0.001
 """Between runs on different numbers of ranks. The sums are the same, but added up in another order: about
@@ -89,16 +87,14 @@ class Story:
         )
         files = place.data_files("uninterrupted", step)
         whole = {name.split(".")[0]: size for name, size in files.items()}
-        sizes = {
-            name: (size, whole[name.split(".")[0]])
-            for name, size in sorted(place.leftovers("run", step).items())
-        }
-        self.narrator.say(f"What it left in {place.shown('run', step)}, {place.about_leftovers}:")
-        header = ("file", "bytes", "bytes when complete")
-        rows = [(name, f"{size:,}", f"{full:,}") for name, (size, full) in sizes.items()]
-        self.narrator.table(header, rows, right=header[1:])
-        halves = sum(0 < size < full for size, full in sizes.values())
-        self.narrator.check(f"both ranks' {place.leftover}", halves == 2, f"{halves} are")
+        halves = sorted(place.leftovers("run", step).items())
+        sizes = [(name, size, whole[name.split(".")[0]]) for name, size in halves]
+        left = place.shown(f"run/{checkpoint_name(step)}")
+        self.narrator.say(f"What it left in {left}, {place.about_leftovers}:")
+        rows = [(name, f"{size:,}", f"{full:,}") for name, size, full in sizes]
+        self.narrator.table(("file", "bytes", "bytes when complete"), *rows)
+        count = sum(0 < size < full for _, size, full in sizes)
+        self.narrator.check(f"both ranks' {place.leftover}", count == 2, f"{count} are")
         self.narrator.check("what is there is no checkpoint", not place.is_committed("run", step))
         self._check_equal(
             f"until then it was the same run: losses of steps 1 to {last} equal bit for bit",
@@ -111,7 +107,7 @@ class Story:
         name, half = checkpoint_name(self.last_step), checkpoint_name(self.killed_step)
         self.narrator.chapter("Find the last checkpoint that counts")
         listing = self._dcp("ls", self.place.shown("run"))
-        killed = self.place.shown("run", self.killed_step)
+        killed = self.place.shown(f"run/{half}")
         self._dcp("verify", killed, status=3, claim=f"dcp verify refuses {half}")
         found = self.place.newest("run")
         states = {
@@ -170,32 +166,28 @@ class Story:
         self.narrator.chapter("The losses of all runs")
         runs = {"uninterrupted": reference, "killed": killed}
         runs |= {f"resumed on {ranks}": job for ranks, job in resumed.items()}
-        steps = range(1, self.work.steps + 1)
-        low, high = min(reference.losses.values()), max(reference.losses.values())
-        columns = [self.last_step + 1, self.killed_step, self.work.steps]
-
-        def cells(job: JobOutcome) -> list[str]:
-            return [f"{job.losses[step]:.7f}" if step in job.losses else "" for step in columns]
-
-        header = ["run", f"steps 1 to {self.work.steps}", *(f"step {step}" for step in columns)]
-        rows = [[name, sparkline(job.losses, steps, low, high), *cells(job)] for name, job in runs.items()]
-        self.narrator.table(header, rows, right=header[2:])
+        columns = [1, self.last_step, self.last_step + 1, self.killed_step, self.work.steps]
+        rows = [
+            [name, *(f"{job.losses[step]:.7f}" if step in job.losses else "" for step in columns)]
+            for name, job in runs.items()
+        ]
+        self.narrator.table(["run", *(f"step {step}" for step in columns)], *rows)
 
     def use_the_command_line(self) -> None:
         """List and verify the checkpoints."""
         place, step, last = self.place, self.killed_step, self.work.steps
         self.narrator.chapter("List and verify the checkpoints")
         self._dcp("ls", place.shown("run"))
-        folders = [place.shown("run", self.last_step)]
-        folders += [place.shown(job, last) for job in ("run", "on-1-rank", "on-3-ranks")]
+        saved = [("run", self.last_step), ("run", last), ("on-1-rank", last), ("on-3-ranks", last)]
+        folders = [place.shown(f"{job}/{checkpoint_name(number)}") for job, number in saved]
         self._dcp("verify", *folders, status=0, claim="every byte of four checkpoints verifies")
         self.narrator.say(
             f"""The resumed job saved step {step} {place.about_clearing}. It is a whole checkpoint now, and
             the save has cleared the halves away:"""
         )
-        self._dcp("verify", place.shown("run", step))
+        self._dcp("verify", place.shown(f"run/{checkpoint_name(step)}"))
         left = place.data_files("run", step) | place.leftovers("run", step)
-        strays = left.keys() - set(place.index("run", step).files)
+        strays = left.keys() - set(open_index(place.store("run", step)).files)
         findings = place.findings("run", step)
         self.narrator.check(
             f"{checkpoint_name(step)} is a checkpoint, and nothing of the killed save is left in it",
@@ -209,7 +201,7 @@ class Story:
         last = self.work.steps
         self.place.copy("run", last, "damaged")
         name = self.place.flip_bit("damaged", last)
-        damaged = self.place.shown("damaged", last)
+        damaged = self.place.shown(f"damaged/{checkpoint_name(last)}")
         output = self._dcp("verify", damaged, status=1, claim="dcp verify finds it")
         self.narrator.check(f"and names the tensor: {name}", name in output)
 
@@ -224,13 +216,10 @@ class Story:
             raise DemoError(f"the process that loads with stock torch failed:\n{output}")
         result: dict[str, Any] = json.loads(output)
         for ranks, digests in zip(places, result["stock"], strict=True):
-            difference = compare_digests(resumed[ranks].digests(f"saved-{last}"), digests)
-            who = "1 rank" if ranks == 1 else f"{ranks} ranks"
-            who += ", committed after they had died" if ranks == 2 else ""
-            self.narrator.check(
+            who = {1: "1 rank", 2: "2 ranks, committed after they had died", 3: "3 ranks"}[ranks]
+            self._check_equal(
                 f"saved by {who}, loaded by stock torch: all {len(digests)} entries equal bit for bit",
-                not difference,
-                difference,
+                compare_digests(resumed[ranks].digests(f"saved-{last}"), digests),
             )
         by_stock, by_ours = result["damaged_by_stock"], result["damaged_by_ours"]
         if isinstance(by_stock, dict):
@@ -265,18 +254,15 @@ class Story:
         self.narrator.chapter("Look at it")
         self.narrator.say(f"The catalog is at {self.service.url}/ until Ctrl-C.")
         try:
-            status = self.service.wait()
+            self.narrator.say(f"It ended by itself, with exit status {self.service.wait()}.")
         except KeyboardInterrupt:
             self.end_catalog()
             self.narrator.say("It is stopped.")
-        else:
-            log = self.work.root / "logs"
-            self.narrator.say(f"It ended by itself, with exit status {status}; its log is in {log}.")
 
     # -- shared by chapters ---------------------------------------------------------------------------------
 
-    def _check_equal(self, claim: str, difference: float) -> None:
-        self.narrator.check(claim, difference == 0, f"they differ by {difference:g}")
+    def _check_equal(self, claim: str, difference: float | str) -> None:
+        self.narrator.check(claim, not difference, f"they differ: {difference}")
 
     def _check_loaded(self, ranks: int, killed: JobOutcome, job: JobOutcome) -> None:
         """Compare the ranks' state after the load with that of the killed job's ranks when they saved."""
@@ -285,21 +271,26 @@ class Story:
         # a rank's generator has a meaning only on as many ranks
         difference = compare_digests(saved, loaded, without="" if ranks == 2 else "rng.")
         what = "model, AdamW state, step" + (" and both generators" if ranks == 2 else "")
-        self.narrator.check(f"on {ranks}: {what} loaded bit for bit as saved", not difference, difference)
+        self._check_equal(f"on {ranks}: {what} loaded bit for bit as saved", difference)
         first = min(job.losses, default=0)
         self.narrator.check(f"on {ranks}: went on with step {first}", first == step + 1)
 
     def _check_same_number(self, reference: JobOutcome, job: JobOutcome) -> None:
         """Compare with the run that never died: on as many ranks all is equal bit for bit."""
         steps = range(self.last_step + 1, self.work.steps + 1)
-        apart = largest_difference(reference.losses, job.losses, steps)
-        self._check_equal("on 2: losses bit for bit as without interruption", apart)
-        apart = largest_difference(reference.looks, job.looks, steps)
-        self._check_equal("on 2: the random generators continue as without interruption", apart)
         name = f"saved-{self.work.steps}"
-        difference = compare_digests(reference.digests(name), job.digests(name))
-        claim = f"on 2: the state after step {self.work.steps} is bit for bit that of the uninterrupted run"
-        self.narrator.check(claim, not difference, difference)
+        self._check_equal(
+            "on 2: losses bit for bit as without interruption",
+            largest_difference(reference.losses, job.losses, steps),
+        )
+        self._check_equal(
+            "on 2: the random generators continue as without interruption",
+            largest_difference(reference.looks, job.looks, steps),
+        )
+        self._check_equal(
+            f"on 2: the state after step {self.work.steps} is bit for bit that of the uninterrupted run",
+            compare_digests(reference.digests(name), job.digests(name)),
+        )
 
     def _check_other_number(self, ranks: int, reference: JobOutcome, job: JobOutcome) -> None:
         """Compare losses: the sums of more or fewer parts differ in their last bits."""
@@ -311,16 +302,10 @@ class Story:
             apart <= RESHARDED_LOSS_TOLERANCE,
         )
 
-    def _train(self, name: str, ranks: int, **where: Any) -> JobOutcome:
-        steps = self.work.steps
+    def _train(self, name: str, ranks: int, stop: tuple[int, str] | None = None, **where: str) -> JobOutcome:
         on = "1 process" if ranks == 1 else f"{ranks} processes"
         self.narrator.say(f"torch.multiprocessing starts {on} ...")
-
-        def on_step(step: int, loss: float) -> None:
-            self.narrator.progress(f"step {step} of {steps}, loss {loss:.3f}")
-
-        job = self.work.train(name, ranks, on_step=on_step, **where)
-        self.narrator.progress("")
+        job = self.work.train(name, ranks, stop=stop, **where)
         done = f"steps {min(job.losses, default=0)} to {max(job.losses, default=0)} in {job.seconds:.0f} s"
         self.narrator.say(f"{name}: {done}")
         return job

@@ -1,13 +1,19 @@
-"""One rank of the training job that `dcp.demo.ranks` starts. Also a small example of using dcp."""
+"""The training job of the demo: its ranks, model and checkpoints. Also a small example of using dcp."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
+import socket
+import sys
 import time
+import warnings
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,22 +21,29 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from dcp import CheckpointManager, FileSystemWriter, PerRank
-from dcp.demo.digests import digests_of_state
-from dcp.demo.model import ModelSize, build_model
+from dcp.planners.flatten import flatten_state_dict
 from dcp.storage.stores import Store, open_store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
 from dcp.storage.stores.objects.shared import ObjectOptions
 from dcp.storage.stores.posix.store import PosixStore
 
-__all__ = ["TIMEOUT_SECONDS", "TrainingJob", "train"]
-
-TIMEOUT_SECONDS = 120.0
-
+_TIMEOUT_SECONDS = 120.0
 _WINDOWS = 12
 """Windows of text in a step over all ranks; 1, 2 and 3 ranks get equal parts."""
+_CONTEXT = 96
+_VOCABULARY = 128
+"""ASCII: one token a character."""
+_WIDTH, _HEADS, _BLOCKS = 128, 4, 3
+
+torch.compiler.reset()
+"""So that the compiler is imported here, once: FSDP2 does it in each rank, for seconds."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +61,48 @@ class TrainingJob:
     stop: tuple[int, str] | None
 
 
+class Transformer(nn.Module):
+    """Characters to the logits of the next ones; the output layer shares the character embedding's weight.
+
+    It has 2.8 million parameters, 34 MB with AdamW's two moments. Most of them are the table of character
+    pairs. It costs little time, and lets a rank's file outgrow the 8 MiB that are written at once: a save can
+    then be killed between two writes of one file.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.character = nn.Embedding(_VOCABULARY, _WIDTH)
+        self.pair = nn.Embedding(_VOCABULARY * _VOCABULARY, _WIDTH)
+        self.position = nn.Embedding(_CONTEXT, _WIDTH)
+        block = partial(nn.TransformerEncoderLayer, activation="gelu", batch_first=True, norm_first=True)
+        self.blocks = nn.ModuleList(block(_WIDTH, _HEADS, 4 * _WIDTH, dropout=0.0) for _ in range(_BLOCKS))
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.head = nn.Linear(_WIDTH, _VOCABULARY, bias=False)
+        for table in (self.character, self.pair, self.position):
+            nn.init.normal_(table.weight, std=0.05)
+        self.head.weight = self.character.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Map int64 of [windows, context] to float32 of [windows, context, vocabulary]."""
+        before = F.pad(tokens[:, :-1], (1, 0))
+        x = self.character(tokens) + self.pair(before * _VOCABULARY + tokens)
+        x = x + self.position(torch.arange(tokens.shape[1]))
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        for block in self.blocks:
+            x = block(x, src_mask=mask, is_causal=True)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
 class Training:
     """Model, optimizer and step: a `Stateful` for `dcp.save`."""
 
     def __init__(self) -> None:
-        self.size = ModelSize()
-        self.model = build_model(self.size)
+        torch.manual_seed(20)  # equal values whatever the number of ranks
+        self.model = Transformer()
+        for block in self.model.blocks:
+            fully_shard(block)
+        fully_shard(self.model)
         rest = [value for name, value in self.model.named_parameters() if name != "pair.weight"]
         # A row of the pair table is seen rarely, so it has to learn fast.
         groups = [{"params": rest, "lr": 2e-3}, {"params": [self.model.pair.weight], "lr": 0.1}]
@@ -80,12 +129,17 @@ class Training:
     def train_step(self, tokens: torch.Tensor) -> dict[str, Any]:
         """Make one step; give the log line: the loss over all ranks, and each rank's passing look."""
         self.step += 1
-        context, rank, world_size = self.size.context, dist.get_rank(), dist.get_world_size()
-        starts = _batch_of_step(tokens, self.step, _WINDOWS, context).chunk(world_size)[rank]
+        world_size = dist.get_world_size()
+        # A function of the step alone: neither the number of ranks nor what ran before has any influence, so
+        # that a resumed run on another number of ranks reads the same text.
+        of_step = torch.Generator().manual_seed(1_000_003 * self.step + 17)
+        end = len(tokens) - _CONTEXT - 1
+        starts = torch.randint(0, end, (_WINDOWS,), generator=of_step).chunk(world_size)[dist.get_rank()]
         # One window more, drawn by the rank's own generator: looked at, not learned from. It shows whether
         # the generator came back too.
-        look = torch.randint(0, len(tokens) - context - 1, (1,), generator=self.generator)
-        inputs, targets = _window_batch(tokens, torch.cat([starts, look]), context)
+        look = torch.randint(0, end, (1,), generator=self.generator)
+        positions = torch.cat([starts, look])[:, None] + torch.arange(_CONTEXT)
+        inputs, targets = tokens[positions], tokens[positions + 1]
         losses = F.cross_entropy(self.model(inputs).transpose(1, 2), targets, reduction="none").mean(1)
         loss = losses[:-1].mean()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -110,7 +164,7 @@ class Checkpoints:
             every_steps=job.save_every,
             writer=self._writer,
             on_failure="raise",
-            timeout_seconds=TIMEOUT_SECONDS,
+            timeout_seconds=_TIMEOUT_SECONDS,
         )
 
     def _writer(self, checkpoint_id: str) -> FileSystemWriter:
@@ -149,32 +203,32 @@ class Checkpoints:
         _note_digests(training, self._job, f"loaded-{training.step}.json")
 
 
-def _batch_of_step(tokens: torch.Tensor, step: int, windows: int, context: int) -> torch.Tensor:
-    """Draw the places where the windows of ``step`` begin, shape [windows]: a function of the step alone.
-
-    Neither the number of ranks nor what ran before the step has any influence, so that a resumed run on
-    another number of ranks reads the same text.
-    """
-    generator = torch.Generator().manual_seed(1_000_003 * step + 17)
-    return torch.randint(0, len(tokens) - context - 1, (windows,), generator=generator)
-
-
-def _window_batch(
-    tokens: torch.Tensor, starts: torch.Tensor, context: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the windows at ``starts`` and the characters that follow each: two of [windows, context]."""
-    positions = starts[:, None] + torch.arange(context)
-    return tokens[positions], tokens[positions + 1]
-
-
 def _note_digests(training: Training, job: TrainingJob, name: str) -> None:
+    """Write digests by the names of the entries in a checkpoint, those under `PerRank` of all ranks."""
+    rank, own = dist.get_rank(), {}
     state = {"app": training.state_dict(), "rng": PerRank(training.generator.get_state())}
-    digests = digests_of_state(state)
-    if dist.get_rank() == 0:
+    for fqn, value in flatten_state_dict(state, rank=rank)[0].items():
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        if full is value or rank == 0:  # what was gathered is the same on all ranks
+            own[fqn] = digest_of(full)
+    found: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, own)
+    if rank == 0:
+        digests = {fqn: digest for part in reversed(found) for fqn, digest in part.items()}
         (job.results / name).write_text(json.dumps(digests, indent=1))
 
 
-def train(job: TrainingJob) -> None:
+def digest_of(value: Any) -> str:
+    """Compute SHA-256 of a tensor's dtype, shape and bytes, or of another value's type and repr."""
+    if not isinstance(value, torch.Tensor):
+        return hashlib.sha256(f"{type(value).__name__} {value!r}".encode()).hexdigest()
+    full = value.detach().contiguous()
+    digest = hashlib.sha256(f"{full.dtype} {tuple(full.shape)} ".encode())
+    digest.update(full.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _train(job: TrainingJob) -> None:
     """Train to the last step, in a process group that is there."""
     tokens = torch.frombuffer(bytearray(job.corpus.read_bytes()), dtype=torch.uint8).long()
     training = Training()
@@ -186,6 +240,51 @@ def train(job: TrainingJob) -> None:
             line = training.train_step(tokens)
             log.write(json.dumps(line) + "\n")
             checkpoints.save(line["loss"])
+
+
+# -- ranks: forks of one process, with the variables and the store that torchrun gives -----------------------
+
+
+def launch(job: TrainingJob, ranks: int, environment: Mapping[str, str], log: Path) -> None:
+    """Run a job to its end, in a session of its own; this process ends with status 1 if a rank fails, and the
+    other ranks with it."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    with log.open("ab") as output:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(output.fileno(), stream.fileno())
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    context = start_processes(  # type: ignore[no-untyped-call]
+        _run_rank, (job, ranks, port), ranks, join=False, start_method="fork"
+    )
+    # only now, because a fork of a process with threads may hang
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    try:
+        while not context.join():
+            pass
+    except ProcessException as error:
+        sys.exit(f"{error}")
+    finally:
+        del store
+
+
+def _run_rank(rank: int, job: TrainingJob, ranks: int, port: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    # rank 0 serves no store
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    # torch's advice on views between FSDP modules; nothing here writes into one
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_SECONDS))
+    try:
+        _train(job)
+    finally:
+        dist.destroy_process_group()
 
 
 # -- to be killed at a certain place -------------------------------------------------------------------------

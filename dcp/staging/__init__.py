@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch.distributed.checkpoint.staging import AsyncStager, StagingOptions
 
 from dcp.calls.torch_names import names_of
@@ -28,5 +26,4 @@ __all__ = [
     "sample_state",
 ]
 
-if not TYPE_CHECKING:
-    __getattr__ = names_of("staging")
+globals()["__getattr__"] = names_of("staging")

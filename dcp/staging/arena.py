@@ -18,8 +18,6 @@ import torch
 
 from dcp.storage.errors import StagingError
 
-__all__ = ["PAGES_BYTES", "ArenaKind", "HostArena", "StagingMemoryError"]
-
 ArenaKind = Literal["private", "shared"]
 
 PAGES_BYTES = 2 << 20
@@ -30,16 +28,10 @@ _PORTABLE = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_pointer, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_libc.mmap.argtypes = (_pointer, _size, _int, _int, _int, ctypes.c_long)
+_libc.munmap.argtypes = (_pointer, _size)
+_libc.madvise.argtypes = (_pointer, _size, _int)
 _Memory = ctypes.Array[ctypes.c_ubyte]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -73,7 +65,10 @@ class HostArena:
         self._memory: _Memory | None = None
         self._close_fd: weakref.finalize[[int, int], HostArena] | None = None
         if kind == "shared":
-            self.fd = _memory_file()
+            try:
+                self.fd = os.memfd_create("dcp-staging", os.MFD_CLOEXEC)
+            except OSError as error:
+                raise StagingError(f"no memory file could be made to stage in: {error.strerror}") from error
             self._close_fd = weakref.finalize(self, _close, self.fd, os.getpid())
         self.closed = False
 
@@ -157,13 +152,6 @@ class HostArena:
         except OSError as error:
             os.ftruncate(fd, self.size_bytes)
             raise _no_memory(self.kind, size_bytes) from error
-
-
-def _memory_file() -> int:
-    try:
-        return os.memfd_create("dcp-staging", os.MFD_CLOEXEC)
-    except OSError as error:
-        raise StagingError(f"no memory file could be made to stage in: {error.strerror}") from error
 
 
 def _no_memory(kind: str, needed_bytes: int) -> StagingMemoryError:

@@ -21,8 +21,6 @@ from dcp.storage.geometry.strides import Int64
 from dcp.storage.tensors import LocalMemory, as_copied
 from dcp.storage.torch_compat import copy_tensors
 
-__all__ = ["Copier", "Copying", "Layout", "Slot"]
-
 _ALIGNMENT_BYTES = 64
 _MEMMOVE_FROM_BYTES = 128 << 10
 """From here on one memmove a tensor costs less than torch's loop, and does not wake torch's own threads."""
@@ -175,19 +173,14 @@ class Copier:
 
         Nothing is under way any more when this returns, whatever happens.
         """
-        left = deque(tasks)
+        left = iter(list(tasks))
 
         def work() -> None:
             try:
-                while True:
-                    try:
-                        task = left.popleft()
-                    except IndexError:
-                        return
+                for task in left:
                     task()
-            except BaseException:
-                left.clear()
-                raise
+            finally:
+                deque(left, maxlen=0)
 
         others = [self._helpers.submit(work) for _ in range(min(self.threads, len(tasks), most) - 1)]
         try:

@@ -33,8 +33,6 @@ from dcp.storage.geometry.strides import Int64, starts
 from dcp.storage.near_names import listed
 from dcp.storage.tensors import LocalMemory, byte_pieces
 
-__all__ = ["Guard", "Samples", "StateSamples", "changed_error", "check_staged", "sample_state"]
-
 Guard = Literal["sampled", "full", "off"]
 
 _MAX_NAMED = 16
@@ -236,19 +234,18 @@ def check_staged(
             problems.setdefault(fqn, problem)
         copies.append(source if copy is None else copy)
     if problems:
-        shown = "; ".join(f"{fqn!r} {problem}" for fqn, problem in list(problems.items())[:_MAX_NAMED])
         raise _error(
             problems,
-            f"{len(problems)} staged tensors do not fit the state: {shown}. The stager must keep the "
-            "structure that it was given",
+            "{count} staged tensors do not fit the state: {shown}. The stager must keep the structure that "
+            "it was given",
+            "; ".join(f"{fqn!r} {problem}" for fqn, problem in list(problems.items())[:_MAX_NAMED]),
         )
     shared = _sharing([*samples.memory.tensors, *_sources(state_dict)[1]], copies)
     if shared:
-        names = dict.fromkeys(samples.fqns[number] for number in shared)
         raise _error(
-            names,
-            f"{len(names)} staged tensors are in memory of the state itself: {_listed(names)}. The stager "
-            "must copy them, or what training writes next ends up in the checkpoint",
+            (samples.fqns[number] for number in shared),
+            "{count} staged tensors are in memory of the state itself: {shown}. The stager must copy them, "
+            "or what training writes next ends up in the checkpoint",
         )
     wrong = samples.samples.differing(LocalMemory.of(copies))
     if wrong:
@@ -257,13 +254,19 @@ def check_staged(
 
 def changed_error(fqns: Iterable[str]) -> StagingError:
     """Make the error that the copies of these tensors are not what the state was."""
-    names = dict.fromkeys(fqns)
     return _error(
-        names,
-        f"the staged copies of {len(names)} tensors differ from the state to be saved: {_listed(names)}. "
-        "The state changed while it was copied, or an old copy was given; let nothing write to it before "
-        "staging_completion (or hold the stager's lock() around optimizer.step())",
+        fqns,
+        "the staged copies of {count} tensors differ from the state to be saved: {shown}. The state changed "
+        "while it was copied, or an old copy was given; let nothing write to it before staging_completion "
+        "(or hold the stager's lock() around optimizer.step())",
     )
+
+
+def _error(fqns: Iterable[str], message: str, shown: str = "") -> StagingError:
+    """Make an error of some tensors; ``message`` has places for how many they are, and what is shown."""
+    names = list(dict.fromkeys(fqns))
+    text = message.format(count=len(names), shown=shown or listed(names, most=_MAX_NAMED))
+    return StagingError(text, fqns=names[:_MAX_NAMED], count=len(names))
 
 
 def _misfit(source: torch.Tensor, copy: torch.Tensor | None) -> str:
@@ -276,15 +279,6 @@ def _misfit(source: torch.Tensor, copy: torch.Tensor | None) -> str:
     if claim_of(copy) != claim_of(source):
         return "does not say which boxes it holds, as a CheckpointableTensor does"
     return ""
-
-
-def _error(names: Iterable[str], message: str) -> StagingError:
-    every = list(names)
-    return StagingError(message, fqns=every[:_MAX_NAMED], count=len(every))
-
-
-def _listed(names: Iterable[str]) -> str:
-    return listed(list(names), most=_MAX_NAMED)
 
 
 def _sources(state_dict: Mapping[str, Any]) -> tuple[list[str], list[torch.Tensor]]:

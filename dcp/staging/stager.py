@@ -27,8 +27,6 @@ from dcp.storage.errors import OptionError, StagingError
 from dcp.storage.geometry.strides import Int64
 from dcp.storage.tensors import LocalMemory
 
-__all__ = ["BlockingAsyncStager", "DefaultStager", "StagedState", "StagingTimeoutError"]
-
 _TIMEOUT_SECONDS = 1800.0
 
 
@@ -72,8 +70,7 @@ class DefaultStager(TorchDefaultStager):
     are compared with the state: ``sampled`` (some bytes of every tensor), ``full`` (a CRC of all) or ``off``.
     ``threads`` copy host memory; by default as many as this process has cores for, eight at most.
 
-    At most ``arenas`` saves are staged at once, each with memory of its own. ``process`` says that their
-    memory is to be shared with a process that writes.
+    At most ``arenas`` saves are staged at once, each with memory of its own.
 
     One thread stages; the others may only release, lock and wait.
     """
@@ -85,11 +82,9 @@ class DefaultStager(TorchDefaultStager):
         guard: Guard = "sampled",
         threads: int | None = None,
         arenas: int = 1,
-        process: bool = False,
     ) -> None:
         # not torch's __init__, which takes threads and streams of its own, and refuses a machine without GPU
         self._config = config if config is not None else StagingOptions()
-        self._process = process
         self._copier = Copier(guard, threads)
         self._arenas = _Arenas(arenas)
         self._turns: deque[StagedState] = deque()
@@ -97,6 +92,7 @@ class DefaultStager(TorchDefaultStager):
         works_in_torch = torch.accelerator.is_available() or not self._config.use_non_blocking_copy
         self._asynchronous = self._config.use_async_staging and works_in_torch
         self._background: ThreadPoolExecutor | None = None
+        self._type_check = False
 
     def stage_local(
         self,
@@ -117,53 +113,28 @@ class DefaultStager(TorchDefaultStager):
         if len(self._turns) == self._arenas.limit:
             self._turns.popleft().release()
         if isinstance(local, RankState):
-            memory, names = local.memory, partial(_fqns, local)
-            return self._copied(
-                memory, lambda views: replace(local, memory=views), names, overlap, shared, timeout_seconds
-            )
+            return self._copied(_Columns(local), overlap, shared, timeout_seconds)
         with self._arenas.copying(timeout_seconds):  # the tree copies what is not strided
-            return self._stage_tree(StateTree(local), overlap, shared, timeout_seconds)
-
-    def _stage_tree(
-        self, tree: StateTree, overlap: bool, shared: bool = False, timeout_seconds: float = _TIMEOUT_SECONDS
-    ) -> StagedState:
-        memory = LocalMemory.of(tree.sources)
-        return self._copied(
-            memory, lambda views: tree.copied(views.tensors), tree.fqns, overlap, shared, timeout_seconds
-        )
+            tree = StateTree(local, type_check=self._type_check)
+            return self._copied(tree, overlap, shared, timeout_seconds)
 
     def _copied(
-        self,
-        memory: LocalMemory,
-        around: Callable[[LocalMemory], Any],
-        names: Callable[[Sequence[int]], list[str]],
-        overlap: bool,
-        shared: bool,
-        timeout_seconds: float,
+        self, state: _Columns | StateTree, overlap: bool, shared: bool, timeout_seconds: float
     ) -> StagedState:
-        """Copy ``memory``; ``around`` makes of the views what is staged, ``names`` are for an error."""
         begun = time.perf_counter()
         # page-locked for sources on a device
         pinned = (
             self._config.use_pinned_memory
             and torch.accelerator.is_available()
-            and not all(tensor.is_cpu for tensor in memory.tensors)
+            and not all(tensor.is_cpu for tensor in state.memory.tensors)
         )
-        kind: ArenaKind = "shared" if shared or self._process else "private"
-        slot = self._arenas.take(kind, pinned, timeout_seconds)
-        give_back = self._arenas.giving_back(slot)
+        slot, give_back = self._arenas.take("shared" if shared else "private", pinned, timeout_seconds)
         try:
-            self._arenas.begin_copying(timeout_seconds)
-        except BaseException:
-            give_back()
-            raise
-        try:
-            copying = self._copier.begin(slot, memory)
+            copying = self._copier.begin(slot, state.memory)
             layout = copying.layout
-            staged = StagedState(
-                around(layout.memory), layout.offsets, slot.arena, layout.number, _give_back=give_back
-            )
-            finish = partial(self._finish, copying, staged, names, begun)
+            local = state.copied(layout.memory)
+            staged = StagedState(local, layout.offsets, slot.arena, layout.number, _give_back=give_back)
+            finish = partial(self._finish, copying, staged, state.fqns, begun)
             if overlap:
                 if self._background is None:
                     self._background = ThreadPoolExecutor(1, thread_name_prefix="dcp-staging")
@@ -206,10 +177,7 @@ class DefaultStager(TorchDefaultStager):
         ``kwargs`` are for torch's signature; nothing reads them.
         """
         # torch does not say when a copy is not needed any more, so they take turns
-        if len(self._turns) == self._arenas.limit:
-            self._turns.popleft().release()
-        with self._arenas.copying(_TIMEOUT_SECONDS):  # the tree copies what is not strided
-            staged = self._stage_tree(StateTree(state_dict), self._asynchronous)
+        staged = self.stage_local(state_dict, overlap=self._asynchronous)
         self._turns.append(staged)
         if self._asynchronous:
             return staged.done
@@ -258,9 +226,9 @@ class BlockingAsyncStager(TorchBlockingAsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy ``state_dict`` to the CPU."""
         kept = self.cache_staged_state_dict
-        tree = StateTree(state_dict, type_check=self.type_check)
         stager = self._kept or DefaultStager(StagingOptions(kept, False, False, False))
-        staged = stager._stage_tree(tree, overlap=False)
+        stager._type_check = self.type_check
+        staged = stager.stage_local(state_dict)
         staged.release()
         if kept:
             self._kept = stager
@@ -300,8 +268,11 @@ class _Arenas:
         self._copying = 0
         self._changers: list[int] = []
 
-    def take(self, kind: ArenaKind, page_locked: bool, timeout_seconds: float) -> Slot:
-        """Take an arena of that kind that is free: the one given back last, since its views may fit.
+    def take(
+        self, kind: ArenaKind, page_locked: bool, timeout_seconds: float
+    ) -> tuple[Slot, Callable[[], None]]:
+        """Take an arena of that kind that is free, the one given back last, since its views may fit; and
+        begin to copy. The function gives it back, once, however often it is called.
 
         Raises StagingTimeoutError when all are in use for so long.
         """
@@ -315,23 +286,24 @@ class _Arenas:
                 )
             if self._closed:
                 raise StagingError("this stager is closed")
+            self.begin_copying(timeout_seconds)
             slot = self._free.pop() if self._free else None
             if slot is None or (slot.arena.kind, slot.arena.page_locked) != (kind, page_locked):
                 if slot is not None:
                     slot.close()
-                slot = Slot(HostArena(kind, page_locked=page_locked))
+                try:
+                    slot = Slot(HostArena(kind, page_locked=page_locked))
+                except BaseException:
+                    self.end_copying()
+                    raise
             self._taken += 1
-            return slot
+            held = [slot]
 
-    def giving_back(self, slot: Slot) -> Callable[[], None]:
-        """Give ``slot`` back, once, however often it is called: the save that had it has ended."""
-        taken = [slot]
-
-        def once() -> None:
+        def give_back() -> None:
             with self._changed:
-                if not taken:
+                if not held:
                     return
-                taken.clear()
+                held.clear()
                 self._taken -= 1
                 if self._closed:
                     slot.close()
@@ -339,7 +311,7 @@ class _Arenas:
                     self._free.append(slot)
                 self._changed.notify_all()
 
-        return once
+        return slot, give_back
 
     def begin_copying(self, timeout_seconds: float) -> None:
         """Wait until nothing changes the state, and keep changers out until `end_copying`.
@@ -401,8 +373,18 @@ class _Arenas:
             self._changed.notify_all()
 
 
-def _fqns(local: RankState, sources: Sequence[int]) -> list[str]:
-    """Return the names of the tensors that lie in these sources."""
-    columns = local.columns
-    wrong = np.flatnonzero(np.isin(columns.item_sources, sources))
-    return [columns.fqns[tensor] for tensor in columns.item_tensors[wrong].tolist()]
+class _Columns:
+    """A rank's state on columns, with the interface of `StateTree`."""
+
+    def __init__(self, local: RankState) -> None:
+        self._local, self.memory = local, local.memory
+
+    def copied(self, memory: LocalMemory) -> RankState:
+        """Return the state with ``memory`` in the places of the sources."""
+        return replace(self._local, memory=memory)
+
+    def fqns(self, numbers: Sequence[int]) -> list[str]:
+        """Return the names of the tensors that lie in these sources."""
+        columns = self._local.columns
+        wrong = np.flatnonzero(np.isin(columns.item_sources, numbers))
+        return [columns.fqns[tensor] for tensor in columns.item_tensors[wrong].tolist()]

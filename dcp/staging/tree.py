@@ -14,35 +14,24 @@ from dcp.planners.layout.local_tensor import claim_of, with_claim
 from dcp.planners.per_rank import PerRank
 from dcp.storage import torch_compat
 from dcp.storage.errors import PlanError
+from dcp.storage.tensors import LocalMemory
 from dcp.storage.torch_compat import AsyncCollectiveTensor, Shard, ShardedTensor
-
-__all__ = ["StateTree"]
 
 _Make = Callable[[Sequence[torch.Tensor]], Any]
 _Path = tuple[Any, ...]
 _CPU = torch.device("cpu")
-_PLAIN_VALUES = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    type(None),
-    torch.Size,
-    torch.dtype,
-    torch.device,
-    io.BytesIO,
-)
+_VALUES = (int, float, complex, str, bytes, type(None), io.BytesIO)
+_PLAIN_VALUES = (*_VALUES, torch.Size, torch.dtype, torch.device)
 
 
 class StateTree:
-    """The tensors of ``state_dict`` in ``sources``: plain, detached, strided; each object once.
+    """The tensors of ``state_dict`` in ``memory``: plain, detached, strided; each object once.
 
     ``type_check`` refuses values of other classes than torch's stagers expect, with PlanError.
     """
 
     def __init__(self, state_dict: dict[str, Any], *, type_check: bool = False) -> None:
-        self.sources: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
         self._paths: list[_Path] = []
         self._state_dict = state_dict
         self._type_check = type_check
@@ -51,12 +40,13 @@ class StateTree:
         self._containers: dict[int, object] = {}
         self._mappings: list[Mapping[Any, Any]] = []  # but dicts: they become dicts, and need not be copyable
         self._visit((), state_dict)
+        self.memory = LocalMemory.of(self._sources)
 
-    def copied(self, copies: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """Make a deep copy of the state dict with ``copies`` in the places of the sources: DTensors and
+    def copied(self, memory: LocalMemory) -> dict[str, Any]:
+        """Make a deep copy of the state dict with ``memory`` in the places of the sources: DTensors and
         ShardedTensors are new ones around them, and later changes of other values, attributes of containers
         among them, do not reach it."""
-        made: dict[int, Any] = {key: make(copies) for key, (make, _) in self._tensors.items()}
+        made: dict[int, Any] = {key: make(memory.tensors) for key, (make, _) in self._tensors.items()}
         for mapping in reversed(self._mappings):  # inner ones first
             made[id(mapping)] = {key: copy.deepcopy(entry, made) for key, entry in mapping.items()}
         state_dict: dict[str, Any] = copy.deepcopy(self._state_dict, made)
@@ -106,8 +96,8 @@ class StateTree:
             with torch.no_grad():
                 kept = value.detach() if value.is_meta else value.detach().to(_CPU, copy=True)
             return lambda copies: kept
-        number, claim = len(self.sources), claim_of(value)
-        self.sources.append(value.detach().resolve_conj().resolve_neg())
+        number, claim = len(self._sources), claim_of(value)
+        self._sources.append(value.detach().resolve_conj().resolve_neg())
         self._paths.append(path)
         if claim is not None:
             return lambda copies: with_claim(copies[number].detach(), claim)

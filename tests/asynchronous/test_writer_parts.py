@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from dcp.background.error_codec import Ending, error_to_data, verdict
-from dcp.background.process import pickled_state
+from dcp.background import transfer
+from dcp.background.transfer import Ending, error_to_data, verdict
 from dcp.errors import CheckpointError, ReplicaMismatchError, StorageError
 from dcp.ranks.exchanges import failure_of
 from dcp.staging import DefaultStager
@@ -19,11 +19,11 @@ from dcp.staging import DefaultStager
 
 def through(value: Any) -> Any:
     """``value`` as the writer process gets it."""
-    staged = DefaultStager(process=True).stage_local(value)
+    staged = DefaultStager().stage_local(value, shared=True)
     arena = staged.arena
-    data = pickled_state.pack(staged.done.result(240), "a value", arena)
+    data = transfer.pack(staged.done.result(240), "a value", arena)
     assert arena.fd is not None
-    return pickled_state.unpack(data, pickled_state.map_memory(arena.fd, arena.size_bytes))
+    return transfer.unpack(data, transfer.map_memory(arena.fd, arena.size_bytes))
 
 
 def test_sharded_tensors_arrive_without_their_process_groups() -> None:

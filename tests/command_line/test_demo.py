@@ -22,7 +22,6 @@ from dcp.demo.checks import compare_digests, largest_difference
 from dcp.demo.places import BucketPlace, FolderPlace, Place, newest_checkpoint
 from dcp.demo.s3_server import S3Server
 from dcp.demo.stock import load_damaged, load_with_stock_torch
-from dcp.watching import start_ticks
 from tests.command_line.cli_support import run as command
 from tests.support.programs import Program
 
@@ -50,11 +49,10 @@ def read_until_served(process: subprocess.Popen[str] | Program) -> tuple[str, st
     raise AssertionError(output)
 
 
-def living_ranks(root: Path) -> list[int]:
-    """Ranks of the demo in ``root`` that have not ended."""
-    notes = [path.read_text().split() for path in root.glob("results/*/rank-*.pid")]
-    assert notes
-    return [int(pid) for pid, ticks in notes if start_ticks(int(pid)) == int(ticks)]
+def processes_of_jobs(root: Path) -> set[int]:
+    """Launchers and ranks of the demo in ``root`` that have not ended: they have its logs open."""
+    files = {one.pid: one.info["open_files"] or () for one in psutil.process_iter(["open_files"])}
+    return {pid for pid, opened in files.items() if any(f"{root}/logs/" in file.path for file in opened)}
 
 
 @pytest.mark.timeout(1200)
@@ -94,7 +92,7 @@ def test_demo_from_end_to_end(tmp_path: Path) -> None:
 
     rows = command("ls", root / "checkpoints" / "run", "--json").json
     assert [(row["step"], row["state"]) for row in rows] == [(step, "committed") for step in (1, 2, 3, 4)]
-    assert living_ranks(root) == []
+    assert not processes_of_jobs(root)
 
 
 @pytest.mark.exhaustive  # the parts that it ends are the same as at its own end
@@ -109,12 +107,12 @@ def test_demo_ends_its_processes_when_it_is_ended(tmp_path: Path) -> None:
         assert process.poll() is None
         time.sleep(0.1)
     ours = psutil.Process(process.pid).children(recursive=True)
-    assert {rank.pid for rank in ours} >= {*living_ranks(root)} and len(living_ranks(root)) == 2
+    assert {rank.pid for rank in ours} >= processes_of_jobs(root) and len(processes_of_jobs(root)) == 3
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGTERM
     assert psutil.wait_procs(ours, timeout=20)[1] == []  # the fork server ends by itself
-    assert living_ranks(root) == []
+    assert not processes_of_jobs(root)
 
 
 @pytest.mark.parametrize("command", [("dcp.demo",), ("dcp", "demo")], ids=["module", "dcp demo"])

@@ -54,8 +54,8 @@ def _change(state: dict[str, Any]) -> None:
 class DeadlyStager(DefaultStager):
     """Kills before or after it copies, once it is ``armed``."""
 
-    def __init__(self, phase: str | int, kill: Kill, *, process: bool) -> None:
-        super().__init__(process=process)
+    def __init__(self, phase: str | int, kill: Kill) -> None:
+        super().__init__()
         self.phase, self.kill, self.armed = phase, kill, False
 
     def stage_local(self, *args: Any, **options: Any) -> StagedState:
@@ -74,7 +74,7 @@ class KillingManager:
     def __init__(self, root: Path, phase: str | int, kill: Kill, **options: Any) -> None:
         self.steps: list[str] = []
         self.phase, self.kill, self.armed = phase, kill, False
-        self.stager = DeadlyStager(phase, kill, process=options.get("mode") == "process")
+        self.stager = DeadlyStager(phase, kill)
         options = {"writer": self.writer, "timeout_seconds": TIMEOUT_SECONDS, **options}
         self.manager = dcp.CheckpointManager(root, stager=self.stager, retries=0, **options)
 

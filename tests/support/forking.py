@@ -33,7 +33,7 @@ PRELOADED: Final = [
     "dcp.cli.app",
     "dcp.conversion.run",
     "dcp.demo.story",
-    "dcp.demo.ranks",
+    "dcp.demo.train",
     "dcp.filesystem",
     "dcp.manager.manager",
     "dcp.server.client",

@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import PrefixStore
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from dcp.background.error_codec import Ending, Verdict, error_to_data, verdict
-from dcp.background.process.child import Child
-from dcp.background.process.rendezvous import meet, own_client
-from dcp.background.process.sending import Sender
-from dcp.background.writers import BackgroundWriter, SaveFuture, SaveOutcome
+from dcp.background.link import Child
+from dcp.background.rendezvous import meet, own_client
+from dcp.background.transfer import Ending, SavingChild, Verdict, error_to_data, verdict
 from dcp.progress import Progress
 from dcp.ranks.channel import Channel
 from dcp.ranks.collectives import Ranks
-from dcp.saving.save import Save, agreeing_seconds
+from dcp.saving.save import Save, SaveOutcome, agreeing_seconds
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -39,14 +37,11 @@ from dcp.storage.formats.opening import open_index
 from dcp.storage.torch_storage.metadata import LazyMetadata
 
 if TYPE_CHECKING:
-    from dcp.background.writers import Payload
-
-__all__ = ["ProcessWriter"]
+    from dcp.background.writers import Payload, SaveFuture
 
 logger = logging.getLogger(__name__)
 
-_CLOSE_SECONDS = 5.0
-"""Time that an idle writer may take to end."""
+_CLOSE_SECONDS = 5.0  # that an idle writer may take to end
 
 
 @dataclass(eq=False)
@@ -54,15 +49,24 @@ class _SentSave:
     order: Save
     payload: Payload
     future: SaveFuture
-    child: Child | None = None
+    child: SavingChild | None = None
     released: bool = False
     ending: Ending | None = None
     outcome: SaveOutcome | None = None
     metadata: bytes | None = None
 
+    def has_ended(self) -> bool:
+        """Tell whether its writer has said so, or is gone."""
+        return self.ending is not None or (self.child is not None and bool(self.child.end))
 
-class ProcessWriter(BackgroundWriter):
-    """Carries out saves in one writer process by rank.
+    def abort(self) -> None:
+        """Have its writer call it off, where it has got it."""
+        if self.child is not None:  # else `_send_staged` does so
+            self.child.send({"kind": "abort", "serial": self.order.serial})
+
+
+class ProcessWriter:
+    """Carries out saves in one writer process by rank; the interface is that of `ThreadWriter`.
 
     ``channel`` is the ranks' (None for one rank alone); only its store is used, as a client of its own.
     ``start`` starts the process now instead of at the first save.
@@ -79,8 +83,7 @@ class ProcessWriter(BackgroundWriter):
         self._changed = threading.Condition()
         self._sending = threading.RLock()
         self._saves: deque[_SentSave] = deque()
-        self._child: Child | None = None
-        self._sender: Sender | None = None
+        self._child: SavingChild | None = None
         self._generation = 0
         self._agreement: Channel | None = None
         self._lost = False
@@ -100,7 +103,7 @@ class ProcessWriter(BackgroundWriter):
             self._start()
             self._saves.append(save)
             self._changed.notify_all()
-        future.when_aborted(lambda: self._abort(save))
+        future.on_abort = self._abort
         payload.done.add_done_callback(lambda _: self._send_staged())
 
     def close(self, timeout_seconds: float) -> None:
@@ -129,12 +132,16 @@ class ProcessWriter(BackgroundWriter):
 
     def _start_child(self) -> None:
         arguments = (self._rank, self._world_size, self._timeout_seconds)
-        self._child = Child(arguments, on_message=self._on_message, on_end=self._on_end)
-        self._sender = Sender(self._child)
+        self._child = SavingChild(arguments, self._on_message, self._notify)
 
-    def _abort(self, save: _SentSave) -> None:
-        if save.child is not None:  # else the order to save will say so
-            save.child.send({"kind": "abort", "serial": save.order.serial})
+    def _abort(self) -> None:
+        for save in list(self._saves):
+            if save.future.abort_event.is_set():
+                save.abort()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     # -- sending ---------------------------------------------------------------------------------------------
 
@@ -144,20 +151,21 @@ class ProcessWriter(BackgroundWriter):
             for position, save in enumerate(list(self._saves)):
                 if save.child is self._child:
                     continue
-                if not save.payload.done.done() or self._child is None or self._sender is None:
+                if not save.payload.done.done() or self._child is None:
                     return
                 save.child, save.released = self._child, position == 0
                 place = save.future.checkpoint_id
-                self._sender.send(save.order, save.payload, go=save.released, place=place)
+                self._child.send_save(save.order, save.payload, go=save.released, place=place)
                 if save.future.abort_event.is_set():
-                    self._abort(save)
+                    save.abort()
 
     # -- receiving (in the child's thread) -------------------------------------------------------------------
 
     def _on_message(self, child: Child, body: dict[str, Any]) -> None:
+        serial = body["serial"]
         with self._changed:
-            save = next((s for s in self._saves if s.order.serial == body["serial"]), None)
-        if save is None or save.child is not child:
+            save = next((s for s in self._saves if s.order.serial == serial and s.child is child), None)
+        if save is None:
             return
         if body["kind"] == "progress":
             if callable(progress := save.order.options.progress):
@@ -165,15 +173,10 @@ class ProcessWriter(BackgroundWriter):
             return
         with self._changed:
             if body["ok"]:
-                save.outcome = SaveOutcome(**body["outcome"])
-                save.metadata = body["metadata"]
+                save.outcome, save.metadata = SaveOutcome(**body["outcome"]), body["metadata"]
                 save.ending = Ending(saved=True, save_id=save.outcome.save_id)
             else:
                 save.ending = Ending(error=body["error"], broken=body["broken"])
-            self._changed.notify_all()
-
-    def _on_end(self, child: Child) -> None:
-        with self._changed:
             self._changed.notify_all()
 
     # -- one save after the other (in the thread of this object) ---------------------------------------------
@@ -181,9 +184,13 @@ class ProcessWriter(BackgroundWriter):
     def _run(self) -> None:
         try:
             self._meet()
-            while (save := self._next()) is not None:
-                ending = self._ending_of(save)
-                self._finish(save, self._verdict(save, ending))
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._saves or self._closing)
+                    if not self._saves:
+                        return
+                    save = self._saves[0]
+                self._finish(save, self._verdict(save, self._ending_of(save)))
                 del save  # it holds the staged copies of foreign stagers
         finally:
             with self._changed:
@@ -191,11 +198,6 @@ class ProcessWriter(BackgroundWriter):
             self._give_up_the_rest()
             if self._child is not None:
                 self._child.close(_CLOSE_SECONDS)
-
-    def _next(self) -> _SentSave | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._saves or self._closing)
-            return self._saves[0] if self._saves else None
 
     def _meet(self) -> None:
         """Give the child the address at which the writers of all ranks meet."""
@@ -211,7 +213,7 @@ class ProcessWriter(BackgroundWriter):
                 timeout_seconds=self._timeout_seconds,
                 check=self._check_meeting,
             )
-            child.send({"kind": "join", "address": vars(address)}, [listener.fileno()] if listener else [])
+            child.send({"kind": "join", "address": address}, [listener.fileno()] if listener else [])
             if listener is not None:
                 listener.close()
             if self._agreement is None:
@@ -239,7 +241,7 @@ class ProcessWriter(BackgroundWriter):
         given_up_at = 0.0
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._has_ended(save), look_seconds)
+                self._changed.wait_for(save.has_ended, look_seconds)
                 if save.ending is not None:
                     return save.ending
                 if save.child is not None and save.child.end:
@@ -248,12 +250,9 @@ class ProcessWriter(BackgroundWriter):
                     return Ending(died="was given nothing: the state was not staged in time")
             if given_up_at == 0.0 and self._others_gave_up(save):
                 given_up_at = time.monotonic()
-                self._abort(save)
+                save.abort()
             if given_up_at and time.monotonic() - given_up_at > grace_seconds and save.child is not None:
                 save.child.kill("did not react when other ranks had given the save up, and was killed")
-
-    def _has_ended(self, save: _SentSave) -> bool:
-        return save.ending is not None or (save.child is not None and bool(save.child.end))
 
     def _gave_up_key(self, save: _SentSave) -> str:
         return f"gave_up/{self._generation}/{save.order.serial}"
@@ -269,9 +268,7 @@ class ProcessWriter(BackgroundWriter):
     def _verdict(self, save: _SentSave, ending: Ending) -> Verdict:
         """Agree with all ranks; where that is not possible any more, judge by what this rank knows."""
         together = save.order.options.use_collectives
-        if self._store is None:
-            return verdict({0: ending}, 0, together=together)
-        if self._lost or self._agreement is None:
+        if self._store is None or self._lost or self._agreement is None:
             return verdict({self._rank: ending}, self._rank, together=together)
         bound = save.order.options.timeout_seconds
         if ending.is_timeout:  # most of the time is over, and no rank comes after it
@@ -304,28 +301,23 @@ class ProcessWriter(BackgroundWriter):
                 save.payload.release()
                 if is_given_up:
                     return
-                if found.error is not None and self._sender is not None:
-                    self._sender.forget()
+                if found.error is not None and self._child is not None:
+                    self._child.forget()
                 if restart:
                     self._replace_child()
-                else:
-                    self._let_next_go()
+                elif self._saves and (following := self._saves[0]).child and not following.released:
+                    following.released = True
+                    following.child.send({"kind": "go", "serial": following.order.serial})
         finally:  # whatever fails here is not of this save, which nothing else will end
             if not is_given_up:
                 _end(save, found, self._rank)
         if restart:
             self._meet()
 
-    def _let_next_go(self) -> None:
-        if self._saves and (following := self._saves[0]).child is not None and not following.released:
-            following.released = True
-            following.child.send({"kind": "go", "serial": following.order.serial})
-
     def _replace_child(self) -> None:
-        old = self._child
-        if old is not None:
-            old.kill("was stopped because the writer of another rank was lost")
-            old.close(_CLOSE_SECONDS)
+        if self._child is not None:
+            self._child.kill("was stopped because the writer of another rank was lost")
+            self._child.close(_CLOSE_SECONDS)
         self._generation += 1
         with self._changed:
             self._start_child()
@@ -345,23 +337,23 @@ class ProcessWriter(BackgroundWriter):
 
 def _end(save: _SentSave, found: Verdict, rank: int) -> None:
     """End the future as all ranks found."""
-    error = found.error
-    if error is None:
-        try:
-            metadata = _metadata(save, found.save_id, rank)
-        except Exception as unknown:  # noqa: BLE001 - whatever it is, a caller waits for the future
-            error = WriterProcessError(
-                "the checkpoint is committed, but its metadata cannot be given: "
-                f"{type(unknown).__name__}: {unknown}",
-                committed=True,
-                rank=rank,
-            )
-            error.__cause__ = unknown
-        else:
-            save.future.outcome = save.outcome or SaveOutcome(found.save_id)
-            save.future.set_result(metadata)
-            return
-    save.future.set_exception(error)
+    if found.error is not None:
+        save.future.set_exception(found.error)
+        return
+    try:
+        metadata = _metadata(save, found.save_id, rank)
+    except Exception as unknown:  # noqa: BLE001 - whatever it is, a caller waits for the future
+        error = WriterProcessError(
+            "the checkpoint is committed, but its metadata cannot be given: "
+            f"{type(unknown).__name__}: {unknown}",
+            committed=True,
+            rank=rank,
+        )
+        error.__cause__ = unknown
+        save.future.set_exception(error)
+    else:
+        save.future.outcome = save.outcome or SaveOutcome(found.save_id)
+        save.future.set_result(metadata)
 
 
 def _metadata(save: _SentSave, save_id: str, rank: int) -> Metadata:

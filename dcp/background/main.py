@@ -1,4 +1,4 @@
-"""The process that writes in the background: ``python -m dcp.background.process.main FD PID VERSION RANK
+"""The process that writes in the background: ``python -m dcp.background.main FD PID VERSION RANK
 WORLD_SIZE TIMEOUT_SECONDS``.
 
 A trainer starts it, and talks to it over the socket FD. It outlives the trainer PID: when that is gone, it
@@ -17,15 +17,9 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import Final
 
-from dcp.background.process.wire import Connection, watch_parent
+from dcp.background.link import Connection, watch_parent
 from dcp.version import __version__
-
-__all__ = ["main"]
-
-_NICENESS: Final = 10
-"""Added to the trainer's, so that training keeps its cores."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -36,7 +30,7 @@ def main(arguments: Sequence[str]) -> None:
     rank, world_size, timeout_seconds = int(others[0]), int(others[1]), float(others[2])
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    os.nice(_NICENESS)
+    os.nice(10)  # so that training keeps its cores
     os.set_inheritable(int(fd), False)  # what custom storages start must not hold the connection
     connection = Connection(socket.socket(fileno=int(fd)), watch_parent(int(trainer)))
     logging.basicConfig(
@@ -45,7 +39,7 @@ def main(arguments: Sequence[str]) -> None:
         format=f"dcp writer process {os.getpid()} of rank {rank}: %(levelname)s: %(message)s",
     )
     gc.disable()  # what is imported stays: to look through it again and again is an eighth of the start
-    from dcp.background.process.serving import WriterLoop
+    from dcp.background.serving import WriterLoop
 
     gc.freeze()
     gc.enable()

@@ -1,0 +1,452 @@
+"""Saves on their way from a trainer to its own writer process, what to save and where the staged state is;
+and their endings on the way back, with the verdict that all ranks make of them.
+
+Both run the same program, so this is pickle, with three differences: staged tensors stay in shared memory; a
+DTensor goes as its local tensor and the description of its mesh, because process groups stay behind; and
+what the other process could not import is refused here, where the user can still be warned.
+
+What does not change from one save to the next is sent once: the mappings of arenas, and the form of the state
+in each (the views of its layout, its columns).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import mmap
+import os
+import pickle
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgpack
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dcp.background.link import Child
+from dcp.planners.columns import SaveColumns, SaveObjects
+from dcp.planners.layout.local_tensor import ShardClaim, claim_of, with_claim
+from dcp.planners.rank_state import RankState
+from dcp.ranks.exchanges import RankFailedError, decode_failure, failure_of, pack_failure
+from dcp.saving.save import Save
+from dcp.staging.stager import StagedState
+from dcp.storage import torch_compat
+from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, WriterProcessError
+from dcp.storage.tensors import LocalMemory, is_whole_memory, torch_dtype
+from dcp.storage.torch_storage.writer import FileSystemWriter
+
+if TYPE_CHECKING:
+    from dcp.background.writers import Payload
+    from dcp.staging.arena import HostArena
+
+_WAY_OUT = (
+    "Define its classes and functions at the top level of a module that the writer process can import, or "
+    "save in a thread of the trainer (AsyncCheckpointerType.THREAD)"
+)
+
+_UNPICKLABLE = (
+    CheckpointError,
+    pickle.PicklingError,
+    TypeError,
+    AttributeError,
+    ValueError,
+    RecursionError,
+    RuntimeError,
+)
+"""Errors of pickle, and of the objects' own ways of being pickled."""
+
+
+# -- any value -----------------------------------------------------------------------------------------------
+
+
+def pack(value: Any, what: str, arena: HostArena | None = None) -> bytes:
+    """Pack ``value`` for `unpack` in the writer process; ``what`` names it in errors. Of tensors in ``arena``
+    only the places are packed.
+
+    Raises WriterProcessError for what cannot be pickled, or not be found by name there.
+    """
+    buffer = io.BytesIO()
+    try:
+        _Pickler(buffer, arena).dump(value)
+    except _UNPICKLABLE as error:
+        reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        raise WriterProcessError(
+            f"{what} cannot be sent to the writer process: {reason.rstrip('.')}. {_WAY_OUT}."
+        ) from error
+    return buffer.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, arena: HostArena | None) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._begin = arena.address if arena is not None else 0
+        self._size_bytes = arena.size_bytes if arena is not None else 0
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            return self._reduce_tensor(obj)
+        if isinstance(obj, DeviceMesh):
+            return torch_compat.mesh_of_parts, torch_compat.mesh_parts(obj)
+        if isinstance(obj, FileSystemWriter):
+            return _without_store(obj)
+        if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":
+            raise CheckpointError(
+                f"{obj.__qualname__} is defined in the script that is being run (__main__), which the writer "
+                "process does not run"
+            )
+        return NotImplemented
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, torch_compat.ShardedTensor):
+            return torch_compat.sharded_of_parts, torch_compat.sharded_parts(tensor)
+        if isinstance(tensor, DTensor):
+            return torch_compat.dtensor_of_parts, torch_compat.dtensor_parts(tensor)
+        if not tensor.is_cpu:
+            raise CheckpointError(f"a tensor on {tensor.device} is not a staged copy")
+        if tensor.layout is torch.strided and is_whole_memory(tensor) and not tensor.is_quantized:
+            offset = tensor.data_ptr() - self._begin
+            if 0 <= offset < self._size_bytes:
+                parts = offset, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+                return _tensor, (*parts, claim_of(tensor))
+        return NotImplemented  # torch's own way, with the bytes in the pickle
+
+
+def _without_store(writer: FileSystemWriter) -> Any:
+    """Reduce a writer without the state of its last save."""
+    reduced = writer.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
+        state = dict(reduced[2], _store=None, _previous=None, index=None, state_dict_cache=None)
+        return (*reduced[:2], state, *reduced[3:])
+    return reduced
+
+
+_memory: ContextVar[torch.Tensor] = ContextVar("memory of the state that is being unpacked")
+
+
+def unpack(data: bytes, memory: torch.Tensor | None = None) -> Any:
+    """Rebuild what `pack` was given; ``memory`` are the bytes of the arena, which its tensors view.
+
+    Raises WriterProcessError for what this process cannot import or build.
+    """
+    token = _memory.set(map_memory(-1, 0) if memory is None else memory)
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise WriterProcessError(
+            "the writer process cannot rebuild what it was given: "
+            f"{type(error).__name__}: {error}. {_WAY_OUT}."
+        ) from error
+    finally:
+        _memory.reset(token)
+
+
+def map_memory(fd: int, size_bytes: int) -> torch.Tensor:
+    """Map the bytes of a memory file; the mapping lasts as long as the tensor and its views."""
+    if size_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8)
+
+
+def tensor_view(
+    memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """View the contiguous tensor at byte ``offset`` of ``memory``."""
+    size = math.prod(shape) * dtype.itemsize
+    if size == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return memory[offset : offset + size].view(dtype).view(shape)
+
+
+def _tensor(
+    offset: int, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, claim: ShardClaim | None
+) -> torch.Tensor:
+    tensor = tensor_view(_memory.get(), offset, shape, dtype).requires_grad_(requires_grad)
+    return with_claim(tensor, claim)
+
+
+# -- in the trainer ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Sent:
+    """The number by which the process knows an arena's mapping of a generation, and what was sent of the
+    state in it."""
+
+    key: int
+    generation: int
+    layout: int = 0
+    columns: tuple[object, ...] = ()
+
+
+class SavingChild(Child):
+    """A writer process that is sent saves."""
+
+    def __init__(self, *args: Any) -> None:
+        self._arenas: weakref.WeakKeyDictionary[HostArena, _Sent] = weakref.WeakKeyDictionary()
+        self._last_key = 0
+        super().__init__(*args)
+
+    def send_save(self, order: Save, payload: Payload, *, go: bool, place: str) -> None:
+        """Send a save whose ``payload`` is done. What cannot be sent is sent as the save's failure, so that
+        the other ranks learn of it. With ``go`` it may begin when those sent before have ended."""
+        options, progress = order.options, order.options.progress
+        plain = ("use_collectives", "timeout_seconds", "retries", "retry_pause_seconds")
+        refused: dict[str, Any] = {
+            "kind": "save",
+            "serial": order.serial,
+            "go": go,
+            "place": place,
+            "on_columns": order.on_columns,
+            "options": {name: getattr(options, name) for name in plain},
+            "progress": "report" if callable(progress) else bool(progress),
+        }
+        fds: list[int] = []
+        try:
+            body = refused | {"cwd": os.getcwd()}  # noqa: PTH109 - travels as text
+            seconds = order.seconds | payload.seconds
+            sent = replace(order, seconds=seconds, options=replace(options, progress=None))
+            body["order"] = pack(sent, "the save's storage, planner or features")
+            fds = [self._add_part(payload, body)]
+            self.send(body, [*fds, body.pop("mapping_fd")] if "mapping_fd" in body else fds)
+        except Exception as error:  # noqa: BLE001 - raised by the save, on all ranks
+            self.forget()
+            self.send(refused | {"refused": pack_failure(error)})
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def forget(self) -> None:
+        """Send everything with the next save: a save has failed, and with it perhaps the taking in of what
+        it brought."""
+        self._arenas.clear()
+
+    def _add_part(self, payload: Payload, body: dict[str, Any]) -> int:
+        """Say in ``body`` what the process does not know yet; returns a memory file with what is of this save
+        alone (it may be larger than the 4 GiB that a message can hold)."""
+        part = payload.done.result()
+        if not isinstance(payload, StagedState) or payload.arena.fd is None:
+            raise CheckpointError("the state was staged in memory that no other process sees")
+        arena = payload.arena
+        known = self._arenas.get(arena)
+        if known is None or known.generation != arena.generation:
+            self._last_key += 1
+            known = self._arenas[arena] = _Sent(self._last_key, arena.generation)
+            body |= {"mapping": arena.size_bytes, "mapping_fd": arena.fd}
+        body["arena"] = known.key
+        # a mapping that the process kept would keep the memory from being freed
+        body["keep"] = [
+            sent.key
+            for each, sent in self._arenas.items()
+            if not each.closed and each.generation == sent.generation
+        ]
+        if not isinstance(part, RankState):
+            packed = pack(part, "the state dict", arena)
+            return _memory_file(lambda file: file.write(packed))
+        columns = (part.columns, part.replicated)
+        # pickling 20,000 rows takes 7 ms of the training's time, comparing them 1
+        if known.layout != payload.layout or not all(map(_same, columns, known.columns)):
+            views = part.memory
+            shapes = views.dtype_codes, views.shape_start, views.shape_values
+            form = (payload.offsets, *shapes, *columns)
+            body["form"] = pickle.dumps(form, pickle.HIGHEST_PROTOCOL)
+            known.layout, known.columns = payload.layout, columns
+        objects = list(part.objects)
+        return _memory_file(lambda file: pickle.dump(objects, file, pickle.HIGHEST_PROTOCOL))
+
+
+def _memory_file(fill: Callable[[BinaryIO], object]) -> int:
+    """Make a memory file with what ``fill`` writes to it; the descriptor is the caller's."""
+    memory = os.memfd_create("dcp-values", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(memory, "wb", closefd=False) as file:
+            fill(file)
+    except BaseException:
+        os.close(memory)
+        raise
+    return memory
+
+
+def _same(mine: object, others: object) -> bool:
+    """Tell whether columns are equal, by value."""
+    if mine is others:
+        return True
+    if type(mine) is not type(others):
+        return False
+    if isinstance(mine, np.ndarray) and isinstance(others, np.ndarray):
+        return np.array_equal(mine, others)
+    if isinstance(mine, (SaveColumns, SaveObjects)):
+        return all(_same(getattr(mine, item.name), getattr(others, item.name)) for item in fields(mine))
+    return bool(mine == others)
+
+
+# -- in the writer process -----------------------------------------------------------------------------------
+
+
+class TrainerMemory:
+    """The trainer's host arenas as this process sees them, with the form of the state that is staged in each:
+    its tensors, columns and replicated rows."""
+
+    def __init__(self) -> None:
+        self._arenas: dict[int, torch.Tensor] = {}
+        self._forms: dict[int, tuple[LocalMemory, SaveColumns, np.ndarray[Any, np.dtype[np.uint8]]]] = {}
+
+    def payload(self, body: dict[str, Any], fds: list[int]) -> Callable[[], RankState | dict[str, Any]]:
+        """Take in arenas and forms that came with a save; the result gives its staged state.
+
+        Where that fails nothing is kept, so that no later save is mixed up with what an earlier one brought.
+        """
+        try:
+            for known in self._arenas.keys() - body.get("keep", self._arenas.keys()):
+                del self._arenas[known]
+                self._forms.pop(known, None)
+            if "mapping" in body:
+                self._arenas[body["arena"]] = map_memory(fds[1], body["mapping"])
+            if "form" in body:
+                self._forms[body["arena"]] = _form(self._arenas[body["arena"]], body["form"])
+        except BaseException:
+            self._arenas.clear()
+            self._forms.clear()
+            raise
+        return partial(self._state, body, fds)
+
+    def _state(self, body: dict[str, Any], fds: list[int]) -> RankState | dict[str, Any]:
+        arena, form = self._arenas.get(body["arena"]), self._forms.get(body["arena"])
+        with os.fdopen(fds[0], "rb", closefd=False) as file:
+            file.seek(0)
+            if arena is not None and not body["on_columns"]:
+                state: dict[str, Any] = unpack(file.read(), arena)
+                return state
+            if form is not None:
+                sources, columns, replicated = form
+                return RankState(columns, sources, pickle.load(file), replicated)
+        raise WriterProcessError(
+            "what this save builds on was lost with the one before it; the next save brings all of it"
+        )
+
+
+def _form(arena: torch.Tensor, data: bytes) -> tuple[LocalMemory, SaveColumns, Any]:
+    """View the tensors of a layout, by their places in ``arena``, dtypes and shapes; and what goes with
+    them."""
+    offsets, dtype_codes, shape_start, shape_values, columns, replicated = pickle.loads(data)
+    extents = shape_values.tolist()
+    shapes = [tuple(extents[begin:end]) for begin, end in pairwise(shape_start.tolist())]
+    views = [
+        tensor_view(arena, offset, shape, torch_dtype(code))
+        for offset, shape, code in zip(offsets.tolist(), shapes, dtype_codes.tolist(), strict=True)
+    ]
+    return LocalMemory.of(views), columns, replicated
+
+
+# -- endings -------------------------------------------------------------------------------------------------
+
+
+def error_to_data(error: BaseException) -> dict[str, Any]:
+    """Describe ``error`` in plain data, the failures by rank of a `RankFailedError` included."""
+    failures = error.failures if isinstance(error, RankFailedError) else {}
+    return {
+        "own": pack_failure(error),
+        "step": str(getattr(error, "step", "") or "save"),
+        "ranks": {rank: pack_failure(cause) for rank, (cause, _) in failures.items()},
+    }
+
+
+def error_from_data(data: dict[str, Any], rank: int) -> BaseException:
+    """Rebuild the exception that `error_to_data` described in rank ``rank``'s writer."""
+    own = decode_failure(data["own"])
+    if not data["ranks"]:
+        return own
+    failures = {int(failed): decode_failure(packed) for failed, packed in data["ranks"].items()}
+    error = failure_of(data["step"], failures, rank, None)
+    if isinstance(error, CheckpointError):
+        error.__dict__.update(own.facts)
+    return error
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of a save for one rank.
+
+    ``died`` says how its writer process ended, if that is why; ``error`` is the data of what was raised
+    otherwise. ``broken``: the writers of this rank are out of step with the others.
+    """
+
+    saved: bool = False
+    save_id: str = ""
+    died: str = ""
+    error: dict[str, Any] = field(default_factory=dict)
+    broken: bool = False
+
+    def encode(self) -> bytes:
+        """Encode as bytes, for the other ranks."""
+        data: bytes = msgpack.packb(asdict(self), unicode_errors="surrogatepass")
+        return data
+
+    @classmethod
+    def decode(cls, data: bytes) -> Ending:
+        """Undo `encode`."""
+        return cls(**msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False))
+
+    @property
+    def is_timeout(self) -> bool:
+        """Tell whether other ranks were waited for in vain."""
+        return bool(self.error) and isinstance(decode_failure(self.error["own"]), CollectiveTimeoutError)
+
+    @property
+    def committed(self) -> bool:
+        """Tell whether this rank knows that the checkpoint is committed."""
+        return self.saved or (bool(self.error) and decode_failure(self.error["own"]).committed)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a save on all ranks: ``error`` or success, and ``restart`` of the writers."""
+
+    error: BaseException | None
+    save_id: str
+    restart: bool
+    notes: tuple[str, ...] = ()
+
+
+def verdict(endings: Mapping[int, Ending], rank: int, *, together: bool) -> Verdict:
+    """Return the verdict of ``endings`` by rank, as ``rank`` raises it; ranks that are not known are left
+    out.
+
+    A save that all ranks make ``together`` is committed if one of them knows so, whatever befell the others'
+    writers after that; an error of the commit itself, such as of `.metadata`, is raised all the same. A death
+    comes before what it made other ranks raise.
+    """
+    restart = any(ending.died or ending.broken for ending in endings.values())
+    deaths = {number: ending.died for number, ending in endings.items() if ending.died}
+    notes = tuple(f"the writer process of rank {number} {died}" for number, died in deaths.items())
+    own = endings[rank]
+    known = [ending for ending in (own, *endings.values()) if ending.committed]
+    if together and known and all(ending.error and not ending.broken for ending in known):
+        return Verdict(error_from_data(known[0].error, rank), "", restart, notes)
+    if together and known:
+        save_id = next((ending.save_id for ending in endings.values() if ending.save_id), "")
+        return Verdict(None, save_id, restart, notes)
+    if deaths:
+        errors = {
+            number: WriterProcessError(
+                f"Checkpoint background process is dead: the writer process of rank {number} {died}. What "
+                "was under the id before is untouched, unless the save had just committed; the next save "
+                "gets a new writer",
+                rank=number,
+            )
+            for number, died in deaths.items()
+        }
+        error = failure_of("write in the background", errors, rank, None)
+        if own.error:
+            error.__context__ = error_from_data(own.error, rank)
+        return Verdict(error, "", restart, notes)
+    if own.saved:
+        return Verdict(None, own.save_id, restart)
+    return Verdict(error_from_data(own.error, rank), "", restart)
