@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from dcp.metadata import Metadata as Metadata
     from dcp.metadata import TensorStorageMetadata as TensorStorageMetadata
     from dcp.optimizer import load_sharded_optimizer_state_dict as load_sharded_optimizer_state_dict
+    from dcp.planner import LoadPlan as LoadPlan
     from dcp.planner import LoadPlanner as LoadPlanner
     from dcp.planner import ReadItem as ReadItem
     from dcp.planner import SavePlan as SavePlan
     from dcp.planner import SavePlanner as SavePlanner
     from dcp.planner import WriteItem as WriteItem
-    from dcp.planners.load.plan import LoadPlan as LoadPlan
     from dcp.planners.per_rank import PerRank as PerRank
     from dcp.planners.rescale import Rescale as Rescale
     from dcp.planners.weight_maps.weight_map import weight_map as weight_map

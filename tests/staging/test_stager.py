@@ -32,7 +32,7 @@ def test_a_stager_with_one_arena_waits_for_the_save_before() -> None:
     assert isinstance(caught.value, StagingError)
     timer = threading.Timer(0.05, first.release)
     timer.start()
-    assert bool((first.local.sources[0] == 1).all())
+    assert bool((first.local.memory.tensors[0] == 1).all())
     second = finished(stager.stage_local(collect(state), timeout_seconds=240))
     timer.join()
     first.release()
@@ -53,7 +53,7 @@ def test_lock_entered_after_an_overlapped_staging_waits_for_its_copies() -> None
             for tensor in state.values():
                 tensor.add_(1)
         finished(staged)
-        assert all(bool((copy == step).all()) for copy in staged.local.sources)
+        assert all(bool((copy == step).all()) for copy in staged.local.memory.tensors)
         staged.release()
     stager.close()
 
@@ -78,7 +78,7 @@ def test_a_staging_waits_until_the_lock_is_left() -> None:
         stager.stage_local(collect(state), timeout_seconds=0.05)
     threading.Timer(0.05, go_on.set).start()
     staged = finished(stager.stage_local(collect(state)))
-    assert [copy.tolist() for copy in staged.local.sources] == [[1.0] * 10] * 2
+    assert [copy.tolist() for copy in staged.local.memory.tensors] == [[1.0] * 10] * 2
     changer.join()
     stager.close()
 

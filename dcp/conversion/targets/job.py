@@ -220,7 +220,7 @@ class SourceValues:
         try:
             opened = ObjectBlob(blob)
             special: dict[type, Callable[[Any], Any]] = dict.fromkeys(
-                (Dtype, DevicePickle), lambda value: value
+                (SizePickle, Dtype, DevicePickle), lambda value: value
             )
             special[TensorPickle] = lambda facts: _stored(facts, opened)
             return python_value(opened.decoded, opened.pickle_bytes, special)
