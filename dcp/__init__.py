@@ -124,7 +124,7 @@ if not TYPE_CHECKING:  # a type checker that sees this function takes every miss
     def __getattr__(name: str) -> object:
         module = _HOMES.get(name, f"dcp.{name}")
         unknown = AttributeError(f"module 'dcp' has no attribute {name!r}")
-        if name.startswith("__"):  # a look for `dcp.__main__` must not run the command
+        if name.startswith("__") or not name.isidentifier():  # `dcp.__main__` must not run the command
             raise unknown
         try:
             found = import_module(module)

@@ -2,6 +2,6 @@
 
 from torch.distributed.checkpoint.planner import *  # noqa: F403 - each name of its users
 
-from dcp.calls.torch_names import names_of
+from dcp.calls.torch_names import names_of as _names_of
 
-globals()["__getattr__"] = names_of("planner")
+globals()["__getattr__"] = _names_of("planner")

@@ -6,6 +6,6 @@ They turn parallelised models and optimizers into state dicts of fully qualified
 
 from torch.distributed.checkpoint.state_dict import *  # noqa: F403 - each name of its users
 
-from dcp.calls.torch_names import names_of
+from dcp.calls.torch_names import names_of as _names_of
 
-globals()["__getattr__"] = names_of("state_dict")
+globals()["__getattr__"] = _names_of("state_dict")

@@ -180,7 +180,8 @@ def load_with(
             chosen["map"] = WeightMap.of(weights)
         options = LoadOptions(**chosen)
         reader = choose_reader(storage_reader, checkpoint_id, storage_options)
-        engine = load_engine(reader, planner or DefaultLoadPlanner(), ranks, options)
+        planner = DefaultLoadPlanner() if planner is None else planner
+        engine = load_engine(reader, planner, ranks, options)
         if not isinstance(state_dict, dict):
             check_top_level(state_dict)
         target: Target = engine.features.through("target", Target, Target(state_dict))

@@ -23,12 +23,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.steps import StepFacts, StepFolders, whole_step
 from dcp.storage.closable import Closable
-from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -87,7 +87,7 @@ class Watch(Closable, Iterator[WatchedStep]):
     def __post_init__(self) -> None:
         self._stop = threading.Event()
         self._claimed = self._warned = False
-        self._present: Collection[int] = ()
+        self._stamps: dict[int, str] = {}
         self._queue: deque[int] = deque()
         self._delivered: WatchedStep | None = None
         self._finalizer = weakref.finalize(self, self._cursor.release)
@@ -164,13 +164,19 @@ class Watch(Closable, Iterator[WatchedStep]):
             )
 
     def _look(self) -> None:
-        there = self._folders.committed()
-        self._present = there.keys()
-        for step, files in there.items():
-            known = self._cursor.acknowledged(step)
-            facts = self._facts(step, files) if step >= self._since and known is not None else None
-            if step >= self._since and (known is None or (facts is not None and facts.save_id != known)):
-                self._queue.append(step)
+        now_seconds, there = time.time(), self._folders.committed()
+        self._stamps = {step: _stamp(files, now_seconds) for step, files in there.items()}
+        new = (step for step in there if step >= self._since and not self._is_done(step, there[step]))
+        self._queue.extend(new)
+
+    def _is_done(self, step: int, files: SmallFiles) -> bool:
+        known = self._cursor.acknowledged(step)
+        if known is None:
+            return False
+        if known.stamp and known.stamp == self._stamps[step]:
+            return True
+        facts = self._facts(step, files)
+        return facts is None or facts.save_id == known.save_id
 
     def _step(self, step: int) -> WatchedStep | None:
         """Read a step; None if it has gone since it was listed."""
@@ -184,12 +190,12 @@ class Watch(Closable, Iterator[WatchedStep]):
             facts.committed_seconds,
             facts.metrics,
             facts.partial,
-            partial(self._acknowledge, step, facts.save_id),
+            partial(self._acknowledge, step, Acknowledged(facts.save_id, self._stamps.get(step, ""))),
         )
 
-    def _acknowledge(self, step: int, save_id: str) -> None:
-        if self._cursor.acknowledged(step) != save_id:
-            self._cursor.acknowledge(step, save_id, self._present)
+    def _acknowledge(self, step: int, commit: Acknowledged) -> None:
+        if self._cursor.acknowledged(step) != commit:
+            self._cursor.acknowledge(step, commit, self._stamps.keys())
 
     def _facts(self, step: int, files: SmallFiles | None = None) -> StepFacts | None:
         try:
@@ -201,6 +207,14 @@ class Watch(Closable, Iterator[WatchedStep]):
                 raise
             logger.warning("%s is passed over: %s", self._folders.checkpoint_id(step), error)
             return None
+
+
+def _stamp(files: SmallFiles, now_seconds: float) -> str:
+    """Return how the commit objects are listed, where another commit would be listed otherwise; else ""."""
+    infos = [info for name, info in sorted(files.items()) if is_commit_object(name)]
+    if any(now_seconds - info.modified_seconds < _RACY_SECONDS for info in infos):
+        return ""
+    return " ".join(f"{info.name} {info.size_bytes} {info.modified_seconds!r}" for info in infos)
 
 
 @plain_errors
@@ -275,12 +289,22 @@ _GONE_STEPS: Final = 1000
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
+_RACY_SECONDS: Final = 2.0
+"""A commit this young may be replaced by another without its size and time showing it."""
+
+
+class Acknowledged(NamedTuple):
+    """The commit ``save_id`` of a step; ``stamp``: how its objects were listed, if no other would be."""
+
+    save_id: str
+    stamp: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class _Content:
     holder: dict[str, Any] | None = None
     beat: int = 0
-    acknowledged: dict[int, str] = field(default_factory=dict)
-    """By step the save id of the commit."""
+    acknowledged: dict[int, Acknowledged] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         return json.dumps({"kind": _KIND, "version": _VERSION, **asdict(self)}).encode()
@@ -300,7 +324,7 @@ class _Content:
         if version > _VERSION:
             raise UnsupportedFormatError(f"a newer dcphub wrote this cursor ({version})", version=version)
         try:
-            steps = {int(step): str(save_id) for step, save_id in fields["acknowledged"].items()}
+            steps = {int(step): Acknowledged(*map(str, one)) for step, one in fields["acknowledged"].items()}
             holder = fields["holder"]
             return cls(None if holder is None else dict(holder), int(fields["beat"]), steps)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -391,19 +415,19 @@ class Cursor:
 
     # -- what was acknowledged -------------------------------------------------------------------------------
 
-    def acknowledged(self, step: int) -> str | None:
-        """Return the save id of the commit of ``step`` that was acknowledged last."""
+    def acknowledged(self, step: int) -> Acknowledged | None:
+        """Return which commit of ``step`` was acknowledged last."""
         with self._guard:
             return self._content.acknowledged.get(step)
 
-    def acknowledge(self, step: int, save_id: str, present: Collection[int]) -> None:
-        """Note that the commit ``save_id`` of ``step`` is done, durably; ``present`` are the committed steps.
+    def acknowledge(self, step: int, commit: Acknowledged, present: Collection[int]) -> None:
+        """Note that ``commit`` of ``step`` is done, durably; ``present`` are the committed steps.
 
         Raises CheckpointConflictError where another holder has taken this one for gone: then it is not.
         """
 
         def noted(content: _Content) -> _Content:
-            steps = content.acknowledged | {step: save_id}
+            steps = content.acknowledged | {step: commit}
             gone = sorted(one for one in steps if one not in present and one != step)
             for one in gone[: max(0, len(gone) - _GONE_STEPS)]:
                 del steps[one]

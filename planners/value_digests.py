@@ -91,6 +91,11 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor:
 
 def _digest_host(tensor: torch.Tensor, *, full: bool) -> int:
     if not full and tensor.nbytes > WHOLE_LIMIT_BYTES:
+        if tensor.is_contiguous():
+            data = view(tensor.data_ptr(), tensor.nbytes)
+            return digest_bytes(
+                b"".join(data[at : at + SAMPLE_BYTES] for at in _sample_starts(tensor.nbytes))
+            )
         tensor = _sampled(tensor)
     return _digest_contiguous(tensor if tensor.is_contiguous() else tensor.contiguous())
 

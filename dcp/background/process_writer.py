@@ -97,13 +97,13 @@ class ProcessWriter:
     def submit(self, order: Save, payload: Payload, future: SaveFuture) -> None:
         """Send the save if its state is staged already, else as soon as it is."""
         save = _SentSave(order, payload, future)
+        future.on_abort = self._abort
         with self._changed:
             if self._closing:
                 raise CheckpointError("this writer is closed")
             self._start()
             self._saves.append(save)
             self._changed.notify_all()
-        future.on_abort = self._abort
         payload.done.add_done_callback(lambda _: self._send_staged())
 
     def close(self, timeout_seconds: float) -> None:
@@ -337,6 +337,7 @@ class ProcessWriter:
 
 def _end(save: _SentSave, found: Verdict, rank: int) -> None:
     """End the future as all ranks found."""
+    save.future.on_abort = None
     if found.error is not None:
         save.future.set_exception(found.error)
         return

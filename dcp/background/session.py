@@ -87,7 +87,7 @@ class AsyncSession:
         self._in_flight = in_flight
         self._in_process = kind is AsyncCheckpointerType.PROCESS
         self._own_stager = DefaultStager(arenas=in_flight)
-        self._stager = stager or self._own_stager
+        self._stager = self._own_stager if stager is None else stager
         self._serial = 0
         self._closed = False
         self._unfinished: dict[Future[Any], SaveFuture] = {}  # oldest first
@@ -190,7 +190,7 @@ class AsyncSession:
     ) -> Payload:
         if order.storage is not None:
             order.storage.stay_here()
-        chosen = stager or self._stager
+        chosen = self._stager if stager is None else stager
         state = stateful_to_plain(state_dict)
 
         def part(state: dict[str, Any]) -> Held:
@@ -214,7 +214,7 @@ class AsyncSession:
 
     def under_way(self) -> list[SaveFuture]:
         """List the saves that have not ended yet."""
-        return list(self._unfinished.values())
+        return [save for save in list(self._unfinished.values()) if not save.done()]
 
     def wait(self, timeout_seconds: float | None = None, *, left: int = 0) -> bool:
         """Tell whether all saves but the latest ``left`` have ended, within ``timeout_seconds`` (None: no

@@ -2,7 +2,7 @@
 
 `Conversion.prepare` plans, once. The batches run in any order, in this process (`Conversion.run`) or in
 others (`dcp.conversion.running.run_batch`), and `publish` makes the target exist. Stages of another
-process get what they need of the plan as text (`dcp.conversion.driver`), and refuse a source that has
+process get what they need of the plan as text (`encode`), and refuse a source that has
 changed since. No stage needs the machine of another.
 
 Every stage may be repeated, also while an earlier attempt at it still runs: a task writes the same bytes to
@@ -104,7 +104,7 @@ class ConversionReport:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The plan of a conversion as publishing needs it; `dcp.conversion.driver` makes text of it.
+    """The plan of a conversion as publishing needs it; `encode` makes text of it.
 
     ``chunks`` are those of the source that are read. ``inode`` is that of what will be renamed to the target,
     where that is local. ``dropped`` are the values that the target has no place for, ``unmerged`` the tensors

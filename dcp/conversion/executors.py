@@ -147,14 +147,16 @@ class _Process:
         message = pickle.dumps(order, protocol=5)
         try:
             self._connection.send_bytes(message)
-            return pickle.loads(self._connection.recv_bytes())
+            answer = self._connection.recv_bytes()
         except (EOFError, OSError) as error:
+            self.popen.terminate()  # if it lives, nobody can talk to it any more
             code = self.popen.wait()
             raise CheckpointError(
                 f"a process of the conversion ended with exit code {code} (negative: killed by that signal, "
                 "9 is often for want of memory). Convert again: what is done is not done twice; fewer "
                 "workers need less memory"
             ) from error
+        return pickle.loads(answer)
 
     def end(self) -> None:
         """Have it end after the call that it is at."""
@@ -286,7 +288,7 @@ def _listen(connection: Connection, calls: queue.SimpleQueue[bytes], is_busy: th
     while call:
         try:
             call = connection.recv_bytes()
-        except (EOFError, OSError):
+        except (EOFError, OSError, MemoryError):  # without an end the process would wait for ever
             call = b""
         calls.put(call)
     if is_busy.is_set():

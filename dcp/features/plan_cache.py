@@ -175,10 +175,11 @@ class PlanCache:
 
     def receive(self, writes: WriteColumns, extra: bytes, *, check: ReplicaCheck) -> None:
         """Take a new plan: ``extra`` is what `planned` made of it for this rank. Used after `commit`."""
+        (plan, numbers), self._planned = self._planned, (None, [])  # another rank may plan the next save
         self._kept = self._next = None
         if extra and self._structure is not None:
             sets = RankSets(*unpack(extra[_ID_BYTES:]))
-            self._next = _Kept(extra[:_ID_BYTES], self._structure, writes, sets, check, *self._planned)
+            self._next = _Kept(extra[:_ID_BYTES], self._structure, writes, sets, check, plan, numbers)
 
     def commit(self) -> None:
         """Let the plan of the save, which is committed, serve the next one."""
@@ -190,7 +191,7 @@ class PlanCache:
     def hit(self, offers: Sequence[bytes]) -> GlobalSavePlan | None:
         """Return the cached plan if it is what all ranks have for their parts, and replicas agree."""
         kept = self._kept
-        if kept is None or any(offer[:_ID_BYTES] != kept.plan_id for offer in offers):
+        if kept is None or kept.plan is None or any(offer[:_ID_BYTES] != kept.plan_id for offer in offers):
             return None
         folds = [np.frombuffer(offer[_ID_BYTES:], np.uint64) for offer in offers]
         if [len(mine) for mine in folds] != [len(numbers) for numbers in kept.numbers]:

@@ -163,7 +163,8 @@ class DcpLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
             target = _objects(wanted) | _destinations(wanted, index)
             load(target, storage_reader=reader, process_group=self._process_group, **self._options)
         except CorruptCheckpointError as error:
-            others = ", ".join(sorted(Path(one).name for one in committed_beside(checkpoint_dir))) or "none"
+            beside = committed_beside(Path(checkpoint_dir))
+            others = ", ".join(sorted(Path(one).name for one in beside)) or "none"
             error.add_note(
                 f"Megatron loads another iteration with --ckpt-step; committed beside this one: {others}"
             )

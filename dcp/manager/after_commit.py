@@ -222,15 +222,14 @@ class AfterCommit:
             if self._given_up:
                 logger.info("%s: closed; the next manager here continues", self._folders.root.url)
                 return
+            for deletes, name in ((False, "dcp-after-commit"), (True, "dcp-deletions"))[len(self._threads) :]:
+                thread = threading.Thread(target=self._work, args=(deletes,), name=name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
             if task.what in ("commit", "doubt"):
                 self._looks.append(task)
             else:
                 self._deletions.setdefault(task.step, task)
-            for deletes, name in ((False, "dcp-after-commit"), (True, "dcp-deletions")):
-                if len(self._threads) < 2:
-                    thread = threading.Thread(target=self._work, args=(deletes,), name=name, daemon=True)
-                    self._threads.append(thread)
-                    thread.start()
             self._changed.notify_all()
 
     def _work(self, deletes: bool) -> None:

@@ -198,7 +198,7 @@ def _tombstone(store: Store, commit: Commit, now_seconds: float) -> Deleting:
     # No save that began before the last commit to an id can commit any more; ranks that save on their own
     # do not exclude each other, so there the first one counts.
     newest = max(together) if together else min(times.values(), default=0.0)
-    return Deleting(commit.save_id, now_seconds, sorted(owners), float(newest))
+    return Deleting(commit.save_id, float(now_seconds), sorted(owners), float(newest))
 
 
 def _names_of_files(store: Store, commit: Commit) -> Sequence[str]:

@@ -399,7 +399,8 @@ def _check_same(ranks: Ranks, texts: Sequence[str], what: str, advice: str, **fa
     """Raise PlanError where the ranks that have something do not have the same."""
     common = texts[ranks.coordinator] or next(filter(None, texts), "")
     odd = [rank for rank, text in enumerate(texts) if text not in ("", common)]
-    _refuse(ranks, "begin", odd, f"{what}: {_by_rank(texts)}. {advice}", **facts)
+    if odd:
+        _refuse(ranks, "begin", odd, f"{what}: {_by_rank(texts)}. {advice}", **facts)
 
 
 def _refuse(ranks: Ranks, step: str, odd: Sequence[int], text: str, **facts: Any) -> None:

@@ -55,11 +55,7 @@ from dcp.storage.torch_storage.writer import FileSystemWriter
 from dcp.version import __version__
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.storage import StorageWriter
-
-    from dcp.planners.save.planner import PlanOptions
-    from dcp.storage.torch_storage.writer import FileSystemWriter
 
 _OF_WRITERS: Final = ("overwrite", "torch_compatible", "digests", "sync_files", "single_file_per_rank")
 

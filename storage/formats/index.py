@@ -392,6 +392,8 @@ def _object_rules(index: CheckpointIndex) -> _Rules:
         yield len(getattr(objects, name)) != len(objects.fqns), f"object column {name} has the wrong length"
     yield len(names) != len(objects.fqns), "two objects have one name"
     yield not names.isdisjoint(index.fqns), "an object and a tensor have one name"
+    if not names:
+        return
     files, plain = objects.files, objects.plain
     yield ((files < -1) | (files >= len(index.files))).any(), "an object names a file that is not listed"
     yield ((plain < -1) | (plain >= len(objects.values))).any(), "an object names a value that is not there"

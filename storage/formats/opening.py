@@ -1,7 +1,10 @@
 """The checkpoint at a place: which file counts in a folder, of which format a file is, and what lies near a
 place that has none.
 
-Commit objects distinguish ours and stock's; weights without a commit are recognized by the formats.
+Commit objects distinguish ours and stock's; weights without a commit are recognized by the formats. A local
+path that is a file is that file. A URL is tried as a file only if its last part ends as names of such files
+do (`file_suffixes`), because that costs a request; a folder may have such a name, too. In a folder a commit
+of dcp or stock torch comes before weights that lie there as well. Torch-free.
 """
 
 from __future__ import annotations

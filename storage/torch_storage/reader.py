@@ -96,7 +96,7 @@ class FileSystemReader(NoFileSystem, StorageReader):
         self.open_store = open_store
         self._traffic_before: dict[str, float] = {}
         self._read_as: tuple[int | None, int | None] = None, None
-        self.reset()
+        FileSystemReader.reset(self)  # not that of a subclass, which is not made yet
 
     # -- torch's interface -----------------------------------------------------------------------------------
 

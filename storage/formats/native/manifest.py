@@ -10,7 +10,7 @@ residuals of ``width`` bytes (0: none, all are zero; 8: signed, base 0). With ``
 ``value - base``; otherwise ``first`` is the first value and they are ``value[i] - value[i - 1] - base``, one
 fewer than ``count``. ``packing`` 1 means that ``data`` is a zlib stream. Arithmetic is modulo 2**64.
 
-Decoding trusts nothing: a `Budget` bounds what a small input can make of memory before anything is allocated.
+Decoding trusts nothing: a budget bounds what a small input can make of memory before anything is allocated.
 """
 
 from __future__ import annotations

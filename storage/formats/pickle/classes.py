@@ -137,7 +137,7 @@ def _dated(kind: Any, size: int) -> Callable[[_Args], Any]:
         data, *zones = args
         if type(data) is not bytes or len(data) != size:
             raise ValueError("not the bytes of a date")
-        if not all(zone is None or type(zone) is datetime.timezone for zone in zones):
+        if len(zones) > 1 or not all(zone is None or type(zone) is datetime.timezone for zone in zones):
             raise ValueError("a time zone of another class")
         return kind(data, *filter(None, zones)).replace()  # which checks day and hour
 
@@ -151,6 +151,7 @@ def _timedelta(args: _Args) -> datetime.timedelta:
 
 def _timezone(args: _Args) -> datetime.timezone:
     offset, *names = args
+    names = [] if names == [None] else names
     if type(offset) is not datetime.timedelta or len(names) > 1 or not all(type(n) is str for n in names):
         raise ValueError("not an offset and a name")
     return datetime.timezone(offset, *names) if offset or names else datetime.UTC

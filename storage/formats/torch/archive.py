@@ -15,9 +15,10 @@ read, neighbours together.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Final
 
 from dcp.storage.errors import (
@@ -205,6 +206,8 @@ class TorchZip:
     """The zip of one object or tensor: its entries by name, without the archive's folder."""
 
     _damage: type[CheckpointError] = CheckpointFormatError
+    _ends: Mapping[int, int] = MappingProxyType({})
+    """Where the room of an entry ends, by where its header is; at the end of the record if not there."""
 
     def __init__(self, window: Window, **limits: int) -> None:
         """Raise UnsupportedFormatError for the zip of a newer torch, CheckpointFormatError for what is none
@@ -245,7 +248,9 @@ class TorchZip:
                 f"{entry.size} bytes, more than the {limit_bytes} that are read; load the file with "
                 "torch.load(weights_only=True), and save large lists, texts and bytes apart, or as tensors"
             )
-        data = self.window.get(entry_start(self.window, entry), entry.size)
+        header = self.window.get(entry.header_at, _LOCAL_BYTES)
+        start = _start(entry, header, self._ends.get(entry.header_at, self.window.length))
+        data = self.window.get(start, entry.size)
         if entry.crc32 not in (0, found := crc32(data)):
             raise self._damage(
                 f"entry {name!r} of the zip has CRC-32 {found:08x}, its directory says {entry.crc32:08x}: it "

@@ -383,7 +383,9 @@ _OWN: Final[dict[tuple[str, str], Any]] = {
             ("_rebuild_meta_tensor_no_storage", "meta"),
         )
     },
-    ("torch._tensor", "_rebuild_from_type_v2"): Constructor("torch._rebuild_from_type_v2", reduce=_from_type),
+    ("torch._tensor", "_rebuild_from_type_v2"): Constructor(
+        "torch._tensor._rebuild_from_type_v2", reduce=_from_type
+    ),
     ("collections", "OrderedDict"): _mapping(ORDERED_DICT),
     ("collections", "Counter"): _mapping(COUNTER),
     ("torch", "Size"): Constructor(SIZE, reduce=_size),

@@ -72,7 +72,7 @@ class _Attempt:
         with self._lock:
             self._is_aborted = True
             if self._socket is not None:
-                with suppress(OSError):
+                with suppress(OSError, TypeError):  # TypeError: TLS within the TLS of a proxy
                     # Not SSLSocket's own, which would have the thread read on below the encryption.
                     socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
                 return True
@@ -235,7 +235,8 @@ class S3Bucket:
                 client = self._filesystem._s3
                 http, events = client._endpoint.http_session, client.meta.events
                 pools = http._pool_classes_by_scheme
-                pools.update({scheme: _leavable(pool) for scheme, pool in pools.items()})
+                seconds = http._timeout.read_timeout
+                pools.update({scheme: _leavable(pool, seconds) for scheme, pool in pools.items()})
                 finalize(self, http.close)
                 # Left alone, botocore signs URLs by version 2, which no bucket made since June 2020 takes,
                 # and for the global endpoint, which redirects.
@@ -245,12 +246,13 @@ class S3Bucket:
             return self._client
 
 
-def _leavable(pool: Any) -> Any:
+def _leavable(pool: Any, wait_seconds: float) -> Any:
     """Return a kind of urllib3's connection pools whose connections serve an `_Attempt`."""
 
     class Connection(pool.ConnectionCls):  # type: ignore[misc]
         def connect(self) -> None:
             super().connect()
+            self.sock.settimeout(wait_seconds)  # else a body had to go out in the time to connect
             _CURRENT.get().hold(self.sock)
 
         def request(self, *args: Any, body: Any = None, headers: Any, **options: Any) -> None:

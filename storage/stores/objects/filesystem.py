@@ -245,21 +245,20 @@ class FsspecStore(ObjectStore):
     def _list(self, prefix: str, ask: Callable[[Any, str], Any]) -> Page:
         folder = prefix.rstrip("/")
 
-        def act(filesystem: Any) -> Page:
+        def act(filesystem: Any) -> list[Any]:
             filesystem.invalidate_cache(folder)
             try:
-                entries = list(ask(filesystem, folder))
+                return list(ask(filesystem, folder))
             except FileNotFoundError:
-                return Page([], [])
-            files = [_info(entry["name"], entry) for entry in entries if entry["type"] == "file"]
-            folders = [f"{entry['name']}/" for entry in entries if entry["type"] == "directory"]
-            return Page(
-                sorted((info for info in files if info.key.startswith(prefix)), key=lambda info: info.key),
-                sorted(folder for folder in folders if folder.startswith(prefix)),
-            )
+                return []
 
-        page: Page = self._run("list", prefix, act)
-        return page
+        entries = self._run("list", prefix, act)
+        files = [_info(entry["name"], entry) for entry in entries if entry["type"] == "file"]
+        folders = [f"{entry['name']}/" for entry in entries if entry["type"] == "directory"]
+        return Page(
+            sorted((info for info in files if info.key.startswith(prefix)), key=lambda info: info.key),
+            sorted(folder for folder in folders if folder.startswith(prefix)),
+        )
 
 
 class _StreamWriteHandle(ObjectWriteHandle):

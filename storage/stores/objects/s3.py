@@ -38,6 +38,7 @@ _WHOLE_PUT_BYTES: Final = 64 << 20
 _MAX_PARTS: Final = 10_000
 _PLANNED_PARTS: Final = 4_000
 _LARGEST_PART_BYTES: Final = 1 << 30
+_GROW_AFTER_PARTS: Final = 5_000
 
 
 class S3Store(ObjectStore):
@@ -92,7 +93,7 @@ class S3Store(ObjectStore):
             answer = self._ranged(key, 0, limit_bytes)
             with answer["Body"]:
                 info = _range_info(key, answer, 0, limit_bytes)
-                return answer["Body"].read(), info
+                return answer["Body"].read(limit_bytes + 1), info
 
         try:
             data, info = self.bucket.attempt(act, limit_bytes)
@@ -330,6 +331,8 @@ class PartsWriteHandle(ObjectWriteHandle):
             )
         put = partial(self._put, self._upload_id, self._count, part, size)
         self._sent.append(self._shared.threads.submit(copy_context().run, put))
+        if self._count % _GROW_AFTER_PARTS == 0 and self._part_bytes < _LARGEST_PART_BYTES:
+            self._part_bytes *= 4
 
     def _begin(self) -> str:
         begin = partial(

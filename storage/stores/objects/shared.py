@@ -124,6 +124,7 @@ _guard = threading.RLock()  # the collector may run what opens a store, wherever
 def _start_afresh() -> None:
     global _guard
     _guard = threading.RLock()  # a thread that the child does not have may hold the old one
+    _PARTS.clear()  # of files of the parent
 
 
 os.register_at_fork(after_in_child=_start_afresh)

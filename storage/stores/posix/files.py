@@ -34,6 +34,7 @@ from dcp.storage.stores.base import Buffer, ReadHandle, WriteHandle, byte_view
 from dcp.storage.stores.buffers import (
     ALIGNMENT_BYTES,
     POOL,
+    RELEASE_GIL_BYTES,
     BounceBuffer,
     copy_bytes,
 )
@@ -268,10 +269,14 @@ class PosixWriteHandle(WriteHandle):
         """Copy it into the buffer being filled; waits only while all buffers are on their way to the disk."""
         if type(data) is not bytes:
             data = byte_view(data)
-        end = self._fill_bytes + len(data)
+        size = len(data)
+        end = self._fill_bytes + size
         # "<": a full buffer is sent at once, not with the next write.
         if end < self._limit_bytes and self._failure is None:
-            copy_bytes(self._view[self._fill_bytes : end], data)
+            if size < RELEASE_GIL_BYTES:
+                self._view[self._fill_bytes : end] = data
+            else:
+                copy_bytes(self._view[self._fill_bytes : end], data)
             self._fill_bytes = end
             return
         self._check_usable()

@@ -107,12 +107,12 @@ class PosixStore(Store):
         self._observe: Observe = observe
         self._options: dict[str, Any] = {
             "follow_links": follow_links,
-            "links_within": links_within,
+            "links_within": None if links_within is None else os.path.realpath(links_within),
             "direct_io": direct_io,
             "hard_links": hard_links,
         }
         self._follow_links = follow_links
-        self._links_within = None if links_within is None else os.path.realpath(links_within)
+        self._links_within = self._options["links_within"]
         self._direct_io = direct_io
         self._hard_links = hard_links
         self._lock_owners: set[tuple[int, int]] = set()
