@@ -8,8 +8,8 @@ from pathlib import Path
 from tests.support.programs import run_program
 from tests.support.suite import ROOT
 
-MOST = {"save": (244, 53), "load": (292, 64), "convert": (348, 58)}
-MOST |= {"manager.save": (288, 64), "manager.restore": (352, 75)}
+MOST = {"save": (236, 43), "load": (261, 45), "convert": (341, 44)}
+MOST |= {"manager.save": (272, 51), "manager.restore": (320, 53)}
 """(functions, modules) that each enters at most, as `benchmarks/paths.py` counts; they only go down."""
 
 
