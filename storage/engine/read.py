@@ -76,10 +76,12 @@ class _Worker:
         try:
             for request in requests:
                 handle, streaming = self.engine.handle(request.file), _StreamingRead(request, self)
-                if streaming.follows:
+                if not streaming.follows:
+                    streaming.read_whole(handle)
+                elif self.engine.profile.scatter:
                     handle.receive(streaming, request.begin)
                 else:
-                    streaming.read_whole(handle)
+                    streaming.read_pieces(handle)
                 self.stats.bytes_read += streaming.size_bytes
                 streaming.check()
                 if on_bytes is not None:
@@ -99,31 +101,37 @@ class _StreamingRead:
         self._request = request
         self._worker = worker
         self._verify = worker.engine.verify != "none"
-        self._pieces = [*heapq.merge(request.direct, request.copied, key=attrgetter("offset"))]
-        self.follows = all(a.offset + a.size_bytes <= b.offset for a, b in pairwise(self._pieces))
+        self._pieces = request.direct
+        self._direct = set(map(id, request.direct))
+        self._copied_bytes = 0
+        self.follows = True
         """No piece has bytes of another one, so that each is done with once it has come."""
-        self._copied_bytes = max((piece.size_bytes for piece in request.copied), default=0)
+        if request.copied:
+            self._pieces = [*heapq.merge(request.direct, request.copied, key=attrgetter("offset"))]
+            self._copied_bytes = max(piece.size_bytes for piece in request.copied)
+            self.follows = all(a.offset + a.size_bytes <= b.offset for a, b in pairwise(self._pieces))
         self._parts: list[tuple[int, int, int, int]] = []
         self._clusters: list[tuple[PlacedRuns, npt.NDArray[np.uint32]]] = []
 
     def buffers(self) -> Iterator[memoryview]:
         """Yield memory for one attempt."""
         self._parts, self._clusters = [], []
-        direct, worker = set(map(id, self._request.direct)), self._worker
         position = self._request.begin
         for piece in self._pieces:
             while position < piece.offset:
                 step = min(piece.offset - position, _STEP_BYTES)
-                yield worker.room(step)[0]
+                yield self._worker.room(step)[0]
                 position += step
-            if id(piece) in direct:
-                yield from self._filled(piece, view(piece.address, piece.size_bytes))
-            else:
-                room, address = worker.room(self._copied_bytes)
-                data = room[: piece.size_bytes]
-                yield from self._filled(piece, data)
-                self._hand_out(piece, data, address)
+            yield from self._received(piece)
             position = piece.offset + piece.size_bytes
+
+    def read_pieces(self, handle: ReadHandle) -> None:
+        """Read the pieces, and nothing between them: where a request costs next to nothing."""
+        for piece in self._pieces:
+            offset = piece.offset
+            for memory in self._received(piece):
+                handle.preadv([memory], offset)
+                offset += len(memory)
 
     def read_whole(self, handle: ReadHandle) -> None:
         """Read all of it before anything is handed out."""
@@ -145,6 +153,18 @@ class _StreamingRead:
             runs, crcs = zip(*self._clusters, strict=True)
             joined = PlacedRuns(*map(np.concatenate, zip(*runs, strict=True)))
             engine.check_runs(stats, joined, np.concatenate(crcs))
+
+    def _received(self, piece: RequestPiece) -> Iterator[memoryview]:
+        """Yield the memory of a piece in steps, and hand out what has to be copied."""
+        if id(piece) in self._direct:
+            return self._filled(piece, view(piece.address, piece.size_bytes))
+        return self._copied(piece)
+
+    def _copied(self, piece: RequestPiece) -> Iterator[memoryview]:
+        room, address = self._worker.room(self._copied_bytes)
+        data = room[: piece.size_bytes]
+        yield from self._filled(piece, data)
+        self._hand_out(piece, data, address)
 
     def _filled(self, piece: RequestPiece, memory: memoryview) -> Iterator[memoryview]:
         """Yield the memory of a piece in steps, which are hashed once they have come."""
