@@ -105,16 +105,14 @@ def prune(
     Of a run the newest ones keep it: --last says how many. Tells what would be freed, unless --yes is given.
     Pinned checkpoints stay whole. At any crash a checkpoint is as before or without the part.
     """
-    from dcp.manager.dropping import drop_parts, plan_drop
+    from dcp.manager.dropping import drop_parts
 
     yes = yes and not dry_run
     retention = _retention(part or ["optimizer"], last, every_steps)
 
     def dropped(place: tuple[Store, tuple[Part, ...]]) -> tuple[Drop, bool]:
-        if not yes:
-            return plan_drop(*place, rewrite=rewrite), False
-        found = drop_parts(*place, time.time(), rewrite=rewrite)
-        return found, found.outcome == "dropped" or bool(found.files)
+        found = drop_parts(*place, time.time(), rewrite=rewrite, dry_run=not yes)
+        return found, yes and (found.outcome == "dropped" or bool(found.files))
 
     def pruned(uri: str) -> list[tuple[Drop, bool]]:
         places = _places(uri, retention, options, has_rules=bool(last or every_steps))

@@ -21,8 +21,8 @@ from dcp.manager.dropping import drop_parts, finish_drop
 from dcp.manager.events import Events
 from dcp.manager.removal import (
     Removed,
+    abandoned_files,
     finish_removal,
-    is_abandoned,
     remove_abandoned,
     remove_checkpoint,
 )
@@ -312,19 +312,18 @@ class AfterCommit:
                 self._resumed = True
             for step, files in self._folders.folders().items():
                 # A background writer may outlive its trainer, and commit yet: a day must have passed.
-                store = self._folders.store(step)
-                if not any(map(is_commit_object, files)) and is_abandoned(
-                    store, store.list(), _ABANDONED_AFTER_SECONDS, time.time()
+                before_seconds = time.time() - _ABANDONED_AFTER_SECONDS
+                if not any(map(is_commit_object, files)) and (
+                    abandoned_files(self._folders.store(step), before_seconds) is not None
                 ):
                     self._later(_Task(step, "abandoned"))
             drops = self._keep is not None and bool(self._keep.dropping)
-            for state in self._folders.survey(self._unsettled_now()) if drops else ():
-                if state.dropped and state.health == "good":
+            for state in self._folders.survey(self._unsettled_now()) if drops or self._check != "off" else ():
+                if drops and state.dropped and state.health == "good":
                     self._others.dropped.add(state.step)
                     finish_drop(self._folders.store(state.step))
-            if self._check != "off":
-                for step in sorted(set(self._folders.unverified()) - self._unsettled_now()):
-                    self._verify(step, self._check)
+                if self._check != "off" and not state.is_verified and not self._unsettled[state.step]:
+                    self._verify(state.step, self._check)
         except CheckpointError as error:
             logger.warning("%s: post-commit work continues without it: %s", self._folders.root.url, error)
 
@@ -491,7 +490,7 @@ class AfterCommit:
         store = self._folders.store(step)
         try:
             if what == "abandoned":
-                return remove_abandoned(store, _ABANDONED_AFTER_SECONDS, time.time())
+                return remove_abandoned(store, time.time() - _ABANDONED_AFTER_SECONDS)
             remove = remove_checkpoint if what == "checkpoint" else finish_removal
             return remove(store, time.time())
         finally:

@@ -522,7 +522,7 @@ class CheckpointManager:
         Raises:
             StorageError: The storage cannot be listed.
         """
-        return sorted(set(self._folders.all_steps()) - self._going())
+        return sorted(self._folders.committed().keys() - self._going())
 
     @plain_errors
     def latest(self) -> int | None:

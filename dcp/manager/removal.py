@@ -114,28 +114,23 @@ def finish_removal(store: Store, now_seconds: float) -> Removed:
     return Removed("replaced")
 
 
-def is_abandoned(
-    store: Store, files: Sequence[FileInfo], older_than_seconds: float, now_seconds: float
-) -> bool:
-    """Return whether a folder of these files is what a save left that will never commit, or is `emptied`.
+def abandoned_files(
+    store: Store, before_seconds: float, files: Sequence[FileInfo] | None = None
+) -> list[FileInfo] | None:
+    """Return what a save left that will never commit, of a folder in which nothing is committed and all data
+    is older than that time; None of any other folder. ``files`` are those in it, where they were listed.
 
-    That is so if nothing is committed and all data is older than ``older_than_seconds``: a background writer
-    outlives its trainer, and writes or commits long before.
+    A background writer outlives its trainer, and writes or commits long before. Of a folder that has nothing
+    but a lock file since that time it is this file, if there is one: a deletion was killed before its last
+    step, or a save before its first. A save that begins in such a folder makes it young.
     """
-    if not files:
-        return emptied(store, now_seconds - older_than_seconds) is not None
-    if any(is_commit_object(info.name) for info in files):
-        return False
-    times = [info.modified_seconds for info in files if is_left_by_a_save(info.name)]
-    return bool(times) and max(times) < now_seconds - older_than_seconds
-
-
-def emptied(store: Store, before_seconds: float) -> list[FileInfo] | None:
-    """Return the lock file, if there is one, of a folder that has nothing else since that time; else None.
-
-    A deletion was killed before its last step, or a save before its first. A save that begins in such a
-    folder makes it young.
-    """
+    files = store.list() if files is None else files
+    if files:
+        data = [info for info in files if is_left_by_a_save(info.name)]
+        is_committed = any(is_commit_object(info.name) for info in files)
+        if is_committed or not data or max(info.modified_seconds for info in data) >= before_seconds:
+            return None
+        return [*data, *(info for info in files if info.name == NOTES_NAME)]
     if not store.capabilities.is_local:
         return None
     folder = Path(store.url)
@@ -148,25 +143,19 @@ def emptied(store: Store, before_seconds: float) -> list[FileInfo] | None:
     return [FileInfo(name, 0, modified_seconds) for name in names]
 
 
-def remove_abandoned(store: Store, older_than_seconds: float, now_seconds: float) -> Removed:
-    """Remove what `is_abandoned`, and nothing else.
+def remove_abandoned(store: Store, before_seconds: float) -> Removed:
+    """Remove `abandoned_files`, and nothing else.
 
     Under the lock, so that a save which is late after all cannot commit meanwhile. Where that excludes no
     other process, the save looks for its files before it commits.
     """
-    files: Sequence[FileInfo] = store.list()
-    if not is_abandoned(store, files, older_than_seconds, now_seconds):
-        return Removed("absent")
-    if not files:
-        return _close(store, emptied(store, now_seconds - older_than_seconds) or [])
-    with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
-        files = store.list()
-        if not is_abandoned(store, files, older_than_seconds, now_seconds):
-            return Removed("absent")
-        gone = [info for info in files if is_left_by_a_save(info.name) or info.name == NOTES_NAME]
-        _delete(store, gone)
-    _abort_uploads(store, gone)
-    return _close(store, gone)
+    gone = abandoned_files(store, before_seconds)
+    if gone and gone[0].name != LOCK_NAME:
+        with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
+            gone = abandoned_files(store, before_seconds)
+            _delete(store, gone or ())
+        _abort_uploads(store, gone or ())
+    return Removed("absent") if gone is None else _close(store, gone)
 
 
 def is_left_by_a_save(name: str) -> bool:
@@ -390,12 +379,10 @@ def leftovers_of(
     if not any(is_commit_object(info.name) for info in files):
         if files and read_notes(store).deleting is not None:
             return Leftovers(store.url, "removal", tuple(files_to_remove(store, now_seconds)))
-        locks = () if files else emptied(store, now_seconds - older_than_seconds)
-        if locks:  # without one, a folder may be anybody's
-            return Leftovers(store.url, "abandoned", tuple(locks))
-        if files and is_abandoned(store, files, older_than_seconds, now_seconds):
-            gone = tuple(info for info in files if is_left_by_a_save(info.name))
-            return Leftovers(store.url, "abandoned", gone, _uploads(store, files))
+        gone = abandoned_files(store, now_seconds - older_than_seconds, files)
+        if gone:  # without a lock file, an empty folder may be anybody's
+            data = tuple(info for info in gone if info.name != NOTES_NAME)
+            return Leftovers(store.url, "abandoned", data, _uploads(store, files))
         strays: tuple[FileInfo, ...] = ()
     else:
         strays = tuple(_strays(store, files, now_seconds - older_than_seconds))
@@ -417,16 +404,10 @@ def _strays(store: Store, files: list[FileInfo], before_seconds: float) -> Itera
     if not old:
         return
     used = frozenset(open_index(store).files)
-    young = {_save_of(info.name) for info in files if info.modified_seconds >= before_seconds}
+    young = {owner_of(info.name) or info.name for info in files if info.modified_seconds >= before_seconds}
     for info in old:
-        if info.name not in used and _save_of(info.name) not in young:
+        if info.name not in used and (owner_of(info.name) or info.name) not in young:
             yield info
-
-
-def _save_of(name: str) -> str:
-    """Return what files of one save have in common; stock's have nothing, and count each for itself."""
-    parts = name.split(".")
-    return parts[1] if len(parts) == 3 and name.startswith("__") else name
 
 
 def remove_leftovers(
@@ -453,7 +434,7 @@ def remove_leftovers(
             else:
                 ledger.remove()
     elif left.kind == "abandoned":
-        files = remove_abandoned(store, older_than_seconds, now_seconds).files
+        files = remove_abandoned(store, now_seconds - older_than_seconds).files
     else:
         # Before files go that a `.metadata` from before a drop may refer to.
         finished, _ = finish_drop(store)
