@@ -132,12 +132,6 @@ class Deleting:
     newest: float
 
 
-_TYPES: Final[dict[type, dict[str, type]]] = {
-    Verified: {"save_id": str, "time": float, "ok": bool, "what": str},
-    Deleting: {"save_id": str, "time": float, "owners": list, "newest": float},
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Notes:
     """The notes of one folder. ``others`` are entries of later versions, which are kept as they are.
@@ -204,10 +198,11 @@ def decode_notes(data: bytes) -> Notes:
 def _noted(kind: type[_Value], fields: Any) -> _Value | None:
     if fields is None:
         return None
-    for name, wanted in _TYPES[kind].items():
-        if type(fields) is not dict or type(fields.get(name)) is not wanted:
-            raise CheckpointFormatError(f"{name} of the notes is missing, or no {wanted.__name__}")
-    return kind(*map(fields.get, _TYPES[kind]))
+    for name, wanted in kind.__annotations__.items():
+        wanted = wanted.partition("[")[0]
+        if type(fields) is not dict or type(fields.get(name)).__name__ != wanted:
+            raise CheckpointFormatError(f"{name} of the notes is missing, or no {wanted}")
+    return kind(*map(fields.get, kind.__annotations__))
 
 
 def read_notes(store: Store) -> Notes:

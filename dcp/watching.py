@@ -86,7 +86,8 @@ class Watch(Closable, Iterator[WatchedStep]):
 
     def __post_init__(self) -> None:
         self._stop = threading.Event()
-        self._claimed = self._warned = False
+        self._warned = self.has_found_run = False
+        """The latter: the folder of the run was there at a look so far, and this process is the consumer."""
         self._stamps: dict[int, str] = {}
         self._queue: deque[int] = deque()
         self._delivered: WatchedStep | None = None
@@ -117,11 +118,6 @@ class Watch(Closable, Iterator[WatchedStep]):
         self._delivered = None
         self._finalizer()
 
-    @property
-    def has_found_run(self) -> bool:
-        """Return whether the run's folder was there at a look so far."""
-        return self._claimed
-
     def is_committed(self, step: WatchedStep) -> bool:
         """Return whether this very checkpoint is still there: neither deleted nor saved anew."""
         facts = self._facts(step.step)
@@ -149,17 +145,17 @@ class Watch(Closable, Iterator[WatchedStep]):
 
         Raises OptionError for a checkpoint in the place of a run, in which no step would ever be.
         """
-        if not self._claimed and self._folders.root.exists():
+        if not self.has_found_run and self._folders.root.exists():
             marks = (MANIFEST_NAME, METADATA_NAME)
             if any(self._place.version(mark) for mark in marks) and not self._folders.committed():
                 raise OptionError(
                     f"{self._place.url} is a checkpoint, and no run: give the folder that its steps are in"
                 )
-            self._claimed = self._cursor.claim(self._stop)
-        elif not self._claimed and not self._warned:
+            self.has_found_run = self._cursor.claim(self._stop)
+        elif not self.has_found_run and not self._warned:
             self._warned = True
             logger.warning("%s is not there yet", self._folders.root.url)
-        return self._claimed
+        return self.has_found_run
 
     def _look(self) -> None:
         now_seconds, there = time.time(), self._folders.committed()

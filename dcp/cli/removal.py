@@ -195,14 +195,14 @@ def gc(
     from dcp.manager.removal import find_leftovers, remove_leftovers
     from dcp.storage.stores.opening import OpenWith
 
-    now_seconds, age = time.time(), hours * 3600
+    before_seconds = time.time() - hours * 3600
     opener = OpenWith(storage_options(root, options))
 
     def removed(found: tuple[Store, Leftovers]) -> dict[str, Any]:
         store, left = found
         gone = 0
         if yes and left.problem is None:
-            gone = remove_leftovers(store, left, now_seconds, older_than_seconds=age, uploads=uploads)
+            gone = remove_leftovers(store, left, before_seconds, uploads=uploads)
         names = tuple(info.name for info in left.files)
         return asdict(left) | {"files": names, "bytes": left.size_bytes, "removed": gone > 0}
 
@@ -217,7 +217,7 @@ def gc(
         for name in row["uploads"]:
             printing.line(f"  {name} (unfinished upload{'' if uploads else '; stays, unless --uploads'})")
 
-    found = find_leftovers(root, now_seconds, older_than_seconds=age, open_store=opener)
+    found = find_leftovers(root, before_seconds, open_store=opener)
     rows = call.each(found, removed, show)
     done = [row for row in rows if row["removed"] or not yes]
     files, size = sum(len(row["files"]) for row in done), printing.size(sum(row["bytes"] for row in done))

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -160,11 +161,14 @@ class AfterCommit:
     # -- of the user's ---------------------------------------------------------------------------------------
 
     def delete(self, step: int) -> None:
-        """Delete the checkpoint of ``step`` in the background."""
-        if not self._delete_settled(step):
-            raise CheckpointError(
-                f"step {step} is being saved or verified, and cannot be deleted yet; wait() first", step=step
-            )
+        """Delete the checkpoint of ``step`` in the background, unless a save of it has begun."""
+        with self._changed:  # a save that begins now takes it back again
+            if self._unsettled[step]:
+                raise CheckpointError(
+                    f"step {step} is being saved or verified, and cannot be deleted yet; wait() first",
+                    step=step,
+                )
+            self._later(_Task(step, "checkpoint"))
 
     def deleting(self) -> set[int]:
         """Return the steps that are to be deleted."""
@@ -228,12 +232,12 @@ class AfterCommit:
         while (task := self._next(deletes)) is not None:
             again = False
             try:
-                if task.what == "commit":
-                    self._look_after(task.step)
-                elif task.what == "doubt":
-                    self._look_again(task.step, task.reason)
-                else:
+                if deletes:
                     again = self._delete(task)
+                elif task.what == "commit":
+                    self._look_after(task.step)
+                else:
+                    self._look_again(task.step, task.reason)
             except Exception as error:  # noqa: BLE001 - an event; the next checkpoint is to be looked after
                 self._events.emit("verify_failed", task.step, error=error, damaged=False)
             with self._changed:
@@ -434,7 +438,8 @@ class AfterCommit:
             return
         for step in plan.delete:
             if step != saved:
-                self._delete_settled(step)
+                with suppress(CheckpointError):
+                    self.delete(step)
                 continue
             logger.warning(
                 "%s is kept only until the next save, because there are newer steps, up to %d: restore() "
@@ -499,13 +504,6 @@ class AfterCommit:
             )
             return False
         return True
-
-    def _delete_settled(self, step: int) -> bool:
-        """Delete the checkpoint of ``step`` in the background, unless a save of it has begun."""
-        with self._changed:  # a save that begins now takes it back again
-            if not self._unsettled[step]:
-                self._later(_Task(step, "checkpoint"))
-            return not self._unsettled[step]
 
     def _delete(self, task: _Task) -> bool:
         """Delete, and tell; whether it is to be tried again."""

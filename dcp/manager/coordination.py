@@ -377,7 +377,7 @@ class StepCoordinator:
     # -- exchanges -------------------------------------------------------------------------------------------
 
     def _exchange(self, channel: Channel, state: dict[str, int]) -> None:
-        """Begin the exchange of this rank's ``state``, and go on."""
+        """Begin the exchange of this rank's ``state``, which is waited for later."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self._cast = torch.tensor([*(_SILENT | state).values()], dtype=torch.int64, device="cpu")

@@ -163,24 +163,20 @@ def _carry_out(
     except BaseException as error:
         if not (isinstance(error, CheckpointError) and error.committed):
             store.delete_all(copied)
-        if isinstance(error, CheckpointNotFoundError):
-            _refuse_changed(store, previous, error)
+        if isinstance(error, CheckpointNotFoundError):  # who commits removes what it has replaced
+            then = commit.previous_state(store, commit.Names())
+            if then.exists and (then.manifest, then.metadata) != (previous.manifest, previous.metadata):
+                raise CheckpointConflictError(
+                    f"{store.url}: a save or another drop came first; the checkpoint was modified "
+                    "concurrently",
+                    path=store.url,
+                ) from error
         raise
     now = {info.name: info for info in store.list()}
     _remove_aside(store, now)
     gone = tuple(name for name in drop.files if name in before and name not in now)
     rewritten = _size(now, copied)
     return replace(drop, files=gone, freed_bytes=_size(before, gone) - rewritten, rewritten_bytes=rewritten)
-
-
-def _refuse_changed(store: Store, previous: commit.Previous, error: CheckpointNotFoundError) -> None:
-    """Say, where a file is gone, who has removed it: who commits removes what it has replaced."""
-    now = commit.previous_state(store, commit.Names())
-    if now.exists and (now.manifest, now.metadata) != (previous.manifest, previous.metadata):
-        raise CheckpointConflictError(
-            f"{store.url}: a save or another drop came first; the checkpoint was modified concurrently",
-            path=store.url,
-        ) from error
 
 
 def finish_drop(store: Store) -> tuple[tuple[str, ...], int]:
@@ -195,7 +191,11 @@ def finish_drop(store: Store) -> tuple[tuple[str, ...], int]:
     if not dropped_from(index.provenance) or index.format != DCP.name:
         return (), 0
     before = {info.name: info for info in store.list()}
-    left = _left_behind(index, before)
+    owners = {owner_of(name) for name in index.files} | {index.provenance.get("save_id")}
+    replaced = index.provenance.get("replaced_files", [])
+    left = {name for name in before if owner_of(name) in owners - {None}}
+    left |= before.keys() & set(replaced) if isinstance(replaced, list) else set()
+    left -= {*index.files}
     if not left and not _is_stale(store, index, before):
         return (), 0
     _publish(store, index, replace(previous, files=tuple(sorted({*previous.files, *left}))))
@@ -275,15 +275,6 @@ def _remove_aside(store: Store, now: Mapping[str, FileInfo]) -> None:
     old = {name for name, info in now.items() if info.modified_seconds < published - _ASIDE_SECONDS}
     for name, error in store.delete_all(sorted(filter(OWN_ASIDE.fullmatch, old))).items():
         logger.warning("%s: could not delete %s: %s", store.url, name, error)
-
-
-def _left_behind(index: CheckpointIndex, before: Mapping[str, FileInfo]) -> set[str]:
-    """Name the files of the save of ``index`` that it does not refer to any more."""
-    owners = {owner_of(name) for name in index.files} | {index.provenance.get("save_id")}
-    replaced = index.provenance.get("replaced_files", [])
-    own = {name for name in before if owner_of(name) in owners - {None}}
-    others = {name for name in replaced if name in before} if isinstance(replaced, list) else set()
-    return (own | others) - {*index.files}
 
 
 def owner_of(name: str) -> str | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -291,10 +292,6 @@ def _close(store: Store, gone: list[FileInfo]) -> Removed:
     return Removed("deleted", len(gone), sum(info.size_bytes for info in gone), left)
 
 
-OLD_SECONDS: Final = 86_400.0
-"""No save takes a day from its first file to its commit."""
-
-
 LeftoverKind = Literal["abandoned", "removal", "strays", "conversion", "replacement", "uploads"]
 
 
@@ -322,13 +319,10 @@ class Leftovers:
 
 
 def find_leftovers(
-    root: str | os.PathLike[str],
-    now_seconds: float,
-    *,
-    older_than_seconds: float = OLD_SECONDS,
-    open_store: OpenStore = open_store,
+    root: str | os.PathLike[str], before_seconds: float, *, open_store: OpenStore = open_store
 ) -> list[tuple[Store, Leftovers]]:
-    """Return what is left in ``root`` and in the folders directly below it; nothing is changed.
+    """Return what is left since before that time in ``root`` and in the folders directly below it; nothing is
+    changed.
 
     Raises `CheckpointNotFoundError` if there is no such folder.
     """
@@ -338,7 +332,7 @@ def find_leftovers(
     found = []
     for store in (open_store(root), *map(place.store, place.names())):
         try:
-            left = leftovers_of(store, now_seconds, older_than_seconds=older_than_seconds)
+            left = _leftovers_of(store, before_seconds)
         except CheckpointError as error:
             if isinstance(error, StorageError):
                 raise
@@ -347,7 +341,7 @@ def find_leftovers(
             found.append((store, left))
     if place.local_path is not None:
         for folder in ("", *place.names()):
-            found += _conversions(place.local_path / folder, now_seconds - older_than_seconds)
+            found += _conversions(place.local_path / folder, before_seconds)
     return found
 
 
@@ -370,22 +364,27 @@ def _conversions(root: Path, before_seconds: float) -> Iterator[tuple[Store, Lef
         yield PosixStore(folder), Leftovers(str(folder), kind, files, problem=problem)
 
 
-def leftovers_of(
-    store: Store, now_seconds: float, *, older_than_seconds: float = OLD_SECONDS
-) -> Leftovers | None:
+def _leftovers_of(store: Store, before_seconds: float) -> Leftovers | None:
     """Return what is left in one folder; None if nothing. Raises what a damaged manifest or notes raise: then
     it is not known which files are in use."""
     files = store.list()
     if not any(is_commit_object(info.name) for info in files):
         if files and read_notes(store).deleting is not None:
-            return Leftovers(store.url, "removal", tuple(files_to_remove(store, now_seconds)))
-        gone = abandoned_files(store, now_seconds - older_than_seconds, files)
+            return Leftovers(store.url, "removal", tuple(files_to_remove(store, time.time())))
+        gone = abandoned_files(store, before_seconds, files)
         if gone:  # without a lock file, an empty folder may be anybody's
             data = tuple(info for info in gone if info.name != NOTES_NAME)
             return Leftovers(store.url, "abandoned", data, _uploads(store, files))
         strays: tuple[FileInfo, ...] = ()
     else:
-        strays = tuple(_strays(store, files, now_seconds - older_than_seconds))
+        # of saves that have written nothing since, and that nothing refers to
+        young = [info for info in files if info.modified_seconds >= before_seconds]
+        at_work = {owner_of(info.name) or info.name for info in young}
+        old = [info for info in files if info.modified_seconds < before_seconds]
+        old = [info for info in old if is_left_by_a_save(info.name)]
+        old = [info for info in old if (owner_of(info.name) or info.name) not in at_work]
+        used = frozenset(open_index(store).files) if old else frozenset()
+        strays = tuple(info for info in old if info.name not in used)
     uploads = _uploads(store, files)
     if not strays and not uploads:
         return None
@@ -398,32 +397,13 @@ def _uploads(store: Store, files: list[FileInfo]) -> tuple[str, ...]:
     return unfinished_uploads(store, lambda name: is_written_under(ledgers, name))
 
 
-def _strays(store: Store, files: list[FileInfo], before_seconds: float) -> Iterator[FileInfo]:
-    """Find files of saves that nothing refers to, and whose save has written nothing since."""
-    old = [info for info in files if is_left_by_a_save(info.name) and info.modified_seconds < before_seconds]
-    if not old:
-        return
-    used = frozenset(open_index(store).files)
-    young = {owner_of(info.name) or info.name for info in files if info.modified_seconds >= before_seconds}
-    for info in old:
-        if info.name not in used and (owner_of(info.name) or info.name) not in young:
-            yield info
-
-
-def remove_leftovers(
-    store: Store,
-    left: Leftovers,
-    now_seconds: float,
-    *,
-    older_than_seconds: float = OLD_SECONDS,
-    uploads: bool = False,
-) -> int:
+def remove_leftovers(store: Store, left: Leftovers, before_seconds: float, *, uploads: bool) -> int:
     """Remove what was found, as far as it still is what it was; returns how many files are gone.
 
     With ``uploads`` all unfinished uploads end, and the saves that are at work on one fail.
     """
     if left.kind == "removal":
-        files = finish_removal(store, now_seconds).files
+        files = finish_removal(store, time.time()).files
     elif left.kind in ("conversion", "replacement"):
         files = len(left.files)
         with closing(LocalLedger(Path(left.url))) as ledger:
@@ -434,13 +414,13 @@ def remove_leftovers(
             else:
                 ledger.remove()
     elif left.kind == "abandoned":
-        files = remove_abandoned(store, now_seconds - older_than_seconds).files
+        files = remove_abandoned(store, before_seconds).files
     else:
         # Before files go that a `.metadata` from before a drop may refer to.
         finished, _ = finish_drop(store)
         with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):  # no save commits between look and deletion
             store.sync()  # the commit that made them strays may not have been durable
-            now = leftovers_of(store, now_seconds, older_than_seconds=older_than_seconds)
+            now = _leftovers_of(store, before_seconds)
             still = {*left.files}.intersection(now.files if now is not None and now.kind == "strays" else ())
             gone = [info for info in store.list() if info in still]
             _delete(store, gone)

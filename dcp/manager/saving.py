@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, SupportsIndex
 
 import msgpack
 import numpy as np
@@ -29,7 +29,7 @@ from dcp.manager.coordination import Reason, StepCoordinator
 from dcp.manager.events import Events
 from dcp.saving.save import SaveOptions
 from dcp.state_dict_saver import save_with
-from dcp.steps import PARTIAL
+from dcp.steps import PARTIAL, whole_step
 from dcp.storage.errors import (
     CheckpointError,
     CollectiveTimeoutError,
@@ -204,8 +204,19 @@ class StepSaver:
         self._unreported: BaseException | None = None
         self._damage: CorruptCheckpointError | None = None
 
-    def exchange(self, step: int, *, last: bool, force: bool = False) -> None:
-        """Exchange, once a step, with the other ranks what to do; raise what failed, on all of them."""
+    def exchange(self, step: SupportsIndex, *, last: bool, force: bool = False) -> int:
+        """Exchange, once a step, with the other ranks what to do; raise what failed, on all of them. Returns
+        ``step`` as an int; what is none fails on this rank, and on the others where they save.
+
+        At a step without an exchange these hear of it only if they save whatever the step is, by the interval
+        or because of the call.
+        """
+        try:
+            step = whole_step(step)
+        except OptionError as error:
+            if self.coordinator.refuse(error, saves=last or force):
+                self.session.refuse(error, self.options)
+            raise
         was_stopping = self.coordinator.stopping
         has_failed = self._failure is not None or self._damage is not None
         agreed = self.coordinator.begin(step, failed=has_failed, last=last, force=force)
@@ -215,6 +226,7 @@ class StepSaver:
             self.settle(self.options.timeout_seconds)
             self.raise_failure(damage=True)
             raise CheckpointError("a save failed on another rank, whose log and exception say why", step=step)
+        return step
 
     def may_begin(self, step: int, reason: Reason) -> bool:
         """Deal with a save that is not finished, and with one that failed; the same on all ranks."""
@@ -318,13 +330,6 @@ class StepSaver:
         self.session.refuse(error, self.options)
         if self.session.world_size > 1:
             self.coordinator.saved(step, reason)  # as on the others
-
-    def refuse_call(self, error: Exception, *, saves: bool) -> None:
-        """Do the same for a call of which the step is not known. At a step without an exchange the others
-        hear of it only if they save whatever the step is, by the interval or because of the call
-        (``saves``)."""
-        if self.coordinator.refuse(error, saves=saves):
-            self.session.refuse(error, self.options)
 
     def _follow(self, method: Literal["saving", "ended"], step: int, *args: str | None) -> None:
         """Call what follows saves, on the coordinator; it does not keep a save from going on by failing."""
