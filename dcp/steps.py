@@ -170,16 +170,9 @@ def encode_notes(notes: Notes) -> bytes:
     return body + _CRC.pack(crc32(body))
 
 
-def decode_notes(data: bytes) -> Notes:
-    """Read the notes in the bytes of a file; time and memory are bounded by its size.
-
-    Raises `CorruptCheckpointError` for bytes other than those written, `UnsupportedFormatError` for what a
-    newer dcphub wrote, as far as this one does not know it, `CheckpointFormatError` for what no writer
-    produces.
-    """
+def _decoded(data: bytes) -> Notes:
+    """Read the notes in the bytes of a file; time and memory are bounded by its size."""
     body = data[: -_CRC.size]
-    if len(data) > MAX_NOTES_BYTES:
-        raise CheckpointFormatError(f"notes of {len(data)} bytes are above the limit of {MAX_NOTES_BYTES}")
     if not body.endswith(_CRC_HEAD) or _CRC.unpack(data[-_CRC.size :])[0] != crc32(body):
         raise CorruptCheckpointError("the notes do not match their checksum: they are truncated or damaged")
     fields = decode_plain(data, limit_bytes=MAX_NOTES_BYTES)
@@ -198,7 +191,7 @@ def decode_notes(data: bytes) -> Notes:
 def _noted(kind: type[_Value], fields: Any) -> _Value | None:
     if fields is None:
         return None
-    for name, wanted in kind.__annotations__.items():
+    for name, wanted in kind.__annotations__.items():  # as text, by the import from __future__
         wanted = wanted.partition("[")[0]
         if type(fields) is not dict or type(fields.get(name)).__name__ != wanted:
             raise CheckpointFormatError(f"{name} of the notes is missing, or no {wanted}")
@@ -206,11 +199,15 @@ def _noted(kind: type[_Value], fields: Any) -> _Value | None:
 
 
 def read_notes(store: Store) -> Notes:
-    """Read the notes of a folder; empty ones if there are none. Raises the errors of `decode_notes`, with
-    ``path``."""
+    """Read the notes of a folder; empty ones if there are none.
+
+    Raises, with ``path``, `CorruptCheckpointError` for bytes other than those written,
+    `UnsupportedFormatError` for what a newer dcphub wrote, as far as this one does not know it,
+    `CheckpointFormatError` for what no writer produces.
+    """
     path = store.path_of(NOTES_NAME)
     try:
-        return decode_notes(store.read(NOTES_NAME, limit_bytes=MAX_NOTES_BYTES))
+        return _decoded(store.read(NOTES_NAME, limit_bytes=MAX_NOTES_BYTES))
     except CheckpointNotFoundError:
         return Notes()
     except (CheckpointFormatError, CorruptCheckpointError) as error:

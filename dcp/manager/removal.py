@@ -20,7 +20,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
@@ -181,29 +181,20 @@ def files_to_remove(store: Store, now_seconds: float) -> list[FileInfo]:
 
 
 def _tombstone(store: Store, commit: Commit, now_seconds: float) -> Deleting:
-    names = _names_of_files(store, commit)
-    owners = {match["owner"] or _STOCK_OWNER for name in names if (match := DATA_NAME.fullmatch(name))}
+    files: Sequence[str] = () if commit.index is None else commit.index.files
+    if commit.index is None and METADATA_NAME in commit.versions:
+        # Of a damaged manifest those that the `.metadata` beside it names: times alone do not tell, because
+        # the files of a quick save are of the same second as its commit objects.
+        with suppress(CheckpointNotFoundError, CheckpointFormatError, CorruptCheckpointError):
+            data = store.read(METADATA_NAME, limit_bytes=MAX_TORCH_METADATA_BYTES)
+            files = decode_torch_metadata(data).files
+    owners = {match["owner"] or _STOCK_OWNER for name in files if (match := DATA_NAME.fullmatch(name))}
     times = {info.name: info.modified_seconds for info in store.list() if info.name in commit.versions}
     together = [times[name] for name in (MANIFEST_NAME, METADATA_NAME) if name in times]
     # No save that began before the last commit to an id can commit any more; ranks that save on their own
     # do not exclude each other, so there the first one counts.
     newest = max(together) if together else min(times.values(), default=0.0)
     return Deleting(commit.save_id, float(now_seconds), sorted(owners), float(newest))
-
-
-def _names_of_files(store: Store, commit: Commit) -> Sequence[str]:
-    """Name the data files of ``commit``; of a damaged manifest those that the `.metadata` beside it names.
-
-    Times alone do not tell: the files of a quick save are of the same second as its commit objects.
-    """
-    if commit.index is not None:
-        return commit.index.files
-    if METADATA_NAME not in commit.versions:
-        return []
-    try:
-        return decode_torch_metadata(store.read(METADATA_NAME, limit_bytes=MAX_TORCH_METADATA_BYTES)).files
-    except (CheckpointNotFoundError, CheckpointFormatError, CorruptCheckpointError):
-        return []
 
 
 def _tombstone_of(store: Store) -> Deleting | None:

@@ -70,11 +70,6 @@ class Keep:
     younger_than_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        self._check_rules()
-        if not self.has_rules:
-            raise OptionError("Keep: give at least one of last, every_steps, best and younger_than_seconds")
-
-    def _check_rules(self) -> None:
         best = self.best
         if best is not None:
             best = (best,) if isinstance(best, Best) else best
@@ -87,6 +82,8 @@ class Keep:
         young = self.younger_than_seconds
         if young is not None and (type(young) not in (int, float) or not math.isfinite(young) or young <= 0):
             raise OptionError(f"younger_than_seconds: must be a number above 0, not {young!r}")
+        if type(self) is Keep and not self.has_rules:
+            raise OptionError("Keep: give at least one of last, every_steps, best and younger_than_seconds")
 
     @property
     def has_rules(self) -> bool:
@@ -157,7 +154,7 @@ class Retention(Keep):
     parts: Mapping[str, Keep] | None = None
 
     def __post_init__(self) -> None:
-        self._check_rules()
+        Keep.__post_init__(self)
         if self.optimizer is not None and type(self.optimizer) is not Keep:
             raise OptionError(f"optimizer: must be a Keep, such as Keep(last=2), not {self.optimizer!r}")
         parts = {} if self.parts is None else self.parts
