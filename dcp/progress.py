@@ -58,22 +58,6 @@ def is_within_callback() -> bool:
     return getattr(_calling, "now", False)
 
 
-def _meter(phase: str, total: int, callback: ProgressCallback) -> Callable[[int], None]:
-    begun, lock = time.monotonic(), threading.Lock()
-    done, due = 0, 0.0
-
-    def add(count: int) -> None:
-        nonlocal done, due
-        now = time.monotonic()
-        with lock:
-            done += count
-            if now >= due or done >= total:
-                due = now + _INTERVAL_SECONDS
-                callback(Progress(phase, done, total, now - begun))
-
-    return add
-
-
 @contextmanager
 def reporting(
     progress: bool | ProgressCallback | None, phase: str, total_bytes: int, *, show: bool
@@ -85,7 +69,19 @@ def reporting(
     threads.
     """
     if callable(progress):
-        yield _meter(phase, total_bytes, progress)
+        begun, lock = time.monotonic(), threading.Lock()
+        done, due = 0, 0.0
+
+        def add(count: int) -> None:
+            nonlocal done, due
+            now = time.monotonic()
+            with lock:
+                done += count
+                if now >= due or done >= total_bytes:
+                    due = now + _INTERVAL_SECONDS
+                    progress(Progress(phase, done, total_bytes, now - begun))
+
+        yield add
     elif progress and show and sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn

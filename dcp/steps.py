@@ -17,7 +17,7 @@ import re
 import struct
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal, SupportsIndex, TypeVar, cast
 
 from dcp.inspection.checkpoints import header_of
@@ -36,7 +36,7 @@ from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import reading_version
 from dcp.storage.formats.opening import open_index
 from dcp.storage.formats.plain import decode_plain, encode_plain
-from dcp.storage.formats.views import DroppedPart, dropped_from
+from dcp.storage.formats.views import dropped_from
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store, Version, check_name
 from dcp.storage.stores.opening import ParentFolder, SmallFiles, open_parent_folder
@@ -54,8 +54,14 @@ before a deadline, and not the whole state."""
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """Facts of a committed step for retention; ``committed_seconds`` counts from the epoch,
-    ``dropped`` are the globs of what was dropped from it."""
+    """Facts of a committed step, for retention and for who follows a run.
+
+    ``committed_seconds`` counts from the epoch, ``dropped`` are the globs of what was dropped. ``save_id``
+    identifies the commit: that of the save or, where the format has none, a digest of the commit object; ""
+    of one that cannot be read. ``durable``: it was synced when it was committed. ``metrics`` are numbers of
+    the user metadata, which stock checkpoints have not; ``partial`` is what it has if it is no whole state.
+    ``is_verified``: a verification of this very commit is noted, whatever it has found.
+    """
 
     step: int
     committed_seconds: float | None = None
@@ -63,6 +69,10 @@ class StepState:
     health: Health = "good"
     pinned: bool = False
     dropped: frozenset[str] = frozenset()
+    save_id: str = ""
+    durable: bool = True
+    partial: tuple[str, ...] = ()
+    is_verified: bool = False
 
 
 def partial_of(user: Mapping[str, Any]) -> tuple[str, ...]:
@@ -122,12 +132,6 @@ class Deleting:
     newest: float
 
 
-_TYPES: Final[dict[type, dict[str, type]]] = {
-    Verified: {"save_id": str, "time": float, "ok": bool, "what": str},
-    Deleting: {"save_id": str, "time": float, "owners": list, "newest": float},
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Notes:
     """The notes of one folder. ``others`` are entries of later versions, which are kept as they are.
@@ -166,16 +170,9 @@ def encode_notes(notes: Notes) -> bytes:
     return body + _CRC.pack(crc32(body))
 
 
-def decode_notes(data: bytes) -> Notes:
-    """Read the notes in the bytes of a file; time and memory are bounded by its size.
-
-    Raises `CorruptCheckpointError` for bytes other than those written, `UnsupportedFormatError` for what a
-    newer dcphub wrote, as far as this one does not know it, `CheckpointFormatError` for what no writer
-    produces.
-    """
+def _decoded(data: bytes) -> Notes:
+    """Read the notes in the bytes of a file; time and memory are bounded by its size."""
     body = data[: -_CRC.size]
-    if len(data) > MAX_NOTES_BYTES:
-        raise CheckpointFormatError(f"notes of {len(data)} bytes are above the limit of {MAX_NOTES_BYTES}")
     if not body.endswith(_CRC_HEAD) or _CRC.unpack(data[-_CRC.size :])[0] != crc32(body):
         raise CorruptCheckpointError("the notes do not match their checksum: they are truncated or damaged")
     fields = decode_plain(data, limit_bytes=MAX_NOTES_BYTES)
@@ -194,18 +191,23 @@ def decode_notes(data: bytes) -> Notes:
 def _noted(kind: type[_Value], fields: Any) -> _Value | None:
     if fields is None:
         return None
-    for name, wanted in _TYPES[kind].items():
-        if type(fields) is not dict or type(fields.get(name)) is not wanted:
-            raise CheckpointFormatError(f"{name} of the notes is missing, or no {wanted.__name__}")
-    return kind(*map(fields.get, _TYPES[kind]))
+    for name, wanted in kind.__annotations__.items():  # as text, by the import from __future__
+        wanted = wanted.partition("[")[0]
+        if type(fields) is not dict or type(fields.get(name)).__name__ != wanted:
+            raise CheckpointFormatError(f"{name} of the notes is missing, or no {wanted}")
+    return kind(*map(fields.get, kind.__annotations__))
 
 
 def read_notes(store: Store) -> Notes:
-    """Read the notes of a folder; empty ones if there are none. Raises the errors of `decode_notes`, with
-    ``path``."""
+    """Read the notes of a folder; empty ones if there are none.
+
+    Raises, with ``path``, `CorruptCheckpointError` for bytes other than those written,
+    `UnsupportedFormatError` for what a newer dcphub wrote, as far as this one does not know it,
+    `CheckpointFormatError` for what no writer produces.
+    """
     path = store.path_of(NOTES_NAME)
     try:
-        return decode_notes(store.read(NOTES_NAME, limit_bytes=MAX_NOTES_BYTES))
+        return _decoded(store.read(NOTES_NAME, limit_bytes=MAX_NOTES_BYTES))
     except CheckpointNotFoundError:
         return Notes()
     except (CheckpointFormatError, CorruptCheckpointError) as error:
@@ -254,24 +256,6 @@ _RACY_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class StepFacts:
-    """Facts that a checkpoint has of itself. ``committed_seconds`` counts from the epoch.
-
-    ``save_id`` identifies the commit: that of the save or, where the format has none (a damaged manifest has
-    neither), a digest of the commit object. ``durable``: it was synced when it was committed. ``metrics``
-    are numbers of the user metadata, which stock checkpoints have not; ``partial`` is what it has if it is no
-    whole state, ``dropped`` what was dropped from it.
-    """
-
-    save_id: str
-    committed_seconds: float | None
-    metrics: Mapping[str, float]
-    durable: bool = True
-    partial: tuple[str, ...] = ()
-    dropped: tuple[DroppedPart, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Commit:
     """The commit of a folder: ``index``, or why it cannot be read (``problem``).
 
@@ -301,6 +285,7 @@ def read_commit(store: Store) -> Commit | None:
     fails."""
     names = sorted((info.name for info in store.list() if is_commit_object(info.name)), key=_truth_first)
     versions = {name: version for name in names if (version := store.version(name)) is not None}
+    token = next(iter(versions.values())).token if versions else ""
     try:
         index = open_index(store)
     except CheckpointNotFoundError:
@@ -308,8 +293,8 @@ def read_commit(store: Store) -> Commit | None:
     except CheckpointError as error:
         if isinstance(error, OSError) or not versions:
             raise
-        return Commit(_token(versions), None, error, versions)
-    return Commit(_id_of(index) or _token(versions), index, None, versions)
+        return Commit(token, None, error, versions)
+    return Commit(_id_of(index) or token, index, None, versions)
 
 
 def _id_of(index: CheckpointIndex) -> str | None:
@@ -320,10 +305,6 @@ def _id_of(index: CheckpointIndex) -> str | None:
 def _truth_first(name: str) -> tuple[int, int, str]:
     rank = _NUMBER.match(name, 2)
     return (MANIFEST_NAME, METADATA_NAME, name).index(name), int(rank[0]) if rank else 0, name
-
-
-def _token(versions: Mapping[str, Version]) -> str:
-    return next(iter(versions.values())).token if versions else ""
 
 
 class StepFolders:
@@ -395,28 +376,25 @@ class StepFolders:
                 found[step] = files
         return dict(sorted(found.items()))
 
-    def all_steps(self) -> list[int]:
-        """List the steps with a committed checkpoint whose deletion has not begun, ascending; nothing is
-        opened besides new notes."""
-        return list(self.committed())
-
     def committed(self) -> dict[int, SmallFiles]:
-        """Return `all_steps`, each with its small files."""
+        """Return the steps with a committed checkpoint whose deletion has not begun, ascending, each with its
+        small files; nothing is opened besides new notes."""
         folders = self.folders()
         return {step: folders[step] for step, counts in self._of_each(self._counts, folders) if counts}
 
     def newest_first(self, without: Collection[int] = ()) -> Iterator[int]:
-        """Give `all_steps`, descending; the notes of a step are read when it is asked for, and not before."""
+        """Give the steps of `committed`, descending; notes are read when their step is asked for, and not
+        before."""
         for step, files in reversed(self.folders().items()):
             if step not in without and self._counts(step, files):
                 yield step
 
     def has(self, step: int) -> bool:
-        """Return whether ``step`` is one of `all_steps`, without a look at the others."""
+        """Return whether ``step`` is one of `committed`, without a look at the others."""
         return self._counts(step, self.root.look_into(self.name(step), (NOTES_NAME,)))
 
     def has_whole(self, step: int) -> bool:
-        """Return whether ``step`` is one of `all_steps`, and not partial; a damaged one counts."""
+        """Return whether ``step`` is one of `committed`, and not partial; a damaged one counts."""
         try:
             return self.has(step) and not self.facts(step).partial
         except CheckpointNotFoundError:
@@ -430,7 +408,7 @@ class StepFolders:
         return [step for step, notes in self._of_each(self._notes_of, noted) if notes.deleting is not None]
 
     def pinned(self) -> list[int]:
-        """List the pinned ones of `all_steps`."""
+        """List the pinned ones of `committed`."""
         found = self._of_each(self._notes_of, self.committed())
         return [step for step, notes in found if notes.pinned]
 
@@ -456,7 +434,7 @@ class StepFolders:
 
     # -- about one -------------------------------------------------------------------------------------------
 
-    def facts(self, step: int, files: SmallFiles | None = None) -> StepFacts:
+    def facts(self, step: int, files: SmallFiles | None = None) -> StepState:
         """Return what the checkpoint of ``step`` says of itself; read again only after the commit changed.
         ``files`` are its small files, where they were listed.
 
@@ -489,20 +467,6 @@ class StepFolders:
 
         return [state for _, state in self._of_each(look, self.folders()) if state is not None]
 
-    def unverified(self) -> list[int]:
-        """List the steps of whose commit no verification is noted: a trainer was killed before it had one."""
-
-        def is_unverified(step: int, files: SmallFiles) -> bool:
-            if not self._counts(step, files):
-                return False
-            try:
-                notes = self._notes_of(step, files)
-                return notes.verified is None or notes.verified.save_id != self.facts(step, files).save_id
-            except CheckpointError:
-                return True
-
-        return [step for step, found in self._of_each(is_unverified, self.folders()) if found]
-
     def forget(self, step: int) -> None:
         """Read everything about the step anew: it was saved again, or deleted."""
         self._known.pop((step, "_read_facts"), None)
@@ -520,15 +484,15 @@ class StepFolders:
                 return StepState(step, health="pending", pinned=notes.pinned)
             return StepState(step, health="pending" if pending else "damaged", pinned=notes.pinned)
         verified = notes.verified_of(facts.save_id)
-        health: Health = "partial" if facts.partial else "good"
-        if verified is not None and not verified.ok:
-            health = "damaged"
-        if pending:
-            health = "pending"
-        dropped = frozenset(pattern for part in facts.dropped for pattern in part.patterns)
-        return StepState(step, facts.committed_seconds, facts.metrics, health, notes.pinned, dropped)
+        health = "damaged" if verified is not None and not verified.ok else facts.health
+        return replace(
+            facts,
+            health="pending" if pending else health,
+            pinned=notes.pinned,
+            is_verified=verified is not None,
+        )
 
-    def _read_facts(self, step: int, objects: SmallFiles) -> StepFacts:
+    def _read_facts(self, step: int, objects: SmallFiles) -> StepState:
         """Read the facts of what is committed as ``objects``, by no request but those that read them, if it
         has an id."""
         store = self.store(step)
@@ -537,13 +501,17 @@ class StepFolders:
         if save_id is None:
             commit = read_commit(store)
             save_id = commit.save_id if commit is not None else ""
-        return StepFacts(
+        metrics, partial = index.user.get("metrics"), partial_of(index.user)
+        numbers = {name: _number(value) for name, value in metrics.items()} if type(metrics) is dict else {}
+        return StepState(
+            step,
+            _number(header_of(store, index, list(objects.values())).committed_seconds),
+            {name: value for name, value in numbers.items() if type(name) is str and value is not None},
+            "partial" if partial else "good",
+            dropped=frozenset(glob for part in dropped_from(index.provenance) for glob in part.patterns),
             save_id=save_id,
-            committed_seconds=_number(header_of(store, index, list(objects.values())).committed_seconds),
-            metrics=_metrics(index.user.get("metrics")),
             durable=index.provenance.get("durable") is not False,
-            partial=partial_of(index.user),
-            dropped=dropped_from(index.provenance),
+            partial=partial,
         )
 
     def _notes_of(self, step: int, files: SmallFiles) -> Notes:
@@ -571,13 +539,6 @@ class StepFolders:
         if all(began_seconds - info.modified_seconds > _RACY_SECONDS for info in files.values()):
             self._known[step, read.__name__] = files, value
         return value
-
-
-def _metrics(value: Any) -> dict[str, float]:
-    if not isinstance(value, dict):
-        return {}
-    found = {name: _number(metric) for name, metric in value.items() if type(name) is str}
-    return {name: metric for name, metric in found.items() if metric is not None}
 
 
 def _number(value: Any) -> float | None:

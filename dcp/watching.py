@@ -20,13 +20,13 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.steps import StepFacts, StepFolders, whole_step
+from dcp.steps import StepFolders, StepState, whole_step
 from dcp.storage.closable import Closable
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.errors import (
@@ -86,7 +86,8 @@ class Watch(Closable, Iterator[WatchedStep]):
 
     def __post_init__(self) -> None:
         self._stop = threading.Event()
-        self._claimed = self._warned = False
+        self._warned = self.has_found_run = False
+        """The latter: the folder of the run was there at a look so far, and this process is the consumer."""
         self._stamps: dict[int, str] = {}
         self._queue: deque[int] = deque()
         self._delivered: WatchedStep | None = None
@@ -117,11 +118,6 @@ class Watch(Closable, Iterator[WatchedStep]):
         self._delivered = None
         self._finalizer()
 
-    @property
-    def has_found_run(self) -> bool:
-        """Return whether the run's folder was there at a look so far."""
-        return self._claimed
-
     def is_committed(self, step: WatchedStep) -> bool:
         """Return whether this very checkpoint is still there: neither deleted nor saved anew."""
         facts = self._facts(step.step)
@@ -145,23 +141,21 @@ class Watch(Closable, Iterator[WatchedStep]):
         return None
 
     def _is_claimed(self) -> bool:
-        """Return whether this process is the consumer; where no run is, nothing is made."""
-        if not self._claimed and self._folders.root.exists():
-            self._check_run()
-            self._claimed = self._cursor.claim(self._stop)
-        elif not self._claimed and not self._warned:
+        """Return whether this process is the consumer; where no run is, nothing is made.
+
+        Raises OptionError for a checkpoint in the place of a run, in which no step would ever be.
+        """
+        if not self.has_found_run and self._folders.root.exists():
+            marks = (MANIFEST_NAME, METADATA_NAME)
+            if any(self._place.version(mark) for mark in marks) and not self._folders.committed():
+                raise OptionError(
+                    f"{self._place.url} is a checkpoint, and no run: give the folder that its steps are in"
+                )
+            self.has_found_run = self._cursor.claim(self._stop)
+        elif not self.has_found_run and not self._warned:
             self._warned = True
             logger.warning("%s is not there yet", self._folders.root.url)
-        return self._claimed
-
-    def _check_run(self) -> None:
-        """Refuse a checkpoint in the place of a run, in which no step would ever be."""
-        if self._place.version(MANIFEST_NAME) is None and self._place.version(METADATA_NAME) is None:
-            return
-        if not self._folders.committed():
-            raise OptionError(
-                f"{self._place.url} is a checkpoint, and no run: give the folder that its steps are in"
-            )
+        return self.has_found_run
 
     def _look(self) -> None:
         now_seconds, there = time.time(), self._folders.committed()
@@ -170,19 +164,21 @@ class Watch(Closable, Iterator[WatchedStep]):
         self._queue.extend(new)
 
     def _is_done(self, step: int, files: SmallFiles) -> bool:
-        known = self._cursor.acknowledged(step)
+        known = self._cursor.acknowledged.get(step)
         if known is None:
             return False
-        if known.stamp and known.stamp == self._stamps[step]:
+        save_id, stamp = known
+        if stamp and stamp == self._stamps[step]:
             return True
         facts = self._facts(step, files)
-        return facts is None or facts.save_id == known.save_id
+        return facts is None or facts.save_id == save_id
 
     def _step(self, step: int) -> WatchedStep | None:
         """Read a step; None if it has gone since it was listed."""
         facts = self._facts(step)
         if facts is None or not self._folders.has(step):
             return None
+        commit = facts.save_id, self._stamps.get(step, "")
         return WatchedStep(
             step,
             self._folders.checkpoint_id(step),
@@ -190,14 +186,10 @@ class Watch(Closable, Iterator[WatchedStep]):
             facts.committed_seconds,
             facts.metrics,
             facts.partial,
-            partial(self._acknowledge, step, Acknowledged(facts.save_id, self._stamps.get(step, ""))),
+            lambda: self._cursor.acknowledge(step, commit, self._stamps.keys()),
         )
 
-    def _acknowledge(self, step: int, commit: Acknowledged) -> None:
-        if self._cursor.acknowledged(step) != commit:
-            self._cursor.acknowledge(step, commit, self._stamps.keys())
-
-    def _facts(self, step: int, files: SmallFiles | None = None) -> StepFacts | None:
+    def _facts(self, step: int, files: SmallFiles | None = None) -> StepState | None:
         try:
             return self._folders.facts(step, files)
         except CheckpointNotFoundError:
@@ -293,42 +285,40 @@ _RACY_SECONDS: Final = 2.0
 """A commit this young may be replaced by another without its size and time showing it."""
 
 
-class Acknowledged(NamedTuple):
-    """The commit ``save_id`` of a step; ``stamp``: how its objects were listed, if no other would be."""
+_Content = dict[str, Any]
+"""Fields of the file: who holds it, the beat of that one, and by step what was acknowledged: the id of the
+save, and how the commit objects were listed, if those of no other commit would be ("" else)."""
 
-    save_id: str
-    stamp: str = ""
+_EMPTY: Final[_Content] = {
+    "kind": _KIND,
+    "version": _VERSION,
+    "holder": None,
+    "beat": 0,
+    "acknowledged": {},
+}
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    holder: dict[str, Any] | None = None
-    beat: int = 0
-    acknowledged: dict[int, Acknowledged] = field(default_factory=dict)
-
-    def encode(self) -> bytes:
-        return json.dumps({"kind": _KIND, "version": _VERSION, **asdict(self)}).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> _Content:
-        """Undo `encode`. Raises CheckpointFormatError for what `encode` does not write,
-        UnsupportedFormatError for what a newer one may."""
-        try:
-            fields = json.loads(data)
-            is_ours = fields["kind"] == _KIND
-            version = int(fields["version"])
-        except (ValueError, TypeError, KeyError, RecursionError):
-            is_ours, version = False, 0
-        if not is_ours:
-            raise CheckpointFormatError("the file is no cursor of dcphub")
-        if version > _VERSION:
-            raise UnsupportedFormatError(f"a newer dcphub wrote this cursor ({version})", version=version)
-        try:
-            steps = {int(step): Acknowledged(*map(str, one)) for step, one in fields["acknowledged"].items()}
-            holder = fields["holder"]
-            return cls(None if holder is None else dict(holder), int(fields["beat"]), steps)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointFormatError(f"the cursor is damaged: {error}") from error
+def _decoded(data: bytes) -> _Content:
+    """Read the fields of a file. Raises CheckpointFormatError for what no `Cursor` writes,
+    UnsupportedFormatError for what a newer one may."""
+    try:
+        fields = json.loads(data)
+        is_ours = fields["kind"] == _KIND
+        version = int(fields["version"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        is_ours, version = False, 0
+    if not is_ours:
+        raise CheckpointFormatError("the file is no cursor of dcphub")
+    if version > _VERSION:
+        raise UnsupportedFormatError(f"a newer dcphub wrote this cursor ({version})", version=version)
+    try:
+        steps = {}
+        for step, (save_id, *stamp) in fields["acknowledged"].items():
+            steps[int(step)] = str(save_id), str(stamp[0]) if stamp else ""
+        holder = None if fields["holder"] is None else dict(fields["holder"])
+        return _EMPTY | {"holder": holder, "beat": int(fields["beat"]), "acknowledged": steps}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointFormatError(f"the cursor is damaged: {error}") from error
 
 
 class Cursor:
@@ -347,11 +337,11 @@ class Cursor:
         self._name = name
         self._file = f"{name}.cursor"
         self._guard = threading.Lock()
-        self._content = _Content()
-        self._version: Version | None = None
-        self._lost: CheckpointConflictError | None = None
+        self._token = uuid.uuid4().hex
         self._released = threading.Event()
         self._thread: threading.Thread | None = None
+        self.acknowledged: dict[int, tuple[str, str]] = {}
+        """Which commit of a step was acknowledged last."""
 
     @property
     def path(self) -> str:
@@ -366,30 +356,28 @@ class Cursor:
         Raises CheckpointConflictError where another one is at work, and the errors of a damaged file.
         """
         version, there = self._read()
-        if there.holder is not None and not _has_ended(there.holder):
+        if there["holder"] is not None and not _has_ended(there["holder"]):
             deadline = time.monotonic() + _LEASE_SECONDS
             while time.monotonic() < deadline:
                 if stop.wait(_LOOK_SECONDS):
                     return False
-                now = self._store.version(self._file)
-                if now != version:
-                    raise self._held(there.holder)
+                if self._store.version(self._file) != version:
+                    raise self._held(there["holder"])
             logger.warning(
                 "%s: its holder gave no sign for %g s, and is taken for gone", self.path, _LEASE_SECONDS
             )
         holder: dict[str, Any] = {
-            "token": uuid.uuid4().hex,
+            "token": self._token,
             "host": socket.gethostname(),
             "machine": _machine(),
+            "pid": os.getpid(),
+            "started": start_ticks(os.getpid()),
         }
-        holder |= {"pid": os.getpid(), "started": start_ticks(os.getpid())}
-        mine = replace(there, holder=holder, beat=there.beat + 1)
         self._store.make_root()
         try:
-            self._version = self._store.publish(self._file, mine.encode(), durable=True, expected=version)
+            self._publish(there | {"holder": holder, "beat": there["beat"] + 1}, version)
         except CheckpointConflictError as error:
-            raise self._held(self._read()[1].holder) from error
-        self._content = mine
+            raise self._held(self._read()[1]["holder"]) from error
         self._thread = threading.Thread(target=self._beat, name="dcp-watch-beat", daemon=True)
         self._thread.start()
         return True
@@ -400,14 +388,14 @@ class Cursor:
             return
         self._released.set()
         try:
-            self._change(lambda content: replace(content, holder=None))
+            self._change(lambda content: {"holder": None})
         except (CheckpointConflictError, StorageError, CheckpointFormatError) as error:
             logger.info("%s could not be released: %s", self.path, error)
 
     def _beat(self) -> None:
         while not self._released.wait(_LEASE_SECONDS / _BEATS_A_LEASE):
             try:
-                self._change(lambda content: replace(content, beat=content.beat + 1))
+                self._change(lambda content: {"beat": content["beat"] + 1})
             except CheckpointConflictError:
                 return  # raised at the next acknowledgement, too
             except Exception as error:  # noqa: BLE001 - the next beat may succeed
@@ -415,61 +403,50 @@ class Cursor:
 
     # -- what was acknowledged -------------------------------------------------------------------------------
 
-    def acknowledged(self, step: int) -> Acknowledged | None:
-        """Return which commit of ``step`` was acknowledged last."""
-        with self._guard:
-            return self._content.acknowledged.get(step)
-
-    def acknowledge(self, step: int, commit: Acknowledged, present: Collection[int]) -> None:
+    def acknowledge(self, step: int, commit: tuple[str, str], present: Collection[int]) -> None:
         """Note that ``commit`` of ``step`` is done, durably; ``present`` are the committed steps.
 
         Raises CheckpointConflictError where another holder has taken this one for gone: then it is not.
         """
+        if self.acknowledged.get(step) == commit:
+            return
 
         def noted(content: _Content) -> _Content:
-            steps = content.acknowledged | {step: commit}
+            steps = content["acknowledged"] | {step: commit}
             gone = sorted(one for one in steps if one not in present and one != step)
             for one in gone[: max(0, len(gone) - _GONE_STEPS)]:
                 del steps[one]
-            return replace(content, acknowledged=steps)
+            return {"acknowledged": steps}
 
         self._change(noted)
 
     def _change(self, change: Callable[[_Content], _Content]) -> None:
+        """Replace fields by those that ``change`` makes of what is there; again after a conflict, which may
+        be one's own publish, whose answer was lost."""
         with self._guard:
-            if self._lost is not None:
-                raise self._lost
-            new = change(self._content)
             for _ in range(_ATTEMPTS):
-                try:
-                    self._version = self._store.publish(
-                        self._file, new.encode(), durable=True, expected=self._version
-                    )
-                except CheckpointConflictError:
-                    self._look_again()
-                    continue
-                self._content = new
-                return
+                version, there = self._read()
+                token = None if there["holder"] is None else there["holder"].get("token")
+                is_free = token is None and self._released.is_set()
+                if token != self._token and not is_free:
+                    raise self._held(there["holder"])
+                with suppress(CheckpointConflictError):
+                    self._publish(there | change(there), version)
+                    return
         raise StorageError(f"{self.path} cannot be replaced", path=self.path, op="publish")
 
-    def _look_again(self) -> None:
-        """Look again after a conflict: it may be one's own publish, whose answer was lost, or another
-        holder's."""
-        version, there = self._read()
-        mine = self._content.holder
-        if mine is None or there.holder is None or there.holder.get("token") != mine["token"]:
-            self._lost = self._held(there.holder)
-            raise self._lost
-        self._version = version
+    def _publish(self, content: _Content, expected: Version | None) -> None:
+        self._store.publish(self._file, json.dumps(content).encode(), durable=True, expected=expected)
+        self.acknowledged = content["acknowledged"]
 
     def _read(self) -> tuple[Version | None, _Content]:
         version = self._store.version(self._file)
         if version is None:
-            return None, _Content()
+            return None, _EMPTY
         try:
-            return version, _Content.decode(self._store.read(self._file, limit_bytes=_LIMIT_BYTES))
+            return version, _decoded(self._store.read(self._file, limit_bytes=_LIMIT_BYTES))
         except CheckpointNotFoundError:
-            return None, _Content()
+            return None, _EMPTY
         except CheckpointFormatError as error:
             raise type(error)(
                 f"{self.path}: {error}; without this file the consumer {self._name!r} begins anew",

@@ -96,43 +96,21 @@ def stateful_keys(keys: Iterable[Any], values: Collection[Any]) -> list[Any]:
 
 def stateful_to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Replace each `Stateful` of the top level by its state. Raises OptionError for what has no entries."""
-    if not isinstance(state_dict, Mapping):
-        check_top_level(state_dict)
+    check_top_level(state_dict)
     plain = dict(state_dict.items())
-    if not _PLAIN_TYPES.issuperset(map(type, plain.values())):
-        for key in stateful_keys([*plain], [*plain.values()]):
-            plain[key] = plain[key].state_dict()
+    for key in stateful_keys(plain, plain.values()):
+        plain[key] = plain[key].state_dict()
     return plain
 
 
 # -- storages ------------------------------------------------------------------------------------------------
 
 
-def choose_reader(
-    reader: StorageReader | None,
-    checkpoint_id: str | os.PathLike[str] | None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> StorageReader:
-    """Give ``reader``, pointed at ``checkpoint_id`` if given; without one, a `FileSystemReader` of the id."""
-    found: StorageReader = _chosen(FileSystemReader, reader, checkpoint_id, storage_options)
-    return found
-
-
-def choose_writer(
-    writer: StorageWriter | None,
-    checkpoint_id: str | os.PathLike[str] | None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> StorageWriter:
-    """Give ``writer``, pointed at ``checkpoint_id`` if given; without one, a `FileSystemWriter` of the id."""
-    found: StorageWriter = _chosen(FileSystemWriter, writer, checkpoint_id, storage_options)
-    return found
-
-
 def _chosen(
     ours: type[FileSystemReader] | type[FileSystemWriter],
     storage: Any,
     checkpoint_id: str | os.PathLike[str] | None,
-    storage_options: Mapping[str, Any] | None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Any:
     if storage is not None:
         _refuse_others(storage, ours is FileSystemReader, storage_options)
@@ -147,6 +125,13 @@ def _chosen(
         )
     opener(checkpoint_id)  # raises the error of an id that no store has, before anything is done
     return ours(checkpoint_id, open_store=opener)
+
+
+choose_reader: Callable[..., StorageReader] = functools.partial(_chosen, FileSystemReader)
+"""Gives a reader, pointed at a checkpoint id if one is given; without a reader a `FileSystemReader` of it."""
+
+choose_writer: Callable[..., StorageWriter] = functools.partial(_chosen, FileSystemWriter)
+"""Does the same for a writer."""
 
 
 def with_options(writer: FileSystemWriter, opener: OpenWith) -> FileSystemWriter:

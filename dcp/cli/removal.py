@@ -105,16 +105,14 @@ def prune(
     Of a run the newest ones keep it: --last says how many. Tells what would be freed, unless --yes is given.
     Pinned checkpoints stay whole. At any crash a checkpoint is as before or without the part.
     """
-    from dcp.manager.dropping import drop_parts, plan_drop
+    from dcp.manager.dropping import drop_parts
 
     yes = yes and not dry_run
     retention = _retention(part or ["optimizer"], last, every_steps)
 
     def dropped(place: tuple[Store, tuple[Part, ...]]) -> tuple[Drop, bool]:
-        if not yes:
-            return plan_drop(*place, rewrite=rewrite), False
-        found = drop_parts(*place, time.time(), rewrite=rewrite)
-        return found, found.outcome == "dropped" or bool(found.files)
+        found = drop_parts(*place, time.time(), rewrite=rewrite, dry_run=not yes)
+        return found, yes and (found.outcome == "dropped" or bool(found.files))
 
     def pruned(uri: str) -> list[tuple[Drop, bool]]:
         places = _places(uri, retention, options, has_rules=bool(last or every_steps))
@@ -197,14 +195,14 @@ def gc(
     from dcp.manager.removal import find_leftovers, remove_leftovers
     from dcp.storage.stores.opening import OpenWith
 
-    now_seconds, age = time.time(), hours * 3600
+    before_seconds = time.time() - hours * 3600
     opener = OpenWith(storage_options(root, options))
 
     def removed(found: tuple[Store, Leftovers]) -> dict[str, Any]:
         store, left = found
         gone = 0
         if yes and left.problem is None:
-            gone = remove_leftovers(store, left, now_seconds, older_than_seconds=age, uploads=uploads)
+            gone = remove_leftovers(store, left, before_seconds, uploads=uploads)
         names = tuple(info.name for info in left.files)
         return asdict(left) | {"files": names, "bytes": left.size_bytes, "removed": gone > 0}
 
@@ -219,7 +217,7 @@ def gc(
         for name in row["uploads"]:
             printing.line(f"  {name} (unfinished upload{'' if uploads else '; stays, unless --uploads'})")
 
-    found = find_leftovers(root, now_seconds, older_than_seconds=age, open_store=opener)
+    found = find_leftovers(root, before_seconds, open_store=opener)
     rows = call.each(found, removed, show)
     done = [row for row in rows if row["removed"] or not yes]
     files, size = sum(len(row["files"]) for row in done), printing.size(sum(row["bytes"] for row in done))

@@ -11,7 +11,8 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -21,8 +22,8 @@ from dcp.manager.dropping import drop_parts, finish_drop
 from dcp.manager.events import Events
 from dcp.manager.removal import (
     Removed,
+    abandoned_files,
     finish_removal,
-    is_abandoned,
     remove_abandoned,
     remove_checkpoint,
 )
@@ -52,22 +53,8 @@ _WAIT_SECONDS: Final = 60.0
 """Of a save, for the deletion of its step, or of a part of it."""
 _ABANDONED_AFTER_SECONDS: Final = 86_400.0
 """Age from which on data that no save committed is taken for abandoned."""
-
-
-def problem_of(store: Store, commit: Commit, check: Check) -> str | None:
-    """Find what is wrong with what is committed in ``store``; None if ``check`` finds nothing."""
-    index = commit.index
-    if index is None:
-        return str(commit.problem)
-    if check == "full":
-        found = verify_store(store).faults
-    else:
-        listing = {info.name: info for info in store.list()}
-        found = [one for one in check_files(index, listing) if not one.is_note]
-    for fault in found:
-        if fault.file == METADATA_NAME:  # stock torch's alone: dcp loads, and retention counts it
-            logger.warning("%s: %s", store.url, fault.message)
-    return "; ".join([one.message for one in found if one.file != METADATA_NAME][:8]) or None
+_SKEW_SECONDS: Final = 300.0
+"""The difference that clocks of hosts may have."""
 
 
 _What = Literal["commit", "doubt", "checkpoint", "rest", "abandoned"]
@@ -100,7 +87,14 @@ class AfterCommit:
     _on_damage: Callable[[CorruptCheckpointError], None]
 
     def __post_init__(self) -> None:
-        self._others = OtherRuns(self._folders)
+        self._began_seconds = time.time()
+        self._own: dict[int, str | None] = {}
+        """Steps that this run saves or has saved, and the ids of what it has committed; None where that is
+        not known, and of steps from which it has dropped a part."""
+        self._seen: dict[int, SmallFiles] | None = None
+        """The commit objects of each step, as they were last listed; None before the first look."""
+        self._is_warned = False
+        """True once another run was found here."""
         self._changed = threading.Condition()
         self._looks: list[_Task] = []
         """Commits and doubts in the order in which they came; one is there until it is done."""
@@ -132,8 +126,7 @@ class AfterCommit:
         """Prepare for a save of ``step``: a deletion there is over first, and what is left of it is done
         right here. A checkpoint that is still whole stays: the commit replaces it, so that it is never
         missing."""
-        self._others.own.pop(step, None)
-        self._others.begun[step] = time.monotonic()
+        self._own[step] = None
         with self._changed:
             self._unsettled[step] += 1
             looks = not self._resumed or step in self._half_deleted or step in self._deletions
@@ -162,17 +155,20 @@ class AfterCommit:
         if save_id is None:
             self._settle(step)
         else:
-            self._others.own[step] = save_id
+            self._own[step] = save_id
             self._later(_Task(step, "commit"))
 
     # -- of the user's ---------------------------------------------------------------------------------------
 
     def delete(self, step: int) -> None:
-        """Delete the checkpoint of ``step`` in the background."""
-        if not self._delete_settled(step):
-            raise CheckpointError(
-                f"step {step} is being saved or verified, and cannot be deleted yet; wait() first", step=step
-            )
+        """Delete the checkpoint of ``step`` in the background, unless a save of it has begun."""
+        with self._changed:  # a save that begins now takes it back again
+            if self._unsettled[step]:
+                raise CheckpointError(
+                    f"step {step} is being saved or verified, and cannot be deleted yet; wait() first",
+                    step=step,
+                )
+            self._later(_Task(step, "checkpoint"))
 
     def deleting(self) -> set[int]:
         """Return the steps that are to be deleted."""
@@ -236,12 +232,12 @@ class AfterCommit:
         while (task := self._next(deletes)) is not None:
             again = False
             try:
-                if task.what == "commit":
-                    self._look_after(task.step)
-                elif task.what == "doubt":
-                    self._look_again(task.step, task.reason)
-                else:
+                if deletes:
                     again = self._delete(task)
+                elif task.what == "commit":
+                    self._look_after(task.step)
+                else:
+                    self._look_again(task.step, task.reason)
             except Exception as error:  # noqa: BLE001 - an event; the next checkpoint is to be looked after
                 self._events.emit("verify_failed", task.step, error=error, damaged=False)
             with self._changed:
@@ -297,7 +293,7 @@ class AfterCommit:
                     )
         finally:
             self._settle(step)
-        self._others.look(step, self._unsettled_now())
+        self._look_for_other_runs()
         self._retain(step)
 
     def _finish_earlier_work(self) -> None:
@@ -312,19 +308,18 @@ class AfterCommit:
                 self._resumed = True
             for step, files in self._folders.folders().items():
                 # A background writer may outlive its trainer, and commit yet: a day must have passed.
-                store = self._folders.store(step)
-                if not any(map(is_commit_object, files)) and is_abandoned(
-                    store, store.list(), _ABANDONED_AFTER_SECONDS, time.time()
+                before_seconds = time.time() - _ABANDONED_AFTER_SECONDS
+                if not any(map(is_commit_object, files)) and (
+                    abandoned_files(self._folders.store(step), before_seconds) is not None
                 ):
                     self._later(_Task(step, "abandoned"))
             drops = self._keep is not None and bool(self._keep.dropping)
-            for state in self._folders.survey(self._unsettled_now()) if drops else ():
-                if state.dropped and state.health == "good":
-                    self._others.dropped.add(state.step)
+            for state in self._folders.survey(self._unsettled_now()) if drops or self._check != "off" else ():
+                if drops and state.dropped and state.health == "good":
+                    self._own[state.step] = None
                     finish_drop(self._folders.store(state.step))
-            if self._check != "off":
-                for step in sorted(set(self._folders.unverified()) - self._unsettled_now()):
-                    self._verify(step, self._check)
+                if self._check != "off" and not state.is_verified and not self._unsettled[state.step]:
+                    self._verify(state.step, self._check)
         except CheckpointError as error:
             logger.warning("%s: post-commit work continues without it: %s", self._folders.root.url, error)
 
@@ -356,7 +351,7 @@ class AfterCommit:
                 f"{store.url} was committed a moment ago and is gone: something else deletes here",
                 path=store.url,
             )
-        problem = problem_of(store, commit, check)
+        problem = self._problem_of(store, commit, check)
         if problem is not None:
             present = read_commit(store)
             if present is not None and present.versions != commit.versions:
@@ -371,6 +366,60 @@ class AfterCommit:
             return ""
         self._events.emit("verify_failed", step, seconds=seconds, error=problem, damaged=True)
         return problem
+
+    @staticmethod
+    def _problem_of(store: Store, commit: Commit, check: Check) -> str | None:
+        """Find what is wrong with what is committed in ``store``; None if ``check`` finds nothing."""
+        if commit.index is None:
+            return str(commit.problem)
+        if check == "full":
+            found = verify_store(store).faults
+        else:
+            listing = {info.name: info for info in store.list()}
+            found = [one for one in check_files(commit.index, listing) if not one.is_note]
+        for fault in found:
+            if fault.file == METADATA_NAME:  # stock torch's alone: dcp loads, and retention counts it
+                logger.warning("%s: %s", store.url, fault.message)
+        return "; ".join([one.message for one in found if one.file != METADATA_NAME][:8]) or None
+
+    def _look_for_other_runs(self) -> None:
+        """Log the first step that another live run has committed here since the last look; one listing.
+
+        Two jobs that were given one folder by mistake overwrite and delete each other's steps.
+        """
+        if self._is_warned:
+            return
+        try:
+            folders, unsettled = self._folders.folders(), self._unsettled_now()
+        except CheckpointError as error:  # the next commit looks again; this one's retention continues
+            logger.debug("%s: not looked at for other runs: %s", self._folders.root.url, error)
+            return
+        seen, self._seen = self._seen, {}
+        for step, files in folders.items():
+            objects = {name: info for name, info in files.items() if is_commit_object(name)}
+            if step not in unsettled:
+                self._seen[step] = objects
+            is_new = seen is not None and bool(objects) and objects != seen.get(step)
+            if is_new and step not in unsettled and self._is_of_another(step):
+                self._is_warned = True
+                logger.warning(
+                    "%s was committed by another run, while this one saves to the same folder: they "
+                    "overwrite and delete each other's steps. Give each run a folder of its own",
+                    self._folders.checkpoint_id(step),
+                )
+                return
+
+    def _is_of_another(self, step: int) -> bool:
+        own = self._own.get(step, "")
+        if own is None:
+            return False
+        try:
+            facts = self._folders.facts(step)
+        except CheckpointError:
+            return False
+        written = facts.committed_seconds  # one of before may come back, or be without a part now
+        is_rewritten = written is not None and written < self._began_seconds - _SKEW_SECONDS
+        return facts.save_id != own and not is_rewritten
 
     # -- what need not stay ----------------------------------------------------------------------------------
 
@@ -389,7 +438,8 @@ class AfterCommit:
             return
         for step in plan.delete:
             if step != saved:
-                self._delete_settled(step)
+                with suppress(CheckpointError):
+                    self.delete(step)
                 continue
             logger.warning(
                 "%s is kept only until the next save, because there are newer steps, up to %d: restore() "
@@ -410,7 +460,7 @@ class AfterCommit:
                 return
             self._changing.add(step)
         begun, names = time.monotonic(), ", ".join(part.name for part in parts)
-        self._others.dropped.add(step)
+        self._own[step] = None
         try:
             found = drop_parts(self._folders.store(step), parts, time.time())
             if found.outcome in ("absent", "shared"):
@@ -455,13 +505,6 @@ class AfterCommit:
             return False
         return True
 
-    def _delete_settled(self, step: int) -> bool:
-        """Delete the checkpoint of ``step`` in the background, unless a save of it has begun."""
-        with self._changed:  # a save that begins now takes it back again
-            if not self._unsettled[step]:
-                self._later(_Task(step, "checkpoint"))
-            return not self._unsettled[step]
-
     def _delete(self, task: _Task) -> bool:
         """Delete, and tell; whether it is to be tried again."""
         step, what, url = task.step, task.what, self._folders.checkpoint_id(task.step)
@@ -491,72 +534,8 @@ class AfterCommit:
         store = self._folders.store(step)
         try:
             if what == "abandoned":
-                return remove_abandoned(store, _ABANDONED_AFTER_SECONDS, time.time())
+                return remove_abandoned(store, time.time() - _ABANDONED_AFTER_SECONDS)
             remove = remove_checkpoint if what == "checkpoint" else finish_removal
             return remove(store, time.time())
         finally:
             self._folders.forget(step)
-
-
-_SKEW_SECONDS = 300.0
-"""The difference that clocks of hosts may have."""
-
-
-class OtherRuns:
-    """Notices steps that another live run commits below ``folders``, and logs the first one.
-
-    Two jobs that were given one folder by mistake overwrite and delete each other's steps.
-    """
-
-    def __init__(self, folders: StepFolders) -> None:
-        self._folders = folders
-        self._began = time.monotonic()
-        self._began_seconds = time.time()
-        self.begun: dict[int, float] = {}
-        """Steps that this run saves or has saved, and since when."""
-        self.own: dict[int, str] = {}
-        """Those that it has committed, and as what."""
-        self.dropped: set[int] = set()
-        """Those that it has dropped a part of, which an earlier run may have saved."""
-        self._seen: dict[int, SmallFiles] = {}
-        self._is_warned = False
-
-    def look(self, step: int, unsettled: Collection[int]) -> None:
-        """Look for steps of other runs after this run has committed ``step``; one listing, and no more as
-        long as there are none. Those that are ``unsettled`` are being saved here."""
-        if self._is_warned:
-            return
-        try:
-            folders = self._folders.folders()
-        except CheckpointError as error:  # the next commit looks again; this one's retention continues
-            logger.debug("%s: not looked at for other runs: %s", self._folders.root.url, error)
-            return
-        found: dict[int, tuple[SmallFiles, float]] = {}
-        for each, files in folders.items():
-            own = {name: info for name, info in files.items() if is_commit_object(name)}
-            found[each] = own, max((info.modified_seconds for info in own.values()), default=0.0)
-        # By the clock of the storage: what is older was there before this run, or at its very beginning.
-        since = found.get(step, ({}, 0.0))[1] - (self.begun.get(step, self._began) - self._began)
-        for each, (own, moment) in found.items():
-            if not own or each in unsettled or self._seen.get(each) == own:
-                continue
-            self._seen[each] = own
-            if each != step and moment > since and self._is_of_another(each):
-                self._is_warned = True
-                logger.warning(
-                    "%s was committed by another run, while this one saves to the same folder: they "
-                    "overwrite and delete each other's steps. Give each run a folder of its own",
-                    self._folders.checkpoint_id(each),
-                )
-                return
-
-    def _is_of_another(self, step: int) -> bool:
-        if step in self.dropped or (step in self.begun and not self.own.get(step)):
-            return False  # changed by this run, or of this run, which does not know by which id
-        try:
-            facts = self._folders.facts(step)
-        except CheckpointError:
-            return False
-        written = facts.committed_seconds
-        is_rewritten = written is not None and written < self._began_seconds - _SKEW_SECONDS
-        return facts.save_id != self.own.get(step) and not is_rewritten

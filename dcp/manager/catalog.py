@@ -19,7 +19,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -233,23 +234,19 @@ class Registrar:
         """Read the notes of earlier processes, the oldest first; unreadable ones are removed, and too many of
         them."""
         found: list[str] = []
-        try:
+        with self._warned():
             for info in self._spool.list():
                 is_stale = time.time() - info.modified_seconds > _STALE_SECONDS
                 if _NAME.fullmatch(info.name):
                     found.append(info.name)
                 elif is_stale and info.name.startswith(TEMPORARY_PREFIX):  # of a killed writer
                     self._forget(info.name)
-        except OSError as error:
-            self._warn(error)
         notes = []
         for name in found[-self._options.spool_notes :]:
-            try:
+            with suppress(OSError, ValueError, TypeError, LookupError, CheckpointError):
                 body = json.loads(self._spool.read(name, limit_bytes=_MAX_NOTE_BYTES))
                 if isinstance(body["key"], str):
                     notes.append(_Note(body, name))
-            except (OSError, ValueError, TypeError, LookupError, CheckpointError):
-                logger.debug("%s: %s is no note", self._spool.url, name)
         for name in {*found} - {note.name for note in notes}:
             self._forget(name)
         return notes
@@ -258,50 +255,48 @@ class Registrar:
         """Put a note on disk, if that works."""
         name = f"{time.time_ns():020d}-{self._own}-{next(self._numbers):06d}.json"
         data = json.dumps(note.body).encode()
-        try:
+        with self._warned():
             if len(data) <= _MAX_NOTE_BYTES:
                 self._spool.make_root()
                 self._spool.publish(name, data, durable=True, expected=None)
                 note.name = name
-        except OSError as error:
-            self._warn(error)
 
     def _forget(self, name: str) -> None:
         """Remove a note that has arrived, or never will."""
-        try:
+        with self._warned():
             if name:
                 self._spool.delete(name)
-        except OSError as error:
-            self._warn(error)
 
-    def _warn(self, error: OSError) -> None:
-        if not self._is_warned:
-            self._is_warned = True
-            logger.warning(
-                "%s: notes to the catalog cannot be kept on disk (%s); they are in memory only",
-                self._spool.url,
-                error,
-            )
+    @contextmanager
+    def _warned(self) -> Iterator[None]:
+        """End this block where the disk fails, and log that once."""
+        try:
+            yield
+        except OSError as error:
+            if not self._is_warned:
+                self._is_warned = True
+                logger.warning(
+                    "%s: notes to the catalog cannot be kept on disk (%s); they are in memory only",
+                    self._spool.url,
+                    error,
+                )
 
     # -- the thread that sends -------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        client: httpx.Client | None = None
         try:
-            while (note := self._next()) is not None:
-                if client is None:
-                    client = self._connect()
-                if self._is_dealt_with(client, note):
-                    self._forget(note.name)
-                    with self._changed:
-                        if self._due.get(note.key) is note:
-                            del self._due[note.key]
-                        self._changed.notify_all()
+            note = self._next()
+            with nullcontext() if note is None else self._connect() as client:
+                while note is not None and client is not None:
+                    if self._is_dealt_with(client, note):
+                        self._forget(note.name)
+                        with self._changed:
+                            if self._due.get(note.key) is note:
+                                del self._due[note.key]
+                            self._changed.notify_all()
+                    note = self._next()
         except Exception:  # a thread's end must not be silent, and must not end training
             logger.exception("%s: registering has ended; a scan of the catalog finds the rest", self._run_url)
-        finally:
-            if client is not None:
-                client.close()
 
     def _next(self) -> _Note | None:
         """Wait for the next note that is due, once the service may be asked again; None to end."""

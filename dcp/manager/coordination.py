@@ -17,12 +17,13 @@ import struct
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -77,7 +78,7 @@ class Notices:
                 if installed is not None and installed.pid != os.getpid():
                     _listeners.clear()  # a fork: those who listened are in the parent
                 _installed[number] = _Handler(number)
-            _listeners.add((number, self))
+            _listeners[number].add(self)
 
     def seconds_left(self) -> float:
         """Return the time until saves have to be called off, at the earliest by all that has come; infinite
@@ -100,9 +101,9 @@ class Notices:
         """Notice nothing any more; idempotent. The last to leave puts former handlers back."""
         self._closed.set()
         for number in self._signals:
-            _listeners.discard((number, self))
+            _listeners[number].discard(self)
             installed = _installed.get(number)
-            if installed is not None and not _of(number) and installed.take_away():
+            if installed is not None and not _listeners[number] and installed.take_away():
                 del _installed[number]
 
     def _look(self, call_off: Callable[[], None]) -> None:
@@ -172,10 +173,10 @@ class _Handler:
         return self.pid == os.getpid() and signal.getsignal(self._number) == self._on_signal
 
     def take_away(self) -> bool:
-        """Put the previous handler back, unless another has come on top, which may call this one."""
-        if threading.current_thread() is not threading.main_thread() or not self.is_in_place():
-            return False
-        if self._previous is None:  # not installed from Python, so that Python cannot put it back
+        """Put the previous handler back, unless another has come on top, which may call this one, or that was
+        not installed from Python, so that Python cannot put it back."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or not self.is_in_place() or self._previous is None:
             return False
         signal.signal(self._number, self._previous)
         return True
@@ -183,7 +184,7 @@ class _Handler:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # A forked child (a data loader's worker) has this handler too, but must end by SIGTERM as if it had
         # not. Other signals are notices that schedulers may send to all processes, and no reason to end.
-        listeners = _of(number)
+        listeners = tuple(_listeners[number])
         heard = self.pid == os.getpid() and bool(listeners)
         if heard:
             now = time.monotonic()
@@ -196,12 +197,8 @@ class _Handler:
             os.kill(os.getpid(), number)
 
 
-_listeners: set[tuple[int, Notices]] = set()
+_listeners: defaultdict[int, set[Notices]] = defaultdict(set)
 _installed: dict[int, _Handler] = {}
-
-
-def _of(number: int) -> list[Notices]:
-    return [notices for listened, notices in tuple(_listeners) if listened == number]
 
 
 Reason = Literal["steps", "seconds", "first", "last", "call", "force", "stop"]
@@ -223,153 +220,17 @@ Votes = frozenset[Vote]
 _VOTES: tuple[Vote, ...] = get_args(Vote)
 _NONE: Votes = frozenset()
 
-
-class _Turn(NamedTuple):
-    """State of a rank, of which all see the maxima: its step; its rank where it is at a step, where it
-    restores, or where it refuses what it was called with; whether it saves the step."""
-
-    latest: int
-    negative_earliest: int
-    steps: int = _NOBODY
-    restores: int = _NOBODY
-    refuses: int = _NOBODY
-    saves: int = 0
-
-
-class RankAgreement:
-    """The agreement of all ranks of ``channel``, which nothing else may use.
-
-    Votes cast at one step are agreed at the next, and not cast again by a rank that has just seen them
-    granted. ``every_steps``: exchange only at each so many-th call. Waits are bounded by ``timeout_seconds``;
-    ranks that are dead or late raise CollectiveTimeoutError, which names them, on all others.
-    """
-
-    def __init__(self, channel: Channel, *, timeout_seconds: float, every_steps: int = 1) -> None:
-        if every_steps < 1:
-            raise OptionError(f"agree_every_steps must be at least 1, not {every_steps}")
-        self._channel = channel
-        self._ranks = Ranks(
-            use_dist=True,
-            channel=channel,
-            timeout_seconds=timeout_seconds,
-            operation="CheckpointManager.save",
-        )
-        self._every_steps = every_steps
-        self._calls = 0
-        self._work: Any = None
-        self._cast = torch.zeros(0, dtype=torch.int64, device="cpu")
-        self._kept = _NONE
-        self._step = 0
-        self._closed = False
-        self._forgets_failure = False
-        atexit.register(channel.keep_for_ever)
-
-    def forget_failure(self, step: int) -> None:
-        """Take back the vote for a failure that was raised at ``step`` itself, on all ranks."""
-        self._forgets_failure = step == self._step
-
-    def read(self) -> Votes:
-        """Return what was agreed at the step before. Raises CheckpointError where ranks were at different
-        steps."""
-        agreed, self._kept = self._read() | self._kept, _NONE
-        if self._forgets_failure:
-            agreed, self._forgets_failure = agreed - {"failed"}, False
-        return agreed
-
-    def cast(self, step: int, votes: Votes, *, saves: bool) -> None:
-        """Cast ``votes`` at ``step``, to be read at a later one; ``saves``: this rank saves the step."""
-        if self._calls % self._every_steps == 0:
-            self._step = step
-            self._begin(votes, _Turn(step, -step, self._ranks.rank, saves=int(saves)))
-        self._calls += 1
-
-    def meet(self) -> None:
-        """Return when all ranks have come to restore. Raises PlanError where some save instead, with ``step``
-        and whether it is being saved (``saving``) among its facts."""
-        self._kept = self._read() | self._kept
-        self._begin(_NONE, _Turn(_NOBODY, -_NOBODY, restores=self._ranks.rank))
-        self._read()
-
-    def refuse(self) -> tuple[Votes, int | None, bool]:
-        """Take part in the step that the others are at, where this rank was called for none: (the votes
-        agreed there, the step that they save, whether they say so now). If they save none, they raise
-        CheckpointError at their next one, which names this rank."""
-        agreed = self._kept = self._read() | self._kept
-        self._calls += 1
-        if (self._calls - 1) % self._every_steps:
-            return agreed, None, False
-        self._begin(_NONE, _Turn(_NOBODY, -_NOBODY, refuses=self._ranks.rank))
-        votes, turn = self._completed()
-        self._kept = agreed | votes
-        return agreed, turn.latest if turn.saves else None, True
-
-    def _begin(self, votes: Votes, turn: _Turn) -> None:
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self._cast = torch.tensor(
-            [*(vote in votes for vote in _VOTES), *turn], dtype=torch.int64, device="cpu"
-        )
-        self._work = self._channel.begun(self._channel.group.allreduce([self._cast], options), self._cast)
-
-    def _read(self) -> Votes:
-        if self._work is None:
-            return _NONE
-        votes, turn = self._completed()
-        if turn.refuses != _NOBODY:
-            if turn.saves:  # which fails, and tells why
-                return votes
-            raise CheckpointError(
-                f"rank {turn.refuses} refused what the manager was called with there: its exception says why",
-                rank=turn.refuses,
-            )
-        if turn.restores != _NOBODY and turn.steps != _NOBODY:
-            raise PlanError(
-                f"the ranks are not about the same: rank {turn.steps}: save() or should_save() of step "
-                f"{turn.latest}; rank {turn.restores}: restore(). All ranks must call the same",
-                ranks=[turn.restores],
-                step=turn.latest,
-                saving=bool(turn.saves),
-            )
-        if turn.latest != -turn.negative_earliest:
-            raise CheckpointError(
-                f"the ranks do not call the manager for the same steps: rank {self._ranks.rank} did so for "
-                f"{self._step}, others for {-turn.negative_earliest} to {turn.latest}; every rank must call "
-                "save() or should_save() for every step",
-                step=self._step,
-                rank=self._ranks.rank,
-            )
-        return votes
-
-    def _completed(self) -> tuple[Votes, _Turn]:
-        self._ranks.complete("agree", self._work)
-        self._work = None
-        values = self._cast.tolist()
-        votes = frozenset(vote for vote, is_cast in zip(_VOTES, values, strict=False) if is_cast)
-        return votes, _Turn(*values[len(_VOTES) :])
-
-    def least(self, values: Sequence[float], refusal: Exception | None = None) -> list[float]:
-        """Return the least of each of the ``values`` on any rank, now: waits for all of them. A ``refusal``
-        is raised on the others in its place."""
-
-        def packed() -> bytes:
-            if refusal is not None:
-                raise refusal
-            return struct.pack(f"<{len(values)}d", *values)
-
-        parts = self._ranks.all_gather("agree now", packed)
-        return [*map(min, zip(*(struct.unpack(f"<{len(values)}d", part) for part in parts), strict=True))]
-
-    def close(self, *, wait: bool) -> None:
-        """Leave; with ``wait`` after the last exchange has ended, if it does soon. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        atexit.unregister(self._channel.keep_for_ever)
-        deadline = time.monotonic() + (_LEAVE_SECONDS if wait else 0.0)
-        while self._work is not None and not self._work.is_completed() and time.monotonic() < deadline:
-            time.sleep(_LEAVE_POLL_SECONDS)
-        if self._work is not None and not self._work.is_completed():
-            self._channel.keep_for_ever()
+_SILENT: dict[str, int] = {
+    **dict.fromkeys(_VOTES, 0),
+    "latest": _NOBODY,
+    "negative_earliest": -_NOBODY,
+    "steps": _NOBODY,
+    "restores": _NOBODY,
+    "refuses": _NOBODY,
+    "saves": 0,
+}
+"""State of a rank, of which all see the maxima: its votes; its step; its rank where it is at a step, where it
+restores, or where it refuses what it was called with; whether it saves the step."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -383,7 +244,9 @@ class StepCoordinator:
 
     ``notices`` and ``channel`` (None for one rank) belong to this object. With ``exchanges`` the ranks
     exchange their wishes at each step, or at each ``agree_every_steps``-th; without it the clock and signals
-    of one rank mean nothing.
+    of one rank mean nothing. Votes cast at one step are agreed at the next, and not cast again by a rank that
+    has just seen them granted. Waits are bounded by ``timeout_seconds``; ranks that are dead or late raise
+    CollectiveTimeoutError, which names them, on all others.
     """
 
     notices: Notices
@@ -397,19 +260,21 @@ class StepCoordinator:
     stopping: bool = False
 
     def __post_init__(self) -> None:
-        if self.every_steps is not None and self.every_steps < 1:
-            raise OptionError(f"every_steps must be at least 1, not {self.every_steps}")
+        for name, least in (("every_steps", self.every_steps), ("agree_every_steps", self.agree_every_steps)):
+            if least is not None and least < 1:
+                raise OptionError(f"{name} must be at least 1, not {least}")
         if self.every_seconds is not None and not self.every_seconds > 0:
             raise OptionError(f"every_seconds must be more than 0, not {self.every_seconds}")
         self._saves_each = self.every_steps is None and self.every_seconds is None
-        self._agreement = None  # one rank agrees with itself at once
-        if self.channel is not None:
-            if self.channel.rank != 0:
-                self.every_seconds = None  # by one rank's clock for all
-            self._agreement = RankAgreement(
-                self.channel, timeout_seconds=self.timeout_seconds, every_steps=self.agree_every_steps
-            )
         self.exchanges = self.exchanges or self.channel is None
+        self._ranks = Ranks(
+            use_dist=self.channel is not None,
+            channel=self.channel,
+            timeout_seconds=self.timeout_seconds,
+            operation="CheckpointManager.save",
+        )
+        if self._ranks.rank != 0:
+            self.every_seconds = None  # by one rank's clock for all
         self._since_seconds = time.monotonic()
         self._step: int | None = None
         self._first: int | None = None
@@ -419,16 +284,25 @@ class StepCoordinator:
         self._time_is_up = False
         self._stop_wanted = False
         self._stop_saved = False
+        self._calls = 0
+        self._works: list[Any] = []
+        """The exchange that was begun last, until it has ended."""
+        self._cast = torch.zeros(0, dtype=torch.int64, device="cpu")
+        self._cast_step = 0
+        self._kept = _NONE
+        self._forgets_failure = False
         # One that is dropped unclosed must not keep SIGTERM from ending the process.
-        self._finalizer = weakref.finalize(self, _let_go, self.notices, self._agreement)
+        self._finalizer = weakref.finalize(self, _let_go, self.notices, self.channel, self._works)
         self._finalizer.atexit = False
+        if self.channel is not None:
+            atexit.register(self.channel.keep_for_ever)
         self.notices.listen()
 
     def begin(self, step: int, *, failed: bool, last: bool, force: bool) -> Votes:
         """Begin ``step``, and tell the others if something ``failed`` here; returns what was agreed.
 
         All ranks call it for the same steps; for one that has begun it does nothing. ``last`` and ``force``
-        as for `CheckpointManager.save`.
+        as for `CheckpointManager.save`. Raises CheckpointError where ranks were at different steps.
         """
         if step == self._step:
             return _NONE
@@ -440,44 +314,139 @@ class StepCoordinator:
             votes.append("time")
         if failed:
             votes.append("failed")
-        wanted = agreed = frozenset(votes)
-        if self._agreement is not None:
-            agreed = self._agreement.read() if self.exchanges else _NONE
+        wanted = agreed = frozenset(votes)  # one rank agrees with itself at once
+        if self.channel is not None:
+            agreed, self._kept = self._read() if self.exchanges else _NONE, _NONE
+            if self._forgets_failure:
+                agreed, self._forgets_failure = agreed - {"failed"}, False
         self._first = step if self._first is None else self._first
         self._step, self._time_is_up = step, "time" in agreed
         self.stopping = self.stopping or "stop" in agreed
-        if self._agreement is not None and self.exchanges:
-            saves = "failed" not in agreed and self.reason(step, last=last, force=force) is not None
-            self._agreement.cast(step, wanted - agreed, saves=saves)
+        if self.channel is not None and self.exchanges:
+            if self._calls % self.agree_every_steps == 0:
+                saves = "failed" not in agreed and self.reason(step, last=last, force=force) is not None
+                cast: dict[str, int] = dict.fromkeys(wanted - agreed, 1)
+                self._cast_step = step
+                turn = {"latest": step, "negative_earliest": -step, "steps": self._ranks.rank}
+                self._exchange(self.channel, {**cast, **turn, "saves": int(saves)})
+            self._calls += 1
         return agreed
 
     def meet(self) -> None:
-        """Come together to restore: see `RankAgreement.meet`."""
-        if self._agreement is not None and self.exchanges:
-            self._agreement.meet()
+        """Return when all ranks have come to restore. Raises PlanError where some save instead, with ``step``
+        and whether it is being saved (``saving``) among its facts."""
+        if self.channel is not None and self.exchanges:
+            self._kept = self._read()
+            self._exchange(self.channel, {"restores": self._ranks.rank})
+            self._read()
 
     def forget_failure(self, step: int) -> None:
-        """See `RankAgreement.forget_failure`."""
-        if self._agreement is not None:
-            self._agreement.forget_failure(step)
+        """Take back the vote for a failure that was raised at ``step`` itself, on all ranks."""
+        self._forgets_failure = step == self._cast_step
 
     def refuse(self, error: Exception, *, saves: bool) -> bool:
         """Refuse the step that this rank was called with, by ``error``; tell whether the others begin a save,
-        which then counts here, too. ``saves``: whether they do whatever the step is. See
-        `RankAgreement.refuse`."""
-        if self._agreement is None:
+        which then counts here, too. ``saves``: whether they do whatever the step is.
+
+        This rank takes part in the step that the others are at. If they save none, they raise CheckpointError
+        at their next one, which names this rank.
+        """
+        if self.channel is None:
             return False
-        agreed, saved, is_known = self._agreement.refuse() if self.exchanges else (_NONE, None, False)
+        agreed, saved, is_known = _NONE, None, False
+        if self.exchanges:
+            agreed = self._kept = self._read()
+            is_known = self._calls % self.agree_every_steps == 0
+            self._calls += 1
+            if is_known:
+                self._exchange(self.channel, {"refuses": self._ranks.rank})
+                votes, turn = self._completed()
+                self._kept = agreed | votes
+                saved = turn["latest"] if turn["saves"] else None
         self.stopping = self.stopping or "stop" in agreed
         if self.stopping and not self._stop_saved and "failed" not in agreed:
             with suppress(CheckpointError, type(error)):  # the next step is the stop's
-                self._agreement.least([0.0], error)  # in the first exchange of their `seconds_left`
+                self._least([0.0], error)  # in the first exchange of their `seconds_left`
             return False
         if saved is not None:
             self._first = saved if self._first is None else self._first
             self._step = saved
             self.saved(saved, "call")
         return saved is not None or (not is_known and (saves or self._saves_each))
+
+    # -- exchanges -------------------------------------------------------------------------------------------
+
+    def _exchange(self, channel: Channel, state: dict[str, int]) -> None:
+        """Begin the exchange of this rank's ``state``, which is waited for later."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        self._cast = torch.tensor([*(_SILENT | state).values()], dtype=torch.int64, device="cpu")
+        self._works[:] = [channel.begun(channel.group.allreduce([self._cast], options), self._cast)]
+
+    def _completed(self) -> tuple[Votes, dict[str, int]]:
+        self._ranks.complete("agree", self._works[0])
+        self._works.clear()
+        turn = dict(zip(_SILENT, self._cast.tolist(), strict=True))
+        return frozenset(vote for vote in _VOTES if turn[vote]), turn
+
+    def _read(self) -> Votes:
+        """Return what the last exchange has agreed, and what was kept of those before."""
+        if not self._works:
+            return self._kept
+        votes, turn = self._completed()
+        agreed = votes | self._kept
+        if turn["refuses"] != _NOBODY:
+            if turn["saves"]:  # which fails, and tells why
+                return agreed
+            raise CheckpointError(
+                f"rank {turn['refuses']} refused what the manager was called with there: its exception says "
+                "why",
+                rank=turn["refuses"],
+            )
+        if turn["restores"] != _NOBODY and turn["steps"] != _NOBODY:
+            raise PlanError(
+                f"the ranks are not about the same: rank {turn['steps']}: save() or should_save() of step "
+                f"{turn['latest']}; rank {turn['restores']}: restore(). All ranks must call the same",
+                ranks=[turn["restores"]],
+                step=turn["latest"],
+                saving=bool(turn["saves"]),
+            )
+        if turn["latest"] != -turn["negative_earliest"]:
+            raise CheckpointError(
+                f"the ranks do not call the manager for the same steps: rank {self._ranks.rank} did so for "
+                f"{self._cast_step}, others for {-turn['negative_earliest']} to {turn['latest']}; every rank "
+                "must call save() or should_save() for every step",
+                step=self._cast_step,
+                rank=self._ranks.rank,
+            )
+        return agreed
+
+    def _least(self, values: Sequence[float], refusal: Exception | None = None) -> list[float]:
+        """Return the least of each of the ``values`` on any rank, now: waits for all of them. A ``refusal``
+        is raised on the others in its place."""
+
+        def packed() -> bytes:
+            if refusal is not None:
+                raise refusal
+            return struct.pack(f"<{len(values)}d", *values)
+
+        parts = self._ranks.all_gather("agree now", packed)
+        return [*map(min, zip(*(struct.unpack(f"<{len(values)}d", part) for part in parts), strict=True))]
+
+    def any_rank(self, value: bool) -> bool:
+        """Tell whether ``value`` is true on any rank, now: waits for all of them."""
+        return self._least([not value]) == [0.0]
+
+    def seconds_left(self, wanted_seconds: float) -> tuple[float, float]:
+        """Return the time until a deadline, infinite without one, and the most that a rank wants: the same
+        on all ranks, for whom it waits."""
+        if not self.exchanges:
+            return math.inf, wanted_seconds
+        self.any_rank(False)  # who comes late must not find that the others counted from earlier
+        left, wanted = self._least([self.notices.seconds_left(), -wanted_seconds])
+        return left, -wanted
+
+    # -- steps -----------------------------------------------------------------------------------------------
 
     def reason(self, step: int, *, last: bool = False, force: bool = False) -> Reason | None:
         """Return why ``step``, which was begun, has to be saved; None if it has not, or was already."""
@@ -526,21 +495,6 @@ class StepCoordinator:
         self.saved(step, None)
         self.save_first = False
 
-    def any_rank(self, value: bool) -> bool:
-        """Tell whether ``value`` is true on any rank, now: waits for all of them."""
-        return value if self._agreement is None else self._agreement.least([not value]) == [0.0]
-
-    def seconds_left(self, wanted_seconds: float) -> tuple[float, float]:
-        """Return the time until a deadline, infinite without one, and the most that a rank wants: the same
-        on all ranks, for whom it waits."""
-        if self._agreement is None:
-            return self.notices.seconds_left(), wanted_seconds
-        if not self.exchanges:
-            return math.inf, wanted_seconds
-        self.any_rank(False)  # who comes late must not find that the others counted from earlier
-        left, wanted = self._agreement.least([self.notices.seconds_left(), -wanted_seconds])
-        return left, -wanted
-
     def request_stop(self) -> None:
         """Stop as if SIGTERM had come."""
         if not self.exchanges:
@@ -552,11 +506,20 @@ class StepCoordinator:
 
     def close(self, *, together: bool) -> None:
         """Leave the other ranks; ``together``: they leave too. Idempotent."""
-        self._finalizer.detach()
-        _let_go(self.notices, self._agreement, wait=together)
+        if self._finalizer.detach():
+            _let_go(self.notices, self.channel, self._works, _LEAVE_SECONDS if together else 0.0)
 
 
-def _let_go(notices: Notices, agreement: RankAgreement | None, *, wait: bool = False) -> None:
+def _let_go(
+    notices: Notices, channel: Channel | None, works: Sequence[Any], wait_seconds: float = 0.0
+) -> None:
+    """Give back both; wait for the last of ``works`` to end, if it does so soon."""
     notices.close()
-    if agreement is not None:
-        agreement.close(wait=wait)
+    if channel is None:
+        return
+    atexit.unregister(channel.keep_for_ever)
+    deadline = time.monotonic() + wait_seconds
+    while works and not works[0].is_completed() and time.monotonic() < deadline:
+        time.sleep(_LEAVE_POLL_SECONDS)
+    if works and not works[0].is_completed():
+        channel.keep_for_ever()

@@ -18,7 +18,6 @@ import time
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import compress
 from typing import Any, Final, Literal
 
@@ -84,112 +83,100 @@ class Drop:
     rewritten_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class _Droppable:
-    """A commit, the index ``after`` the drop of ``names``, and the listing from ``before``."""
-
-    index: CheckpointIndex
-    after: CheckpointIndex
-    previous: commit.Previous
-    before: Mapping[str, FileInfo]
-    names: frozenset[str]
-    parts: tuple[DroppedPart, ...]
-
-    @cached_property
-    def _dropped(self) -> npt.NDArray[np.bool_]:
-        return _rows_of(self.index, self.names)[self.index.chunk_tensors]
-
-    @cached_property
-    def shared(self) -> list[str]:
-        """Files that hold payloads of what is dropped, and something that stays."""
-        holding = {self.index.files[number] for number in set(self.index.chunk_files[self._dropped].tolist())}
-        return [name for name in self.after.files if name in holding]
-
-    @cached_property
-    def shared_bytes(self) -> int:
-        """The bytes of what is dropped in those files; what a tensor that stays has as well does not
-        count."""
-        index = self.index
-        shared = np.isin(index.chunk_files, [index.files.index(name) for name in self.shared])
-        places = list(zip(index.chunk_files.tolist(), index.record_offsets.tolist(), strict=True))
-        kept = set(compress(places, (~self._dropped).tolist()))
-        own = compress(zip(places, index.record_lengths.tolist(), strict=True), self._dropped & shared)
-        return sum(length for place, length in dict(own).items() if place not in kept)
-
-    def size_of(self, names: Iterable[str]) -> int:
-        """Sum up the bytes of files as they were listed."""
-        return sum(self.before[name].size_bytes for name in names if name in self.before)
-
-
-def plan_drop(store: Store, parts: Sequence[Part], *, rewrite: bool = False) -> Drop:
-    """Return what `drop_parts` would do now; nothing is changed, and what would be freed is by the files'
-    sizes."""
-    return _planned(store, _look(store, parts, time.time()), rewrite=rewrite)
-
-
-def _planned(store: Store, found: _Droppable, *, rewrite: bool) -> Drop:
-    if not found.names or _is_pinned(store):
-        return Drop(url=store.url, outcome="pinned" if found.names else "absent", parts=found.parts)
-    gone = [name for name in found.index.files if name not in found.after.files]
-    freed, shared, rewritten = found.size_of(gone), found.shared_bytes, 0
-    if rewrite:
-        gone, freed, rewritten = [*gone, *found.shared], freed + shared, found.size_of(found.shared) - shared
-        shared = 0
-    return Drop(
-        url=store.url,
-        outcome="dropped" if gone or rewrite else "shared",
-        parts=found.parts,
-        files=tuple(gone),
-        freed_bytes=freed,
-        shared_bytes=shared,
-        rewritten_bytes=rewritten,
-    )
-
-
-def drop_parts(store: Store, parts: Sequence[Part], now_seconds: float, *, rewrite: bool = False) -> Drop:
+def drop_parts(
+    store: Store, parts: Sequence[Part], now_seconds: float, *, rewrite: bool = False, dry_run: bool = False
+) -> Drop:
     """Drop ``parts`` of what is committed in ``store``; what an earlier drop left is removed as well.
 
-    With ``rewrite`` files that hold both are replaced by copies of what stays of them. May be repeated after
-    any error, and after a crash. Raises `CheckpointNotFoundError`, `CheckpointConflictError` if a save or
-    another drop came first, CheckpointError where ranks saved on their own, OptionError if no tensor would be
-    left, `CorruptCheckpointError` for damage in what was to be copied; and the store's errors.
+    With ``rewrite`` files that hold both are replaced by copies of what stays of them. With ``dry_run``
+    nothing is changed, and what would be freed is by the files' sizes. May be repeated after any error, and
+    after a crash. Raises `CheckpointNotFoundError`, `CheckpointConflictError` if a save or another drop came
+    first, CheckpointError where ranks saved on their own, OptionError if no tensor would be left,
+    `CorruptCheckpointError` for damage in what was to be copied; and the store's errors.
     """
-    found = _look(store, parts, now_seconds)
-    planned = _planned(store, found, rewrite=rewrite)
-    if planned.outcome == "absent":
-        files, freed = finish_drop(store)
-        return replace(planned, files=files, freed_bytes=freed)
-    if planned.outcome != "dropped":
-        return planned
-    after, copied = _described(found), tuple[str, ...]()
+    # First what is compared with, then what is read: a save in between is found by the commit.
+    previous = commit.previous_state(store, commit.Names())
+    index = open_index(store)
+    if not previous.exists:
+        raise CheckpointError(
+            f"{store.url}: ranks have saved on their own here, without one commit that could be replaced; "
+            "convert it with dcp convert --to dcp --exclude ... instead",
+            path=store.url,
+        )
+    before = {info.name: info for info in store.list()}
+    names, found = _entries_of(index, parts, now_seconds)
+    if not names:
+        files, freed = ((), 0) if dry_run else finish_drop(store)
+        return Drop(url=store.url, outcome="absent", files=files, freed_bytes=freed)
+    if names.issuperset(index.fqns):
+        raise OptionError(
+            f"{store.url}: {', '.join(part.name for part in found)} is all that it has; dcp rm removes it",
+            path=store.url,
+        )
+    if _is_pinned(store):
+        return Drop(url=store.url, outcome="pinned", parts=found)
+    after = without(index, names)
+    gone = [name for name in index.files if name not in after.files]
+    freed, rewritten, copies = _size(before, gone), 0, list[str]()
+    shared, shared_bytes = _shared(index, after, names)
+    if rewrite:
+        rewritten = _size(before, shared) - shared_bytes
+        gone, freed, copies, shared_bytes = [*gone, *shared], freed + shared_bytes, shared, 0
+    drop = Drop(
+        url=store.url,
+        outcome="dropped" if gone or rewrite else "shared",
+        parts=found,
+        files=tuple(gone),
+        freed_bytes=freed,
+        shared_bytes=shared_bytes,
+        rewritten_bytes=rewritten,
+    )
+    if dry_run or drop.outcome == "shared":
+        return drop
+    return _carry_out(store, drop, index, after, previous, before, copies)
+
+
+def _carry_out(
+    store: Store,
+    drop: Drop,
+    index: CheckpointIndex,
+    after: CheckpointIndex,
+    previous: commit.Previous,
+    before: Mapping[str, FileInfo],
+    shared: Sequence[str],
+) -> Drop:
+    """Publish ``after``, over copies of what stays of the files ``shared``, and remove what it has not. It is
+    of dcp's format also for a checkpoint of stock torch's, since ours can say what was dropped."""
+    provenance: dict[str, Any] = dict(after.provenance)
+    for part in drop.parts:
+        provenance = noted_in(provenance, part)
+    if index.format == TORCH_DCP.name:
+        seconds = before[METADATA_NAME].modified_seconds if METADATA_NAME in before else 0.0
+        provenance = {"save_id": uuid.uuid4().hex[:8], "time": seconds, **provenance}
+    after, copied = replace(after, format=DCP.name, provenance=provenance), tuple[str, ...]()
     try:
-        if rewrite and found.shared:
-            after, copied = _with_copies(store, after, found.shared)
+        if shared:
+            after, copied = _with_copies(store, after, shared)
             if _is_pinned(store):  # meanwhile: copying takes its time
                 raise CheckpointConflictError(f"{store.url} was pinned meanwhile", path=store.url)
-        _publish(store, after, found.previous)
+        _publish(store, after, previous)
     except BaseException as error:
         if not (isinstance(error, CheckpointError) and error.committed):
             store.delete_all(copied)
-        if isinstance(error, CheckpointNotFoundError):
-            _refuse_changed(store, found.previous, error)
+        if isinstance(error, CheckpointNotFoundError):  # who commits removes what it has replaced
+            then = commit.previous_state(store, commit.Names())
+            if then.exists and (then.manifest, then.metadata) != (previous.manifest, previous.metadata):
+                raise CheckpointConflictError(
+                    f"{store.url}: a save or another drop came first; the checkpoint was modified "
+                    "concurrently",
+                    path=store.url,
+                ) from error
         raise
     now = {info.name: info for info in store.list()}
     _remove_aside(store, now)
-    gone = [name for name in found.index.files if name in found.before and name not in now]
-    rewritten = sum(now[name].size_bytes for name in copied if name in now)
-    freed = found.size_of(gone) - rewritten
-    return replace(planned, files=tuple(gone), freed_bytes=freed, rewritten_bytes=rewritten)
-
-
-def _refuse_changed(store: Store, previous: commit.Previous, error: CheckpointNotFoundError) -> None:
-    """Say, where a file is gone, who has removed it: who commits removes what it has replaced."""
-    now = commit.previous_state(store, commit.Names())
-    if now.exists and (now.manifest, now.metadata) != (previous.manifest, previous.metadata):
-        raise CheckpointConflictError(
-            f"{store.url}: a save or another drop came first; the checkpoint was modified concurrently",
-            path=store.url,
-        ) from error
+    gone = tuple(name for name in drop.files if name in before and name not in now)
+    rewritten = _size(now, copied)
+    return replace(drop, files=gone, freed_bytes=_size(before, gone) - rewritten, rewritten_bytes=rewritten)
 
 
 def finish_drop(store: Store) -> tuple[tuple[str, ...], int]:
@@ -204,14 +191,18 @@ def finish_drop(store: Store) -> tuple[tuple[str, ...], int]:
     if not dropped_from(index.provenance) or index.format != DCP.name:
         return (), 0
     before = {info.name: info for info in store.list()}
-    left = _left_behind(index, before)
+    owners = {owner_of(name) for name in index.files} | {index.provenance.get("save_id")}
+    replaced = index.provenance.get("replaced_files", [])
+    left = {name for name in before if owner_of(name) in owners - {None}}
+    left |= before.keys() & set(replaced) if isinstance(replaced, list) else set()
+    left -= {*index.files}
     if not left and not _is_stale(store, index, before):
         return (), 0
     _publish(store, index, replace(previous, files=tuple(sorted({*previous.files, *left}))))
     now = {info.name: info for info in store.list()}
     _remove_aside(store, now)
     gone = tuple(sorted(before.keys() - now.keys()))
-    return gone, sum(before[name].size_bytes for name in gone)
+    return gone, _size(before, gone)
 
 
 def _is_pinned(store: Store) -> bool:
@@ -221,44 +212,24 @@ def _is_pinned(store: Store) -> bool:
     return notes.pinned
 
 
-def _look(store: Store, parts: Sequence[Part], now_seconds: float) -> _Droppable:
-    # First what is compared with, then what is read: a save in between is found by the commit.
-    previous = commit.previous_state(store, commit.Names())
-    index = open_index(store)
-    if not previous.exists:
-        raise CheckpointError(
-            f"{store.url}: ranks have saved on their own here, without one commit that could be replaced; "
-            "convert it with dcp convert --to dcp --exclude ... instead",
-            path=store.url,
-        )
-    before = {info.name: info for info in store.list()}
+def _entries_of(
+    index: CheckpointIndex, parts: Sequence[Part], seconds: float
+) -> tuple[set[str], tuple[DroppedPart, ...]]:
+    """Return the names of the entries of ``parts``, and a note on each part that has some."""
     names: set[str] = set()
     found = []
     for part in parts:
-        own = _names_of(index, part) - names
+        selection = Selection.of(part.patterns, None)
+        own = {name for name in (*index.fqns, *index.objects.fqns) if selection and selection.selects(name)}
+        own -= names
         if own:
             names |= own
-            found.append(_note(index, part, own, now_seconds))
-    if names and names.issuperset(index.fqns):
-        raise OptionError(
-            f"{store.url}: {', '.join(part.name for part in found)} is all that it has; dcp rm removes it",
-            path=store.url,
-        )
-    return _Droppable(index, without(index, names), previous, before, frozenset(names), tuple(found))
-
-
-def _names_of(index: CheckpointIndex, part: Part) -> set[str]:
-    selection = Selection.of(part.patterns, None)
-    if selection is None:
-        return set()
-    return {name for name in (*index.fqns, *index.objects.fqns) if selection.selects(name)}
-
-
-def _note(index: CheckpointIndex, part: Part, names: Collection[str], seconds: float) -> DroppedPart:
-    rows = _rows_of(index, names)
-    size_bytes = int(index.payload_lengths[rows[index.chunk_tensors]].sum())
-    tensors = int(rows.sum())
-    return DroppedPart(part.name, part.patterns, seconds, tensors, len(names) - tensors, size_bytes)
+            rows = _rows_of(index, own)
+            size_bytes = int(index.payload_lengths[rows[index.chunk_tensors]].sum())
+            tensors = int(rows.sum())
+            note = part.name, part.patterns, seconds, tensors, len(own) - tensors, size_bytes
+            found.append(DroppedPart(*note))
+    return names, tuple(found)
 
 
 def _rows_of(index: CheckpointIndex, names: Collection[str]) -> npt.NDArray[np.bool_]:
@@ -266,16 +237,22 @@ def _rows_of(index: CheckpointIndex, names: Collection[str]) -> npt.NDArray[np.b
     return np.array([name in names for name in index.fqns], np.bool_)
 
 
-def _described(found: _Droppable) -> CheckpointIndex:
-    """Make the index to publish. It is of dcp's format also for a checkpoint of stock torch's, since ours can
-    say what was dropped."""
-    provenance: dict[str, Any] = dict(found.after.provenance)
-    for part in found.parts:
-        provenance = noted_in(provenance, part)
-    if found.index.format == TORCH_DCP.name:
-        seconds = found.before[METADATA_NAME].modified_seconds if METADATA_NAME in found.before else 0.0
-        provenance = {"save_id": uuid.uuid4().hex[:8], "time": seconds, **provenance}
-    return replace(found.after, format=DCP.name, provenance=provenance)
+def _shared(index: CheckpointIndex, after: CheckpointIndex, names: Collection[str]) -> tuple[list[str], int]:
+    """Return the files that hold payloads of ``names`` and something that stays, and the bytes of the former
+    in them; what a tensor that stays has as well does not count."""
+    dropped = _rows_of(index, names)[index.chunk_tensors]
+    holding = {index.files[number] for number in set(index.chunk_files[dropped].tolist())}
+    files = [name for name in after.files if name in holding]
+    inside = dropped & np.isin(index.chunk_files, [index.files.index(name) for name in files])
+    places = list(zip(index.chunk_files.tolist(), index.record_offsets.tolist(), strict=True))
+    kept = set(compress(places, (~dropped).tolist()))
+    own = dict(compress(zip(places, index.record_lengths.tolist(), strict=True), inside))
+    return files, sum(length for place, length in own.items() if place not in kept)
+
+
+def _size(listing: Mapping[str, FileInfo], names: Iterable[str]) -> int:
+    """Sum up the bytes of files as they were listed."""
+    return sum(listing[name].size_bytes for name in names if name in listing)
 
 
 def _publish(store: Store, index: CheckpointIndex, previous: commit.Previous) -> None:
@@ -298,15 +275,6 @@ def _remove_aside(store: Store, now: Mapping[str, FileInfo]) -> None:
     old = {name for name, info in now.items() if info.modified_seconds < published - _ASIDE_SECONDS}
     for name, error in store.delete_all(sorted(filter(OWN_ASIDE.fullmatch, old))).items():
         logger.warning("%s: could not delete %s: %s", store.url, name, error)
-
-
-def _left_behind(index: CheckpointIndex, before: Mapping[str, FileInfo]) -> set[str]:
-    """Name the files of the save of ``index`` that it does not refer to any more."""
-    owners = {owner_of(name) for name in index.files} | {index.provenance.get("save_id")}
-    replaced = index.provenance.get("replaced_files", [])
-    own = {name for name in before if owner_of(name) in owners - {None}}
-    others = {name for name in replaced if name in before} if isinstance(replaced, list) else set()
-    return (own | others) - {*index.files}
 
 
 def owner_of(name: str) -> str | None:
@@ -333,19 +301,17 @@ def _with_copies(
     compared."""
     save_id = uuid.uuid4().hex[:8]
     files, sizes = list(index.files), index.file_sizes.copy()
-    records, payloads, offsets = (
-        index.record_offsets.copy(),
-        index.payload_offsets.copy(),
-        index.objects.offsets.copy(),
-    )
+    records, payloads = index.record_offsets.copy(), index.payload_offsets.copy()
+    values = index.objects
+    offsets = values.offsets.copy()
     copied: list[str] = []
     try:
         for name in shared:
             number = index.files.index(name)
             chunks = np.flatnonzero(index.chunk_files == number)
-            objects = np.flatnonzero(index.objects.files == number)
-            begins = np.concatenate([index.record_offsets[chunks], index.objects.offsets[objects]])
-            lengths = np.concatenate([index.record_lengths[chunks], index.objects.lengths[objects]])
+            objects = np.flatnonzero(values.files == number)
+            begins = np.concatenate([index.record_offsets[chunks], values.offsets[objects]])
+            lengths = np.concatenate([index.record_lengths[chunks], values.lengths[objects]])
             copied.append(data_file_name(0, number, save_id))
             runs, moved, sizes[number] = _copy(store, name, copied[-1], begins, lengths)
             shift = moved[np.searchsorted(runs, begins, side="right") - 1]
@@ -361,7 +327,7 @@ def _with_copies(
             file_sizes=sizes,
             record_offsets=records,
             payload_offsets=payloads,
-            objects=replace(index.objects, offsets=offsets),
+            objects=replace(values, offsets=offsets),
         )
         _verify(store, found, copied)
     except BaseException:

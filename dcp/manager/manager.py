@@ -43,6 +43,7 @@ from dcp.progress import ProgressCallback
 from dcp.ranks.collectives import Ranks, raise_on_all_ranks, works_alone
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.saving.save import SaveOptions
+from dcp.state_dict_loader import load_with
 from dcp.state_dict_saver import AsyncCheckpointerType
 from dcp.steps import StepFolders, whole_step
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError, PlanError
@@ -253,7 +254,18 @@ class CheckpointManager:
             self._registrar = Registrar(registration, url, self._folders.name)
             follows.insert(0, self._registrar.on_event)
         self._events = Events(url, self.rank, follows)
-        self._session = self._open_session(stager)
+        self._session: LoopSession | AsyncSession
+        if mode == "sync":
+            self._session = LoopSession(process_group, no_dist=self._no_dist, world_size=self.world_size)
+        else:
+            self._session = AsyncSession(
+                process_group,
+                no_dist=self._no_dist,
+                kind=AsyncCheckpointerType(mode),
+                stager=stager,
+                timeout_seconds=timeout_seconds,
+                start=mode == "process",
+            )
         notices.see_to_it(partial(_call_off, weakref.ref(self._session)))
         self._saver = StepSaver(
             coordinator,
@@ -269,18 +281,6 @@ class CheckpointManager:
                 self._folders, keep, verify_saved, self._events, self._saver.damaged
             )
         _open.add(self)
-
-    def _open_session(self, stager: AsyncStager | None) -> LoopSession | AsyncSession:
-        if self._mode == "sync":
-            return LoopSession(self._process_group, no_dist=self._no_dist, world_size=self.world_size)
-        return AsyncSession(
-            self._process_group,
-            no_dist=self._no_dist,
-            kind=AsyncCheckpointerType(self._mode),
-            stager=stager,
-            timeout_seconds=self._options.timeout_seconds,
-            start=self._mode == "process",
-        )
 
     # -- saving ----------------------------------------------------------------------------------------------
 
@@ -302,8 +302,7 @@ class CheckpointManager:
             CheckpointError: The manager is closed; or what an earlier save raised (see ``on_failure``).
         """
         self._check_open()
-        step = self._whole_step(step, saves=last)
-        self._saver.exchange(step, last=last)
+        step = self._saver.exchange(step, last=last)
         return self._coordinator.reason(step, last=last) is not None
 
     @plain_errors
@@ -348,8 +347,7 @@ class CheckpointManager:
         self._check_open()
         self._events.refuse_to_wait("save()")
         saver = self._saver
-        step = self._whole_step(step, saves=last or force)
-        saver.exchange(step, last=last, force=force)
+        step = saver.exchange(step, last=last, force=force)
         reason = self._coordinator.reason(step, last=last, force=force)
         if reason is None:
             check_state(state_dict, self._saved_first)  # not only once it is saved
@@ -376,14 +374,6 @@ class CheckpointManager:
 
             return saver.begin_last(step, state_dict, prepare, self._saved_first, is_whole)
         return saver.begin(step, reason, state_dict, *prepare(), overlap=overlap)
-
-    def _whole_step(self, step: int, *, saves: bool) -> int:
-        """Check the ``step`` of a call; for what is none see `StepSaver.refuse_call`."""
-        try:
-            return whole_step(step)
-        except OptionError as error:
-            self._saver.refuse_call(error, saves=saves)
-            raise
 
     @property
     def failures(self) -> int:
@@ -473,17 +463,22 @@ class CheckpointManager:
         options.setdefault("progress", self._options.progress)
         if (weights := self._options.map) is not None:
             options.setdefault("map", weights.inverse)
+        group, timeout_seconds, no_dist = self._process_group, self._options.timeout_seconds, self._no_dist
         restored = Restoring(
-            state_dict=state_dict,
-            folders=self._folders,
-            list_steps=self._newest_first,
-            process_group=self._process_group,
-            no_dist=self._no_dist,
-            on_damage=None if self._after_commit is None else self._after_commit.doubt,
-            pause_seconds=self._options.retry_pause_seconds,
-            timeout_seconds=self._options.timeout_seconds,
-            storage_options=self._opener.storage_options,
-        ).restored(step, **options)
+            Ranks(group, use_dist=not no_dist, timeout_seconds=timeout_seconds, operation="restore"),
+            self._folders,
+            self._newest_first,
+            partial(
+                load_with,
+                state_dict,
+                process_group=group,
+                no_dist=no_dist,
+                timeout_seconds=timeout_seconds,
+                storage_options=self._opener.storage_options,
+            ),
+            None if self._after_commit is None else self._after_commit.doubt,
+            self._options.retry_pause_seconds,
+        ).restored(step, options)
         if restored is not None:
             self._coordinator.restored(restored.step)
             report, url = restored.report, f"{self._folders.root.url}/{self._folders.name(restored.step)}"
@@ -522,7 +517,7 @@ class CheckpointManager:
         Raises:
             StorageError: The storage cannot be listed.
         """
-        return sorted(set(self._folders.all_steps()) - self._going())
+        return sorted(self._folders.committed().keys() - self._going())
 
     @plain_errors
     def latest(self) -> int | None:

@@ -18,8 +18,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
@@ -114,28 +115,23 @@ def finish_removal(store: Store, now_seconds: float) -> Removed:
     return Removed("replaced")
 
 
-def is_abandoned(
-    store: Store, files: Sequence[FileInfo], older_than_seconds: float, now_seconds: float
-) -> bool:
-    """Return whether a folder of these files is what a save left that will never commit, or is `emptied`.
+def abandoned_files(
+    store: Store, before_seconds: float, files: Sequence[FileInfo] | None = None
+) -> list[FileInfo] | None:
+    """Return what a save left that will never commit, of a folder in which nothing is committed and all data
+    is older than that time; None of any other folder. ``files`` are those in it, where they were listed.
 
-    That is so if nothing is committed and all data is older than ``older_than_seconds``: a background writer
-    outlives its trainer, and writes or commits long before.
+    A background writer outlives its trainer, and writes or commits long before. Of a folder that has nothing
+    but a lock file since that time it is this file, if there is one: a deletion was killed before its last
+    step, or a save before its first. A save that begins in such a folder makes it young.
     """
-    if not files:
-        return emptied(store, now_seconds - older_than_seconds) is not None
-    if any(is_commit_object(info.name) for info in files):
-        return False
-    times = [info.modified_seconds for info in files if is_left_by_a_save(info.name)]
-    return bool(times) and max(times) < now_seconds - older_than_seconds
-
-
-def emptied(store: Store, before_seconds: float) -> list[FileInfo] | None:
-    """Return the lock file, if there is one, of a folder that has nothing else since that time; else None.
-
-    A deletion was killed before its last step, or a save before its first. A save that begins in such a
-    folder makes it young.
-    """
+    files = store.list() if files is None else files
+    if files:
+        data = [info for info in files if is_left_by_a_save(info.name)]
+        is_committed = any(is_commit_object(info.name) for info in files)
+        if is_committed or not data or max(info.modified_seconds for info in data) >= before_seconds:
+            return None
+        return [*data, *(info for info in files if info.name == NOTES_NAME)]
     if not store.capabilities.is_local:
         return None
     folder = Path(store.url)
@@ -148,25 +144,19 @@ def emptied(store: Store, before_seconds: float) -> list[FileInfo] | None:
     return [FileInfo(name, 0, modified_seconds) for name in names]
 
 
-def remove_abandoned(store: Store, older_than_seconds: float, now_seconds: float) -> Removed:
-    """Remove what `is_abandoned`, and nothing else.
+def remove_abandoned(store: Store, before_seconds: float) -> Removed:
+    """Remove `abandoned_files`, and nothing else.
 
     Under the lock, so that a save which is late after all cannot commit meanwhile. Where that excludes no
     other process, the save looks for its files before it commits.
     """
-    files: Sequence[FileInfo] = store.list()
-    if not is_abandoned(store, files, older_than_seconds, now_seconds):
-        return Removed("absent")
-    if not files:
-        return _close(store, emptied(store, now_seconds - older_than_seconds) or [])
-    with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
-        files = store.list()
-        if not is_abandoned(store, files, older_than_seconds, now_seconds):
-            return Removed("absent")
-        gone = [info for info in files if is_left_by_a_save(info.name) or info.name == NOTES_NAME]
-        _delete(store, gone)
-    _abort_uploads(store, gone)
-    return _close(store, gone)
+    gone = abandoned_files(store, before_seconds)
+    if gone and gone[0].name != LOCK_NAME:
+        with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):
+            gone = abandoned_files(store, before_seconds)
+            _delete(store, gone or ())
+        _abort_uploads(store, gone or ())
+    return Removed("absent") if gone is None else _close(store, gone)
 
 
 def is_left_by_a_save(name: str) -> bool:
@@ -191,29 +181,20 @@ def files_to_remove(store: Store, now_seconds: float) -> list[FileInfo]:
 
 
 def _tombstone(store: Store, commit: Commit, now_seconds: float) -> Deleting:
-    names = _names_of_files(store, commit)
-    owners = {match["owner"] or _STOCK_OWNER for name in names if (match := DATA_NAME.fullmatch(name))}
+    files: Sequence[str] = () if commit.index is None else commit.index.files
+    if commit.index is None and METADATA_NAME in commit.versions:
+        # Of a damaged manifest those that the `.metadata` beside it names: times alone do not tell, because
+        # the files of a quick save are of the same second as its commit objects.
+        with suppress(CheckpointNotFoundError, CheckpointFormatError, CorruptCheckpointError):
+            data = store.read(METADATA_NAME, limit_bytes=MAX_TORCH_METADATA_BYTES)
+            files = decode_torch_metadata(data).files
+    owners = {match["owner"] or _STOCK_OWNER for name in files if (match := DATA_NAME.fullmatch(name))}
     times = {info.name: info.modified_seconds for info in store.list() if info.name in commit.versions}
     together = [times[name] for name in (MANIFEST_NAME, METADATA_NAME) if name in times]
     # No save that began before the last commit to an id can commit any more; ranks that save on their own
     # do not exclude each other, so there the first one counts.
     newest = max(together) if together else min(times.values(), default=0.0)
     return Deleting(commit.save_id, float(now_seconds), sorted(owners), float(newest))
-
-
-def _names_of_files(store: Store, commit: Commit) -> Sequence[str]:
-    """Name the data files of ``commit``; of a damaged manifest those that the `.metadata` beside it names.
-
-    Times alone do not tell: the files of a quick save are of the same second as its commit objects.
-    """
-    if commit.index is not None:
-        return commit.index.files
-    if METADATA_NAME not in commit.versions:
-        return []
-    try:
-        return decode_torch_metadata(store.read(METADATA_NAME, limit_bytes=MAX_TORCH_METADATA_BYTES)).files
-    except (CheckpointNotFoundError, CheckpointFormatError, CorruptCheckpointError):
-        return []
 
 
 def _tombstone_of(store: Store) -> Deleting | None:
@@ -302,10 +283,6 @@ def _close(store: Store, gone: list[FileInfo]) -> Removed:
     return Removed("deleted", len(gone), sum(info.size_bytes for info in gone), left)
 
 
-OLD_SECONDS: Final = 86_400.0
-"""No save takes a day from its first file to its commit."""
-
-
 LeftoverKind = Literal["abandoned", "removal", "strays", "conversion", "replacement", "uploads"]
 
 
@@ -333,13 +310,10 @@ class Leftovers:
 
 
 def find_leftovers(
-    root: str | os.PathLike[str],
-    now_seconds: float,
-    *,
-    older_than_seconds: float = OLD_SECONDS,
-    open_store: OpenStore = open_store,
+    root: str | os.PathLike[str], before_seconds: float, *, open_store: OpenStore = open_store
 ) -> list[tuple[Store, Leftovers]]:
-    """Return what is left in ``root`` and in the folders directly below it; nothing is changed.
+    """Return what is left since before that time in ``root`` and in the folders directly below it; nothing is
+    changed.
 
     Raises `CheckpointNotFoundError` if there is no such folder.
     """
@@ -349,7 +323,7 @@ def find_leftovers(
     found = []
     for store in (open_store(root), *map(place.store, place.names())):
         try:
-            left = leftovers_of(store, now_seconds, older_than_seconds=older_than_seconds)
+            left = _leftovers_of(store, before_seconds)
         except CheckpointError as error:
             if isinstance(error, StorageError):
                 raise
@@ -358,7 +332,7 @@ def find_leftovers(
             found.append((store, left))
     if place.local_path is not None:
         for folder in ("", *place.names()):
-            found += _conversions(place.local_path / folder, now_seconds - older_than_seconds)
+            found += _conversions(place.local_path / folder, before_seconds)
     return found
 
 
@@ -381,24 +355,27 @@ def _conversions(root: Path, before_seconds: float) -> Iterator[tuple[Store, Lef
         yield PosixStore(folder), Leftovers(str(folder), kind, files, problem=problem)
 
 
-def leftovers_of(
-    store: Store, now_seconds: float, *, older_than_seconds: float = OLD_SECONDS
-) -> Leftovers | None:
+def _leftovers_of(store: Store, before_seconds: float) -> Leftovers | None:
     """Return what is left in one folder; None if nothing. Raises what a damaged manifest or notes raise: then
     it is not known which files are in use."""
     files = store.list()
     if not any(is_commit_object(info.name) for info in files):
         if files and read_notes(store).deleting is not None:
-            return Leftovers(store.url, "removal", tuple(files_to_remove(store, now_seconds)))
-        locks = () if files else emptied(store, now_seconds - older_than_seconds)
-        if locks:  # without one, a folder may be anybody's
-            return Leftovers(store.url, "abandoned", tuple(locks))
-        if files and is_abandoned(store, files, older_than_seconds, now_seconds):
-            gone = tuple(info for info in files if is_left_by_a_save(info.name))
-            return Leftovers(store.url, "abandoned", gone, _uploads(store, files))
+            return Leftovers(store.url, "removal", tuple(files_to_remove(store, time.time())))
+        gone = abandoned_files(store, before_seconds, files)
+        if gone:  # without a lock file, an empty folder may be anybody's
+            data = tuple(info for info in gone if info.name != NOTES_NAME)
+            return Leftovers(store.url, "abandoned", data, _uploads(store, files))
         strays: tuple[FileInfo, ...] = ()
     else:
-        strays = tuple(_strays(store, files, now_seconds - older_than_seconds))
+        # of saves that have written nothing since, and that nothing refers to
+        young = [info for info in files if info.modified_seconds >= before_seconds]
+        at_work = {owner_of(info.name) or info.name for info in young}
+        old = [info for info in files if info.modified_seconds < before_seconds]
+        old = [info for info in old if is_left_by_a_save(info.name)]
+        old = [info for info in old if (owner_of(info.name) or info.name) not in at_work]
+        used = frozenset(open_index(store).files) if old else frozenset()
+        strays = tuple(info for info in old if info.name not in used)
     uploads = _uploads(store, files)
     if not strays and not uploads:
         return None
@@ -411,38 +388,13 @@ def _uploads(store: Store, files: list[FileInfo]) -> tuple[str, ...]:
     return unfinished_uploads(store, lambda name: is_written_under(ledgers, name))
 
 
-def _strays(store: Store, files: list[FileInfo], before_seconds: float) -> Iterator[FileInfo]:
-    """Find files of saves that nothing refers to, and whose save has written nothing since."""
-    old = [info for info in files if is_left_by_a_save(info.name) and info.modified_seconds < before_seconds]
-    if not old:
-        return
-    used = frozenset(open_index(store).files)
-    young = {_save_of(info.name) for info in files if info.modified_seconds >= before_seconds}
-    for info in old:
-        if info.name not in used and _save_of(info.name) not in young:
-            yield info
-
-
-def _save_of(name: str) -> str:
-    """Return what files of one save have in common; stock's have nothing, and count each for itself."""
-    parts = name.split(".")
-    return parts[1] if len(parts) == 3 and name.startswith("__") else name
-
-
-def remove_leftovers(
-    store: Store,
-    left: Leftovers,
-    now_seconds: float,
-    *,
-    older_than_seconds: float = OLD_SECONDS,
-    uploads: bool = False,
-) -> int:
+def remove_leftovers(store: Store, left: Leftovers, before_seconds: float, *, uploads: bool) -> int:
     """Remove what was found, as far as it still is what it was; returns how many files are gone.
 
     With ``uploads`` all unfinished uploads end, and the saves that are at work on one fail.
     """
     if left.kind == "removal":
-        files = finish_removal(store, now_seconds).files
+        files = finish_removal(store, time.time()).files
     elif left.kind in ("conversion", "replacement"):
         files = len(left.files)
         with closing(LocalLedger(Path(left.url))) as ledger:
@@ -453,13 +405,13 @@ def remove_leftovers(
             else:
                 ledger.remove()
     elif left.kind == "abandoned":
-        files = remove_abandoned(store, older_than_seconds, now_seconds).files
+        files = remove_abandoned(store, before_seconds).files
     else:
         # Before files go that a `.metadata` from before a drop may refer to.
         finished, _ = finish_drop(store)
         with store.lock(timeout_seconds=_LOCK_TIMEOUT_SECONDS):  # no save commits between look and deletion
             store.sync()  # the commit that made them strays may not have been durable
-            now = leftovers_of(store, now_seconds, older_than_seconds=older_than_seconds)
+            now = _leftovers_of(store, before_seconds)
             still = {*left.files}.intersection(now.files if now is not None and now.kind == "strays" else ())
             gone = [info for info in store.list() if info in still]
             _delete(store, gone)

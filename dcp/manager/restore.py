@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from dcp.loading.feature import LoadReport
 from dcp.planners.load.selection import LoadKeywords, check_names
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.ranks.collectives import Ranks, begin, raise_on_all_ranks, retried
 from dcp.ranks.exchanges import causes_of, is_damage
-from dcp.state_dict_loader import load_with
 from dcp.steps import StepFolders, partial_of, whole_step
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -34,9 +33,6 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.opening import has_checkpoint, open_index
 from dcp.storage.formats.views import dropped_from
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
@@ -65,41 +61,25 @@ class Restored:
     skipped_partial: tuple[int, ...] = ()
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class Restoring:
-    """A restore into ``state_dict``, by all ranks alike.
+    """A restore, by all ``ranks`` alike.
 
-    ``list_steps`` gives the committed steps of ``folders``, newest first; it is called on the coordinator
-    only, and asked for no more of them than are tried. ``storage_options`` are those of `dcp.load`.
-    ``on_damage`` is called on every rank for each step whose stored bytes are not what was committed, and is
-    still there; what it raises is logged. Errors of the storage are retried a few times, after
-    ``pause_seconds``, doubled each time.
+    ``load`` is that of a checkpoint id, which raises what `dcp.load` does. ``list_steps`` gives the committed
+    steps of ``folders``, newest first; it is called on the coordinator only, and asked for no more of them
+    than are tried. ``on_damage`` is called on every rank for each step whose stored bytes are not what was
+    committed, and is still there; what it raises is logged. Errors of the storage are retried a few times,
+    after ``pause_seconds``, doubled each time.
     """
 
-    state_dict: dict[str, Any]
+    ranks: Ranks
     folders: StepFolders
     list_steps: Callable[[], Iterable[int]]
-    process_group: ProcessGroup | None
-    no_dist: bool
+    load: Callable[..., LoadReport]
     on_damage: Callable[[int, CheckpointError], None] | None
     pause_seconds: float
-    timeout_seconds: float
-    storage_options: Mapping[str, Any] | None
-    options: LoadKeywords = field(init=False)
-    skipped: dict[int, str] = field(default_factory=dict)
-    partial: list[int] = field(default_factory=list)
-    filled: set[str] = field(default_factory=set)
-    """What a load has filled, which must not stay where the next leaves something as it is."""
 
-    def __post_init__(self) -> None:
-        self.ranks = Ranks(
-            self.process_group,
-            use_dist=not self.no_dist,
-            timeout_seconds=self.timeout_seconds,
-            operation="restore",
-        )
-
-    def restored(self, step: int | None, **options: Unpack[LoadKeywords]) -> Restored | None:
+    def restored(self, step: int | None, options: LoadKeywords) -> Restored | None:
         """Load the newest step that can be read, or ``step`` and no other; ``options`` are those of
         `dcp.load`.
 
@@ -110,6 +90,10 @@ class Restoring:
         After it has returned, everything that a load which failed had filled has been filled from the
         restored step; `Stateful` objects have got their state once.
         """
+        self.skipped: dict[int, str] = {}
+        self.partial: list[int] = []
+        self.filled: set[str] = set()
+        """What a load has filled, which must not stay where the next leaves something as it is."""
         with raise_on_all_ranks(self.ranks):
             step = None if step is None else whole_step(step)
             if (weights := options.get("map")) is not None:
@@ -177,16 +161,7 @@ class Restoring:
         place = self.folders.checkpoint_id(step)
         report = self._retried(
             f"the restore of step {step}",
-            lambda _: load_with(
-                self.state_dict,
-                self.options,
-                checkpoint_id=place,
-                process_group=self.process_group,
-                no_dist=self.no_dist,
-                timeout_seconds=self.timeout_seconds,
-                storage_options=self.storage_options,
-                filled=self.filled,
-            ),
+            lambda _: self.load(self.options, checkpoint_id=place, filled=self.filled),
         )
         stored = report.user_metadata.get("metrics")
         metrics = stored.items() if isinstance(stored, dict) else ()
@@ -204,12 +179,9 @@ class Restoring:
     def _retried(self, what: str, attempt: Callable[[int], T]) -> T:
         """Return the result of ``attempt``, which gets its number, tried again while the storage fails."""
         try:
+            pause_seconds = self.pause_seconds
             return retried(
-                attempt,
-                what,
-                retries=_RETRIES,
-                pause_seconds=self.pause_seconds,
-                is_passing=_is_passing,
+                attempt, what, retries=_RETRIES, pause_seconds=pause_seconds, is_passing=_is_passing
             )
         except CheckpointError as error:
             if _is_passing(error):
@@ -273,9 +245,8 @@ def _is_missing(error: CheckpointError) -> bool:
 
 def _is_passing(error: CheckpointError) -> bool:
     """Tell whether the storage is to blame, on some ranks at least, and no rank has a reason to give up."""
+    passing = StorageError, CheckpointConflictError
     causes = causes_of(error)
-    passing = [isinstance(cause, StorageError | CheckpointConflictError) for cause in causes]
-    return any(passing) and all(
-        passes or is_damage(cause) or isinstance(cause, CheckpointNotFoundError)
-        for cause, passes in zip(causes, passing, strict=True)
+    return any(isinstance(cause, passing) for cause in causes) and all(
+        isinstance(cause, (*passing, CheckpointNotFoundError)) or is_damage(cause) for cause in causes
     )

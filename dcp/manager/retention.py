@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from dataclasses import fields as fields_of
 from typing import Any, Final, Literal, NamedTuple, Self, cast
 
@@ -70,11 +70,6 @@ class Keep:
     younger_than_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        self._check_rules()
-        if not self.has_rules:
-            raise OptionError("Keep: give at least one of last, every_steps, best and younger_than_seconds")
-
-    def _check_rules(self) -> None:
         best = self.best
         if best is not None:
             best = (best,) if isinstance(best, Best) else best
@@ -87,6 +82,8 @@ class Keep:
         young = self.younger_than_seconds
         if young is not None and (type(young) not in (int, float) or not math.isfinite(young) or young <= 0):
             raise OptionError(f"younger_than_seconds: must be a number above 0, not {young!r}")
+        if type(self) is Keep and not self.has_rules:
+            raise OptionError("Keep: give at least one of last, every_steps, best and younger_than_seconds")
 
     @property
     def has_rules(self) -> bool:
@@ -118,7 +115,7 @@ class Keep:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that `from_dict` reads; rules that are not set are left out."""
-        plain: dict[str, Any] = _plain(self)
+        plain: dict[str, Any] = _plain(asdict(self))
         return plain
 
 
@@ -157,7 +154,7 @@ class Retention(Keep):
     parts: Mapping[str, Keep] | None = None
 
     def __post_init__(self) -> None:
-        self._check_rules()
+        Keep.__post_init__(self)
         if self.optimizer is not None and type(self.optimizer) is not Keep:
             raise OptionError(f"optimizer: must be a Keep, such as Keep(last=2), not {self.optimizer!r}")
         parts = {} if self.parts is None else self.parts
@@ -217,9 +214,12 @@ def plan(retention: Keep | None, steps: Iterable[StepState], now_seconds: float)
             reasons[state.step].append("no retention")
     unjudged: dict[str, str] = {}
     if retention is not None and retention.has_rules:
-        _apply(retention, good, now_seconds, reasons)
-        unjudged = _spare_unjudged(retention, good, reasons)
-        _spare_unsound(retention, states, reasons)
+        unjudged = _apply(retention, good, now_seconds, reasons)
+        newer = 0
+        for state in reversed(states):
+            if state.health in ("damaged", "partial") and newer < (retention.last or 1):
+                reasons[state.step].append(f"{state.health}, without enough good ones after it")
+            newer += state.health == "good"
     keep = {step: tuple(why) for step, why in reasons.items() if why}
     drop: dict[int, tuple[Part, ...]] = {}
     for part in retention.dropping if isinstance(retention, Retention) else ():
@@ -234,40 +234,30 @@ def plan(retention: Keep | None, steps: Iterable[StepState], now_seconds: float)
 
 def _apply(
     retention: Keep, good: Sequence[StepState], now_seconds: float, reasons: dict[int, list[str]]
-) -> None:
+) -> dict[str, str]:
+    """Add the reasons of rules to keep ``good`` steps; where a rule has nothing to go by it keeps all, and if
+    it alone keeps some a sentence on its metric is returned."""
     if retention.last is not None:
         for state in good[-retention.last :]:
             reasons[state.step].append(f"last {retention.last}")
+    blind = []
     for rule in retention.bests:
-        for step in rule.pick(good):
+        picked = rule.pick(good)
+        for step in picked:
             reasons[step].append(f"best {rule.metric} ({rule.mode})")
+        blind += [] if picked else [rule]
     every, young = retention.every_steps, retention.younger_than_seconds
     for state in good:
         if every is not None and state.step % every == 0:
             reasons[state.step].append(f"every {every} steps")
-        if young is not None and _is_young(state.committed_seconds, now_seconds - young):
+        committed = state.committed_seconds  # 0 on storages that know no time
+        if young is not None and (committed is None or not 0 < committed <= now_seconds - young):
             reasons[state.step].append(f"younger than {young:g} s")
-
-
-def _is_young(committed: float | None, since_seconds: float) -> bool:
-    # Storages that know no time say 0.
-    return committed is None or not 0 < committed <= since_seconds
-
-
-def _spare_unjudged(
-    retention: Keep, good: Sequence[StepState], reasons: dict[int, list[str]]
-) -> dict[str, str]:
-    """Keep ``good`` where a rule has nothing to go by; a sentence on each metric that has spared one."""
-    found = {}
-    spared = [state.step for state in good if not reasons[state.step]]
-    for rule in retention.bests:
-        if rule.pick(good):
-            continue
+    alone = not all(reasons[state.step] for state in good)
+    for rule in blind:
         for state in good:
             reasons[state.step].append(f"best {rule.metric} ({rule.mode}), which cannot be judged")
-        if spared:
-            found[rule.metric] = _unjudged(rule, good)
-    return found
+    return {rule.metric: _unjudged(rule, good) for rule in blind if alone}
 
 
 def _unjudged(rule: Best, good: Sequence[StepState]) -> str:
@@ -283,24 +273,13 @@ def _unjudged(rule: Best, good: Sequence[StepState]) -> str:
     return f"what is best cannot be judged, so all steps are kept: {why}"
 
 
-def _spare_unsound(retention: Keep, states: Sequence[StepState], reasons: dict[int, list[str]]) -> None:
-    enough = retention.last or 1
-    newer = 0
-    for state in reversed(states):
-        if state.health in ("damaged", "partial") and newer < enough:
-            reasons[state.step].append(f"{state.health}, without enough good ones after it")
-        newer += state.health == "good"
-
-
 def _check_count(name: str, value: object) -> None:
     if type(value) is not int or value < 1:
         raise OptionError(f"{name}: must be a whole number of at least 1, not {value!r}")
 
 
 def _plain(value: Any) -> Any:
-    """Return rules as plain data, without what is not set."""
-    if isinstance(value, (Best, Keep)):
-        value = {each.name: getattr(value, each.name) for each in fields_of(value)}
+    """Return rules without what is not set, and with lists for tuples."""
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items() if each is not None}
     return [_plain(each) for each in value] if isinstance(value, tuple) else value

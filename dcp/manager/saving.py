@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, SupportsIndex
 
 import msgpack
 import numpy as np
@@ -28,7 +29,7 @@ from dcp.manager.coordination import Reason, StepCoordinator
 from dcp.manager.events import Events
 from dcp.saving.save import SaveOptions
 from dcp.state_dict_saver import save_with
-from dcp.steps import PARTIAL
+from dcp.steps import PARTIAL, whole_step
 from dcp.storage.errors import (
     CheckpointError,
     CollectiveTimeoutError,
@@ -120,28 +121,21 @@ def weights_of(state_dict: Mapping[str, Any], names: Sequence[str]) -> dict[str,
         if key in names:
             found[key] = value
         elif below:
-            found[key] = _SomeEntries(value, {name: name.removeprefix(f"{key}.") for name in below})
+            paths = {name: name.removeprefix(f"{key}.") for name in below}
+            # a `Stateful` object, which is never loaded by
+            some = partial(_some_entries, value, paths)
+            found[key] = SimpleNamespace(state_dict=some, load_state_dict=lambda _: None)
     return found
 
 
-@dataclass(frozen=True)
-class _SomeEntries:
-    """Some entries of ``value``: by their names what they are called in it."""
-
-    value: Any
-    names: Mapping[str, str]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return those entries, in their places."""
-        whole = self.value.state_dict() if hasattr(self.value, "state_dict") else self.value
-        found: dict[str, Any] = {}
-        for name, path in self.names.items():
-            if not isinstance(whole, Mapping) or not _copy(whole, found, path):
-                raise CheckpointError(f"the state has no {name!r}, which was to be saved first", fqn=name)
-        return found
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing: nothing is loaded by it."""
+def _some_entries(value: Any, paths: Mapping[str, str]) -> dict[str, Any]:
+    """Return some entries of ``value``, in their places: by their names what they are called in it."""
+    whole = value.state_dict() if hasattr(value, "state_dict") else value
+    found: dict[str, Any] = {}
+    for name, path in paths.items():
+        if not isinstance(whole, Mapping) or not _copy(whole, found, path):
+            raise CheckpointError(f"the state has no {name!r}, which was to be saved first", fqn=name)
+    return found
 
 
 def _copy(source: Mapping[str, Any], target: dict[str, Any], path: str) -> bool:
@@ -210,8 +204,19 @@ class StepSaver:
         self._unreported: BaseException | None = None
         self._damage: CorruptCheckpointError | None = None
 
-    def exchange(self, step: int, *, last: bool, force: bool = False) -> None:
-        """Exchange, once a step, with the other ranks what to do; raise what failed, on all of them."""
+    def exchange(self, step: SupportsIndex, *, last: bool, force: bool = False) -> int:
+        """Exchange, once a step, with the other ranks what to do; raise what failed, on all of them. Returns
+        ``step`` as an int; what is none fails on this rank, and on the others where they save.
+
+        At a step without an exchange these hear of it only if they save whatever the step is, by the interval
+        or because of the call.
+        """
+        try:
+            step = whole_step(step)
+        except OptionError as error:
+            if self.coordinator.refuse(error, saves=last or force):
+                self.session.refuse(error, self.options)
+            raise
         was_stopping = self.coordinator.stopping
         has_failed = self._failure is not None or self._damage is not None
         agreed = self.coordinator.begin(step, failed=has_failed, last=last, force=force)
@@ -221,6 +226,7 @@ class StepSaver:
             self.settle(self.options.timeout_seconds)
             self.raise_failure(damage=True)
             raise CheckpointError("a save failed on another rank, whose log and exception say why", step=step)
+        return step
 
     def may_begin(self, step: int, reason: Reason) -> bool:
         """Deal with a save that is not finished, and with one that failed; the same on all ranks."""
@@ -261,15 +267,13 @@ class StepSaver:
         options = replace(
             self.options, step=step, resumed_from=self.resumed_from, user_metadata=user_metadata
         )
-        if self.after_commit is not None:
-            self._tell(self.after_commit.saving, step)
+        self._follow("saving", step)
         try:
             future = self.session.save(
                 state_dict, storage_writer=writer, planner=self.planner, options=options, overlap=overlap
             )
         except BaseException:
-            if self.after_commit is not None:
-                self._tell(self.after_commit.ended, step, None)
+            self._follow("ended", step, None)
             raise
         with self._changed:
             self._running[future] = step
@@ -327,17 +331,11 @@ class StepSaver:
         if self.session.world_size > 1:
             self.coordinator.saved(step, reason)  # as on the others
 
-    def refuse_call(self, error: Exception, *, saves: bool) -> None:
-        """Do the same for a call of which the step is not known. At a step without an exchange the others
-        hear of it only if they save whatever the step is, by the interval or because of the call
-        (``saves``)."""
-        if self.coordinator.refuse(error, saves=saves):
-            self.session.refuse(error, self.options)
-
-    def _tell(self, method: Callable[..., None], step: int, *args: Any) -> None:
-        """Call a follower of saves; one that fails does not keep the save from going on."""
+    def _follow(self, method: Literal["saving", "ended"], step: int, *args: str | None) -> None:
+        """Call what follows saves, on the coordinator; it does not keep a save from going on by failing."""
         try:
-            method(step, *args)
+            if self.after_commit is not None:
+                getattr(self.after_commit, method)(step, *args)
         except Exception:
             logger.exception("%s: what follows saves failed at step %d", self.events.root, step)
 
@@ -357,8 +355,7 @@ class StepSaver:
                 self.events.emit(
                     "saved", step, seconds=outcome.seconds, size_bytes=size_bytes, error=error, **what
                 )
-            if self.after_commit is not None:
-                self._tell(self.after_commit.ended, step, outcome.save_id if committed else None)
+            self._follow("ended", step, outcome.save_id if committed else None)
         finally:
             with self._changed:
                 if error is None:
