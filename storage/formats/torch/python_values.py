@@ -26,6 +26,7 @@ import msgpack
 import numpy as np
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
+from dcp.storage.formats.dtypes import Dtype
 from dcp.storage.formats.pickle.classes import (
     ArrayPickle,
     DefaultDictPickle,
@@ -153,21 +154,20 @@ def decode_values(encoded: Sequence[bytes]) -> list[Any]:
         raise CheckpointFormatError(f"malformed plain data: {error}") from error
 
 
-def leaf_bytes(decoded: Any) -> int | None:
+def leaf_bytes(decoded: Any) -> int:
     """Return about how many bytes the encoding of a decoded value has that is neither plain nor a container
-    that may hold any value; None where it is not harmless."""
+    that may hold any value."""
     kind = type(decoded)
-    if kind is ArrayPickle:
-        return None if decoded.array is None else decoded.array.nbytes + _HEAD_BYTES
+    if kind is ArrayPickle and decoded.array is not None:
+        return _HEAD_BYTES + int(decoded.array.nbytes)
     if kind in (set, frozenset, bytearray):
         return _HEAD_BYTES + sum(_HEAD_BYTES + _length(item) for item in decoded)
     if kind is DtypePickle:
-        return None if decoded.dtype is None else decoded.fields * _HEAD_BYTES
+        return _HEAD_BYTES * int(decoded.fields)
     if kind is LatePickle:
-        return None if decoded.value is None else _HEAD_BYTES + _late_bytes(decoded.value)
-    if isinstance(decoded, np.generic):
-        return _HEAD_BYTES + getattr(decoded, "nbytes", 16)
-    return _HEAD_BYTES + sum(map(_length, getattr(decoded, "parts", ()))) if kind in _FIXED else None
+        return _HEAD_BYTES + _late_bytes(decoded.value)
+    size_bytes = decoded.nbytes if isinstance(decoded, np.generic) else 0
+    return _HEAD_BYTES + int(size_bytes) + sum(map(_length, getattr(decoded, "parts", ())))
 
 
 def _late_bytes(value: Any) -> int:
@@ -192,6 +192,14 @@ def python_value(
     for one that contains itself, is nested too deeply, or has many times the bytes of its pickle.
     """
     return _PythonValues(pickle_bytes, special or {}).of(decoded, 0)
+
+
+def kind_of(decoded: Any) -> str:
+    """Return what a decoded value that is not harmless needs."""
+    if isinstance(decoded, Dtype):
+        return f"torch.{decoded.name}"
+    name = getattr(decoded, "kind", None) or getattr(decoded, "name", None)
+    return str(name) if name else f"a {type(decoded).__name__}"
 
 
 _OPEN: Final = object()
@@ -239,8 +247,7 @@ class _PythonValues:
             return value.value
         if kind is bytearray or kind in _FIXED or isinstance(value, np.generic):
             return value
-        need = getattr(value, "kind", None) or getattr(value, "name", None) or kind.__name__
-        raise UnsafeObjectError(f"needs {need}", global_name=str(need))
+        raise UnsafeObjectError(f"needs {kind_of(value)}", global_name=kind_of(value))
 
     def _dict(self, value: dict[Any, Any], depth: int) -> Any:
         items = {_checked_key(key): self.of(item, depth) for key, item in value.items()}
@@ -264,5 +271,5 @@ class _PythonValues:
 
 def _checked_key(key: Any) -> Any:
     if not _is_key(key):
-        raise UnsafeObjectError(f"needs {getattr(key, 'kind', None) or f'a {type(key).__name__}'} as a key")
+        raise UnsafeObjectError(f"needs {kind_of(key)} as a key")
     return key
