@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import MAX_DIMENSIONS
+from dcp.storage.formats.index import MAX_DIMENSIONS, UNKNOWN
 from dcp.storage.formats.pickle.classes import NUMPY_GLOBALS, STDLIB_GLOBALS
 from dcp.storage.formats.pickle.decoder import (
     BuiltDict,
@@ -80,6 +80,9 @@ class TensorPickle:
 
     Element ``(i, j, ...)`` stands at element ``storage_offset + i * strides[0] + j * strides[1] + ...`` of
     the storage, which has ``storage_bytes`` bytes, and all elements were checked to lie inside it.
+
+    Of a record also: the storage begins at ``payload_offset`` of the file, and ``crc32`` covers it; None
+    where none was computed.
     """
 
     dtype_code: int
@@ -89,6 +92,8 @@ class TensorPickle:
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     requires_grad: bool
+    payload_offset: int = UNKNOWN
+    crc32: int | None = None
 
     @property
     def contiguous(self) -> bool:
