@@ -17,14 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Final, NamedTuple, ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME, RANK_LOCAL
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
-    CheckpointFormatError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsupportedFormatError,
@@ -219,7 +218,7 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
                 return decode_torch_metadata(metadata)
         if start is None:
             return index
-        if len(start.data) < start.size_bytes and _is_long_start_of(index, start):
+        if _is_long_start_of(index, start):
             return index
         metadata = _whole(store, metadata_name, start)
         published = index.torch_metadata_crc, index.replaced_torch_metadata_crc  # with it, or to be replaced
@@ -244,11 +243,8 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
     )
 
 
-class _Start(NamedTuple):
-    """The first bytes of a file of ``size_bytes``."""
-
-    data: bytes
-    size_bytes: int
+_Start = tuple[bytes, int]
+"""The first bytes of a file, and the file's size in bytes."""
 
 
 def _read_pair(
@@ -268,21 +264,16 @@ def _read_pair(
             return manifest, decode_manifest(manifest)
 
     if not store.read_profile.scatter:
-        return *decoded(), _start_of(store, metadata_name)
+        return *decoded(), _unless_missing(store.read_start, metadata_name, _START_BYTES)
     with WorkerThreads(1) as pool:
-        beside = pool.submit(_start_of, store, metadata_name)
+        beside = pool.submit(_unless_missing, store.read_start, metadata_name, _START_BYTES)
         return *decoded(), result_of(beside)
-
-
-def _start_of(store: Store, name: str) -> _Start | None:
-    found = _unless_missing(store.read_start, name, _START_BYTES)
-    return None if found is None else _Start(*found)
 
 
 def _whole(store: Store, name: str, start: _Start | None) -> bytes | None:
     """Return the file that has ``start``; None if it is absent."""
-    if start is None or len(start.data) == start.size_bytes:
-        return None if start is None else start.data
+    if start is None or len(start[0]) == start[1]:
+        return None if start is None else start[0]
     return _unless_missing(store.read, name, limit_bytes=MAX_TORCH_METADATA_BYTES)
 
 
@@ -291,10 +282,10 @@ def _is_long_start_of(index: CheckpointIndex, start: _Start) -> bool:
 
     Then ``index`` is the truth, even if the file is damaged further on, and reading it is not worth the time.
     """
-    save_id = index.provenance.get("save_id")
-    if index.torch_metadata_crc is None:
+    (data, size_bytes), save_id = start, index.provenance.get("save_id")
+    if len(data) == size_bytes or index.torch_metadata_crc is None or not isinstance(save_id, str):
         return False
-    return isinstance(save_id, str) and start.data.startswith(torch_metadata_head(save_id, start.size_bytes))
+    return data.startswith(torch_metadata_head(save_id, size_bytes))
 
 
 def is_large_metadata_of(store: Store, name: str, index: CheckpointIndex) -> bool:
@@ -305,10 +296,8 @@ def is_large_metadata_of(store: Store, name: str, index: CheckpointIndex) -> boo
     """
     if index.chunk_count < _LARGE_CHUNKS:
         return False
-    start = _start_of(store, name)
-    if start is None or len(start.data) == start.size_bytes:
-        return False
-    return _is_long_start_of(index, start)
+    start = _unless_missing(store.read_start, name, _START_BYTES)
+    return start is not None and _is_long_start_of(index, start)
 
 
 def _is_ours(index: CheckpointIndex, metadata: bytes) -> bool:
@@ -344,11 +333,13 @@ def _local_ranks(store: Store) -> list[int]:
 
 @contextmanager
 def _located(path: str) -> Iterator[None]:
-    """Adds ``path`` to errors of the decoders, which see bytes and not files."""
+    """Add ``path`` to errors of the decoders, which see bytes and not files."""
     try:
         yield
     except CheckpointError as error:
-        raise type(error)(f"{path}: {error}", **({"path": path} | error.facts)) from error
+        if error.facts.get("path"):
+            raise
+        raise type(error)(f"{path}: {error}", **(error.facts | {"path": path})) from error
 
 
 def _not_found(store: Store) -> CheckpointNotFoundError:
@@ -486,13 +477,10 @@ def _format_of_file(name: str, begin: bytes) -> Format:
 
 @contextmanager
 def _read_as(one: Format, path: str) -> Iterator[None]:
-    """Errors within name ``path``. Readers of other packages' formats may raise anything."""
+    """Name ``path`` in errors. Readers of other packages' formats may raise anything."""
     try:
-        yield
-    except (CheckpointFormatError, CorruptCheckpointError) as error:
-        if error.path:
-            raise
-        raise type(error)(f"{path}: {error}", **(error.facts | {"path": path})) from error
+        with _located(path):
+            yield
     except CheckpointError:
         raise
     except Exception as error:

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.container_notes import plain_key
 from dcp.storage.formats.index import MAX_DIMENSIONS
-from dcp.storage.formats.pickle.decoder import BuiltDict, Constructor, Ignored, Instance
+from dcp.storage.formats.pickle.decoder import BuiltDict, Constructor, Ignored, Instance, instances
 
 DEFAULT_DICT: Final = "collections.defaultdict"
 
@@ -118,15 +118,6 @@ def _uuid(state: Any) -> uuid.UUID:
     return uuid.UUID(int=number)
 
 
-def _late(name: str, make: Callable[[Any], Any]) -> Constructor:
-    def new(args: _Args) -> LatePickle:
-        if args:
-            raise _malformed(name)
-        return LatePickle(name, make)
-
-    return Constructor(name, new=new)
-
-
 # -- the standard library, by checked arguments: anything that is wrong raises a ValueError or its like ------
 
 
@@ -142,11 +133,6 @@ def _dated(kind: Any, size: int) -> Callable[[_Args], Any]:
         return kind(data, *filter(None, zones)).replace()  # which checks day and hour
 
     return build
-
-
-def _timedelta(args: _Args) -> datetime.timedelta:
-    days, seconds, microseconds = map(_integer, args)
-    return datetime.timedelta(days, seconds, microseconds)
 
 
 def _timezone(args: _Args) -> datetime.timezone:
@@ -221,22 +207,6 @@ def _bytearray(args: _Args) -> bytearray:
     return bytearray(data)
 
 
-def _no_bytes(args: _Args) -> bytes:
-    """Return how protocol 2 has ``b""``."""
-    if args:
-        raise ValueError("arguments")
-    return b""
-
-
-def _range(args: _Args) -> range:
-    return range(*map(_integer, args))
-
-
-def _slice(args: _Args) -> slice:
-    begin, end, step = (None if part is None else _integer(part) for part in args)
-    return slice(begin, end, step)
-
-
 def _default_dict(args: _Args) -> DefaultDictPickle | Ignored:
     (factory,) = args or (None,)
     if factory is None:
@@ -271,19 +241,21 @@ def _globals() -> dict[tuple[str, str], Any]:
         ("datetime", "date"): _dated(datetime.date, 4),
         ("datetime", "datetime"): _dated(datetime.datetime, 10),
         ("datetime", "time"): _dated(datetime.time, 6),
-        ("datetime", "timedelta"): _timedelta,
+        ("datetime", "timedelta"): lambda args: datetime.timedelta(*map(_integer, args)),
         ("datetime", "timezone"): _timezone,
         ("decimal", "Decimal"): _decimal,
         ("fractions", "Fraction"): _fraction,
         ("collections", "defaultdict"): _default_dict,
         ("collections", "deque"): _deque,
         ("builtins", "bytearray"): _bytearray,
-        ("builtins", "bytes"): _no_bytes,
+        ("builtins", "bytes"): lambda args: bytes(_bytearray(args)),  # so protocol 2 has b""
         ("builtins", "frozenset"): _items(frozenset),
         ("builtins", "set"): _items(set),
-        ("builtins", "slice"): _slice,
-        ("builtins", "range"): _range,
-        ("builtins", "xrange"): _range,
+        ("builtins", "slice"): lambda args: slice(
+            *(part if part is None else _integer(part) for part in args)
+        ),
+        ("builtins", "range"): lambda args: range(*map(_integer, args)),
+        ("builtins", "xrange"): lambda args: range(*map(_integer, args)),
     }
     native = type(pathlib.Path())  # paths of this system can be used, others are pure
     for module in ("pathlib", "pathlib._local"):
@@ -292,8 +264,8 @@ def _globals() -> dict[tuple[str, str], Any]:
             made[module, pure.__name__[4:]] = _path(native if issubclass(native, pure) else pure)
     found: dict[tuple[str, str], Any] = {place: _made(".".join(place), made[place]) for place in made}
     found["builtins", "Ellipsis"], found["builtins", "NotImplemented"] = ..., NotImplemented
-    found["uuid", "UUID"] = _late("uuid.UUID", _uuid)
-    found["_io", "BytesIO"] = _late("_io.BytesIO", _bytes_io)
+    found["uuid", "UUID"] = instances("uuid.UUID", lambda name: LatePickle(name, _uuid))
+    found["_io", "BytesIO"] = instances("_io.BytesIO", lambda name: LatePickle(name, _bytes_io))
     return found
 
 
@@ -342,8 +314,7 @@ class DtypePickle(Instance):
         if type(base) is not tuple or len(base) != 2:
             raise _malformed("numpy.dtype of a field that is an array")
         if self._contains([base[0]]):
-            sizes = base[1] if type(base[1]) is tuple else (_natural(base[1]),)
-            self.dtype = np.dtype((base[0].dtype, _shape(sizes)))
+            self.dtype = np.dtype((base[0].dtype, _shape(base[1] if type(base[1]) is tuple else (base[1],))))
 
     def _structure(self, names: Any, fields: Any, itemsize: Any) -> None:
         if (

@@ -51,12 +51,9 @@ _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 
 
-class _UnknownDtype(str):
-    """The name of a dtype of torch that no checkpoint can hold: quantised, or narrower than a byte."""
-
-
-class _Layout(str):
-    """The name of a torch.layout, e.g. ``torch.strided``."""
+class _TorchName(str):
+    """A torch.layout, ``torch.strided``, or a dtype of torch that no checkpoint can hold: quantised, or
+    narrower than a byte."""
 
 
 def _is_short(value: Any) -> bool:
@@ -121,13 +118,13 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     (f"{_CHECKPOINT}._hf_storage", "_HFStorageInfo"): instances(HF_INFO),
     ("torch", "Size"): _checked("torch.Size", _is_short, tuple),
     ("torch.serialization", "_get_layout"): _checked(
-        "layout", lambda name: type(name) is str and len(name) <= 64, _Layout
+        "layout", lambda name: type(name) is str and len(name) <= 64, _TorchName
     ),
     ("builtins", "getattr"): Constructor("builtins.getattr", reduce=_member),
     # Python 3.11.2 and older name the builtin so in protocol 2
     ("__builtin__", "getattr"): Constructor("builtins.getattr", reduce=_member),
     **{("torch", name): dtype for name, dtype in dtypes.BY_NAME.items()},
-    **{("torch", name): _UnknownDtype(name) for name in _UNKNOWN_DTYPES},
+    **{("torch", name): _TorchName(name) for name in _UNKNOWN_DTYPES},
     **{
         (module, name): Constructor(f"{module}.{name}", reduce=_path)
         for module in ("pathlib", "pathlib._local")
@@ -171,10 +168,10 @@ def decode_torch_metadata(data: bytes | memoryview) -> CheckpointIndex:
         columns.add(fqn, entry)
     provenance = _provenance(state)
     planner_data = state.get("planner_data")
-    problem = _Plain(len(data)).problem(planner_data)
+    problem = plain_problem(planner_data, [4 * len(data) + 4096])
     if problem:
         planner_data = None
-        provenance["planner_data_dropped"] = problem
+        provenance["planner_data_dropped"] = f"it {problem}"
     return columns.index(planner_data, provenance)
 
 
@@ -413,18 +410,18 @@ def _properties(value: Any, fqn: str) -> tuple[dtypes.Dtype, bool]:
             fqn=fqn,
         )
     dtype, layout, requires_grad = state[:3]
-    if isinstance(dtype, _UnknownDtype) and dtype.startswith("q"):
+    if isinstance(dtype, _TorchName) and dtype.startswith("q"):
         raise UnsupportedFormatError(
             f"{fqn!a} is quantized (torch.{dtype}): its metadata lack scale and zero point, and stock "
             "torch loads its integers alone, as other values. Load the checkpoint with "
             "torch into tensors of the same scales, and save it without this one, or dequantized",
             fqn=fqn,
         )
-    if isinstance(dtype, _UnknownDtype):
+    if isinstance(dtype, _TorchName):
         raise UnsupportedFormatError(
             f"{fqn!a} has the dtype torch.{dtype}, which this version of dcp cannot hold", fqn=fqn
         )
-    if not isinstance(dtype, dtypes.Dtype) or not isinstance(layout, _Layout):
+    if not isinstance(dtype, dtypes.Dtype) or not isinstance(layout, _TorchName):
         raise CheckpointFormatError(f"{where} have no dtype or no layout", fqn=fqn)
     if layout != "torch.strided":
         raise UnsupportedFormatError(f"{fqn!a} has the layout {layout!a}, and only dense is read", fqn=fqn)
@@ -469,37 +466,31 @@ def _provenance(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class _Plain:
-    """A check that planner data are plain, within a budget: shared parts make a small file that is long to
-    walk."""
+def plain_problem(value: Any, parts_left: list[int] | None = None, depth: int = 0) -> str | None:
+    """Return why planner data are not plain data, as "holds a set"; None if they are.
 
-    def __init__(self, data_bytes: int) -> None:
-        self._left = 4 * data_bytes + 4096
-
-    def problem(self, value: Any, depth: int = 0) -> str | None:
-        """Return why ``value`` is not plain data; None if it is."""
-        kind = type(value)
-        if value is None or kind in _SCALARS:
-            return None
-        if depth >= MAX_PLAIN_DEPTH:
-            return f"it is nested deeper than {MAX_PLAIN_DEPTH} levels"
-        if kind is dict:
-            return self._first_problem(value, depth) or self._first_problem(value.values(), depth)
-        if kind in (list, tuple):
-            return self._first_problem(value, depth)
-        return f"it holds a {value.kind if isinstance(value, Instance) else kind.__name__}"
-
-    def _first_problem(self, values: Any, depth: int) -> str | None:
-        self._left -= len(values)
-        if self._left < 0:
-            raise CheckpointFormatError("planner_data repeats its parts to many times the length of the file")
-        if _SCALARS.issuperset(map(type, values)):
-            return None
-        for value in values:
-            problem = self.problem(value, depth + 1)
+    ``parts_left`` is how many parts may be looked at: shared parts make a small file that is long to walk.
+    """
+    kind = type(value)
+    if kind in _SCALARS:
+        return None
+    if depth >= MAX_PLAIN_DEPTH:
+        return f"is nested deeper than {MAX_PLAIN_DEPTH} levels"
+    if kind not in (dict, list, tuple):
+        return f"holds a {value.kind if isinstance(value, Instance) else kind.__qualname__}"
+    for values in (value, value.values()) if kind is dict else (value,):
+        if parts_left is not None:
+            parts_left[0] -= len(values)
+            if parts_left[0] < 0:
+                raise CheckpointFormatError(
+                    "planner_data repeats its parts to many times the length of the file"
+                )
+        if not _SCALARS.issuperset(map(type, values)):
+            problems = (plain_problem(item, parts_left, depth + 1) for item in values)
+            problem = next(filter(None, problems), None)
             if problem:
                 return problem
-        return None
+    return None
 
 
 _SCALARS = frozenset((str, int, float, bool, bytes, type(None)))

@@ -26,7 +26,7 @@ from dcp.storage.formats.pickle.decoder import (
     allow_list,
     decode_pickle,
 )
-from dcp.storage.geometry.strides import extent, is_c_ordered
+from dcp.storage.geometry.strides import extent
 
 MAX_TENSOR_PICKLE_BYTES: Final = 1 << 20
 """A pickled tensor takes some 200 bytes; attributes set on the tensor object come on top."""
@@ -95,18 +95,6 @@ class TensorPickle:
     payload_offset: int = UNKNOWN
     crc32: int | None = None
 
-    @property
-    def contiguous(self) -> bool:
-        """Return whether the elements stand in C order without gaps."""
-        return is_c_ordered(self.sizes, self.strides)
-
-
-@dataclass(frozen=True, slots=True)
-class _StorageClass:
-    """A class of storages; ``dtype`` is None for an untyped one, whose elements are bytes."""
-
-    dtype: dtypes.Dtype | None
-
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
@@ -115,11 +103,6 @@ class _Storage:
     dtype: dtypes.Dtype | None
     key: str
     elements: int
-
-
-@dataclass(frozen=True, slots=True)
-class _TensorClass:
-    """A class of which the plain tensor data is all that a checkpoint needs."""
 
 
 def decode_torch_pickle(
@@ -211,9 +194,10 @@ def _load_storage(value: Any) -> _Storage:
     if type(value) is not tuple or len(value) != 5 or value[0] != "storage":
         raise _malformed("storage")
     _, kind, key, _, elements = value
-    if not isinstance(kind, _StorageClass) or type(key) is not str or len(key) > _MAX_KEY_CHARACTERS:
+    name = kind.name if type(kind) is Constructor else ""
+    if name not in _STORAGES or type(key) is not str or len(key) > _MAX_KEY_CHARACTERS:
         raise _malformed("storage's class or key")
-    return _Storage(kind.dtype, key, _natural(elements, "storage's size"))
+    return _Storage(_STORAGES[name], key, _natural(elements, "storage's size"))
 
 
 def _natural(value: Any, what: str) -> int:
@@ -302,7 +286,7 @@ def _from_type(args: _Args) -> Any:
     foreign = _foreign_in((kind, function))
     if foreign is not None:
         return Ignored(foreign, is_tensor=True)
-    _require(type(inner) is tuple and isinstance(kind, _TensorClass), "tensor of a class")
+    _require(type(inner) is tuple and getattr(kind, "name", "") in _TENSORS, "tensor of a class")
     is_known = type(function) is Constructor and function.name.startswith("torch._utils._rebuild_")
     result = function.reduce(inner) if is_known and function.reduce is not None else None
     _require(isinstance(result, (TensorPickle, Ignored)), "tensor of a class")
@@ -362,14 +346,22 @@ def _complex(args: _Args) -> complex:
     return complex(float(args[0]), float(args[1]))
 
 
+_STORAGES: Final[dict[str, dtypes.Dtype | None]] = {
+    "torch.storage.UntypedStorage": None,
+    **dict.fromkeys(f"torch.{name}" for name in _QUANTISED),
+    **{f"torch.{name}": dtype for name, dtype in dtypes.BY_STORAGE_CLASS.items()},
+}
+"""Classes of storages; None for one whose elements are bytes."""
+
+_TENSORS: Final = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+"""Classes of which the plain tensor data is all that a checkpoint needs."""
+
 _OWN: Final[dict[tuple[str, str], Any]] = {
-    ("torch.storage", "UntypedStorage"): _StorageClass(None),
-    **dict.fromkeys((("torch", name) for name in _QUANTISED), _StorageClass(None)),
-    **{("torch", name): _StorageClass(dtype) for name, dtype in dtypes.BY_STORAGE_CLASS.items()},
+    **{
+        (module, name): Constructor(f"{module}.{name}")
+        for module, _, name in (full.rpartition(".") for full in (*_STORAGES, *_TENSORS))
+    },
     **{("torch", name): dtype for name, dtype in dtypes.BY_NAME.items()},
-    ("torch", "Tensor"): _TensorClass(),
-    ("torch.nn.parameter", "Parameter"): _TensorClass(),
-    ("torch.nn.parameter", "Buffer"): _TensorClass(),
     **{
         ("torch._utils", name): _readable(name, rebuild)
         for name, rebuild in (

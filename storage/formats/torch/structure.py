@@ -56,7 +56,7 @@ from dcp.storage.formats.torch.pickle_reader import (
     decode_torch_pickle,
 )
 from dcp.storage.formats.torch.python_values import encode_value, kind_of, leaf_bytes, python_value
-from dcp.storage.geometry.strides import dense_order, extent
+from dcp.storage.geometry.strides import dense_order, extent, is_c_ordered
 
 MAX_NESTING: Final = 64
 """Levels of containers; deeper ones are hostile, or contain themselves."""
@@ -416,7 +416,7 @@ def _index(flat: _FileFlattener, archive: TorchArchive, size_bytes: int, name: s
     storages = _storages(flat, archive)
     places = archive.places(storages.values())
     tensors: list[WholeTensor] = []
-    records, record_lengths, lengths, strides, crcs = [], [], [], {}, {}
+    records, record_lengths, lengths, strides, orders, crcs = [], [], [], {}, {}, {}
     for row, (fqn, tensor) in enumerate(flat.tensors.items()):
         place, itemsize = storages[tensor.storage_key], dtypes.BY_CODE[tensor.dtype_code].itemsize
         entry, record = archive.entries[place], places[place]
@@ -425,8 +425,11 @@ def _index(flat: _FileFlattener, archive: TorchArchive, size_bytes: int, name: s
         records.append(record)
         record_lengths.append(entry.size)
         lengths.append(extent(tensor.sizes, tensor.strides) * itemsize)
-        if not tensor.contiguous:
+        if not is_c_ordered(tensor.sizes, tensor.strides):
             strides[row] = tensor.strides
+            order = dense_order(tensor.sizes, tensor.strides)
+            if order is not None:  # channels_last, a transpose
+                orders[row] = order
         if entry.crc32 and entry.size:
             crcs[row] = entry.crc32
     refused = {"refused_objects": flat.refused} if flat.refused else {}
@@ -439,24 +442,12 @@ def _index(flat: _FileFlattener, archive: TorchArchive, size_bytes: int, name: s
         record_lengths=np.array(record_lengths, dtype=np.int64),
         payload_lengths=np.array(lengths, dtype=np.int64),
         objects=_objects(flat.values),
-        stride_orders=_stride_orders(list(flat.tensors.values())),
+        stride_orders=orders,
         payload_strides=strides,
         record_crcs=crcs,
         planner_data=flat.paths,
         provenance={"structure": flat.structure} | refused,
     )
-
-
-def _stride_orders(tensors: list[TensorPickle]) -> dict[int, tuple[int, ...]]:
-    """Return the stride orders of the tensors that are dense, but not C-ordered (channels_last, a
-    transpose)."""
-    orders = {}
-    for row, tensor in enumerate(tensors):
-        if not tensor.contiguous:
-            order = dense_order(tensor.sizes, tensor.strides)
-            if order is not None:
-                orders[row] = order
-    return orders
 
 
 def _objects(values: Mapping[str, bytes]) -> ObjectColumns:
