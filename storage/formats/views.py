@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.errors import CheckpointFormatError, ReplicaMismatchError
-from dcp.storage.formats.container_notes import Noted, join_notes, notes_by_path, structure_of_notes
+from dcp.storage.formats.container_notes import join_notes, notes_by_path, structure_of_notes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, Path
 from dcp.storage.geometry.strides import Int64, expand_ranges, gather_rows, starts
 
@@ -211,7 +211,7 @@ def _with_distinct_files(index: CheckpointIndex) -> CheckpointIndex:
 def _join_structure(parts: Sequence[CheckpointIndex]) -> dict[str, Any]:
     """Return all parts' notes on containers; the first one's where they differ."""
     noted = [
-        Noted(
+        (
             tuple(notes_by_path(part.provenance.get("structure")).values()),
             part.planner_data if isinstance(part.planner_data, Mapping) else {},
         )
@@ -262,17 +262,14 @@ def dropped_from(provenance: Mapping[str, Any]) -> tuple[DroppedPart, ...]:
     notes = provenance.get(_KEY)
     if not isinstance(notes, list | tuple):
         return ()
-    found = (_part_of(note) for note in notes if isinstance(note, dict))
-    return tuple(part for part in found if part is not None)
-
-
-def _part_of(note: Mapping[str, Any]) -> DroppedPart | None:
-    name, patterns, seconds = note.get("name"), note.get("patterns"), note.get("time")
-    if type(name) is not str or not isinstance(patterns, list | tuple) or type(seconds) is not float:
-        return None
-    counts = [note.get(key) for key in _COUNTS]
-    tensors, objects, size_bytes = (count if type(count) is int else 0 for count in counts)
-    return DroppedPart(name, tuple(map(str, patterns)), seconds, tensors, objects, size_bytes)
+    parts = []
+    for note in notes:
+        get = note.get if isinstance(note, dict) else {}.get
+        name, patterns, seconds, *counts = map(get, ("name", "patterns", "time", *_COUNTS))
+        if type(name) is str and isinstance(patterns, list | tuple) and type(seconds) is float:
+            numbers = (count if type(count) is int else 0 for count in counts)
+            parts.append(DroppedPart(name, tuple(map(str, patterns)), seconds, *numbers))
+    return tuple(parts)
 
 
 def noted_in(provenance: Mapping[str, Any], part: DroppedPart) -> dict[str, Any]:

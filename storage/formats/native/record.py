@@ -89,9 +89,6 @@ class OpenRecord:
         return self._before_crc + crc + self._after_descriptor + crc + self._after_crc
 
 
-_templates: dict[tuple[int, tuple[int, ...], int], OpenRecord] = {}
-
-
 def begin_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, file_offset: int) -> OpenRecord:
     """Return the record of a contiguous tensor of ``sizes`` that is to begin at ``file_offset`` of its file.
 
@@ -99,14 +96,7 @@ def begin_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, fi
     file offset, ``file_offset + len(prefix)``, is a multiple of ALIGNMENT_BYTES.
     """
     phase = file_offset & (ALIGNMENT_BYTES - 1) if payload_bytes >= ALIGNED_PAYLOAD_BYTES else -1
-    key = (dtype_code, sizes, phase)
-    record = _templates.get(key)
-    if record is None or record.payload_bytes != payload_bytes:
-        record = _make_record(dtype_code, sizes, payload_bytes, phase)
-        if len(_templates) >= _MAX_CACHED_TEMPLATES:
-            _templates.clear()
-        _templates[key] = record
-    return record
+    return _make_record(dtype_code, sizes, payload_bytes, phase)
 
 
 def object_record(pickle_bytes: bytes) -> bytes:
@@ -141,6 +131,7 @@ def _object_template(size_bytes: int) -> tuple[bytes, bytes, bytes, bytes]:
     )
 
 
+@lru_cache(maxsize=_MAX_CACHED_TEMPLATES)
 def _make_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, phase: int) -> OpenRecord:
     dtype = dtypes.BY_CODE[dtype_code]
     if len(sizes) > MAX_DIMENSIONS or payload_bytes != math.prod(sizes) * dtype.itemsize:

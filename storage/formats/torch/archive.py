@@ -450,11 +450,11 @@ def _decode_cached(pickled: bytes) -> TensorPickle:
 
 
 def _locate_in_safetensors(read: Callable[[int, int], bytes], record_offset: int, fqn: str) -> TensorPickle:
-    header = parse_header(lambda at, length: read(record_offset + at, length), None)
-    entry = header.entries.get(fqn)
+    entries, _, data_offset = parse_header(lambda at, length: read(record_offset + at, length), None)
+    entry = entries.get(fqn)
     if entry is None:
         raise CheckpointFormatError("it is not in the safetensors header at its place")
-    start = record_offset + header.data_offset + entry.begin
+    start = record_offset + data_offset + entry.begin
     size_bytes = entry.end - entry.begin
     strides = c_strides(entry.sizes)
     return TensorPickle(entry.dtype_code, "", size_bytes, 0, entry.sizes, strides, False, start)

@@ -112,7 +112,9 @@ class _PickleWriter:
                     self.write(item, depth)
             put(b"u")
             if getattr(value, "_metadata", None) is not None:
-                self._write_metadata(value._metadata, depth)
+                put(b"}(" + _text("_metadata"))  # versions of modules, of a module's state dict
+                self.write(value._metadata, depth)
+                put(b"ub")
         elif kind is Counter:
             put(b"ccollections\nCounter\n(")
             self.write(dict(value), depth)
@@ -147,12 +149,6 @@ class _PickleWriter:
             put(b"u")
         else:
             raise PlanError(f"a {kind.__name__} cannot be written to a torch.save file without torch")
-
-    def _write_metadata(self, metadata: Any, depth: int) -> None:
-        """Write the attribute that a module's state dict has: versions of modules."""
-        self.parts.append(b"}(" + _text("_metadata"))
-        self.write(metadata, depth)
-        self.parts.append(b"ub")
 
     def _write_all(self, items: Any, depth: int) -> None:
         for item in items:
