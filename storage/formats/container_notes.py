@@ -179,8 +179,10 @@ def join_notes(parts: Sequence[Noted]) -> tuple[Sequence[ContainerNote], list[st
     Parts differ where one string stands for keys of two types.
     """
     distinct = list({(id(notes), id(paths)): (notes, paths) for notes, paths in parts}.values())
-    if all(_are_equal(notes, distinct[0][0]) for notes, _ in distinct[1:]):
-        return (distinct[0][0] if distinct else ()), []
+    first = distinct[0][0] if distinct else ()
+    # by bytes, because True == 1, but their strings differ
+    if all(notes is first or encode_notes(notes) == encode_notes(first) for notes, _ in distinct):
+        return first, []
     joined: dict[Path, dict[str, Any]] = {tuple(note["path"]): {} for notes, _ in distinct for note in notes}
     is_full = dict.fromkeys(joined, True)
     problems: list[str] = []
@@ -218,11 +220,6 @@ def _join_keys(path: Path, keys: dict[str, Any], found: Mapping[str, Any]) -> It
                 f"{name!r} {where} is a key of type {type(known).__name__.lstrip('_')} on one rank and "
                 f"{type(key).__name__.lstrip('_')} on another, and a checkpoint has one name for both"
             )
-
-
-def _are_equal(notes: Sequence[ContainerNote], others: Sequence[ContainerNote]) -> bool:
-    # True == 1, but their strings differ
-    return notes is others or encode_notes(notes) == encode_notes(others)
 
 
 def encode_notes(notes: Sequence[ContainerNote]) -> bytes:

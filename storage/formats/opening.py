@@ -89,7 +89,8 @@ def _hint(message: str, checkpoint_id: str | os.PathLike[str], open_store: OpenS
     if root.lists_tree:
         beside = _beside_prefix(root.url, open_store)
         return beside and f"{message}\n{beside}"
-    files = sorted(info.name for info in open_store(checkpoint_id).list() if _is_weights(info.name))
+    names = sorted(info.name for info in open_store(checkpoint_id).list() if not info.name.startswith("."))
+    files = [name for name in names if name.lower().endswith(file_suffixes())]
     return f"{message}\nFiles in it: {_some(files)}." if files else ""
 
 
@@ -124,10 +125,6 @@ def _beside_prefix(url: str, open_store: OpenStore) -> str:
 
 def _some(names: Sequence[str]) -> str:
     return listed(names, most=_SHOWN, show=str)
-
-
-def _is_weights(name: str) -> bool:
-    return name.lower().endswith(file_suffixes()) and not name.startswith(".")
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
@@ -398,7 +395,11 @@ def locate(checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = ope
     is_file_url = _FILE_URL.match(text) is not None
     if is_file_url or "://" not in text:
         path = Path(unquote(urlsplit(text).path) if is_file_url else text)
-        if text.endswith("/") or not _is_file(path):
+        try:
+            is_file = not text.endswith("/") and path.is_file()
+        except OSError as error:
+            raise storage_error(error, "stat", path) from error
+        if not is_file:
             return SourcePlace(open_store(checkpoint_id))
         real = path.resolve()
         return SourcePlace(open_store(real.parent), real.name)
@@ -408,13 +409,6 @@ def locate(checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = ope
         if folder.stat(match["name"]) is not None:
             return SourcePlace(folder, match["name"])
     return SourcePlace(open_store(checkpoint_id))
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError as error:
-        raise storage_error(error, "stat", path) from error
 
 
 def index_at(place: SourcePlace, *, rank: int | None = None, own_rank: int | None = None) -> CheckpointIndex:

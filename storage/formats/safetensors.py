@@ -63,9 +63,8 @@ def _unique(what: str, convert: Callable[[dict[str, Any]], Any] | None, pairs: l
     result = dict(pairs)
     if len(result) != len(pairs):
         raise CheckpointFormatError(f"{what} has one key twice")
-    for key in result:
-        if not key.isascii() and any("\ud800" <= char <= "\udfff" for char in key):
-            raise CheckpointFormatError(f"a key of {what} is not Unicode text")
+    if not all(map(_is_text, result)):
+        raise CheckpointFormatError(f"a key of {what} is not Unicode text")
     return result if convert is None else convert(result)
 
 
@@ -328,7 +327,8 @@ def safetensors_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, s
 
     PlanError if it would be larger than readers accept.
     """
-    items = [f'"__metadata__":{_json(dict(metadata))}'] if metadata else []
+    described = json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":"))
+    items = [f'"__metadata__":{described}'] if metadata else []
     position = 0
     kinds: dict[tuple[int, tuple[int, ...]], str] = {}
     # Written by hand, because there may be millions, and as one document they would be as many dicts.
@@ -349,10 +349,6 @@ def safetensors_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, s
             "make smaller shards"
         )
     return len(text).to_bytes(8, "little") + text
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def encode_extras(extras: Mapping[str, Any]) -> str:

@@ -291,6 +291,9 @@ def without(index: CheckpointIndex, dropped: Collection[str]) -> CheckpointIndex
     found = selected(index, tensors, expand_ranges(index.chunk_start[tensors], counts), counts, objects)
     files, file_of = _used(np.concatenate([found.chunk_files, found.objects.files]), len(index.files))
     values, value_of = _used(found.objects.plain, len(index.objects.values))
+    paths = index.planner_data
+    if isinstance(paths, Mapping):
+        paths = {name: path for name, path in paths.items() if name not in dropped}
     return replace(
         found,
         chunk_files=file_of[found.chunk_files],
@@ -302,7 +305,7 @@ def without(index: CheckpointIndex, dropped: Collection[str]) -> CheckpointIndex
             plain=value_of[found.objects.plain],
             values=[found.objects.values[number] for number in values.tolist()],
         ),
-        planner_data=_paths_without(index.planner_data, dropped),
+        planner_data=paths,
         provenance=_provenance_without(index, dropped),
     )
 
@@ -314,12 +317,6 @@ def _used(numbers: Int64, count: int) -> tuple[Int64, Int64]:
     new = np.full(count + 1, UNKNOWN, np.int64)
     new[used] = np.arange(len(used))
     return used, new
-
-
-def _paths_without(planner_data: Any, dropped: Collection[str]) -> Any:
-    if not isinstance(planner_data, Mapping):
-        return planner_data
-    return {name: path for name, path in planner_data.items() if name not in dropped}
 
 
 def _provenance_without(index: CheckpointIndex, dropped: Collection[str]) -> Mapping[str, Any]:

@@ -136,7 +136,9 @@ def _make_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, ph
     dtype = dtypes.BY_CODE[dtype_code]
     if len(sizes) > MAX_DIMENSIONS or payload_bytes != math.prod(sizes) * dtype.itemsize:
         raise ValueError(f"{payload_bytes} bytes are not a {dtype.name} tensor of sizes {sizes}")
-    pickled = _tensor_pickle(dtype_code, sizes)
+    geometry = _pickled_integers(sizes) + _pickled_integers(c_strides(sizes))
+    before, after = tensor_pickle_parts(dtype_code, math.prod(sizes), geometry)
+    pickled = b"\x80\2" + before + b"X\1\0\0\0000" + after + b"."  # protocol 2, without memo
     pickle_crc = crc32(pickled)
     head = _local_entry(_PICKLE_NAME, pickled, pickle_crc)
     version_offset = len(head)
@@ -156,7 +158,12 @@ def _make_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, ph
     descriptor_bytes = 24 if zip64 else 16
     directory_bytes = _DIRECTORY_HEAD_BYTES + 4 + len(directory_rest)
     directory_offset = len(head) + payload_bytes + descriptor_bytes
-    end = _end_of_directory(zip64, 3, directory_bytes, directory_offset)
+    end, end_offset = b"", directory_offset
+    if zip64:
+        end = END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, 3, 3, directory_bytes, directory_offset)
+        end += END64_LOCATOR.pack(b"PK\6\7", 0, directory_offset + directory_bytes, 1)
+        end_offset = UNSET_32
+    end += END.pack(b"PK\5\6", 0, 0, 3, 3, directory_bytes, end_offset, 0)
     return OpenRecord(head, payload_bytes, b"PK\7\10", between, directory_rest + end)
 
 
@@ -194,21 +201,6 @@ def _payload_header(zip64: bool, offset: int, phase: int) -> bytes:
         b"PK\3\4", version, DESCRIPTOR_FLAG, 0, DOS_EPOCH, 0, size, size, len(_PAYLOAD_NAME), len(extra)
     )
     return header + _PAYLOAD_NAME + extra
-
-
-def _end_of_directory(zip64: bool, entries: int, directory_bytes: int, directory_offset: int) -> bytes:
-    if not zip64:
-        return END.pack(b"PK\5\6", 0, 0, entries, entries, directory_bytes, directory_offset, 0)
-    end64 = END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, entries, entries, directory_bytes, directory_offset)
-    locator = END64_LOCATOR.pack(b"PK\6\7", 0, directory_offset + directory_bytes, 1)
-    return end64 + locator + END.pack(b"PK\5\6", 0, 0, entries, entries, directory_bytes, UNSET_32, 0)
-
-
-def _tensor_pickle(dtype_code: int, sizes: tuple[int, ...]) -> bytes:
-    """Return the pickle (protocol 2, without memo) that rebuilds a contiguous tensor over the storage "0"."""
-    geometry = _pickled_integers(sizes) + _pickled_integers(c_strides(sizes))
-    before, after = tensor_pickle_parts(dtype_code, math.prod(sizes), geometry)
-    return b"\x80\2" + before + b"X\1\0\0\0000" + after + b"."
 
 
 def tensor_pickle_parts(

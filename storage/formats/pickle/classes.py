@@ -185,16 +185,17 @@ def _items(kind: type[Any]) -> Callable[[_Args], Any]:
         items = [plain_key(item) if isinstance(item, np.generic) else item for item in items]
         return (
             kind(items)
-            if all(map(_is_cheap_key, items))
+            if all(map(is_cheap_key, items))
             else Ignored(f"a {kind.__name__} of more than numbers and text")
         )
 
     return build
 
 
-def _is_cheap_key(item: Any) -> bool:
+def is_cheap_key(item: Any) -> bool:
+    """Return whether a key is cheap to hash: integers beyond 60 bits can be chosen to have one hash."""
     if type(item) is tuple:
-        return len(item) <= 16 and all(type(part) is not tuple and _is_cheap_key(part) for part in item)
+        return len(item) <= 16 and all(type(part) is not tuple and is_cheap_key(part) for part in item)
     return type(item) in (str, bytes, bool, float, type(None)) or (type(item) is int and abs(item) < 1 << 60)
 
 

@@ -187,18 +187,13 @@ def _fields(value: Any, kind: str, where: str) -> dict[str, Any]:
         raise CheckpointFormatError(f"{where}: the state of a {kind} is not a dict of its fields")
     known = FIELDS.get(kind)
     if known is not None and not state.keys() <= known:
-        _check_new_fields(state, known, kind, where)
-    return state
-
-
-def _check_new_fields(state: Mapping[str, Any], known: frozenset[str], kind: str, where: str) -> None:
-    """Refuse a field that is not known and not empty: it may change what the others mean."""
-    for name in state.keys() - known:
-        if state[name]:
+        new = [name for name in state.keys() - known if state[name]]
+        if new:  # it may change what the others mean
             raise UnsupportedFormatError(
-                f"{where}: the field {str(name)[:80]!a} of a {kind} is not known here; a newer torch has "
+                f"{where}: the field {str(new[0])[:80]!a} of a {kind} is not known here; a newer torch has "
                 "written it, or a package that extends torch: load the checkpoint with that"
             )
+    return state
 
 
 def _check_version(version: Any) -> None:
@@ -289,20 +284,17 @@ class _Columns:
             if kind == TENSOR:
                 self._add_tensor(fqn, _fields(entry, kind, "an entry"))
             elif kind == BYTES:
-                self._add_object(fqn)
+                info = self._places.get(fqn, {}).get(None)
+                if info is None:
+                    _missing(fqn, None)
+                self._objects.append(fqn)
+                self._add_range(self._object_ranges, info, fqn)
             else:
                 raise CheckpointFormatError(f"the entry of {fqn!a} is a {kind}", fqn=fqn)
         except (OverflowError, TypeError) as error:
             raise CheckpointFormatError(
                 f"a number in the entry of {fqn!a} is not an int64", fqn=fqn
             ) from error
-
-    def _add_object(self, fqn: str) -> None:
-        info = self._places.get(fqn, {}).get(None)
-        if info is None:
-            _missing(fqn, None)
-        self._objects.append(fqn)
-        self._add_range(self._object_ranges, info, fqn)
 
     def _add_tensor(self, fqn: str, fields: Mapping[str, Any]) -> None:
         dtype, requires_grad = _properties(fields.get("properties"), fqn)

@@ -243,7 +243,7 @@ def _planner_data(memo: _Memo, data: Any) -> Sequence[bytes]:
         parts = list(chain.from_iterable(paths))
         is_text = np.fromiter(map(is_, map(type, parts), repeat(str)), np.bool_, len(parts))
         positions = list(compress(parts, (~is_text).tolist()))
-        if all(map(_is_position, positions)):
+        if all(type(part) is int and 0 <= part < 1 << 31 for part in positions):
             row = np.empty(len(parts), _PART)
             row["opcode"] = np.where(is_text, b"j"[0], b"J"[0])
             row["argument"][is_text] = memo.strings(list(compress(parts, is_text.tolist())))
@@ -262,7 +262,3 @@ def _planner_data(memo: _Memo, data: Any) -> Sequence[bytes]:
     pickler.fast = True  # no memo: its numbers would collide with ours
     pickler.dump(data)
     return (buffer.getvalue()[2:-1],)  # without PROTO and STOP
-
-
-def _is_position(part: Any) -> bool:
-    return type(part) is int and 0 <= part < 1 << 31

@@ -10,14 +10,14 @@ other. Torch-free.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import MAX_DIMENSIONS, UNKNOWN
-from dcp.storage.formats.pickle.classes import NUMPY_GLOBALS, STDLIB_GLOBALS
+from dcp.storage.formats.pickle.classes import NUMPY_GLOBALS, STDLIB_GLOBALS, is_cheap_key
 from dcp.storage.formats.pickle.decoder import (
     BuiltDict,
     Constructor,
@@ -214,20 +214,13 @@ def _naturals(values: Any, what: str) -> tuple[int, ...]:
 
 def _rebuild_v2(args: _Args) -> TensorPickle | Ignored:
     _require(6 <= len(args) <= 7, "tensor")
-    storage, offset, sizes, strides, grad, _, *metadata = args
-    dtype = storage.dtype if isinstance(storage, _Storage) else None
-    return _tensor(storage, offset, sizes, strides, grad, dtype or dtypes.BY_NAME["uint8"], metadata)
+    dtype = args[0].dtype if isinstance(args[0], _Storage) else None
+    return _rebuild_v3((*args[:6], dtype or dtypes.BY_NAME["uint8"], *args[6:]))
 
 
 def _rebuild_v3(args: _Args) -> TensorPickle | Ignored:
     _require(7 <= len(args) <= 8, "tensor")
     storage, offset, sizes, strides, grad, _, dtype, *metadata = args
-    return _tensor(storage, offset, sizes, strides, grad, dtype, metadata)
-
-
-def _tensor(
-    storage: Any, offset: Any, sizes: Any, strides: Any, grad: Any, dtype: Any, metadata: Sequence[Any]
-) -> TensorPickle | Ignored:
     if not isinstance(storage, _Storage) or not isinstance(dtype, dtypes.Dtype) or type(grad) is not bool:
         raise _malformed("tensor")
     if any(metadata):  # a view, whose stored bytes are not its values
@@ -318,17 +311,12 @@ def _mapping(kind: str) -> Constructor:
             raise _malformed(kind)
         result = BuiltDict(kind)
         for pair in given.items() if isinstance(given, dict) else given:
-            if type(pair) not in (tuple, list) or len(pair) != 2 or not _is_cheap_key(pair[0]):
+            if type(pair) not in (tuple, list) or len(pair) != 2 or not is_cheap_key(pair[0]):
                 raise _malformed(kind)
             result[pair[0]] = pair[1]
         return result
 
     return Constructor(kind, reduce=build)
-
-
-def _is_cheap_key(key: Any) -> bool:
-    """Return whether a key is cheap to hash: integers beyond 60 bits can be chosen to have one hash."""
-    return type(key) is str or (type(key) is int and abs(key) < 1 << 60)
 
 
 def _bytes(args: _Args) -> bytes:

@@ -91,7 +91,8 @@ class _PickleWriter:
         elif type(value) is dtypes.Dtype:
             self.parts.append(b"ctorch\n" + value.name.encode() + b"\n")
         elif type(value) is DevicePickle:
-            self.parts.append(_device(value))
+            index = b"" if value.index is None else record.pickled_integer(value.index)
+            self.parts.append(b"ctorch\ndevice\n(" + _text(value.type) + index + b"tR")
         else:
             self._write_container(value, depth + 1)
 
@@ -168,15 +169,6 @@ def _binary(value: bytes) -> bytes:
     return b"c_codecs\nencode\n(" + _text(value.decode("latin1")) + _text("latin1") + b"tR"
 
 
-def _complex(value: complex) -> bytes:
-    return b"c__builtin__\ncomplex\n(" + _double(value.real) + _double(value.imag) + b"tR"
-
-
-def _device(device: DevicePickle) -> bytes:
-    index = b"" if device.index is None else record.pickled_integer(device.index)
-    return b"ctorch\ndevice\n(" + _text(device.type) + index + b"tR"
-
-
 def _double(value: float) -> bytes:
     return b"G" + struct.pack(">d", value)
 
@@ -186,14 +178,10 @@ _ATOMS: Final[Mapping[type, Callable[[Any], bytes]]] = {
     bool: lambda value: b"\x88" if value else b"\x89",
     int: record.pickled_integer,
     float: _double,
-    complex: _complex,
+    complex: lambda value: b"c__builtin__\ncomplex\n(" + _double(value.real) + _double(value.imag) + b"tR",
     str: _text,
     bytes: _binary,
 }
-
-
-def _numbers(values: tuple[int, ...]) -> bytes:
-    return b"(" + b"".join(map(record.pickled_integer, values)) + b"t"
 
 
 def _tensor(tensor: TensorRef, key: str) -> tuple[bytes, bytes, bytes]:
@@ -208,7 +196,8 @@ def _tensor_parts(
 ) -> tuple[bytes, bytes]:
     """Return what stands before and after the key of a storage: a checkpoint has many tensors of few
     shapes."""
-    geometry = _numbers(sizes) + _numbers(c_strides(sizes))
+    numbers = (b"".join(map(record.pickled_integer, row)) for row in (sizes, c_strides(sizes)))
+    geometry = b"".join(b"(" + row + b"t" for row in numbers)
     return record.tensor_pickle_parts(dtype_code, storage_elements, geometry, requires_grad=requires_grad)
 
 
