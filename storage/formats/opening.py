@@ -13,8 +13,9 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Final, ParamSpec, TypeVar
@@ -252,19 +253,15 @@ def _read_pair(
     Where that takes requests they are under way at once. Either may then be the older one: whoever finds that
     they do not belong together looks again.
     """
-
-    def decoded() -> tuple[bytes | None, CheckpointIndex | None]:
+    index, read_start = None, partial(_unless_missing, store.read_start, metadata_name, _START_BYTES)
+    with ExitStack() as stack:
+        is_beside = store.read_profile.scatter
+        beside = stack.enter_context(WorkerThreads(1)).submit(read_start) if is_beside else None
         manifest = _unless_missing(store.read, manifest_name, limit_bytes=MAX_MANIFEST_BYTES)
-        if manifest is None:
-            return None, None
-        with _located(store.path_of(manifest_name)):
-            return manifest, decode_manifest(manifest)
-
-    if not store.read_profile.scatter:
-        return *decoded(), _unless_missing(store.read_start, metadata_name, _START_BYTES)
-    with WorkerThreads(1) as pool:
-        beside = pool.submit(_unless_missing, store.read_start, metadata_name, _START_BYTES)
-        return *decoded(), result_of(beside)
+        if manifest is not None:
+            with _located(store.path_of(manifest_name)):
+                index = decode_manifest(manifest)
+        return manifest, index, read_start() if beside is None else result_of(beside)
 
 
 def _whole(store: Store, name: str, start: _Start | None) -> bytes | None:

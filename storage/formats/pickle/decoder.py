@@ -402,10 +402,6 @@ class _Machine:
 
     # -- values --------------------------------------------------------------------------------------------
 
-    def text(self, length: int) -> str:
-        """Return the next characters."""
-        return str(self.take(length), "utf-8", "surrogatepass")
-
     def binint1(self) -> None:
         """Execute BININT1."""
         pos = self.pos
@@ -420,10 +416,6 @@ class _Machine:
             raise self.malformed("a string reaches beyond the end")
         self.pos = end
         self.stack.append(str(self.data[begin:end], "utf-8", "surrogatepass"))
-
-    def old_text(self, length: int) -> None:
-        """Execute BINSTRING and SHORT_BINSTRING, Python 2's str; torch reads it as UTF-8."""
-        self.stack.append(str(self.take(length), "utf-8"))
 
     def quoted(self) -> None:
         """Execute STRING."""
@@ -567,12 +559,12 @@ _HANDLERS: dict[bytes, Handler] = {
     pickle.FLOAT: lambda m: m.stack.append(float(m.line())),
     pickle.BINFLOAT: lambda m: m.stack.append(m.number(_DOUBLE)),
     pickle.STRING: _Machine.quoted,
-    pickle.BINSTRING: lambda m: m.old_text(m.number(_INT32)),
-    pickle.SHORT_BINSTRING: lambda m: m.old_text(m.take(1)[0]),
+    pickle.BINSTRING: lambda m: m.stack.append(str(m.take(m.number(_INT32)), "utf-8")),  # Python 2's str
+    pickle.SHORT_BINSTRING: lambda m: m.stack.append(str(m.take(m.take(1)[0]), "utf-8")),
     pickle.UNICODE: lambda m: m.stack.append(str(m.line(), "raw-unicode-escape")),
-    pickle.BINUNICODE: lambda m: m.stack.append(m.text(m.number(_UINT32))),
+    pickle.BINUNICODE: lambda m: m.stack.append(str(m.take(m.number(_UINT32)), "utf-8", "surrogatepass")),
     pickle.SHORT_BINUNICODE: _Machine.short_text,
-    pickle.BINUNICODE8: lambda m: m.stack.append(m.text(m.number(_UINT64))),
+    pickle.BINUNICODE8: lambda m: m.stack.append(str(m.take(m.number(_UINT64)), "utf-8", "surrogatepass")),
     pickle.BINBYTES: lambda m: m.stack.append(m.take(m.number(_UINT32))),
     pickle.SHORT_BINBYTES: lambda m: m.stack.append(m.take(m.take(1)[0])),
     pickle.BINBYTES8: lambda m: m.stack.append(m.take(m.number(_UINT64))),

@@ -87,15 +87,15 @@ def harmless_pickle(value: Any) -> bytes | None:
     """Return the pickle of a harmless leaf, a frozenset, a deque or a defaultdict of harmless values in
     protocol 2, without its first two bytes and its last: it can stand inside another pickle. None for any
     other value."""
-    if not (is_harmless_leaf(value) or _is_harmless_container(value, 0)):
-        return None
-    return pickle.dumps(value, protocol=2)[2:-1]
+    return pickle.dumps(value, protocol=2)[2:-1] if _is_harmless(value, 0) else None
 
 
-def _is_harmless_container(value: Any, depth: int) -> bool:
+def _is_harmless(value: Any, depth: int) -> bool:
+    kind = type(value)
+    if kind in _ATOMS or is_harmless_leaf(value):
+        return True
     if depth > MAX_DEPTH:
         return False
-    kind = type(value)
     if kind in (set, frozenset):
         return all(map(_is_key, value))
     if kind in (list, tuple, deque):
@@ -109,10 +109,6 @@ def _is_harmless_container(value: Any, depth: int) -> bool:
 
 def _is_key(value: Any) -> bool:
     return type(value) in _KEYS or (type(value) is tuple and all(map(_is_key, value)))
-
-
-def _is_harmless(value: Any, depth: int) -> bool:
-    return type(value) in _ATOMS or is_harmless_leaf(value) or _is_harmless_container(value, depth)
 
 
 def value_text(value: Any) -> str:

@@ -34,6 +34,13 @@ _FACTORIES: Final[Mapping[Any, bytes]] = {None: b"N"} | {
 }
 
 
+_AROUND_ITEMS: Final[Mapping[type, tuple[bytes, bytes]]] = {
+    list: (b"](", b"e"),
+    tuple: (b"(", b"t"),
+    SizePickle: (b"ctorch\nSize\n((", b"ttR"),
+    set: (b"c__builtin__\nset\n(](", b"etR"),
+}
+
 _SHORT_TEXTS: Final = [b"X" + size.to_bytes(4, "little") for size in range(256)]
 """How texts begin: there are as many as tensors."""
 
@@ -120,22 +127,10 @@ class _PickleWriter:
             put(b"ccollections\nCounter\n(")
             self.write(dict(value), depth)
             put(b"tR")
-        elif kind is list:
-            put(b"](")
+        elif kind in _AROUND_ITEMS:
+            put(_AROUND_ITEMS[kind][0])
             self._write_all(value, depth)
-            put(b"e")
-        elif kind is tuple:
-            put(b"(")
-            self._write_all(value, depth)
-            put(b"t")
-        elif kind is SizePickle:
-            put(b"ctorch\nSize\n((")
-            self._write_all(value, depth)
-            put(b"ttR")
-        elif kind is set:
-            put(b"c__builtin__\nset\n(](")
-            self._write_all(value, depth)
-            put(b"etR")
+            put(_AROUND_ITEMS[kind][1])
         elif (inner := harmless_pickle(value)) is not None:
             put(inner)
         elif kind is deque:
