@@ -147,11 +147,9 @@ def join_indexes(indexes: Mapping[int, CheckpointIndex], *, own_rank: int | None
         boxes = kept.setdefault(fqn, {})
         for chunk in whole.chunks(row):
             other = boxes.setdefault(whole.box(chunk), chunk)
-            crcs, rank = (
-                (whole.block_crcs(other), whole.block_crcs(chunk)),
-                rank_of[whole.chunk_tensors[other]],
-            )
-            if rank != own_rank and len(crcs[0]) and len(crcs[1]) and not np.array_equal(*crcs):
+            crcs, rank = whole.block_crcs(other), rank_of[whole.chunk_tensors[other]]
+            own_crcs = whole.block_crcs(chunk)
+            if rank != own_rank and len(crcs) and len(own_crcs) and not np.array_equal(crcs, own_crcs):
                 raise _mismatch(fqn, rank, rank_of[row])
     rank_of = np.repeat(ranks, [len(part.objects) for part in parts]).tolist()
     objects: dict[str, int] = {}
@@ -210,13 +208,10 @@ def _with_distinct_files(index: CheckpointIndex) -> CheckpointIndex:
 
 def _join_structure(parts: Sequence[CheckpointIndex]) -> dict[str, Any]:
     """Return all parts' notes on containers; the first one's where they differ."""
-    noted = [
-        (
-            tuple(notes_by_path(part.provenance.get("structure")).values()),
-            part.planner_data if isinstance(part.planner_data, Mapping) else {},
-        )
-        for part in parts
-    ]
+    noted = []
+    for part in parts:
+        paths = part.planner_data if isinstance(part.planner_data, Mapping) else {}
+        noted.append((tuple(notes_by_path(part.provenance.get("structure")).values()), paths))
     return structure_of_notes(join_notes(noted)[0])
 
 

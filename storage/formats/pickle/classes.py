@@ -225,7 +225,9 @@ def _deque(args: _Args) -> DequePickle:
     return DequePickle(None if most is None else min(most, (1 << 63) - 1))
 
 
-def _made(name: str, build: Callable[[_Args], Any]) -> Constructor:
+def made_of(name: str, build: Callable[[_Args], Any]) -> Constructor:
+    """Return a function ``build`` of checked arguments; CheckpointFormatError where they are wrong."""
+
     def reduce(args: _Args) -> Any:
         try:
             return build(args)
@@ -263,7 +265,7 @@ def _globals() -> dict[tuple[str, str], Any]:
         for pure in (pathlib.PurePosixPath, pathlib.PureWindowsPath):
             made[module, pure.__name__] = _path(pure)
             made[module, pure.__name__[4:]] = _path(native if issubclass(native, pure) else pure)
-    found: dict[tuple[str, str], Any] = {place: _made(".".join(place), made[place]) for place in made}
+    found: dict[tuple[str, str], Any] = {place: made_of(".".join(place), made[place]) for place in made}
     found["builtins", "Ellipsis"], found["builtins", "NotImplemented"] = ..., NotImplemented
     found["uuid", "UUID"] = instances("uuid.UUID", lambda name: LatePickle(name, _uuid))
     found["_io", "BytesIO"] = instances("_io.BytesIO", lambda name: LatePickle(name, _bytes_io))
@@ -485,9 +487,9 @@ _NDARRAY: Final = Constructor("numpy.ndarray")
 
 NUMPY_GLOBALS: Final = {
     ("numpy", "ndarray"): _NDARRAY,
-    ("numpy", "dtype"): _made("numpy.dtype", _dtype),
+    ("numpy", "dtype"): made_of("numpy.dtype", _dtype),
     **{
-        (f"{package}.{module}", name): _made(f"{package}.{module}.{name}", build)
+        (f"{package}.{module}", name): made_of(f"{package}.{module}.{name}", build)
         for package in ("numpy.core", "numpy._core")  # of numpy 1, and of 2
         for module, name, build in (
             ("multiarray", "_reconstruct", _reconstruct),

@@ -268,12 +268,10 @@ class _Columns:
         self._files: dict[str, int] = {}
         self._fqns: list[str] = []
         self._objects: list[str] = []
-        self._dtypes = bytearray()
-        self._grads = bytearray()
-        self._ndims, self._shapes, self._counts = array("q"), array("q"), array("q")
-        self._offsets, self._sizes, self._payloads = array("q"), array("q"), array("q")
-        self._ranges = (array("q"), array("q"), array("q"))
-        self._object_ranges = (array("q"), array("q"), array("q"))
+        self._dtypes, self._grads = bytearray(), bytearray()
+        self._ndims, self._shapes, self._counts = (array("q") for _ in range(3))
+        self._offsets, self._sizes, self._payloads = (array("q") for _ in range(3))
+        self._ranges, self._object_ranges = ((array("q"), array("q"), array("q")) for _ in range(2))
 
     def add(self, fqn: Any, entry: Any) -> None:
         """Add one entry of state_dict_metadata."""
@@ -446,11 +444,8 @@ def _boxes(chunks: list[Any], ndim: int, fqn: str) -> list[tuple[_Box, _Box]]:
 def _provenance(state: Mapping[str, Any]) -> dict[str, Any]:
     meta = state.get("storage_meta")
     fields = {} if meta is None else _fields(meta, META, "storage_meta")
-    found = {
-        "save_id": fields.get("save_id"),
-        "checkpoint_id": fields.get("checkpoint_id"),
-        "torch_metadata_version": state.get("version"),
-    }
+    found = {name: fields.get(name) for name in ("save_id", "checkpoint_id")}
+    found["torch_metadata_version"] = state.get("version")
     return {
         name: value
         for name, value in found.items()

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import MAX_DIMENSIONS, UNKNOWN
-from dcp.storage.formats.pickle.classes import NUMPY_GLOBALS, STDLIB_GLOBALS, is_cheap_key
+from dcp.storage.formats.pickle.classes import NUMPY_GLOBALS, STDLIB_GLOBALS, is_cheap_key, made_of
 from dcp.storage.formats.pickle.decoder import (
     BuiltDict,
     Constructor,
@@ -290,14 +290,14 @@ def _from_type(args: _Args) -> Any:
 
 
 def _size(args: _Args) -> SizePickle:
-    sizes: Any = args[0] if len(args) == 1 else None
+    (sizes,) = args
     _require(type(sizes) in (tuple, list) and len(sizes) <= MAX_DIMENSIONS, SIZE)
     _require(all(type(size) is int for size in sizes), SIZE)
     return SizePickle(sizes)
 
 
 def _device(args: _Args) -> DevicePickle:
-    kind, index = args if len(args) == 2 else (*args, None) if args else (None, None)
+    kind, index = args if len(args) == 2 else (*args, None)
     _require(type(kind) is str and len(kind) <= _MAX_NAME_CHARACTERS, DEVICE)
     _require(index is None or (type(index) is int and 0 <= index < 1 << 15), DEVICE)
     return DevicePickle(kind, index)
@@ -321,17 +321,15 @@ def _mapping(kind: str) -> Constructor:
 
 def _bytes(args: _Args) -> bytes:
     """Return bytes in the form that protocol 2 has."""
-    text, encoding = args if len(args) == 2 else (None, None)
+    text, encoding = args
     _require(type(text) is str and encoding == "latin1", "bytes")
-    try:
-        return str(text).encode("latin1")
-    except UnicodeEncodeError as error:
-        raise _malformed("bytes") from error
+    return str(text).encode("latin1")
 
 
 def _complex(args: _Args) -> complex:
-    _require(len(args) == 2 and all(type(part) in (int, float) for part in args), "complex number")
-    return complex(float(args[0]), float(args[1]))
+    real, imaginary = args
+    _require(all(type(part) in (int, float) for part in args), "complex number")
+    return complex(float(real), float(imaginary))
 
 
 _STORAGES: Final[dict[str, dtypes.Dtype | None]] = {
@@ -373,11 +371,11 @@ _OWN: Final[dict[tuple[str, str], Any]] = {
     ),
     ("collections", "OrderedDict"): _mapping(ORDERED_DICT),
     ("collections", "Counter"): _mapping(COUNTER),
-    ("torch", "Size"): Constructor(SIZE, reduce=_size),
-    ("torch", "device"): Constructor(DEVICE, reduce=_device),
+    ("torch", "Size"): made_of(SIZE, _size),
+    ("torch", "device"): made_of(DEVICE, _device),
     ("torch.serialization", "_get_layout"): Constructor(LAYOUT, reduce=lambda _: Instance(LAYOUT)),
-    ("_codecs", "encode"): Constructor("_codecs.encode", reduce=_bytes),
-    ("builtins", "complex"): Constructor("builtins.complex", reduce=_complex),
+    ("_codecs", "encode"): made_of("_codecs.encode", _bytes),
+    ("builtins", "complex"): made_of("builtins.complex", _complex),
 }
 _ALLOWED: Final = _OWN | NUMPY_GLOBALS | STDLIB_GLOBALS
 _OWN_NAMES: Final = frozenset(value.name for value in _OWN.values() if type(value) is Constructor)
