@@ -6,6 +6,7 @@ tells nothing. Nothing is written, and nothing changed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -45,8 +46,8 @@ from dcp.storage.errors import CheckpointFormatError, PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import itemsizes
 from dcp.storage.formats.native.manifest import encode_manifest
-from dcp.storage.formats.torch.python_values import encode_value, python_value
-from dcp.storage.formats.torch.record_reader import ObjectBlob
+from dcp.storage.formats.torch.archive import ObjectBlob
+from dcp.storage.formats.torch.python_values import encode_value
 from dcp.storage.geometry.boxes import Box, BoxSet, disjoint, overlapping_pairs
 from dcp.storage.geometry.strides import Int64, gather_rows
 from dcp.storage.near_names import listed
@@ -282,13 +283,8 @@ def _value_print(plain: bytes | None, blob: bytes) -> bytes:
     if plain is not None:
         return b"v" + _hash(plain)
     encoded: bytes | None = None
-    try:
-        opened = ObjectBlob(blob)
-        encoded = encode_value(
-            python_value(opened.decoded, opened.pickle_bytes), limit_bytes=_MAX_ENCODED_BYTES
-        )
-    except CheckpointFormatError:
-        pass  # it has classes that are not decoded
+    with contextlib.suppress(CheckpointFormatError):  # it has classes that are not decoded
+        encoded = encode_value(ObjectBlob(blob).value(), limit_bytes=_MAX_ENCODED_BYTES)
     return b"p" + _hash(blob) if encoded is None else b"v" + _hash(encoded)
 
 

@@ -17,8 +17,8 @@ from dcp.storage.engine.read import ReadEngine
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.plain import MAX_PLAIN_BYTES
-from dcp.storage.formats.torch.python_values import decode_value, python_value
-from dcp.storage.formats.torch.record_reader import ObjectBlob
+from dcp.storage.formats.torch.archive import ObjectBlob
+from dcp.storage.formats.torch.python_values import decode_value
 from dcp.storage.stores.base import Store
 
 _Place: TypeAlias = tuple[int, int, int]
@@ -124,8 +124,7 @@ def _plain_values(store: Store, index: CheckpointIndex, places: list[_Place]) ->
             some = places[first : first + _BLOBS_AT_ONCE]
             for place, blob in zip(some, engine.read_blobs(some), strict=True):
                 with contextlib.suppress(CheckpointFormatError):  # it is not harmless, or no torch.save blob
-                    opened = ObjectBlob(blob)
-                    found[place] = python_value(opened.decoded, opened.pickle_bytes)
+                    found[place] = ObjectBlob(blob).value()
     return found
 
 

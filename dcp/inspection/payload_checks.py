@@ -39,9 +39,10 @@ from dcp.storage.formats.torch.archive import (
     Window,
     check_names,
     entry_start,
+    locate_payload,
     read_directory,
 )
-from dcp.storage.formats.torch.record_reader import StoredTensor, locate_payload
+from dcp.storage.formats.torch.pickle_reader import TensorPickle
 from dcp.storage.geometry.strides import gather_rows, row_products
 from dcp.storage.stores.base import FileInfo, ReadHandle, Store
 from dcp.storage.threads import work_off
@@ -357,7 +358,7 @@ class PayloadChecks:
             message = f"the record is not the {dtype} {self._type(chunk)[1]} of the metadata"
             self._found("record", message, part, part.offset)
             return
-        payload = replace(part, offset=stored.payload_offset, size_bytes=stored.payload_bytes)
+        payload = replace(part, offset=stored.payload_offset, size_bytes=stored.storage_bytes)
         self._check_range(stored.crc32, UNKNOWN, 0, source, payload)
 
     def _check_blob(self, source: _FileSpan, part: _CheckedRange) -> None:
@@ -387,7 +388,7 @@ class PayloadChecks:
             self._found("record", f"the object cannot be read: {error}", part, offset, length)
         self._count(length, checked=checked)
 
-    def _locate(self, chunk: int, source: _FileSpan, part: _CheckedRange) -> StoredTensor | None:
+    def _locate(self, chunk: int, source: _FileSpan, part: _CheckedRange) -> TensorPickle | None:
         index = self._index
         offset, length = int(index.record_offsets[chunk]), int(index.record_lengths[chunk])
         try:

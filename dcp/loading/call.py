@@ -27,9 +27,9 @@ from dcp.storage.errors import CheckpointFormatError, PlanError, UnsafeObjectErr
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.dtypes import Dtype
 from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.torch.archive import ObjectBlob
 from dcp.storage.formats.torch.pickle_reader import DevicePickle, SizePickle, TensorPickle
-from dcp.storage.formats.torch.python_values import decode_values, python_value
-from dcp.storage.formats.torch.record_reader import ObjectBlob
+from dcp.storage.formats.torch.python_values import decode_values
 from dcp.storage.near_names import listed
 from dcp.storage.tensors import LocalMemory
 from dcp.storage.torch_storage.reader import FileSystemReader
@@ -360,7 +360,7 @@ def _safe_object(blob: bytes) -> Any:
         Dtype: lambda dtype: getattr(torch, dtype.name),
         DevicePickle: _device,
     }
-    return python_value(opened.decoded, opened.pickle_bytes, special)
+    return opened.value(special)
 
 
 def _device(device: DevicePickle) -> torch.device:

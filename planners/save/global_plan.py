@@ -37,7 +37,7 @@ from dcp.planners.save.tables import (
     invalid_plan,
 )
 from dcp.storage.engine.write import WriteColumns
-from dcp.storage.formats.container_notes import ContainerNote, Noted, join_notes, structure_of_notes
+from dcp.storage.formats.container_notes import ContainerNote, join_notes, structure_of_notes
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, Path, itemsizes
 from dcp.storage.formats.registry import DCP
 from dcp.storage.geometry.strides import Int64, expand_ranges, gather_rows, row_products, starts
@@ -347,7 +347,7 @@ def plan_save(
     world_size = len(all_columns)
     tensors = global_tensors(all_columns)
     objects = global_objects(all_columns, check_replicas=check_replicas)
-    notes, mixed_keys = join_notes([Noted(part.notes, part.planner_data or {}) for part in all_columns])
+    notes, mixed_keys = join_notes([(part.notes, part.planner_data or {}) for part in all_columns])
     paths = join_planner_data([columns.planner_data for columns in all_columns])
     # here already: what follows compares boxes of one tensor, which must be one
     problems = [*tensors.problems, *check_volumes(tensors), *check_kinds(tensors, objects), *mixed_keys]

@@ -32,7 +32,7 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32_combine
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
-from dcp.storage.formats.torch.record_reader import locate_payload
+from dcp.storage.formats.torch.archive import locate_payload
 from dcp.storage.geometry.strides import Int64, c_strides, dense_order
 from dcp.storage.stores.base import ReadHandle, Store
 
@@ -246,12 +246,12 @@ class Payloads:
                 fqn=fqn,
             )
         itemsize = index.dtype(tensor).itemsize
-        whole = stored.storage_offset_elements == 0 and stored.payload_bytes == math.prod(sizes) * itemsize
+        whole = stored.storage_offset == 0 and stored.storage_bytes == math.prod(sizes) * itemsize
         if order != tuple(range(len(sizes))):
             self._orders[chunk] = order
         if stored.crc32 is not None and whole:
             self._whole_crcs[chunk] = stored.crc32
-        self.offsets[chunk] = stored.payload_offset + stored.storage_offset_elements * itemsize
+        self.offsets[chunk] = stored.payload_offset + stored.storage_offset * itemsize
 
     def note_block(self, chunk: int, block: int, crc: int) -> bool:
         """Keep a block's CRC towards the whole payload's; False where the record has none to compare with."""

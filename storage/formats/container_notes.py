@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -41,11 +41,8 @@ class _Position(int):
     """A path's number where another part has a dict."""
 
 
-class Noted(NamedTuple):
-    """One part's notes, with the paths that they describe."""
-
-    notes: Sequence[ContainerNote]
-    paths: Mapping[str, Path]
+Noted = tuple[Sequence[ContainerNote], Mapping[str, Path]]
+"""One part's notes, with the paths that they describe."""
 
 
 def plain_key(key: Any) -> Any:
@@ -181,21 +178,21 @@ def join_notes(parts: Sequence[Noted]) -> tuple[Sequence[ContainerNote], list[st
 
     Parts differ where one string stands for keys of two types.
     """
-    if len(parts) == 1:
-        return parts[0].notes, []
-    distinct = list({(id(part.notes), id(part.paths)): part for part in parts}.values())
-    if all(_are_equal(part.notes, distinct[0].notes) for part in distinct[1:]):
-        return (distinct[0].notes if distinct else ()), []
-    joined: dict[Path, dict[str, Any]] = {tuple(note["path"]): {} for part in distinct for note in part.notes}
+    distinct = list({(id(notes), id(paths)): (notes, paths) for notes, paths in parts}.values())
+    first = distinct[0][0] if distinct else ()
+    # by bytes, because True == 1, but their strings differ
+    if all(notes is first or encode_notes(notes) == encode_notes(first) for notes, _ in distinct):
+        return first, []
+    joined: dict[Path, dict[str, Any]] = {tuple(note["path"]): {} for notes, _ in distinct for note in notes}
     is_full = dict.fromkeys(joined, True)
     problems: list[str] = []
-    for part in distinct:
+    for own, paths in distinct:
         names: dict[Path, dict[str | int, None]] = {}  # of the children of noted containers, in paths
-        for place in part.paths.values():
+        for place in paths.values():
             for depth in range(len(place)):
                 if place[:depth] in joined:
                     names.setdefault(place[:depth], {})[place[depth]] = None
-        notes = {tuple(note["path"]): note for note in part.notes}
+        notes = {tuple(note["path"]): note for note in own}
         for path, keys in joined.items():
             note, below = notes.get(path), names.get(path, {})
             if note is None:
@@ -223,11 +220,6 @@ def _join_keys(path: Path, keys: dict[str, Any], found: Mapping[str, Any]) -> It
                 f"{name!r} {where} is a key of type {type(known).__name__.lstrip('_')} on one rank and "
                 f"{type(key).__name__.lstrip('_')} on another, and a checkpoint has one name for both"
             )
-
-
-def _are_equal(notes: Sequence[ContainerNote], others: Sequence[ContainerNote]) -> bool:
-    # True == 1, but their strings differ
-    return notes is others or encode_notes(notes) == encode_notes(others)
 
 
 def encode_notes(notes: Sequence[ContainerNote]) -> bytes:

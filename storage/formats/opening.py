@@ -13,18 +13,18 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Final, NamedTuple, ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME, RANK_LOCAL
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
-    CheckpointFormatError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     UnsupportedFormatError,
@@ -90,7 +90,8 @@ def _hint(message: str, checkpoint_id: str | os.PathLike[str], open_store: OpenS
     if root.lists_tree:
         beside = _beside_prefix(root.url, open_store)
         return beside and f"{message}\n{beside}"
-    files = sorted(info.name for info in open_store(checkpoint_id).list() if _is_weights(info.name))
+    names = sorted(info.name for info in open_store(checkpoint_id).list() if not info.name.startswith("."))
+    files = [name for name in names if name.lower().endswith(file_suffixes())]
     return f"{message}\nFiles in it: {_some(files)}." if files else ""
 
 
@@ -125,10 +126,6 @@ def _beside_prefix(url: str, open_store: OpenStore) -> str:
 
 def _some(names: Sequence[str]) -> str:
     return listed(names, most=_SHOWN, show=str)
-
-
-def _is_weights(name: str) -> bool:
-    return name.lower().endswith(file_suffixes()) and not name.startswith(".")
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
@@ -219,7 +216,7 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
                 return decode_torch_metadata(metadata)
         if start is None:
             return index
-        if len(start.data) < start.size_bytes and _is_long_start_of(index, start):
+        if _is_long_start_of(index, start):
             return index
         metadata = _whole(store, metadata_name, start)
         published = index.torch_metadata_crc, index.replaced_torch_metadata_crc  # with it, or to be replaced
@@ -244,11 +241,8 @@ def _open_pair(store: Store, manifest_name: str, metadata_name: str) -> Checkpoi
     )
 
 
-class _Start(NamedTuple):
-    """The first bytes of a file of ``size_bytes``."""
-
-    data: bytes
-    size_bytes: int
+_Start = tuple[bytes, int]
+"""The first bytes of a file, and the file's size in bytes."""
 
 
 def _read_pair(
@@ -259,30 +253,21 @@ def _read_pair(
     Where that takes requests they are under way at once. Either may then be the older one: whoever finds that
     they do not belong together looks again.
     """
-
-    def decoded() -> tuple[bytes | None, CheckpointIndex | None]:
+    index, read_start = None, partial(_unless_missing, store.read_start, metadata_name, _START_BYTES)
+    with ExitStack() as stack:
+        is_beside = store.read_profile.scatter
+        beside = stack.enter_context(WorkerThreads(1)).submit(read_start) if is_beside else None
         manifest = _unless_missing(store.read, manifest_name, limit_bytes=MAX_MANIFEST_BYTES)
-        if manifest is None:
-            return None, None
-        with _located(store.path_of(manifest_name)):
-            return manifest, decode_manifest(manifest)
-
-    if not store.read_profile.scatter:
-        return *decoded(), _start_of(store, metadata_name)
-    with WorkerThreads(1) as pool:
-        beside = pool.submit(_start_of, store, metadata_name)
-        return *decoded(), result_of(beside)
-
-
-def _start_of(store: Store, name: str) -> _Start | None:
-    found = _unless_missing(store.read_start, name, _START_BYTES)
-    return None if found is None else _Start(*found)
+        if manifest is not None:
+            with _located(store.path_of(manifest_name)):
+                index = decode_manifest(manifest)
+        return manifest, index, read_start() if beside is None else result_of(beside)
 
 
 def _whole(store: Store, name: str, start: _Start | None) -> bytes | None:
     """Return the file that has ``start``; None if it is absent."""
-    if start is None or len(start.data) == start.size_bytes:
-        return None if start is None else start.data
+    if start is None or len(start[0]) == start[1]:
+        return None if start is None else start[0]
     return _unless_missing(store.read, name, limit_bytes=MAX_TORCH_METADATA_BYTES)
 
 
@@ -291,10 +276,10 @@ def _is_long_start_of(index: CheckpointIndex, start: _Start) -> bool:
 
     Then ``index`` is the truth, even if the file is damaged further on, and reading it is not worth the time.
     """
-    save_id = index.provenance.get("save_id")
-    if index.torch_metadata_crc is None:
+    (data, size_bytes), save_id = start, index.provenance.get("save_id")
+    if len(data) == size_bytes or index.torch_metadata_crc is None or not isinstance(save_id, str):
         return False
-    return isinstance(save_id, str) and start.data.startswith(torch_metadata_head(save_id, start.size_bytes))
+    return data.startswith(torch_metadata_head(save_id, size_bytes))
 
 
 def is_large_metadata_of(store: Store, name: str, index: CheckpointIndex) -> bool:
@@ -305,10 +290,8 @@ def is_large_metadata_of(store: Store, name: str, index: CheckpointIndex) -> boo
     """
     if index.chunk_count < _LARGE_CHUNKS:
         return False
-    start = _start_of(store, name)
-    if start is None or len(start.data) == start.size_bytes:
-        return False
-    return _is_long_start_of(index, start)
+    start = _unless_missing(store.read_start, name, _START_BYTES)
+    return start is not None and _is_long_start_of(index, start)
 
 
 def _is_ours(index: CheckpointIndex, metadata: bytes) -> bool:
@@ -344,11 +327,13 @@ def _local_ranks(store: Store) -> list[int]:
 
 @contextmanager
 def _located(path: str) -> Iterator[None]:
-    """Adds ``path`` to errors of the decoders, which see bytes and not files."""
+    """Add ``path`` to errors of the decoders, which see bytes and not files."""
     try:
         yield
     except CheckpointError as error:
-        raise type(error)(f"{path}: {error}", **({"path": path} | error.facts)) from error
+        if error.facts.get("path"):
+            raise
+        raise type(error)(f"{path}: {error}", **(error.facts | {"path": path})) from error
 
 
 def _not_found(store: Store) -> CheckpointNotFoundError:
@@ -407,7 +392,11 @@ def locate(checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = ope
     is_file_url = _FILE_URL.match(text) is not None
     if is_file_url or "://" not in text:
         path = Path(unquote(urlsplit(text).path) if is_file_url else text)
-        if text.endswith("/") or not _is_file(path):
+        try:
+            is_file = not text.endswith("/") and path.is_file()
+        except OSError as error:
+            raise storage_error(error, "stat", path) from error
+        if not is_file:
             return SourcePlace(open_store(checkpoint_id))
         real = path.resolve()
         return SourcePlace(open_store(real.parent), real.name)
@@ -417,13 +406,6 @@ def locate(checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = ope
         if folder.stat(match["name"]) is not None:
             return SourcePlace(folder, match["name"])
     return SourcePlace(open_store(checkpoint_id))
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError as error:
-        raise storage_error(error, "stat", path) from error
 
 
 def index_at(place: SourcePlace, *, rank: int | None = None, own_rank: int | None = None) -> CheckpointIndex:
@@ -486,13 +468,10 @@ def _format_of_file(name: str, begin: bytes) -> Format:
 
 @contextmanager
 def _read_as(one: Format, path: str) -> Iterator[None]:
-    """Errors within name ``path``. Readers of other packages' formats may raise anything."""
+    """Name ``path`` in errors. Readers of other packages' formats may raise anything."""
     try:
-        yield
-    except (CheckpointFormatError, CorruptCheckpointError) as error:
-        if error.path:
-            raise
-        raise type(error)(f"{path}: {error}", **(error.facts | {"path": path})) from error
+        with _located(path):
+            yield
     except CheckpointError:
         raise
     except Exception as error:

@@ -43,27 +43,26 @@ _ATOMS: Final = frozenset({type(None), bool, float})
 _NUMBERS: Final = msgpack.Packer()
 """For all threads: to pack one number is one step of the interpreter's."""
 
+_SHORT_BYTES: Final = 64
+"""Whatever heads of containers claim, so little makes nothing large."""
+
 NUMBER_HEADS: Final = frozenset(
     (*range(0x80), 0xC0, 0xC2, 0xC3, 0xCB, *range(0xCC, 0xD4), *range(0xE0, 0x100))
 )
 """First bytes of None, booleans, floats and integers, which have their length in them."""
 
 
-class _NotPlainError(Exception):
-    """The value is not plain data, too deep or too large."""
-
-
 def encode_plain(value: Any, *, limit_bytes: int = MAX_PLAIN_BYTES) -> bytes | None:
     """Return the encoding of ``value``; None if it is not plain, deeper than MAX_PLAIN_DEPTH or above the
     limit."""
     kind = type(value)
-    if (kind in _ATOMS or (kind is int and _SMALLEST_INT <= value <= _LARGEST_INT)) and limit_bytes >= 9:
+    if kind in _ATOMS or (kind is int and _SMALLEST_INT <= value <= _LARGEST_INT):
         number: bytes = _NUMBERS.pack(value)
         return number
     encoder = _Encoder(limit_bytes)
     try:
         encoder.write(value, 0)
-    except _NotPlainError:
+    except ValueError:
         return None
     data = encoder.packer.bytes()
     return data if len(data) <= limit_bytes else None
@@ -78,7 +77,7 @@ class _Encoder:
         kind = type(value)
         self._left -= len(value) + 1 if kind is str or kind is bytes else 1
         if self._left < 0:
-            raise _NotPlainError
+            raise ValueError
         if kind in _ATOMS or kind is str or kind is bytes:
             self.packer.pack(value)
         elif kind is int:
@@ -92,13 +91,13 @@ class _Encoder:
         elif kind is complex:
             self.packer.pack_ext_type(COMPLEX_EXTENSION, _COMPLEX.pack(value.real, value.imag))
         elif depth >= MAX_PLAIN_DEPTH:
-            raise _NotPlainError
+            raise ValueError
         elif kind is dict:
             self._write_dict(value, depth + 1)
         elif kind is list or kind is tuple:
             self._write_sequence(value, kind is tuple, depth + 1)
         else:
-            raise _NotPlainError
+            raise ValueError
 
     def _write_dict(self, value: dict[Any, Any], depth: int) -> None:
         if (  # paths by name, as many as there are tensors: at once
@@ -112,7 +111,7 @@ class _Encoder:
             self._left -= 2 * len(value) + sum(map(len, value)) + sum(map(len, paths))
             self._left -= sum(map(len, chain.from_iterable(paths)))
             if self._left < 0:
-                raise _NotPlainError
+                raise ValueError
             self.packer.pack({name: [_TUPLE_MARK, *path] for name, path in value.items()})
             return
         self.packer.pack_map_header(len(value))
@@ -124,7 +123,7 @@ class _Encoder:
         if _STRINGS.issuperset(map(type, value)):  # names and paths, as many as there are tensors: at once
             self._left -= len(value) + sum(map(len, value))
             if self._left < 0:
-                raise _NotPlainError
+                raise ValueError
             self.packer.pack([_TUPLE_MARK, *value] if is_tuple else value)
             return
         self.packer.pack_array_header(len(value) + is_tuple)
@@ -141,74 +140,34 @@ def decode_plain(data: bytes, *, limit_bytes: int = MAX_PLAIN_BYTES) -> Any:
     """
     if len(data) > limit_bytes:
         raise CheckpointFormatError(f"plain data of {len(data)} bytes is above the limit of {limit_bytes}")
-    if data and data[0] in NUMBER_HEADS:
-        try:
-            return msgpack.unpackb(data)
-        except ValueError as error:
-            raise CheckpointFormatError(f"malformed plain data: {error}") from error
-    decoder = _Decoder(data)
     try:
-        value = decoder.read(0)
+        if len(data) > _SHORT_BYTES:
+            unpacker = msgpack.Unpacker(max_buffer_size=len(data))
+            unpacker.feed(data)
+            unpacker.skip()  # which allocates nothing: then all is there that heads of containers promise
+        value = msgpack.unpackb(
+            data,
+            ext_hook=_extension,
+            list_hook=_tuple_or_list,
+            strict_map_key=False,
+            unicode_errors="surrogatepass",
+        )
     except CheckpointFormatError:
         raise
-    except (msgpack.UnpackException, ValueError, TypeError, OverflowError, struct.error) as error:
+    except (msgpack.UnpackException, ValueError, TypeError, OverflowError) as error:
         raise CheckpointFormatError(f"malformed plain data: {error}") from error
-    if decoder.unpacker.tell() != len(data):
-        raise CheckpointFormatError(f"plain data has {len(data) - decoder.unpacker.tell()} bytes too many")
+    if encode_plain(value, limit_bytes=len(data)) != data:
+        raise CheckpointFormatError(
+            "plain data is nested too deeply, or is not written as plain data has to be"
+        )
     return value
 
 
 _TUPLE: Final = object()
 
 
-class _Decoder:
-    """Reads containers step by step: msgpack's unpacker would allocate one on the word of its header."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self.unpacker = msgpack.Unpacker(
-            ext_hook=_extension, unicode_errors="surrogatepass", max_buffer_size=max(len(data), 1)
-        )
-        self.unpacker.feed(data)
-
-    def read(self, depth: int, *, is_first: bool = False) -> Any:
-        """Read a value; the mark of a tuple only where it ``is_first`` in an array."""
-        position = self.unpacker.tell()
-        if position >= len(self._data):
-            raise CheckpointFormatError("plain data ends too early")
-        head = self._data[position]
-        if 0x90 <= head <= 0x9F or head in (0xDC, 0xDD):
-            return self._read_array(depth + 1)
-        if 0x80 <= head <= 0x8F or head in (0xDE, 0xDF):
-            return self._read_map(depth + 1)
-        value = self.unpacker.unpack()
-        if type(value) is msgpack.Timestamp:  # msgpack decodes this extension before it asks the hook
-            raise CheckpointFormatError("plain data has a timestamp")
-        if value is _TUPLE and not is_first:
-            raise CheckpointFormatError("plain data has a tuple mark where a value belongs")
-        return value
-
-    def _read_array(self, depth: int) -> Any:
-        count = self._checked(self.unpacker.read_array_header(), depth)
-        items: list[Any] = []
-        for place in range(count):
-            items.append(self.read(depth, is_first=place == 0))
-        return tuple(items[1:]) if items and items[0] is _TUPLE else items
-
-    def _read_map(self, depth: int) -> Any:
-        count = self._checked(self.unpacker.read_map_header(), depth)
-        result = {}
-        for _ in range(count):
-            key = self.read(depth)
-            result[key] = self.read(depth)
-        if len(result) != count:
-            raise CheckpointFormatError("plain data has one dict key twice")
-        return result
-
-    def _checked(self, count: int, depth: int) -> int:
-        if depth > MAX_PLAIN_DEPTH or count > len(self._data) - self.unpacker.tell():
-            raise CheckpointFormatError("plain data is nested too deeply, or ends too early")
-        return count
+def _tuple_or_list(items: list[Any]) -> Any:
+    return tuple(items[1:]) if items and items[0] is _TUPLE else items
 
 
 def _extension(code: int, data: bytes) -> Any:

@@ -63,9 +63,8 @@ def _unique(what: str, convert: Callable[[dict[str, Any]], Any] | None, pairs: l
     result = dict(pairs)
     if len(result) != len(pairs):
         raise CheckpointFormatError(f"{what} has one key twice")
-    for key in result:
-        if not key.isascii() and any("\ud800" <= char <= "\udfff" for char in key):
-            raise CheckpointFormatError(f"a key of {what} is not Unicode text")
+    if not all(map(_is_text, result)):
+        raise CheckpointFormatError(f"a key of {what} is not Unicode text")
     return result if convert is None else convert(result)
 
 
@@ -93,7 +92,7 @@ _BY_SAFETENSORS_NAME: Final = {d.safetensors: d for d in dtypes.BY_CODE.values()
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsEntry:
-    """One tensor; ``begin`` and ``end`` count bytes from `SafetensorsHeader.data_offset`."""
+    """One tensor; ``begin`` and ``end`` count bytes from the begin of the first tensor."""
 
     dtype_code: int
     sizes: tuple[int, ...]
@@ -101,13 +100,8 @@ class SafetensorsEntry:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsHeader:
-    """Tensors by name, free-form ``metadata``, and where the first tensor's bytes are: ``data_offset``."""
-
-    entries: Mapping[str, SafetensorsEntry]
-    metadata: Mapping[str, str]
-    data_offset: int
+SafetensorsHeader = tuple[Mapping[str, SafetensorsEntry], Mapping[str, str], int]
+"""Tensors by name, free-form metadata, and where the first tensor's bytes are."""
 
 
 def parse_header(read: Callable[[int, int], bytes], size: int | None) -> SafetensorsHeader:
@@ -127,8 +121,8 @@ def parse_header(read: Callable[[int, int], bytes], size: int | None) -> Safeten
         )
     text = _exactly(read, LENGTH_BYTES, length)
     header = _parse_cached(text) if length <= _CACHED_HEADER_BYTES else _parse(text)
-    data_bytes = max((entry.end for entry in header.entries.values()), default=0)
-    described = header.data_offset + data_bytes
+    entries, _, data_offset = header
+    described = data_offset + max((entry.end for entry in entries.values()), default=0)
     if size is not None and described != size:
         raise CheckpointFormatError(
             f"the safetensors file has {size} bytes, and its header describes {described}"
@@ -146,7 +140,7 @@ def _exactly(read: Callable[[int, int], bytes], offset: int, length: int) -> byt
 def _parse(text: bytes) -> SafetensorsHeader:
     if not text.startswith(b"{"):
         raise CheckpointFormatError("the safetensors header does not begin with '{'")
-    document = parse_json(text, "the safetensors header", _Compact().convert)
+    document = parse_json(text, "the safetensors header", _compactly())
     metadata = document.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointFormatError("the safetensors header's __metadata__ does not map strings to strings")
@@ -163,7 +157,7 @@ def _parse(text: bytes) -> SafetensorsHeader:
                 fqn=name,
             )
         position = entry.end
-    return SafetensorsHeader(entries, metadata, LENGTH_BYTES + len(text))
+    return entries, metadata, LENGTH_BYTES + len(text)
 
 
 @lru_cache(maxsize=4)
@@ -172,31 +166,31 @@ def _parse_cached(text: bytes) -> SafetensorsHeader:
     return _parse(text)
 
 
-class _Compact:
-    """Makes entries of JSON objects as soon as they are parsed: dicts and lists take five times the
-    memory."""
+def _compactly() -> Callable[[dict[str, Any]], Any]:
+    """Return a maker of entries from JSON objects as soon as they are parsed: dicts and lists take five times
+    the memory."""
+    others, unknown_type = 0, ""
 
-    def __init__(self) -> None:
-        self._others = 0
-        self._unknown_type = ""
-
-    def convert(self, fields: dict[str, Any]) -> Any:
+    def convert(fields: dict[str, Any]) -> Any:
+        nonlocal others, unknown_type
         if fields.keys() >= _FIELDS:
             try:
                 return _entry("", fields)
             except UnsupportedFormatError as error:
-                self._unknown_type = error.element_type
+                unknown_type = error.element_type
             except CheckpointFormatError:
                 pass  # raised later, when its name is known
-        self._others += 1
-        if self._others > _MAX_OTHER_OBJECTS:
-            if self._unknown_type:
+        others += 1
+        if others > _MAX_OTHER_OBJECTS:
+            if unknown_type:
                 raise UnsupportedFormatError(
                     "the safetensors header has element types that are not known here "
-                    f"({self._unknown_type!r}): it was written by a newer safetensors"
+                    f"({unknown_type!r}): it was written by a newer safetensors"
                 )
             raise CheckpointFormatError("the safetensors header is full of what describes no tensor")
         return fields
+
+    return convert
 
 
 def _entry(name: str, fields: Any) -> SafetensorsEntry:
@@ -245,26 +239,26 @@ def index_of_safetensors_file(
     def read_header(at: int, count: int) -> bytes:
         return head[at : at + count] if at + count <= len(head) else read(at, count)
 
-    header = parse_header(read_header, size_bytes)
+    entries, notes, data_offset = parse_header(read_header, size_bytes)
     tensors = [
-        WholeTensor(fqn, entry.dtype_code, entry.sizes, name, header.data_offset + entry.begin)
-        for fqn, entry in header.entries.items()
+        WholeTensor(fqn, entry.dtype_code, entry.sizes, name, data_offset + entry.begin)
+        for fqn, entry in entries.items()
     ]
     index = CheckpointIndex.of_whole_tensors(SAFETENSORS.name, tensors, {name: size_bytes})
-    metadata, provenance = dict(header.metadata), {}
-    if metadata.pop(_SHARDING_KEY, None) is not None:
-        offsets, provenance = _shard_offsets(header, name), {"sharded": True}
+    metadata, provenance = dict(notes), {}
+    sharding = metadata.pop(_SHARDING_KEY, None)
+    if sharding is not None:
+        offsets, provenance = _shard_offsets(entries, sharding, name), {"sharded": True}
         index = replace(index, shape_values=index.shape_values + offsets, chunk_offsets=offsets)
         index.check()
     return replace(index, provenance=provenance, user=metadata)
 
 
-def _shard_offsets(header: SafetensorsHeader, name: str) -> Any:
+def _shard_offsets(entries: Mapping[str, SafetensorsEntry], sharding: str, name: str) -> Any:
     """Return where the tensors of the file stand in the whole ones, flat: 0, unless stock DCP noted it."""
-    text = header.metadata[_SHARDING_KEY].encode("utf-8", "surrogatepass")
-    noted = parse_json(text, f"{_SHARDING_KEY} of {name}")
+    noted = parse_json(sharding.encode("utf-8", "surrogatepass"), f"{_SHARDING_KEY} of {name}")
     offsets: list[int] = []
-    for fqn, entry in header.entries.items():
+    for fqn, entry in entries.items():
         info = noted.get(fqn)
         saved = [0] * len(entry.sizes) if info is None else None
         if isinstance(info, dict):
@@ -333,7 +327,8 @@ def safetensors_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, s
 
     PlanError if it would be larger than readers accept.
     """
-    items = [f'"__metadata__":{_json(dict(metadata))}'] if metadata else []
+    described = json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":"))
+    items = [f'"__metadata__":{described}'] if metadata else []
     position = 0
     kinds: dict[tuple[int, tuple[int, ...]], str] = {}
     # Written by hand, because there may be millions, and as one document they would be as many dicts.
@@ -354,10 +349,6 @@ def safetensors_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, s
             "make smaller shards"
         )
     return len(text).to_bytes(8, "little") + text
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def encode_extras(extras: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.storage.errors import CheckpointFormatError, ReplicaMismatchError
-from dcp.storage.formats.container_notes import Noted, join_notes, notes_by_path, structure_of_notes
+from dcp.storage.formats.container_notes import join_notes, notes_by_path, structure_of_notes
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, Path
 from dcp.storage.geometry.strides import Int64, expand_ranges, gather_rows, starts
 
@@ -147,11 +147,9 @@ def join_indexes(indexes: Mapping[int, CheckpointIndex], *, own_rank: int | None
         boxes = kept.setdefault(fqn, {})
         for chunk in whole.chunks(row):
             other = boxes.setdefault(whole.box(chunk), chunk)
-            crcs, rank = (
-                (whole.block_crcs(other), whole.block_crcs(chunk)),
-                rank_of[whole.chunk_tensors[other]],
-            )
-            if rank != own_rank and len(crcs[0]) and len(crcs[1]) and not np.array_equal(*crcs):
+            crcs, rank = whole.block_crcs(other), rank_of[whole.chunk_tensors[other]]
+            own_crcs = whole.block_crcs(chunk)
+            if rank != own_rank and len(crcs) and len(own_crcs) and not np.array_equal(crcs, own_crcs):
                 raise _mismatch(fqn, rank, rank_of[row])
     rank_of = np.repeat(ranks, [len(part.objects) for part in parts]).tolist()
     objects: dict[str, int] = {}
@@ -210,13 +208,10 @@ def _with_distinct_files(index: CheckpointIndex) -> CheckpointIndex:
 
 def _join_structure(parts: Sequence[CheckpointIndex]) -> dict[str, Any]:
     """Return all parts' notes on containers; the first one's where they differ."""
-    noted = [
-        Noted(
-            tuple(notes_by_path(part.provenance.get("structure")).values()),
-            part.planner_data if isinstance(part.planner_data, Mapping) else {},
-        )
-        for part in parts
-    ]
+    noted = []
+    for part in parts:
+        paths = part.planner_data if isinstance(part.planner_data, Mapping) else {}
+        noted.append((tuple(notes_by_path(part.provenance.get("structure")).values()), paths))
     return structure_of_notes(join_notes(noted)[0])
 
 
@@ -262,17 +257,14 @@ def dropped_from(provenance: Mapping[str, Any]) -> tuple[DroppedPart, ...]:
     notes = provenance.get(_KEY)
     if not isinstance(notes, list | tuple):
         return ()
-    found = (_part_of(note) for note in notes if isinstance(note, dict))
-    return tuple(part for part in found if part is not None)
-
-
-def _part_of(note: Mapping[str, Any]) -> DroppedPart | None:
-    name, patterns, seconds = note.get("name"), note.get("patterns"), note.get("time")
-    if type(name) is not str or not isinstance(patterns, list | tuple) or type(seconds) is not float:
-        return None
-    counts = [note.get(key) for key in _COUNTS]
-    tensors, objects, size_bytes = (count if type(count) is int else 0 for count in counts)
-    return DroppedPart(name, tuple(map(str, patterns)), seconds, tensors, objects, size_bytes)
+    parts = []
+    for note in notes:
+        get = note.get if isinstance(note, dict) else {}.get
+        name, patterns, seconds, *counts = map(get, ("name", "patterns", "time", *_COUNTS))
+        if type(name) is str and isinstance(patterns, list | tuple) and type(seconds) is float:
+            numbers = (count if type(count) is int else 0 for count in counts)
+            parts.append(DroppedPart(name, tuple(map(str, patterns)), seconds, *numbers))
+    return tuple(parts)
 
 
 def noted_in(provenance: Mapping[str, Any], part: DroppedPart) -> dict[str, Any]:
@@ -294,6 +286,9 @@ def without(index: CheckpointIndex, dropped: Collection[str]) -> CheckpointIndex
     found = selected(index, tensors, expand_ranges(index.chunk_start[tensors], counts), counts, objects)
     files, file_of = _used(np.concatenate([found.chunk_files, found.objects.files]), len(index.files))
     values, value_of = _used(found.objects.plain, len(index.objects.values))
+    paths = index.planner_data
+    if isinstance(paths, Mapping):
+        paths = {name: path for name, path in paths.items() if name not in dropped}
     return replace(
         found,
         chunk_files=file_of[found.chunk_files],
@@ -305,7 +300,7 @@ def without(index: CheckpointIndex, dropped: Collection[str]) -> CheckpointIndex
             plain=value_of[found.objects.plain],
             values=[found.objects.values[number] for number in values.tolist()],
         ),
-        planner_data=_paths_without(index.planner_data, dropped),
+        planner_data=paths,
         provenance=_provenance_without(index, dropped),
     )
 
@@ -317,12 +312,6 @@ def _used(numbers: Int64, count: int) -> tuple[Int64, Int64]:
     new = np.full(count + 1, UNKNOWN, np.int64)
     new[used] = np.arange(len(used))
     return used, new
-
-
-def _paths_without(planner_data: Any, dropped: Collection[str]) -> Any:
-    if not isinstance(planner_data, Mapping):
-        return planner_data
-    return {name: path for name, path in planner_data.items() if name not in dropped}
 
 
 def _provenance_without(index: CheckpointIndex, dropped: Collection[str]) -> Mapping[str, Any]:

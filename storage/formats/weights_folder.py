@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -40,13 +40,8 @@ _NUMBERED: Final = re.compile(r"(?P<stem>(?!shard-).*)-(?P<number>\d{5})-of-(?P<
 _LISTED: Final = 5
 
 
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """The ``files`` of a folder that have its tensors; ``mapped`` says where each has to be, if anything
-    does."""
-
-    files: tuple[str, ...]
-    mapped: Mapping[str, str] | None = None
+_Weights = tuple[Sequence[str], Mapping[str, str] | None]
+"""The files of a folder that have its tensors, and where each has to be, if anything says so."""
 
 
 def index_of_safetensors_folder(store: Store) -> CheckpointIndex | None:
@@ -72,18 +67,19 @@ def _index_of(store: Store, suffix: str, usual: str, *, takes_all: bool) -> Chec
     weights = _choose(store, names, suffix, usual, takes_all=takes_all)
     if weights is None:
         return None
-    missing = sorted(set(weights.files) - set(names))
+    files, mapped = weights
+    missing = sorted(set(files) - set(names))
     if missing:
         raise CorruptCheckpointError(
-            f"{store.url}: {len(missing)} of {len(weights.files)} weight files are missing: "
+            f"{store.url}: {len(missing)} of {len(files)} weight files are missing: "
             f"{', '.join(missing[:_LISTED])}; fetch or copy the folder again",
             path=store.path_of(missing[0]),
         )
-    threads = min(len(weights.files), store.read_profile.threads or _THREADS)
+    threads = min(len(files), store.read_profile.threads or _THREADS)
     with WorkerThreads(max(1, threads)) as pool:
-        indexes = list(pool.map(partial(index_of_file, store), weights.files))
-    if weights.mapped is not None:
-        _check_map(store, weights.mapped, dict(zip(weights.files, indexes, strict=True)))
+        indexes = list(pool.map(partial(index_of_file, store), files))
+    if mapped is not None:
+        _check_map(store, mapped, dict(zip(files, indexes, strict=True)))
     return _joined(store, indexes)
 
 
@@ -97,12 +93,10 @@ def _choose(
     if listing is not None:
         return _read_weight_map(store, listing, suffix)
     if usual in names:
-        return _Weights((usual,))
-    files = tuple(name for name in names if name.endswith(suffix)) if takes_all else ()
-    if not files:
-        return None
+        return (usual,), None
+    files = [name for name in names if name.endswith(suffix)] if takes_all else []
     _check_numbers(store, files)
-    return _Weights(files)
+    return (files, None) if files else None
 
 
 def _the_one(store: Store, names: Sequence[str], suffix: str, usual: str) -> str | None:
@@ -129,7 +123,7 @@ def _read_weight_map(store: Store, name: str, suffix: str) -> _Weights:
             raise CheckpointFormatError(
                 f"{path}: the weight_map has no *{suffix} file for {fqn[:200]!r}", path=path, fqn=fqn
             )
-    return _Weights(tuple(sorted({check_name(file) for file in mapped.values()})), mapped)
+    return sorted({check_name(file) for file in mapped.values()}), mapped
 
 
 def _check_numbers(store: Store, files: Iterable[str]) -> None:

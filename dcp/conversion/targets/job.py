@@ -42,9 +42,9 @@ from dcp.storage.formats.index import UNKNOWN
 from dcp.storage.formats.native.record import object_record
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.formats.registry import file_names, target_named
+from dcp.storage.formats.torch.archive import ObjectBlob
 from dcp.storage.formats.torch.pickle_reader import DevicePickle, SizePickle, TensorPickle
-from dcp.storage.formats.torch.python_values import HARMLESS_MARK, decode_value, python_value
-from dcp.storage.formats.torch.record_reader import ObjectBlob
+from dcp.storage.formats.torch.python_values import HARMLESS_MARK, decode_value
 from dcp.storage.formats.torch.writer import PickledTensor
 from dcp.storage.near_names import listed
 from dcp.storage.stores import OpenStore
@@ -223,7 +223,7 @@ class SourceValues:
                 (SizePickle, Dtype, DevicePickle), lambda value: value
             )
             special[TensorPickle] = lambda facts: _stored(facts, opened)
-            return python_value(opened.decoded, opened.pickle_bytes, special)
+            return opened.value(special)
         except CheckpointFormatError as error:
             raise type(error)(f"object {fqn!r}: {error}", **{**error.facts, "fqn": fqn}) from error
 

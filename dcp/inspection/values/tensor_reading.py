@@ -30,8 +30,7 @@ from dcp.storage.errors import CorruptCheckpointError, PlanError
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.opening import open_source
-from dcp.storage.formats.torch.archive import Window
-from dcp.storage.formats.torch.record_reader import locate_payload
+from dcp.storage.formats.torch.archive import Window, locate_payload
 from dcp.storage.geometry.boxes import Box, contiguous_position, disjoint, range_boxes, split_box
 from dcp.storage.geometry.strides import dense_order
 from dcp.storage.stores.base import Store
@@ -301,7 +300,7 @@ class TensorReader(Closable):
         begin, length = int(index.record_offsets[chunk]), int(index.record_lengths[chunk])
         read = partial(self._read_counted, int(index.chunk_files[chunk]))
         stored = locate_payload(read, begin, length, fqn=index.fqns[int(index.chunk_tensors[chunk])])
-        fills = stored.storage_offset_elements == 0 and stored.payload_bytes == index.payload_lengths[chunk]
+        fills = stored.storage_offset == 0 and stored.storage_bytes == index.payload_lengths[chunk]
         return stored.crc32 if fills else None
 
     def parts(self, tensor_row: int) -> list[ChunkPart]:

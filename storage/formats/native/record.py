@@ -89,9 +89,6 @@ class OpenRecord:
         return self._before_crc + crc + self._after_descriptor + crc + self._after_crc
 
 
-_templates: dict[tuple[int, tuple[int, ...], int], OpenRecord] = {}
-
-
 def begin_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, file_offset: int) -> OpenRecord:
     """Return the record of a contiguous tensor of ``sizes`` that is to begin at ``file_offset`` of its file.
 
@@ -99,14 +96,7 @@ def begin_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, fi
     file offset, ``file_offset + len(prefix)``, is a multiple of ALIGNMENT_BYTES.
     """
     phase = file_offset & (ALIGNMENT_BYTES - 1) if payload_bytes >= ALIGNED_PAYLOAD_BYTES else -1
-    key = (dtype_code, sizes, phase)
-    record = _templates.get(key)
-    if record is None or record.payload_bytes != payload_bytes:
-        record = _make_record(dtype_code, sizes, payload_bytes, phase)
-        if len(_templates) >= _MAX_CACHED_TEMPLATES:
-            _templates.clear()
-        _templates[key] = record
-    return record
+    return _make_record(dtype_code, sizes, payload_bytes, phase)
 
 
 def object_record(pickle_bytes: bytes) -> bytes:
@@ -141,11 +131,14 @@ def _object_template(size_bytes: int) -> tuple[bytes, bytes, bytes, bytes]:
     )
 
 
+@lru_cache(maxsize=_MAX_CACHED_TEMPLATES)
 def _make_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, phase: int) -> OpenRecord:
     dtype = dtypes.BY_CODE[dtype_code]
     if len(sizes) > MAX_DIMENSIONS or payload_bytes != math.prod(sizes) * dtype.itemsize:
         raise ValueError(f"{payload_bytes} bytes are not a {dtype.name} tensor of sizes {sizes}")
-    pickled = _tensor_pickle(dtype_code, sizes)
+    geometry = _pickled_integers(sizes) + _pickled_integers(c_strides(sizes))
+    before, after = tensor_pickle_parts(dtype_code, math.prod(sizes), geometry)
+    pickled = b"\x80\2" + before + b"X\1\0\0\0000" + after + b"."  # protocol 2, without memo
     pickle_crc = crc32(pickled)
     head = _local_entry(_PICKLE_NAME, pickled, pickle_crc)
     version_offset = len(head)
@@ -165,7 +158,12 @@ def _make_record(dtype_code: int, sizes: tuple[int, ...], payload_bytes: int, ph
     descriptor_bytes = 24 if zip64 else 16
     directory_bytes = _DIRECTORY_HEAD_BYTES + 4 + len(directory_rest)
     directory_offset = len(head) + payload_bytes + descriptor_bytes
-    end = _end_of_directory(zip64, 3, directory_bytes, directory_offset)
+    end, end_offset = b"", directory_offset
+    if zip64:
+        end = END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, 3, 3, directory_bytes, directory_offset)
+        end += END64_LOCATOR.pack(b"PK\6\7", 0, directory_offset + directory_bytes, 1)
+        end_offset = UNSET_32
+    end += END.pack(b"PK\5\6", 0, 0, 3, 3, directory_bytes, end_offset, 0)
     return OpenRecord(head, payload_bytes, b"PK\7\10", between, directory_rest + end)
 
 
@@ -203,21 +201,6 @@ def _payload_header(zip64: bool, offset: int, phase: int) -> bytes:
         b"PK\3\4", version, DESCRIPTOR_FLAG, 0, DOS_EPOCH, 0, size, size, len(_PAYLOAD_NAME), len(extra)
     )
     return header + _PAYLOAD_NAME + extra
-
-
-def _end_of_directory(zip64: bool, entries: int, directory_bytes: int, directory_offset: int) -> bytes:
-    if not zip64:
-        return END.pack(b"PK\5\6", 0, 0, entries, entries, directory_bytes, directory_offset, 0)
-    end64 = END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, entries, entries, directory_bytes, directory_offset)
-    locator = END64_LOCATOR.pack(b"PK\6\7", 0, directory_offset + directory_bytes, 1)
-    return end64 + locator + END.pack(b"PK\5\6", 0, 0, entries, entries, directory_bytes, UNSET_32, 0)
-
-
-def _tensor_pickle(dtype_code: int, sizes: tuple[int, ...]) -> bytes:
-    """Return the pickle (protocol 2, without memo) that rebuilds a contiguous tensor over the storage "0"."""
-    geometry = _pickled_integers(sizes) + _pickled_integers(c_strides(sizes))
-    before, after = tensor_pickle_parts(dtype_code, math.prod(sizes), geometry)
-    return b"\x80\2" + before + b"X\1\0\0\0000" + after + b"."
 
 
 def tensor_pickle_parts(

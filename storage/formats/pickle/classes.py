@@ -28,7 +28,7 @@ import numpy.typing as npt
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.container_notes import plain_key
 from dcp.storage.formats.index import MAX_DIMENSIONS
-from dcp.storage.formats.pickle.decoder import BuiltDict, Constructor, Ignored, Instance
+from dcp.storage.formats.pickle.decoder import BuiltDict, Constructor, Ignored, Instance, instances
 
 DEFAULT_DICT: Final = "collections.defaultdict"
 
@@ -118,15 +118,6 @@ def _uuid(state: Any) -> uuid.UUID:
     return uuid.UUID(int=number)
 
 
-def _late(name: str, make: Callable[[Any], Any]) -> Constructor:
-    def new(args: _Args) -> LatePickle:
-        if args:
-            raise _malformed(name)
-        return LatePickle(name, make)
-
-    return Constructor(name, new=new)
-
-
 # -- the standard library, by checked arguments: anything that is wrong raises a ValueError or its like ------
 
 
@@ -142,11 +133,6 @@ def _dated(kind: Any, size: int) -> Callable[[_Args], Any]:
         return kind(data, *filter(None, zones)).replace()  # which checks day and hour
 
     return build
-
-
-def _timedelta(args: _Args) -> datetime.timedelta:
-    days, seconds, microseconds = map(_integer, args)
-    return datetime.timedelta(days, seconds, microseconds)
 
 
 def _timezone(args: _Args) -> datetime.timezone:
@@ -199,16 +185,17 @@ def _items(kind: type[Any]) -> Callable[[_Args], Any]:
         items = [plain_key(item) if isinstance(item, np.generic) else item for item in items]
         return (
             kind(items)
-            if all(map(_is_cheap_key, items))
+            if all(map(is_cheap_key, items))
             else Ignored(f"a {kind.__name__} of more than numbers and text")
         )
 
     return build
 
 
-def _is_cheap_key(item: Any) -> bool:
+def is_cheap_key(item: Any) -> bool:
+    """Return whether a key is cheap to hash: integers beyond 60 bits can be chosen to have one hash."""
     if type(item) is tuple:
-        return len(item) <= 16 and all(type(part) is not tuple and _is_cheap_key(part) for part in item)
+        return len(item) <= 16 and all(type(part) is not tuple and is_cheap_key(part) for part in item)
     return type(item) in (str, bytes, bool, float, type(None)) or (type(item) is int and abs(item) < 1 << 60)
 
 
@@ -219,22 +206,6 @@ def _bytearray(args: _Args) -> bytearray:
     if type(data) is not bytes:
         raise ValueError("not its bytes")
     return bytearray(data)
-
-
-def _no_bytes(args: _Args) -> bytes:
-    """Return how protocol 2 has ``b""``."""
-    if args:
-        raise ValueError("arguments")
-    return b""
-
-
-def _range(args: _Args) -> range:
-    return range(*map(_integer, args))
-
-
-def _slice(args: _Args) -> slice:
-    begin, end, step = (None if part is None else _integer(part) for part in args)
-    return slice(begin, end, step)
 
 
 def _default_dict(args: _Args) -> DefaultDictPickle | Ignored:
@@ -254,7 +225,9 @@ def _deque(args: _Args) -> DequePickle:
     return DequePickle(None if most is None else min(most, (1 << 63) - 1))
 
 
-def _made(name: str, build: Callable[[_Args], Any]) -> Constructor:
+def made_of(name: str, build: Callable[[_Args], Any]) -> Constructor:
+    """Return a function ``build`` of checked arguments; CheckpointFormatError where they are wrong."""
+
     def reduce(args: _Args) -> Any:
         try:
             return build(args)
@@ -271,29 +244,31 @@ def _globals() -> dict[tuple[str, str], Any]:
         ("datetime", "date"): _dated(datetime.date, 4),
         ("datetime", "datetime"): _dated(datetime.datetime, 10),
         ("datetime", "time"): _dated(datetime.time, 6),
-        ("datetime", "timedelta"): _timedelta,
+        ("datetime", "timedelta"): lambda args: datetime.timedelta(*map(_integer, args)),
         ("datetime", "timezone"): _timezone,
         ("decimal", "Decimal"): _decimal,
         ("fractions", "Fraction"): _fraction,
         ("collections", "defaultdict"): _default_dict,
         ("collections", "deque"): _deque,
         ("builtins", "bytearray"): _bytearray,
-        ("builtins", "bytes"): _no_bytes,
+        ("builtins", "bytes"): lambda args: bytes(_bytearray(args)),  # so protocol 2 has b""
         ("builtins", "frozenset"): _items(frozenset),
         ("builtins", "set"): _items(set),
-        ("builtins", "slice"): _slice,
-        ("builtins", "range"): _range,
-        ("builtins", "xrange"): _range,
+        ("builtins", "slice"): lambda args: slice(
+            *(part if part is None else _integer(part) for part in args)
+        ),
+        ("builtins", "range"): lambda args: range(*map(_integer, args)),
+        ("builtins", "xrange"): lambda args: range(*map(_integer, args)),
     }
     native = type(pathlib.Path())  # paths of this system can be used, others are pure
     for module in ("pathlib", "pathlib._local"):
         for pure in (pathlib.PurePosixPath, pathlib.PureWindowsPath):
             made[module, pure.__name__] = _path(pure)
             made[module, pure.__name__[4:]] = _path(native if issubclass(native, pure) else pure)
-    found: dict[tuple[str, str], Any] = {place: _made(".".join(place), made[place]) for place in made}
+    found: dict[tuple[str, str], Any] = {place: made_of(".".join(place), made[place]) for place in made}
     found["builtins", "Ellipsis"], found["builtins", "NotImplemented"] = ..., NotImplemented
-    found["uuid", "UUID"] = _late("uuid.UUID", _uuid)
-    found["_io", "BytesIO"] = _late("_io.BytesIO", _bytes_io)
+    found["uuid", "UUID"] = instances("uuid.UUID", lambda name: LatePickle(name, _uuid))
+    found["_io", "BytesIO"] = instances("_io.BytesIO", lambda name: LatePickle(name, _bytes_io))
     return found
 
 
@@ -342,8 +317,7 @@ class DtypePickle(Instance):
         if type(base) is not tuple or len(base) != 2:
             raise _malformed("numpy.dtype of a field that is an array")
         if self._contains([base[0]]):
-            sizes = base[1] if type(base[1]) is tuple else (_natural(base[1]),)
-            self.dtype = np.dtype((base[0].dtype, _shape(sizes)))
+            self.dtype = np.dtype((base[0].dtype, _shape(base[1] if type(base[1]) is tuple else (base[1],))))
 
     def _structure(self, names: Any, fields: Any, itemsize: Any) -> None:
         if (
@@ -513,9 +487,9 @@ _NDARRAY: Final = Constructor("numpy.ndarray")
 
 NUMPY_GLOBALS: Final = {
     ("numpy", "ndarray"): _NDARRAY,
-    ("numpy", "dtype"): _made("numpy.dtype", _dtype),
+    ("numpy", "dtype"): made_of("numpy.dtype", _dtype),
     **{
-        (f"{package}.{module}", name): _made(f"{package}.{module}.{name}", build)
+        (f"{package}.{module}", name): made_of(f"{package}.{module}.{name}", build)
         for package in ("numpy.core", "numpy._core")  # of numpy 1, and of 2
         for module, name, build in (
             ("multiarray", "_reconstruct", _reconstruct),

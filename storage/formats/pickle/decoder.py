@@ -22,7 +22,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Any, Final, Literal, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -102,16 +102,16 @@ class BuiltDict(dict[Any, Any]):
         self.state = state
 
 
-def instances(name: str) -> Constructor:
-    """Return a class whose objects are kept as `Instance`; NEWOBJ without arguments makes one, REDUCE is
-    refused."""
+def instances(name: str, make: Callable[[str], Instance] = Instance) -> Constructor:
+    """Return a class whose objects are kept as what ``make`` makes; NEWOBJ without arguments makes one,
+    REDUCE is refused."""
 
     def new(args: tuple[Any, ...]) -> Instance:
         if args:
             raise CheckpointFormatError(
                 f"a pickle makes a {name} from {len(args)} arguments, which none takes"
             )
-        return Instance(name)
+        return make(name)
 
     return Constructor(name, new=new)
 
@@ -402,10 +402,6 @@ class _Machine:
 
     # -- values --------------------------------------------------------------------------------------------
 
-    def text(self, length: int) -> str:
-        """Return the next characters."""
-        return str(self.take(length), "utf-8", "surrogatepass")
-
     def binint1(self) -> None:
         """Execute BININT1."""
         pos = self.pos
@@ -420,10 +416,6 @@ class _Machine:
             raise self.malformed("a string reaches beyond the end")
         self.pos = end
         self.stack.append(str(self.data[begin:end], "utf-8", "surrogatepass"))
-
-    def old_text(self, length: int) -> None:
-        """Execute BINSTRING and SHORT_BINSTRING, Python 2's str; torch reads it as UTF-8."""
-        self.stack.append(str(self.take(length), "utf-8"))
 
     def quoted(self) -> None:
         """Execute STRING."""
@@ -459,38 +451,31 @@ class _Machine:
             raise self.malformed("a global whose name is not a string")
         self.stack.append(self.find(module, name))
 
-    def reduce(self) -> None:
-        """Execute REDUCE."""
+    def call(self, way: Literal["reduce", "new"]) -> None:
+        """Execute REDUCE and NEWOBJ."""
         args = self.stack.pop()
         function = self.stack[-1]
         if isinstance(function, Ignored):
             return
-        if type(function) is not Constructor or function.reduce is None:
-            raise _not_callable(function)
+        made = getattr(function, way) if type(function) is Constructor else None
+        if made is None:
+            name = function.name if type(function) is Constructor else f"a {type(function).__name__}"
+            raise UnsafeObjectError(
+                f"the pickle calls {name}, which is not allowed; nothing was run", global_name=name
+            )
         if type(args) is not tuple:
             raise self.malformed("arguments that are not a tuple")
-        value = function.reduce(args)
+        value = made(args)
         if type(value) in _COPIES:
             self.copy(len(value))
         self.contain()
         self.stack[-1] = value
 
-    def new(self) -> None:
-        """Execute NEWOBJ."""
-        args = self.stack.pop()
-        cls = self.stack[-1]
-        if type(cls) is not Constructor or cls.new is None:
-            raise _not_callable(cls)
-        if type(args) is not tuple:
-            raise self.malformed("arguments that are not a tuple")
-        self.contain()
-        self.stack[-1] = cls.new(args)
-
     def new_with_names(self) -> None:
         """Execute NEWOBJ_EX."""
         if self.stack.pop() != {}:
             raise self.malformed("keyword arguments, which no class on the list takes")
-        self.new()
+        self.call("new")
 
     def build(self) -> None:
         """Execute BUILD."""
@@ -542,13 +527,6 @@ class _Machine:
         raise self.malformed(f"no opcode is {code:#04x}")
 
 
-def _not_callable(value: Any) -> UnsafeObjectError:
-    name = value.name if type(value) is Constructor else f"a {type(value).__name__}"
-    return UnsafeObjectError(
-        f"the pickle calls {name}, which is not allowed; nothing was run", global_name=name
-    )
-
-
 def _refusing(what: str, error: type[CheckpointFormatError] = UnsafeObjectError) -> Handler:
     def refuse(machine: _Machine) -> NoReturn:
         raise error(f"the pickle {what}, which is not allowed; nothing was run")
@@ -581,12 +559,12 @@ _HANDLERS: dict[bytes, Handler] = {
     pickle.FLOAT: lambda m: m.stack.append(float(m.line())),
     pickle.BINFLOAT: lambda m: m.stack.append(m.number(_DOUBLE)),
     pickle.STRING: _Machine.quoted,
-    pickle.BINSTRING: lambda m: m.old_text(m.number(_INT32)),
-    pickle.SHORT_BINSTRING: lambda m: m.old_text(m.take(1)[0]),
+    pickle.BINSTRING: lambda m: m.stack.append(str(m.take(m.number(_INT32)), "utf-8")),  # Python 2's str
+    pickle.SHORT_BINSTRING: lambda m: m.stack.append(str(m.take(m.take(1)[0]), "utf-8")),
     pickle.UNICODE: lambda m: m.stack.append(str(m.line(), "raw-unicode-escape")),
-    pickle.BINUNICODE: lambda m: m.stack.append(m.text(m.number(_UINT32))),
+    pickle.BINUNICODE: lambda m: m.stack.append(str(m.take(m.number(_UINT32)), "utf-8", "surrogatepass")),
     pickle.SHORT_BINUNICODE: _Machine.short_text,
-    pickle.BINUNICODE8: lambda m: m.stack.append(m.text(m.number(_UINT64))),
+    pickle.BINUNICODE8: lambda m: m.stack.append(str(m.take(m.number(_UINT64)), "utf-8", "surrogatepass")),
     pickle.BINBYTES: lambda m: m.stack.append(m.take(m.number(_UINT32))),
     pickle.SHORT_BINBYTES: lambda m: m.stack.append(m.take(m.take(1)[0])),
     pickle.BINBYTES8: lambda m: m.stack.append(m.take(m.number(_UINT64))),
@@ -616,8 +594,8 @@ _HANDLERS: dict[bytes, Handler] = {
     pickle.LONG_BINGET: _Machine.long_binget,
     pickle.GLOBAL: _Machine.line_global,
     pickle.STACK_GLOBAL: _Machine.stack_global,
-    pickle.REDUCE: _Machine.reduce,
-    pickle.NEWOBJ: _Machine.new,
+    pickle.REDUCE: lambda m: m.call("reduce"),
+    pickle.NEWOBJ: lambda m: m.call("new"),
     pickle.NEWOBJ_EX: _Machine.new_with_names,
     pickle.BUILD: _Machine.build,
     pickle.PERSID: lambda m: m.persistent_id(str(m.line(), "ascii")),

@@ -51,12 +51,9 @@ _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 _MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 
 
-class _UnknownDtype(str):
-    """The name of a dtype of torch that no checkpoint can hold: quantised, or narrower than a byte."""
-
-
-class _Layout(str):
-    """The name of a torch.layout, e.g. ``torch.strided``."""
+class _TorchName(str):
+    """A torch.layout, ``torch.strided``, or a dtype of torch that no checkpoint can hold: quantised, or
+    narrower than a byte."""
 
 
 def _is_short(value: Any) -> bool:
@@ -121,13 +118,13 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     (f"{_CHECKPOINT}._hf_storage", "_HFStorageInfo"): instances(HF_INFO),
     ("torch", "Size"): _checked("torch.Size", _is_short, tuple),
     ("torch.serialization", "_get_layout"): _checked(
-        "layout", lambda name: type(name) is str and len(name) <= 64, _Layout
+        "layout", lambda name: type(name) is str and len(name) <= 64, _TorchName
     ),
     ("builtins", "getattr"): Constructor("builtins.getattr", reduce=_member),
     # Python 3.11.2 and older name the builtin so in protocol 2
     ("__builtin__", "getattr"): Constructor("builtins.getattr", reduce=_member),
     **{("torch", name): dtype for name, dtype in dtypes.BY_NAME.items()},
-    **{("torch", name): _UnknownDtype(name) for name in _UNKNOWN_DTYPES},
+    **{("torch", name): _TorchName(name) for name in _UNKNOWN_DTYPES},
     **{
         (module, name): Constructor(f"{module}.{name}", reduce=_path)
         for module in ("pathlib", "pathlib._local")
@@ -171,10 +168,10 @@ def decode_torch_metadata(data: bytes | memoryview) -> CheckpointIndex:
         columns.add(fqn, entry)
     provenance = _provenance(state)
     planner_data = state.get("planner_data")
-    problem = _Plain(len(data)).problem(planner_data)
+    problem = plain_problem(planner_data, [4 * len(data) + 4096])
     if problem:
         planner_data = None
-        provenance["planner_data_dropped"] = problem
+        provenance["planner_data_dropped"] = f"it {problem}"
     return columns.index(planner_data, provenance)
 
 
@@ -190,18 +187,13 @@ def _fields(value: Any, kind: str, where: str) -> dict[str, Any]:
         raise CheckpointFormatError(f"{where}: the state of a {kind} is not a dict of its fields")
     known = FIELDS.get(kind)
     if known is not None and not state.keys() <= known:
-        _check_new_fields(state, known, kind, where)
-    return state
-
-
-def _check_new_fields(state: Mapping[str, Any], known: frozenset[str], kind: str, where: str) -> None:
-    """Refuse a field that is not known and not empty: it may change what the others mean."""
-    for name in state.keys() - known:
-        if state[name]:
+        new = [name for name in state.keys() - known if state[name]]
+        if new:  # it may change what the others mean
             raise UnsupportedFormatError(
-                f"{where}: the field {str(name)[:80]!a} of a {kind} is not known here; a newer torch has "
+                f"{where}: the field {str(new[0])[:80]!a} of a {kind} is not known here; a newer torch has "
                 "written it, or a package that extends torch: load the checkpoint with that"
             )
+    return state
 
 
 def _check_version(version: Any) -> None:
@@ -276,12 +268,10 @@ class _Columns:
         self._files: dict[str, int] = {}
         self._fqns: list[str] = []
         self._objects: list[str] = []
-        self._dtypes = bytearray()
-        self._grads = bytearray()
-        self._ndims, self._shapes, self._counts = array("q"), array("q"), array("q")
-        self._offsets, self._sizes, self._payloads = array("q"), array("q"), array("q")
-        self._ranges = (array("q"), array("q"), array("q"))
-        self._object_ranges = (array("q"), array("q"), array("q"))
+        self._dtypes, self._grads = bytearray(), bytearray()
+        self._ndims, self._shapes, self._counts = (array("q") for _ in range(3))
+        self._offsets, self._sizes, self._payloads = (array("q") for _ in range(3))
+        self._ranges, self._object_ranges = ((array("q"), array("q"), array("q")) for _ in range(2))
 
     def add(self, fqn: Any, entry: Any) -> None:
         """Add one entry of state_dict_metadata."""
@@ -292,20 +282,17 @@ class _Columns:
             if kind == TENSOR:
                 self._add_tensor(fqn, _fields(entry, kind, "an entry"))
             elif kind == BYTES:
-                self._add_object(fqn)
+                info = self._places.get(fqn, {}).get(None)
+                if info is None:
+                    _missing(fqn, None)
+                self._objects.append(fqn)
+                self._add_range(self._object_ranges, info, fqn)
             else:
                 raise CheckpointFormatError(f"the entry of {fqn!a} is a {kind}", fqn=fqn)
         except (OverflowError, TypeError) as error:
             raise CheckpointFormatError(
                 f"a number in the entry of {fqn!a} is not an int64", fqn=fqn
             ) from error
-
-    def _add_object(self, fqn: str) -> None:
-        info = self._places.get(fqn, {}).get(None)
-        if info is None:
-            _missing(fqn, None)
-        self._objects.append(fqn)
-        self._add_range(self._object_ranges, info, fqn)
 
     def _add_tensor(self, fqn: str, fields: Mapping[str, Any]) -> None:
         dtype, requires_grad = _properties(fields.get("properties"), fqn)
@@ -413,18 +400,18 @@ def _properties(value: Any, fqn: str) -> tuple[dtypes.Dtype, bool]:
             fqn=fqn,
         )
     dtype, layout, requires_grad = state[:3]
-    if isinstance(dtype, _UnknownDtype) and dtype.startswith("q"):
+    if isinstance(dtype, _TorchName) and dtype.startswith("q"):
         raise UnsupportedFormatError(
             f"{fqn!a} is quantized (torch.{dtype}): its metadata lack scale and zero point, and stock "
             "torch loads its integers alone, as other values. Load the checkpoint with "
             "torch into tensors of the same scales, and save it without this one, or dequantized",
             fqn=fqn,
         )
-    if isinstance(dtype, _UnknownDtype):
+    if isinstance(dtype, _TorchName):
         raise UnsupportedFormatError(
             f"{fqn!a} has the dtype torch.{dtype}, which this version of dcp cannot hold", fqn=fqn
         )
-    if not isinstance(dtype, dtypes.Dtype) or not isinstance(layout, _Layout):
+    if not isinstance(dtype, dtypes.Dtype) or not isinstance(layout, _TorchName):
         raise CheckpointFormatError(f"{where} have no dtype or no layout", fqn=fqn)
     if layout != "torch.strided":
         raise UnsupportedFormatError(f"{fqn!a} has the layout {layout!a}, and only dense is read", fqn=fqn)
@@ -457,11 +444,8 @@ def _boxes(chunks: list[Any], ndim: int, fqn: str) -> list[tuple[_Box, _Box]]:
 def _provenance(state: Mapping[str, Any]) -> dict[str, Any]:
     meta = state.get("storage_meta")
     fields = {} if meta is None else _fields(meta, META, "storage_meta")
-    found = {
-        "save_id": fields.get("save_id"),
-        "checkpoint_id": fields.get("checkpoint_id"),
-        "torch_metadata_version": state.get("version"),
-    }
+    found = {name: fields.get(name) for name in ("save_id", "checkpoint_id")}
+    found["torch_metadata_version"] = state.get("version")
     return {
         name: value
         for name, value in found.items()
@@ -469,37 +453,31 @@ def _provenance(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class _Plain:
-    """A check that planner data are plain, within a budget: shared parts make a small file that is long to
-    walk."""
+def plain_problem(value: Any, parts_left: list[int] | None = None, depth: int = 0) -> str | None:
+    """Return why planner data are not plain data, as "holds a set"; None if they are.
 
-    def __init__(self, data_bytes: int) -> None:
-        self._left = 4 * data_bytes + 4096
-
-    def problem(self, value: Any, depth: int = 0) -> str | None:
-        """Return why ``value`` is not plain data; None if it is."""
-        kind = type(value)
-        if value is None or kind in _SCALARS:
-            return None
-        if depth >= MAX_PLAIN_DEPTH:
-            return f"it is nested deeper than {MAX_PLAIN_DEPTH} levels"
-        if kind is dict:
-            return self._first_problem(value, depth) or self._first_problem(value.values(), depth)
-        if kind in (list, tuple):
-            return self._first_problem(value, depth)
-        return f"it holds a {value.kind if isinstance(value, Instance) else kind.__name__}"
-
-    def _first_problem(self, values: Any, depth: int) -> str | None:
-        self._left -= len(values)
-        if self._left < 0:
-            raise CheckpointFormatError("planner_data repeats its parts to many times the length of the file")
-        if _SCALARS.issuperset(map(type, values)):
-            return None
-        for value in values:
-            problem = self.problem(value, depth + 1)
+    ``parts_left`` is how many parts may be looked at: shared parts make a small file that is long to walk.
+    """
+    kind = type(value)
+    if kind in _SCALARS:
+        return None
+    if depth >= MAX_PLAIN_DEPTH:
+        return f"is nested deeper than {MAX_PLAIN_DEPTH} levels"
+    if kind not in (dict, list, tuple):
+        return f"holds a {value.kind if isinstance(value, Instance) else kind.__qualname__}"
+    for values in (value, value.values()) if kind is dict else (value,):
+        if parts_left is not None:
+            parts_left[0] -= len(values)
+            if parts_left[0] < 0:
+                raise CheckpointFormatError(
+                    "planner_data repeats its parts to many times the length of the file"
+                )
+        if not _SCALARS.issuperset(map(type, values)):
+            problems = (plain_problem(item, parts_left, depth + 1) for item in values)
+            problem = next(filter(None, problems), None)
             if problem:
                 return problem
-        return None
+    return None
 
 
 _SCALARS = frozenset((str, int, float, bool, bytes, type(None)))

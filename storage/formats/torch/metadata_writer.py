@@ -26,13 +26,11 @@ import numpy.typing as npt
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.torch.metadata_reader import plain_problem
 from dcp.storage.geometry.strides import Int64, starts
 
 TORCH_METADATA_VERSION: Final = "1.0.0"
 """What stock calls CURRENT_DCP_VERSION; old readers ignore it."""
-
-MAX_PLAIN_DEPTH: Final = 64
-"""Nesting of a custom planner's data beyond which it is refused: deep nesting breaks recursive readers."""
 
 _METADATA: Final = "torch.distributed.checkpoint.metadata"
 _KEY: Final = (_METADATA, "MetadataIndex")
@@ -245,7 +243,7 @@ def _planner_data(memo: _Memo, data: Any) -> Sequence[bytes]:
         parts = list(chain.from_iterable(paths))
         is_text = np.fromiter(map(is_, map(type, parts), repeat(str)), np.bool_, len(parts))
         positions = list(compress(parts, (~is_text).tolist()))
-        if all(map(_is_position, positions)):
+        if all(type(part) is int and 0 <= part < 1 << 31 for part in positions):
             row = np.empty(len(parts), _PART)
             row["opcode"] = np.where(is_text, b"j"[0], b"J"[0])
             row["argument"][is_text] = memo.strings(list(compress(parts, is_text.tolist())))
@@ -253,38 +251,14 @@ def _planner_data(memo: _Memo, data: Any) -> Sequence[bytes]:
             heads = memo.rows(len(data), memo.strings(list(data)), b"(")
             start = starts(np.fromiter(map(len, paths), np.int64, len(data)))
             return b"}(", _nested(heads, row.tobytes(), start, b"t"), b"u"
-    _check_plain(data, 0)
+    problem = plain_problem(data)
+    if problem:
+        raise PlanError(
+            f"planner_data {problem}, and only plain data (None, bool, int, float, str, bytes, list, tuple, "
+            "dict) can be saved; have the planner keep its state in these"
+        )
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=3)  # 4 would put frames inside our frame
     pickler.fast = True  # no memo: its numbers would collide with ours
     pickler.dump(data)
     return (buffer.getvalue()[2:-1],)  # without PROTO and STOP
-
-
-def _is_position(part: Any) -> bool:
-    return type(part) is int and 0 <= part < 1 << 31
-
-
-def _check_plain(value: Any, depth: int) -> None:
-    kind = type(value)
-    if value is None or kind in (bool, int, float, str, bytes):
-        return
-    if depth >= MAX_PLAIN_DEPTH:
-        raise PlanError(
-            f"planner_data is nested deeper than {MAX_PLAIN_DEPTH} levels; keep it flat to save it",
-            depth=depth,
-        )
-    if kind in (list, tuple):
-        for item in value:
-            _check_plain(item, depth + 1)
-    elif kind is dict:
-        for key, item in value.items():
-            _check_plain(key, depth + 1)
-            _check_plain(item, depth + 1)
-    else:
-        type_name = f"{kind.__module__}.{kind.__qualname__}"
-        raise PlanError(
-            f"planner_data holds a {type_name}, and only plain data (None, bool, int, float, str, bytes, "
-            "list, tuple, dict) can be saved; have the planner keep its state in these",
-            type_name=type_name,
-        )

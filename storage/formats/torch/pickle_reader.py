@@ -10,14 +10,14 @@ other. Torch-free.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import MAX_DIMENSIONS
-from dcp.storage.formats.pickle.classes import NUMPY_GLOBALS, STDLIB_GLOBALS
+from dcp.storage.formats.index import MAX_DIMENSIONS, UNKNOWN
+from dcp.storage.formats.pickle.classes import NUMPY_GLOBALS, STDLIB_GLOBALS, is_cheap_key, made_of
 from dcp.storage.formats.pickle.decoder import (
     BuiltDict,
     Constructor,
@@ -26,7 +26,7 @@ from dcp.storage.formats.pickle.decoder import (
     allow_list,
     decode_pickle,
 )
-from dcp.storage.geometry.strides import extent, is_c_ordered
+from dcp.storage.geometry.strides import extent
 
 MAX_TENSOR_PICKLE_BYTES: Final = 1 << 20
 """A pickled tensor takes some 200 bytes; attributes set on the tensor object come on top."""
@@ -80,6 +80,9 @@ class TensorPickle:
 
     Element ``(i, j, ...)`` stands at element ``storage_offset + i * strides[0] + j * strides[1] + ...`` of
     the storage, which has ``storage_bytes`` bytes, and all elements were checked to lie inside it.
+
+    Of a record also: the storage begins at ``payload_offset`` of the file, and ``crc32`` covers it; None
+    where none was computed.
     """
 
     dtype_code: int
@@ -89,18 +92,8 @@ class TensorPickle:
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     requires_grad: bool
-
-    @property
-    def contiguous(self) -> bool:
-        """Return whether the elements stand in C order without gaps."""
-        return is_c_ordered(self.sizes, self.strides)
-
-
-@dataclass(frozen=True, slots=True)
-class _StorageClass:
-    """A class of storages; ``dtype`` is None for an untyped one, whose elements are bytes."""
-
-    dtype: dtypes.Dtype | None
+    payload_offset: int = UNKNOWN
+    crc32: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +103,6 @@ class _Storage:
     dtype: dtypes.Dtype | None
     key: str
     elements: int
-
-
-@dataclass(frozen=True, slots=True)
-class _TensorClass:
-    """A class of which the plain tensor data is all that a checkpoint needs."""
 
 
 def decode_torch_pickle(
@@ -206,9 +194,10 @@ def _load_storage(value: Any) -> _Storage:
     if type(value) is not tuple or len(value) != 5 or value[0] != "storage":
         raise _malformed("storage")
     _, kind, key, _, elements = value
-    if not isinstance(kind, _StorageClass) or type(key) is not str or len(key) > _MAX_KEY_CHARACTERS:
+    name = kind.name if type(kind) is Constructor else ""
+    if name not in _STORAGES or type(key) is not str or len(key) > _MAX_KEY_CHARACTERS:
         raise _malformed("storage's class or key")
-    return _Storage(kind.dtype, key, _natural(elements, "storage's size"))
+    return _Storage(_STORAGES[name], key, _natural(elements, "storage's size"))
 
 
 def _natural(value: Any, what: str) -> int:
@@ -225,20 +214,13 @@ def _naturals(values: Any, what: str) -> tuple[int, ...]:
 
 def _rebuild_v2(args: _Args) -> TensorPickle | Ignored:
     _require(6 <= len(args) <= 7, "tensor")
-    storage, offset, sizes, strides, grad, _, *metadata = args
-    dtype = storage.dtype if isinstance(storage, _Storage) else None
-    return _tensor(storage, offset, sizes, strides, grad, dtype or dtypes.BY_NAME["uint8"], metadata)
+    dtype = args[0].dtype if isinstance(args[0], _Storage) else None
+    return _rebuild_v3((*args[:6], dtype or dtypes.BY_NAME["uint8"], *args[6:]))
 
 
 def _rebuild_v3(args: _Args) -> TensorPickle | Ignored:
     _require(7 <= len(args) <= 8, "tensor")
     storage, offset, sizes, strides, grad, _, dtype, *metadata = args
-    return _tensor(storage, offset, sizes, strides, grad, dtype, metadata)
-
-
-def _tensor(
-    storage: Any, offset: Any, sizes: Any, strides: Any, grad: Any, dtype: Any, metadata: Sequence[Any]
-) -> TensorPickle | Ignored:
     if not isinstance(storage, _Storage) or not isinstance(dtype, dtypes.Dtype) or type(grad) is not bool:
         raise _malformed("tensor")
     if any(metadata):  # a view, whose stored bytes are not its values
@@ -297,7 +279,7 @@ def _from_type(args: _Args) -> Any:
     foreign = _foreign_in((kind, function))
     if foreign is not None:
         return Ignored(foreign, is_tensor=True)
-    _require(type(inner) is tuple and isinstance(kind, _TensorClass), "tensor of a class")
+    _require(type(inner) is tuple and getattr(kind, "name", "") in _TENSORS, "tensor of a class")
     is_known = type(function) is Constructor and function.name.startswith("torch._utils._rebuild_")
     result = function.reduce(inner) if is_known and function.reduce is not None else None
     _require(isinstance(result, (TensorPickle, Ignored)), "tensor of a class")
@@ -308,14 +290,14 @@ def _from_type(args: _Args) -> Any:
 
 
 def _size(args: _Args) -> SizePickle:
-    sizes: Any = args[0] if len(args) == 1 else None
+    (sizes,) = args
     _require(type(sizes) in (tuple, list) and len(sizes) <= MAX_DIMENSIONS, SIZE)
     _require(all(type(size) is int for size in sizes), SIZE)
     return SizePickle(sizes)
 
 
 def _device(args: _Args) -> DevicePickle:
-    kind, index = args if len(args) == 2 else (*args, None) if args else (None, None)
+    kind, index = args if len(args) == 2 else (*args, None)
     _require(type(kind) is str and len(kind) <= _MAX_NAME_CHARACTERS, DEVICE)
     _require(index is None or (type(index) is int and 0 <= index < 1 << 15), DEVICE)
     return DevicePickle(kind, index)
@@ -329,7 +311,7 @@ def _mapping(kind: str) -> Constructor:
             raise _malformed(kind)
         result = BuiltDict(kind)
         for pair in given.items() if isinstance(given, dict) else given:
-            if type(pair) not in (tuple, list) or len(pair) != 2 or not _is_cheap_key(pair[0]):
+            if type(pair) not in (tuple, list) or len(pair) != 2 or not is_cheap_key(pair[0]):
                 raise _malformed(kind)
             result[pair[0]] = pair[1]
         return result
@@ -337,34 +319,35 @@ def _mapping(kind: str) -> Constructor:
     return Constructor(kind, reduce=build)
 
 
-def _is_cheap_key(key: Any) -> bool:
-    """Return whether a key is cheap to hash: integers beyond 60 bits can be chosen to have one hash."""
-    return type(key) is str or (type(key) is int and abs(key) < 1 << 60)
-
-
 def _bytes(args: _Args) -> bytes:
     """Return bytes in the form that protocol 2 has."""
-    text, encoding = args if len(args) == 2 else (None, None)
+    text, encoding = args
     _require(type(text) is str and encoding == "latin1", "bytes")
-    try:
-        return str(text).encode("latin1")
-    except UnicodeEncodeError as error:
-        raise _malformed("bytes") from error
+    return str(text).encode("latin1")
 
 
 def _complex(args: _Args) -> complex:
-    _require(len(args) == 2 and all(type(part) in (int, float) for part in args), "complex number")
-    return complex(float(args[0]), float(args[1]))
+    real, imaginary = args
+    _require(all(type(part) in (int, float) for part in args), "complex number")
+    return complex(float(real), float(imaginary))
 
+
+_STORAGES: Final[dict[str, dtypes.Dtype | None]] = {
+    "torch.storage.UntypedStorage": None,
+    **dict.fromkeys(f"torch.{name}" for name in _QUANTISED),
+    **{f"torch.{name}": dtype for name, dtype in dtypes.BY_STORAGE_CLASS.items()},
+}
+"""Classes of storages; None for one whose elements are bytes."""
+
+_TENSORS: Final = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+"""Classes of which the plain tensor data is all that a checkpoint needs."""
 
 _OWN: Final[dict[tuple[str, str], Any]] = {
-    ("torch.storage", "UntypedStorage"): _StorageClass(None),
-    **dict.fromkeys((("torch", name) for name in _QUANTISED), _StorageClass(None)),
-    **{("torch", name): _StorageClass(dtype) for name, dtype in dtypes.BY_STORAGE_CLASS.items()},
+    **{
+        (module, name): Constructor(f"{module}.{name}")
+        for module, _, name in (full.rpartition(".") for full in (*_STORAGES, *_TENSORS))
+    },
     **{("torch", name): dtype for name, dtype in dtypes.BY_NAME.items()},
-    ("torch", "Tensor"): _TensorClass(),
-    ("torch.nn.parameter", "Parameter"): _TensorClass(),
-    ("torch.nn.parameter", "Buffer"): _TensorClass(),
     **{
         ("torch._utils", name): _readable(name, rebuild)
         for name, rebuild in (
@@ -388,11 +371,11 @@ _OWN: Final[dict[tuple[str, str], Any]] = {
     ),
     ("collections", "OrderedDict"): _mapping(ORDERED_DICT),
     ("collections", "Counter"): _mapping(COUNTER),
-    ("torch", "Size"): Constructor(SIZE, reduce=_size),
-    ("torch", "device"): Constructor(DEVICE, reduce=_device),
+    ("torch", "Size"): made_of(SIZE, _size),
+    ("torch", "device"): made_of(DEVICE, _device),
     ("torch.serialization", "_get_layout"): Constructor(LAYOUT, reduce=lambda _: Instance(LAYOUT)),
-    ("_codecs", "encode"): Constructor("_codecs.encode", reduce=_bytes),
-    ("builtins", "complex"): Constructor("builtins.complex", reduce=_complex),
+    ("_codecs", "encode"): made_of("_codecs.encode", _bytes),
+    ("builtins", "complex"): made_of("builtins.complex", _complex),
 }
 _ALLOWED: Final = _OWN | NUMPY_GLOBALS | STDLIB_GLOBALS
 _OWN_NAMES: Final = frozenset(value.name for value in _OWN.values() if type(value) is Constructor)

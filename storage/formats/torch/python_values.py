@@ -26,6 +26,7 @@ import msgpack
 import numpy as np
 
 from dcp.storage.errors import CheckpointFormatError, UnsafeObjectError
+from dcp.storage.formats.dtypes import Dtype
 from dcp.storage.formats.pickle.classes import (
     ArrayPickle,
     DefaultDictPickle,
@@ -86,15 +87,15 @@ def harmless_pickle(value: Any) -> bytes | None:
     """Return the pickle of a harmless leaf, a frozenset, a deque or a defaultdict of harmless values in
     protocol 2, without its first two bytes and its last: it can stand inside another pickle. None for any
     other value."""
-    if not (is_harmless_leaf(value) or _is_harmless_container(value, 0)):
-        return None
-    return pickle.dumps(value, protocol=2)[2:-1]
+    return pickle.dumps(value, protocol=2)[2:-1] if _is_harmless(value, 0) else None
 
 
-def _is_harmless_container(value: Any, depth: int) -> bool:
+def _is_harmless(value: Any, depth: int) -> bool:
+    kind = type(value)
+    if kind in _ATOMS or is_harmless_leaf(value):
+        return True
     if depth > MAX_DEPTH:
         return False
-    kind = type(value)
     if kind in (set, frozenset):
         return all(map(_is_key, value))
     if kind in (list, tuple, deque):
@@ -108,10 +109,6 @@ def _is_harmless_container(value: Any, depth: int) -> bool:
 
 def _is_key(value: Any) -> bool:
     return type(value) in _KEYS or (type(value) is tuple and all(map(_is_key, value)))
-
-
-def _is_harmless(value: Any, depth: int) -> bool:
-    return type(value) in _ATOMS or is_harmless_leaf(value) or _is_harmless_container(value, depth)
 
 
 def value_text(value: Any) -> str:
@@ -153,21 +150,20 @@ def decode_values(encoded: Sequence[bytes]) -> list[Any]:
         raise CheckpointFormatError(f"malformed plain data: {error}") from error
 
 
-def leaf_bytes(decoded: Any) -> int | None:
+def leaf_bytes(decoded: Any) -> int:
     """Return about how many bytes the encoding of a decoded value has that is neither plain nor a container
-    that may hold any value; None where it is not harmless."""
+    that may hold any value."""
     kind = type(decoded)
-    if kind is ArrayPickle:
-        return None if decoded.array is None else decoded.array.nbytes + _HEAD_BYTES
+    if kind is ArrayPickle and decoded.array is not None:
+        return _HEAD_BYTES + int(decoded.array.nbytes)
     if kind in (set, frozenset, bytearray):
         return _HEAD_BYTES + sum(_HEAD_BYTES + _length(item) for item in decoded)
     if kind is DtypePickle:
-        return None if decoded.dtype is None else decoded.fields * _HEAD_BYTES
+        return _HEAD_BYTES * int(decoded.fields)
     if kind is LatePickle:
-        return None if decoded.value is None else _HEAD_BYTES + _late_bytes(decoded.value)
-    if isinstance(decoded, np.generic):
-        return _HEAD_BYTES + getattr(decoded, "nbytes", 16)
-    return _HEAD_BYTES + sum(map(_length, getattr(decoded, "parts", ()))) if kind in _FIXED else None
+        return _HEAD_BYTES + _late_bytes(decoded.value)
+    size_bytes = decoded.nbytes if isinstance(decoded, np.generic) else 0
+    return _HEAD_BYTES + int(size_bytes) + sum(map(_length, getattr(decoded, "parts", ())))
 
 
 def _late_bytes(value: Any) -> int:
@@ -192,6 +188,14 @@ def python_value(
     for one that contains itself, is nested too deeply, or has many times the bytes of its pickle.
     """
     return _PythonValues(pickle_bytes, special or {}).of(decoded, 0)
+
+
+def kind_of(decoded: Any) -> str:
+    """Return what a decoded value that is not harmless needs."""
+    if isinstance(decoded, Dtype):
+        return f"torch.{decoded.name}"
+    name = getattr(decoded, "kind", None) or getattr(decoded, "name", None)
+    return str(name) if name else f"a {type(decoded).__name__}"
 
 
 _OPEN: Final = object()
@@ -239,8 +243,7 @@ class _PythonValues:
             return value.value
         if kind is bytearray or kind in _FIXED or isinstance(value, np.generic):
             return value
-        need = getattr(value, "kind", None) or getattr(value, "name", None) or kind.__name__
-        raise UnsafeObjectError(f"needs {need}", global_name=str(need))
+        raise UnsafeObjectError(f"needs {kind_of(value)}", global_name=kind_of(value))
 
     def _dict(self, value: dict[Any, Any], depth: int) -> Any:
         items = {_checked_key(key): self.of(item, depth) for key, item in value.items()}
@@ -264,5 +267,5 @@ class _PythonValues:
 
 def _checked_key(key: Any) -> Any:
     if not _is_key(key):
-        raise UnsafeObjectError(f"needs {getattr(key, 'kind', None) or f'a {type(key).__name__}'} as a key")
+        raise UnsafeObjectError(f"needs {kind_of(key)} as a key")
     return key

@@ -28,7 +28,6 @@ import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -41,10 +40,9 @@ from dcp.storage.formats.container_notes import (
     notes_by_path,
     original_keys,
 )
-from dcp.storage.formats.dtypes import Dtype
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, Path, WholeTensor
 from dcp.storage.formats.pickle.classes import DEFAULT_DICT, FACTORIES, DefaultDictPickle, DequePickle
-from dcp.storage.formats.pickle.decoder import BuiltDict, Constructor, Instance
+from dcp.storage.formats.pickle.decoder import BuiltDict
 from dcp.storage.formats.plain import MAX_FOREIGN_PLAIN_BYTES, encode_plain
 from dcp.storage.formats.registry import TORCH_SAVE
 from dcp.storage.formats.torch.archive import TorchArchive
@@ -53,13 +51,12 @@ from dcp.storage.formats.torch.pickle_reader import (
     MAX_FILE_PICKLE_BYTES,
     ORDERED_DICT,
     SIZE,
-    DevicePickle,
     SizePickle,
     TensorPickle,
     decode_torch_pickle,
 )
-from dcp.storage.formats.torch.python_values import encode_value, leaf_bytes, python_value
-from dcp.storage.geometry.strides import dense_order, extent
+from dcp.storage.formats.torch.python_values import encode_value, kind_of, leaf_bytes, python_value
+from dcp.storage.geometry.strides import dense_order, extent, is_c_ordered
 
 MAX_NESTING: Final = 64
 """Levels of containers; deeper ones are hostile, or contain themselves."""
@@ -71,79 +68,48 @@ _ENTRIES_PER_BYTE: Final = 2
 _FREE_ENTRIES: Final = 4096
 _FREE_BYTES: Final = 1 << 20
 _PLAIN_ATOMS: Final = frozenset((type(None), bool, int, float, complex, str, bytes))
-_SEQUENCES: Final = (list, tuple, SizePickle)
 _OPENED: Final = (list, tuple, DequePickle)
+_Facts = tuple[bool, bool, int]
+"""Of a container: whether it is opened in a list that has it, whether even in a tuple, its bytes at least."""
+
 _NAMED_KEYS: Final = frozenset((type(None), bool, int, float, str, bytes))
 
 
-@dataclass(slots=True)
-class FlatFile:
+class _FileFlattener:
     """Entries of a file in its order: ``tensors`` and ``paths`` by name, ``values`` by `encode_value`.
 
     ``refused`` maps the names of entries that cannot be read to what they need.
+
+    `run` raises CheckpointFormatError for a pickle that contains itself or is nested beyond MAX_NESTING
+    levels, and UnsupportedFormatError where two entries get one name. Work is linear in ``pickle_bytes``.
     """
 
-    tensors: dict[str, TensorPickle] = field(default_factory=dict)
-    values: dict[str, bytes] = field(default_factory=dict)
-    paths: dict[str, Path] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    structure: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """The facts of a container: ``opens`` in a list that has it, ``must_open`` even in a tuple,
-    ``size_bytes`` at least, ``refused``: the first thing in it that is not harmless, ``plain``: nothing but
-    plain data."""
-
-    opens: bool
-    must_open: bool
-    refused: str | None
-    size_bytes: int
-    plain: bool = True
-
-
-def flatten_torch(root: Any, pickle_bytes: int) -> FlatFile:
-    """Return the entries of the decoded pickle ``root``, which had ``pickle_bytes``.
-
-    Raises CheckpointFormatError for a pickle that contains itself or is nested beyond MAX_NESTING levels, and
-    UnsupportedFormatError where two entries get one name. Work is linear in ``pickle_bytes``.
-    """
-    return _FileFlattener(pickle_bytes).run(root)
-
-
-class _FileFlattener:
     def __init__(self, pickle_bytes: int) -> None:
-        self.result = FlatFile()
+        self.tensors: dict[str, TensorPickle] = {}
+        self.values: dict[str, bytes] = {}
+        self.paths: dict[str, Path] = {}
+        self.refused: dict[str, str] = {}
+        self.structure: dict[str, Any] = {"version": STRUCTURE_VERSION, "containers": [], "values": {}}
         self._facts: dict[int, _Facts | None] = {}
-        self._containers: list[dict[str, Any]] = []
-        self._kinds: dict[str, str] = {}
         self._empty: dict[int, bool] = {}
         self._entries_left = min(_ENTRIES_PER_BYTE * pickle_bytes + _FREE_ENTRIES, MAX_ENTRIES)
         self._bytes_left = 2 * pickle_bytes + _FREE_BYTES
 
-    def run(self, root: Any) -> FlatFile:
-        if isinstance(root, dict) or (type(root) in _OPENED and self.facts(root, 0).opens):
+    def run(self, root: Any) -> None:
+        """Flatten the decoded pickle ``root``."""
+        if isinstance(root, dict) or (type(root) in _OPENED and self._facts_of(root, 0)[0]):
             self._open("", (), root, 0)
         else:
             name = "tensor" if isinstance(root, TensorPickle) else "value"
-            self._containers.append({"path": [], "kind": name})
+            self.structure["containers"].append({"path": [], "kind": name})
             self._visit(name, (name,), root, 0)
-        self.result.structure = {
-            "version": STRUCTURE_VERSION,
-            "containers": self._containers,
-            "values": self._kinds,
-        }
-        return self.result
 
-    # -- what a container is ---------------------------------------------------------------------------------
-
-    def facts(self, value: Any, depth: int) -> _Facts:
+    def _facts_of(self, value: Any, depth: int) -> _Facts:
         """Return the facts of a container, found once each."""
-        known = self._facts.get(id(value), _UNSEEN)
-        if known is _UNSEEN:
+        if id(value) not in self._facts:
             self._facts[id(value)] = None
-            known = self._facts[id(value)] = self._find_facts(value, depth)
+            self._facts[id(value)] = self._find_facts(value, depth)
+        known = self._facts[id(value)]
         if known is None:
             raise CheckpointFormatError("the pickle has a container that contains itself")
         return known
@@ -151,37 +117,23 @@ class _FileFlattener:
     def _find_facts(self, value: Any, depth: int) -> _Facts:
         if depth > MAX_NESTING:
             raise CheckpointFormatError(f"the pickle is nested deeper than {MAX_NESTING} levels")
-        is_mapping = isinstance(value, dict)
-        opens = must_open = False
-        refused = f"{value.kind}" if isinstance(value, BuiltDict) else None
-        if isinstance(value, SizePickle):
-            refused = SIZE
-        size_bytes, plain = 1, type(value) is not DequePickle
-        for item in value.values() if is_mapping else value:
+        opens, must_open, size_bytes = False, isinstance(value, BuiltDict), 1
+        for item in value.values() if isinstance(value, dict) else value:
             kind = type(item)
             if kind in _PLAIN_ATOMS:
                 size_bytes += len(item) + 1 if kind is str or kind is bytes else 1
-            elif isinstance(item, (dict, *_SEQUENCES)):
-                facts = self.facts(item, depth + 1)
-                opens |= facts.opens or isinstance(item, dict)
-                must_open |= facts.must_open
-                refused = refused or facts.refused
-                size_bytes += facts.size_bytes
-                plain &= facts.plain
+            elif isinstance(item, (dict, list, tuple)):
+                facts = self._facts_of(item, depth + 1)
+                opens |= facts[0] or isinstance(item, dict)
+                must_open |= facts[1]
+                size_bytes += facts[2]
             elif isinstance(item, TensorPickle) or getattr(item, "is_tensor", False):
                 opens = must_open = True
             else:
-                item_bytes, plain = leaf_bytes(item), False
-                refused = refused or (_kind_of(item) if item_bytes is None else None)
-                size_bytes += item_bytes or 0
-        must_open |= isinstance(value, BuiltDict)
-        if is_mapping:
+                size_bytes += leaf_bytes(item)
+        if isinstance(value, dict):
             size_bytes += sum(len(key) + 1 if type(key) is str else 1 for key in value)
-            nameless = next((key for key in value if type(key) is not str and _key_name(key) is None), None)
-            refused = refused or (None if nameless is None else f"{_kind_of(nameless)} as a key")
-        elif isinstance(value, tuple):
-            opens = must_open
-        return _Facts(opens, must_open, refused, size_bytes, plain)
+        return must_open if isinstance(value, tuple) else opens, must_open, size_bytes
 
     # -- entries ---------------------------------------------------------------------------------------------
 
@@ -193,8 +145,10 @@ class _FileFlattener:
             )
         if isinstance(value, TensorPickle):
             self._name(fqn, path)
-            self.result.tensors[fqn] = value
-        elif isinstance(value, dict) or (isinstance(value, (list, tuple)) and self.facts(value, depth).opens):
+            self.tensors[fqn] = value
+        elif isinstance(value, dict) or (
+            isinstance(value, (list, tuple)) and self._facts_of(value, depth)[0]
+        ):
             self._open(fqn, path, value, depth)
         else:
             self._leaf(fqn, path, value)
@@ -213,7 +167,7 @@ class _FileFlattener:
                 raise _collision(f"{prefix}{Counter(names).most_common(1)[0][0]}")
             for position, (name, key, item) in enumerate(found):
                 if name is None:
-                    self.result.refused[f"{prefix}<key {position}>"] = f"{_kind_of(key)} as a key"
+                    self.refused[f"{prefix}<key {position}>"] = f"{kind_of(key)} as a key"
                 else:
                     self._visit(f"{prefix}{name}", (*path, name), item, depth + 1)
         else:
@@ -221,47 +175,39 @@ class _FileFlattener:
                 self._visit(f"{prefix}{position}", (*path, position), item, depth + 1)
 
     def _leaf(self, fqn: str, path: Path, value: Any) -> None:
-        refused, size_bytes, plain = None, 1, True
+        self._name(fqn, path)
+        size_bytes = 1
         if isinstance(value, SizePickle):
-            self._kinds[fqn] = SIZE
+            self.structure["values"][fqn] = SIZE
             value = tuple(value)
         elif isinstance(value, (list, tuple)):
-            facts = self.facts(value, 0)
-            refused, size_bytes, plain = facts.refused, facts.size_bytes, facts.plain
+            size_bytes = self._facts_of(value, 0)[2]
         elif type(value) not in _PLAIN_ATOMS:
-            found, plain = leaf_bytes(value), False
-            refused, size_bytes = (_kind_of(value), 1) if found is None else (None, found)
-        encoded = None
-        if refused is None:
-            encoded, refused = self._encoded(value, size_bytes, plain=plain)
-        self._name(fqn, path)
-        if refused is None and encoded is not None:
-            self._bytes_left -= len(encoded)
-            self.result.values[fqn] = encoded
+            size_bytes = leaf_bytes(value)
+        encoded, refused = None, f"a value of more than {MAX_FOREIGN_PLAIN_BYTES >> 20} MiB"
+        if size_bytes <= MAX_FOREIGN_PLAIN_BYTES:
+            try:
+                encoded = self._encoded(value, size_bytes)
+            except UnsafeObjectError as error:
+                refused = str(error).removeprefix("needs ")
+        if encoded is None:
+            del self.paths[fqn]
+            self.refused[fqn] = refused
         else:
-            del self.result.paths[fqn]
-            self.result.refused[fqn] = refused or "what is no plain value"
+            self._bytes_left -= len(encoded)
+            self.values[fqn] = encoded
 
-    def _encoded(self, value: Any, size_bytes: int, *, plain: bool) -> tuple[bytes | None, str | None]:
-        """Return (encoding of a leaf, None), or (None, why it has none)."""
-        too_large = f"a value of more than {MAX_FOREIGN_PLAIN_BYTES >> 20} MiB"
-        if size_bytes > MAX_FOREIGN_PLAIN_BYTES:
-            return None, too_large
+    def _encoded(self, value: Any, size_bytes: int) -> bytes | None:
+        """Return the encoding of a leaf; None if it is too large."""
         if size_bytes > self._bytes_left:
             raise CheckpointFormatError("the pickle repeats its values to many times its own length")
-        if plain:
-            encoded = encode_plain(value, limit_bytes=MAX_FOREIGN_PLAIN_BYTES)
-        else:
-            try:
-                encoded = encode_value(python_value(value, size_bytes))
-            except UnsafeObjectError as error:
-                return None, str(error).removeprefix("needs ")
-        return encoded, None if encoded is not None else too_large
+        encoded = encode_plain(value, limit_bytes=MAX_FOREIGN_PLAIN_BYTES)
+        return encode_value(python_value(value, size_bytes)) if encoded is None else encoded
 
     def _name(self, fqn: str, path: Path) -> None:
-        if fqn in self.result.paths or fqn in self.result.refused:
+        if fqn in self.paths or fqn in self.refused:
             raise _collision(fqn)
-        self.result.paths[fqn] = path
+        self.paths[fqn] = path
 
     def _note_container(self, path: Path, value: Any) -> None:
         note: dict[str, Any] = {}
@@ -281,7 +227,7 @@ class _FileFlattener:
         ):
             note["keys"] = [key for key in value if _key_name(key) is not None]
         if note or self._is_empty(value):
-            self._containers.append({"path": list(path), "kind": "dict", **note})
+            self.structure["containers"].append({"path": list(path), "kind": "dict", **note})
 
     def _is_empty(self, value: Any, depth: int = 0) -> bool:
         """Return whether a container leaves no entry behind: an empty list is a value of its own."""
@@ -297,10 +243,10 @@ class _FileFlattener:
     def _metadata(self, state: Any) -> dict[str, Any]:
         """Return the note of a module's ``_metadata``, which BUILD sets on an OrderedDict; empty without
         one."""
-        metadata = state.get(_METADATA) if isinstance(state, dict) else None
+        metadata = state.get("_metadata") if isinstance(state, dict) else None
         if not isinstance(metadata, dict):
             return {}
-        size_bytes = self.facts(metadata, 0).size_bytes
+        size_bytes = self._facts_of(metadata, 0)[2]
         if size_bytes > self._bytes_left:
             raise CheckpointFormatError("the pickle repeats its values to many times its own length")
         self._bytes_left -= size_bytes
@@ -309,27 +255,12 @@ class _FileFlattener:
         return {"metadata": plain} if is_plain else {}
 
 
-_METADATA: Final = "_metadata"
-_UNSEEN: Final = _Facts(False, False, None, 0)
-
-
 def _collision(fqn: str) -> UnsupportedFormatError:
     return UnsupportedFormatError(
         f"two entries of the file flatten to the name {fqn[:200]!r}, so that none can be asked for; "
         "load it with torch.load(weights_only=True) and rename one",
         fqn=fqn[:200],
     )
-
-
-def _kind_of(value: Any) -> str:
-    """Return what a value that is not plain needs."""
-    if isinstance(value, Instance | DevicePickle):
-        return value.kind
-    if type(value) is Constructor:
-        return value.name
-    if isinstance(value, Dtype):
-        return f"torch.{value.name}"
-    return f"a {type(value).__name__}"
 
 
 def _key_name(key: Any) -> str | None:
@@ -352,7 +283,7 @@ def restore_structure(structure: Any, paths: Mapping[str, Path], value_of: Calla
     """Return the nested value of entries: ``paths`` by name in order, ``value_of(fqn)`` is asked once for
     each.
 
-    ``structure`` is what `flatten_torch` noted, or None: then containers are dicts and lists. Types of values
+    ``structure`` is what flattening noted, or None: then containers are dicts and lists. Types of values
     are the caller's to restore. Raises CheckpointFormatError for notes that are malformed, and for an entry
     whose path does not fit the others.
     """
@@ -436,7 +367,8 @@ def index_of_torch_file(read: Callable[[int, int], bytes], size_bytes: int, name
     archive = TorchArchive(read, size_bytes)
     archive.check_byte_order()
     pickled = archive.content(b"data.pkl", MAX_FILE_PICKLE_BYTES)
-    flat = flatten_torch(decode_torch_pickle(pickled), len(pickled))
+    flat = _FileFlattener(len(pickled))
+    flat.run(decode_torch_pickle(pickled))
     if not flat.paths and flat.refused.keys() == {"value"}:
         raise UnsafeObjectError(
             f"it holds one object, which needs {flat.refused['value']}; nothing of it was run. Save a "
@@ -447,7 +379,7 @@ def index_of_torch_file(read: Callable[[int, int], bytes], size_bytes: int, name
     return _index(flat, archive, size_bytes, name)
 
 
-def _check_expansion(flat: FlatFile, size_bytes: int) -> None:
+def _check_expansion(flat: _FileFlattener, size_bytes: int) -> None:
     """Refuse too large tensors: views that overlap and tensors that repeat their elements cost what they
     describe, wherever they are read or converted: a kilobyte must not ask for a petabyte."""
     views = {
@@ -462,7 +394,7 @@ def _check_expansion(flat: FlatFile, size_bytes: int) -> None:
         )
 
 
-def _storages(flat: FlatFile, archive: TorchArchive) -> dict[str, bytes]:
+def _storages(flat: _FileFlattener, archive: TorchArchive) -> dict[str, bytes]:
     """Return the entries of the zip that tensors refer to, by storage key."""
     found: dict[str, bytes] = {}
     for fqn, tensor in flat.tensors.items():
@@ -480,11 +412,11 @@ def _storages(flat: FlatFile, archive: TorchArchive) -> dict[str, bytes]:
     return found
 
 
-def _index(flat: FlatFile, archive: TorchArchive, size_bytes: int, name: str) -> CheckpointIndex:
+def _index(flat: _FileFlattener, archive: TorchArchive, size_bytes: int, name: str) -> CheckpointIndex:
     storages = _storages(flat, archive)
     places = archive.places(storages.values())
     tensors: list[WholeTensor] = []
-    records, record_lengths, lengths, strides, crcs = [], [], [], {}, {}
+    records, record_lengths, lengths, strides, orders, crcs = [], [], [], {}, {}, {}
     for row, (fqn, tensor) in enumerate(flat.tensors.items()):
         place, itemsize = storages[tensor.storage_key], dtypes.BY_CODE[tensor.dtype_code].itemsize
         entry, record = archive.entries[place], places[place]
@@ -493,8 +425,11 @@ def _index(flat: FlatFile, archive: TorchArchive, size_bytes: int, name: str) ->
         records.append(record)
         record_lengths.append(entry.size)
         lengths.append(extent(tensor.sizes, tensor.strides) * itemsize)
-        if not tensor.contiguous:
+        if not is_c_ordered(tensor.sizes, tensor.strides):
             strides[row] = tensor.strides
+            order = dense_order(tensor.sizes, tensor.strides)
+            if order is not None:  # channels_last, a transpose
+                orders[row] = order
         if entry.crc32 and entry.size:
             crcs[row] = entry.crc32
     refused = {"refused_objects": flat.refused} if flat.refused else {}
@@ -507,24 +442,12 @@ def _index(flat: FlatFile, archive: TorchArchive, size_bytes: int, name: str) ->
         record_lengths=np.array(record_lengths, dtype=np.int64),
         payload_lengths=np.array(lengths, dtype=np.int64),
         objects=_objects(flat.values),
-        stride_orders=_stride_orders(list(flat.tensors.values())),
+        stride_orders=orders,
         payload_strides=strides,
         record_crcs=crcs,
         planner_data=flat.paths,
         provenance={"structure": flat.structure} | refused,
     )
-
-
-def _stride_orders(tensors: list[TensorPickle]) -> dict[int, tuple[int, ...]]:
-    """Return the stride orders of the tensors that are dense, but not C-ordered (channels_last, a
-    transpose)."""
-    orders = {}
-    for row, tensor in enumerate(tensors):
-        if not tensor.contiguous:
-            order = dense_order(tensor.sizes, tensor.strides)
-            if order is not None:
-                orders[row] = order
-    return orders
 
 
 def _objects(values: Mapping[str, bytes]) -> ObjectColumns:

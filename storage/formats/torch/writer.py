@@ -34,6 +34,13 @@ _FACTORIES: Final[Mapping[Any, bytes]] = {None: b"N"} | {
 }
 
 
+_AROUND_ITEMS: Final[Mapping[type, tuple[bytes, bytes]]] = {
+    list: (b"](", b"e"),
+    tuple: (b"(", b"t"),
+    SizePickle: (b"ctorch\nSize\n((", b"ttR"),
+    set: (b"c__builtin__\nset\n(](", b"etR"),
+}
+
 _SHORT_TEXTS: Final = [b"X" + size.to_bytes(4, "little") for size in range(256)]
 """How texts begin: there are as many as tensors."""
 
@@ -91,7 +98,8 @@ class _PickleWriter:
         elif type(value) is dtypes.Dtype:
             self.parts.append(b"ctorch\n" + value.name.encode() + b"\n")
         elif type(value) is DevicePickle:
-            self.parts.append(_device(value))
+            index = b"" if value.index is None else record.pickled_integer(value.index)
+            self.parts.append(b"ctorch\ndevice\n(" + _text(value.type) + index + b"tR")
         else:
             self._write_container(value, depth + 1)
 
@@ -112,27 +120,17 @@ class _PickleWriter:
                     self.write(item, depth)
             put(b"u")
             if getattr(value, "_metadata", None) is not None:
-                self._write_metadata(value._metadata, depth)
+                put(b"}(" + _text("_metadata"))  # versions of modules, of a module's state dict
+                self.write(value._metadata, depth)
+                put(b"ub")
         elif kind is Counter:
             put(b"ccollections\nCounter\n(")
             self.write(dict(value), depth)
             put(b"tR")
-        elif kind is list:
-            put(b"](")
+        elif kind in _AROUND_ITEMS:
+            put(_AROUND_ITEMS[kind][0])
             self._write_all(value, depth)
-            put(b"e")
-        elif kind is tuple:
-            put(b"(")
-            self._write_all(value, depth)
-            put(b"t")
-        elif kind is SizePickle:
-            put(b"ctorch\nSize\n((")
-            self._write_all(value, depth)
-            put(b"ttR")
-        elif kind is set:
-            put(b"c__builtin__\nset\n(](")
-            self._write_all(value, depth)
-            put(b"etR")
+            put(_AROUND_ITEMS[kind][1])
         elif (inner := harmless_pickle(value)) is not None:
             put(inner)
         elif kind is deque:
@@ -147,12 +145,6 @@ class _PickleWriter:
             put(b"u")
         else:
             raise PlanError(f"a {kind.__name__} cannot be written to a torch.save file without torch")
-
-    def _write_metadata(self, metadata: Any, depth: int) -> None:
-        """Write the attribute that a module's state dict has: versions of modules."""
-        self.parts.append(b"}(" + _text("_metadata"))
-        self.write(metadata, depth)
-        self.parts.append(b"ub")
 
     def _write_all(self, items: Any, depth: int) -> None:
         for item in items:
@@ -172,15 +164,6 @@ def _binary(value: bytes) -> bytes:
     return b"c_codecs\nencode\n(" + _text(value.decode("latin1")) + _text("latin1") + b"tR"
 
 
-def _complex(value: complex) -> bytes:
-    return b"c__builtin__\ncomplex\n(" + _double(value.real) + _double(value.imag) + b"tR"
-
-
-def _device(device: DevicePickle) -> bytes:
-    index = b"" if device.index is None else record.pickled_integer(device.index)
-    return b"ctorch\ndevice\n(" + _text(device.type) + index + b"tR"
-
-
 def _double(value: float) -> bytes:
     return b"G" + struct.pack(">d", value)
 
@@ -190,14 +173,10 @@ _ATOMS: Final[Mapping[type, Callable[[Any], bytes]]] = {
     bool: lambda value: b"\x88" if value else b"\x89",
     int: record.pickled_integer,
     float: _double,
-    complex: _complex,
+    complex: lambda value: b"c__builtin__\ncomplex\n(" + _double(value.real) + _double(value.imag) + b"tR",
     str: _text,
     bytes: _binary,
 }
-
-
-def _numbers(values: tuple[int, ...]) -> bytes:
-    return b"(" + b"".join(map(record.pickled_integer, values)) + b"t"
 
 
 def _tensor(tensor: TensorRef, key: str) -> tuple[bytes, bytes, bytes]:
@@ -212,7 +191,8 @@ def _tensor_parts(
 ) -> tuple[bytes, bytes]:
     """Return what stands before and after the key of a storage: a checkpoint has many tensors of few
     shapes."""
-    geometry = _numbers(sizes) + _numbers(c_strides(sizes))
+    numbers = (b"".join(map(record.pickled_integer, row)) for row in (sizes, c_strides(sizes)))
+    geometry = b"".join(b"(" + row + b"t" for row in numbers)
     return record.tensor_pickle_parts(dtype_code, storage_elements, geometry, requires_grad=requires_grad)
 
 
