@@ -21,7 +21,7 @@ import numpy.typing as npt
 from dcp.calls.arguments import stateful_to_plain
 from dcp.calls.plain_errors import plain_errors
 from dcp.features.saved_map import mapped_state
-from dcp.inspection.values.tensor_reading import TensorReader, open_tensors
+from dcp.inspection.values.tensor_reading import TensorReader, opened
 from dcp.planners.columns import SaveColumns, SectionCache, decode_save_columns, encode_save_columns
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Selection
@@ -185,7 +185,7 @@ def prove(
     places = begin(ranks, lambda: os.fspath(checkpoint_id), options=shown)
 
     def fingerprint() -> bytes:
-        with open_tensors(checkpoint_id, storage_options=storage_options) as reader:
+        with opened(checkpoint_id, storage_options) as reader:
             return hashlib.blake2b(encode_manifest(reader.index)).digest()
 
     check_same_checkpoint(ranks, places, fingerprint)
@@ -202,7 +202,7 @@ def prove(
     def compared(shown: list[bytes]) -> bytes:
         sections: SectionCache = {}
         selection = Selection.of(only, exclude)
-        with open_tensors(checkpoint_id, storage_options=storage_options, verify="full") as reader:
+        with opened(checkpoint_id, storage_options) as reader:
             save_id = reader.index.provenance.get("save_id")
             decoded = [_RankDigests.decode(own, sections) for own in shown]
             return _compare_ranks(decoded, reader, selection, save_id).to_json().encode()

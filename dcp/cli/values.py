@@ -59,9 +59,9 @@ def cat(
     if call.json and npy is not None:
         raise typer.BadParameter("--json and --npy exclude each other")
     slices = None if slice_ is None else _slices(slice_)
-    from dcp.inspection.values.tensor_reading import open_tensors
+    from dcp.inspection.values.tensor_reading import opened
 
-    with open_tensors(uri, storage_options=storage_options(uri, options), verify="full") as reader:
+    with opened(uri, storage_options(uri, options)) as reader:
         row = reader.index.position.get(fqn)
         if row is None:
             return _value(reader, fqn, is_tensor=slices is not None or npy is not None)
@@ -162,7 +162,7 @@ def _edges(reader: TensorReader, row: int, slices: Slices | None, shape: tuple[i
     result: Array | None = None
     for ends in itertools.product(*([False, True] if cut else [None] for cut in long)):
         places = [_end(end, size) for end, size in zip(ends, sizes, strict=True)]
-        part = reader.read_part(row, slices, [_end(e, n) for e, n in zip(ends, shape, strict=True)])
+        part = reader.read(row, slices, [_end(e, n) for e, n in zip(ends, shape, strict=True)])
         if result is None:
             result = np.zeros(sizes, part.dtype)
             result[...] = part.reshape(-1)[0]  # what is not shown must not change how the others are printed

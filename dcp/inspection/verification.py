@@ -24,7 +24,7 @@ from dcp.inspection.values.digests import (
     CheckpointDigests,
     digest_of_sum,
     digests,
-    digests_by_reading,
+    sums_of,
 )
 from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.planners.load.selection import Patterns
@@ -204,8 +204,8 @@ def _check_digests(
     index = reader.index
     noted = {row: digest for row in range(index.tensor_count) if (digest := index.digest(row)) is not None}
     rows = [*noted] if other is None and not is_all else [*range(index.tensor_count)]
-    own = {row: digest_of_sum(index, row, sums[row]) for row in rows if row in sums}
-    own |= digests_by_reading(reader, [row for row in rows if row not in sums])
+    read = sums_of(reader, [row for row in rows if row not in sums])
+    own = {row: digest_of_sum(index, row, (sums if row in sums else read)[row]) for row in rows}
     wrong = {
         index.fqns[row]: f"has the digest {own[row]}, and the manifest says {digest}, which comparisons go by"
         for row, digest in noted.items()
