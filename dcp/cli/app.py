@@ -14,7 +14,7 @@ from typer import Option
 from typer.core import TyperGroup
 from typer.models import CommandInfo, TyperInfo
 
-from dcp.cli import comparing, conversion, listing, removal, service, values, watch
+from dcp.cli import conversion, listing, removal, service, values, watch
 from dcp.cli.common import Answer, as_command, has_no_reader
 from dcp.version import __version__
 
@@ -101,9 +101,9 @@ def demo(
 _PANELS: dict[str, tuple[Callable[..., Answer | None], ...]] = {
     "Look": (
         *(listing.ls, listing.show, values.cat, values.stats),
-        *(comparing.diff, comparing.digest, watch.watch),
+        *(values.diff, values.digest, watch.watch),
     ),
-    "Check and convert": (comparing.verify, conversion.convert, conversion.merge),
+    "Check and convert": (values.verify, conversion.convert, conversion.merge),
     "Remove": (removal.rm, removal.prune, removal.gc),
     "The service": (service.serve, service.worker),
     "Try it": (demo,),

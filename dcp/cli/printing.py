@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import islice
-from typing import Any, Final, TypeVar
-
-T = TypeVar("T")
+from typing import Any, Final
 
 MAX_JSON_ELEMENTS: Final = 1_000_000
 
@@ -226,11 +224,11 @@ def output_columns() -> int | None:
     return None
 
 
-def largest_first(figure_of: Callable[[T], float | None]) -> Callable[[T], tuple[bool, float]]:
-    """Make a key that sorts by a figure, the largest first, and what has none last."""
+def largest_first(part: str, field: str) -> Callable[[object], tuple[bool, float]]:
+    """Make a key that sorts rows by a figure of a part of them, the largest first, and what has none last."""
 
-    def key(row: T) -> tuple[bool, float]:
-        figure = figure_of(row)
+    def key(row: object) -> tuple[bool, float]:
+        figure = getattr(getattr(row, part), field, None)
         return figure is None, 0.0 if figure is None else -figure
 
     return key
