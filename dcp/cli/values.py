@@ -54,6 +54,7 @@ _EDGE: Final = 3
 _CHILDREN: Final = 8
 _VALUE_CHARACTERS: Final = 60
 _BAR_CHARACTERS: Final = 40
+_MAX_SHOWN_BYTES: Final = 256 << 20
 _SHOWN_FINDINGS: Final = 100
 _PART: Final = re.compile(r"\.\.\.|-?\d+|(-?\d+)?:(-?\d+)?(:(-?\d+)?)?")
 
@@ -98,7 +99,7 @@ def _slices(text: str) -> Slices:
 
 
 def _value(reader: TensorReader, fqn: str, *, is_tensor: bool) -> Answer:
-    from dcp.inspection.entries import object_row
+    from dcp.inspection.entries import object_rows
     from dcp.storage.formats.torch.python_values import value_text
 
     index = reader.index
@@ -106,7 +107,7 @@ def _value(reader: TensorReader, fqn: str, *, is_tensor: bool) -> Answer:
         raise CheckpointError(f"{reader.name}: {_absent(fqn, [*index.fqns, *index.objects.fqns])}", fqn=fqn)
     if is_tensor:
         raise CheckpointError(f"{reader.name}: {fqn!r} is no tensor, and has no slices and no .npy", fqn=fqn)
-    row = object_row(reader.store, index, fqn)
+    (row,) = object_rows(reader.store, index, [fqn], limit_bytes=_MAX_SHOWN_BYTES)
     if not row.is_plain:
         raise CheckpointError(
             f"{reader.name}: {fqn!r} is pickled ({row.bytes} bytes), and pickles are not run; load it with "

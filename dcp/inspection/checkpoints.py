@@ -12,14 +12,11 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME, is_commit_object
-from dcp.storage.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-)
+from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
 from dcp.storage.formats.format import BEGIN_BYTES
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening import (
@@ -181,16 +178,10 @@ def _list(checkpoint_id: str | os.PathLike[str], opener: OpenWith, *, quick: boo
     known = [file.name for file in _folder_weights(files)] if is_readable else []
     jobs = [partial(of_folder, *folder) for folder in root.listings().items()]
     jobs += [partial(of_file, file) for file in _single_files(files, known)]
-    found = [whole, *_results(jobs, 1 if quick else root.at_once)]
+    with WorkerThreads(1 if quick else root.at_once) as pool:
+        found = [whole, *pool.map(lambda job: job(), jobs)]
     summaries = [one for one in found if one is not None]
     return sorted(summaries, key=lambda one: (-1 if one.step is None else one.step, one.name))
-
-
-def _results(jobs: Sequence[Callable[[], Any]], at_once: int) -> list[Any]:
-    if at_once <= 1:
-        return [job() for job in jobs]
-    with WorkerThreads(at_once) as pool:
-        return list(pool.map(lambda job: job(), jobs))
 
 
 def name_and_step(url: str) -> tuple[str, int | None]:
@@ -256,9 +247,6 @@ def _opened(
     return CheckpointSummary(name, url, state, step, *facts)
 
 
-_PROVENANCE: Final = ("save_id", "torch_version", "dcphub_version", "world_size")
-
-
 def header_of(
     store: Store,
     index: CheckpointIndex,
@@ -276,7 +264,10 @@ def header_of(
     return CheckpointHeader(
         url=store.url if url is None else url,
         format=index.format,
-        **{name: provenance.get(name) for name in _PROVENANCE},
+        save_id=provenance.get("save_id"),
+        torch_version=provenance.get("torch_version"),
+        dcphub_version=provenance.get("dcphub_version"),
+        world_size=provenance.get("world_size"),
         committed_seconds=_committed_seconds(index, listing) if committed is None else committed,
         tensors=index.tensor_count,
         chunks=index.chunk_count,
@@ -338,8 +329,18 @@ def list_runs(
     opener = OpenWith(storage_options)
     if locate(checkpoint_id, open_store=opener).file is not None:
         return []
-    root = open_parent_folder(checkpoint_id, open_store=opener)
-    return [_run_summary(*found) for found in _below(root, opener, "", 1) if found[2]]
+    root, found = open_parent_folder(checkpoint_id, open_store=opener), []
+    for name, run, committed in _below(root, opener, "", 1):
+        times = {
+            folder: max(info.modified_seconds for file, info in files.items() if is_commit_object(file))
+            for folder, files in committed.items()
+        }
+        steps = {folder: step for folder in times if (step := name_and_step(folder)[1]) is not None}
+        newest = max(steps, key=lambda folder: (times[folder], folder), default="")
+        if committed:
+            last, count = max(times.values()), len(committed)
+            found.append(CheckpointSummary(name, run.url, "run", steps.get(newest), last, checkpoints=count))
+    return found
 
 
 @plain_errors
@@ -398,17 +399,6 @@ def _below(
 
 def _is_committed(files: SmallFiles) -> bool:
     return any(map(is_commit_object, files))
-
-
-def _run_summary(name: str, run: ParentFolder, committed: Mapping[str, SmallFiles]) -> CheckpointSummary:
-    times = {
-        folder: max(info.modified_seconds for file, info in files.items() if is_commit_object(file))
-        for folder, files in committed.items()
-    }
-    steps = {folder: step for folder in times if (step := name_and_step(folder)[1]) is not None}
-    newest = max(steps, key=lambda folder: (times[folder], folder), default=None)
-    step = None if newest is None else steps[newest]
-    return CheckpointSummary(name, run.url, "run", step, max(times.values()), checkpoints=len(committed))
 
 
 def _folder_weights(files: Sequence[FileInfo]) -> list[FileInfo]:

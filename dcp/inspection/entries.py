@@ -24,7 +24,6 @@ from dcp.storage.stores.base import Store
 _Place: TypeAlias = tuple[int, int, int]
 
 _BLOBS_AT_ONCE = 1024
-_MAX_SHOWN_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +66,16 @@ def tensor_rows(index: CheckpointIndex) -> list[TensorRow]:
     """Return all tensors in the order of the index."""
     sizes = np.zeros(index.tensor_count, dtype=np.int64)
     np.add.at(sizes, index.chunk_tensors, index.payload_lengths)
-    chunks, files = np.diff(index.chunk_start).tolist(), _files_of_tensors(index)
-    columns = enumerate(zip(index.fqns, chunks, sizes.tolist(), files, strict=True))
-    return [TensorRow(fqn, index.dtype(row).name, index.shape(row), *rest) for row, (fqn, *rest) in columns]
-
-
-def _files_of_tensors(index: CheckpointIndex) -> list[tuple[str, ...]]:
     pairs = np.unique(np.stack([index.chunk_tensors, index.chunk_files]), axis=1)
     ends = np.searchsorted(pairs[0], np.arange(index.tensor_count + 1)).tolist()
     names = [index.files[file] for file in pairs[1].tolist()]
-    return [tuple(names[ends[row] : ends[row + 1]]) for row in range(index.tensor_count)]
+    columns = zip(index.fqns, np.diff(index.chunk_start).tolist(), sizes.tolist(), strict=True)
+    return [
+        TensorRow(
+            fqn, index.dtype(row).name, index.shape(row), *rest, tuple(names[ends[row] : ends[row + 1]])
+        )
+        for row, (fqn, *rest) in enumerate(columns)
+    ]
 
 
 def object_rows(
@@ -108,11 +107,6 @@ def object_rows(
             size_bytes = len(objects.values[at]) if name is None else size_bytes
             rows.append(ObjectRow(fqn, True, values[at], size_bytes, name))
     return rows
-
-
-def object_row(store: Store, index: CheckpointIndex, fqn: str) -> ObjectRow:
-    """Return the value ``fqn``, decoded if it is harmless, also if it is large."""
-    return object_rows(store, index, [fqn], limit_bytes=_MAX_SHOWN_BYTES)[0]
 
 
 def _plain_values(store: Store, index: CheckpointIndex, places: list[_Place]) -> dict[_Place, Any]:

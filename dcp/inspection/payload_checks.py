@@ -11,7 +11,7 @@ import heapq
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Final
@@ -19,7 +19,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dcp.inspection.findings import Finding, ReportBytes, VerifyReport, kind_of
+from dcp.inspection.values.tensor_reading import ReportBytes
 from dcp.storage.digests import BLOCK_BYTES as DIGEST_BLOCK_BYTES
 from dcp.storage.digests import KEY, SUM_BYTES, LogicalPlaces, blocks_of, power, product, run_value
 from dcp.storage.engine.memory import item_view
@@ -29,8 +29,9 @@ from dcp.storage.errors import (
     CheckpointFormatError,
     CorruptCheckpointError,
     StorageError,
+    UnsupportedFormatError,
 )
-from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.native.record import OpenRecord, begin_record
 from dcp.storage.formats.registry import is_of_files
@@ -57,6 +58,66 @@ _THREADS: Final = 2
 
 _PICKLE_PROTOCOL: Final = b"\x80"
 """The first byte of a pickle, where torch did not write a zip."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong, or that is worth a note (`is_note`).
+
+    ``kind`` is "index", "missing-file", "file-size", "stray-file", "checksum", "record", "unreadable",
+    "metadata", "digest": another tensor than the manifest's digest tells, or than the checkpoint has that it
+    was compared with, or "unsupported": written by a newer version, and not known to be damaged. ``offset``
+    and ``length`` (bytes) say where in the file, ``fqn`` whose bytes they are.
+    """
+
+    kind: str
+    message: str
+    file: str | None = None
+    fqn: str | None = None
+    offset: int | None = None
+    length: int | None = None
+
+    @property
+    def is_note(self) -> bool:
+        """Return whether the checkpoint loads as it was committed all the same: a file that it does not refer
+        to.
+
+        A save that is killed leaves such, and a power cut brings back what was deleted right before it.
+        """
+        return self.kind == "stray-file"
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """The result of `verify`. ``unchecked_bytes`` were read, but their format records no checksum.
+
+    ``digest`` is of all tensors, as `dcp digest` has it, where nothing is wrong and it was asked for.
+    """
+
+    url: str
+    findings: list[Finding] = field(default_factory=list)
+    files: int = 0
+    tensors: int = 0
+    blocks: int = 0
+    bytes: int = 0
+    unchecked_bytes: int = 0
+    digest: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Return whether nothing is wrong; there may be notes."""
+        return not self.faults
+
+    @property
+    def faults(self) -> list[Finding]:
+        """The findings that are no notes."""
+        return [found for found in self.findings if not found.is_note]
+
+
+def kind_of(error: CheckpointError, otherwise: str) -> str:
+    """Return the kind of a finding: what a newer version wrote is kept apart from damage of the kind
+    ``otherwise``."""
+    return "unsupported" if isinstance(error, UnsupportedFormatError) else otherwise
 
 
 class StreamedSums:
@@ -125,14 +186,10 @@ def _are_own(index: CheckpointIndex) -> npt.NDArray[np.bool_]:
 class _FileSpan:
     """A thread's view of a file: one span in memory, everything else read when it is asked for."""
 
-    def __init__(self) -> None:
-        self._handle: ReadHandle
+    def __init__(self, handle: ReadHandle) -> None:
+        self._handle = handle
         self._begin = self._end = 0
         self._buffer = bytearray()
-
-    def go_to(self, handle: ReadHandle) -> None:
-        """Read from this file from now on."""
-        self._handle, self._begin, self._end = handle, 0, 0
 
     def load(self, begin: int, end: int) -> memoryview:
         """Have these bytes of the file in memory, in the place of those that were there."""
@@ -203,12 +260,11 @@ class PayloadChecks:
         work_off(spans, max(1, threads or profile.threads or _THREADS), self._check_all)
 
     def _check_all(self, spans: Iterator[list[_CheckedRange]]) -> None:
-        source = _FileSpan()
         for file, some in groupby(spans, lambda span: span[0].file):  # one is open, as there may be thousands
             name = self._index.files[file]
             size_bytes = self._listing[name].size_bytes
             with closing(self._store.open_read(name, expected_bytes=size_bytes)) as handle:
-                source.go_to(handle)
+                source = _FileSpan(handle)
                 for span in some:
                     self._check(source, span)
 
@@ -224,8 +280,7 @@ class PayloadChecks:
             if isinstance(error, StorageError) and self._store.read_profile.scatter:
                 raise  # it has been tried again and again: the service is not there, rather than a sector bad
             if len(span) == 1:
-                message = f"{span[0].size_bytes} bytes cannot be read: {error}"
-                self._found("unreadable", message, span[0], begin, span[0].size_bytes)
+                self._found("unreadable", f"{size_bytes} bytes cannot be read: {error}", span[0])
                 return
             for part in span:  # find out which of them it is
                 self._check(source, [part])
@@ -245,7 +300,13 @@ class PayloadChecks:
         blobs = {place: row for row, place in enumerate(places) if place[0] in {*present}}
         stored = index.record_lengths if is_of_files(index.format) else index.payload_lengths
         self._total_bytes = int(stored[chunks].sum()) + sum(blob[2] for blob in blobs)
-        return heapq.merge(self._tensors(chunks), self._objects(blobs))
+        values = (self._value(place, row) for place, row in sorted(blobs.items()))
+        return heapq.merge(self._tensors(chunks), values)
+
+    def _value(self, place: tuple[int, int, int], row: int) -> _CheckedRange:
+        crc = int(self._index.objects.crcs[row])
+        check = self._check_blob if crc == UNKNOWN else partial(self._check_range, crc, UNKNOWN, 0)
+        return _CheckedRange(*place, self._index.objects.fqns[row], check)
 
     def _tensors(self, chunks: npt.NDArray[np.int64]) -> Iterator[_CheckedRange]:
         index, of_files = self._index, is_of_files(self._index.format)
@@ -274,13 +335,6 @@ class PayloadChecks:
                     yield part(begin, min(BLOCK_BYTES, payload_end - begin), check=check)
                 if end > payload_end:
                     yield part(payload_end, end - payload_end, check=frame)
-
-    def _objects(self, blobs: Mapping[tuple[int, int, int], int]) -> Iterator[_CheckedRange]:
-        objects = self._index.objects
-        for place, row in sorted(blobs.items()):
-            crc = int(objects.crcs[row])
-            check = self._check_blob if crc == UNKNOWN else partial(self._check_range, crc, UNKNOWN, 0)
-            yield _CheckedRange(*place, objects.fqns[row], check)
 
     # -- checks ----------------------------------------------------------------------------------------------
 
@@ -313,10 +367,8 @@ class PayloadChecks:
 
     def _check_frame(self, chunk: int, source: _FileSpan, part: _CheckedRange) -> None:
         """Compare the frame of a native payload, which stock torch goes by, with that which is written."""
-        index, record, whole = self._index, self._record(chunk), 0
-        for number, crc in enumerate(index.block_crcs(chunk).tolist()):
-            whole = crc32_combine(whole, crc, min(BLOCK_BYTES, record.payload_bytes - number * BLOCK_BYTES))
-        is_first = part.offset == int(index.record_offsets[chunk])
+        record, whole = self._record(chunk), self._index.payload_crc(chunk) or 0
+        is_first = part.offset == int(self._index.record_offsets[chunk])
         if source.take(part.offset, part.size_bytes) != (record.prefix if is_first else record.suffix(whole)):
             self._frame_differs(chunk, whole, source, part)
 
@@ -339,14 +391,16 @@ class PayloadChecks:
         if index.provenance.get("dcphub_version") != __version__:  # other versions may write other headers
             stored = self._locate(chunk, source, part)
             expected = (*self._type(chunk), int(index.payload_offsets[chunk]), whole)
-            if (
-                stored is None
-                or (stored.dtype_code, stored.sizes, stored.payload_offset, stored.crc32) == expected
-            ):
+            if stored is None:
+                return
+            if (stored.dtype_code, stored.sizes, stored.payload_offset, stored.crc32) == expected:
                 return
         message = "the zip around the tensor's bytes, which stock torch goes by, is damaged"
-        offset, length = int(index.record_offsets[chunk]), int(index.record_lengths[chunk])
-        self._found("record", message, part, offset, length)
+        self._found("record", message, self._whole(chunk, part))
+
+    def _whole(self, chunk: int, part: _CheckedRange) -> _CheckedRange:
+        offset, length = self._index.record_offsets[chunk], self._index.record_lengths[chunk]
+        return replace(part, offset=int(offset), size_bytes=int(length))
 
     def _check_foreign(self, chunk: int, source: _FileSpan, part: _CheckedRange) -> None:
         stored = self._locate(chunk, source, part)
@@ -355,7 +409,7 @@ class PayloadChecks:
         if (stored.dtype_code, stored.sizes) != self._type(chunk):
             dtype = self._index.dtype(int(self._index.chunk_tensors[chunk])).name
             message = f"the record is not the {dtype} {self._type(chunk)[1]} of the metadata"
-            self._found("record", message, part, part.offset)
+            self._found("record", message, part)
             return
         payload = replace(part, offset=stored.payload_offset, size_bytes=stored.payload_bytes)
         self._check_range(stored.crc32, UNKNOWN, 0, source, payload)
@@ -384,19 +438,18 @@ class PayloadChecks:
                 checked &= entry.crc32 != 0 or got == 0
                 self._compare(part, offset + begin, entry.size, entry.crc32 or got, got)
         except CheckpointFormatError as error:
-            self._found("record", f"the object cannot be read: {error}", part, offset, length)
+            self._found("record", f"the object cannot be read: {error}", part)
         self._count(length, checked=checked)
 
     def _locate(self, chunk: int, source: _FileSpan, part: _CheckedRange) -> StoredTensor | None:
-        index = self._index
-        offset, length = int(index.record_offsets[chunk]), int(index.record_lengths[chunk])
+        whole = self._whole(chunk, part)
         try:
-            return locate_payload(source.read, offset, length, fqn=part.fqn)
+            return locate_payload(source.read, whole.offset, whole.size_bytes, fqn=part.fqn)
         except StorageError:
             raise
         except CheckpointError as error:
             kind = "record" if isinstance(error, CheckpointFormatError) else "unreadable"
-            self._found(kind_of(error, kind), f"the record cannot be read: {error}", part, offset, length)
+            self._found(kind_of(error, kind), f"the record cannot be read: {error}", whole)
             return None
 
     # -- results ---------------------------------------------------------------------------------------------
@@ -415,12 +468,11 @@ class PayloadChecks:
         if got != expected:
             crcs = f"(CRC-32 {got:08x}, should be {expected:08x})"
             message = f"{length} bytes differ from what was committed {crcs}"
-            self._found("checksum", message, part, offset, length)
+            self._found("checksum", message, replace(part, offset=offset, size_bytes=length))
 
-    def _found(
-        self, kind: str, message: str, part: _CheckedRange, offset: int, length: int | None = None
-    ) -> None:
+    def _found(self, kind: str, message: str, part: _CheckedRange) -> None:
         file = self._index.files[part.file]
-        message = f"{file}: {part.fqn!r} at byte {offset}: {message}"
+        message = f"{file}: {part.fqn!r} at byte {part.offset}: {message}"
         with self._lock:
-            self._report.findings.append(Finding(kind, message, file, part.fqn, offset, length))
+            found = Finding(kind, message, file, part.fqn, part.offset, part.size_bytes)
+            self._report.findings.append(found)

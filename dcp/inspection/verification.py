@@ -12,21 +12,27 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.inspection.findings import Finding, ReportBytes, VerifyReport, kind_of
-from dcp.inspection.payload_checks import PayloadChecks, StreamedSums
+from dcp.inspection.payload_checks import (
+    Finding,
+    PayloadChecks,
+    StreamedSums,
+    VerifyReport,
+    kind_of,
+)
 from dcp.inspection.values.digests import (
     CheckpointDigests,
     digest_of_sum,
     digests,
     sums_of,
 )
-from dcp.inspection.values.tensor_reading import TensorReader
+from dcp.inspection.values.tensor_reading import ReportBytes, TensorReader
 from dcp.planners.load.selection import Patterns
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, NOTES_NAME
 from dcp.storage.digests import digest_of_all
@@ -107,11 +113,6 @@ def verify(
         return verify_place(place, threads=threads, progress=progress, against=other)
 
 
-def verify_store(store: Store) -> VerifyReport:
-    """`verify` of the checkpoint in ``store``."""
-    return verify_place(SourcePlace(store))
-
-
 def verify_place(
     place: SourcePlace,
     *,
@@ -150,21 +151,16 @@ def verify_place(
                 report.digest = _check_digests(reader, sums.sums, other, report, is_all=with_digest)
         except CorruptCheckpointError as error:  # also of tensors of which a part is nowhere
             report.findings.append(Finding(kind_of(error, "index"), str(error), fqn=error.fqn or None))
-    if report.findings and _was_replaced(place, index):
-        raise CheckpointConflictError(
-            f"{place.url} was replaced while it was being verified; verify it again", path=place.url
-        )
+    is_same = True
+    if report.findings:  # one that is gone or damaged was not replaced
+        with suppress(CheckpointError):
+            is_same = encode_manifest(index_at(place)) == encode_manifest(index)
+        if not is_same:
+            raise CheckpointConflictError(
+                f"{place.url} was replaced while it was being verified; verify it again", path=place.url
+            )
     report.findings.sort(key=lambda found: (found.file or "", found.offset or 0))
     return report
-
-
-def _was_replaced(place: SourcePlace, index: CheckpointIndex) -> bool:
-    """Return whether another checkpoint is there than that of ``index``; one that is gone or damaged is
-    not."""
-    try:
-        return encode_manifest(index_at(place)) != encode_manifest(index)
-    except CheckpointError:
-        return False
 
 
 def _check_metadata(store: Store, index: CheckpointIndex, listing: dict[str, FileInfo]) -> Iterator[Finding]:
