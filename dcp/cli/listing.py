@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from dcp.cli import printing
 from dcp.cli.common import STORAGE, TOP, Answer, sort_key, storage_options
-from dcp.cli.printing import counted
+from dcp.cli.printing import counted, describe_time
 
 if TYPE_CHECKING:
     from dcp.inspection.checkpoints import CheckpointHeader, CheckpointSummary
@@ -53,7 +53,7 @@ def _print_list(uri: str, found: list[CheckpointSummary], runs: list[CheckpointS
         )
     if runs:
         print()
-        rows = [(one.name, one.checkpoints, one.step, _time(one)) for one in runs]
+        rows = [(one.name, one.checkpoints, one.step, describe_time(one.committed_seconds)) for one in runs]
         printing.table(("run", ">checkpoints", ">newest step", "committed"), rows, narrow=("run:20",))
     for one in found:
         if one.problem:
@@ -78,13 +78,18 @@ def _time_of(found: Sequence[CheckpointSummary]) -> str:
     return "written" if len(kinds) > 1 else "modified" if kinds == {False} else "committed"
 
 
-def _time(one: CheckpointSummary) -> str:
-    return printing.describe_time(one.committed_seconds)
-
-
 def _row(one: CheckpointSummary) -> tuple[object, ...]:
     size = printing.size(one.bytes)
-    return one.name, one.step, _time(one), one.format, one.tensors, size, one.world_size, one.state
+    return (
+        one.name,
+        one.step,
+        describe_time(one.committed_seconds),
+        one.format,
+        one.tensors,
+        size,
+        one.world_size,
+        one.state,
+    )
 
 
 # -- show ----------------------------------------------------------------------------------------------------
@@ -145,7 +150,7 @@ def _print_header(header: CheckpointHeader) -> None:
         ("checkpoint", header.url),
         ("format", header.format),
         ("save id", header.save_id),
-        ("modified" if of_files else "committed", printing.describe_time(header.committed_seconds)),
+        ("modified" if of_files else "committed", describe_time(header.committed_seconds)),
         ("written by", ", ".join(f"{name} {version}" for name, version in versions if version) or None),
         ("ranks", header.world_size),
         ("tensors", f"{header.tensors:,} in {chunks}, {size}"),

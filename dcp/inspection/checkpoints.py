@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -177,7 +177,10 @@ def _list(checkpoint_id: str | os.PathLike[str], opener: OpenWith, *, quick: boo
     is_readable = whole is not None and whole.state != "unreadable"
     known = [file.name for file in _folder_weights(files)] if is_readable else []
     jobs = [partial(of_folder, *folder) for folder in root.listings().items()]
-    jobs += [partial(of_file, file) for file in _single_files(files, known)]
+    for file in files:
+        is_shown = not file.name.startswith(".") and file.name not in known
+        if is_shown and file.name.lower().endswith(file_suffixes()):
+            jobs.append(partial(of_file, file))
     with WorkerThreads(1 if quick else root.at_once) as pool:
         found = [whole, *pool.map(lambda job: job(), jobs)]
     summaries = [one for one in found if one is not None]
@@ -203,9 +206,8 @@ def _save(store: Store, files: Sequence[FileInfo], *, quick: bool) -> Checkpoint
     if committed and not quick:
         return _opened(store, store.url, partial(_open_index, store), files, "committed")
     data = [file for file in files if file.name.endswith(DATA_SUFFIX)]
-    if not committed and not data:
-        return None
-    return _unopened(store.url, "committed" if committed else "incomplete", committed, data)
+    state = "committed" if committed else "incomplete"
+    return _unopened(store.url, state, committed, data) if committed or data else None
 
 
 def _weights(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
@@ -261,6 +263,11 @@ def header_of(
     listing = {file.name: file for file in (store.list() if files is None else files)}
     provenance = index.provenance
     committed = provenance.get("time")
+    if committed is None:  # by the commit object; of files without one, by the last of them
+        commits = [name for name in (METADATA_NAME, MANIFEST_NAME) if name in listing][:1]
+        dated = index.files if is_of_files(index.format) else commits
+        times = [listing[name].modified_seconds for name in dated if name in listing]
+        committed = max(times, default=None)
     return CheckpointHeader(
         url=store.url if url is None else url,
         format=index.format,
@@ -268,7 +275,7 @@ def header_of(
         torch_version=provenance.get("torch_version"),
         dcphub_version=provenance.get("dcphub_version"),
         world_size=provenance.get("world_size"),
-        committed_seconds=_committed_seconds(index, listing) if committed is None else committed,
+        committed_seconds=committed,
         tensors=index.tensor_count,
         chunks=index.chunk_count,
         objects=len(index.objects),
@@ -280,15 +287,6 @@ def header_of(
         rank_traffic=figures_by_rank(provenance.get("rank_traffic")),
         dropped=dropped_from(provenance),
     )
-
-
-def _committed_seconds(index: CheckpointIndex, listing: Mapping[str, FileInfo]) -> float | None:
-    """Return the time at which the commit object was written; of files without one, that of the last of
-    them."""
-    names: Sequence[str] = [name for name in (METADATA_NAME, MANIFEST_NAME) if name in listing][:1]
-    if is_of_files(index.format):
-        names = index.files
-    return max((listing[name].modified_seconds for name in names if name in listing), default=None)
 
 
 def figures_by_rank(noted: object) -> tuple[dict[str, float], ...]:
@@ -412,12 +410,6 @@ def _folder_weights(files: Sequence[FileInfo]) -> list[FileInfo]:
         if found:
             return found
     return []
-
-
-def _single_files(files: Sequence[FileInfo], known: Collection[str]) -> list[FileInfo]:
-    """Return the files that could each be weights, without those ``known`` as parts of the folder's."""
-    shown = [file for file in files if not file.name.startswith(".") and file.name not in known]
-    return [file for file in shown if file.name.lower().endswith(file_suffixes())]
 
 
 def _is_weight_file(store: Store, file: FileInfo) -> bool:
