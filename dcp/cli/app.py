@@ -75,7 +75,7 @@ def demo(
     serve: bool = Option(False, "--serve", help="Keep the catalog up at the end, until Ctrl-C."),
 ) -> None:
     """Train a small model, kill it in a save, resume it on other numbers of ranks, and check every claim."""
-    from dcp.demo.command import run_to_exit_status
+    from dcp.demo.story import run_to_exit_status
 
     raise typer.Exit(run_to_exit_status(root, save_every, s3, serve))
 

@@ -15,6 +15,8 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, Final
 
+from dcp.progress import drawn_bar
+
 MAX_JSON_ELEMENTS: Final = 1_000_000
 
 _UNITS: Final = ("KiB", "MiB", "GiB", "TiB", "PiB")
@@ -241,20 +243,10 @@ def largest_first(part: str, field: str) -> Callable[[object], tuple[bool, float
 def progress_bar() -> Iterator[Callable[[int, int], None] | None]:
     """Give a function of (bytes done, bytes in all) that shows rate and time left on stderr; None if that is
     no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich import progress
-    from rich.console import Console
-
-    columns = (
-        progress.BarColumn(),
-        progress.DownloadColumn(binary_units=True),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task("", total=None)
+    with drawn_bar("", transient=True) as update:
+        if update is None:
+            yield None
+            return
         shown_seconds = 0.0
 
         def show(done: int, total: int) -> None:
@@ -262,6 +254,6 @@ def progress_bar() -> Iterator[Callable[[int, int], None] | None]:
             now = time.monotonic()
             if now - shown_seconds > _UPDATE_SECONDS:  # small blocks come faster than the bar can be drawn
                 shown_seconds = now
-                shown.update(task, completed=done, total=total)
+                update(completed=done, total=total)
 
         yield show

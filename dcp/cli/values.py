@@ -41,12 +41,12 @@ from dcp.storage.errors import CheckpointError
 from dcp.storage.near_names import listed, near_names
 
 if TYPE_CHECKING:
-    from dcp.inspection.payload_checks import VerifyReport
     from dcp.inspection.values.difference import Difference, TensorDifference, TensorFacts
     from dcp.inspection.values.digests import CheckpointDigests
     from dcp.inspection.values.elements import Array
     from dcp.inspection.values.statistics import CheckpointStatistics, ElementStatistics, TensorStatistics
     from dcp.inspection.values.tensor_reading import Slices, TensorReader
+    from dcp.inspection.verification import VerifyReport
 
 _PRINTED: Final = 1000
 """Of tensors with more elements only the edges are printed, as numpy does it."""
@@ -80,7 +80,13 @@ def cat(
         if npy is not None:
             _write_npy(reader, row, slices, npy)
         elif call.json:
-            return Answer(_as_json(reader, row, slices))
+            shape = reader.shape_of(row, slices)
+            if math.prod(shape) > printing.MAX_JSON_ELEMENTS:
+                many = f"{math.prod(shape):,} elements are too many for JSON"
+                raise CheckpointError(f"{reader.name}: {many}; take a --slice, or --npy")
+            values = _decoded(reader, row, reader.read(row, slices)).tolist()
+            dtype = reader.index.dtype(row).name
+            return Answer({"fqn": fqn, "dtype": dtype, "shape": shape, "values": values})
         else:
             _print_tensor(reader, row, slices)
     return None
@@ -99,7 +105,7 @@ def _slices(text: str) -> Slices:
 
 
 def _value(reader: TensorReader, fqn: str, *, is_tensor: bool) -> Answer:
-    from dcp.inspection.entries import object_rows
+    from dcp.inspection.checkpoints import object_rows
     from dcp.storage.formats.torch.python_values import value_text
 
     index = reader.index
@@ -179,20 +185,6 @@ def _edges(reader: TensorReader, row: int, slices: Slices | None, shape: tuple[i
     for place, part in zip(itertools.product(*map(ends, sizes)), parts, strict=True):
         result[place] = part
     return result
-
-
-def _as_json(reader: TensorReader, row: int, slices: Slices | None) -> dict[str, Any]:
-    shape = reader.shape_of(row, slices)
-    if math.prod(shape) > printing.MAX_JSON_ELEMENTS:
-        raise CheckpointError(
-            f"{reader.name}: {math.prod(shape):,} elements are too many for JSON; take a --slice, or --npy"
-        )
-    return {
-        "fqn": reader.index.fqns[row],
-        "dtype": reader.index.dtype(row).name,
-        "shape": shape,
-        "values": _decoded(reader, row, reader.read(row, slices)).tolist(),
-    }
 
 
 def _write_npy(reader: TensorReader, row: int, slices: Slices | None, target: str) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.inspection.entries import ObjectRow, object_rows
+from dcp.inspection.checkpoints import ObjectRow, object_rows
 from dcp.inspection.values.elements import Array, decode, is_integral, is_opaque
 from dcp.inspection.values.tensor_reading import ReportBytes, TensorReader, opened
 from dcp.planners.load.selection import Patterns, Rename, Selection, renamer
@@ -258,7 +258,7 @@ def _facts(index: CheckpointIndex, fqn: str | None) -> TensorFacts | None:
 
 
 def _kind_of_alike(a: TensorReader, b: TensorReader, rows: _Rows) -> DifferenceKind | None:
-    """Return what the indexes tell of tensors of one dtype and shape: None for equal ones."""
+    """Compare tensors of one dtype and shape by the indexes; return None for equal ones."""
     if 0 in a.index.shape(rows[0]):
         return None
     digests = a.index.digest(rows[0]), b.index.digest(rows[1])
@@ -419,7 +419,12 @@ class _Deltas:
         self._finite += len(a)
         self._squares += _square_sum(a)
         if count:
-            deltas = _exact(first, second) if self._is_wide else np.abs(a - b)
+            deltas: Array
+            if self._is_wide:  # integers of 64 bits, which float64 would round before it subtracts them
+                up = first.astype(np.uint64) - second.astype(np.uint64)  # modulo 2**64
+                deltas = np.where(first > second, up, np.uint64(0) - up).astype(np.float64)
+            else:
+                deltas = np.abs(a - b)
             self._max_abs = max(self._max_abs, float(deltas.max(initial=0.0)))
             self._delta_squares += _square_sum(deltas)
 
@@ -455,12 +460,6 @@ def _square_sum(values: npt.NDArray[Any]) -> float:
     return float(np.square(values.view(np.float64)).sum())  # of complex numbers both parts
 
 
-def _exact(first: Array, second: Array) -> npt.NDArray[np.float64]:
-    """Return differences of integers of 64 bits, which float64 would round before it subtracts them."""
-    up = first.astype(np.uint64) - second.astype(np.uint64)  # modulo 2**64, so right where first > second
-    return np.where(first > second, up, np.uint64(0) - up).astype(np.float64)
-
-
 # -- values that are no tensors ------------------------------------------------------------------------------
 
 
@@ -494,11 +493,10 @@ def _compare_objects(
 
 def _are_same(a: _Values, b: _Values, first: str, second: str, *, values: bool) -> bool | None:
     """Return None where the indexes do not tell, and nothing is to be read or was decoded."""
-    encoded = a.encoded(first), b.encoded(second)
-    if None not in encoded:
-        return encoded[0] == encoded[1]
-    stamps = a.stamp(first), b.stamp(second)
-    if None not in stamps and stamps[0] == stamps[1]:
+    (value, stamp), (other_value, other_stamp) = a.noted(first), b.noted(second)
+    if value is not None and other_value is not None:
+        return value == other_value
+    if stamp is not None and stamp == other_stamp:
         return True
     row, other = (a.rows.get(first), b.rows.get(second)) if values else (None, None)
     if row is None or other is None:
@@ -521,22 +519,19 @@ class _Values:
         self._reader.other_bytes += int(self._objects.lengths[self._objects.plain == UNKNOWN].sum())
         return {row.fqn: row for row in object_rows(self._reader.store, self._reader.index)}
 
-    def encoded(self, fqn: str) -> bytes | None:
-        """Return a plain value as the index has it."""
-        at = self._objects.position.get(fqn)
-        plain = UNKNOWN if at is None else int(self._objects.plain[at])
-        return None if plain == UNKNOWN else self._objects.values[plain]
-
-    def stamp(self, fqn: str) -> tuple[int, int] | None:
-        """Return length and CRC-32 of a record."""
-        at = self._objects.position.get(fqn)
-        if at is None or self._objects.crcs[at] == UNKNOWN:
-            return None
-        return int(self._objects.lengths[at]), int(self._objects.crcs[at])
+    def noted(self, fqn: str) -> tuple[bytes | None, tuple[int, int] | None]:
+        """Return a plain value as the index has it, and length and CRC-32 of a record; None for what it has
+        not."""
+        at, objects = self._objects.position.get(fqn), self._objects
+        if at is None:
+            return None, None
+        plain, crc = int(objects.plain[at]), int(objects.crcs[at])
+        stamp = None if crc == UNKNOWN else (int(objects.lengths[at]), crc)
+        return None if plain == UNKNOWN else objects.values[plain], stamp
 
     def value(self, fqn: str | None, *, read: bool) -> Any:
         """Return a plain value, read only if allowed; else None."""
-        encoded = None if fqn is None else self.encoded(fqn)
+        encoded = None if fqn is None else self.noted(fqn)[0]
         if encoded is not None:
             return decode_value(encoded)
         row = self.rows.get(fqn) if read and fqn is not None else None

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.inspection.entries import first_of_ties
+from dcp.inspection.checkpoints import first_of_ties
 from dcp.inspection.values.elements import Array, decode, is_integral, is_opaque, stored_dtype
 from dcp.inspection.values.tensor_reading import ReportBytes, TensorReader, Tile, opened
 from dcp.planners.load.selection import Patterns
@@ -323,7 +323,8 @@ class Summary:
             lows = range(around, top, width)
             counts.append([int(side[low : low + width].sum()) for low in lows])
             reached = [around, *(low + width for low in lows)] if top else []
-            edges.append([_power(exponent - _LOWEST) for exponent in reached])
+            powers = (exponent - _LOWEST for exponent in reached)
+            edges.append([math.inf if power > 1023 else math.ldexp(1.0, power) for power in powers])
         (above, below), (positive, negative) = edges, counts
         middle = self.zeros + int(self._binades[:, :around].sum())
         return Histogram(
@@ -352,10 +353,6 @@ def _resolution(bottom: int, tops: list[int], bins: int) -> tuple[int, int]:
 
 def _root(square: float) -> float:
     return math.inf if math.isnan(square) else math.sqrt(square)
-
-
-def _power(exponent: int) -> float:
-    return math.inf if exponent > 1023 else math.ldexp(1.0, exponent)
 
 
 @cache

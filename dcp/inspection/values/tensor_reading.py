@@ -346,27 +346,22 @@ class TensorReader(Closable):
         """Yield reads of a part in the order of its bytes: ranges of a whole dense payload, else boxes."""
         itemsize = self.index.dtype(row).itemsize
         origin, sizes = self.index.box(chunk)
-        order = self._dense_order(chunk) if part.sizes == sizes else None
-        if order is not None:
-            back = tuple(np.argsort(order).tolist())
-            stored, total = [sizes[d] for d in order], math.prod(sizes) * itemsize
-            for begin in range(0, total, tile_bytes):
-                end = min(begin + tile_bytes, total)
-                boxes = list(range_boxes(stored, begin // itemsize, end // itemsize))
-                yield _TileRead(row, chunk, back, boxes, begin, end - begin)
-            return
         order = self._engine.payloads.layout(chunk)[0]
-        back = tuple(np.argsort(order).tolist())
-        for box in split_box(part.seen_from(origin).permuted(order), tile_bytes // itemsize):
-            yield _TileRead(row, chunk, back, [box], -1, box.volume * itemsize)
-
-    def _dense_order(self, chunk: int) -> tuple[int, ...] | None:
-        """Return dimensions from slowest to fastest; None where the payload has bytes of none of the
-        elements."""
-        strides, sizes = self.index.payload_strides.get(chunk), self.index.box(chunk).sizes
-        if strides is None:
-            return self._engine.payloads.order(chunk) or tuple(range(len(sizes)))
-        return dense_order(sizes, strides)
+        strides = self.index.payload_strides.get(chunk)
+        dense = (
+            order if strides is None else dense_order(sizes, strides)
+        )  # None: bytes of none of the elements
+        if dense is None or part.sizes != sizes:
+            back = tuple(np.argsort(order).tolist())
+            for box in split_box(part.seen_from(origin).permuted(order), tile_bytes // itemsize):
+                yield _TileRead(row, chunk, back, [box], -1, box.volume * itemsize)
+            return
+        back = tuple(np.argsort(dense).tolist())
+        stored, total = [sizes[d] for d in dense], math.prod(sizes) * itemsize
+        for begin in range(0, total, tile_bytes):
+            end = min(begin + tile_bytes, total)
+            boxes = list(range_boxes(stored, begin // itemsize, end // itemsize))
+            yield _TileRead(row, chunk, back, boxes, begin, end - begin)
 
     def _batches(self, reads: Iterator[_TileRead], tile_bytes: int) -> Iterator[list[Tile]]:
         """Yield tiles of ``reads``, of up to ``tile_bytes`` together."""

@@ -27,7 +27,7 @@ from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 
 if TYPE_CHECKING:
-    from dcp.inspection.payload_checks import Finding
+    from dcp.inspection.verification import Finding
 
 __all__ = ["VerifyKind", "VerifyParams"]
 
