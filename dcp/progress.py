@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 __all__ = ["Progress", "ProgressCallback", "harmless", "is_within_callback", "reporting"]
 
@@ -82,14 +83,26 @@ def reporting(
                     progress(Progress(phase, done, total_bytes, now - begun))
 
         yield add
-    elif progress and show and sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
-        from rich.progress import Progress as Bars
-
-        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Bars(*columns, console=Console(stderr=True)) as bars:
-            task = bars.add_task(phase, total=total_bytes)
-            yield lambda count: bars.update(task, advance=count)
+    elif progress and show:
+        with drawn_bar(phase, total_bytes) as update:
+            yield None if update is None else lambda count: update(advance=count)
     else:
         yield None
+
+
+@contextmanager
+def drawn_bar(
+    phase: str, total_bytes: int | None = None, *, transient: bool = False
+) -> Iterator[Callable[..., None] | None]:
+    """Draw a bar with rate and time left on stderr; give its ``update``, as of `rich.progress.Progress`, or
+    None if that is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bars
+
+    columns = BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()
+    with Bars(*columns, console=Console(stderr=True), transient=transient) as bars:
+        yield partial(bars.update, bars.add_task(phase, total=total_bytes))

@@ -12,17 +12,16 @@ import json
 import math
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from dcp.calls.arguments import stateful_to_plain
 from dcp.calls.plain_errors import plain_errors
 from dcp.features.saved_map import mapped_state
-from dcp.inspection.values.tensor_reading import TensorReader, open_tensors
+from dcp.inspection.values.tensor_reading import TensorReader, opened
 from dcp.planners.columns import SaveColumns, SectionCache, decode_save_columns, encode_save_columns
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Selection
@@ -44,7 +43,7 @@ from dcp.storage.digests import (
 )
 from dcp.storage.errors import CheckpointFormatError, PlanError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import itemsizes
+from dcp.storage.formats.index import CheckpointIndex, itemsizes
 from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.formats.torch.archive import ObjectBlob
 from dcp.storage.formats.torch.python_values import encode_value
@@ -186,7 +185,7 @@ def prove(
     places = begin(ranks, lambda: os.fspath(checkpoint_id), options=shown)
 
     def fingerprint() -> bytes:
-        with open_tensors(checkpoint_id, storage_options=storage_options) as reader:
+        with opened(checkpoint_id, storage_options) as reader:
             return hashlib.blake2b(encode_manifest(reader.index)).digest()
 
     check_same_checkpoint(ranks, places, fingerprint)
@@ -198,15 +197,13 @@ def prove(
         own = planner.create_local_columns(digests=False)
         if weights is not None:
             own = mapped_state(own, weights, is_part=ranks.world_size > 1)
-        return _digests_of_rank(own).encode()
+        return _digests_of_rank(own)
 
     def compared(shown: list[bytes]) -> bytes:
-        sections: SectionCache = {}
         selection = Selection.of(only, exclude)
-        with open_tensors(checkpoint_id, storage_options=storage_options, verify="full") as reader:
-            save_id = reader.index.provenance.get("save_id")
-            decoded = [_RankDigests.decode(own, sections) for own in shown]
-            return _compare_ranks(decoded, reader, selection, save_id).to_json().encode()
+        with opened(checkpoint_id, storage_options) as reader:
+            selects = selection.selects if selection is not None else lambda _: True
+            return _compare_ranks(shown, reader, selects).to_json().encode()
 
     return Proof.of_json(ranks.reduce_broadcast("prove", local, compared).decode())
 
@@ -214,31 +211,9 @@ def prove(
 # -- digests of a rank ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class _RankDigests:
-    """The digests of a rank: ``added`` is two words for each item of ``columns``, ``prints`` what
-    `_value_print` makes of each value."""
-
-    columns: SaveColumns
-    added: npt.NDArray[np.uint64]
-    prints: Sequence[bytes]
-    size_bytes: int
-    seconds: float
-
-    def encode(self) -> bytes:
-        """Pack it."""
-        fields = [encode_save_columns(self.columns), self.added, [*self.prints]]
-        return pack([*fields, self.size_bytes, self.seconds])
-
-    @classmethod
-    def decode(cls, data: bytes, sections: SectionCache) -> _RankDigests:
-        """Return the inverse of `encode`; all ranks' share ``sections``."""
-        columns, *others = unpack(data)
-        return cls(decode_save_columns(columns, sections), *others)
-
-
-def _digests_of_rank(local: RankState) -> _RankDigests:
-    """Compute the digests of a rank's state; all its tensors are read."""
+def _digests_of_rank(local: RankState) -> bytes:
+    """Compute the digests of a rank's state, all of whose tensors are read: its columns, two words for each
+    item of these, a print of each value (`_value_print`), bytes and seconds."""
     begun = time.perf_counter()
     columns = local.columns
     tensors = columns.item_tensors
@@ -259,7 +234,7 @@ def _digests_of_rank(local: RankState) -> _RankDigests:
         prints.append(_value_print(encoded.plain, encoded.blob))
     added = places.placed(as_elements(bytes(values)))
     size = int((places.volumes * places.itemsizes).sum())
-    return _RankDigests(columns, added, prints, size, time.perf_counter() - begun)
+    return pack([encode_save_columns(columns), added, prints, size, time.perf_counter() - begun])
 
 
 def _check_inside(columns: SaveColumns, places: LogicalPlaces) -> None:
@@ -292,171 +267,168 @@ def _hash(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=_PRINT_BYTES).digest()
 
 
+# -- comparison with the checkpoint --------------------------------------------------------------------------
+
 _RanksBy = dict[bytes, list[int]]
 """Ranks by what they have."""
 
+_Types = dict[tuple[int, tuple[int, ...]], list[int]]
+"""Ranks by dtype (its code) and shape."""
 
-@dataclass(slots=True)
-class _RanksTensor:
-    """A tensor as the ranks have it: its types by rank, and by box what that adds to its sum."""
-
-    types: dict[tuple[int, tuple[int, ...]], list[int]] = field(default_factory=dict)
-    boxes: dict[Box, _RanksBy] = field(default_factory=dict)
+_Parts = dict[Box, _RanksBy]
+"""By box of a tensor, what that adds to its sum on the ranks."""
 
 
-def _compare_ranks(
-    ranks: Sequence[_RankDigests], reader: TensorReader, selection: Selection | None, save_id: str | None
-) -> Proof:
-    """Compare what each of ``ranks`` has with ``reader``'s checkpoint."""
-    comparison = _DigestComparison(ranks, reader, selection)
-    findings = tuple(comparison.findings())
-    differing: list[list[str]] = [[] for _ in ranks]
+def _compare_ranks(shown: Sequence[bytes], reader: TensorReader, selects: Callable[[str], bool]) -> Proof:
+    """Compare what each rank has (`_digests_of_rank`) with ``reader``'s checkpoint."""
+    index, world_size = reader.index, len(shown)
+    types, parts, values, shares = _gathered(shown, selects)
+    stored = [fqn for fqn in (*index.fqns, *index.objects.fqns) if selects(fqn)]
+    missing = [fqn for fqn in stored if fqn not in types and fqn not in values]
+    left = {fqn: None for fqn in missing if rank_holder(fqn) is not None and rank_number(fqn) >= world_size}
+    tensors = [fqn for fqn in types if fqn in index.position]
+    objects = [fqn for fqn in values if fqn in index.objects.position]
+    what = "was saved, and no rank has it"
+    findings = [ProofFinding("missing", fqn, f"{fqn!r} {what}") for fqn in missing if fqn not in left]
+    unexpected = [fqn for fqn in types if fqn not in index.position]
+    unexpected += [fqn for fqn in values if fqn not in index.objects.position]
+    what = "is not in the checkpoint, or there of another kind"
+    findings += [ProofFinding("unexpected", fqn, f"{fqn!r} {what}") for fqn in unexpected]
+    overlapping = _overlaps({fqn: parts[fqn] for fqn in tensors})
+    for fqn in tensors:
+        other_types = _compare_types(index, fqn, types[fqn])
+        findings += other_types or _compare_parts(reader, fqn, parts[fqn], overlapping.get(fqn))
+    for fqn in objects:
+        findings += _compare_value(reader, fqn, values[fqn])
+    differing: list[list[str]] = [[] for _ in shown]
     for found in findings:
         for rank in found.ranks:
             differing[rank].append(found.fqn)
-    shares = []
-    for rank, own in enumerate(ranks):
-        tensors, values = len(own.columns.fqns), len(own.columns.objects.fqns)
-        seconds = round(own.seconds, 6)
-        shares.append(RankProof(rank, tensors, own.size_bytes, values, seconds, tuple(differing[rank])))
     return Proof(
         checkpoint=reader.name,
-        save_id=save_id,
-        world_size=len(ranks),
-        tensors=len(comparison.tensors),
-        values=len(comparison.values),
-        bytes=sum(comparison.sizes.values()),
+        save_id=index.provenance.get("save_id"),
+        world_size=world_size,
+        tensors=len(tensors),
+        values=len(objects),
+        bytes=sum(reader.tensor_bytes(index.position[fqn]) for fqn in tensors),
         bytes_read=reader.bytes_read,
-        findings=findings,
-        left=tuple(comparison.left),
-        ranks=tuple(shares),
+        findings=tuple(findings),
+        left=tuple(left),
+        ranks=tuple(replace(one, differing=tuple(own)) for one, own in zip(shares, differing, strict=True)),
     )
 
 
-class _DigestComparison:
-    """``tensors`` and ``values`` that both have are by name; ``sizes`` the bytes of these tensors."""
+@garbage_collection_paused()
+def _gathered(
+    shown: Sequence[bytes], selects: Callable[[str], bool]
+) -> tuple[dict[str, _Types], dict[str, _Parts], dict[str, _RanksBy], list[RankProof]]:
+    """Return types and parts by tensor, prints by value, and the share of each rank without findings."""
+    types: dict[str, _Types] = {}
+    parts: dict[str, _Parts] = {}
+    values: dict[str, _RanksBy] = {}
+    shares: list[RankProof] = []
+    sections: SectionCache = {}
+    for rank, data in enumerate(shown):
+        packed, added, prints, size_bytes, seconds = unpack(data)
+        columns = decode_save_columns(packed, sections)
+        fqns, names = columns.fqns, columns.objects.fqns
+        shares.append(RankProof(rank, len(fqns), size_bytes, len(names), round(seconds, 6), ()))
+        codes, shapes = columns.dtype_codes.tolist(), columns.shape_values.tolist()
+        starts, selected = columns.shape_start.tolist(), [selects(fqn) for fqn in fqns]
+        for row, fqn in enumerate(fqns):
+            if selected[row]:
+                of = codes[row], tuple(shapes[starts[row] : starts[row + 1]])
+                types.setdefault(fqn, {}).setdefault(of, []).append(rank)
+                parts.setdefault(fqn, {})
+        begins, offsets = columns.box_start.tolist(), columns.item_offsets.tolist()
+        sizes = columns.item_sizes.tolist()
+        for item, row in enumerate(columns.item_tensors.tolist()):
+            if selected[row]:
+                at = slice(begins[item], begins[item + 1])
+                box, value = Box(tuple(offsets[at]), tuple(sizes[at])), added[item].tobytes()
+                parts[fqns[row]].setdefault(box, {}).setdefault(value, []).append(rank)
+        for fqn, found in zip(names, prints, strict=True):
+            if selects(fqn):
+                values.setdefault(fqn, {}).setdefault(found, []).append(rank)
+    return types, parts, values, shares
 
-    def __init__(
-        self, ranks: Sequence[_RankDigests], reader: TensorReader, selection: Selection | None
-    ) -> None:
-        self._reader, self._index = reader, reader.index
-        selects = selection.selects if selection is not None else lambda _: True
-        held = {fqn: one for fqn, one in _tensors_of(ranks).items() if selects(fqn)}
-        values = {fqn: one for fqn, one in _values_of(ranks).items() if selects(fqn)}
-        rows, objects = self._index.position, self._index.objects.position
-        stored = [fqn for fqn in (*self._index.fqns, *self._index.objects.fqns) if selects(fqn)]
-        missing = [fqn for fqn in stored if fqn not in held and fqn not in values]
-        self.left = [fqn for fqn in missing if _is_of_no_rank(fqn, len(ranks))]
-        self._missing = [fqn for fqn in missing if not _is_of_no_rank(fqn, len(ranks))]
-        self.tensors = {fqn: one for fqn, one in held.items() if fqn in rows}
-        self.values = {fqn: one for fqn, one in values.items() if fqn in objects}
-        self._unexpected = [fqn for fqn in held if fqn not in rows]
-        self._unexpected += [fqn for fqn in values if fqn not in objects]
-        self.sizes = {
-            fqn: math.prod(self._index.shape(rows[fqn])) * self._index.dtype(rows[fqn]).itemsize
-            for fqn in self.tensors
-        }
 
-    def findings(self) -> Iterator[ProofFinding]:
-        """Yield all that is not as it was saved."""
-        for fqn in self._missing:
-            yield ProofFinding("missing", fqn, f"{fqn!r} was saved, and no rank has it")
-        for fqn in self._unexpected:
-            yield ProofFinding(
-                "unexpected", fqn, f"{fqn!r} is not in the checkpoint, or there of another kind"
-            )
-        overlapping = _overlaps({fqn: held.boxes for fqn, held in self.tensors.items()})
-        for fqn, held in self.tensors.items():
-            yield from self._types(fqn, held) or self._tensor(fqn, held, overlapping.get(fqn))
-        for fqn, prints in self.values.items():
-            yield from self._value(fqn, prints)
+def _compare_types(index: CheckpointIndex, fqn: str, types: _Types) -> list[ProofFinding]:
+    """Return the tensors of ranks that have not the saved dtype and shape."""
+    row = index.position[fqn]
+    dtype, shape = index.dtype(row), index.shape(row)
+    found = []
+    for (code, sizes), ranks in types.items():
+        own = dtypes.BY_CODE[code].name
+        if own != dtype.name:
+            found.append(_differs("dtype", fqn, f"is {own}, and was saved as {dtype.name}", ranks))
+        elif sizes != shape:
+            found.append(_differs("shape", fqn, f"has shape {sizes}, and was saved with {shape}", ranks))
+    return found
 
-    # -- tensors ---------------------------------------------------------------------------------------------
 
-    def _types(self, fqn: str, held: _RanksTensor) -> list[ProofFinding]:
-        """Return the tensors of ranks that have not the saved dtype and shape."""
-        row = self._index.position[fqn]
-        dtype, shape = self._index.dtype(row), self._index.shape(row)
-        found = []
-        for (code, sizes), ranks in held.types.items():
-            own = dtypes.BY_CODE[code].name
-            if own != dtype.name:
-                found.append(_differs("dtype", fqn, f"is {own}, and was saved as {dtype.name}", ranks))
-            elif sizes != shape:
-                found.append(_differs("shape", fqn, f"has shape {sizes}, and was saved with {shape}", ranks))
-        return found
-
-    def _tensor(
-        self, fqn: str, held: _RanksTensor, overlapping: tuple[Box, Box] | None
-    ) -> Iterator[ProofFinding]:
-        """Compare a tensor that all ranks have in the saved dtype and shape: its parts, and their bytes."""
-        row = self._index.position[fqn]
-        elements = math.prod(self._index.shape(row))
-        parts = sum(box.volume for box in held.boxes)
-        found = parts if overlapping is None else sum(box.volume for _, box in disjoint([*held.boxes]))
-        if overlapping is not None:
-            ranks = sorted(
-                {rank for box in overlapping for some in held.boxes[box].values() for rank in some}
-            )
-            what = f"has parts that overlap, {_text(overlapping[0])} and {_text(overlapping[1])}"
-            yield _differs("overlap", fqn, what, ranks)
-        if found != elements:
-            yield ProofFinding(
-                "incomplete", fqn, f"{fqn!r}: {found} of its {elements} elements are on the ranks"
-            )
-        if overlapping is None and found == elements and not self._has_sum(row, held):
-            odd = self._odd_ranks(row, held)
-            if odd:
-                yield _differs("tensor", fqn, "has other bytes than were saved", odd)
-
-    def _has_sum(self, row: int, held: _RanksTensor) -> bool:
-        """Return whether all ranks agree, and on what the manifest has; False where it tells nothing."""
-        expected = self._index.digests[row] if len(self._index.digests) else b""
-        if not expected or any(len(found) > 1 for found in held.boxes.values()):
-            return False
-        total = np.zeros(2, np.uint64)
-        for found in held.boxes.values():
-            total ^= np.frombuffer(next(iter(found)), np.uint64)
-        return total.tobytes() == expected
-
-    def _odd_ranks(self, row: int, held: _RanksTensor) -> list[int]:
-        """Return the ranks that have other bytes in a part than are stored, by reading it."""
+def _compare_parts(
+    reader: TensorReader, fqn: str, parts: _Parts, overlapping: tuple[Box, Box] | None
+) -> Iterator[ProofFinding]:
+    """Compare a tensor that all ranks have in the saved dtype and shape: its parts, and their bytes."""
+    row = reader.index.position[fqn]
+    elements = math.prod(reader.index.shape(row))
+    found = sum(box.volume for box in parts)
+    if overlapping is not None:
+        found = sum(box.volume for _, box in disjoint([*parts]))
+        ranks = {rank for box in overlapping for some in parts[box].values() for rank in some}
+        what = f"has parts that overlap, {_text(overlapping[0])} and {_text(overlapping[1])}"
+        yield _differs("overlap", fqn, what, sorted(ranks))
+    if found != elements:
+        message = f"{fqn!r}: {found} of its {elements} elements are on the ranks"
+        yield ProofFinding("incomplete", fqn, message)
+    elif overlapping is None and not _has_sum(reader.index, row, parts):
         odd: set[int] = set()
-        for box, found in held.boxes.items():
-            expected = self._stored(row, box)
-            odd.update(rank for added, ranks in found.items() if added != expected for rank in ranks)
-        return sorted(odd)
-
-    def _stored(self, row: int, box: Box) -> bytes:
-        """Return the value that the stored elements of ``box`` add to the sum."""
-        index = self._index
-        runs = logical_runs(index.shape(row), box.offsets, box.sizes, index.dtype(row).itemsize)
-        digest = BoxDigest(runs)
-        if box.volume:
-            for slab in self._reader.slabs(row, box.slices):
-                digest.update(np.ascontiguousarray(slab).reshape(-1).view(np.uint8).data)
-        return product(power(KEY, runs.blocks_behind), digest.value()).to_bytes(SUM_BYTES, "big")
-
-    # -- values ----------------------------------------------------------------------------------------------
-
-    def _value(self, fqn: str, prints: _RanksBy) -> Iterator[ProofFinding]:
-        expected = self._stored_print(fqn)
-        odd = {found: ranks for found, ranks in prints.items() if found != expected}
+        for box, by in parts.items():
+            expected = _stored_value(reader, row, box)
+            odd.update(rank for added, ranks in by.items() if added != expected for rank in ranks)
         if odd:
-            is_decided = expected[:1] == b"v" or any(found[:1] == b"v" for found in odd)
-            what = "is another value than was saved"
-            if not is_decided:
-                what = "has another pickle than was saved; only code that is not trusted would tell more"
-            ranks = sorted(rank for some in odd.values() for rank in some)
-            yield _differs("value" if is_decided else "undecided", fqn, what, ranks)
+            yield _differs("tensor", fqn, "has other bytes than were saved", sorted(odd))
 
-    def _stored_print(self, fqn: str) -> bytes:
-        objects = self._index.objects
-        row = objects.position[fqn]
-        if objects.plain[row] >= 0:
-            return _value_print(objects.values[objects.plain[row]], b"")
+
+def _has_sum(index: CheckpointIndex, row: int, parts: _Parts) -> bool:
+    """Return whether all ranks agree, and on what the manifest has; False where it tells nothing."""
+    expected = index.digests[row] if len(index.digests) else b""
+    if not expected or any(len(found) > 1 for found in parts.values()):
+        return False
+    total = np.zeros(2, np.uint64)
+    for found in parts.values():
+        total ^= np.frombuffer(next(iter(found)), np.uint64)
+    return total.tobytes() == expected
+
+
+def _stored_value(reader: TensorReader, row: int, box: Box) -> bytes:
+    """Return the value that the stored elements of ``box`` add to the sum, by reading them."""
+    index = reader.index
+    runs = logical_runs(index.shape(row), box.offsets, box.sizes, index.dtype(row).itemsize)
+    digest = BoxDigest(runs)
+    if box.volume:
+        for slab in reader.slabs(row, box.slices):
+            digest.update(np.ascontiguousarray(slab).reshape(-1).view(np.uint8).data)
+    return product(power(KEY, runs.blocks_behind), digest.value()).to_bytes(SUM_BYTES, "big")
+
+
+def _compare_value(reader: TensorReader, fqn: str, prints: _RanksBy) -> Iterator[ProofFinding]:
+    objects = reader.index.objects
+    row = objects.position[fqn]
+    if objects.plain[row] >= 0:
+        expected = _value_print(objects.values[objects.plain[row]], b"")
+    else:
         place = int(objects.files[row]), int(objects.offsets[row]), int(objects.lengths[row])
-        return _value_print(None, self._reader.blob(*place))
+        expected = _value_print(None, reader.blob(*place))
+    odd = {found: ranks for found, ranks in prints.items() if found != expected}
+    if odd:
+        is_decided = expected[:1] == b"v" or any(found[:1] == b"v" for found in odd)
+        what = "is another value than was saved"
+        if not is_decided:
+            what = "has another pickle than was saved; only code that is not trusted would tell more"
+        ranks = sorted(rank for some in odd.values() for rank in some)
+        yield _differs("value" if is_decided else "undecided", fqn, what, ranks)
 
 
 def _differs(kind: FindingKind, fqn: str, what: str, ranks: Sequence[int]) -> ProofFinding:
@@ -467,38 +439,6 @@ def _differs(kind: FindingKind, fqn: str, what: str, ranks: Sequence[int]) -> Pr
 
 def _text(box: Box) -> str:
     return f"{list(box.sizes)} from {list(box.offsets)} on"
-
-
-def _is_of_no_rank(fqn: str, world_size: int) -> bool:
-    return rank_holder(fqn) is not None and rank_number(fqn) >= world_size
-
-
-@garbage_collection_paused()
-def _tensors_of(ranks: Sequence[_RankDigests]) -> dict[str, _RanksTensor]:
-    tensors: dict[str, _RanksTensor] = {}
-    for rank, own in enumerate(ranks):
-        columns = own.columns
-        codes, shapes = columns.dtype_codes.tolist(), columns.shape_values.tolist()
-        starts = columns.shape_start.tolist()
-        for row, fqn in enumerate(columns.fqns):
-            of = codes[row], tuple(shapes[starts[row] : starts[row + 1]])
-            tensors.setdefault(fqn, _RanksTensor()).types.setdefault(of, []).append(rank)
-        begins, offsets, sizes = (
-            column.tolist() for column in (columns.box_start, columns.item_offsets, columns.item_sizes)
-        )
-        for item, row in enumerate(columns.item_tensors.tolist()):
-            at = slice(begins[item], begins[item + 1])
-            box, added = Box(tuple(offsets[at]), tuple(sizes[at])), own.added[item].tobytes()
-            tensors[columns.fqns[row]].boxes.setdefault(box, {}).setdefault(added, []).append(rank)
-    return tensors
-
-
-def _values_of(ranks: Sequence[_RankDigests]) -> dict[str, _RanksBy]:
-    values: dict[str, _RanksBy] = {}
-    for rank, own in enumerate(ranks):
-        for fqn, found in zip(own.columns.objects.fqns, own.prints, strict=True):
-            values.setdefault(fqn, {}).setdefault(found, []).append(rank)
-    return values
 
 
 @garbage_collection_paused()

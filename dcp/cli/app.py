@@ -2,74 +2,56 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import typer
 from typer import Option
-from typer.core import TyperGroup
-from typer.models import CommandInfo, TyperInfo
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
-from dcp.cli import comparing, conversion, listing, removal, service, values, watch
+from dcp.cli import conversion, listing, removal, service, values, watch
 from dcp.cli.common import Answer, as_command, has_no_reader
 from dcp.version import __version__
 
 __all__ = ["app", "main"]
 
 
-class Application(typer.Typer):
-    """Makes what a call needs: to make all commands with all their options takes as long as many a command
-    does."""
-
-    def __call__(self, args: Sequence[str] | None = None, **options: Any) -> Any:
-        """As of `typer.Typer`: of the one command that is called, or of the list in the help."""
-        given = list(sys.argv[1:] if args is None else args)
-        own = copy.copy(self)  # a shell that completes has its words elsewhere, and needs all
-        commands = [one for one in self.registered_commands if one.name == given[0]] if given else []
-        groups = [one for one in self.registered_groups if one.name == given[0]] if given else []
-        if given[:1] == ["--help"]:
-            commands = [_without_options(one) for one in self.registered_commands]
-            groups = [_without_commands(one) for one in self.registered_groups]
-        if commands or groups:
-            own.registered_commands, own.registered_groups = commands, groups
-        return typer.Typer.__call__(own, args=args, **options)
-
-
-def _without_options(one: CommandInfo) -> CommandInfo:
-    def nothing() -> None: ...
-
-    nothing.__doc__ = one.callback and one.callback.__doc__
-    bare = copy.copy(one)
-    bare.callback = nothing
-    return bare
-
-
-def _without_commands(one: TyperInfo) -> TyperInfo:
-    bare = copy.copy(one)
-    bare.typer_instance = copy.copy(one.typer_instance)
-    if bare.typer_instance is not None:
-        bare.typer_instance.registered_commands = []
-    return bare
-
-
 class Commands(TyperGroup):
-    """Lists commands by their ``rich_help_panel``, with their first sentence as a whole."""
+    """Makes a command when it is called: to make all of them, with all their options, takes as long as many a
+    command does."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = dict.fromkeys((*_COMMANDS, *_GROUPS))  # type: ignore[assignment]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Make a command, or a group with its commands."""
+        if cmd_name not in self.commands:
+            return None
+        own: dict[str, Callable[..., Answer | None]]
+        _, about, own = _GROUPS.get(cmd_name) or ("", None, {cmd_name: _COMMANDS[cmd_name]})
+        made = typer.Typer(
+            name=cmd_name, help=about, no_args_is_help=True, rich_markup_mode=None, add_completion=False
+        )
+        for name, one in own.items():
+            made.command(name, cls=_CLASSES.get(name))(as_command(one))
+        return get_command(made)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """List commands as a `TyperGroup`, whose list is one and cuts sentences."""
-        panels: dict[str, list[tuple[str, str]]] = {}
+        """List commands by panel, with their first sentence as a whole."""
         widest = max(map(len, self.commands))
-        for name in self.list_commands(ctx):
-            command: Any = self.commands[name]
-            row = name.ljust(widest), command.get_short_help_str(formatter.width * 4)
-            panels.setdefault(command.rich_help_panel, []).append(row)
-        for panel, rows in panels.items():
+        for panel, commands in _PANELS.items():
+            rows = [(one.__name__, one.__doc__) for one in commands]
+            rows += [(name, about) for name, (of, about, _) in _GROUPS.items() if of == panel]
+            bare = [TyperCommand(name, help=about) for name, about in rows]
             with formatter.section(panel):
-                formatter.write_dl(rows)
+                formatter.write_dl(
+                    [(f"{one.name:<{widest}}", one.get_short_help_str(formatter.width * 4)) for one in bare]
+                )
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; a reader that has seen enough, as ``head`` has, is no failure."""
@@ -93,7 +75,7 @@ def demo(
     serve: bool = Option(False, "--serve", help="Keep the catalog up at the end, until Ctrl-C."),
 ) -> None:
     """Train a small model, kill it in a save, resume it on other numbers of ranks, and check every claim."""
-    from dcp.demo.command import run_to_exit_status
+    from dcp.demo.story import run_to_exit_status
 
     raise typer.Exit(run_to_exit_status(root, save_every, s3, serve))
 
@@ -101,22 +83,23 @@ def demo(
 _PANELS: dict[str, tuple[Callable[..., Answer | None], ...]] = {
     "Look": (
         *(listing.ls, listing.show, values.cat, values.stats),
-        *(comparing.diff, comparing.digest, watch.watch),
+        *(values.diff, values.digest, watch.watch),
     ),
-    "Check and convert": (comparing.verify, conversion.convert, conversion.merge),
+    "Check and convert": (values.verify, conversion.convert, conversion.merge),
     "Remove": (removal.rm, removal.prune, removal.gc),
     "The service": (service.serve, service.worker),
     "Try it": (demo,),
 }
-_GROUPS = (
-    ("map", "Check and convert", "Maps from one model definition's weights to another's.", conversion.MAP),
-    ("db", "The service", "The database of the service: bring it up to date, look at it.", service.DB),
-    ("keys", "The service", "API keys of the service: make, list, revoke them.", service.KEYS),
-    ("roots", "The service", "The roots of the service: list them, and say what is gone.", service.ROOTS),
-)
+_COMMANDS = {one.__name__: one for commands in _PANELS.values() for one in commands}
+_GROUPS: dict[str, tuple[str, str, dict[str, Callable[..., Answer | None]]]] = {
+    "map": ("Check and convert", "Maps from one model definition's weights to another's.", conversion.MAP),
+    "db": ("The service", "The database of the service: bring it up to date, look at it.", service.DB),
+    "keys": ("The service", "API keys of the service: make, list, revoke them.", service.KEYS),
+    "roots": ("The service", "The roots of the service: list them, and say what is gone.", service.ROOTS),
+}
 _CLASSES = {"convert": conversion.ConvertCommand}
 
-app = Application(
+app = typer.Typer(
     name="dcp",
     help="Look at checkpoints, compare, verify, convert, remove them: sharded ones, torch.save, safetensors.",
     no_args_is_help=True,
@@ -127,15 +110,6 @@ app = Application(
     # our own errors are reported by each command; what escapes is a bug, and its plain traceback the report
     pretty_exceptions_enable=False,
 )
-for _panel, _commands in _PANELS.items():
-    for _one in _commands:
-        _class = _CLASSES.get(_one.__name__)
-        app.command(_one.__name__, cls=_class, rich_help_panel=_panel)(as_command(_one))
-for _name, _panel, _help, _group in _GROUPS:
-    _own = typer.Typer(help=_help, no_args_is_help=True, rich_markup_mode=None)
-    for _command, _one in _group.items():
-        _own.command(_command)(as_command(_one))
-    app.add_typer(_own, name=_name, rich_help_panel=_panel)
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +23,7 @@ from dcp.cli.common import (
     TOP,
     Answer,
     Strings,
+    pairs,
     storage_options,
     unwinding_on_sigterm,
 )
@@ -32,6 +32,7 @@ from dcp.storage.errors import CheckpointError, OptionError, PlanError
 
 if TYPE_CHECKING:
     from dcp.conversion.driver import ConversionReport
+    from dcp.planners.weight_maps.pieces import MappedTensor
     from dcp.planners.weight_maps.weight_map import WeightMap
 
 _SIZE: Final = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
@@ -39,19 +40,8 @@ _MAX_LISTED: Final = 5
 _NO_MAP: Final = "-"
 
 
-class Chunks(StrEnum):
-    """Ways to cut the tensors of a dcp target."""
-
-    KEEP = "keep"
-    SPLIT = "split"
-
-
-class Accumulate(StrEnum):
-    """The type in which sums are made."""
-
-    FLOAT32 = "float32"
-    FLOAT64 = "float64"
-
+Chunks = StrEnum("Chunks", ["KEEP", "SPLIT"])
+Accumulate = StrEnum("Accumulate", ["FLOAT32", "FLOAT64"])
 
 # -- options that mean more than a value ---------------------------------------------------------------------
 
@@ -92,24 +82,13 @@ def _size(text: str | None) -> int | None:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def _pairs(values: Strings, separator: str, what: str) -> dict[str, str]:
-    """Return ``left<separator>right`` of each value."""
-    found = {}
-    for value in values or ():
-        left, separated, right = value.partition(separator)
-        if not separated or not left:
-            raise typer.BadParameter(f"{value!r} is not {what}")
-        found[left] = right
-    return found
-
-
 def _dtypes(values: Strings) -> str | dict[str, str] | None:
     """Return one dtype for all, or dtypes by glob."""
     if not values:
         return None
     if len(values) == 1 and "=" not in values[0]:
         return values[0]
-    return _pairs(values, "=", "GLOB=DTYPE; one DTYPE alone is for all tensors")
+    return pairs(values, "=", "GLOB=DTYPE; one DTYPE alone is for all tensors")
 
 
 def _numbers(text: str | None, what: str) -> list[float] | None:
@@ -119,42 +98,34 @@ def _numbers(text: str | None, what: str) -> list[float] | None:
         raise typer.BadParameter(f"{what}: {text!r} are no numbers with commas between them") from None
 
 
-@dataclass(frozen=True, slots=True)
-class _MapOptions:
-    """The way in which maps are taken, for those that are named."""
-
-    inverse: bool
-    below: str | None
-    config: str | None
-    sizes: dict[str, int]
-
-    def map_of(self, name: str) -> WeightMap:
-        """Return the map of that name, or in that file."""
-        from dcp.planners.weight_maps.weight_map import weight_map
-
-        found = weight_map(name, self.config).with_numbers(self.sizes)
-        return weight_map(found, inverse=self.inverse, below=self.below)
-
-    def maps_of(self, names: list[str]) -> WeightMap | list[WeightMap | None] | None:
-        """Return maps as `dcp.merge` takes them; a usage error for options about a map where none is."""
-        if not names and (self.inverse or self.below or self.config or self.sizes):
-            raise typer.BadParameter(
-                "--inverse, --below, --config and --set are about --map, which is missing"
-            )
-        maps = [None if name == _NO_MAP else self.map_of(name) for name in names]
-        return maps[0] if len(maps) == 1 else maps or None
-
-
 def _map_options(
     inverse: bool = Option(False, "--inverse", help="The map's other way."),
     below: str | None = Option(None, metavar="KEY", help="What the source has the model below, as model."),
     config: str | None = Option(None, metavar="FILE", help="The model's config.json, if not in the source."),
     sizes: Strings = Option(None, "--set", metavar="NAME=NUMBER", help="A size, as num_attention_heads=32."),
-) -> _MapOptions:
-    numbers = _pairs(sizes, "=", "NAME=NUMBER")
+) -> dict[str, Any]:
+    """Return the way in which maps are taken, for those that are named."""
+    given: dict[str, Any] = dict(locals())
+    numbers = pairs(sizes, "=", "NAME=NUMBER")
     if not all(number.isdecimal() and len(number) <= 20 for number in numbers.values()):
         raise typer.BadParameter(f"--set {sizes!r} is not NAME=NUMBER")
-    return _MapOptions(inverse, below, config, {name: int(number) for name, number in numbers.items()})
+    return given | {"sizes": {name: int(number) for name, number in numbers.items()}}
+
+
+def _map_of(name: str, how: dict[str, Any]) -> WeightMap:
+    """Return the map of that name, or in that file."""
+    from dcp.planners.weight_maps.weight_map import weight_map
+
+    found = weight_map(name, how["config"]).with_numbers(how["sizes"])
+    return weight_map(found, inverse=how["inverse"], below=how["below"])
+
+
+def _maps_of(names: list[str], how: dict[str, Any]) -> WeightMap | list[WeightMap | None] | None:
+    """Return maps as `dcp.merge` takes them; a usage error for options about a map where none is."""
+    if not names and any(how.values()):
+        raise typer.BadParameter("--inverse, --below, --config and --set are about --map, which is missing")
+    maps = [None if name == _NO_MAP else _map_of(name, how) for name in names]
+    return maps[0] if len(maps) == 1 else maps or None
 
 
 def _conversion_options(
@@ -176,7 +147,7 @@ def _conversion_options(
     """Return options that `dcp.convert` and `dcp.merge` have."""
     given: dict[str, Any] = dict(locals())
     return given | {
-        "rename": _pairs(rename, "=>", "REGEX=>NEW") or None,
+        "rename": pairs(rename, "=>", "REGEX=>NEW") or None,
         "dtype": _dtypes(dtype),
         "chunks": chunks.value,
         "shard_bytes": _size(given.pop("shard_size")),
@@ -244,7 +215,7 @@ def convert(
     target: str = Argument(..., help="What to write: a folder or a file, path or URL."),
     to: str = Option(..., metavar="FORMAT", parser=_target_format, help="The format to write."),
     weight_map: str | None = Option(None, "--map", metavar="MAP", help="A name of `dcp map ls`, or a file."),
-    maps: _MapOptions = _MAP,
+    how: dict[str, Any] = _MAP,
     chosen: dict[str, Any] = _CONVERSION,
     options: str | None = STORAGE,
     target_options: str | None = _TARGET_STORAGE,
@@ -254,7 +225,7 @@ def convert(
     A conversion that was killed is resumed when the same command is given again. Of one that was
     finished the target is compared, and nothing is written.
     """
-    chosen["map"] = maps.maps_of([] if weight_map is None else [weight_map])
+    chosen["map"] = _maps_of([] if weight_map is None else [weight_map], how)
     chosen["storage_options"] = storage_options(source, options)
     chosen["target_options"] = storage_options(target, target_options)
     from dcp.conversion.run import convert
@@ -277,7 +248,7 @@ def merge(
     weight_maps: Strings = Option(
         None, "--map", metavar="MAP", help="For all sources, or one for each; - is none."
     ),
-    maps: _MapOptions = _MAP,
+    how: dict[str, Any] = _MAP,
     chosen: dict[str, Any] = _CONVERSION,
     options: str | None = STORAGE,
     target_options: str | None = _TARGET_STORAGE,
@@ -291,7 +262,7 @@ def merge(
     run = [summed["run"]] if summed["run"] else []
     given = (storage_options(place, options) for place in (*(sources or ()), *summed["adapters"], *run))
     chosen |= {
-        "map": maps.maps_of(weight_maps or []),
+        "map": _maps_of(weight_maps or [], how),
         "storage_options": next(filter(None, given), None),
         "target_options": storage_options(target, target_options),
     }
@@ -333,7 +304,7 @@ def _list_maps() -> Answer:
 def _check_map(
     weights: str = Argument(..., metavar="MAP", help="A name of `dcp map ls`, or a TOML or JSON file."),
     uri: str = Argument(..., metavar="SOURCE", help="A checkpoint of any format: path or URL."),
-    maps: _MapOptions = _MAP,
+    how: dict[str, Any] = _MAP,
     only: Strings = ONLY,
     exclude: Strings = EXCLUDE,
     into: str | None = Option(None, metavar="CHECKPOINT", help="What of this one would be missing?"),
@@ -346,7 +317,7 @@ def _check_map(
     from dcp.storage.formats.opening import complete_index, open_source
     from dcp.storage.stores.opening import OpenWith
 
-    found = maps.map_of(weights)
+    found = _map_of(weights, how)
     try:
         source = open_source(uri, open_store=OpenWith(storage_options(uri, options)))
         mapped = map_index(complete_index(source.store, source.index), source.store, found, only, exclude)
@@ -354,7 +325,9 @@ def _check_map(
         printing.line(str(error))
         raise typer.Exit(EXIT_FINDINGS) from None
     if into is None:
-        return _mapped(mapped.tensors, top)
+        fields = ("name", "shape", "sources", "padding", "is_renamed")
+        data = [{field: getattr(tensor, field) for field in fields} for tensor in mapped.tensors]
+        return Answer(data, lambda: _print_mapped(mapped.tensors, top))
     there = open_source(into, open_store=OpenWith(storage_options(into, options))).index
     wrong = [*misfits(mapped, there)]
     lacking = sum(one.kind != "unexpected" for one in wrong)
@@ -368,21 +341,15 @@ def _check_map(
     return Answer([one._asdict() for one in wrong], show, EXIT_FINDINGS if lacking else 0)
 
 
-def _mapped(tensors: Any, top: int | None) -> Answer:
-    fields = ("name", "shape", "sources", "padding", "is_renamed")
-    data = [{field: getattr(tensor, field) for field in fields} for tensor in tensors]
+def _print_mapped(tensors: Sequence[MappedTensor], top: int | None) -> None:
+    sources = {name for tensor in tensors for name in tensor.sources}
+    print(f"{counted(len(sources), 'tensor')} become {len(tensors)}")
     rows = []
     for one in tensors:
         zeros = f" and {one.padding} zeros" if one.padding else ""
         made = f"{', '.join(one.sources)}{zeros}{'' if one.is_renamed else ' (rearranged)'}"
         rows.append((one.name, printing.shape(one.shape), made))
-
-    def show() -> None:
-        sources = {name for tensor in tensors for name in tensor.sources}
-        print(f"{counted(len(sources), 'tensor')} become {len(tensors)}")
-        printing.table(("tensor", "shape", "made of"), rows, top=top, what="tensor")
-
-    return Answer(data, show)
+    printing.table(("tensor", "shape", "made of"), rows, top=top, what="tensor")
 
 
 MAP: Final[dict[str, Callable[..., Answer | None]]] = {"ls": _list_maps, "check": _check_map}

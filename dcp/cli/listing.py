@@ -14,8 +14,8 @@ from dcp.cli.common import STORAGE, TOP, Answer, sort_key, storage_options
 from dcp.cli.printing import counted
 
 if TYPE_CHECKING:
-    from dcp.inspection.checkpoints import CheckpointHeader, CheckpointSummary
-    from dcp.inspection.entries import ModuleNode, ObjectRow, TensorRow
+    from dcp.inspection import checkpoints
+    from dcp.inspection.checkpoints import CheckpointSummary
 
 _VALUE_CHARACTERS: Final = 100
 _FACT_COLUMNS: Final = 12
@@ -48,9 +48,11 @@ def _print_list(uri: str, found: list[CheckpointSummary], runs: list[CheckpointS
     if found:
         print()
         header = ("name", ">step", _time_of(found), "format", ">tensors", ">size", ">ranks", "state")
-        printing.table(
-            header, [*map(_row, found)], narrow=("ranks", "format", "name:24", "tensors", "name:10")
-        )
+        rows: list[tuple[object, ...]] = []
+        for one in found:
+            facts = one.format, one.tensors, printing.size(one.bytes), one.world_size, one.state
+            rows.append((one.name, one.step, _time(one), *facts))
+        printing.table(header, rows, narrow=("ranks", "format", "name:24", "tensors", "name:10"))
     if runs:
         print()
         rows = [(one.name, one.checkpoints, one.step, _time(one)) for one in runs]
@@ -82,14 +84,9 @@ def _time(one: CheckpointSummary) -> str:
     return printing.describe_time(one.committed_seconds)
 
 
-def _row(one: CheckpointSummary) -> tuple[object, ...]:
-    size = printing.size(one.bytes)
-    return one.name, one.step, _time(one), one.format, one.tensors, size, one.world_size, one.state
-
-
 # -- show ----------------------------------------------------------------------------------------------------
 
-_SORTS: dict[str, Callable[[TensorRow], Any]] = {
+_SORTS: dict[str, Callable[[checkpoints.TensorRow], Any]] = {
     "name": lambda row: row.fqn,
     "size": lambda row: -row.bytes,
     "dtype": lambda row: (row.dtype, row.fqn),
@@ -106,8 +103,7 @@ def show(
 ) -> Answer:
     """Show what is in a checkpoint: where it comes from, its tensors, with --objects its other values."""
     by = sort_key(sort, _SORTS)
-    from dcp.inspection.checkpoints import header_of
-    from dcp.inspection.entries import module_tree, object_rows, tensor_rows
+    from dcp.inspection.checkpoints import header_of, module_tree, object_rows, tensor_rows
     from dcp.storage.formats.opening import open_source
     from dcp.storage.stores.opening import OpenWith
 
@@ -128,14 +124,20 @@ def show(
             _print_tensors(tensors if by is None else sorted(tensors, key=by), top)
         if data.get("objects"):
             print()
-            rows = [(row.fqn, *_described(row)) for row in data["objects"]]
+            rows = []
+            for row in data["objects"]:
+                kind, shown = "pickled", f"{printing.size(row.bytes)} in {row.file}"
+                if row.is_plain:
+                    kind = type(row.value).__name__
+                    shown = printing.shown_value(row.value, _VALUE_CHARACTERS)
+                rows.append((row.fqn, kind, shown))
             narrow = ("value:30", "object:24", "value:10")
             printing.table(("object", "type", "value"), rows, narrow=narrow)
 
     return Answer(data, print_all)
 
 
-def _print_header(header: CheckpointHeader) -> None:
+def _print_header(header: checkpoints.CheckpointHeader) -> None:
     from dcp.storage.formats.registry import is_of_files
 
     of_files = is_of_files(header.format)  # without a commit, whose time is that of their last change
@@ -196,7 +198,7 @@ def _traffic(ranks: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, str]]:
         yield "requests", f"{total['requests']}{again}, {printing.size(total['bytes_sent'])} sent"
 
 
-def _print_tensors(tensors: Sequence[TensorRow], top: int | None) -> None:
+def _print_tensors(tensors: Sequence[checkpoints.TensorRow], top: int | None) -> None:
     rows = [
         (row.fqn, row.dtype, printing.shape(row.shape), row.chunks, printing.size(row.bytes), len(row.files))
         for row in tensors
@@ -206,10 +208,10 @@ def _print_tensors(tensors: Sequence[TensorRow], top: int | None) -> None:
     printing.table(header, rows, narrow=narrow, top=top, what="tensor")
 
 
-def _print_tree(root: ModuleNode) -> None:
+def _print_tree(root: checkpoints.ModuleNode) -> None:
     rows: list[tuple[object, ...]] = []
 
-    def visit(node: ModuleNode, indent: str) -> None:
+    def visit(node: checkpoints.ModuleNode, indent: str) -> None:
         for child in sorted(node.children, key=lambda child: child.tensor is not None):
             kind = f"{child.tensor.dtype} {printing.shape(child.tensor.shape)}" if child.tensor else ""
             count = "" if child.tensor and not child.children else child.tensors
@@ -223,9 +225,3 @@ def _print_tree(root: ModuleNode) -> None:
     header = ("module", ">tensors", ">elements", ">size", "tensor", "of all bytes")
     narrow = ("of all bytes", "tensor:20", "module:20", "elements", "tensor")
     printing.table(header, rows, narrow=narrow, total=total)
-
-
-def _described(row: ObjectRow) -> tuple[str, str]:
-    if not row.is_plain:
-        return "pickled", f"{printing.size(row.bytes)} in {row.file}"
-    return type(row.value).__name__, printing.shown_value(row.value, _VALUE_CHARACTERS)

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from itertools import islice
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-T = TypeVar("T")
+from dcp.progress import drawn_bar
 
 MAX_JSON_ELEMENTS: Final = 1_000_000
 
@@ -226,11 +226,11 @@ def output_columns() -> int | None:
     return None
 
 
-def largest_first(figure_of: Callable[[T], float | None]) -> Callable[[T], tuple[bool, float]]:
-    """Make a key that sorts by a figure, the largest first, and what has none last."""
+def largest_first(part: str, field: str) -> Callable[[object], tuple[bool, float]]:
+    """Make a key that sorts rows by a figure of a part of them, the largest first, and what has none last."""
 
-    def key(row: T) -> tuple[bool, float]:
-        figure = figure_of(row)
+    def key(row: object) -> tuple[bool, float]:
+        figure = getattr(getattr(row, part), field, None)
         return figure is None, 0.0 if figure is None else -figure
 
     return key
@@ -243,20 +243,10 @@ def largest_first(figure_of: Callable[[T], float | None]) -> Callable[[T], tuple
 def progress_bar() -> Iterator[Callable[[int, int], None] | None]:
     """Give a function of (bytes done, bytes in all) that shows rate and time left on stderr; None if that is
     no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich import progress
-    from rich.console import Console
-
-    columns = (
-        progress.BarColumn(),
-        progress.DownloadColumn(binary_units=True),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task("", total=None)
+    with drawn_bar("", transient=True) as update:
+        if update is None:
+            yield None
+            return
         shown_seconds = 0.0
 
         def show(done: int, total: int) -> None:
@@ -264,6 +254,6 @@ def progress_bar() -> Iterator[Callable[[int, int], None] | None]:
             now = time.monotonic()
             if now - shown_seconds > _UPDATE_SECONDS:  # small blocks come faster than the bar can be drawn
                 shown_seconds = now
-                shown.update(task, completed=done, total=total)
+                update(completed=done, total=total)
 
         yield show

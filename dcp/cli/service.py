@@ -28,7 +28,6 @@ from dcp.cli.printing import describe_time
 if TYPE_CHECKING:
     from dcp.server.catalog.roots import RootRow
     from dcp.server.database.engine import Database
-    from dcp.server.security.keys import KeyRecord
     from dcp.server.settings import Settings
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -87,6 +86,13 @@ def _settings(config: Path | None, **flags: Any) -> Settings:
         fail(lines[-1])
     except ValueError as error:  # of bytes that are no text, too
         fail(f"{os.environ.get(CONFIG_VARIABLE, DEFAULT_CONFIG)} is no TOML: {error}")
+
+
+def _settings_options(config: Path | None = _CONFIG, database: str | None = _DATABASE) -> Settings:
+    return _settings(config, database_url=database)
+
+
+_SETTINGS: Any = _settings_options
 
 
 def _roots_of(given: list[str]) -> dict[str, dict[str, str]] | None:
@@ -175,9 +181,8 @@ def _opened(settings: Settings, *, with_tables: bool = True, is_made: bool = Fal
         fail(str(error))
 
 
-def _upgrade(config: Path | None = _CONFIG, database: str | None = _DATABASE) -> None:
+def _upgrade(settings: Settings = _SETTINGS) -> None:
     """Bring the database up to date: from nothing, or from any older version. Back it up before."""
-    settings = _settings(config, database_url=database)
     from dcp.server.database import migrations
 
     with _opened(settings, with_tables=False, is_made=True) as opened:
@@ -186,9 +191,8 @@ def _upgrade(config: Path | None = _CONFIG, database: str | None = _DATABASE) ->
     print(f"{before or 'empty'} -> {after}" if before != after else f"up to date at {after}")
 
 
-def _status(config: Path | None = _CONFIG, database: str | None = _DATABASE) -> Answer:
+def _status(settings: Settings = _SETTINGS) -> Answer:
     """Print the revision of the database and the one that this version needs; exit with 1 if they differ."""
-    settings = _settings(config, database_url=database)
     from dcp.server.database import migrations
 
     with _opened(settings, with_tables=False, is_made=True) as opened:
@@ -209,12 +213,10 @@ def _create(
     scope: Strings = Option(None, help="read, write, convert, delete or admin; again for several [read]."),
     root: Strings = Option(None, help="Only for this root; several times for several [all]."),
     expires: str | None = Option(None, metavar="TIME", help="After this time: 12h, 30d, 52w [never]."),
-    config: Path | None = _CONFIG,
-    database: str | None = _DATABASE,
+    settings: Settings = _SETTINGS,
 ) -> Answer:
     """Make a key and print it, for the only time. It is on stdout alone, so that it can be piped."""
     lasts_seconds = None if expires is None else _duration(expires)
-    settings = _settings(config, database_url=database)
     from dcp.server.catalog import audit
     from dcp.server.security import keys
     from dcp.server.security.principal import Scope
@@ -253,20 +255,18 @@ def _duration(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def _list_keys(config: Path | None = _CONFIG, database: str | None = _DATABASE) -> Answer:
+def _list_keys(settings: Settings = _SETTINGS) -> Answer:
     """All keys, revoked and expired ones too, without what they are made of."""
-    settings = _settings(config, database_url=database)
     from dcp.server.security import keys
 
     with _opened(settings) as opened, opened.read() as connection:
-        rows = [*map(_plain_key, keys.list_keys(connection))]
+        records = keys.list_keys(connection)
+    rows = []
+    for record in records:
+        roots = None if record.roots is None else sorted(record.roots)
+        facts = {"scopes": sorted(record.scopes), "roots": roots, "is_valid": record.is_valid(time.time())}
+        rows.append(asdict(record) | facts)
     return Answer(rows, lambda: _print_keys(rows))
-
-
-def _plain_key(record: KeyRecord) -> dict[str, Any]:
-    roots = None if record.roots is None else sorted(record.roots)
-    facts = {"scopes": sorted(record.scopes), "roots": roots, "is_valid": record.is_valid(time.time())}
-    return asdict(record) | facts
 
 
 def _print_keys(keys: list[dict[str, Any]]) -> None:
@@ -282,11 +282,9 @@ def _print_keys(keys: list[dict[str, Any]]) -> None:
 
 def _revoke(
     key: str = Argument(..., help="Its id, or the prefix that the list shows."),
-    config: Path | None = _CONFIG,
-    database: str | None = _DATABASE,
+    settings: Settings = _SETTINGS,
 ) -> None:
     """End a key, at once and for ever."""
-    settings = _settings(config, database_url=database)
     from dcp.server.catalog import audit
     from dcp.server.security import keys
 
@@ -310,9 +308,8 @@ KEYS: Final[dict[str, Callable[..., Answer | None]]] = {
 # -- roots ---------------------------------------------------------------------------------------------------
 
 
-def _list_roots(config: Path | None = _CONFIG, database: str | None = _DATABASE) -> Answer:
+def _list_roots(settings: Settings = _SETTINGS) -> Answer:
     """All roots with their last scan, those that are not configured any more too."""
-    settings = _settings(config, database_url=database)
     from dcp.server.catalog.roots import list_roots
 
     with _opened(settings) as opened, opened.read() as connection:
@@ -337,15 +334,13 @@ def _print_roots(rows: list[RootRow]) -> None:
 def _accept(
     name: str = Argument(..., help="The root."),
     yes: bool = Option(False, "--yes", help="Do it; without it only say what would be done."),
-    config: Path | None = _CONFIG,
-    database: str | None = _DATABASE,
+    settings: Settings = _SETTINGS,
 ) -> None:
     """Say that checkpoints which the last scan did not find are gone for good, though they are many.
 
     The root is looked through once more, here and now. What is still not there is marked as vanished, and
     nothing is if more is missing than the scan before had said.
     """
-    settings = _settings(config, database_url=database)
     from dcp.server.catalog import audit
     from dcp.server.catalog.roots import list_roots
     from dcp.server.roots import Roots

@@ -1,4 +1,4 @@
-"""Commands that read tensors: ``cat`` prints them, ``stats`` describes them."""
+"""Commands about values: ``cat`` and ``stats`` of tensors, ``diff``, ``digest`` and ``verify``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import itertools
 import math
 import os
 import re
+import shlex
 import sys
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
@@ -21,29 +23,39 @@ from typer import Argument, Option
 from dcp.cli import printing
 from dcp.cli.common import (
     EXCLUDE,
+    EXIT_FINDINGS,
     ONLY,
     SOURCE,
     STORAGE,
     TOP,
+    URIS,
     Answer,
     Call,
     Strings,
+    pairs,
     sort_key,
     storage_options,
 )
-from dcp.cli.printing import counted
+from dcp.cli.printing import counted, largest_first
 from dcp.storage.errors import CheckpointError
 from dcp.storage.near_names import listed, near_names
 
 if TYPE_CHECKING:
+    from dcp.inspection.values.difference import Difference, TensorDifference, TensorFacts
+    from dcp.inspection.values.digests import CheckpointDigests
     from dcp.inspection.values.elements import Array
     from dcp.inspection.values.statistics import CheckpointStatistics, ElementStatistics, TensorStatistics
     from dcp.inspection.values.tensor_reading import Slices, TensorReader
+    from dcp.inspection.verification import VerifyReport
 
 _PRINTED: Final = 1000
 """Of tensors with more elements only the edges are printed, as numpy does it."""
 _EDGE: Final = 3
 _CHILDREN: Final = 8
+_VALUE_CHARACTERS: Final = 60
+_BAR_CHARACTERS: Final = 40
+_MAX_SHOWN_BYTES: Final = 256 << 20
+_SHOWN_FINDINGS: Final = 100
 _PART: Final = re.compile(r"\.\.\.|-?\d+|(-?\d+)?:(-?\d+)?(:(-?\d+)?)?")
 
 
@@ -59,16 +71,22 @@ def cat(
     if call.json and npy is not None:
         raise typer.BadParameter("--json and --npy exclude each other")
     slices = None if slice_ is None else _slices(slice_)
-    from dcp.inspection.values.tensor_reading import open_tensors
+    from dcp.inspection.values.tensor_reading import opened
 
-    with open_tensors(uri, storage_options=storage_options(uri, options), verify="full") as reader:
+    with opened(uri, storage_options(uri, options)) as reader:
         row = reader.index.position.get(fqn)
         if row is None:
             return _value(reader, fqn, is_tensor=slices is not None or npy is not None)
         if npy is not None:
             _write_npy(reader, row, slices, npy)
         elif call.json:
-            return Answer(_as_json(reader, row, slices))
+            shape = reader.shape_of(row, slices)
+            if math.prod(shape) > printing.MAX_JSON_ELEMENTS:
+                many = f"{math.prod(shape):,} elements are too many for JSON"
+                raise CheckpointError(f"{reader.name}: {many}; take a --slice, or --npy")
+            values = _decoded(reader, row, reader.read(row, slices)).tolist()
+            dtype = reader.index.dtype(row).name
+            return Answer({"fqn": fqn, "dtype": dtype, "shape": shape, "values": values})
         else:
             _print_tensor(reader, row, slices)
     return None
@@ -87,7 +105,7 @@ def _slices(text: str) -> Slices:
 
 
 def _value(reader: TensorReader, fqn: str, *, is_tensor: bool) -> Answer:
-    from dcp.inspection.entries import object_row
+    from dcp.inspection.checkpoints import object_rows
     from dcp.storage.formats.torch.python_values import value_text
 
     index = reader.index
@@ -95,7 +113,7 @@ def _value(reader: TensorReader, fqn: str, *, is_tensor: bool) -> Answer:
         raise CheckpointError(f"{reader.name}: {_absent(fqn, [*index.fqns, *index.objects.fqns])}", fqn=fqn)
     if is_tensor:
         raise CheckpointError(f"{reader.name}: {fqn!r} is no tensor, and has no slices and no .npy", fqn=fqn)
-    row = object_row(reader.store, index, fqn)
+    (row,) = object_rows(reader.store, index, [fqn], limit_bytes=_MAX_SHOWN_BYTES)
     if not row.is_plain:
         raise CheckpointError(
             f"{reader.name}: {fqn!r} is pickled ({row.bytes} bytes), and pickles are not run; load it with "
@@ -157,38 +175,16 @@ def _edges(reader: TensorReader, row: int, slices: Slices | None, shape: tuple[i
     one that is not shown."""
     import numpy as np
 
-    long = [size > 2 * _EDGE for size in shape]
-    sizes = [2 * _EDGE + 1 if cut else size for cut, size in zip(long, shape, strict=True)]
-    result: Array | None = None
-    for ends in itertools.product(*([False, True] if cut else [None] for cut in long)):
-        places = [_end(end, size) for end, size in zip(ends, sizes, strict=True)]
-        part = reader.read_part(row, slices, [_end(e, n) for e, n in zip(ends, shape, strict=True)])
-        if result is None:
-            result = np.zeros(sizes, part.dtype)
-            result[...] = part.reshape(-1)[0]  # what is not shown must not change how the others are printed
-        result[tuple(places)] = part
-    assert result is not None
+    def ends(size: int) -> list[slice]:
+        return [slice(0, _EDGE), slice(size - _EDGE, size)] if size > 2 * _EDGE else [slice(None)]
+
+    sizes = [min(size, 2 * _EDGE + 1) for size in shape]
+    parts = [reader.read(row, slices, part) for part in itertools.product(*map(ends, shape))]
+    # what is not shown must not change how the others are printed
+    result = np.full(sizes, parts[0].reshape(-1)[0], parts[0].dtype)
+    for place, part in zip(itertools.product(*map(ends, sizes)), parts, strict=True):
+        result[place] = part
     return result
-
-
-def _end(is_last: bool | None, size: int) -> slice:
-    if is_last is None:
-        return slice(None)
-    return slice(size - _EDGE, size) if is_last else slice(0, _EDGE)
-
-
-def _as_json(reader: TensorReader, row: int, slices: Slices | None) -> dict[str, Any]:
-    shape = reader.shape_of(row, slices)
-    if math.prod(shape) > printing.MAX_JSON_ELEMENTS:
-        raise CheckpointError(
-            f"{reader.name}: {math.prod(shape):,} elements are too many for JSON; take a --slice, or --npy"
-        )
-    return {
-        "fqn": reader.index.fqns[row],
-        "dtype": reader.index.dtype(row).name,
-        "shape": shape,
-        "values": _decoded(reader, row, reader.read(row, slices)).tolist(),
-    }
 
 
 def _write_npy(reader: TensorReader, row: int, slices: Slices | None, target: str) -> None:
@@ -239,16 +235,8 @@ def _output(target: str) -> Iterator[BinaryIO]:
 _SORTED: Final = ("size", "min", "max", "mean", "std", "norm", "nan", "inf", "zero")
 _FIELDS: Final = {"size": "count", "nan": "nans", "inf": "infs", "zero": "zeros"}
 _NARROW: Final = ("values", "tensor:32", "norm", "std", "shape", "dtype", "tensor:16")
-_BAR_CHARACTERS: Final = 40
-
-
-def _figure(name: str) -> Callable[[TensorStatistics], Any]:
-    field = _FIELDS.get(name, name)
-    return printing.largest_first(lambda tensor: getattr(tensor.statistics, field, None))
-
-
 _SORTS: dict[str, Callable[[TensorStatistics], Any]] = {
-    **{name: _figure(name) for name in _SORTED},
+    **{name: largest_first("statistics", _FIELDS.get(name, name)) for name in _SORTED},
     "name": lambda tensor: tensor.fqn,
 }
 
@@ -275,17 +263,17 @@ def stats(
             uri, only=only, exclude=exclude, bins=bins, storage_options=given, progress=progress
         )
     tensors = found.tensors if by is None else sorted(found.tensors, key=by)
-    return Answer(found, lambda: _print(found, tensors, top, [step for step in _NARROW if step != sort]))
+    return Answer(
+        found, lambda: _print_statistics(found, tensors, top, [step for step in _NARROW if step != sort])
+    )
 
 
-def _print(
+def _print_statistics(
     found: CheckpointStatistics, tensors: Sequence[TensorStatistics], top: int | None, narrow: Sequence[str]
 ) -> None:
     total = found.total
-    values = sum(math.prod(tensor.shape) for tensor in tensors)
-    sizes = (
-        f"{counted(len(tensors), 'tensor')}, {counted(values, 'value')}, {printing.size(found.bytes_read)}"
-    )
+    values = counted(sum(math.prod(tensor.shape) for tensor in tensors), "value")
+    sizes = f"{counted(len(tensors), 'tensor')}, {values}, {printing.size(found.bytes_read)}"
     printing.line(f"{found.url}: {sizes} read, {total.nans:,} NaN, {total.infs:,} infinite")
     if total.nans + total.infs:
         print("min, max, mean, std, norm and values are of the finite elements; nan and inf count the others")
@@ -315,3 +303,186 @@ def _cells(statistics: ElementStatistics | None) -> tuple[str | None, ...]:
         *(f"{count:,}" if count else "" for count in counts),
         "" if histogram is None else printing.sparkline(histogram.counts),
     )
+
+
+# -- diff ----------------------------------------------------------------------------------------------------
+
+_DIFF_SORTS: dict[str, Callable[[TensorDifference], Any]] = {
+    "differ": largest_first("values", "differing"),
+    "max": largest_first("values", "max_abs"),
+    "l2": largest_first("values", "relative_l2"),
+    "name": lambda tensor: tensor.fqn,
+}
+
+
+def diff(
+    a: str = SOURCE,
+    b: str = Argument(..., help="Another one, of any format and sharding."),
+    values: bool = Option(True, help="Read what checksums do not tell. By default."),
+    only: Strings = ONLY,
+    exclude: Strings = EXCLUDE,
+    rename: Strings = Option(None, metavar="REGEX=>NEW", help="Replace this in the names of A before."),
+    sort: str = Option("", metavar="COLUMN", help="The largest first: differ, max, l2; or name."),
+    top: int | None = TOP,
+    options: str | None = STORAGE,
+) -> Answer:
+    """Compare checkpoint B with A. Equal tensors are found by checksums. Exits with 1 if anything differs."""
+    from dcp.inspection.values.difference import diff
+
+    by = sort_key(sort, _DIFF_SORTS)
+    renames = pairs(rename, "=>", "of the form REGEX=>NEW")
+    with printing.progress_bar() as progress:
+        found = diff(
+            a,
+            b,
+            values=values,
+            only=only,
+            exclude=exclude,
+            rename=renames or None,
+            storage_options=storage_options(a, options if "://" in a else None),
+            options_of_b=storage_options(b, options if "://" in b else None) or {},
+            progress=progress,
+        )
+    if not renames and (rule := _renaming(found)):
+        printing.error(f"the same names with another prefix: --rename {rule} compares these")
+    tensors = found.tensors if by is None else sorted(found.tensors, key=by)
+    return Answer(
+        found, lambda: _print_difference(found, tensors, top), 0 if found.is_empty else EXIT_FINDINGS
+    )
+
+
+def _renaming(found: Difference) -> str:
+    """Return a rule for ``--rename`` by which tensors that A alone has are some that B alone has; ""
+    without any."""
+    from dcp.planners.load.plan import rename_for_missing
+
+    added = [tensor.fqn for tensor in found.tensors if tensor.kind == "added"]
+    groups: dict[str, list[str]] = {}
+    for name in (tensor.fqn for tensor in found.tensors if added and tensor.kind == "removed"):
+        for depth in (1, 2):  # the model's, beside those of an optimizer
+            groups.setdefault(".".join(name.split(".")[:depth]), []).append(name)
+    best, most = "", 0
+    for names in groups.values():
+        rules, count = rename_for_missing(names, added, found.equal)
+        if rules and len(rules) == 1 and count > most:
+            best, most = "{}=>{}".format(*next(iter(rules.items()))), count
+    return best and shlex.quote(best)
+
+
+def _print_difference(found: Difference, tensors: Sequence[TensorDifference], top: int | None) -> None:
+    counts = (("tensor", len(tensors)), ("object", len(found.objects)))
+    differing = " and ".join(counted(count, name) for name, count in counts if count)
+    verdict = f"{differing} differ{'s' * (len(tensors) + len(found.objects) == 1)}" if differing else "equal"
+    same = f"{counted(len(found.equal), 'tensor')} and {counted(found.equal_objects, 'object')} equal"
+    printing.line(f"{found.a} and {found.b}: {verdict} ({same}, {printing.size(found.bytes_read)} read)")
+    header = ["tensor", "what", "before", "after", ">differ", ">max abs", ">relative L2"]
+    if tensors:
+        print()
+        narrow = ["tensor:28", "before:12", "after:12", "tensor:12", "before", "after"]
+        printing.table(header, [*map(_difference_cells, tensors)], narrow=narrow, top=top, what="tensor")
+    if found.objects:
+        print()
+        rows = []
+        for one in found.objects:
+            sides = (one.before, one.after)
+            shown = (
+                None if side is None else printing.shown_value(side, _VALUE_CHARACTERS) for side in sides
+            )
+            rows.append((one.fqn, one.kind, *shown))
+        narrow = ["before:20", "after:20", "object:24", "before:8", "after:8"]
+        printing.table(["object", *header[1:4]], rows, narrow=narrow, top=top, what="object")
+
+
+def _difference_cells(tensor: TensorDifference) -> tuple[str | None, ...]:
+    facts, values = (tensor.fqn, tensor.kind, _type(tensor.before), _type(tensor.after)), tensor.values
+    if values is None:
+        return *facts, "", "", ""
+    odd = f" ({values.nonfinite:,} nan or inf)" if values.nonfinite else ""
+    distances = (values.max_abs, values.relative_l2)
+    return (
+        *facts,
+        f"{values.differing:,}{odd}",
+        *(None if one is None else f"{one:.4g}" for one in distances),
+    )
+
+
+def _type(facts: TensorFacts | None) -> str | None:
+    return None if facts is None else f"{facts.dtype} {printing.shape(facts.shape)}"
+
+
+# -- digest and verify ---------------------------------------------------------------------------------------
+
+
+def digest(
+    uri: str = SOURCE,
+    names: Strings = Argument(None, metavar="[NAME]...", help="These tensors, or globs, and those below."),
+    recompute: bool = Option(False, "--recompute", help="Read the tensors, whatever the manifest says."),
+    options: str | None = STORAGE,
+) -> Answer:
+    """Print a digest of each tensor: equal for equal bytes, dtype and shape, in any sharding and format.
+
+    Those in the manifest cost nothing; for others the tensors are read. They tell accidents, not forgeries.
+    """
+    from dcp.inspection.values.digests import digests
+
+    given = storage_options(uri, options)
+    with printing.progress_bar() as progress:
+        found = digests(uri, only=names, recompute=recompute, storage_options=given, progress=progress)
+    return Answer(found, lambda: _print_digests(found))
+
+
+def _print_digests(found: CheckpointDigests) -> None:
+    rows = [(one.digest, one.dtype, printing.shape(one.shape), one.fqn) for one in found.tensors]
+    narrow = ("tensor:32", "shape", "dtype", "tensor:16")
+    printing.table(("digest", "dtype", "shape", "tensor"), rows, narrow=narrow)
+    read = printing.size(found.bytes_read)
+    print()
+    printing.line(f"{found.digest}  {found.url}: {counted(len(rows), 'tensor')}, {read} read")
+
+
+def verify(
+    call: Call,
+    uris: list[str] = URIS,
+    against: str | None = Option(None, metavar="URI", help="One that is to have the same tensors."),
+    only: Strings = Option(None, metavar="GLOB", help="Of the one to compare with, as 'model.*'."),
+    options: str | None = STORAGE,
+) -> Answer:
+    """Read every byte of checkpoints and compare with their checksums. Exits with 1 if anything is wrong.
+
+    A file that the checkpoint does not refer to is a note, and nothing wrong: `dcp gc` removes what is left
+    of killed saves. --against compares digests, too; where that one's manifest has none its tensors are read.
+    """
+    of_against = storage_options(against or "", options if "://" in (against or "") else None) or {}
+
+    def verified(uri: str) -> VerifyReport:
+        from dcp.inspection.verification import verify
+
+        with printing.progress_bar() as progress:
+            return verify(
+                uri,
+                against=against,
+                only=only,
+                progress=progress,
+                storage_options=storage_options(uri, options),
+                options_of_against=of_against,
+            )
+
+    reports = call.each(uris, verified, _print_report)
+    data = [asdict(report) | {"ok": report.ok} for report in reports]
+    return Answer(data, status=0 if all(report.ok for report in reports) else EXIT_FINDINGS)
+
+
+def _print_report(report: VerifyReport) -> None:
+    shown = sorted(report.findings, key=lambda finding: finding.is_note)
+    for finding in shown[:_SHOWN_FINDINGS]:
+        printing.line(f"{'note' if finding.is_note else finding.kind}: {finding.message}")
+    if len(shown) > _SHOWN_FINDINGS:
+        print(f"... and {len(shown) - _SHOWN_FINDINGS} more; --json lists all")
+    tensors, files = counted(report.tensors, "tensor"), counted(report.files, "file")
+    read = f"{tensors}, {files}, {printing.size(report.bytes)} read"
+    unchecked = report.unchecked_bytes
+    if 0 < unchecked < report.bytes:
+        read += f", {printing.size(unchecked)} of it without a checksum to compare with"
+    verdict = "readable, no checksums" if unchecked and unchecked == report.bytes else "ok"
+    verdict = verdict if report.ok else counted(len(report.faults), "finding")
+    printing.line(f"{report.url}: {verdict} ({read})")

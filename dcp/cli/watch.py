@@ -16,6 +16,7 @@ from typer import Argument, Option
 
 from dcp.cli import printing
 from dcp.cli.common import EXIT_FINDINGS, FOLDERS, STORAGE, Call, fail, storage_options, unwinding_on_sigterm
+from dcp.storage.errors import OptionError
 
 if TYPE_CHECKING:
     from dcp.watching import Watch, WatchedStep
@@ -53,18 +54,17 @@ def watch(
     step. SIGINT and SIGTERM end it, and the command with it. A run that is not there fails with --once.
     """
     words, status = _words(exec_), None
+    from dcp.watching import watch
+
     try:
+        given = storage_options(run, options)
+        how: dict[str, Any] = {"consumer": consumer, "since": since, "once": once, "name": folders}
+        how |= {"interval_seconds": interval, "cursor": cursor, "storage_options": given}
         with unwinding_on_sigterm():
-            steps = _steps(
-                run,
-                consumer=consumer,
-                since=since,
-                once=once,
-                interval_seconds=interval,
-                cursor=cursor,
-                name=folders,
-                storage_options=storage_options(run, options),
-            )
+            try:
+                steps = watch(run, **how)
+            except OptionError as error:
+                raise typer.BadParameter(str(error)) from error
             with steps:
                 for step in steps:
                     if words is not None:
@@ -76,17 +76,6 @@ def watch(
                     fail(f"{run} is not there: --once has no steps to give")
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None
-
-
-def _steps(run: str, **how: Any) -> Watch:
-    """Call `dcp.watch`; a usage error for what it refuses."""
-    from dcp.storage.errors import OptionError
-    from dcp.watching import watch
-
-    try:
-        return watch(run, **how)
-    except OptionError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 def _words(command: str | None) -> list[str] | None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dcp.conversion.casting import CASTABLE, check_castable
-from dcp.inspection.entries import first_of_ties
+from dcp.inspection.checkpoints import first_of_ties
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns, renamer
 from dcp.planners.weight_maps.mapped_index import MappedIndex, map_index

@@ -17,7 +17,7 @@ import httpx
 from safetensors.torch import load_file
 
 from dcp.demo.checks import Narrator, compare_digests
-from dcp.demo.places import TRAINING, DemoError, FolderPlace, Place, Workplace, checkpoint_name, environ_of
+from dcp.demo.places import TRAINING, DemoError, FolderPlace, Place, checkpoint_name, environ_of
 from dcp.server.client import Client, ClientError
 
 _JOBS: Final = ("uninterrupted", "run", "on-1-rank", "on-3-ranks", "damaged")
@@ -77,10 +77,8 @@ class CatalogService:
 class CatalogAct:
     """Serves, finds, verifies, converts by itself, and downloads; every claim is checked."""
 
-    def __init__(self, work: Workplace, narrator: Narrator) -> None:
-        self._work = work
-        self._place = work.place
-        self._narrator = narrator
+    def __init__(self, root: Path, place: Place, narrator: Narrator, steps: range) -> None:
+        self._root, self._place, self._narrator, self._steps = root, place, narrator, steps
 
     def tell(
         self, digests: dict[str, str], losses: Mapping[int, float], until_end: ExitStack
@@ -93,7 +91,7 @@ class CatalogAct:
             f"""dcp serve with {how}: the checkpoints there in an SQLite database, an API on this machine
             only, and a worker for its jobs."""
         )
-        service = until_end.enter_context(CatalogService(self._work.root, self._place))
+        service = until_end.enter_context(CatalogService(self._root, self._place))
         self._narrator.say(f"It was ready after {service.ready_seconds:.1f} s, at {service.url}.")
         # with a transport of its own no proxy is asked for what is on this machine
         with Client(service.url, transport=httpx.HTTPTransport()) as client:
@@ -108,13 +106,12 @@ class CatalogAct:
     def _find(self, client: Client, losses: Mapping[int, float]) -> None:
         client.wait(client.scan(_ROOT_NAME), timeout_seconds=_WAIT_SECONDS)
         found = {one.key for one in client.checkpoints(root=_ROOT_NAME)}
-        steps = range(self._work.save_every, self._work.steps + 1, self._work.save_every)
-        saved = [(job, step) for job in _JOBS for step in steps if self._place.is_committed(job, step)]
+        saved = [(job, step) for job in _JOBS for step in self._steps if self._place.is_committed(job, step)]
         there = {f"{job}/{checkpoint_name(step)}" for job, step in saved}
         claim = f"a scan finds all {len(there)} committed checkpoints, and nothing else"
         self._narrator.check(claim, found == there, f"{sorted(found ^ there)[:3]}")
         best = client.checkpoints(root=_ROOT_NAME, run="uninterrupted", sort="metric:loss").first()
-        lowest = min(steps, key=lambda step: losses[step])
+        lowest = min(self._steps, key=lambda step: losses[step])
         self._narrator.check(
             f"the one of lowest loss of the uninterrupted job: step {lowest}, loss {losses[lowest]:.3f}",
             best is not None and (best.step, best.metrics.get("loss")) == (lowest, losses[lowest]),
@@ -123,7 +120,7 @@ class CatalogAct:
 
     def _verify(self, client: Client) -> None:
         for job, outcome in (("run", "good"), ("damaged", "damaged")):
-            one = self._checkpoint(client, f"{job}/{checkpoint_name(self._work.steps)}")
+            one = self._checkpoint(client, f"{job}/{checkpoint_name(self._steps[-1])}")
             client.wait(client.verify(one), timeout_seconds=_WAIT_SECONDS)
             seen = client.checkpoint(one).verification
             what = "the copy with the flipped bit" if job == "damaged" else "the checkpoint it was made of"
@@ -131,7 +128,7 @@ class CatalogAct:
 
     def _convert(self, client: Client, digests: dict[str, str]) -> None:
         """Make a rule, register a checkpoint that it is for, and compare what a user downloads of it."""
-        name = checkpoint_name(self._work.steps)
+        name = checkpoint_name(self._steps[-1])
         place = {"to": "safetensors", "target_key": "exports/{name}", "drop_objects": True}
         rule = {
             "name": "export",
@@ -144,7 +141,7 @@ class CatalogAct:
             """A rule: what is committed to the run "released" becomes safetensors in "exports". A checkpoint
             is copied there and registered, as dcp.CheckpointManager(catalog=...) does."""
         )
-        self._place.copy("run", self._work.steps, "released")
+        self._place.copy("run", self._steps[-1], "released")
         source = client.register(f"released/{name}", root=_ROOT_NAME).id
         key, give_up = f"exports/{name}", time.monotonic() + _WAIT_SECONDS
         while not (found := [one for one in client.checkpoints(root=_ROOT_NAME) if one.key == key]):
@@ -155,9 +152,9 @@ class CatalogAct:
         self._narrator.check("the rule has converted it", target.format == "safetensors")
         parents = [edge.parent_id for edge in client.lineage(target.id).edges if edge.child_id == target.id]
         self._narrator.check("the catalog knows what it was made of", parents == [source], f"{parents}")
-        path = client.download_file(target.id, "model.safetensors", self._work.root / "model.safetensors")
+        path = client.download_file(target.id, "model.safetensors", self._root / "model.safetensors")
         self._compare("the file that was made", path, digests)
-        streamed = self._work.root / "streamed.safetensors"
+        streamed = self._root / "streamed.safetensors"
         client.download(source or 0, streamed, drop_objects=True)
         self._compare("the source, made into one file while it is sent", streamed, digests)
 

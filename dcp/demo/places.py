@@ -13,12 +13,9 @@ import multiprocessing
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -33,12 +30,10 @@ from dcp.storage.stores.opening import OpenWith, open_parent_folder
 
 TRAINING = "dcp.demo.train"
 """Imported on use, because it imports torch, which takes seconds, and which other commands do without."""
-_CORPUS_CHARACTERS = 400_000
-_LONGEST_SECONDS = 300.0
+LONGEST_SECONDS = 300.0
 """Time that a job or command may take."""
 _POLL_SECONDS = 0.1
 _END_SECONDS = 20.0
-_SHOWN_LOG_LINES = 40
 _LARGEST_FILE_BYTES = 256 << 20
 
 
@@ -198,7 +193,6 @@ class JobOutcome:
     """Results of a training job: exit status, losses by step, each rank's passing looks by step."""
 
     exit_code: int | None
-    seconds: float
     results: Path
     losses: dict[int, float]
     looks: dict[int, list[float]]
@@ -208,75 +202,6 @@ class JobOutcome:
         path = self.results / f"{name}.json"
         found: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
         return found
-
-
-@dataclass
-class Workplace:
-    """The folder of one demo: the text, logs and results by job; and the place of the checkpoints."""
-
-    root: Path
-    place: Place
-    steps: int
-    save_every: int
-
-    def write_corpus(self) -> int:
-        """Write the source of this package as the text to learn, and return its characters: a copy, so that
-        every run of one demo reads the same."""
-        package = Path(__file__).parents[1]
-        # the layers are links in a checkout, which rglob does not follow before Python 3.13
-        folders = (package, package / "planners", package / "storage")
-        sources = {path.resolve() for folder in folders for path in folder.rglob("*.py") if path.is_file()}
-        text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(sources))
-        data = text.encode("ascii", errors="ignore")[:_CORPUS_CHARACTERS]
-        return (self.root / "corpus.txt").write_bytes(data)
-
-    def train(
-        self, name: str, ranks: int, *, checkpoints: str, writer: str = "thread", stop: tuple[int, str] | None
-    ) -> JobOutcome:
-        """Run one training job, started as by torchrun, to its end; or kill it where all ranks ``stop``.
-
-        It resumes from the newest good checkpoint of its folder, and saves behind the training loop, in a
-        thread or in a ``writer`` process by rank.
-
-        Raises DemoError, with the end of the job's log, if it fails or takes longer than five minutes.
-        """
-        training = import_module(TRAINING)
-        results, log = self.root / "results" / name, self.root / "logs" / f"{name}.txt"
-        results.mkdir(parents=True)
-        log.parent.mkdir(exist_ok=True)
-        where, corpus = f"{self.place.base}/{checkpoints}", self.root / "corpus.txt"
-        job = training.TrainingJob(corpus, where, results, self.steps, self.save_every, writer, stop)
-        begun = time.monotonic()
-        exit_code = _run_or_kill(training.launch, job, ranks, environ_of(self.place.environment), log)
-        if exit_code != 0 and stop is None:
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-_SHOWN_LOG_LINES:])
-            raise DemoError(f"the job {name!r} failed with exit code {exit_code}:\n{tail}")
-        losses = results / "losses.jsonl"
-        said = losses.read_text() if losses.exists() else ""
-        # the last line may be half written, by a rank that was killed
-        lines = [json.loads(line) for line in said.splitlines(keepends=True) if line.endswith("\n")]
-        found = [{line["step"]: line[key] for line in lines} for key in ("loss", "looks")]
-        return JobOutcome(exit_code, time.monotonic() - begun, results, found[0], found[1])
-
-    def run(self, *arguments: str) -> tuple[int, str]:
-        """Run ``python ARGUMENTS`` where relative checkpoints are; give its exit status and what it printed.
-
-        Raises DemoError after five minutes.
-        """
-        try:
-            done = subprocess.run(
-                [sys.executable, *arguments],
-                cwd=self.place.folder if isinstance(self.place, FolderPlace) else self.root,
-                env=environ_of(self.place.environment),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                encoding="utf-8",
-                errors="replace",
-                timeout=_LONGEST_SECONDS,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise DemoError(f"{' '.join(arguments)} took longer than {_LONGEST_SECONDS:g} seconds") from error
-        return done.returncode, done.stdout
 
 
 def environ_of(extra: Mapping[str, str]) -> dict[str, str]:
@@ -296,7 +221,7 @@ def environ_of(extra: Mapping[str, str]) -> dict[str, str]:
     return kept | dict(extra)
 
 
-def _run_or_kill(launch: Any, job: Any, ranks: int, environment: dict[str, str], log: Path) -> int | None:
+def run_or_kill(launch: Any, job: Any, ranks: int, environment: dict[str, str], log: Path) -> int | None:
     """Run the launcher of a job until it has ended, or until all of its ranks have stopped to be killed."""
     alive, held = os.pipe()
     details = (job, ranks, environment, log)
@@ -304,12 +229,12 @@ def _run_or_kill(launch: Any, job: Any, ranks: int, environment: dict[str, str],
     process.start()
     try:
         os.close(held)  # the launcher and its ranks have it as long as they live; writer processes do not
-        give_up = time.monotonic() + _LONGEST_SECONDS
+        give_up = time.monotonic() + LONGEST_SECONDS
         while process.exitcode is None and len([*job.results.glob("stopped-*")]) < ranks:
             process.join(_POLL_SECONDS)
             if time.monotonic() > give_up:
                 name = job.results.name
-                raise DemoError(f"a job did not end within {_LONGEST_SECONDS:g} seconds: {name}")
+                raise DemoError(f"a job did not end within {LONGEST_SECONDS:g} seconds: {name}")
     finally:
         _end(process, alive)
     return process.exitcode

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 from contextlib import ExitStack
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcp.demo.checks import Narrator, compare_digests, largest_difference
-from dcp.demo.places import DemoError, FolderPlace, JobOutcome, Place, Workplace, checkpoint_name
+from dcp.demo.places import (
+    LONGEST_SECONDS,
+    TRAINING,
+    BucketPlace,
+    DemoError,
+    FolderPlace,
+    JobOutcome,
+    Place,
+    checkpoint_name,
+    environ_of,
+    run_or_kill,
+)
+from dcp.demo.s3_server import S3Server, S3ServerError
 from dcp.storage.formats.opening import open_index
 
 if TYPE_CHECKING:
@@ -22,6 +39,8 @@ RESHARDED_LOSS_TOLERANCE = 0.001
 1e-6 was measured at losses of 2 to 5."""
 
 _COMMIT_SECONDS = 60.0
+_CORPUS_CHARACTERS = 400_000
+_SHOWN_LOG_LINES = 40
 
 
 class Story:
@@ -31,17 +50,17 @@ class Story:
         self.service: CatalogService | None = None
         self._until_end = until_end
         self.narrator = Narrator()
-        self.place = place
-        self.work = Workplace(root, place, steps=4 * save_every, save_every=save_every)
+        self.root, self.place = root, place
+        self.steps, self.save_every = 4 * save_every, save_every
         self.killed_step = 3 * save_every
         self.last_step = 2 * save_every
 
     def tell(self) -> None:
         """Tell all chapters, in order. Raises DemoError where a job fails that later ones need."""
-        characters = self.work.write_corpus()
-        where = f"Folder: {self.work.root}"
+        characters = self._write_corpus()
+        where = f"Folder: {self.root}"
         if not isinstance(self.place, FolderPlace):
-            where = f"It saves to a real S3 server, which runs as long as it. Logs: {self.work.root}"
+            where = f"It saves to a real S3 server, which runs as long as it. Logs: {self.root}"
         self.narrator.say(
             f"""A transformer of 2.8 million parameters learns to write Python from this package's own source
             ({characters:,} characters), with FSDP2 on CPU processes, started as torchrun does. Model, AdamW
@@ -65,7 +84,7 @@ class Story:
         """Train the run that the others are compared with."""
         self.narrator.chapter("Train without interruption, on 2 ranks")
         reference = self._train("uninterrupted", 2, checkpoints="uninterrupted")
-        first, last = reference.losses[1], reference.losses[self.work.steps]
+        first, last = reference.losses[1], reference.losses[self.steps]
         self.narrator.check(
             f"the model learns: loss {first:.3f} at the first step, {last:.3f} at the last",
             last < 0.8 * first,
@@ -127,7 +146,7 @@ class Story:
 
     def resume_and_kill(self, reference: JobOutcome, killed: JobOutcome) -> JobOutcome:
         """Resume on as many ranks, with writers in processes of their own, which outlive the job."""
-        last, place = self.work.steps, self.place
+        last, place = self.steps, self.place
         self.narrator.chapter(
             f"Resume from step {self.last_step}, and kill it just after the state of step {last} was copied"
         )
@@ -166,7 +185,7 @@ class Story:
         self.narrator.chapter("The losses of all runs")
         runs = {"uninterrupted": reference, "killed": killed}
         runs |= {f"resumed on {ranks}": job for ranks, job in resumed.items()}
-        columns = [1, self.last_step, self.last_step + 1, self.killed_step, self.work.steps]
+        columns = [1, self.last_step, self.last_step + 1, self.killed_step, self.steps]
         rows = [
             [name, *(f"{job.losses[step]:.7f}" if step in job.losses else "" for step in columns)]
             for name, job in runs.items()
@@ -175,7 +194,7 @@ class Story:
 
     def use_the_command_line(self) -> None:
         """List and verify the checkpoints."""
-        place, step, last = self.place, self.killed_step, self.work.steps
+        place, step, last = self.place, self.killed_step, self.steps
         self.narrator.chapter("List and verify the checkpoints")
         self._dcp("ls", place.shown("run"))
         saved = [("run", self.last_step), ("run", last), ("on-1-rank", last), ("on-3-ranks", last)]
@@ -198,7 +217,7 @@ class Story:
     def flip_a_bit(self) -> None:
         """Damage a copy where it hurts most: in the middle of a tensor, sizes and headers intact."""
         self.narrator.chapter("Flip one bit of a copy")
-        last = self.work.steps
+        last = self.steps
         self.place.copy("run", last, "damaged")
         name = self.place.flip_bit("damaged", last)
         damaged = self.place.shown(f"damaged/{checkpoint_name(last)}")
@@ -208,10 +227,10 @@ class Story:
     def read_with_stock_torch(self, resumed: dict[int, JobOutcome]) -> None:
         """Load in one process with torch's own loader."""
         self.narrator.chapter("Load with stock torch.distributed.checkpoint, in a single process")
-        last = self.work.steps
+        last = self.steps
         places = {2: "run", 1: "on-1-rank", 3: "on-3-ranks"}
         folders = [self.place.checkpoint(where, last) for where in ("damaged", *places.values())]
-        status, output = self.work.run("-m", "dcp.demo.stock", *folders)
+        status, output = self._run("-m", "dcp.demo.stock", *folders)
         if status:
             raise DemoError(f"the process that loads with stock torch failed:\n{output}")
         result: dict[str, Any] = json.loads(output)
@@ -238,8 +257,9 @@ class Story:
             return
         from dcp.demo.catalog import CatalogAct  # only here: training is shown without these packages, too
 
-        digests = resumed[2].digests(f"saved-{self.work.steps}")
-        self.service = CatalogAct(self.work, self.narrator).tell(digests, reference.losses, self._until_end)
+        digests, saved = resumed[2].digests(f"saved-{self.steps}"), range(0, self.steps + 1, self.save_every)
+        act = CatalogAct(self.root, self.place, self.narrator, saved[1:])
+        self.service = act.tell(digests, reference.losses, self._until_end)
 
     def end_catalog(self) -> None:
         """Stop the catalog, if it is up."""
@@ -277,8 +297,8 @@ class Story:
 
     def _check_same_number(self, reference: JobOutcome, job: JobOutcome) -> None:
         """Compare with the run that never died: on as many ranks all is equal bit for bit."""
-        steps = range(self.last_step + 1, self.work.steps + 1)
-        name = f"saved-{self.work.steps}"
+        steps = range(self.last_step + 1, self.steps + 1)
+        name = f"saved-{self.steps}"
         self._check_equal(
             "on 2: losses bit for bit as without interruption",
             largest_difference(reference.losses, job.losses, steps),
@@ -288,13 +308,13 @@ class Story:
             largest_difference(reference.looks, job.looks, steps),
         )
         self._check_equal(
-            f"on 2: the state after step {self.work.steps} is bit for bit that of the uninterrupted run",
+            f"on 2: the state after step {self.steps} is bit for bit that of the uninterrupted run",
             compare_digests(reference.digests(name), job.digests(name)),
         )
 
     def _check_other_number(self, ranks: int, reference: JobOutcome, job: JobOutcome) -> None:
         """Compare losses: the sums of more or fewer parts differ in their last bits."""
-        steps = range(self.last_step + 1, self.work.steps + 1)
+        steps = range(self.last_step + 1, self.steps + 1)
         apart = largest_difference(reference.losses, job.losses, steps)
         self.narrator.check(
             f"on {ranks}: losses as without interruption, within {RESHARDED_LOSS_TOLERANCE:g} (largest "
@@ -302,19 +322,160 @@ class Story:
             apart <= RESHARDED_LOSS_TOLERANCE,
         )
 
-    def _train(self, name: str, ranks: int, stop: tuple[int, str] | None = None, **where: str) -> JobOutcome:
+    def _write_corpus(self) -> int:
+        """Write the source of this package as the text to learn, and return its characters: a copy, so that
+        every run of one demo reads the same."""
+        package = Path(__file__).parents[1]
+        # the layers are links in a checkout, which rglob does not follow before Python 3.13
+        folders = (package, package / "planners", package / "storage")
+        sources = {path.resolve() for folder in folders for path in folder.rglob("*.py") if path.is_file()}
+        text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(sources))
+        data = text.encode("ascii", errors="ignore")[:_CORPUS_CHARACTERS]
+        return (self.root / "corpus.txt").write_bytes(data)
+
+    def _train(
+        self,
+        name: str,
+        ranks: int,
+        *,
+        checkpoints: str,
+        writer: str = "thread",
+        stop: tuple[int, str] | None = None,
+    ) -> JobOutcome:
+        """Run one training job, started as by torchrun, to its end; or kill it where all ranks ``stop``.
+
+        It resumes from the newest good checkpoint of its folder, and saves behind the training loop, in a
+        thread or in a ``writer`` process by rank.
+
+        Raises DemoError, with the end of the job's log, if it fails or takes longer than five minutes.
+        """
         on = "1 process" if ranks == 1 else f"{ranks} processes"
         self.narrator.say(f"torch.multiprocessing starts {on} ...")
-        job = self.work.train(name, ranks, stop=stop, **where)
-        done = f"steps {min(job.losses, default=0)} to {max(job.losses, default=0)} in {job.seconds:.0f} s"
+        training = import_module(TRAINING)
+        results, log = self.root / "results" / name, self.root / "logs" / f"{name}.txt"
+        results.mkdir(parents=True)
+        log.parent.mkdir(exist_ok=True)
+        where, corpus = f"{self.place.base}/{checkpoints}", self.root / "corpus.txt"
+        job = training.TrainingJob(corpus, where, results, self.steps, self.save_every, writer, stop)
+        begun = time.monotonic()
+        exit_code = run_or_kill(training.launch, job, ranks, environ_of(self.place.environment), log)
+        if exit_code != 0 and stop is None:
+            tail = "\n".join(log.read_text(errors="replace").splitlines()[-_SHOWN_LOG_LINES:])
+            raise DemoError(f"the job {name!r} failed with exit code {exit_code}:\n{tail}")
+        losses = results / "losses.jsonl"
+        said = losses.read_text() if losses.exists() else ""
+        # the last line may be half written, by a rank that was killed
+        lines = [json.loads(line) for line in said.splitlines(keepends=True) if line.endswith("\n")]
+        found = [{line["step"]: line[key] for line in lines} for key in ("loss", "looks")]
+        by_loss, seconds = found[0], time.monotonic() - begun
+        done = f"steps {min(by_loss, default=0)} to {max(by_loss, default=0)} in {seconds:.0f} s"
         self.narrator.say(f"{name}: {done}")
-        return job
+        return JobOutcome(exit_code, results, by_loss, found[1])
+
+    def _run(self, *arguments: str) -> tuple[int, str]:
+        """Run ``python ARGUMENTS`` where relative checkpoints are; give its exit status and what it printed.
+
+        Raises DemoError after five minutes.
+        """
+        try:
+            done = subprocess.run(
+                [sys.executable, *arguments],
+                cwd=self.place.folder if isinstance(self.place, FolderPlace) else self.root,
+                env=environ_of(self.place.environment),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                encoding="utf-8",
+                errors="replace",
+                timeout=LONGEST_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise DemoError(f"{' '.join(arguments)} took longer than {LONGEST_SECONDS:g} seconds") from error
+        return done.returncode, done.stdout
 
     def _dcp(self, *arguments: str, status: int | None = None, claim: str = "") -> str:
         """Run a dcp command, show it; ``status`` is the exit status that ``claim`` needs."""
-        ended, output = self.work.run("-m", "dcp", *arguments)
+        ended, output = self._run("-m", "dcp", *arguments)
         shown = output if not ended else f"{output.rstrip()}\n(exit status {ended})"
         self.narrator.output(shown, f"dcp {' '.join(arguments)}")
         if status is not None:
             self.narrator.check(claim, ended == status, f"exit status {ended}")
         return output
+
+
+# -- the command ---------------------------------------------------------------------------------------------
+
+
+def run_to_exit_status(root: Path | None, save_every: int, on_s3: bool = False, serve: bool = False) -> int:
+    """Run the demo in ``root`` (made if need be, must be empty) or in a folder that is removed at the end.
+
+    ``on_s3``: the checkpoints go to an S3 server that is started for it, and stopped at the end. ``serve``:
+    if every check passed, the catalog stays up for browsers until Ctrl-C.
+    Returns 0 if every check passed, 1 if not or if a job failed, 2 for wrong use, and 128 and the number of a
+    signal that ended it, after all that it started has ended.
+    """
+    # As an exception, so that on the way out the training job is ended and the folder removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with ExitStack() as until_end:
+            folder = _folder(root, serve, until_end)
+            return _tell(folder, root is not None, save_every, on_s3, serve, until_end)
+    except (S3ServerError, DemoError) as error:
+        print(f"dcp: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ndcp: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _folder(root: Path | None, serve: bool, until_end: ExitStack) -> Path:
+    if find_spec("torch") is None:
+        raise DemoError("the demo trains a model and needs torch: pip install 'dcphub[torch]'")
+    if serve and find_spec("fastapi") is None:
+        raise DemoError("the catalog needs more packages: pip install 'dcphub[server]'")
+    if root is None:
+        root = Path(until_end.enter_context(tempfile.TemporaryDirectory(prefix="dcp-demo-")))
+    root.mkdir(parents=True, exist_ok=True)
+    if any(root.iterdir()):
+        raise DemoError(f"{root} is not empty; the demo wants a folder of its own")
+    return root.resolve()
+
+
+def _tell(root: Path, is_kept: bool, save_every: int, on_s3: bool, serve: bool, until_end: ExitStack) -> int:
+    begun = time.monotonic()
+    place: Place
+    if on_s3:
+        place = BucketPlace(until_end.enter_context(S3Server(root / "s3", bucket="dcp-demo")))
+    else:
+        place = FolderPlace(root / "checkpoints")
+        place.folder.mkdir()
+    story = Story(root, place, save_every, until_end)
+    narrator = story.narrator
+    try:
+        story.tell()
+        if not serve:
+            story.end_catalog()
+    except DemoError as error:
+        narrator.check("the demo ran to its end", False, str(error))
+    narrator.chapter("What this showed")
+    seconds = time.monotonic() - begun
+    if narrator.failed:
+        for claim in narrator.failed:
+            narrator.say(f"FAILED: {claim}")
+        narrator.say(f"{len(narrator.failed)} of {narrator.claims} checks failed, after {seconds:.0f} s.")
+        return 1
+    narrator.say(
+        """A job killed in the middle of a save loses the steps since its last checkpoint, and nothing else:
+        the half-written save is not taken for one, and on the same number of ranks training continues as if
+        nothing had happened, bit for bit. The same checkpoint loads on fewer and on more ranks, every bit of
+        it. With a writer process even a job that is killed right after a step was copied gets that step
+        committed. Stock torch reads what dcp wrote. A flipped bit is found, and the tensor named."""
+    )
+    narrator.say(f"All {narrator.claims} checks passed, in {seconds:.0f} s.")
+    if serve:
+        story.serve()
+        return 1 if narrator.failed else 0
+    if not is_kept:
+        narrator.say("The folder is removed; dcp demo --root DIR keeps it, --serve shows it in a browser.")
+    elif not on_s3:
+        narrator.say(f"To look at it in a browser: cd {shlex.quote(str(root))} && dcp serve")
+    return 0

@@ -1,27 +1,29 @@
 """Checkpoints of a folder, and what each is, from their indexes alone.
 
-No tensor is read, and torch is not needed. What is in one: `dcp.inspection.entries`.
+No tensor is read, and torch is not needed. The entries of one: tensors, by modules too, and values.
 
 Functions return data classes; the command line and the service render them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME, is_commit_object
-from dcp.storage.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-)
+from dcp.storage.engine.read import ReadEngine
+from dcp.storage.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 from dcp.storage.formats.format import BEGIN_BYTES
-from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.opening import (
     index_of_file,
     index_of_folder,
@@ -30,7 +32,10 @@ from dcp.storage.formats.opening import (
     open_source,
 )
 from dcp.storage.formats.opening import open_index as _open_index
+from dcp.storage.formats.plain import MAX_PLAIN_BYTES
 from dcp.storage.formats.registry import by_precedence, file_suffixes, formats, is_of_files
+from dcp.storage.formats.torch.archive import ObjectBlob
+from dcp.storage.formats.torch.python_values import decode_value
 from dcp.storage.formats.views import DroppedPart, dropped_from
 from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.opening import OpenWith, ParentFolder, SmallFiles, open_parent_folder
@@ -180,17 +185,14 @@ def _list(checkpoint_id: str | os.PathLike[str], opener: OpenWith, *, quick: boo
     is_readable = whole is not None and whole.state != "unreadable"
     known = [file.name for file in _folder_weights(files)] if is_readable else []
     jobs = [partial(of_folder, *folder) for folder in root.listings().items()]
-    jobs += [partial(of_file, file) for file in _single_files(files, known)]
-    found = [whole, *_results(jobs, 1 if quick else root.at_once)]
+    for file in files:
+        is_shown = not file.name.startswith(".") and file.name not in known
+        if is_shown and file.name.lower().endswith(file_suffixes()):
+            jobs.append(partial(of_file, file))
+    with WorkerThreads(1 if quick else root.at_once) as pool:
+        found = [whole, *pool.map(lambda job: job(), jobs)]
     summaries = [one for one in found if one is not None]
     return sorted(summaries, key=lambda one: (-1 if one.step is None else one.step, one.name))
-
-
-def _results(jobs: Sequence[Callable[[], Any]], at_once: int) -> list[Any]:
-    if at_once <= 1:
-        return [job() for job in jobs]
-    with WorkerThreads(at_once) as pool:
-        return list(pool.map(lambda job: job(), jobs))
 
 
 def name_and_step(url: str) -> tuple[str, int | None]:
@@ -212,9 +214,8 @@ def _save(store: Store, files: Sequence[FileInfo], *, quick: bool) -> Checkpoint
     if committed and not quick:
         return _opened(store, store.url, partial(_open_index, store), files, "committed")
     data = [file for file in files if file.name.endswith(DATA_SUFFIX)]
-    if not committed and not data:
-        return None
-    return _unopened(store.url, "committed" if committed else "incomplete", committed, data)
+    state = "committed" if committed else "incomplete"
+    return _unopened(store.url, state, committed, data) if committed or data else None
 
 
 def _weights(store: Store, files: Sequence[FileInfo], *, quick: bool) -> CheckpointSummary | None:
@@ -256,9 +257,6 @@ def _opened(
     return CheckpointSummary(name, url, state, step, *facts)
 
 
-_PROVENANCE: Final = ("save_id", "torch_version", "dcphub_version", "world_size")
-
-
 def header_of(
     store: Store,
     index: CheckpointIndex,
@@ -273,11 +271,19 @@ def header_of(
     listing = {file.name: file for file in (store.list() if files is None else files)}
     provenance = index.provenance
     committed = provenance.get("time")
+    if committed is None:  # by the commit object; of files without one, by the last of them
+        commits = [name for name in (METADATA_NAME, MANIFEST_NAME) if name in listing][:1]
+        dated = index.files if is_of_files(index.format) else commits
+        times = [listing[name].modified_seconds for name in dated if name in listing]
+        committed = max(times, default=None)
     return CheckpointHeader(
         url=store.url if url is None else url,
         format=index.format,
-        **{name: provenance.get(name) for name in _PROVENANCE},
-        committed_seconds=_committed_seconds(index, listing) if committed is None else committed,
+        save_id=provenance.get("save_id"),
+        torch_version=provenance.get("torch_version"),
+        dcphub_version=provenance.get("dcphub_version"),
+        world_size=provenance.get("world_size"),
+        committed_seconds=committed,
         tensors=index.tensor_count,
         chunks=index.chunk_count,
         objects=len(index.objects),
@@ -289,15 +295,6 @@ def header_of(
         rank_traffic=figures_by_rank(provenance.get("rank_traffic")),
         dropped=dropped_from(provenance),
     )
-
-
-def _committed_seconds(index: CheckpointIndex, listing: Mapping[str, FileInfo]) -> float | None:
-    """Return the time at which the commit object was written; of files without one, that of the last of
-    them."""
-    names: Sequence[str] = [name for name in (METADATA_NAME, MANIFEST_NAME) if name in listing][:1]
-    if is_of_files(index.format):
-        names = index.files
-    return max((listing[name].modified_seconds for name in names if name in listing), default=None)
 
 
 def figures_by_rank(noted: object) -> tuple[dict[str, float], ...]:
@@ -338,8 +335,18 @@ def list_runs(
     opener = OpenWith(storage_options)
     if locate(checkpoint_id, open_store=opener).file is not None:
         return []
-    root = open_parent_folder(checkpoint_id, open_store=opener)
-    return [_run_summary(*found) for found in _below(root, opener, "", 1) if found[2]]
+    root, found = open_parent_folder(checkpoint_id, open_store=opener), []
+    for name, run, committed in _below(root, opener, "", 1):
+        times = {
+            folder: max(info.modified_seconds for file, info in files.items() if is_commit_object(file))
+            for folder, files in committed.items()
+        }
+        steps = {folder: step for folder in times if (step := name_and_step(folder)[1]) is not None}
+        newest = max(steps, key=lambda folder: (times[folder], folder), default="")
+        if committed:
+            last, count = max(times.values()), len(committed)
+            found.append(CheckpointSummary(name, run.url, "run", steps.get(newest), last, checkpoints=count))
+    return found
 
 
 @plain_errors
@@ -400,17 +407,6 @@ def _is_committed(files: SmallFiles) -> bool:
     return any(map(is_commit_object, files))
 
 
-def _run_summary(name: str, run: ParentFolder, committed: Mapping[str, SmallFiles]) -> CheckpointSummary:
-    times = {
-        folder: max(info.modified_seconds for file, info in files.items() if is_commit_object(file))
-        for folder, files in committed.items()
-    }
-    steps = {folder: step for folder in times if (step := name_and_step(folder)[1]) is not None}
-    newest = max(steps, key=lambda folder: (times[folder], folder), default=None)
-    step = None if newest is None else steps[newest]
-    return CheckpointSummary(name, run.url, "run", step, max(times.values()), checkpoints=len(committed))
-
-
 def _folder_weights(files: Sequence[FileInfo]) -> list[FileInfo]:
     """Return the files that are one set of weights together; as far as names tell."""
     shown = [file for file in files if not file.name.startswith(".")]
@@ -424,12 +420,6 @@ def _folder_weights(files: Sequence[FileInfo]) -> list[FileInfo]:
     return []
 
 
-def _single_files(files: Sequence[FileInfo], known: Collection[str]) -> list[FileInfo]:
-    """Return the files that could each be weights, without those ``known`` as parts of the folder's."""
-    shown = [file for file in files if not file.name.startswith(".") and file.name not in known]
-    return [file for file in shown if file.name.lower().endswith(file_suffixes())]
-
-
 def _is_weight_file(store: Store, file: FileInfo) -> bool:
     """Return whether the file begins as one of the formats that its name may be of: ``.bin`` may be
     anything."""
@@ -440,3 +430,173 @@ def _is_weight_file(store: Store, file: FileInfo) -> bool:
         return any(one.begins_so(begin) for one in formats())
     except CheckpointError:  # the error shows when it is opened
         return True
+
+
+# -- entries of a checkpoint ---------------------------------------------------------------------------------
+
+_Place: TypeAlias = tuple[int, int, int]
+
+_BLOBS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRow:
+    """One tensor: its global shape, and the number, bytes and files of its chunks."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: int
+    bytes: int
+    files: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectRow:
+    """One non-tensor value. ``value`` counts only where ``is_plain`` (or harmless otherwise); others stay
+    pickled, ``bytes`` long."""
+
+    fqn: str
+    is_plain: bool
+    value: Any
+    bytes: int
+    file: str | None
+
+
+@dataclass(slots=True)
+class ModuleNode:
+    """A module: what is below one dotted prefix. ``tensor`` is set where the name itself is a tensor."""
+
+    name: str
+    tensors: int = 0
+    elements: int = 0
+    bytes: int = 0
+    tensor: TensorRow | None = None
+    children: list[ModuleNode] = field(default_factory=list)
+
+
+def tensor_rows(index: CheckpointIndex) -> list[TensorRow]:
+    """Return all tensors in the order of the index."""
+    sizes = np.zeros(index.tensor_count, dtype=np.int64)
+    np.add.at(sizes, index.chunk_tensors, index.payload_lengths)
+    pairs = np.unique(np.stack([index.chunk_tensors, index.chunk_files]), axis=1)
+    ends = np.searchsorted(pairs[0], np.arange(index.tensor_count + 1)).tolist()
+    names = [index.files[file] for file in pairs[1].tolist()]
+    columns = zip(index.fqns, np.diff(index.chunk_start).tolist(), sizes.tolist(), strict=True)
+    rows = []
+    for row, (fqn, chunks, size_bytes) in enumerate(columns):
+        files = tuple(names[ends[row] : ends[row + 1]])
+        rows.append(TensorRow(fqn, index.dtype(row).name, index.shape(row), chunks, size_bytes, files))
+    return rows
+
+
+def object_rows(
+    store: Store,
+    index: CheckpointIndex,
+    fqns: Sequence[str] | None = None,
+    *,
+    limit_bytes: int = MAX_PLAIN_BYTES,
+) -> list[ObjectRow]:
+    """List the values ``fqns`` that are no tensors, by default all in the order of the index.
+
+    Plain ones are decoded, and of those that are pickled the harmless ones of up to ``limit_bytes``.
+    """
+    objects, position = index.objects, index.objects.position
+    chosen = range(len(objects)) if fqns is None else [position[fqn] for fqn in fqns]
+    columns = (column[chosen].tolist() for column in (objects.files, objects.offsets, objects.lengths))
+    places = list(zip(*columns, strict=True))
+    plain = objects.plain[chosen].tolist()
+    pickled = {place for place, at in zip(places, plain, strict=True) if at == UNKNOWN}
+    decoded = _plain_values(store, index, [one for one in sorted(pickled) if one[2] <= limit_bytes])
+    values = {at: decode_value(objects.values[at]) for at in {*plain} - {UNKNOWN}}
+    rows = []
+    for row, place, at in zip(chosen, places, plain, strict=True):
+        fqn, size_bytes = objects.fqns[row], place[2]
+        name = index.files[place[0]] if place[0] != UNKNOWN else None
+        if at == UNKNOWN:
+            rows.append(ObjectRow(fqn, place in decoded, decoded.get(place), size_bytes, name))
+        else:
+            size_bytes = len(objects.values[at]) if name is None else size_bytes
+            rows.append(ObjectRow(fqn, True, values[at], size_bytes, name))
+    return rows
+
+
+def _plain_values(store: Store, index: CheckpointIndex, places: list[_Place]) -> dict[_Place, Any]:
+    """Return values at ``places`` (file, offset, length) that are harmless, decoded without running
+    anything."""
+    found: dict[_Place, Any] = {}
+    with ReadEngine(store, index, threads=store.read_profile.threads or 1) as engine:
+        for first in range(0, len(places), _BLOBS_AT_ONCE):
+            some = places[first : first + _BLOBS_AT_ONCE]
+            for place, blob in zip(some, engine.read_blobs(some), strict=True):
+                with contextlib.suppress(CheckpointFormatError):  # it is not harmless, or no torch.save blob
+                    found[place] = ObjectBlob(blob).value()
+    return found
+
+
+def module_tree(rows: Iterable[TensorRow]) -> ModuleNode:
+    """Return tensors grouped by the dots in their names, with sums; the root has an empty name."""
+    root = ModuleNode("")
+    by_path: dict[tuple[str, ...], ModuleNode] = {}
+    for row in rows:
+        parts, node = tuple(row.fqn.split(".")), root
+        for depth in range(len(parts) + 1):
+            if depth and parts[:depth] not in by_path:
+                by_path[parts[:depth]] = ModuleNode(parts[depth - 1])
+                node.children.append(by_path[parts[:depth]])
+            node = by_path[parts[:depth]] if depth else root
+            node.tensors += 1
+            node.elements += math.prod(row.shape)
+            node.bytes += row.bytes
+        node.tensor = row
+    return root
+
+
+# -- ties ----------------------------------------------------------------------------------------------------
+
+
+def first_of_ties(index: CheckpointIndex, rows: list[int]) -> list[int]:
+    """Return for each of the tensors ``rows`` the first one among them that has the same bytes of the same
+    files."""
+    tied = _may_be_tied(index)
+    if not tied:
+        return rows
+    firsts: dict[tuple[Any, ...], int] = {}
+    return [firsts.setdefault(_identity(index, row), row) if row in tied else row for row in rows]
+
+
+def _may_be_tied(index: CheckpointIndex) -> set[int]:
+    """Return tensors whose first chunk begins where another one's does; none where their places are not
+    known."""
+    if len(index.payload_offsets) < len(index.chunk_files):
+        return set()
+    rows = np.flatnonzero(np.diff(index.chunk_start) > 0)
+    chunks = index.chunk_start[rows]
+    offsets = index.payload_offsets[chunks]
+    places = np.where(offsets < 0, index.record_offsets[chunks], offsets)
+    order = np.lexsort((places, index.chunk_files[chunks]))
+    files, places = index.chunk_files[chunks][order], places[order]
+    same = np.zeros(len(rows) + 1, bool)
+    same[1:-1] = (files[1:] == files[:-1]) & (places[1:] == places[:-1])
+    return set(rows[order][same[1:] | same[:-1]].tolist())
+
+
+def _identity(index: CheckpointIndex, row: int) -> tuple[Any, ...]:
+    """Return a key that is equal for tensors that share all of their bytes, and for no others."""
+    chunks = index.chunks(row)
+    rows = slice(chunks.start, chunks.stop)
+    if not int(index.payload_lengths[rows].sum()):
+        return (row,)
+    offsets = index.payload_offsets[rows]
+    places = np.where(offsets < 0, index.record_offsets[rows], offsets)
+    boxes = slice(int(index.box_start[chunks.start]), int(index.box_start[chunks.stop]))
+    strides = index.payload_strides
+    return (
+        int(index.dtype_codes[row]),
+        index.shape(row),
+        index.chunk_files[rows].tobytes(),
+        places.tobytes(),
+        index.chunk_offsets[boxes].tobytes(),
+        index.chunk_sizes[boxes].tobytes(),
+        tuple(strides.get(chunk) for chunk in chunks) if strides else None,
+    )

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from dcp.inspection.verification import check_files, verify_store
+from dcp.inspection.verification import check_files, verify_place
 from dcp.manager import retention
 from dcp.manager.dropping import drop_parts, finish_drop
 from dcp.manager.events import Events
@@ -36,6 +36,7 @@ from dcp.storage.errors import (
     CorruptCheckpointError,
     StorageError,
 )
+from dcp.storage.formats.opening import SourcePlace
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.opening import SmallFiles
 
@@ -373,7 +374,7 @@ class AfterCommit:
         if commit.index is None:
             return str(commit.problem)
         if check == "full":
-            found = verify_store(store).faults
+            found = verify_place(SourcePlace(store)).faults
         else:
             listing = {info.name: info for info in store.list()}
             found = [one for one in check_files(commit.index, listing) if not one.is_note]

@@ -24,8 +24,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from dcp.inspection.findings import VerifyReport
-from dcp.inspection.payload_checks import PayloadChecks
+from dcp.inspection.verification import PayloadChecks, VerifyReport
 from dcp.manager.retention import Part, Retention, plan
 from dcp.planners.load.selection import Selection
 from dcp.steps import StepFolders, read_notes

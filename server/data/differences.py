@@ -11,8 +11,13 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final, Literal
 
-from dcp.inspection.values.difference import TensorDifference, TensorFacts, ValueDifference, diff_readers
-from dcp.inspection.values.object_differences import ObjectDifference
+from dcp.inspection.values.difference import (
+    ObjectDifference,
+    TensorDifference,
+    TensorFacts,
+    ValueDifference,
+    diff,
+)
 from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.server.catalog.contents.layers import is_of_optimizer
 from dcp.server.data.opening import OpenCheckpoint
@@ -144,7 +149,7 @@ def compare(a: OpenCheckpoint, b: OpenCheckpoint, basis: Basis | None = None) ->
         TensorReader(a.store, a.index, name="a", threads=1) as first,
         TensorReader(b.store, b.index, name="b", threads=1) as second,
     ):
-        found = diff_readers(first, second, values=False)
+        found = diff(first, second, values=False)
     return _of_indexes(basis, found.tensors, found.objects, len(found.equal), found.equal_objects)
 
 

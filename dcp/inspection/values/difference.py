@@ -3,30 +3,38 @@
 Digests come first, then checksums: where both sides have some for the same boxes, or for parts of tensors
 that follow one another in memory order (whose CRCs are combined), equal tensors are never read. What is left,
 and whatever differs, is read in blocks and compared element by element.
+
+Values that are no tensors are compared by their encodings, without running any. Plain and other harmless ones
+by value and exact type (1 and 1.0 differ, NaN equals itself bit by bit); what needs code, or is large, by its
+pickle: two pickles may differ and still mean one value.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal, NamedTuple
+from functools import cached_property
+from operator import itemgetter
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.inspection.findings import ReportBytes
+from dcp.inspection.checkpoints import ObjectRow, object_rows
 from dcp.inspection.values.elements import Array, decode, is_integral, is_opaque
-from dcp.inspection.values.object_differences import ObjectDifference, compare_objects, object_names
-from dcp.inspection.values.tensor_reading import TensorReader, open_tensors
+from dcp.inspection.values.tensor_reading import ReportBytes, TensorReader, opened
 from dcp.planners.load.selection import Patterns, Rename, Selection, renamer
-from dcp.storage.errors import PlanError
-from dcp.storage.formats.checksums import crc32_combine
+from dcp.storage.errors import CheckpointFormatError, PlanError
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 from dcp.storage.formats.dtypes import Dtype
-from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.torch.archive import entry_start, read_directory
+from dcp.storage.formats.torch.python_values import decode_value, encode_value
 from dcp.storage.geometry.boxes import Box, contiguous_position, split_box
 
 DifferenceKind = Literal["added", "removed", "shape", "dtype", "changed", "undecided"]
@@ -36,6 +44,11 @@ _SLAB_BYTES: Final = 64 << 20
 
 _STEP: Final = 1 << 15
 """Elements at a time, so that all that is done to them finds them in the cache."""
+
+_MAX_ENCODED_BYTES: Final = 1 << 30
+
+_Rows: TypeAlias = tuple[int, int]
+"""The rows of a tensor that both checkpoints have, in their indexes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +98,19 @@ class TensorDifference:
 
 
 @dataclass(frozen=True, slots=True)
+class ObjectDifference:
+    """A value that is not the same in both: ``kind`` is "added", "removed", "changed" or "undecided".
+
+    ``before`` and ``after`` count only where they are plain data; None where they are not there or pickled.
+    """
+
+    fqn: str
+    kind: str
+    before: Any = None
+    after: Any = None
+
+
+@dataclass(frozen=True, slots=True)
 class Difference:
     """The result of `diff`; ``equal`` names the tensors that are the same, ``equal_objects`` counts the
     values.
@@ -108,8 +134,8 @@ class Difference:
 
 @plain_errors
 def diff(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
+    a: str | os.PathLike[str] | TensorReader,
+    b: str | os.PathLike[str] | TensorReader,
     *,
     values: bool = True,
     only: Patterns | None = None,
@@ -124,7 +150,7 @@ def diff(
     Memory is bounded by some 300 MiB.
 
     Args:
-        a: A path or URL of a checkpoint or file of any format.
+        a: A path or URL of a checkpoint or file of any format, or a reader of one, which stays open.
         b: The same, of the one that came after; formats and shardings may differ.
         values: False reads no payload: names, shapes and dtypes are compared, and what checksums tell.
         only: Shell globs on the names as ``b`` has them: what they match, and everything below.
@@ -145,72 +171,24 @@ def diff(
         StorageError: The storage cannot be read.
     """
     options_of_b = storage_options if options_of_b is None else options_of_b
-    how: dict[str, Any] = {
-        "values": values,
-        "only": only,
-        "exclude": exclude,
-        "rename": rename,
-        "progress": progress,
-    }
-    with (
-        open_tensors(a, storage_options=storage_options, verify="full") as first,
-        open_tensors(b, storage_options=options_of_b, verify="full") as second,
-    ):
-        return diff_readers(first, second, **how)
-
-
-class _Pair(NamedTuple):
-    """One tensor that both checkpoints have: its place in the result, and its rows in their indexes."""
-
-    place: int
-    a: int
-    b: int
-
-
-def diff_readers(
-    a: TensorReader,
-    b: TensorReader,
-    *,
-    values: bool = True,
-    only: Patterns | None = None,
-    exclude: Patterns | None = None,
-    rename: Rename | None = None,
-    progress: ReportBytes | None = None,
-) -> Difference:
-    """`diff` of two open checkpoints."""
     selection, renamed = Selection.of(only, exclude), renamer(rename)
-    tensors = _names(a.index.fqns, b.index.fqns, selection, renamed)
-    objects = _names(object_names(a.index), object_names(b.index), selection, renamed)
-    if not tensors and not objects and selection is not None:  # patterns are easily mistyped
-        where = f"{a.name}, {b.name}: only={only!r}, exclude={exclude!r}"
-        raise PlanError(f"{where} select nothing; patterns are shell globs such as 'model.*'")
-    found: list[TensorDifference | None] = []
-    compared: list[_Pair] = []
-    for place, (first, second) in enumerate(tensors):
-        before, after = _facts(a.index, first), _facts(b.index, second)
-        kind = _kind(before, after)
-        if first is not None and second is not None and kind != "shape":
-            pair = _Pair(place, a.index.position[first], b.index.position[second])
-            kind = kind or _kind_by_checksums(a, b, pair)
-            if kind and values and _are_comparable(a.index.dtype(pair.a), b.index.dtype(pair.b)):
-                compared.append(pair)
-        found.append(kind and TensorDifference(second or first or "", kind, before, after))
-    for pair, value in _ValueComparison(a, b, progress).run(compared):
-        known = found[pair.place]
-        if known is not None and known.kind == "dtype":
-            found[pair.place] = replace(known, values=value)
-        elif known is not None:
-            found[pair.place] = replace(known, kind="changed", values=value) if value.differing else None
-    changed_objects = compare_objects(a, b, objects, values=values)
-    return Difference(
-        a.name,
-        b.name,
-        tuple(one for one in found if one is not None),
-        tuple(second or "" for (_, second), one in zip(tensors, found, strict=True) if one is None),
-        tuple(changed_objects),
-        len(objects) - len(changed_objects),
-        a.bytes_read + b.bytes_read,
-    )
+    with opened(a, storage_options) as first, opened(b, options_of_b) as second:
+        tensors = _names(first.index.fqns, second.index.fqns, selection, renamed)
+        objects = _names(_object_names(first.index), _object_names(second.index), selection, renamed)
+        if not tensors and not objects and selection is not None:  # patterns are easily mistyped
+            where = f"{first.name}, {second.name}: only={only!r}, exclude={exclude!r}"
+            raise PlanError(f"{where} select nothing; patterns are shell globs such as 'model.*'")
+        found = _compare_tensors(first, second, tensors, progress, values=values)
+        changed_objects = _compare_objects(first, second, objects, values=values)
+        return Difference(
+            first.name,
+            second.name,
+            tuple(one for one in found if one is not None),
+            tuple(name or "" for (_, name), one in zip(tensors, found, strict=True) if one is None),
+            tuple(changed_objects),
+            len(objects) - len(changed_objects),
+            first.bytes_read + second.bytes_read,
+        )
 
 
 def _names(
@@ -233,7 +211,43 @@ def _names(
     ]
 
 
-# -- by the indexes ------------------------------------------------------------------------------------------
+# -- tensors, by the indexes ---------------------------------------------------------------------------------
+
+
+def _compare_tensors(
+    a: TensorReader,
+    b: TensorReader,
+    names: Iterable[tuple[str | None, str | None]],
+    progress: ReportBytes | None,
+    *,
+    values: bool,
+) -> list[TensorDifference | None]:
+    """Return what differs of each of ``names``, None where nothing does; only what must be is read."""
+    found: list[TensorDifference | None] = []
+    compared: dict[_Rows, int] = {}
+    for place, (first, second) in enumerate(names):
+        before, after = _facts(a.index, first), _facts(b.index, second)
+        kind: DifferenceKind | None = None
+        if before is None or after is None:
+            kind = "added" if before is None else "removed"
+        elif before.shape != after.shape:
+            kind = "shape"
+        else:
+            rows = a.index.position[before.fqn], b.index.position[after.fqn]
+            kind = _kind_of_alike(a, b, rows) if before.dtype == after.dtype else "dtype"
+            dtypes = a.index.dtype(rows[0]), b.index.dtype(rows[1])
+            is_odd = any(is_opaque(dtype) or dtype.name == "float4_e2m1fn_x2" for dtype in dtypes)
+            if kind and values and (dtypes[0] == dtypes[1] or not is_odd):
+                compared[rows] = place
+        found.append(kind and TensorDifference(second or first or "", kind, before, after))
+    for rows, value in _compare_values(a, b, [*compared], progress):
+        known = found[compared[rows]]
+        if known is not None and known.kind == "dtype":
+            found[compared[rows]] = replace(known, values=value)
+        elif known is not None:
+            changed = replace(known, kind="changed", values=value)
+            found[compared[rows]] = changed if value.differing else None
+    return found
 
 
 def _facts(index: CheckpointIndex, fqn: str | None) -> TensorFacts | None:
@@ -243,36 +257,27 @@ def _facts(index: CheckpointIndex, fqn: str | None) -> TensorFacts | None:
     return TensorFacts(fqn, index.dtype(row).name, index.shape(row))
 
 
-def _kind(before: TensorFacts | None, after: TensorFacts | None) -> DifferenceKind | None:
-    """Return the difference that names, shapes and dtypes tell."""
-    if before is None or after is None:
-        return "added" if before is None else "removed"
-    if before.shape != after.shape:
-        return "shape"
-    return None if before.dtype == after.dtype else "dtype"
-
-
-def _kind_by_checksums(a: TensorReader, b: TensorReader, pair: _Pair) -> DifferenceKind | None:
-    same = True if 0 in a.index.shape(pair.a) else _same_by_checksums(a, b, pair)
+def _kind_of_alike(a: TensorReader, b: TensorReader, rows: _Rows) -> DifferenceKind | None:
+    """Compare tensors of one dtype and shape by the indexes; return None for equal ones."""
+    if 0 in a.index.shape(rows[0]):
+        return None
+    digests = a.index.digest(rows[0]), b.index.digest(rows[1])
+    if None not in digests:
+        return None if digests[0] == digests[1] else "changed"
+    same: bool | None
+    chunks = _pairs_of_chunks(a, b, rows)
+    if chunks is not None:
+        known = [_same_payload(a, b, *both) for both in chunks]
+        same = None if None in known else all(known)
+    else:
+        crcs = _whole_crc(a, rows[0]), _whole_crc(b, rows[1])
+        same = None if None in crcs else crcs[0] == crcs[1]
     return None if same else "undecided" if same is None else "changed"
 
 
-def _same_by_checksums(a: TensorReader, b: TensorReader, pair: _Pair) -> bool | None:
-    """Return None where neither digests nor checksums tell."""
-    digests = a.index.digest(pair.a), b.index.digest(pair.b)
-    if None not in digests:
-        return digests[0] == digests[1]
-    chunks = _pairs_of_chunks(a, b, pair)
-    if chunks is not None:
-        known = [_same_payload(a, b, *both) for both in chunks]
-        return None if None in known else all(known)
-    whole = _whole_crc(a, pair.a), _whole_crc(b, pair.b)
-    return None if None in whole else whole[0] == whole[1]
-
-
-def _pairs_of_chunks(a: TensorReader, b: TensorReader, pair: _Pair) -> list[tuple[int, int]] | None:
+def _pairs_of_chunks(a: TensorReader, b: TensorReader, rows: _Rows) -> list[tuple[int, int]] | None:
     """Return the chunks of both sides that are the same boxes; None where they are cut differently."""
-    first, second = _chunks_of_boxes(a, pair.a), _chunks_of_boxes(b, pair.b)
+    first, second = _chunks_of_boxes(a, rows[0]), _chunks_of_boxes(b, rows[1])
     if first is None or second is None or first.keys() != second.keys():
         return None
     return [(chunk, second[box]) for box, chunk in first.items()]
@@ -281,9 +286,9 @@ def _pairs_of_chunks(a: TensorReader, b: TensorReader, pair: _Pair) -> list[tupl
 def _chunks_of_boxes(reader: TensorReader, row: int) -> dict[Box, int] | None:
     """Return the chunks by their boxes; None if they lie over each other."""
     parts = reader.parts(row)
-    if any(reader.index.box(part.chunk) != part.box for part in parts):
+    if any(reader.index.box(chunk) != box for chunk, box in parts):
         return None
-    return {part.box: part.chunk for part in parts}
+    return {box: chunk for chunk, box in parts}
 
 
 def _same_payload(a: TensorReader, b: TensorReader, chunk_a: int, chunk_b: int) -> bool | None:
@@ -316,74 +321,66 @@ def _whole_crc(reader: TensorReader, row: int) -> int | None:
     return total
 
 
-# -- by the values -------------------------------------------------------------------------------------------
+# -- tensors, by the values ----------------------------------------------------------------------------------
 
 
-class _ValueComparison:
-    """Reads both sides of tensors, and adds up by how much they differ."""
-
-    def __init__(self, a: TensorReader, b: TensorReader, progress: ReportBytes | None) -> None:
-        self._a, self._b, self._progress = a, b, progress
-        self._done_bytes = self._total_bytes = 0
-
-    def run(self, pairs: list[_Pair]) -> Iterator[tuple[_Pair, ValueDifference]]:
-        """Yield all ``pairs``; those first that both sides have in the same boxes."""
-        self._total_bytes = sum(self._a.tensor_bytes(pair.a) + self._b.tensor_bytes(pair.b) for pair in pairs)
-        alike = [pair for pair in pairs if self._are_cut_alike(pair)]
-        others = sorted({*pairs} - {*alike}, key=lambda pair: pair.a)
-        for some in (self._blocks(alike), ((pair, *both) for pair in others for both in self._slabs(pair))):
-            deltas: dict[_Pair, _Deltas] = {}
-            for pair, first, second in some:
-                if pair not in deltas:
-                    yield from ((done, deltas.pop(done).result()) for done in [*deltas])
-                    deltas[pair] = _Deltas(self._a.index.dtype(pair.a), self._b.index.dtype(pair.b))
-                deltas[pair].add(first, second)
-                self._done_bytes += first.nbytes + second.nbytes
-                if self._progress is not None:
-                    self._progress(self._done_bytes, self._total_bytes)
-            yield from ((done, one.result()) for done, one in deltas.items())
-
-    def _are_cut_alike(self, pair: _Pair) -> bool:
-        a, b = self._a, self._b
-        chunks = _pairs_of_chunks(a, b, pair)
-        if chunks is None or a.index.dtype(pair.a).itemsize != b.index.dtype(pair.b).itemsize:
-            return False
-        return all(a.is_c_ordered(first) and b.is_c_ordered(second) for first, second in chunks)
-
-    def _blocks(self, pairs: list[_Pair]) -> Iterator[tuple[_Pair, Array, Array]]:
-        """Yield blocks of tensors that are cut alike: those of both sides are the same boxes, so that two
-        streams will do, each with its checksums."""
-        by_row = {pair.a: pair for pair in pairs}
-        with (
-            contextlib.closing(self._a.stream([pair.a for pair in pairs])) as first,
-            contextlib.closing(self._b.stream([pair.b for pair in pairs])) as second,
-        ):
-            for (row, one), (_, other) in zip(first, second, strict=True):
-                yield by_row[row], one.array, other.array
-
-    def _slabs(self, pair: _Pair) -> Iterator[tuple[Array, Array]]:
-        """Yield the same boxes of both sides, however those are cut: along what is stored turned, if
-        anything."""
-        a, b = self._a, self._b
-        for reader, row, other, other_row in ((a, pair.a, b, pair.b), (b, pair.b, a, pair.a)):
-            if not all(reader.is_c_ordered(part.chunk) for part in reader.parts(row)):
-                for _, tile in reader.stream([row], _SLAB_BYTES):
-                    array = other.read(other_row, Box(tile.offsets, tile.array.shape).slices)
-                    yield (tile.array, array) if reader is a else (array, tile.array)
-                return
-        itemsize = max(a.index.dtype(pair.a).itemsize, b.index.dtype(pair.b).itemsize)
-        for box in split_box(Box.whole(a.index.shape(pair.a)), _SLAB_BYTES // itemsize):
-            yield a.read(pair.a, box.slices), b.read(pair.b, box.slices)
+def _compare_values(
+    a: TensorReader, b: TensorReader, compared: list[_Rows], progress: ReportBytes | None
+) -> Iterator[tuple[_Rows, ValueDifference]]:
+    """Read both sides of tensors, and yield by how much they differ: those first that both sides have in the
+    same boxes."""
+    done_bytes = 0
+    total_bytes = sum(a.tensor_bytes(row) + b.tensor_bytes(other) for row, other in compared)
+    alike = [rows for rows in compared if _are_cut_alike(a, b, rows)]
+    others = sorted({*compared} - {*alike})
+    blocks = itertools.chain(
+        _blocks(a, b, alike), ((rows, *both) for rows in others for both in _slabs(a, b, rows))
+    )
+    for rows, some in itertools.groupby(blocks, itemgetter(0)):
+        deltas = _Deltas(a.index.dtype(rows[0]), b.index.dtype(rows[1]))
+        for _, first, second in some:
+            deltas.add(first, second)
+            done_bytes += first.nbytes + second.nbytes
+            if progress is not None:
+                progress(done_bytes, total_bytes)
+        yield rows, deltas.result()
 
 
-def _are_comparable(first: Dtype, second: Dtype) -> bool:
-    """Return whether elements of one dtype can be compared with those of the other."""
-    odd = (is_opaque(dtype) or dtype.name == "float4_e2m1fn_x2" for dtype in (first, second))
-    return first == second or not any(odd)
+def _are_cut_alike(a: TensorReader, b: TensorReader, rows: _Rows) -> bool:
+    chunks = _pairs_of_chunks(a, b, rows)
+    if chunks is None or a.index.dtype(rows[0]).itemsize != b.index.dtype(rows[1]).itemsize:
+        return False
+    return all(a.is_c_ordered(first) and b.is_c_ordered(second) for first, second in chunks)
+
+
+def _blocks(a: TensorReader, b: TensorReader, alike: list[_Rows]) -> Iterator[tuple[_Rows, Array, Array]]:
+    """Yield blocks of tensors that are cut alike: those of both sides are the same boxes, so that two
+    streams will do, each with its checksums."""
+    others = dict(alike)
+    with (
+        contextlib.closing(a.stream(others)) as first,
+        contextlib.closing(b.stream(others.values())) as second,
+    ):
+        for one, other in zip(first, second, strict=True):
+            yield (one.row, other.row), one.array, other.array
+
+
+def _slabs(a: TensorReader, b: TensorReader, rows: _Rows) -> Iterator[tuple[Array, Array]]:
+    """Yield the same boxes of both sides, however those are cut: along what is stored turned, if
+    anything."""
+    for reader, row, other, other_row in ((a, rows[0], b, rows[1]), (b, rows[1], a, rows[0])):
+        if not all(reader.is_c_ordered(chunk) for chunk, _ in reader.parts(row)):
+            for tile in reader.stream([row], _SLAB_BYTES):
+                array = other.read(other_row, Box(tile.offsets, tile.array.shape).slices)
+                yield (tile.array, array) if reader is a else (array, tile.array)
+            return
+    itemsize = max(a.index.dtype(rows[0]).itemsize, b.index.dtype(rows[1]).itemsize)
+    for box in split_box(Box.whole(a.index.shape(rows[0])), _SLAB_BYTES // itemsize):
+        yield a.read(rows[0], box.slices), b.read(rows[1], box.slices)
 
 
 class _Deltas:
-    """Takes pairs of arrays of one shape, as `elements.stored_dtype` says; see `_are_comparable`."""
+    """Takes pairs of arrays of one shape, as `elements.stored_dtype` says; of dtypes that can be compared."""
 
     def __init__(self, first: Dtype, second: Dtype) -> None:
         self._first, self._second = first, second
@@ -422,7 +419,12 @@ class _Deltas:
         self._finite += len(a)
         self._squares += _square_sum(a)
         if count:
-            deltas = _exact(first, second) if self._is_wide else np.abs(a - b)
+            deltas: Array
+            if self._is_wide:  # integers of 64 bits, which float64 would round before it subtracts them
+                up = first.astype(np.uint64) - second.astype(np.uint64)  # modulo 2**64
+                deltas = np.where(first > second, up, np.uint64(0) - up).astype(np.float64)
+            else:
+                deltas = np.abs(a - b)
             self._max_abs = max(self._max_abs, float(deltas.max(initial=0.0)))
             self._delta_squares += _square_sum(deltas)
 
@@ -458,7 +460,104 @@ def _square_sum(values: npt.NDArray[Any]) -> float:
     return float(np.square(values.view(np.float64)).sum())  # of complex numbers both parts
 
 
-def _exact(first: Array, second: Array) -> npt.NDArray[np.float64]:
-    """Return differences of integers of 64 bits, which float64 would round before it subtracts them."""
-    up = first.astype(np.uint64) - second.astype(np.uint64)  # modulo 2**64, so right where first > second
-    return np.where(first > second, up, np.uint64(0) - up).astype(np.float64)
+# -- values that are no tensors ------------------------------------------------------------------------------
+
+
+def _object_names(index: CheckpointIndex) -> list[str]:
+    """Return names of all values, also of those that were not decoded because they need code."""
+    refused = index.provenance.get("refused_objects")
+    names = refused if isinstance(refused, Mapping) else ()
+    return [*index.objects.fqns, *(name for name in names if isinstance(name, str))]
+
+
+def _compare_objects(
+    a: TensorReader, b: TensorReader, names: Iterable[tuple[str | None, str | None]], *, values: bool
+) -> list[ObjectDifference]:
+    """Compare the values that ``names`` has in ``a`` and ``b`` (None where one lacks it).
+
+    Nothing is read for those whose encodings the indexes have; for others only with ``values``, else they are
+    "undecided".
+    """
+    before, after = _Values(a), _Values(b)
+    found = []
+    for first, second in names:
+        same, kind = None, "removed" if second is None else "added"
+        if first is not None and second is not None:
+            same = _are_same(before, after, first, second, values=values)
+            kind = "undecided" if same is None else "changed"
+        if not same:
+            shown = before.value(first, read=values), after.value(second, read=values)
+            found.append(ObjectDifference(second or first or "", kind, *shown))
+    return found
+
+
+def _are_same(a: _Values, b: _Values, first: str, second: str, *, values: bool) -> bool | None:
+    """Return None where the indexes do not tell, and nothing is to be read or was decoded."""
+    (value, stamp), (other_value, other_stamp) = a.noted(first), b.noted(second)
+    if value is not None and other_value is not None:
+        return value == other_value
+    if stamp is not None and stamp == other_stamp:
+        return True
+    row, other = (a.rows.get(first), b.rows.get(second)) if values else (None, None)
+    if row is None or other is None:
+        return None
+    if row.is_plain and other.is_plain:
+        limit = _MAX_ENCODED_BYTES
+        return encode_value(row.value, limit_bytes=limit) == encode_value(other.value, limit_bytes=limit)
+    return not row.is_plain and not other.is_plain and a.pickle_print(first) == b.pickle_print(second)
+
+
+class _Values:
+    """The values of one checkpoint; what is pickled is read when it is first asked for."""
+
+    def __init__(self, reader: TensorReader) -> None:
+        self._reader, self._objects = reader, reader.index.objects
+
+    @cached_property
+    def rows(self) -> dict[str, ObjectRow]:
+        """All values, decoded if they are plain, but for those refused when the file was opened."""
+        self._reader.other_bytes += int(self._objects.lengths[self._objects.plain == UNKNOWN].sum())
+        return {row.fqn: row for row in object_rows(self._reader.store, self._reader.index)}
+
+    def noted(self, fqn: str) -> tuple[bytes | None, tuple[int, int] | None]:
+        """Return a plain value as the index has it, and length and CRC-32 of a record; None for what it has
+        not."""
+        at, objects = self._objects.position.get(fqn), self._objects
+        if at is None:
+            return None, None
+        plain, crc = int(objects.plain[at]), int(objects.crcs[at])
+        stamp = None if crc == UNKNOWN else (int(objects.lengths[at]), crc)
+        return None if plain == UNKNOWN else objects.values[plain], stamp
+
+    def value(self, fqn: str | None, *, read: bool) -> Any:
+        """Return a plain value, read only if allowed; else None."""
+        encoded = None if fqn is None else self.noted(fqn)[0]
+        if encoded is not None:
+            return decode_value(encoded)
+        row = self.rows.get(fqn) if read and fqn is not None else None
+        return row.value if row is not None and row.is_plain else None
+
+    def pickle_print(self, fqn: str) -> frozenset[tuple[bytes, int, int]]:
+        """Return a print by which pickles differ: name, size and CRC-32 of a record's entries that hold
+        the value."""
+        at, objects = self._objects.position[fqn], self._objects
+        length = int(objects.lengths[at])
+        window = self._reader.window(int(objects.files[at]), int(objects.offsets[at]), length)
+
+        def crc_of(begin: int, size_bytes: int) -> int:
+            crc, end = 0, begin + size_bytes
+            for position in range(begin, end, BLOCK_BYTES):
+                crc = crc32(window.get(position, min(BLOCK_BYTES, end - position)), crc)
+            return crc
+
+        try:
+            entries = read_directory(window)
+        except CheckpointFormatError:  # a bare pickle
+            return frozenset([(b"", length, crc_of(0, length))])
+        found = []
+        for name, entry in entries.items():
+            inner = name.partition(b"/")[2]
+            if inner == b"data.pkl" or inner.startswith(b"data/"):
+                crc = entry.crc32 or crc_of(entry_start(window, entry), entry.size)
+                found.append((inner, entry.size, crc))
+        return frozenset(found)

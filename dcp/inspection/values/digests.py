@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.inspection.findings import ReportBytes
-from dcp.inspection.values.tensor_reading import TensorReader, open_tensors
+from dcp.inspection.values.tensor_reading import ReportBytes, TensorReader, opened
 from dcp.planners.load.selection import Patterns
 from dcp.storage.digests import (
     SUM_BYTES,
@@ -82,36 +81,17 @@ def digests(
         CorruptCheckpointError: Bytes are not those that were committed.
         StorageError: The storage cannot be read.
     """
-    with open_tensors(checkpoint_id, storage_options=storage_options, verify="full") as reader:
-        return digests_of(reader, only=only, exclude=exclude, recompute=recompute, progress=progress)
-
-
-def digests_of(
-    reader: TensorReader,
-    *,
-    only: Patterns | None = None,
-    exclude: Patterns | None = None,
-    recompute: bool = False,
-    progress: ReportBytes | None = None,
-) -> CheckpointDigests:
-    """`digests` of an open checkpoint."""
-    index, rows = reader.index, reader.rows(only, exclude)
-    known = {} if recompute else {row: noted for row in rows if (noted := index.digest(row)) is not None}
-    read = digests_by_reading(reader, [row for row in rows if row not in known], progress)
-    tensors = tuple(
-        TensorDigest(index.fqns[row], index.dtype(row).name, index.shape(row), digest, row in read)
-        for row, digest in ((row, known.get(row) or read[row]) for row in rows)
-    )
-    of_all = digest_of_all((tensor.fqn, tensor.digest) for tensor in tensors)
-    return CheckpointDigests(reader.name, of_all, tensors, reader.bytes_read)
-
-
-def digests_by_reading(
-    reader: TensorReader, rows: Sequence[int], progress: ReportBytes | None = None
-) -> dict[int, str]:
-    """Return the digests of ``rows``, in bounded memory."""
-    sums = sums_of(reader, rows, progress)
-    return {row: digest_of_sum(reader.index, row, total) for row, total in sums.items()}
+    with opened(checkpoint_id, storage_options) as reader:
+        index, rows = reader.index, reader.rows(only, exclude)
+        known = {} if recompute else {row: noted for row in rows if (noted := index.digest(row)) is not None}
+        read = sums_of(reader, [row for row in rows if row not in known], progress)
+        known |= {row: digest_of_sum(index, row, total) for row, total in read.items()}
+        tensors = tuple(
+            TensorDigest(index.fqns[row], index.dtype(row).name, index.shape(row), known[row], row in read)
+            for row in rows
+        )
+        of_all = digest_of_all((tensor.fqn, tensor.digest) for tensor in tensors)
+        return CheckpointDigests(reader.name, of_all, tensors, reader.bytes_read)
 
 
 def sums_of(

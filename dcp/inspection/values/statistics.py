@@ -24,10 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.inspection.entries import first_of_ties
-from dcp.inspection.findings import ReportBytes
+from dcp.inspection.checkpoints import first_of_ties
 from dcp.inspection.values.elements import Array, decode, is_integral, is_opaque, stored_dtype
-from dcp.inspection.values.tensor_reading import TensorReader, Tile, open_tensors
+from dcp.inspection.values.tensor_reading import ReportBytes, TensorReader, Tile, opened
 from dcp.planners.load.selection import Patterns
 from dcp.storage.errors import OptionError
 from dcp.storage.formats.dtypes import Dtype
@@ -103,7 +102,7 @@ class CheckpointStatistics:
 
 @plain_errors
 def statistics(
-    checkpoint_id: str | os.PathLike[str],
+    checkpoint_id: str | os.PathLike[str] | TensorReader,
     *,
     only: Patterns | None = None,
     exclude: Patterns | None = None,
@@ -117,7 +116,7 @@ def statistics(
 
     Args:
         checkpoint_id: A path or URL: a checkpoint, a torch.save file, a safetensors file, or a Hugging Face
-            folder.
+            folder; or a reader of one, which stays open.
         only: Shell globs on names, as for `dcp.load`: what they match, and everything below.
         exclude: The same for what is left out.
         bins: The number of bins of each histogram, at most.
@@ -133,36 +132,23 @@ def statistics(
         CorruptCheckpointError: Bytes are not those that were committed.
         StorageError: The storage cannot be read.
     """
-    with open_tensors(checkpoint_id, storage_options=storage_options, verify="full") as reader:
-        return statistics_of(reader, only=only, exclude=exclude, bins=bins, progress=progress)
-
-
-def statistics_of(
-    reader: TensorReader,
-    *,
-    only: Patterns | None = None,
-    exclude: Patterns | None = None,
-    bins: int = 32,
-    progress: ReportBytes | None = None,
-) -> CheckpointStatistics:
-    """`statistics` of an open checkpoint."""
     if bins < _MIN_BINS:
         raise OptionError(f"bins must be at least {_MIN_BINS}, not {bins}")
-    index = reader.index
-    rows = reader.rows(only, exclude)
-    firsts = first_of_ties(index, rows)
-    times = Counter(firsts)
     total = Summary()
     found: dict[int, ElementStatistics] = {}
-    described = [row for row in times if not is_opaque(index.dtype(row))]
-    for row, summary in _summaries(reader, described, progress):
-        found[row] = summary.result(bins)
-        total.merge(summary, times[row])
-    tensors = tuple(
-        TensorStatistics(index.fqns[row], index.dtype(row).name, index.shape(row), found.get(first))
-        for row, first in zip(rows, firsts, strict=True)
-    )
-    return CheckpointStatistics(reader.name, tensors, total.result(bins), reader.bytes_read)
+    with opened(checkpoint_id, storage_options) as reader:
+        index, rows = reader.index, reader.rows(only, exclude)
+        firsts = first_of_ties(index, rows)
+        times = Counter(firsts)
+        described = [row for row in times if not is_opaque(index.dtype(row))]
+        for row, summary in _summaries(reader, described, progress):
+            found[row] = summary.result(bins)
+            total.merge(summary, times[row])
+        tensors = tuple(
+            TensorStatistics(index.fqns[row], index.dtype(row).name, index.shape(row), found.get(first))
+            for row, first in zip(rows, firsts, strict=True)
+        )
+        return CheckpointStatistics(reader.name, tensors, total.result(bins), reader.bytes_read)
 
 
 def statistics_of_row(reader: TensorReader, row: int, *, bins: int = 32) -> ElementStatistics | None:
@@ -337,7 +323,8 @@ class Summary:
             lows = range(around, top, width)
             counts.append([int(side[low : low + width].sum()) for low in lows])
             reached = [around, *(low + width for low in lows)] if top else []
-            edges.append([_power(exponent - _LOWEST) for exponent in reached])
+            powers = (exponent - _LOWEST for exponent in reached)
+            edges.append([math.inf if power > 1023 else math.ldexp(1.0, power) for power in powers])
         (above, below), (positive, negative) = edges, counts
         middle = self.zeros + int(self._binades[:, :around].sum())
         return Histogram(
@@ -366,10 +353,6 @@ def _resolution(bottom: int, tops: list[int], bins: int) -> tuple[int, int]:
 
 def _root(square: float) -> float:
     return math.inf if math.isnan(square) else math.sqrt(square)
-
-
-def _power(exponent: int) -> float:
-    return math.inf if exponent > 1023 else math.ldexp(1.0, exponent)
 
 
 @cache

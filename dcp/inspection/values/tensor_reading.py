@@ -10,17 +10,16 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter
 from types import EllipsisType
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from dcp.calls.plain_errors import plain_errors
-from dcp.inspection.findings import ReportBytes
 from dcp.inspection.values.elements import Array, stored_dtype
 from dcp.planners.load.selection import Patterns, Selection
 from dcp.storage.closable import Closable
@@ -36,6 +35,9 @@ from dcp.storage.geometry.strides import dense_order
 from dcp.storage.stores.base import Store
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.threads import WorkerThreads
+
+ReportBytes = Callable[[int, int], None]
+"""Called with (bytes done so far, bytes to do in all), from any thread, one call at a time."""
 
 TILE_BYTES: Final = 16 << 20
 """Of a tensor read at once: whole blocks, so that each one's checksum is compared by the engine."""
@@ -70,11 +72,6 @@ class StridedSelection:
         """The shape of the result."""
         return tuple(len(one) for one, drop in zip(self.ranges, self.dropped, strict=True) if not drop)
 
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The distances of the elements."""
-        return tuple(abs(one.step) for one in self.ranges)
-
     def finish(self, array: Array) -> Array:
         """Return the result, from its elements in ascending order."""
         turned = array[tuple(slice(None, None, 1 if one.step > 0 else -1) for one in self.ranges)]
@@ -93,16 +90,6 @@ class StridedSelection:
             offsets.append(ascending[begin])
             places.append(slice(begin, end))
         return tuple(offsets), tuple(places)
-
-    def slabs(self, max_elements: int) -> Iterator[StridedSelection]:
-        """Yield parts along the first dimension of the result, in its order."""
-        volume, count = math.prod(map(len, self.ranges)), (*self.shape, 1)[0]
-        rows = max(1, max_elements * count // max(volume, 1))
-        if not self.shape or volume <= max_elements:
-            yield self
-            return
-        for begin in range(0, count, rows):
-            yield self.part([slice(begin, begin + rows)])
 
     def part(self, places: Sequence[slice]) -> StridedSelection:
         """Select a part of it: ``places`` are of step 1, for the first dimensions of the result."""
@@ -152,42 +139,28 @@ def _shown(slices: tuple[object, ...]) -> str:
 # -- readers -------------------------------------------------------------------------------------------------
 
 
-@plain_errors
-def open_tensors(
-    checkpoint_id: str | os.PathLike[str],
-    *,
-    storage_options: Mapping[str, Any] | None = None,
-    verify: Verify = "blocks",
-) -> TensorReader:
+@contextmanager
+def opened(
+    checkpoint: str | os.PathLike[str] | TensorReader, storage_options: Mapping[str, Any] | None = None
+) -> Iterator[TensorReader]:
     """Open a checkpoint of any format, which `dcp.storage.formats.opening` finds, for its tensors.
 
-    Args:
-        checkpoint_id: A path or URL.
-        storage_options: Of the file system of a URL, as for `dcp.save`.
-        verify: "blocks" compares the checksum of every block that is read whole, "full" also fetches the rest
-            of blocks that are needed in part, "none" compares nothing.
-
-    Returns:
-        The reader, a context manager.
-
-    Raises:
-        CheckpointNotFoundError: There is none.
-        CheckpointFormatError: Its metadata is damaged, or not of a format that is known.
+    Every block that is touched is fetched whole, and compared with its checksum. A reader is yielded as it
+    is, and left open. Raises CheckpointNotFoundError where there is none, and CheckpointFormatError where its
+    metadata is damaged, or not of a format that is known.
     """
-    source = open_source(checkpoint_id, open_store=OpenWith(storage_options))
-    return TensorReader(source.store, source.index, verify=verify, name=source.name)
-
-
-class ChunkPart(NamedTuple):
-    """The part of a tensor that is taken from ``chunk``, in the tensor's coordinates."""
-
-    chunk: int
-    box: Box
+    if isinstance(checkpoint, TensorReader):
+        yield checkpoint
+        return
+    source = open_source(checkpoint, open_store=OpenWith(storage_options))
+    with TensorReader(source.store, source.index, verify="full", name=source.name) as reader:
+        yield reader
 
 
 class Tile(NamedTuple):
-    """A box of a tensor: ``array``, C-ordered, begins at ``offsets``."""
+    """A box of the tensor ``row``: ``array``, C-ordered, begins at ``offsets``."""
 
+    row: int
     offsets: tuple[int, ...]
     array: Array
 
@@ -207,11 +180,11 @@ class _TileRead(NamedTuple):
     size_bytes: int
 
 
-class _Request(NamedTuple):
-    """Runs, as `ByteRuns` has them by column, and boxes that are read at once."""
+_Run: TypeAlias = tuple[int, int, int, int]
+"""Bytes of a payload, as `ByteRuns` has them by column."""
 
-    runs: list[tuple[int, int, int, int]]
-    boxes: list[BoxRequest]
+_Wanted: TypeAlias = tuple[int, Sequence[int], Sequence[int], Array]
+"""Elements of a chunk for an array: from these offsets of it on, each so many steps behind the one before."""
 
 
 class TensorReader(Closable):
@@ -219,8 +192,10 @@ class TensorReader(Closable):
 
     Elements are as `dcp.inspection.values.elements.stored_dtype` says: numpy's own types, or unsigned
     integers for those that numpy lacks, which `dcp.inspection.values.elements.decode` makes numbers of.
-    Raises `CorruptCheckpointError` where bytes are not those committed, as far as ``verify`` asks. ``name``
-    is that of the checkpoint in messages, if not its store's.
+    Raises `CorruptCheckpointError` where bytes are not those committed, as far as ``verify`` asks: "blocks"
+    compares the checksum of every block that is read whole, "full" also fetches the rest of blocks that are
+    needed in part, "none" compares nothing. ``name`` is that of the checkpoint in messages, if not its
+    store's.
     """
 
     def __init__(
@@ -238,7 +213,8 @@ class TensorReader(Closable):
         threads = threads or store.read_profile.threads or 2
         self._engine = ReadEngine(store, index, verify=verify, threads=threads)
         self._running = threading.Lock()
-        self._other_bytes = 0
+        self.other_bytes = 0
+        """Bytes of the checkpoint that were read by other means, for `bytes_read`."""
 
     def close(self) -> None:
         """Close the files."""
@@ -258,18 +234,14 @@ class TensorReader(Closable):
     @property
     def bytes_read(self) -> int:
         """Bytes fetched from storage so far; of records opened for their checksums, those asked for."""
-        return self._engine.stats.bytes_read + self._other_bytes
-
-    def count_bytes(self, size_bytes: int) -> None:
-        """Note bytes of the checkpoint that were read by other means, for `bytes_read`."""
-        self._other_bytes += size_bytes
+        return self._engine.stats.bytes_read + self.other_bytes
 
     def window(self, file: int, offset: int, length: int) -> Window:
         """Return the bytes of a record, read and counted as they are asked for."""
         return Window(partial(self._read_counted, file), offset, length)
 
     def _read_counted(self, file: int, offset: int, length: int) -> bytes:
-        self._other_bytes += length
+        self.other_bytes += length
         return self._engine.handle(file).pread(length, offset)
 
     def blob(self, file: int, offset: int, length: int) -> bytes:
@@ -303,8 +275,9 @@ class TensorReader(Closable):
         fills = stored.storage_offset == 0 and stored.storage_bytes == index.payload_lengths[chunk]
         return stored.crc32 if fills else None
 
-    def parts(self, tensor_row: int) -> list[ChunkPart]:
-        """Return the boxes of a tensor's chunks without what another one has already, in ascending order.
+    def parts(self, tensor_row: int) -> list[tuple[int, Box]]:
+        """Return the chunks of a tensor, in ascending order, and the box of each without what another one has
+        already.
 
         Raises `CorruptCheckpointError` if they are not all of the tensor.
         """
@@ -319,7 +292,7 @@ class TensorReader(Closable):
                 path=self.name,
                 fqn=index.fqns[tensor_row],
             )
-        return [ChunkPart(chunks[number], box) for number, box in found]
+        return [(chunks[number], box) for number, box in found]
 
     def tensor_bytes(self, tensor_row: int) -> int:
         """Return bytes of a tensor's elements."""
@@ -327,11 +300,9 @@ class TensorReader(Closable):
 
     # -- whole tensors ---------------------------------------------------------------------------------------
 
-    def stream(
-        self, tensor_rows: Iterable[int], tile_bytes: int = TILE_BYTES
-    ) -> Generator[tuple[int, Tile], None, None]:
+    def stream(self, tensor_rows: Iterable[int], tile_bytes: int = TILE_BYTES) -> Generator[Tile, None, None]:
         """Yield all elements of tensors, each exactly once, in tiles of up to ``tile_bytes`` (a multiple
-        of those of a block), with their rows.
+        of those of a block).
 
         Tiles come chunk by chunk; small neighbours are read together. While the caller is busy with what was
         read at once the next is being read. A tensor without elements has no tiles. Raises
@@ -351,53 +322,47 @@ class TensorReader(Closable):
         """`stream`, by tensors; ``progress`` is called after each tile."""
         done, total = 0, sum(map(self.tensor_bytes, tensor_rows))
 
-        def counted(tiles: Iterable[tuple[int, Tile]]) -> Iterator[Tile]:
+        def counted(tiles: Iterable[Tile]) -> Iterator[Tile]:
             nonlocal done
-            for _, tile in tiles:
+            for tile in tiles:
                 yield tile
                 done += tile.array.nbytes
                 if progress is not None:
                     progress(done, total)
 
-        for row, tiles in itertools.groupby(self.stream(tensor_rows), itemgetter(0)):
+        for row, tiles in itertools.groupby(self.stream(tensor_rows), attrgetter("row")):
             yield row, counted(tiles)
 
     def _reads(self, tensor_rows: Iterable[int], tile_bytes: int) -> Iterator[_TileRead]:
         rows = iter(tensor_rows)
         while some := list(itertools.islice(rows, _RESOLVED_TENSORS)):
-            parts = [(row, part) for row in some for part in self.parts(row)]
-            self._engine.resolve([part.chunk for _, part in parts])
-            for row, part in parts:
-                yield from self._reads_of(row, part, tile_bytes)
+            parts = [(row, *part) for row in some for part in self.parts(row)]
+            self._engine.resolve([chunk for _, chunk, _ in parts])
+            for row, chunk, box in parts:
+                yield from self._reads_of(row, chunk, box, tile_bytes)
 
-    def _reads_of(self, row: int, part: ChunkPart, tile_bytes: int) -> Iterator[_TileRead]:
+    def _reads_of(self, row: int, chunk: int, part: Box, tile_bytes: int) -> Iterator[_TileRead]:
         """Yield reads of a part in the order of its bytes: ranges of a whole dense payload, else boxes."""
-        itemsize, chunk = self.index.dtype(row).itemsize, part.chunk
+        itemsize = self.index.dtype(row).itemsize
         origin, sizes = self.index.box(chunk)
-        order = self._dense_order(chunk)
-        is_whole = order is not None and part.box.sizes == sizes
-        if order is None or not is_whole:
-            order = self._engine.payloads.layout(chunk)[0]
-        back = tuple(np.argsort(order).tolist())
-        if is_whole:
-            stored, total = [sizes[d] for d in order], math.prod(sizes) * itemsize
-            for begin in range(0, total, tile_bytes):
-                end = min(begin + tile_bytes, total)
-                boxes = list(range_boxes(stored, begin // itemsize, end // itemsize))
-                yield _TileRead(row, chunk, back, boxes, begin, end - begin)
-        else:
-            for box in split_box(part.box.seen_from(origin).permuted(order), tile_bytes // itemsize):
+        order = self._engine.payloads.layout(chunk)[0]
+        strides = self.index.payload_strides.get(chunk)
+        dense = (
+            order if strides is None else dense_order(sizes, strides)
+        )  # None: bytes of none of the elements
+        if dense is None or part.sizes != sizes:
+            back = tuple(np.argsort(order).tolist())
+            for box in split_box(part.seen_from(origin).permuted(order), tile_bytes // itemsize):
                 yield _TileRead(row, chunk, back, [box], -1, box.volume * itemsize)
+            return
+        back = tuple(np.argsort(dense).tolist())
+        stored, total = [sizes[d] for d in dense], math.prod(sizes) * itemsize
+        for begin in range(0, total, tile_bytes):
+            end = min(begin + tile_bytes, total)
+            boxes = list(range_boxes(stored, begin // itemsize, end // itemsize))
+            yield _TileRead(row, chunk, back, boxes, begin, end - begin)
 
-    def _dense_order(self, chunk: int) -> tuple[int, ...] | None:
-        """Return dimensions from slowest to fastest; None where the payload has bytes of none of the
-        elements."""
-        strides, sizes = self.index.payload_strides.get(chunk), self.index.box(chunk).sizes
-        if strides is None:
-            return self._engine.payloads.order(chunk) or tuple(range(len(sizes)))
-        return dense_order(sizes, strides)
-
-    def _batches(self, reads: Iterator[_TileRead], tile_bytes: int) -> Iterator[list[tuple[int, Tile]]]:
+    def _batches(self, reads: Iterator[_TileRead], tile_bytes: int) -> Iterator[list[Tile]]:
         """Yield tiles of ``reads``, of up to ``tile_bytes`` together."""
         sums: dict[int, int] = {}
         batch: list[_TileRead] = []
@@ -411,26 +376,27 @@ class TensorReader(Closable):
         if batch:
             yield self._tiles(batch, sums)
 
-    def _tiles(self, batch: Sequence[_TileRead], sums: dict[int, int]) -> list[tuple[int, Tile]]:
-        request, buffers, tiles = _Request([], []), [], []
+    def _tiles(self, batch: Sequence[_TileRead], sums: dict[int, int]) -> list[Tile]:
+        runs: list[_Run] = []
+        wanted: list[_Wanted] = []
+        buffers, tiles = [], []
         for read in batch:
             dtype = stored_dtype(self.index.dtype(read.row))
             buffers.append(np.empty(read.size_bytes // dtype.itemsize, dtype))
             if read.begin >= 0:
-                run = read.chunk, read.begin, read.size_bytes, buffers[-1].ctypes.data
-                request.runs.append(run)
+                runs.append((read.chunk, read.begin, read.size_bytes, buffers[-1].ctypes.data))
             else:
                 array = buffers[-1].reshape(read.boxes[0].sizes).transpose(read.back)
-                self._want(request, read.chunk, read.boxes[0].permuted(read.back).offsets, None, array)
-        self._carry_out(request)
+                offsets = read.boxes[0].permuted(read.back).offsets
+                wanted.append((read.chunk, offsets, (1,) * array.ndim, array))
+        self._fill(wanted, runs)
         for read, buffer in zip(batch, buffers, strict=True):
             self._check_whole(read, buffer, sums)
             origin, at = self.index.box(read.chunk).offsets, 0
             for box in read.boxes:
                 array = buffer[at : at + box.volume].reshape(box.sizes).transpose(read.back)
                 place = box.permuted(read.back).moved(origin)
-                tile = Tile(place.offsets, np.ascontiguousarray(array).reshape(place.sizes))
-                tiles.append((read.row, tile))
+                tiles.append(Tile(read.row, place.offsets, np.ascontiguousarray(array).reshape(place.sizes)))
                 at += box.volume
         return tiles
 
@@ -458,91 +424,91 @@ class TensorReader(Closable):
 
     # -- parts of tensors ------------------------------------------------------------------------------------
 
-    def read(self, tensor_row: int, slices: Slices | None = None) -> Array:
-        """Read a tensor, or what ``slices`` take of it as numpy would; only the bytes that this needs are
-        read, and blocks that are not read whole are not checked, unless the reader has ``verify="full"``.
+    def read(
+        self, tensor_row: int, slices: Slices | None = None, part: Sequence[slice] | None = None
+    ) -> Array:
+        """Read a tensor, or what ``slices`` take of it as numpy would; of that only ``part``, which has a
+        slice of step 1 for each dimension. Only the bytes that this needs are read, and blocks that are not
+        read whole are not checked, unless the reader has ``verify="full"``.
 
         Slices may have negative bounds and steps; there may be fewer than dimensions, and one ellipsis.
         Raises `PlanError` for what numpy would not take either.
         """
-        return self._read(tensor_row, self._selection(tensor_row, slices))
+        selection = self._selection(tensor_row, slices)
+        return self._read(tensor_row, selection if part is None else selection.part(part))
 
     def shape_of(self, tensor_row: int, slices: Slices | None = None) -> tuple[int, ...]:
         """Return the shape of what `read` gives; nothing is read."""
         return self._selection(tensor_row, slices).shape
 
-    def read_part(self, tensor_row: int, slices: Slices | None, part: Sequence[slice]) -> Array:
-        """Return ``read(tensor_row, slices)[part]``, of which nothing else is read; ``part`` has a slice
-        of step 1 for each dimension."""
-        return self._read(tensor_row, self._selection(tensor_row, slices).part(part))
-
     def slabs(self, tensor_row: int, slices: Slices | None = None) -> Iterator[Array]:
         """Yield the same as `read`, in parts along the first dimension that is left, of about
         `TILE_BYTES`."""
         selection, parts = self._selection(tensor_row, slices), self.parts(tensor_row)
-        is_whole = selection == select(self.index.shape(tensor_row), None, "")
-        if is_whole and len(parts) == 1 and self.is_c_ordered(parts[0].chunk):
-            for _, tile in self.stream([tensor_row]):  # compares the one checksum that a foreign payload has
+        is_whole = selection == self._selection(tensor_row, None)
+        if is_whole and len(parts) == 1 and self.is_c_ordered(parts[0][0]):
+            for tile in self.stream([tensor_row]):  # compares the one checksum that a foreign payload has
                 yield tile.array
             return
-        for slab in selection.slabs(TILE_BYTES // self.index.dtype(tensor_row).itemsize):
-            yield self._read(tensor_row, slab)
+        volume, count = math.prod(map(len, selection.ranges)), (*selection.shape, 1)[0]
+        most = TILE_BYTES // self.index.dtype(tensor_row).itemsize
+        if not selection.shape or volume <= most:
+            yield self._read(tensor_row, selection)
+            return
+        rows = max(1, most * count // volume)
+        for begin in range(0, count, rows):
+            yield self._read(tensor_row, selection.part([slice(begin, begin + rows)]))
 
     def _selection(self, tensor_row: int, slices: Slices | None) -> StridedSelection:
         return select(self.index.shape(tensor_row), slices, self.index.fqns[tensor_row])
 
     def _read(self, tensor_row: int, selection: StridedSelection) -> Array:
-        index = self.index
         parts = self.parts(tensor_row)  # first, because no memory is taken on the word of a shape alone
-        result = np.empty([*map(len, selection.ranges)], stored_dtype(index.dtype(tensor_row)))
+        dtype = stored_dtype(self.index.dtype(tensor_row))
+        result = np.empty([*map(len, selection.ranges)], dtype)
+        steps = [abs(one.step) for one in selection.ranges]
         if result.size:
-            self._engine.resolve([part.chunk for part in parts])
-            request = _Request([], [])
+            self._engine.resolve([chunk for chunk, _ in parts])
+            wanted: list[_Wanted] = []
             for chunk, box in parts:
                 if (found := selection.within(box)) is not None:
                     first, place = found
                     target = result[place] if place else result  # a view also without dimensions
-                    offsets = [at - low for at, low in zip(first, index.box(chunk).offsets, strict=True)]
-                    self._want(request, chunk, offsets, selection.steps, target)
-            self._carry_out(request)
+                    origin = self.index.box(chunk).offsets
+                    offsets = [at - low for at, low in zip(first, origin, strict=True)]
+                    wanted.append((chunk, offsets, steps, target))
+            self._fill(wanted)
         return selection.finish(result)
 
-    # -- requests --------------------------------------------------------------------------------------------
-
-    def _want(
-        self,
-        request: _Request,
-        chunk: int,
-        offsets: Sequence[int],
-        steps: Sequence[int] | None,
-        target: Array,
-    ) -> None:
-        """Request elements of a resolved chunk for ``target``: from ``offsets`` of it on, each ``steps``
-        behind the one before."""
-        payloads, address = self._engine.payloads, target.ctypes.data
-        if steps is not None:
-            for d, stride in zip(*payloads.layout(chunk), strict=True):
-                if (steps[d] - 1) * stride <= _SKIPPED_BYTES or not 1 < target.shape[d] <= _MAX_SKIPS:
+    def _fill(self, wanted: Iterable[_Wanted], runs: Iterable[_Run] = ()) -> None:
+        """Read all of ``wanted``, of resolved chunks, and ``runs``, at once."""
+        payloads, runs, boxes, left = self._engine.payloads, [*runs], [], [*wanted]
+        while left:
+            chunk, offsets, steps, target = left.pop()
+            order, strides = payloads.layout(chunk)
+            far = [
+                d
+                for d, stride in zip(order, strides, strict=True)
+                if (steps[d] - 1) * stride > _SKIPPED_BYTES
+            ]
+            apart = next((d for d in far if 1 < target.shape[d] <= _MAX_SKIPS), None)
+            if apart is not None:
+                for row in range(target.shape[apart]):
+                    begins = [*offsets[:apart], offsets[apart] + row * steps[apart], *offsets[apart + 1 :]]
+                    part = target[(*(slice(None),) * apart, slice(row, row + 1))]
+                    left.append((chunk, begins, steps, part))
+                continue
+            is_dense = max(steps, default=1) == 1 and target.flags.c_contiguous
+            if is_dense and not payloads.is_permuted(chunk):
+                box = Box(tuple(offsets), target.shape)
+                if (position := contiguous_position(self.index.box(chunk).sizes, box)) is not None:
+                    at = position * target.itemsize
+                    runs.append((chunk, at, target.nbytes, target.ctypes.data))
                     continue
-                for row in range(target.shape[d]):
-                    begins = [*offsets[:d], offsets[d] + row * steps[d], *offsets[d + 1 :]]
-                    part = target[(*(slice(None),) * d, slice(row, row + 1))]
-                    self._want(request, chunk, begins, steps, part)
-                return
-        if max(steps or (), default=1) == 1 and target.flags.c_contiguous and not payloads.is_permuted(chunk):
-            sizes, box = self.index.box(chunk).sizes, Box(tuple(offsets), target.shape)
-            if (position := contiguous_position(sizes, box)) is not None:
-                request.runs.append((chunk, position * target.itemsize, target.nbytes, address))
-                return
-        order, strides = payloads.layout(chunk)
-        begin = sum(offsets[d] * stride for d, stride in zip(order, strides, strict=True))
-        if steps is not None:
-            strides = tuple(stride * steps[d] for d, stride in zip(order, strides, strict=True))
-        elements = Elements(chunk, begin, tuple(target.shape[d] for d in order), strides)
-        put = put_at(address, target.itemsize, [target.strides[d] for d in order])
-        request.boxes.append(BoxRequest(elements, put))
-
-    def _carry_out(self, request: _Request) -> None:
-        columns = np.array(request.runs, np.int64).reshape(-1, 4).T
+            begin = sum(offsets[d] * stride for d, stride in zip(order, strides, strict=True))
+            between = tuple(stride * steps[d] for d, stride in zip(order, strides, strict=True))
+            elements = Elements(chunk, begin, tuple(target.shape[d] for d in order), between)
+            put = put_at(target.ctypes.data, target.itemsize, [target.strides[d] for d in order])
+            boxes.append(BoxRequest(elements, put))
         with self._running:
-            self._engine.run(ByteRuns(*columns), request.boxes)
+            self._engine.run(ByteRuns(*np.array(runs, np.int64).reshape(-1, 4).T), boxes)

@@ -57,7 +57,7 @@ def tensor_grid(
         grid = _Grid.of(height, width, min(rows, height), min(columns, width))
         for across, along in grid.blocks():
             part = [across, along][2 - len(shape) :]
-            array = decode(reader.read_part(row, slices, part), dtype)
+            array = decode(reader.read(row, slices, part), dtype)
             size = (across.stop - across.start, along.stop - along.start)
             grid.add(across.start, along.start, array.reshape(size))
     return TensorGrid(

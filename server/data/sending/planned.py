@@ -152,6 +152,6 @@ class ArrayBody(Body):
         """Elements ``first`` to ``last`` of the result."""
         arrays = []
         for box in range_boxes(self.shape, first, last):
-            array = reader.read_part(self._row, self._slices, box.slices)
+            array = reader.read(self._row, self._slices, box.slices)
             arrays.append(np.ascontiguousarray(self._convert(array)).reshape(-1).view(np.uint8))
         return (arrays[0] if len(arrays) == 1 else np.concatenate(arrays)).data

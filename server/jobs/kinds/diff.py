@@ -70,7 +70,7 @@ class DiffKind(Kind[DiffParams]):
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
-        from dcp.inspection.values.difference import diff_readers
+        from dcp.inspection.values.difference import diff
         from dcp.inspection.values.tensor_reading import TensorReader
 
         params = DiffParams.model_validate(payload["params"])
@@ -81,7 +81,7 @@ class DiffKind(Kind[DiffParams]):
             TensorReader(a.store, a.index, verify="full", name=a.name) as first,
             TensorReader(b.store, b.index, verify="full", name=b.name) as second,
         ):
-            found = diff_readers(
+            found = diff(
                 first,
                 second,
                 values=params.values,

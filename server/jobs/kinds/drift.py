@@ -150,7 +150,7 @@ def _compare(
 ) -> tuple[Difference, Mapping[str, int], Mapping[str, int]]:
     """What differs, the elements of each tensor of ``b``, and how many are not finite in those that are the
     same, if these are the first two steps: nobody else reads them."""
-    from dcp.inspection.values.difference import diff_readers
+    from dcp.inspection.values.difference import diff
     from dcp.inspection.values.statistics import statistics_of_row
     from dcp.inspection.values.tensor_reading import TensorReader
 
@@ -161,7 +161,7 @@ def _compare(
         TensorReader(first.store, first.index, verify="full", name=first.name) as before,
         TensorReader(second.store, second.index, verify="full", name=second.name) as after,
     ):
-        found = diff_readers(
+        found = diff(
             before,
             after,
             only=payload["only"],

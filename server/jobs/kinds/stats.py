@@ -71,7 +71,7 @@ class StatsKind(Kind[StatsParams]):
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
-        from dcp.inspection.values.statistics import statistics_of
+        from dcp.inspection.values.statistics import statistics
         from dcp.inspection.values.tensor_reading import TensorReader
 
         params = StatsParams.model_validate(payload["params"])
@@ -81,7 +81,7 @@ class StatsKind(Kind[StatsParams]):
             unchanged(place) as fingerprint,
             TensorReader(place.store, index_at(place), verify="full") as reader,
         ):
-            found = statistics_of(
+            found = statistics(
                 reader,
                 only=params.only,
                 exclude=params.exclude,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from sqlalchemy import Connection
 
-from dcp.inspection.findings import Finding
 from dcp.server.catalog import audit
 from dcp.server.catalog.contents.verifications import add_verification
 from dcp.server.catalog.details import lock_checkpoint
@@ -26,6 +25,9 @@ from dcp.server.jobs.ledger.states import JobRow, JobSpec, Json
 from dcp.server.roots import StorageRoot
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
+
+if TYPE_CHECKING:
+    from dcp.inspection.verification import Finding
 
 __all__ = ["VerifyKind", "VerifyParams"]
 
