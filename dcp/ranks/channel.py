@@ -16,8 +16,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,6 @@ _FRAME_BYTES = 64 << 10
 """A broadcast of less is one collective: its length travels in the same frame."""
 
 _LENGTH_BYTES = 8
-_DIGEST_BYTES = 16
 
 HEAD_BYTES = 248
 """As much of every rank's message travels with its length; the rest takes another collective."""
@@ -77,25 +75,6 @@ class _Begun:
         if self.work is not None and self.work.is_completed():
             self.work = None
         return any(torch_compat.use_count(tensor) > 1 for tensor in self.tensors)
-
-
-class _Head(NamedTuple):
-    """The first bytes of a message of ``size`` bytes."""
-
-    size: int
-    data: bytes
-
-    @classmethod
-    def of(cls, row: bytes) -> _Head:
-        """Take it from a row of the table that all ranks have filled."""
-        size = int.from_bytes(row[:_LENGTH_BYTES], "little")
-        return cls(size, row[_LENGTH_BYTES : _LENGTH_BYTES + size])
-
-    def followed_by(self, rest: torch.Tensor | None) -> bytes:
-        """Return the message, whose bytes after these are the first of ``rest``."""
-        if rest is None or self.size <= HEAD_BYTES:
-            return self.data
-        return self.data + _to_bytes(rest, self.size - HEAD_BYTES)
 
 
 class Channel:
@@ -159,14 +138,14 @@ class Channel:
     def gather(self, data: bytes, root: int, wait: Wait) -> list[bytes] | None:
         """Collect every rank's ``data`` on ``root``; None elsewhere."""
         heads = self._all_heads(data, wait)
-        rest = _largest_but(root, [head.size for head in heads]) - HEAD_BYTES
+        rest = _largest_but(root, [size for size, _ in heads]) - HEAD_BYTES
         parts: list[torch.Tensor] | list[None] | None = [None] * self.world_size
         if rest > 0:
             sent = b"" if self.rank == root else data[HEAD_BYTES:]
             parts = self._gather_tensor(self._padded(sent, rest), root, wait)
         if self.rank != root or parts is None:
             return None
-        messages = [head.followed_by(part) for head, part in zip(heads, parts, strict=True)]
+        messages = list(map(_joined, heads, parts))
         messages[root] = data
         return messages
 
@@ -181,22 +160,18 @@ class Channel:
     def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
         """Collect every rank's ``data`` on every rank."""
         heads = self._all_heads(data, wait)
-        rest = max(head.size for head in heads) - HEAD_BYTES
+        rest = max(size for size, _ in heads) - HEAD_BYTES
         if rest <= 0:
-            return [head.data for head in heads]
+            return [head for _, head in heads]
         own = self._padded(data[HEAD_BYTES:], rest)
         parts = [torch.empty_like(own) for _ in heads]
         wait(self.begun(self.group.allgather([parts], [own]), own, *parts))
-        return [head.followed_by(part) for head, part in zip(heads, parts, strict=True)]
+        return list(map(_joined, heads, parts))
 
     def all_gather_short(self, data: bytes, wait: Wait) -> list[bytes] | None:
         """Do as `all_gather`; None, on all ranks, where one has more than HEAD_BYTES."""
         heads = self._all_heads(data, wait)
-        return None if any(head.size > HEAD_BYTES for head in heads) else [head.data for head in heads]
-
-    def is_same(self, data: bytes, wait: Wait) -> bool:
-        """Return whether ``data`` is the same on all ranks, by its digest; the answer is."""
-        return len(set(self.all_gather(blake2b(data, digest_size=_DIGEST_BYTES).digest(), wait))) == 1
+        return None if any(size > HEAD_BYTES for size, _ in heads) else [head for _, head in heads]
 
     def scatter(self, data: list[bytes] | None, root: int, wait: Wait) -> bytes:
         """Send ``data[rank]`` of ``root`` to each rank."""
@@ -236,18 +211,22 @@ class Channel:
         options.rootTensor = 0
         wait(self.begun(self.group.broadcast([tensor], options), tensor))
 
-    def _all_heads(self, data: bytes, wait: Wait) -> list[_Head]:
-        """Return how every rank's message begins, and how long it is, on every rank.
+    def _all_heads(self, data: bytes, wait: Wait) -> list[tuple[int, bytes]]:
+        """Return, by rank, (the length of its message, its first bytes), on every rank.
 
         By way of one of them: a ring, as gloo's all-reduce and all-gather are, has a step for every rank, and
         each waits for a core where the ranks share some.
         """
-        head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:HEAD_BYTES]
-        row = self._padded(head, _LENGTH_BYTES + HEAD_BYTES)
+        own = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:HEAD_BYTES]
+        row = self._padded(own, _LENGTH_BYTES + HEAD_BYTES)
         rows = self._gather_tensor(row, 0, wait)
         table = row.new_empty(self.world_size, len(row)) if rows is None else torch.stack(rows)
         self._broadcast_tensor(table, 0, wait)
-        return [_Head.of(_to_bytes(row)) for row in table.cpu()]
+        heads = []
+        for head in map(_to_bytes, table.cpu()):
+            size = int.from_bytes(head[:_LENGTH_BYTES], "little")
+            heads.append((size, head[_LENGTH_BYTES : _LENGTH_BYTES + size]))
+        return heads
 
     def _padded(self, data: bytes, size: int) -> torch.Tensor:
         tensor = torch.zeros(size, dtype=torch.uint8, device="cpu")
@@ -270,6 +249,12 @@ def _largest_but(root: int, sizes: list[int]) -> int:
     has what all ranks share, may be a thousand times as long as any other, and would have to be taken once a
     rank."""
     return max((size for rank, size in enumerate(sizes) if rank != root), default=0) or 1
+
+
+def _joined(head: tuple[int, bytes], rest: torch.Tensor | None) -> bytes:
+    """Return the message, whose bytes after those of the ``head`` are the first of ``rest``."""
+    size, data = head
+    return data if rest is None or size <= HEAD_BYTES else data + _to_bytes(rest, size - HEAD_BYTES)
 
 
 def _to_bytes(tensor: torch.Tensor, size: int | None = None) -> bytes:

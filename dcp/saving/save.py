@@ -30,7 +30,7 @@ from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
 from dcp.planners.value_digests import ReplicaCheck
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback, reporting
-from dcp.ranks.collectives import Codec, LocalSteps, Ranks, begin, check_same_target, retried
+from dcp.ranks.collectives import Codec, Ranks, begin, check_same_target, retried
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.saving.feature import SaveFeature, asked, features_by_method
 from dcp.storage.engine.write import Observer, WriteColumns, WriteOutcome, assemble_index
@@ -193,7 +193,7 @@ class Save(ABC):
         """
         self.ranks, self.given = ranks, given
         self.together = self.options.use_collectives
-        self.steps = ranks if self.together else LocalSteps()
+        self.steps = ranks if self.together else Ranks(use_dist=False, is_within=True)
         try:
             return retried(
                 self._attempt,
@@ -244,7 +244,7 @@ class Save(ABC):
                 self._clear_up(error, is_planned=plan is not None)
             if self.together and isinstance(error, SaveAbortedError):
                 with suppress(CheckpointError):  # on no rank it has ended before nothing of it is left
-                    ranks.barrier("clear up")
+                    ranks.all_gather("clear up", bytes)
             raise
 
     def _clear_up(self, error: BaseException, *, is_planned: bool) -> None:
