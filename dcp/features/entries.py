@@ -241,6 +241,11 @@ def _with_parents(name: str) -> Iterable[str]:
 # -- state dicts of optimizers -------------------------------------------------------------------------------
 
 
+def is_optimizer_dict(state: Mapping[Any, Any]) -> bool:
+    """Return whether it has the form of an optimizer's state dict."""
+    return "state" in state and isinstance(state.get("param_groups"), list)
+
+
 def optimizer_dicts(
     state: Mapping[Any, Any], prefix: str, depth: int = _NESTED
 ) -> Iterator[tuple[str, Mapping[Any, Any]]]:
@@ -249,7 +254,7 @@ def optimizer_dicts(
 
     ``prefix`` is what the flat keys of the entries of ``state`` begin with.
     """
-    is_optimizer = "state" in state and isinstance(state.get("param_groups"), list)
+    is_optimizer = is_optimizer_dict(state)
     if is_optimizer:
         yield prefix, state
     elif MAPPING not in map(kind_of, set(map(type, state.values()))):

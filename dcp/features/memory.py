@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import combinations, compress
 from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,23 +144,13 @@ def _materialise(value: Any) -> Any:
 # -- memory with several names -------------------------------------------------------------------------------
 
 
-class _SharedTarget(NamedTuple):
-    """A box of a destination that has memory in common with those of ``fqns``, and what was loaded for it.
-
-    ``is_filled``: another entry is loaded into the very same elements.
-    """
-
-    fqns: Sequence[str]
-    target: torch.Tensor
-    loaded: torch.Tensor
-    is_filled: bool
-
-
 class SharedMemory(LoadFeature):
     """Loads apart what shares memory, and puts it there once it is known to be the same."""
 
     name = "shared_memory"
-    _shared: Sequence[_SharedTarget] = ()
+    _shared: Sequence[tuple[Sequence[str], torch.Tensor, torch.Tensor, bool]] = ()
+    """Entries of a destination, a box of it, what was loaded for that, and whether another entry is loaded
+    into the very same elements."""
 
     def boxes(
         self, memory: LocalMemory, pieces: Pieces, index: CheckpointIndex, held: HeldBoxes
@@ -174,21 +164,23 @@ class SharedMemory(LoadFeature):
         groups = _groups(pieces, memory, held)
         if not groups:
             return memory
-        tensors, shared = list(memory.tensors), list[_SharedTarget]()
+        tensors, shared = list(memory.tensors), list[tuple[Sequence[str], torch.Tensor, torch.Tensor, bool]]()
         rows = _Rows(pieces, index)
         for group in groups:
             is_same = len({_view_of(tensors[dest]) for dest in group}) == 1
             if is_same and len({rows.source(dest) for dest in group}) == 1:
                 continue
             group = sorted(group) if is_same else _sharing(tensors, group)
-            is_same = is_same and all(rows.volume(dest) == tensors[dest].numel() for dest in group)
+            if is_same:
+                filled = [sum(box.volume for box in rows.boxes(dest)) for dest in group]
+                is_same = filled == [tensors[dest].numel() for dest in group]
             fqns = [_fqn(held, dest) for dest in group]
             for dest in group[1:] if is_same else group:
                 target = tensors[dest]
                 loaded = tensors[dest] = torch.empty(target.shape, dtype=target.dtype, device="cpu")
                 for box in rows.boxes(dest):
                     own, other = (narrow(tensor.detach(), *box) for tensor in (target, loaded))
-                    shared.append(_SharedTarget(fqns, own, other, is_same))
+                    shared.append((fqns, own, other, is_same))
         self._shared = shared
         return LocalMemory.of(tensors) if shared else memory
 
@@ -199,11 +191,11 @@ class SharedMemory(LoadFeature):
         shared, self._shared = self._shared, ()
         if not shared:
             return
-        for each in shared:
-            if not each.is_filled:
-                as_copied(each.target).copy_(as_copied(each.loaded))
+        for _, target, loaded, is_filled in shared:
+            if not is_filled:
+                as_copied(target).copy_(as_copied(loaded))
         differing = {
-            tuple(each.fqns) for each in shared if not torch.equal(_bytes(each.target), _bytes(each.loaded))
+            tuple(fqns) for fqns, own, loaded, _ in shared if not torch.equal(_bytes(own), _bytes(loaded))
         }
         if differing:
             shown = "; ".join(listed(fqns, most=_MAX_LISTED) for fqns in sorted(differing)[:_MAX_LISTED])
@@ -247,10 +239,6 @@ class _Rows:
         _, *filled = self._boxes
         for part in self._parts(self._of(dest)):
             yield Box(*(tuple(each[part].tolist()) for each in filled))
-
-    def volume(self, dest: int) -> int:
-        """Return how many elements of the destination are filled."""
-        return sum(box.volume for box in self.boxes(dest))
 
     def _of(self, dest: int) -> Int64:
         return self._order[slice(*np.searchsorted(self._sorted, [dest, dest + 1]))]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,25 +28,16 @@ _GLOB = re.compile(r"[*?[]")
 _MAX_LISTED = 10
 
 
-class _StatesOfRanks(NamedTuple):
-    """One value of the state dict, called ``name`` there: what the checkpoint has of each of ``ranks`` ranks
-    is below ``stored``."""
-
-    name: str
-    target: Rescale
-    stored: str
-    ranks: int
-
-
 class PerRankValues(LoadFeature):
     """The values of a load that differ by rank.
 
-    ``rescaled`` are `Rescale` values for which another number of ranks saved; ``kept`` stay as they are;
-    ``left`` are those of which the checkpoint has values of ranks that this job has not.
+    ``rescaled`` are names of `Rescale` values for which another number of ranks saved, each with (the name
+    below which the checkpoint has the states, that number); ``kept`` stay as they are; ``left`` are those of
+    which the checkpoint has values of ranks that this job has not.
     """
 
     name = "per_rank"
-    rescaled: Sequence[_StatesOfRanks] = ()
+    rescaled: Mapping[str, tuple[str, int]] = {}
     kept: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     _ready: Sequence[tuple[Rescale, Any]] = ()
@@ -58,7 +49,7 @@ class PerRankValues(LoadFeature):
 
     def takes_part(self) -> bool:
         """Forget the plan before; return whether there are such values."""
-        self.rescaled = self.kept = self.left = self._ready = self._copies = ()
+        self.rescaled, self.kept, self.left, self._ready, self._copies = {}, (), (), (), ()
         return bool(self.call.flat.per_rank)
 
     def entries(self, index: CheckpointIndex) -> None:
@@ -68,8 +59,7 @@ class PerRankValues(LoadFeature):
         checkpoint has the states of some of the ranks only that a rule needs.
         """
         call, owners = self.call, self.call.flat.owners
-        self.rescaled = self._to_rescale(index)
-        rescaled = {value.name for value in self.rescaled}
+        rescaled = self.rescaled = self._to_rescale(index)
         kept, stored = set[str](), set[str]()
         for fqn, name in owners.items() if self._may_be_kept else ():
             if name not in rescaled and fqn in call.values:
@@ -79,7 +69,7 @@ class PerRankValues(LoadFeature):
         if index.provenance.get("world_size") in (None, call.world_size):
             kept -= stored
         self.kept = tuple(sorted(kept))
-        self.whole = [value.name for value in self.rescaled if value.target.rule != "keep"]
+        self.whole = [name for name in rescaled if self._rules[name].rule != "keep"]
         self.made = [fqn for fqn, name in owners.items() if name in self.whole]
         left = {fqn for fqn, name in owners.items() if name in kept or name in rescaled}
         if left:
@@ -95,8 +85,7 @@ class PerRankValues(LoadFeature):
         apart = dict(values)
         for fqn, name in self.call.flat.owners.items():
             value = values.get(fqn)
-            is_kept = self._may_be_kept or isinstance(self.call.flat.per_rank[name], Rescale)
-            if is_kept and isinstance(value, torch.Tensor):
+            if (self._may_be_kept or name in self._rules) and isinstance(value, torch.Tensor):
                 # what lies outside of the boxes of a CheckpointableTensor is kept as well
                 apart[fqn] = with_claim(value.detach().clone(), claim_of(value))
                 copies.append((fqn, value, apart[fqn]))
@@ -105,7 +94,7 @@ class PerRankValues(LoadFeature):
 
     def unexpected(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Without what other ranks have of the values here, be they loaded or kept."""
-        call, rescaled = self.call, {value.stored for value in self.rescaled}
+        call, rescaled = self.call, {holder for holder, _ in self.rescaled.values()}
         stored = call.names or {}
         holders = ({rank_holder(stored.get(fqn, fqn)) for fqn in call.flat.owners} | rescaled) - {None}
         found = {name: rank_holder(name) for name in names}
@@ -116,14 +105,14 @@ class PerRankValues(LoadFeature):
 
     def loaded(self, read_whole: ReadWhole) -> None:
         """Make the values of the rules. Raises CheckpointError for a rule that fails."""
-        wanted = [value for value in self.rescaled if value.target.rule != "keep"]
-        if not wanted:
+        if not self.whole:
             return
-        state, paths = read_whole([_GLOB.sub(r"[\g<0>]", value.stored) for value in wanted])
+        wanted = {name: self.rescaled[name] for name in self.whole}
+        state, paths = read_whole([_GLOB.sub(r"[\g<0>]", holder) for holder, _ in wanted.values()])
         ready, ranks = list[tuple[Rescale, Any]](), (self.call.rank, self.call.world_size)
-        for value in wanted:
-            states = _states(value, state, paths)
-            ready.append((value.target, rescaled_value(value.name, value.target.rule, states, *ranks)))
+        for name, place in wanted.items():
+            target = self._rules[name]
+            ready.append((target, rescaled_value(name, target.rule, _states(*place, state, paths), *ranks)))
         self._ready = ready
 
     def put(self) -> None:
@@ -138,7 +127,7 @@ class PerRankValues(LoadFeature):
 
     def done(self, report: LoadReport, *, is_coordinator: bool) -> None:
         """Report what was kept and made, and warn of values that do not continue where their ranks were."""
-        report.kept_per_rank, report.rescaled = list(self.kept), [value.name for value in self.rescaled]
+        report.kept_per_rank, report.rescaled = list(self.kept), [*self.rescaled]
         saved_by = report.world_size
         kept, left = listed(self.kept, most=_MAX_LISTED), listed(self.left, most=_MAX_LISTED)
         rank, world_size = self.call.rank, self.call.world_size
@@ -157,9 +146,12 @@ class PerRankValues(LoadFeature):
     def _may_be_kept(self) -> bool:
         return self.call.options.per_rank == "keep"
 
-    def _to_rescale(self, index: CheckpointIndex) -> list[_StatesOfRanks]:
-        call = self.call
-        rules = {name: own for name, own in call.flat.per_rank.items() if isinstance(own, Rescale)}
+    @property
+    def _rules(self) -> dict[str, Rescale]:
+        return {name: own for name, own in self.call.flat.per_rank.items() if isinstance(own, Rescale)}
+
+    def _to_rescale(self, index: CheckpointIndex) -> dict[str, tuple[str, int]]:
+        call, rules = self.call, self._rules
         selection = call.selection
         first = {
             name: fqn for fqn, name in call.flat.owners.items() if selection is None or selection.selects(fqn)
@@ -173,7 +165,7 @@ class PerRankValues(LoadFeature):
         }
         numbers = _ranks_below(index, set(stored.values())) if stored else {}
         saved = index.provenance.get("world_size")
-        found = []
+        found = {}
         for name, holder in sorted(stored.items()):
             ranks = saved if isinstance(saved, int) else max(numbers[holder], default=-1) + 1
             if ranks == call.world_size or not numbers[holder]:
@@ -184,7 +176,7 @@ class PerRankValues(LoadFeature):
                     f"of ranks {sorted(numbers[holder])} only",
                     fqn=name,
                 )
-            found.append(_StatesOfRanks(name, rules[name], holder, ranks))
+            found[name] = holder, ranks
         return found
 
 
@@ -197,13 +189,13 @@ def _ranks_below(index: CheckpointIndex, holders: set[str]) -> dict[str, set[int
     return numbers
 
 
-def _states(value: _StatesOfRanks, state: Any, paths: Mapping[str, Path]) -> list[Any]:
-    keys = [rank_key(number) for number in range(value.ranks)]
-    below = next(path for name, path in paths.items() if name.startswith(f"{value.stored}.{keys[0]}"))
+def _states(stored: str, ranks: int, state: Any, paths: Mapping[str, Path]) -> list[Any]:
+    keys = [rank_key(number) for number in range(ranks)]
+    below = next(path for name, path in paths.items() if name.startswith(f"{stored}.{keys[0]}"))
     depth = next(
         depth
         for depth, key in enumerate(below)
-        if key == keys[0] and ".".join(map(str, below[:depth])) == value.stored
+        if key == keys[0] and ".".join(map(str, below[:depth])) == stored
     )
     holder = reduce(lambda container, key: container[key], below[:depth], state)
     return [holder[key] for key in keys]

@@ -105,6 +105,5 @@ def _filled(stored: StoredPiece, box: Box, view: torch.Tensor) -> Filled:
     ordered = sorted((axis for axis in axes if axis[1] != 1), key=lambda axis: -axis[0])
     own, lengths, strides = (tuple(axis[at] for axis in ordered) for at in range(3))
     first = view.storage_offset() + piece.target.place(steps, box.offsets)
-    return Filled(
-        Elements(stored.chunk, stored.begin, lengths, own), view.as_strided(lengths, strides, first)
-    )
+    elements = Elements(stored.chunk, stored.begin, lengths, own)
+    return elements, view.as_strided(lengths, strides, first)

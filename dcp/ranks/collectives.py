@@ -629,19 +629,6 @@ def works_alone(process_group: ProcessGroup | None, *, no_dist: bool, operation:
     return True
 
 
-class _OperationOfRank(NamedTuple):
-    operation: str
-    manner: str
-    place: str
-    options: dict[str, str]
-    kinds: dict[str, str]
-
-    def __str__(self) -> str:
-        place = f" {self.place}" if self.place else ""
-        manner = f" ({self.manner})" if self.manner else ""
-        return f"{self.operation}{place}{manner}"
-
-
 def begin(
     ranks: Ranks,
     place: Callable[[], str],
@@ -665,17 +652,17 @@ def begin(
             return place().encode("utf-8", "surrogatepass")
         shown = {name: _shown(value) for name, value in given.items()}
         found = dict(kinds()) if kinds is not None else {}
-        own = _OperationOfRank(ranks.operation, ", ".join(manner), place(), shown, found)
+        own = ranks.operation, ", ".join(manner), place(), shown, found
         return bytes(msgpack.packb(own, unicode_errors="surrogatepass"))
 
     found = ranks.all_gather("begin", part, alike=True)
     if ranks.world_size == 1:
         return (found[0].decode("utf-8", "surrogatepass"),)
-    parts = [_OperationOfRank(*msgpack.unpackb(data, unicode_errors="surrogatepass")) for data in found]
+    parts = [msgpack.unpackb(data, unicode_errors="surrogatepass") for data in found]
     own = parts[ranks.coordinator]
     if any(part != own for part in parts):  # there may be very many kinds
-        _check_alike(ranks, parts)
-    return tuple(part.place for part in parts)
+        _check_alike(ranks, *zip(*parts, strict=True))
+    return tuple(part[2] for part in parts)
 
 
 def _shown(value: Any) -> str:
@@ -686,20 +673,32 @@ def _shown(value: Any) -> str:
     return f"{text[:_MAX_VALUE]}... ({digest})"
 
 
-def _check_alike(ranks: Ranks, parts: Sequence[_OperationOfRank]) -> None:
-    own = parts[ranks.coordinator]
+def _check_alike(
+    ranks: Ranks,
+    operations: Sequence[str],
+    manners: Sequence[str],
+    places: Sequence[str],
+    options: Sequence[Mapping[str, str]],
+    kinds: Sequence[Mapping[str, str]],
+) -> None:
+    """Raise PlanError on all ranks for what is not the same on all of them; each is given by rank."""
     what, advice = "called different operations", "All ranks of a process group must call the same function"
-    if len({part.operation for part in parts}) == 1:
+    if len(set(operations)) == 1:
         what = f"{ranks.operation} in different ways"
         advice = "Give all ranks the same options, and planners and storages of one kind"
-    odd = [rank for rank, part in enumerate(parts) if part[:2] != own[:2]]
-    _refuse(ranks, "begin", odd, f"the ranks {what}: {_by_rank([*map(str, parts)])}. {advice}.")
-    for name in dict.fromkeys(name for part in parts for name in part.options):
-        values = [f"{name}={part.options.get(name, 'not given')}" for part in parts]
+    pairs = [*zip(operations, manners, strict=True)]
+    odd = [rank for rank, pair in enumerate(pairs) if pair != pairs[ranks.coordinator]]
+    calls = [
+        f"{operation}{f' {place}' if place else ''}{f' ({manner})' if manner else ''}"
+        for (operation, manner), place in zip(pairs, places, strict=True)
+    ]
+    _refuse(ranks, "begin", odd, f"the ranks {what}: {_by_rank(calls)}. {advice}.")
+    for name in dict.fromkeys(name for own in options for name in own):
+        values = [f"{name}={own.get(name, 'not given')}" for own in options]
         what = f"the option {name!r} is not the same on all ranks"
         _check_same(ranks, values, what, "Give all ranks the same")
-    for key in dict.fromkeys(key for part in parts for key in part.kinds):
-        values = [part.kinds.get(key, "") for part in parts]
+    for key in dict.fromkeys(key for own in kinds for key in own):
+        values = [own.get(key, "") for own in kinds]
         what = f"{key!r} is not of one kind on all ranks"
         advice = "Give all ranks the same object for it, or leave the key out where a rank has nothing of it"
         _check_same(ranks, values, what, advice, fqns=[key])

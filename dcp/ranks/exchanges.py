@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import msgpack
@@ -71,14 +70,18 @@ def _rebuild(
     return _failure_class(cause)(message, failures, **facts)
 
 
-@cache
+_classes: dict[str, type[RankFailedError]] = {}
+
+
 def _failure_class(cause: type[BaseException]) -> type[RankFailedError]:
     if issubclass(cause, RankFailedError):
         return cause
     if cause is CheckpointError or not issubclass(cause, CheckpointError):
         return RankFailedError
-    attributes = {"__module__": __name__, "__doc__": cause.__doc__, "_cause": cause}
-    return type(cause.__name__, (RankFailedError, cause), attributes)
+    if cause.__name__ not in _classes:
+        attributes = {"__module__": __name__, "__doc__": cause.__doc__, "_cause": cause}
+        _classes[cause.__name__] = type(cause.__name__, (RankFailedError, cause), attributes)
+    return _classes[cause.__name__]
 
 
 def failure_of(
