@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dcp.default_planner import DefaultLoadPlanner
 from dcp.features.registry import LoadFeature, SaveFeature, features_of
 from dcp.loading.load import ColumnLoad, LoadEngine
-from dcp.planners.load.selection import LoadOptions
+from dcp.planners.load.selection import OF_PLANNERS, LoadOptions
 from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
 from dcp.saving.save import ColumnSave, Save
 from dcp.storage.errors import CheckpointError, OptionError
@@ -101,8 +101,8 @@ def load_engine(
             f"verify needs dcp's FileSystemReader; got {type(reader).__name__}, which checks in its own way"
         )
     options.check()
-    given = options.given_to_planner() if ours is None else []
-    if given:
+    given = [name for name in OF_PLANNERS if getattr(options, name) is not None]
+    if given and ours is None:
         raise CheckpointError(
             f"{', '.join(given)} need dcp.DefaultLoadPlanner or a subclass; {type(planner).__name__} decides "
             "that itself"

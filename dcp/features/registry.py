@@ -10,11 +10,10 @@ from functools import cache
 from typing import Any, Final, TypeVar
 
 from dcp.features.digests import Digests
-from dcp.features.entries import LegacyKeys, Strictness, Subclasses, TrustedValues
+from dcp.features.entries import LegacyKeys, PerRankValues, Strictness, Subclasses, TrustedValues
 from dcp.features.foreign_values import ForeignValues
 from dcp.features.memory import MetaTensors, SharedMemory
 from dcp.features.parts import Parts
-from dcp.features.per_rank import PerRankValues
 from dcp.features.saved_map import SavedMap
 from dcp.features.stateful import StatefulObjects
 from dcp.features.weight_map import LoadedMap

@@ -86,16 +86,12 @@ class MappedView(View):
             view = narrow(memory.tensors[dest].detach(), local, sizes)
             refuse_shared(tensors[row].name, view)
             if tensors[row].padding:
-                _clear(view)
+                with torch.inference_mode():
+                    view.zero_()
             box = Box(offsets, sizes)
             for piece in stored.within(tensors[row], box):
                 if 0 not in piece.piece.lengths:
                     yield _filled(piece, box, view)
-
-
-@torch.inference_mode()
-def _clear(view: torch.Tensor) -> None:
-    view.zero_()
 
 
 def _filled(stored: StoredPiece, box: Box, view: torch.Tensor) -> Filled:
