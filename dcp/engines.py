@@ -101,8 +101,8 @@ def load_engine(
             f"verify needs dcp's FileSystemReader; got {type(reader).__name__}, which checks in its own way"
         )
     options.check()
-    given = [name for name in OF_PLANNERS if getattr(options, name) is not None]
-    if given and ours is None:
+    given = [] if ours is not None else [name for name in OF_PLANNERS if getattr(options, name) is not None]
+    if given:
         raise CheckpointError(
             f"{', '.join(given)} need dcp.DefaultLoadPlanner or a subclass; {type(planner).__name__} decides "
             "that itself"

@@ -5,7 +5,7 @@ Entries that differ cannot both be loaded into the memory that they share, such 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations, compress
 from math import prod
@@ -50,7 +50,15 @@ class MetaTensors(LoadFeature):
         """Replace them in the state dict. Raises PlanError for a part of a composite tensor."""
         call = self.call
         chosen = call.selected(call.flat.values)
-        if not _has_meta_tensor(list(chosen.values())):
+        values, has_meta = list(chosen.values()), False
+        for cls in set(map(type, values)):
+            if issubclass(cls, torch.Tensor):
+                tensors = compress(values, map(partial(is_, cls), map(type, values)))
+                is_meta: Callable[[Any], bool] = (
+                    _is_meta if issubclass(cls, ShardedTensor) else attrgetter("is_meta")
+                )
+                has_meta = has_meta or any(map(is_meta, tensors))
+        if not has_meta:
             return
         names = []
         for fqn, value in list(chosen.items()):
@@ -81,16 +89,6 @@ class MetaTensors(LoadFeature):
                 "device: give it memory before the load",
                 fqn=fqn,
             )
-
-
-def _has_meta_tensor(values: list[Any]) -> bool:
-    """Return whether a tensor among ``values`` has no memory yet."""
-    for cls in set(map(type, values)):
-        if issubclass(cls, torch.Tensor):
-            tensors = compress(values, map(partial(is_, cls), map(type, values)))
-            if any(map(_is_meta if issubclass(cls, ShardedTensor) else attrgetter("is_meta"), tensors)):
-                return True
-    return False
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import chain, compress
+from itertools import chain, compress, filterfalse
 from operator import attrgetter
 from typing import Any
 
@@ -92,8 +92,11 @@ class LoadCall:
         for feature in features.all:
             feature.call = self
             feature.later = feature.made = feature.new = feature.whole = ()
-        idle = [feature for feature, takes_part in features.having("takes_part") if not takes_part(bool)]
-        features.part = [feature for feature in features.all if feature not in idle]
+        idle = []
+        for feature, takes_part in features.having("takes_part"):
+            if not takes_part(bool):
+                idle.append(feature)
+        features.part = list(filterfalse(idle.__contains__, features.all))
         features.each("state")
 
     def flattened(self, *, legacy: bool = False) -> Flat:

@@ -239,8 +239,9 @@ class Features:
     """
 
     def __init__(self, kinds: Sequence[type[LoadFeature]], options: LoadOptions) -> None:
-        self.names, self.all = [kind.name for kind in kinds], list[LoadFeature]()
+        self.names, self.all = list[str](), list[LoadFeature]()
         for kind in kinds:
+            self.names.append(kind.name)
             option = kind.option
             if not option or ask(kind.name, "option", getattr, object, options, option) is not None:
                 feature = ask(kind.name, "__init__", kind, LoadFeature)

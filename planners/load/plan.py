@@ -176,7 +176,7 @@ def intersect(
     box_tensors = wanted.item_tensors
     boxes = np.flatnonzero(usable[box_tensors])
     ndims = wanted.ndims[box_tensors[boxes]]
-    columns: list[list[Int64]] = [[np.zeros(0, np.int64)] for _ in range(5)]
+    columns: list[list[Int64]] = list(map(list, [[np.zeros(0, np.int64)]] * 5))
     for ndim in np.flatnonzero(np.bincount(ndims)).tolist():
         chosen = boxes[ndims == ndim]
         low = row_matrix(wanted.item_offsets, wanted.box_start, chosen, ndim)

@@ -275,5 +275,8 @@ class LoadOptions:
 
     def over(self, settings: object) -> LoadOptions:
         """Return these, and for a planner's that are None the attributes of ``settings``."""
-        own = {name: getattr(settings, name) for name in OF_PLANNERS if getattr(self, name) is None}
+        own = {}
+        for name in OF_PLANNERS:
+            if getattr(self, name) is None:
+                own[name] = getattr(settings, name)
         return replace(self, **own)
