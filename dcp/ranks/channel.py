@@ -77,6 +77,7 @@ class _Begun:
         return any(torch_compat.use_count(tensor) > 1 for tensor in self.tensors)
 
 
+@dataclass(eq=False)
 class Channel:
     """A process group and its key-value store, and what a rank can send over it.
 
@@ -84,13 +85,14 @@ class Channel:
     group. ``store`` is the group's, for what must work when collectives do not.
     """
 
-    def __init__(self, group: Any, store: Any, rank: int, world_size: int, device: torch.device) -> None:
-        self.group = group
-        self.state = _groups.setdefault(group, _GroupState())
-        self.store = store
-        self.rank = rank
-        self.world_size = world_size
-        self.device = device
+    group: Any
+    store: Any
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.state = _groups.setdefault(self.group, _GroupState())
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup) -> Channel:

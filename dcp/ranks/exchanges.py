@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -192,6 +193,7 @@ def grace_seconds(timeout_seconds: float) -> float:
     return max(_SHORTEST_GRACE_SECONDS, min(_LONGEST_GRACE_SECONDS, timeout_seconds / 4))
 
 
+@dataclass(frozen=True)
 class Presence:
     """Signs that the ranks of one operation give each other by ``store``, for when collectives do not work.
 
@@ -201,39 +203,38 @@ class Presence:
     RuntimeError where the store is gone.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, keys: Sequence[str]) -> None:
-        self._store = store
-        self._rank = rank
-        self._world_size = world_size
-        self._keys = tuple(keys)
+    store: Any
+    rank: int
+    world_size: int
+    keys: Sequence[str]
 
     def give(self, sign: str) -> None:
         """Give a sign to the others."""
-        for key in self._keys:
-            self._store.set(f"{key}/{sign}", "1")
+        for key in self.keys:
+            self.store.set(f"{key}/{sign}", "1")
 
     def has(self, sign: str) -> bool:
         """Return whether a rank has given a sign."""
-        return any(self._store.check([f"{key}/{sign}"]) for key in self._keys)
+        return any(self.store.check([f"{key}/{sign}"]) for key in self.keys)
 
     def show(self) -> None:
         """Give a sign of life."""
-        self.give(f"alive/{self._rank}")
+        self.give(f"alive/{self.rank}")
 
     def absent(self, step: str) -> list[int]:
         """Return the ranks that have not said that they wait in ``step``, for the lowest of those that have;
         for the others none, so that not every rank asks for every other."""
         absent: list[int] = []
-        for rank in range(self._world_size):
-            if rank != self._rank and not self.has(f"late/{step}/{rank}"):
+        for rank in range(self.world_size):
+            if rank != self.rank and not self.has(f"late/{step}/{rank}"):
                 absent.append(rank)
-            elif rank < self._rank:
+            elif rank < self.rank:
                 return []
         return absent
 
     def missing(self, deadline: float) -> list[int]:
         """Return the ranks that have given no sign of life until ``deadline`` (`time.monotonic`)."""
-        missing = list(range(self._world_size))
+        missing = list(range(self.world_size))
         while True:
             missing = [rank for rank in missing if not self.has(f"alive/{rank}")]
             if not missing or time.monotonic() >= deadline:
