@@ -39,7 +39,7 @@ ReadWhole = Callable[[Sequence[str]], tuple[Any, Mapping[str, Path]]]
 """Reads what is below some names of the checkpoint, whole: a nested state, and the paths of its entries."""
 
 
-@dataclass
+@dataclass(eq=False)
 class View:
     """A checkpoint as it is shown to a load: names, shapes and chunks of ``index``.
 

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import msgpack
 import torch.distributed as dist
 
-from dcp.calls.plain_errors import warn_caller
 from dcp.ranks.channel import Channel
 from dcp.ranks.exchanges import (
     DEFAULT_TIMEOUT_SECONDS,
@@ -47,7 +46,6 @@ from dcp.storage.errors import (
     PlanError,
     SaveAbortedError,
 )
-from dcp.storage.stores.base import TEMPORARY_PREFIX, Store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -600,35 +598,6 @@ _MAX_VALUE = 1000
 """Characters of an option, and then a digest: patterns may be many."""
 
 
-def works_alone(process_group: ProcessGroup | None, *, no_dist: bool, operation: str) -> bool:
-    """Return whether an ``operation`` is this process's alone: asked for, or without torch.distributed.
-
-    Raises CheckpointError where each rank would save alone to one id: for a process group that was destroyed,
-    and for a save by one of several processes (``WORLD_SIZE``) without a group. A load by such a one warns; a
-    read gives each of them the same.
-    """
-    if no_dist:
-        return True
-    if dist.is_available() and dist.is_initialized():
-        return False
-    if process_group is not None:
-        raise CheckpointError(
-            "a process group was given, but torch.distributed is not initialised any more: save before "
-            "destroy_process_group(), or pass no_dist=True to work on one rank"
-        )
-    count = os.environ.get("WORLD_SIZE", "")
-    if not count.isdecimal() or int(count) < 2 or operation == "read":
-        return True
-    facts = f"this is one of {count} processes (WORLD_SIZE), and torch.distributed is not initialised"
-    if operation != "load":
-        raise CheckpointError(
-            f"{facts}: each would {operation} alone, to one place, and replace what the others have written. "
-            "Call init_process_group() first; or pass no_dist=True where this process alone is meant to",
-        )
-    warn_caller(f"{facts}: it loads alone, as rank 0; call init_process_group() first, or say no_dist=True")
-    return True
-
-
 def begin(
     ranks: Ranks,
     place: Callable[[], str],
@@ -692,7 +661,7 @@ def _check_alike(
         f"{operation}{f' {place}' if place else ''}{f' ({manner})' if manner else ''}"
         for (operation, manner), place in zip(pairs, places, strict=True)
     ]
-    _refuse(ranks, "begin", odd, f"the ranks {what}: {_by_rank(calls)}. {advice}.")
+    refuse_odd(ranks, "begin", odd, f"the ranks {what}: {by_rank(calls)}. {advice}.")
     for name in dict.fromkeys(name for own in options for name in own):
         values = [f"{name}={own.get(name, 'not given')}" for own in options]
         what = f"the option {name!r} is not the same on all ranks"
@@ -709,10 +678,10 @@ def _check_same(ranks: Ranks, texts: Sequence[str], what: str, advice: str, **fa
     common = texts[ranks.coordinator] or next(filter(None, texts), "")
     odd = [rank for rank, text in enumerate(texts) if text not in ("", common)]
     if odd:
-        _refuse(ranks, "begin", odd, f"{what}: {_by_rank(texts)}. {advice}", **facts)
+        refuse_odd(ranks, "begin", odd, f"{what}: {by_rank(texts)}. {advice}", **facts)
 
 
-def _refuse(ranks: Ranks, step: str, odd: Sequence[int], text: str, **facts: Any) -> None:
+def refuse_odd(ranks: Ranks, step: str, odd: Sequence[int], text: str, **facts: Any) -> None:
     """Raise PlanError on all ranks if there are ``odd`` ones."""
     if odd:
         error = PlanError(text, ranks=[*odd], **facts)
@@ -751,63 +720,11 @@ def check_same_checkpoint(ranks: Ranks, places: Sequence[str], fingerprint: Call
     if len(set(places)) > 1:
         prints = ranks.all_gather("compare", fingerprint, alike=True)
         odd = [rank for rank, found in enumerate(prints) if found != prints[ranks.coordinator]]
-        text = f"the ranks load different checkpoints: {_by_rank(places)}. Give all of them one id"
-        _refuse(ranks, "compare", odd, text)
+        text = f"the ranks load different checkpoints: {by_rank(places)}. Give all of them one id"
+        refuse_odd(ranks, "compare", odd, text)
 
 
-def check_same_target(ranks: Ranks, places: Sequence[str], store: Store | None) -> None:
-    """Raise PlanError on all ranks unless all of them save to one place.
-
-    ``places`` is what `begin` gave. Where they differ, because a mount may have another name on another host,
-    the coordinator leaves an empty file in its ``store``, which the others look for in theirs: a rank that
-    has nothing to write would not find out otherwise. It is None for other packages' storages.
-    """
-    if len(set(places)) == 1:
-        return
-    made: list[Store] = []
-    name = ranks.broadcast("compare", lambda: _leave_file(store, made)).decode()
-    if not name:
-        return
-
-    def look() -> bytes:
-        return b"\x01" if store is None or store.stat(name) is not None else b""
-
-    try:
-        found = ranks.all_gather("compare", look)
-    finally:
-        if ranks.is_coordinator and store is not None:
-            _remove_file(store, name, made)
-    odd = [rank for rank, there in enumerate(found) if not there]
-    text = f"the ranks do not save to the same place: {_by_rank(places)}. Give all of them one id"
-    _refuse(ranks, "compare", odd, text)
-
-
-def _leave_file(store: Store | None, made: list[Store]) -> bytes:
-    if store is None:
-        return b""
-    if not store.exists():
-        made.append(store)
-    store.make_root()
-    name = f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
-    store.create(name, durable=False).finish()
-    return name.encode()
-
-
-def _remove_file(store: Store, name: str, made: Sequence[Store]) -> None:
-    """Remove it without ever raising, because the other ranks are in the next step already. A save removes
-    what stays.
-
-    A folder that was ``made`` for the file goes too: the save makes it again, and takes away what it made.
-    """
-    try:
-        store.delete_all([name])
-        for one in made:
-            one.remove_root()
-    except Exception as error:  # noqa: BLE001 - as said
-        logger.warning("%s may stay behind: %s", name, error)
-
-
-def _by_rank(texts: Sequence[str]) -> str:
+def by_rank(texts: Sequence[str]) -> str:
     """Return which ranks have which of ``texts``, by the first rank; a few of them."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
