@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.storage import StorageReader
 from typing_extensions import Unpack, deprecated
 
-from dcp.calls.arguments import check_top_level, choose_storage, takes_storage_second, works_alone
+from dcp.calls.arguments import check_top_level, choose_reader, takes_storage_second, works_alone
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.torch_names import names_of
 from dcp.default_planner import DefaultLoadPlanner
@@ -26,7 +26,6 @@ from dcp.ranks.collectives import Ranks, raise_on_all_ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.storage.engine.requests import Verify
 from dcp.storage.errors import OptionError
-from dcp.storage.torch_storage.reader import FileSystemReader
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -180,7 +179,7 @@ def load_with(
         if (weights := given.get("map")) is not None:
             chosen["map"] = WeightMap.of(weights)
         options = LoadOptions(**chosen)
-        reader = choose_storage(FileSystemReader, storage_reader, checkpoint_id, storage_options)
+        reader = choose_reader(storage_reader, checkpoint_id, storage_options)
         planner = DefaultLoadPlanner() if planner is None else planner
         engine = load_engine(reader, planner, ranks, options)
         if not isinstance(state_dict, dict):
@@ -250,7 +249,7 @@ def read(
     alone = works_alone(process_group, no_dist=no_dist, operation="read")
     ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="read")
     with raise_on_all_ranks(ranks):
-        reader = choose_storage(FileSystemReader, storage_reader, checkpoint_id, storage_options)
+        reader = choose_reader(storage_reader, checkpoint_id, storage_options)
         LoadOptions(only=only, exclude=exclude, rename=rename).check()
         whole = Whole(only=only, exclude=exclude, rename=rename, dtype=dtype, device=_device(device))
         options = LoadOptions(

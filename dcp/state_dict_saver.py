@@ -24,7 +24,7 @@ from typing_extensions import deprecated
 
 from dcp.background.writers import SaveFuture
 from dcp.calls.arguments import (
-    choose_storage,
+    choose_writer,
     refuse_a_place,
     stateful_to_plain,
     takes_storage_second,
@@ -174,7 +174,7 @@ def save_with(
         abort=abort,
     )
     with raise_on_all_ranks(ranks):
-        writer = choose_storage(FileSystemWriter, storage_writer, checkpoint_id, storage_options)
+        writer = choose_writer(storage_writer, checkpoint_id, storage_options)
         if map is not None:
             options = replace(options, map=WeightMap.of(map))
         save = make_save(writer, planner, options)
@@ -262,7 +262,7 @@ def async_save(
             given, storage_writer = storage_writer, with_own_id(storage_writer)
             if storage_writer is given:
                 session.wait()  # it cannot be pointed at another id while a save uses it
-        writer = choose_storage(FileSystemWriter, storage_writer, checkpoint_id, storage_options)
+        writer = choose_writer(storage_writer, checkpoint_id, storage_options)
         weights = None if map is None else WeightMap.of(map)
     return session.save(
         state_dict,

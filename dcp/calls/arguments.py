@@ -22,7 +22,7 @@ from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.checkpoint.storage import StorageWriter
+    from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 
 P = ParamSpec("P")
@@ -110,14 +110,32 @@ def stateful_to_plain(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 # -- storages ------------------------------------------------------------------------------------------------
 
 
-def choose_storage(
+def choose_reader(
+    reader: StorageReader | None,
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> StorageReader:
+    """Give ``reader``, pointed at ``checkpoint_id`` if given; without one, a `FileSystemReader` of the id."""
+    found: StorageReader = _chosen(FileSystemReader, reader, checkpoint_id, storage_options)
+    return found
+
+
+def choose_writer(
+    writer: StorageWriter | None,
+    checkpoint_id: str | os.PathLike[str] | None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> StorageWriter:
+    """Give ``writer``, pointed at ``checkpoint_id`` if given; without one, a `FileSystemWriter` of the id."""
+    found: StorageWriter = _chosen(FileSystemWriter, writer, checkpoint_id, storage_options)
+    return found
+
+
+def _chosen(
     ours: type[FileSystemReader] | type[FileSystemWriter],
     storage: Any,
     checkpoint_id: str | os.PathLike[str] | None,
     storage_options: Mapping[str, Any] | None,
 ) -> Any:
-    """Give ``storage``, pointed at ``checkpoint_id`` if given; without one, a storage of the id of the class
-    ``ours``."""
     if storage is not None:
         _refuse_others(storage, ours is FileSystemReader, storage_options)
         if checkpoint_id is not None:
