@@ -160,7 +160,8 @@ class _Objects(Target):
         if not self._stateful and type(self.state_dict) is dict:
             self.state_dict.update(self._plain)
             return
-        untouched, new = (call.untouched_keys, call.new) if call is not None else ((), ())
+        untouched, part = (call.untouched_keys, call.features.part) if call is not None else ((), ())
+        new = [fqn for feature in part for fqn in feature.new]
         for key in self._keys:
             if key not in self._stateful:
                 self.state_dict[key] = self._plain[key]

@@ -264,11 +264,6 @@ class LoadCall:
             return self._must_fill
         return self._must_fill | (self.values.keys() - {*self.missing, *self._waiting})
 
-    @property
-    def new(self) -> list[str]:
-        """Entries that had no memory before."""
-        return [fqn for feature in self.features.part for fqn in feature.new]
-
     def tell_autograd(self) -> None:
         """Let a backward whose forward was before the load notice it: DTensors are filled below torch, and
         what changes their local tensors does not change the versions of their own."""

@@ -239,8 +239,8 @@ class ColumnLoad(LoadEngine):
         self._target, self._view, self._ready = target, None, None
         begun = time.perf_counter()
         storage.reset()  # it may have served another load, before another save
-        agreed, kinds = (self.agreed, target.kinds) if ranks.world_size > 1 else (None, None)
-        places = begin(ranks, partial(attrgetter("place.url"), storage), options=agreed, kinds=kinds)
+        agreed = self.agreed if ranks.world_size > 1 else None
+        places = begin(ranks, partial(attrgetter("place.url"), storage), options=agreed, kinds=target.kinds)
         shared = ranks.broadcast("index", self._read_index)
         size = _LENGTH_BYTES + int.from_bytes(shared[:_LENGTH_BYTES], "big")
         self._beside = unpack(shared[_LENGTH_BYTES:size]) if size > _LENGTH_BYTES else {}

@@ -114,12 +114,6 @@ class Channel:
         torch_compat.set_default_timeout(group, 2 * timeout)
         return cls(group, store, rank, world_size, torch.device("cpu"))
 
-    def give_up(self, ranks: list[int], what: str) -> None:
-        """Note `given_up` of the group, unless it is already. One rank alone is always in step."""
-        if self.world_size > 1 and self.state.given_up is None:
-            self.state.given_up = (ranks, what)
-            self.keep_for_ever()
-
     def keep_for_ever(self) -> None:
         """Keep the group of gloo from ever being destroyed: its destructor waits for a collective that is
         under way until that times out, which is half an hour by default, and for others that may be waiting

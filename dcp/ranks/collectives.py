@@ -154,6 +154,10 @@ class Ranks:
         self.is_coordinator = self.rank == self.coordinator
         self._blocks = channel.device.type == "cpu"  # on an accelerator wait() concerns its stream
         self.store = channel.store
+        grace = grace_seconds(self.timeout_seconds)
+        self._bound_seconds = max(self.timeout_seconds - grace, self.timeout_seconds / 2)
+        self._look_seconds = grace / _LOOKS_PER_GRACE
+        """Between two looks for signs: often enough to answer in time."""
         meeting: list[str] = []
         if channel.state.life is None:
             restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -425,9 +429,8 @@ class Ranks:
         given; what torch raises there becomes an error that names the ranks which are gone."""
 
         def attempt() -> T:
-            bound = self.timeout_seconds - grace_seconds(self.timeout_seconds)
             try:
-                return make(max(bound, self.timeout_seconds / 2))
+                return make(self._bound_seconds)
             except RuntimeError as error:
                 raise self._lost_error(f"torch: {_reason(error)}") from error
 
@@ -468,9 +471,12 @@ class Ranks:
             raise _LostRanksError(*earlier)
 
     def _note_given_up(self, ranks: list[int], what: str, operation: str | None = None) -> None:
-        if self._channel is not None:
+        channel = self._channel
+        if channel is not None and channel.world_size > 1 and channel.state.given_up is None:
             earlier = f"since an earlier {operation or self.operation} failed: {what}"
-            self._channel.give_up(ranks, f"the ranks of the process group are not in one step {earlier}")
+            text = f"the ranks of the process group are not in one step {earlier}"
+            channel.state.given_up = ranks, text
+            channel.keep_for_ever()
 
     def _tell_given_up(self) -> None:
         """Tell the others, who would else learn of it by their timeout."""
@@ -480,20 +486,18 @@ class Ranks:
 
     def _wait(self, work: Any) -> None:
         begun = time.monotonic()
-        bound = max(self.timeout_seconds - grace_seconds(self.timeout_seconds), self.timeout_seconds / 2)
-        pause, look_seconds = 0.0, self._look_seconds()
-        next_look = begun + look_seconds
+        pause, next_look = 0.0, begun + self._look_seconds
         late = begun + min(_LATE_SECONDS, self.timeout_seconds / 4)
         tell: float | None = None
         while not work.is_completed():
             if self.abort is not None and self.abort.is_set():
                 self._tell_called_off()
             now = time.monotonic()
-            if now - begun > bound:
+            if now - begun > self._bound_seconds:
                 late_by = f"no answer within {self.timeout_seconds:g} s"
                 raise self._lost_error(late_by, begun + self.timeout_seconds)
             if now >= next_look:
-                next_look = now + look_seconds
+                next_look = now + self._look_seconds
                 self._look_for_aborts()
                 tell = self._look_who_is_late(now, late, tell)
             if self._blocks:
@@ -519,7 +523,7 @@ class Ranks:
                 elif not self._presence.has(f"late/{step}"):
                     return None
                 self._presence.give(f"late/{step}/{self.rank}")
-                return now + 4 * self._look_seconds()
+                return now + 4 * self._look_seconds
             if now < tell:
                 return tell
             missing = self._presence.absent(step)
@@ -537,10 +541,6 @@ class Ranks:
                 self.timeout_seconds,
             )
         return math.inf
-
-    def _look_seconds(self) -> float:
-        """Return how often a waiting rank looks for signs: often enough to answer in time."""
-        return grace_seconds(self.timeout_seconds) / _LOOKS_PER_GRACE
 
     def _lost_error(self, reason: str, deadline: float | None = None) -> _LostRanksError:
         """Post a sign of life, wait for the others' and return who stayed silent."""
