@@ -96,8 +96,12 @@ class Channel:
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup) -> Channel:
-        """Return the channel of a process group that this process belongs to."""
-        device = _collective_device(group)
+        """Return the channel of a process group that this process belongs to: on the CPU where it has a CPU
+        backend, else on the accelerator that the group's backend works on."""
+        devices = torch_compat.devices_of(group)
+        device = next((each for each in devices if each.type == "cpu"), None)
+        if device is None:
+            device = torch.device(devices[0].type, torch.accelerator.current_device_index())
         return cls(group, group.get_group_store(), group.rank(), group.size(), device)
 
     @classmethod
@@ -229,15 +233,6 @@ class Channel:
         if data:
             tensor[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return tensor.to(self.device)
-
-
-def _collective_device(group: dist.ProcessGroup) -> torch.device:
-    """CPU where the group has a CPU backend, else the accelerator that the group's backend works on."""
-    devices = torch_compat.devices_of(group)
-    for device in devices:
-        if device.type == "cpu":
-            return device
-    return torch.device(devices[0].type, torch.accelerator.current_device_index())
 
 
 def _largest_but(root: int, sizes: list[int]) -> int:

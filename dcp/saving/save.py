@@ -60,8 +60,6 @@ from dcp.version import __version__
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageWriter
 
-logger = logging.getLogger(__name__)
-
 _OF_WRITERS: Final = ("overwrite", "torch_compatible", "digests", "sync_files", "single_file_per_rank")
 
 
@@ -555,7 +553,7 @@ def _check_same_target(ranks: Ranks, places: Sequence[str], store: Store | None)
                 if is_new:  # the save makes the folder again, and takes away what it made
                     store.remove_root()
             except Exception as error:  # noqa: BLE001 - as said
-                logger.warning("%s may stay behind: %s", name, error)
+                logging.getLogger(__name__).warning("%s may stay behind: %s", name, error)
     odd = [rank for rank, there in enumerate(found) if not there]
     text = f"the ranks do not save to the same place: {by_rank(places)}. Give all of them one id"
     refuse_odd(ranks, "compare", odd, text)
