@@ -5,11 +5,9 @@ Entries that differ cannot both be loaded into the memory that they share, such 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from itertools import combinations, compress
+from collections.abc import Sequence
+from itertools import combinations
 from math import prod
-from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
@@ -50,15 +48,7 @@ class MetaTensors(LoadFeature):
         """Replace them in the state dict. Raises PlanError for a part of a composite tensor."""
         call = self.call
         chosen = call.selected(call.flat.values)
-        values, has_meta = list(chosen.values()), False
-        for cls in set(map(type, values)):
-            if issubclass(cls, torch.Tensor):
-                tensors = compress(values, map(partial(is_, cls), map(type, values)))
-                is_meta: Callable[[Any], bool] = (
-                    _is_meta if issubclass(cls, ShardedTensor) else attrgetter("is_meta")
-                )
-                has_meta = has_meta or any(map(is_meta, tensors))
-        if not has_meta:
+        if not any(map(_is_meta, chosen.values())):
             return
         names = []
         for fqn, value in list(chosen.items()):
@@ -91,10 +81,10 @@ class MetaTensors(LoadFeature):
             )
 
 
-def _is_meta(tensor: torch.Tensor) -> bool:
-    if isinstance(tensor, ShardedTensor):  # each look at an attribute of its own warns that it is deprecated
-        return any(shard.tensor.is_meta for shard in tensor.local_shards())
-    return tensor.is_meta
+def _is_meta(value: Any) -> bool:
+    if isinstance(value, ShardedTensor):  # each look at an attribute of its own warns that it is deprecated
+        return any(shard.tensor.is_meta for shard in value.local_shards())
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _device(mesh: DeviceMesh | None) -> torch.device:

@@ -157,11 +157,9 @@ class _Objects(Target):
 
     def give_back(self, call: LoadCall | None) -> None:
         """As in `Target`."""
-        if not self._stateful and type(self.state_dict) is dict:
-            self.state_dict.update(self._plain)
-            return
-        untouched, part = (call.untouched_keys, call.features.part) if call is not None else ((), ())
-        new = [fqn for feature in part for fqn in feature.new]
+        untouched, new = frozenset[str](), list[str]()
+        if call is not None and self._stateful:
+            untouched, new = call.untouched_keys, [*chain(*(each.new for each in call.features.part))]
         for key in self._keys:
             if key not in self._stateful:
                 self.state_dict[key] = self._plain[key]

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress, repeat
 from typing import Final, NoReturn
 
 import numpy as np
@@ -86,7 +87,8 @@ def plan_load(
     if names is not None:
         stored = [names[fqn] for fqn in stored]
     count = len(wanted.fqns)
-    tensor_rows, object_rows = _rows(tensors, stored[:count]), _rows(values, stored[count:])
+    tensor_rows = np.fromiter(map(tensors.get, stored[:count], repeat(-1)), np.int64)
+    object_rows = np.fromiter(map(values.get, stored[count:], repeat(-1)), np.int64)
     missing: list[str] = []
     if (tensor_rows < 0).any() or (object_rows < 0).any():
         kind = "is a tensor in the state dict, but another value in the checkpoint"
@@ -105,16 +107,8 @@ def plan_load(
     unexpected = tuple(map(every.__getitem__, np.flatnonzero(unwanted).tolist()))
     if problems.texts:
         problems.raise_all(lambda: _hint(index, stored, unexpected, is_renamed=names is not None), per_rank)
-    if not found.all():
-        object_fqns = [object_fqns[row] for row in np.flatnonzero(found).tolist()]
+    object_fqns = list(compress(object_fqns, found.tolist()))
     return LoadPlan(pieces, object_rows[found], object_fqns, missing, unexpected, cast_fqns)
-
-
-def _rows(position: Mapping[str, int], wanted: Sequence[str]) -> Int64:
-    if list(position) == wanted:  # the very state that was saved
-        return np.arange(len(wanted), dtype=np.int64)
-    lookup = position.get
-    return np.array([lookup(fqn, -1) for fqn in wanted], np.int64)
 
 
 def _missing(

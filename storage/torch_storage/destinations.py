@@ -50,9 +50,7 @@ def classify(engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> tuple[B
     usable = memory.is_plain[dests] & (memory.dtype_codes[dests] == index.dtype_codes[tensors])
     usable &= ndims == np.diff(memory.shape_start)[dests]
     usable &= ndims == index.ndims[tensors]
-    permuted = engine.payloads.permuted_chunks
-    if len(permuted):
-        usable &= ~np.isin(chunks, permuted)
+    usable &= ~np.isin(chunks, engine.payloads.permuted_chunks)
     is_run = np.zeros(len(chunks), np.bool_)
     positions, places, volumes = np.zeros((3, len(chunks)), np.int64)
     for ndim in np.flatnonzero(np.bincount(ndims[usable])).tolist():  # np.unique hashes each of them
