@@ -6,8 +6,9 @@ The functions on torch's plan objects are torch's own, for custom planners that 
 from __future__ import annotations
 
 import io
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from dcp.calls.torch_names import names_of
-from dcp.features.registry import load_features
-from dcp.loading.call import LoadAttempt, LoadCall
-from dcp.loading.feature import Features
+from dcp.features.registry import features_of
+from dcp.loading.call import LoadCall
+from dcp.loading.feature import Features, LoadFeature
 from dcp.planners.flatten import set_element
 from dcp.planners.layout.local_tensor import BoxLookup
 from dcp.planners.load.selection import (
@@ -103,7 +104,8 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         self.per_rank, self.unexpected = per_rank, unexpected
         self.rank: int | None = None
         self.world_size: int | None = None
-        self.attempt: LoadAttempt | None = None
+        self.opens: Callable[..., LoadCall] | None = None
+        self._given = LoadOptions()
         self._call: LoadCall | None = None
         self._lookup: BoxLookup | None = None
 
@@ -114,10 +116,13 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             raise PlanError("the load planner was not set up")
         return self._call
 
-    def begin_load(self, attempt: LoadAttempt) -> None:
-        """Forget the load before; the next one is this ``attempt`` of dcp's own, until that is None again."""
-        self.rank, self.world_size = attempt.rank, attempt.world_size
-        self.attempt, self._call, self.original_state_dict = attempt, None, {}
+    def begin_load(
+        self, opens: Callable[..., LoadCall], options: LoadOptions, rank: int, world_size: int
+    ) -> None:
+        """Forget the load before; the next one, by ``options``, is what ``opens`` makes, until that is None
+        again."""
+        self.opens, self._given, self.rank, self.world_size = opens, options, rank, world_size
+        self._call, self.original_state_dict = None, {}
 
     def set_up_planner(
         self,
@@ -143,18 +148,19 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         return call
 
     def _opened(self, state_dict: dict[str, Any]) -> LoadCall:
-        attempt = self.attempt
-        if attempt is None:  # a load of torch's own
+        options, opens = LoadOptions().over(self), self.opens
+        if opens is not None:
+            options = self._given.over(self)  # a subclass may set its own until now
+        else:  # a load of torch's own
             world_size = self.world_size
             if world_size is None:
                 world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
             rank = current_rank() if self.rank is None else self.rank
-            features = Features(load_features(), LoadOptions().over(self))
-            attempt = LoadAttempt(rank=rank, world_size=world_size, features=features)
-        return LoadCall(
+            features = Features(features_of(LoadFeature), options)
+            opens = partial(LoadCall, features=features, rank=rank, world_size=world_size)
+        return opens(
             state_dict,
-            attempt,
-            attempt.options.over(self),
+            options,
             flattens=self.flatten_state_dict,
             flattens_sharded=self.flatten_sharded_tensors,
         )
@@ -165,7 +171,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
         given = [name for name in ("only", "exclude", "rename") if getattr(call.options, name) is not None]
         given += ["per_rank"] if call.options.per_rank != "exact" else []
         given += ["Rescale"] if any(isinstance(own, Rescale) for own in call.flat.per_rank.values()) else []
-        if given and not call.is_chosen:
+        if given and not hasattr(call, "index"):
             raise PlanError(
                 f"{', '.join(given)} cannot be heeded: {type(self).__name__} makes its load plan without "
                 "DefaultLoadPlanner.create_local_plan"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from dcp.default_planner import DefaultLoadPlanner
-from dcp.features.registry import load_features, save_features
+from dcp.features.registry import LoadFeature, SaveFeature, features_of
 from dcp.loading.load import ColumnLoad, LoadEngine
-from dcp.planners.load.selection import LoadOptions
+from dcp.planners.load.selection import OF_PLANNERS, LoadOptions
 from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
 from dcp.saving.save import ColumnSave, Save
 from dcp.storage.errors import CheckpointError, OptionError
@@ -60,7 +60,7 @@ def make_save(writer: StorageWriter, planner: SavePlanner | None, options: SaveO
             options=options,
             planner=ours,
             plan_options=PlanOptions.of(ours),
-            kinds=save_features(),
+            kinds=features_of(SaveFeature),
         )
     if options.map is not None:
         raise _needs_columns("map", planner, writer)
@@ -101,17 +101,18 @@ def load_engine(
             f"verify needs dcp's FileSystemReader; got {type(reader).__name__}, which checks in its own way"
         )
     options.check()
-    given = options.given_to_planner() if ours is None else []
+    given = [] if ours is not None else [name for name in OF_PLANNERS if getattr(options, name) is not None]
     if given:
         raise CheckpointError(
             f"{', '.join(given)} need dcp.DefaultLoadPlanner or a subclass; {type(planner).__name__} decides "
             "that itself"
         )
+    features = features_of(LoadFeature)
     if ours is not None and storage is not None and _keeps_steps(ours) and _keeps_steps(storage):
-        return ColumnLoad(ranks, options, ours, storage, load_features())
+        return ColumnLoad(ranks, options, ours, storage, features)
     if options.map is not None:
         raise _needs_columns("map", planner, reader)
-    return ProtocolLoad(ranks, options, ours, storage, load_features(), reader=reader, any_planner=planner)
+    return ProtocolLoad(ranks, options, ours, storage, features, reader=reader, any_planner=planner)
 
 
 def _needs_columns(option: str, planner: object, storage: object) -> OptionError:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from dcp.calls.arguments import stateful_to_plain
+from dcp.calls.arguments import stateful_to_plain, works_alone
 from dcp.calls.plain_errors import plain_errors
 from dcp.features.saved_map import mapped_state
 from dcp.inspection.values.tensor_reading import TensorReader, opened
@@ -29,7 +29,7 @@ from dcp.planners.per_rank import rank_holder, rank_number
 from dcp.planners.rank_state import RankState, encoded_object
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.weight_maps.weight_map import WeightMap
-from dcp.ranks.collectives import Ranks, begin, check_same_checkpoint, raise_on_all_ranks, works_alone
+from dcp.ranks.collectives import Ranks, begin, check_same_checkpoint, raise_on_all_ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.storage.digests import (
     KEY,

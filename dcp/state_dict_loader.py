@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.storage import StorageReader
 from typing_extensions import Unpack, deprecated
 
-from dcp.calls.arguments import check_top_level, choose_reader, takes_storage_second
+from dcp.calls.arguments import check_top_level, choose_reader, takes_storage_second, works_alone
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.torch_names import names_of
 from dcp.default_planner import DefaultLoadPlanner
@@ -22,7 +22,7 @@ from dcp.loading.load import ReadDtype, Whole
 from dcp.planners.load.selection import LoadKeywords, LoadOptions, Patterns, Rename, check_names
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
-from dcp.ranks.collectives import Ranks, raise_on_all_ranks, works_alone
+from dcp.ranks.collectives import Ranks, raise_on_all_ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.storage.engine.requests import Verify
 from dcp.storage.errors import OptionError

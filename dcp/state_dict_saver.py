@@ -29,6 +29,7 @@ from dcp.calls.arguments import (
     stateful_to_plain,
     takes_storage_second,
     with_own_id,
+    works_alone,
 )
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.torch_names import names_of
@@ -37,7 +38,7 @@ from dcp.features.plan_cache import PlanCache, cache_of, remembering
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
-from dcp.ranks.collectives import Ranks, raise_on_all_ranks, works_alone
+from dcp.ranks.collectives import Ranks, raise_on_all_ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.saving.save import Held, SaveOptions, SaveOutcome, SavingRank
 from dcp.steps import patterns_of_part

@@ -30,12 +30,12 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from dcp.background.rendezvous import own_client
 from dcp.background.writers import RefusedWriter, SaveFuture, Staged, ThreadWriter
-from dcp.calls.arguments import stateful_to_plain, with_own_id
+from dcp.calls.arguments import stateful_to_plain, with_own_id, works_alone
 from dcp.engines import make_save, refused_save
 from dcp.planners.rank_state import RankState
 from dcp.progress import harmless
 from dcp.ranks.channel import Channel
-from dcp.ranks.collectives import Ranks, begin, raise_on_all_ranks, works_alone
+from dcp.ranks.collectives import Ranks, begin, raise_on_all_ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.saving.save import Held, Save, SaveOptions, SavingRank
 from dcp.staging.guard import check_staged, sample_state

@@ -1,4 +1,4 @@
-"""Arguments of public functions: the place or storage, and a state dict with `Stateful` objects."""
+"""Arguments of public functions: the place or storage, a state dict with `Stateful` objects, and ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +21,7 @@ from dcp.storage.torch_storage.reader import FileSystemReader
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 
@@ -169,3 +171,35 @@ def _refuse_others(storage: object, is_read: bool, storage_options: Mapping[str,
             f"as well: give the options to that {type(storage).__name__} where it is made, as in "
             "dcp.FsspecReader(url, **options)"
         )
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------
+
+
+def works_alone(process_group: ProcessGroup | None, *, no_dist: bool, operation: str) -> bool:
+    """Return whether an ``operation`` is this process's alone: asked for, or without torch.distributed.
+
+    Raises CheckpointError where each rank would save alone to one id: for a process group that was destroyed,
+    and for a save by one of several processes (``WORLD_SIZE``) without a group. A load by such a one warns; a
+    read gives each of them the same.
+    """
+    if no_dist:
+        return True
+    if dist.is_available() and dist.is_initialized():
+        return False
+    if process_group is not None:
+        raise CheckpointError(
+            "a process group was given, but torch.distributed is not initialised any more: save before "
+            "destroy_process_group(), or pass no_dist=True to work on one rank"
+        )
+    count = os.environ.get("WORLD_SIZE", "")
+    if not count.isdecimal() or int(count) < 2 or operation == "read":
+        return True
+    facts = f"this is one of {count} processes (WORLD_SIZE), and torch.distributed is not initialised"
+    if operation != "load":
+        raise CheckpointError(
+            f"{facts}: each would {operation} alone, to one place, and replace what the others have written. "
+            "Call init_process_group() first; or pass no_dist=True where this process alone is meant to",
+        )
+    warn_caller(f"{facts}: it loads alone, as rank 0; call init_process_group() first, or say no_dist=True")
+    return True

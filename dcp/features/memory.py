@@ -5,11 +5,10 @@ Entries that differ cannot both be loaded into the memory that they share, such 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import combinations, compress
-from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from itertools import combinations
+from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from dcp.storage.engine.memory import Place, repeats_places, share_memory
 from dcp.storage.engine.requests import Pieces
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, itemsizes
-from dcp.storage.geometry.boxes import Box, BoxSet, overlapping_pairs
+from dcp.storage.geometry.boxes import BoxSet, overlapping_pairs
 from dcp.storage.geometry.strides import Int64, extent
 from dcp.storage.near_names import listed
 from dcp.storage.tensors import LocalMemory, as_copied, narrow
@@ -49,7 +48,7 @@ class MetaTensors(LoadFeature):
         """Replace them in the state dict. Raises PlanError for a part of a composite tensor."""
         call = self.call
         chosen = call.selected(call.flat.values)
-        if not _has_meta_tensor(list(chosen.values())):
+        if not any(map(_is_meta, chosen.values())):
             return
         names = []
         for fqn, value in list(chosen.items()):
@@ -82,20 +81,10 @@ class MetaTensors(LoadFeature):
             )
 
 
-def _has_meta_tensor(values: list[Any]) -> bool:
-    """Return whether a tensor among ``values`` has no memory yet."""
-    for cls in set(map(type, values)):
-        if issubclass(cls, torch.Tensor):
-            tensors = compress(values, map(partial(is_, cls), map(type, values)))
-            if any(map(_is_meta if issubclass(cls, ShardedTensor) else attrgetter("is_meta"), tensors)):
-                return True
-    return False
-
-
-def _is_meta(tensor: torch.Tensor) -> bool:
-    if isinstance(tensor, ShardedTensor):  # each look at an attribute of its own warns that it is deprecated
-        return any(shard.tensor.is_meta for shard in tensor.local_shards())
-    return tensor.is_meta
+def _is_meta(value: Any) -> bool:
+    if isinstance(value, ShardedTensor):  # each look at an attribute of its own warns that it is deprecated
+        return any(shard.tensor.is_meta for shard in value.local_shards())
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _device(mesh: DeviceMesh | None) -> torch.device:
@@ -144,23 +133,13 @@ def _materialise(value: Any) -> Any:
 # -- memory with several names -------------------------------------------------------------------------------
 
 
-class _SharedTarget(NamedTuple):
-    """A box of a destination that has memory in common with those of ``fqns``, and what was loaded for it.
-
-    ``is_filled``: another entry is loaded into the very same elements.
-    """
-
-    fqns: Sequence[str]
-    target: torch.Tensor
-    loaded: torch.Tensor
-    is_filled: bool
-
-
 class SharedMemory(LoadFeature):
     """Loads apart what shares memory, and puts it there once it is known to be the same."""
 
     name = "shared_memory"
-    _shared: Sequence[_SharedTarget] = ()
+    _shared: Sequence[tuple[Sequence[str], torch.Tensor, torch.Tensor, bool]] = ()
+    """Entries of a destination, a box of it, what was loaded for that, and whether another entry is loaded
+    into the very same elements."""
 
     def boxes(
         self, memory: LocalMemory, pieces: Pieces, index: CheckpointIndex, held: HeldBoxes
@@ -174,21 +153,25 @@ class SharedMemory(LoadFeature):
         groups = _groups(pieces, memory, held)
         if not groups:
             return memory
-        tensors, shared = list(memory.tensors), list[_SharedTarget]()
-        rows = _Rows(pieces, index)
+        tensors, shared = list(memory.tensors), list[tuple[Sequence[str], torch.Tensor, torch.Tensor, bool]]()
+        order = np.argsort(pieces.dests, kind="stable")
+        begins = np.searchsorted(pieces.dests[order], np.arange(len(tensors) + 1))
         for group in groups:
+            boxes = {dest: _boxes(pieces, order[begins[dest] : begins[dest + 1]]) for dest in group}
             is_same = len({_view_of(tensors[dest]) for dest in group}) == 1
-            if is_same and len({rows.source(dest) for dest in group}) == 1:
+            if is_same and len({_source(index, boxes[dest]) for dest in group}) == 1:
                 continue
             group = sorted(group) if is_same else _sharing(tensors, group)
-            is_same = is_same and all(rows.volume(dest) == tensors[dest].numel() for dest in group)
+            if is_same:
+                filled = [sum(prod(sizes) for *_, sizes in boxes[dest]) for dest in group]
+                is_same = filled == [tensors[dest].numel() for dest in group]
             fqns = [_fqn(held, dest) for dest in group]
             for dest in group[1:] if is_same else group:
                 target = tensors[dest]
                 loaded = tensors[dest] = torch.empty(target.shape, dtype=target.dtype, device="cpu")
-                for box in rows.boxes(dest):
-                    own, other = (narrow(tensor.detach(), *box) for tensor in (target, loaded))
-                    shared.append(_SharedTarget(fqns, own, other, is_same))
+                for *_, offsets, sizes in boxes[dest]:
+                    own, other = (narrow(tensor.detach(), offsets, sizes) for tensor in (target, loaded))
+                    shared.append((fqns, own, other, is_same))
         self._shared = shared
         return LocalMemory.of(tensors) if shared else memory
 
@@ -199,11 +182,11 @@ class SharedMemory(LoadFeature):
         shared, self._shared = self._shared, ()
         if not shared:
             return
-        for each in shared:
-            if not each.is_filled:
-                as_copied(each.target).copy_(as_copied(each.loaded))
+        for _, target, loaded, is_filled in shared:
+            if not is_filled:
+                as_copied(target).copy_(as_copied(loaded))
         differing = {
-            tuple(each.fqns) for each in shared if not torch.equal(_bytes(each.target), _bytes(each.loaded))
+            tuple(fqns) for fqns, own, loaded, _ in shared if not torch.equal(_bytes(own), _bytes(loaded))
         }
         if differing:
             shown = "; ".join(listed(fqns, most=_MAX_LISTED) for fqns in sorted(differing)[:_MAX_LISTED])
@@ -221,43 +204,28 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # of one element any stride is dense
 
 
-class _Rows:
-    """The rows of a load plan by destination."""
-
-    def __init__(self, pieces: Pieces, index: CheckpointIndex) -> None:
-        self._pieces = pieces
-        self._index = index
-        self._order = np.argsort(pieces.dests, kind="stable")
-        self._sorted = pieces.dests[self._order]
-        self._boxes = (pieces.storage_offsets, pieces.dest_offsets, pieces.lengths)
-
-    def source(self, dest: int) -> Any:
-        """Equal for destinations that get the same stored elements at the same places."""
-        pieces, index, rows = self._pieces, self._index, self._of(dest)
-        chunks = pieces.chunks[rows]
-        places = (index.chunk_files, index.record_offsets, index.payload_offsets)
-        return (
-            *(place[chunks].tobytes() for place in places),
-            *(index.payload_strides.get(chunk) for chunk in chunks.tolist()),
-            *(each[part].tobytes() for part in self._parts(rows) for each in self._boxes),
+def _boxes(pieces: Pieces, rows: Int64) -> list[tuple[int, Any, Any, Any]]:
+    """Return what ``rows`` of a destination fill: chunks, offsets in them and in the destination, sizes."""
+    found = list[tuple[int, Any, Any, Any]]()
+    for row in rows.tolist():
+        box = slice(int(pieces.box_start[row]), int(pieces.box_start[row + 1]))
+        stored, offsets, sizes = (
+            tuple(each[box].tolist())
+            for each in (pieces.storage_offsets, pieces.dest_offsets, pieces.lengths)
         )
+        found.append((int(pieces.chunks[row]), stored, offsets, sizes))
+    return found
 
-    def boxes(self, dest: int) -> Iterator[Box]:
-        """Yield what of the destination is filled."""
-        _, *filled = self._boxes
-        for part in self._parts(self._of(dest)):
-            yield Box(*(tuple(each[part].tolist()) for each in filled))
 
-    def volume(self, dest: int) -> int:
-        """Return how many elements of the destination are filled."""
-        return sum(box.volume for box in self.boxes(dest))
-
-    def _of(self, dest: int) -> Int64:
-        return self._order[slice(*np.searchsorted(self._sorted, [dest, dest + 1]))]
-
-    def _parts(self, rows: Int64) -> Iterator[slice]:
-        start = self._pieces.box_start
-        return map(slice, start[rows].tolist(), start[rows + 1].tolist())
+def _source(index: CheckpointIndex, boxes: Sequence[tuple[int, Any, Any, Any]]) -> Any:
+    """Return what is equal for destinations that get the same stored elements at the same places."""
+    chunks = [chunk for chunk, *_ in boxes]
+    places = (index.chunk_files, index.record_offsets, index.payload_offsets)
+    return (
+        *(place[chunks].tobytes() for place in places),
+        *(index.payload_strides.get(chunk) for chunk in chunks),
+        *(each for _, *box in boxes for each in box),
+    )
 
 
 def _groups(pieces: Pieces, memory: LocalMemory, wanted: HeldBoxes) -> list[list[int]]:

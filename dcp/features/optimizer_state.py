@@ -13,6 +13,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from types import ModuleType
 from typing import Any
 
@@ -116,13 +117,6 @@ def _collect(holder: Any, depth: int, found: dict[int, Optimizer], seen: set[int
     if depth < 0 or id(holder) in seen or isinstance(holder, _NOT_LOOKED_THROUGH):
         return
     seen.add(id(holder))
-    for inner in _inner(holder):
-        _collect(inner, depth - 1, found, seen)
-    if isinstance(holder, Optimizer) and {"state", "param_groups"} <= vars(holder).keys():
-        found[id(holder)] = holder
-
-
-def _inner(holder: Any) -> Iterator[Any]:
     values: Iterable[Any]
     if isinstance(holder, Mapping):
         values = holder.values()
@@ -133,9 +127,11 @@ def _inner(holder: Any) -> Iterator[Any]:
         # What is in these are parameters: many, and no optimizers.
         own = {"state", "param_groups", "defaults"} if isinstance(holder, Optimizer) else set()
         values = [value for name, value in list(attributes.items()) if name not in own]
-    for _, value in zip(range(_LOOKED_AT), values, strict=False):
-        if isinstance(value, Mapping | list | tuple) or hasattr(value, "__dict__"):
-            yield value
+    for inner in list(islice(values, _LOOKED_AT)):
+        if isinstance(inner, Mapping | list | tuple) or hasattr(inner, "__dict__"):
+            _collect(inner, depth - 1, found, seen)
+    if isinstance(holder, Optimizer) and {"state", "param_groups"} <= vars(holder).keys():
+        found[id(holder)] = holder
 
 
 def _without_state(optimizer: Optimizer) -> list[torch.Tensor]:

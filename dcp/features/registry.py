@@ -10,11 +10,10 @@ from functools import cache
 from typing import Any, Final, TypeVar
 
 from dcp.features.digests import Digests
-from dcp.features.entries import LegacyKeys, Strictness, Subclasses, TrustedValues
+from dcp.features.entries import LegacyKeys, PerRankValues, Strictness, Subclasses, TrustedValues
 from dcp.features.foreign_values import ForeignValues
 from dcp.features.memory import MetaTensors, SharedMemory
 from dcp.features.parts import Parts
-from dcp.features.per_rank import PerRankValues
 from dcp.features.saved_map import SavedMap
 from dcp.features.stateful import StatefulObjects
 from dcp.features.weight_map import LoadedMap
@@ -29,9 +28,8 @@ __all__ = [
     "SAVE_FEATURES",
     "LoadFeature",
     "SaveFeature",
-    "load_features",
+    "features_of",
     "register_feature",
-    "save_features",
 ]
 
 GROUP: Final = "dcphub.features"
@@ -60,29 +58,20 @@ def register_feature(feature: type[SaveFeature] | type[LoadFeature]) -> None:
     _registered.append(_checked(feature))
 
 
-def save_features() -> list[type[SaveFeature]]:
-    """List the features of a save: this package's, those of installed packages by name, those registered;
-    each once. OptionError for two of one name."""
-    return _with_others(SAVE_FEATURES, SaveFeature)
-
-
-def load_features() -> list[type[LoadFeature]]:
-    """List the features of a load, as `save_features` does."""
-    return _with_others(LOAD_FEATURES, LoadFeature)
-
-
-def _with_others(ours: list[type[F]], base: type[F]) -> list[type[F]]:
-    found = list(ours)
-    for other in (*_installed(), *_registered):
-        if issubclass(other, base) and other not in found:
-            if other.name in {feature.name for feature in found}:
-                one = next(feature for feature in found if feature.name == other.name)
+def features_of(base: type[F]) -> list[type[F]]:
+    """List the features derived from ``base``: this package's, those of installed packages by name, those
+    registered; each once. OptionError for two of one name."""
+    every = dict.fromkeys((*SAVE_FEATURES, *LOAD_FEATURES, *_installed(), *_registered))
+    found: dict[str, type[F]] = {}
+    for feature in every:
+        if issubclass(feature, base):
+            other = found.setdefault(feature.name, feature)
+            if other is not feature:
+                one, two = (f"{each.__module__}.{each.__qualname__}" for each in (other, feature))
                 raise OptionError(
-                    f"two features are called {other.name!r}, {_class_of(one)} and {_class_of(other)}: give "
-                    "each a name of its own"
+                    f"two features are called {feature.name!r}, {one} and {two}: give each a name of its own"
                 )
-            found.append(other)
-    return found
+    return list(found.values())
 
 
 @cache
@@ -99,7 +88,3 @@ def _checked(feature: Any) -> type[SaveFeature] | type[LoadFeature]:
             "dcp.loading.feature.LoadFeature, with a name"
         )
     return feature
-
-
-def _class_of(feature: type[SaveFeature] | type[LoadFeature]) -> str:
-    return f"{feature.__module__}.{feature.__qualname__}"

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from dcp.calls.arguments import stateful_keys
 from dcp.calls.plain_errors import warn_caller
-from dcp.features.entries import optimizer_dicts
+from dcp.features.entries import is_optimizer_dict, optimizer_dicts
 from dcp.features.optimizer_state import optimizers_without_state, state_dict_with_state
 from dcp.loading.call import LoadCall
 from dcp.loading.feature import LoadFeature, Target
@@ -54,6 +54,15 @@ _NOTHING: Final = object()
 _CONTAINERS = (MAPPING, LIST)
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An entry of the checkpoint; ``shape`` and ``dtype`` are None for values that are no tensors."""
+
+    name: str
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+
+
 class StatefulObjects(LoadFeature):
     """Fills the states of objects, and not the objects."""
 
@@ -76,6 +85,7 @@ class _Objects(Target):
     _stateful: Collection[Any] = ()
     _lost: frozenset[str] = frozenset()
     _index: CheckpointIndex
+    _rank: int
 
     def __init__(self, state_dict: dict[str, Any], options: LoadOptions) -> None:
         super().__init__(state_dict)
@@ -128,15 +138,13 @@ class _Objects(Target):
         self.made = frozenset()
         if self._stateful:
             self.has_objects = True
-            index = self._index = index_of()
+            self._index, self._rank = index_of(), rank
             for key in self._stateful:
                 self._plain[key] = self._state_of(key, self._plain[key])
-            with_empty = () if self._misfits else _keys_with_empty(index)
-            fitting = _Fitting(index, self._lost, self._selection, self._renamed, rank)
+            with_empty = () if self._misfits else _keys_with_empty(self._index)
             for key in self._stateful:
                 if self._misfits or str(key) in with_empty:
-                    self._plain[key] = fitting.fit(key, self.state_dict[key], self._plain[key])
-            self.made |= fitting.made
+                    self._plain[key] = self._fitted(key, self.state_dict[key], self._plain[key])
         # A scheduler adds settings to parameter groups ("initial_lr"). If those were lost that the checkpoint
         # has and the state lacks, one that is made after the load would begin with the present rate.
         for begin, optimizer in optimizer_dicts(self._plain, ""):
@@ -149,17 +157,14 @@ class _Objects(Target):
 
     def give_back(self, call: LoadCall | None) -> None:
         """As in `Target`."""
-        if not self._stateful and type(self.state_dict) is dict:
-            self.state_dict.update(self._plain)
-            return
-        untouched, new = (call.untouched_keys, call.new) if call is not None else ((), ())
+        untouched, new = frozenset[str](), list[str]()
+        if call is not None and self._stateful:
+            untouched, new = call.untouched_keys, [*chain(*(each.new for each in call.features.part))]
         for key in self._keys:
             if key not in self._stateful:
                 self.state_dict[key] = self._plain[key]
             elif str(key) not in untouched:
-                value = self.state_dict[key]
-                self._give(key, value)
-                self._check_kept(key, value, [fqn for fqn in new if fqn.startswith(f"{key}.")])
+                self._give(key, self.state_dict[key], [fqn for fqn in new if fqn.startswith(f"{key}.")])
 
     def fits_after(self, error: CheckpointError) -> bool:
         """As in `Target`: states of objects are fitted to the stored ones, once their kinds and once more
@@ -183,7 +188,9 @@ class _Objects(Target):
             group.pop(key, None)
         self._added.clear()
 
-    def _give(self, key: Any, value: Any) -> None:
+    def _give(self, key: Any, value: Any, new: Sequence[str]) -> None:
+        """Give an object its state, and raise PlanError where it still has tensors without memory, of those
+        that were ``new``."""
         try:
             value.load_state_dict(self._plain[key])
         except CheckpointError:
@@ -194,6 +201,15 @@ class _Objects(Target):
                 f"{error}",
                 key=str(key),
             ) from error
+        flat = _flat(key, value.state_dict()) if new else {}
+        meta = [fqn for fqn in new if getattr(flat.get(fqn), "is_meta", False)]
+        if meta:
+            raise PlanError(
+                f"{_are(meta)} on the meta device still: load_state_dict() of {str(key)!r} "
+                f"({type(value).__name__}) did not take what was loaded. Give its tensors memory before the "
+                "load, or let it assign (torch.nn.Module.load_state_dict(..., assign=True))",
+                fqns=meta[:_MAX_LISTED],
+            )
 
     def _state_of(self, key: Any, value: Any) -> dict[str, Any]:
         """Return the state of an object, its optimizers' included as far as the checkpoint has it."""
@@ -258,85 +274,16 @@ class _Objects(Target):
                     fqns=meta[:_MAX_LISTED],
                 )
 
-    def _check_kept(self, key: Any, value: Any, names: Sequence[str]) -> None:
-        """Raise PlanError where an object still has tensors without memory, of those that were loaded."""
-        flat = _flat(key, value.state_dict()) if names else {}
-        meta = [fqn for fqn in names if getattr(flat.get(fqn), "is_meta", False)]
-        if meta:
-            raise PlanError(
-                f"{_are(meta)} on the meta device still: load_state_dict() of {str(key)!r} "
-                f"({type(value).__name__}) did not take what was loaded. Give its tensors memory before the "
-                "load, or let it assign (torch.nn.Module.load_state_dict(..., assign=True))",
-                fqns=meta[:_MAX_LISTED],
-            )
-
     def _selects(self, fqn: str) -> bool:
         return self._selection is None or self._selection.selects(fqn)
 
+    # -- states in the stored form ---------------------------------------------------------------------------
 
-def _flat(key: Any, state: Any) -> dict[str, Any]:
-    return flatten_state_dict({key: state})[0]
-
-
-def _copies(state: Mapping[Any, Any], prefix: str = "", depth: int = 2) -> Iterator[str]:
-    """Yield names of copies in the state dicts of modules, also in those below keys."""
-    for name in copies_in_state(state):
-        yield prefix + name
-    if not depth or MAPPING not in map(kind_of, set(map(type, state.values()))):
-        return
-    for key, value in state.items():
-        if isinstance(value, Mapping):
-            yield from _copies(value, f"{prefix}{key}.", depth - 1)
-
-
-def _are(names: Sequence[str]) -> str:
-    return f"{listed(names, most=_MAX_LISTED)} {'is' if len(names) == 1 else 'are'}"
-
-
-# -- states in the stored form -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """An entry of the checkpoint; ``shape`` and ``dtype`` are None for values that are no tensors."""
-
-    name: str
-    shape: tuple[int, ...] | None = None
-    dtype: torch.dtype | None = None
-
-
-def _keys_with_empty(index: CheckpointIndex) -> frozenset[str]:
-    """Return keys of the top level that have an empty dict below them."""
-    noted = notes_by_path(_structure(index))
-    return frozenset(str(path[0]) for path in empty_dicts(noted, ()) if len(path) > 1)
-
-
-class _Fitting:
-    """The forms of objects' states in ``index``, for this rank, of what ``selection`` chooses.
-
-    ``lost`` are entries that no rank takes: only these are added to dicts and lists that have entries, since
-    what this rank lacks may be another one's. ``made`` are the names of the tensors that were made.
-    """
-
-    def __init__(
-        self,
-        index: CheckpointIndex,
-        lost: Collection[str],
-        selection: Selection | None,
-        renamed: Any,
-        rank: int,
-    ) -> None:
-        self.made: set[str] = set()
-        self._index = index
-        self._lost = lost
-        self._selection = selection
-        self._renamed = renamed
-        self._rank = rank
-
-    def fit(self, key: Any, holder: Any, state: Any) -> Any:
+    def _fitted(self, key: Any, holder: Any, state: Any) -> Any:
         """Return ``state``, which ``holder`` at ``key`` of the top level gave, in the stored form.
 
-        Containers that change are copies, for they may be the object's own.
+        Containers that change are copies, for they may be the object's own. Only what no rank takes (`_lost`)
+        is added to dicts and lists that have entries, since what this rank lacks may be another one's.
         """
         if isinstance(holder, Optimizer):
             return state
@@ -386,7 +333,7 @@ class _Fitting:
         if type(fresh) is torch.Tensor and not fresh.is_meta:  # one that has grown, such as a history
             if fresh.shape == stored.shape:
                 return fresh
-            self.made.add(stored.name)
+            self.made |= {stored.name}
             return fresh.new_empty(stored.shape)
         if kind in (OTHER, *_CONTAINERS) and not _names_parameters_inside(fresh):
             return self._new(stored, stored.name, every=True)
@@ -403,7 +350,7 @@ class _Fitting:
     def _fit_mapping(
         self, fresh: Mapping[Any, Any], stored: Mapping[Any, Any], name: str, holder: Any
     ) -> Any:
-        if _is_of_optimizer(fresh):
+        if is_optimizer_dict(fresh):
             return fresh
         fixed = isinstance(holder, Module) or _is_of_module(fresh)
         drops = not fixed and "." in name and self._selection is None and _is_data(fresh) and _is_data(stored)
@@ -461,7 +408,7 @@ class _Fitting:
                 return _NOTHING
             if stored.shape is None:
                 return None
-            self.made.add(stored.name)
+            self.made |= {stored.name}
             return torch.empty(stored.shape, dtype=stored.dtype)
         if isinstance(stored, list):
             items = [self._new(item, f"{name}.{at}", every=every) for at, item in enumerate(stored)]
@@ -473,8 +420,30 @@ class _Fitting:
         is_wanted = children or (not stored and self._selects(name))
         return _with_entries(stored, children) if is_wanted else _NOTHING
 
-    def _selects(self, name: str) -> bool:
-        return self._selection is None or self._selection.selects(name)
+
+def _flat(key: Any, state: Any) -> dict[str, Any]:
+    return flatten_state_dict({key: state})[0]
+
+
+def _copies(state: Mapping[Any, Any], prefix: str = "", depth: int = 2) -> Iterator[str]:
+    """Yield names of copies in the state dicts of modules, also in those below keys."""
+    for name in copies_in_state(state):
+        yield prefix + name
+    if not depth or MAPPING not in map(kind_of, set(map(type, state.values()))):
+        return
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _copies(value, f"{prefix}{key}.", depth - 1)
+
+
+def _are(names: Sequence[str]) -> str:
+    return f"{listed(names, most=_MAX_LISTED)} {'is' if len(names) == 1 else 'are'}"
+
+
+def _keys_with_empty(index: CheckpointIndex) -> frozenset[str]:
+    """Return keys of the top level that have an empty dict below them."""
+    noted = notes_by_path(_structure(index))
+    return frozenset(str(path[0]) for path in empty_dicts(noted, ()) if len(path) > 1)
 
 
 def _structure(index: CheckpointIndex) -> dict[str, Any] | None:
@@ -495,10 +464,6 @@ def _with_entries(mapping: Mapping[Any, Any], entries: Mapping[Any, Any]) -> Any
     return made
 
 
-def _is_of_optimizer(mapping: Mapping[Any, Any]) -> bool:
-    return "state" in mapping and isinstance(mapping.get("param_groups"), list)
-
-
 def _is_of_module(mapping: Mapping[Any, Any]) -> bool:
     """Return whether a dict has the parameters of a model by their names."""
     return hasattr(mapping, "_metadata") or any(
@@ -510,7 +475,7 @@ def _is_of_module(mapping: Mapping[Any, Any]) -> bool:
 def _names_parameters_inside(value: Any) -> bool:
     """Return whether the state of a model or an optimizer is in ``value``."""
     if isinstance(value, Mapping):
-        if _is_of_optimizer(value) or _is_of_module(value):
+        if is_optimizer_dict(value) or _is_of_module(value):
             return True
         value = list(value.values())
     return kind_of(type(value)) == LIST and any(

@@ -86,16 +86,12 @@ class MappedView(View):
             view = narrow(memory.tensors[dest].detach(), local, sizes)
             refuse_shared(tensors[row].name, view)
             if tensors[row].padding:
-                _clear(view)
+                with torch.inference_mode():
+                    view.zero_()
             box = Box(offsets, sizes)
             for piece in stored.within(tensors[row], box):
                 if 0 not in piece.piece.lengths:
                     yield _filled(piece, box, view)
-
-
-@torch.inference_mode()
-def _clear(view: torch.Tensor) -> None:
-    view.zero_()
 
 
 def _filled(stored: StoredPiece, box: Box, view: torch.Tensor) -> Filled:
@@ -105,6 +101,5 @@ def _filled(stored: StoredPiece, box: Box, view: torch.Tensor) -> Filled:
     ordered = sorted((axis for axis in axes if axis[1] != 1), key=lambda axis: -axis[0])
     own, lengths, strides = (tuple(axis[at] for axis in ordered) for at in range(3))
     first = view.storage_offset() + piece.target.place(steps, box.offsets)
-    return Filled(
-        Elements(stored.chunk, stored.begin, lengths, own), view.as_strided(lengths, strides, first)
-    )
+    elements = Elements(stored.chunk, stored.begin, lengths, own)
+    return elements, view.as_strided(lengths, strides, first)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, compress
+from itertools import chain, compress, filterfalse
 from operator import attrgetter
 from typing import Any
 
@@ -37,26 +36,13 @@ from dcp.storage.torch_storage.reader import FileSystemReader
 _MAX_LISTED = 10
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadAttempt:
-    """One attempt of a load: what an engine asks of the planner for it.
-
-    ``unasked``: keys of the top level whose entries the caller left out, because nothing of them can be
-    selected. ``must_fill``: entries that the load has to fill, because one that failed may have filled them.
-    ``defers_values``: values wait for `LoadCall.store`, so that a load which fails changes none of them.
-    """
-
-    rank: int
-    world_size: int
-    features: Features
-    options: LoadOptions = field(default_factory=LoadOptions)
-    unasked: tuple[str, ...] = ()
-    must_fill: frozenset[str] = frozenset()
-    defers_values: bool = False
-
-
 class LoadCall:
     """The entries of a state dict that one rank loads, what the checkpoint calls them, and where they go.
+
+    ``options`` are those of the call, over the planner's. ``unasked`` are keys of the top level whose entries
+    the caller left out, because nothing of them can be selected; ``must_fill`` are entries that the load has
+    to fill, because one that failed may have filled them. With ``defers_values`` values wait for `store`, so
+    that a load which fails changes none of them.
 
     ``flat`` is the state dict ``root`` by flat key. After `choose` ``values`` are the entries that are
     loaded, ``names`` what the checkpoint calls all of them where anything is renamed, and ``matches`` what
@@ -75,33 +61,43 @@ class LoadCall:
     def __init__(
         self,
         root: dict[str, Any],
-        attempt: LoadAttempt,
         options: LoadOptions,
+        features: Features,
         *,
+        rank: int,
+        world_size: int,
+        unasked: Sequence[str] = (),
+        must_fill: frozenset[str] = frozenset(),
+        defers_values: bool = False,
         flattens: bool = True,
         flattens_sharded: bool = True,
     ) -> None:
-        self.root = root
-        self.attempt, self.options = attempt, options
-        self.rank, self.world_size = attempt.rank, attempt.world_size
-        self.flattens = flattens
+        self.root, self.options, self.features = root, options, features
+        self.rank, self.world_size = rank, world_size
+        self.flattens, self._flattens_sharded = flattens, flattens_sharded
         self.selection = Selection.of(options.only, options.exclude)
         self.renamed = renamer(options.rename)
         self.names: dict[str, str] | None = None
         self.matches: Matches | None = None
-        self._flattens_sharded = flattens_sharded
         self.flat = self.flattened()
         self.values: Mapping[str, Any] = self.flat.values
-        self.is_chosen = False
         self.missing: Sequence[str] = ()
         self.unexpected: Sequence[str] = ()
         self.cast: Sequence[str] = ()
         self.renamed_names: dict[str, str] = {}
+        self._unasked, self._must_fill, self._defers_values = unasked, must_fill, defers_values
         self._waiting: set[str] | None = None
         self._later: list[tuple[Sequence[str], Sequence[Any]]] = []
-        self.features = attempt.features
-        self.features.open(self)
-        self.features.each("state")
+        features.part = features.all
+        for feature in features.all:
+            feature.call = self
+            feature.later = feature.made = feature.new = feature.whole = ()
+        idle = []
+        for feature, takes_part in features.having("takes_part"):
+            if not takes_part(bool):
+                idle.append(feature)
+        features.part = list(filterfalse(idle.__contains__, features.all))
+        features.each("state")
 
     def flattened(self, *, legacy: bool = False) -> Flat:
         """Return ``root`` by flat key; with the keys of torch before 2.4 if ``legacy``."""
@@ -138,9 +134,8 @@ class LoadCall:
         self.values = self.selected(flat)
         if selection is not None:
             stored = [*index.fqns, *index.objects.fqns]
-            self.matches = selection.match(flat, self.attempt.unasked, stored)
+            self.matches = selection.match(flat, self._unasked, stored)
         self.features.each("entries", index)
-        self.is_chosen = True
 
     def plan(self, index: CheckpointIndex) -> tuple[LoadPlan, HeldBoxes, LocalMemory]:
         """Return (what to read, the boxes that are filled, local tensors by destination number).
@@ -151,8 +146,8 @@ class LoadCall:
         """
         with garbage_collection_paused():
             self.choose(index)
-            values, defers = self.values, self.attempt.defers_values
-            if defers:
+            values = self.values
+            if self._defers_values:
                 values = self.features.through("destinations", Mapping, values)
             local = collect_tensors(values, purpose="load")
             held, memory, object_fqns = local.columns, local.memory, local.columns.objects.fqns
@@ -167,7 +162,7 @@ class LoadCall:
             )
             self._note(plan)
             self._waiting = set()
-            if defers:
+            if self._defers_values:
                 later = map(attrgetter("later"), self.features.part)
                 self._waiting.update(object_fqns, chain.from_iterable(later))
                 memory = self.features.through("boxes", LocalMemory, memory, plan.pieces, index, held)
@@ -186,7 +181,7 @@ class LoadCall:
         if names is not None:
             found = self.values.keys() - plan.missing
             self.renamed_names = {fqn: name for fqn, name in names.items() if name != fqn and fqn in found}
-        must_fill = self.attempt.must_fill
+        must_fill = self._must_fill
         stale = sorted(must_fill.intersection(plan.missing) | (must_fill - self.values.keys()))
         if stale:
             raise PlanError(
@@ -217,7 +212,7 @@ class LoadCall:
             left = [not accepts(bool, fqn, value) for fqn, value in zip(fqns, values, strict=True)]
             fqns, values = list(compress(fqns, left)), list(compress(values, left))
         self._later.append((fqns, values))
-        if not self.attempt.defers_values:
+        if not self._defers_values:
             self.store()
 
     def take_blob(self, fqn: str, blob: bytes | io.BytesIO) -> None:
@@ -266,13 +261,8 @@ class LoadCall:
     def touched(self) -> frozenset[str]:
         """Entries that the load, be it done or failed, may have changed, and those that it had to fill."""
         if self._waiting is None:
-            return self.attempt.must_fill
-        return self.attempt.must_fill | (self.values.keys() - {*self.missing, *self._waiting})
-
-    @property
-    def new(self) -> list[str]:
-        """Entries that had no memory before."""
-        return [fqn for feature in self.features.part for fqn in feature.new]
+            return self._must_fill
+        return self._must_fill | (self.values.keys() - {*self.missing, *self._waiting})
 
     def tell_autograd(self) -> None:
         """Let a backward whose forward was before the load notice it: DTensors are filled below torch, and

@@ -11,11 +11,10 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import filterfalse
 from reprlib import Repr
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from dcp.calls.plain_errors import ask, refused
+from dcp.calls.plain_errors import ask
 from dcp.planners.columns import HeldBoxes
 from dcp.planners.load.selection import LoadOptions
 from dcp.storage.engine.read import ReadEngine
@@ -40,15 +39,15 @@ ReadWhole = Callable[[Sequence[str]], tuple[Any, Mapping[str, Path]]]
 """Reads what is below some names of the checkpoint, whole: a nested state, and the paths of its entries."""
 
 
+@dataclass(eq=False)
 class View:
     """A checkpoint as it is shown to a load: names, shapes and chunks of ``index``.
 
     ``unmapped`` are names that a map would have to know.
     """
 
-    def __init__(self, index: CheckpointIndex, unmapped: frozenset[str] = frozenset()) -> None:
-        self.index = index
-        self.unmapped = unmapped
+    index: CheckpointIndex
+    unmapped: frozenset[str] = frozenset()
 
     def reads(
         self, engine: ReadEngine, pieces: Pieces, memory: LocalMemory
@@ -234,14 +233,15 @@ class LoadFeature:
 
 
 class Features:
-    """The features of one load, in their order.
+    """The features of one load, in their order; ``names`` are of all, also of those that have no part in it.
 
     What one raises that is no error of this package is a CheckpointError with its name.
     """
 
     def __init__(self, kinds: Sequence[type[LoadFeature]], options: LoadOptions) -> None:
-        self._kinds, self.all = kinds, list[LoadFeature]()
+        self.names, self.all = list[str](), list[LoadFeature]()
         for kind in kinds:
+            self.names.append(kind.name)
             option = kind.option
             if not option or ask(kind.name, "option", getattr, object, options, option) is not None:
                 feature = ask(kind.name, "__init__", kind, LoadFeature)
@@ -249,18 +249,6 @@ class Features:
                 self.all.append(feature)
         self.part = self.all
         """Those that have a part in the present call; before there is one, all."""
-
-    def open(self, call: LoadCall) -> None:
-        """Begin ``call`` with those that have a part in it."""
-        for feature in self.all:
-            feature.call = call
-            feature.later = feature.made = feature.new = feature.whole = ()
-        self.part = self.all
-        idle = list[LoadFeature]()
-        for feature, takes_part in self.having("takes_part"):
-            if not takes_part(bool):
-                idle.append(feature)
-        self.part = list(filterfalse(idle.__contains__, self.all))
 
     def having(self, method: str, *, idle: bool = False) -> Iterator[tuple[LoadFeature, Callable[..., Any]]]:
         """Features with a ``method`` of their own, if ``idle`` also those without a part, and a function that
@@ -288,16 +276,6 @@ class Features:
             if own is not None:
                 found[feature.name] = ask(feature.name, method, pack, bytes, own)
         return pack(found) if found else b""
-
-    def agreed(self, others: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the names of all, their options and ``others``, which must be the same on all ranks."""
-        found: dict[str, Any] = {"features": [kind.name for kind in self._kinds], **others}
-        for feature, call in self.having("agreed"):
-            own = call(dict)
-            if odd := [key for key in own if not isinstance(key, str) or key in found]:
-                raise refused(feature.name, "agreed", f"{odd[0]!r} is another option's name, or no name")
-            found |= own
-        return found
 
 
 @dataclass

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import time
 from abc import ABC, abstractmethod
@@ -13,15 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from hashlib import blake2b
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dcp.calls.plain_errors import refused
 from dcp.conversion.entries import Entries, choose_entries
-from dcp.loading.call import LoadAttempt, LoadCall
+from dcp.loading.call import LoadCall
 from dcp.loading.feature import Features, LoadFeature, LoadReport, Target, View
 from dcp.planners.load.plan import LoadPlan
-from dcp.planners.load.selection import LoadOptions, Matches, Patterns, Rename, check_matches
+from dcp.planners.load.selection import LoadOptions, Matches, check_matches
 from dcp.progress import reporting
 from dcp.ranks.collectives import Ranks, begin, check_same_checkpoint, raise_on_all_ranks
 from dcp.ranks.exchanges import causes_of, is_damage
@@ -119,17 +120,16 @@ class LoadEngine(ABC):
         must_fill = frozenset(filled)
         self.features.part = self.features.all
         if planner is not None:
-            planner.begin_load(
-                LoadAttempt(
-                    rank=ranks.rank,
-                    world_size=ranks.world_size,
-                    features=self.features,
-                    options=self._given,  # a planner may set its own until it is set up
-                    unasked=target.unasked,
-                    must_fill=must_fill,
-                    defers_values=self.defers_values,
-                )
+            opens = partial(
+                LoadCall,
+                features=self.features,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                unasked=target.unasked,
+                must_fill=must_fill,
+                defers_values=self.defers_values,
             )
+            planner.begin_load(opens, self._given, ranks.rank, ranks.world_size)
         try:
             self.run(target)
         except BaseException as error:
@@ -143,7 +143,7 @@ class LoadEngine(ABC):
             if self.call is not None:
                 self.call.tell_autograd()
             if planner is not None:
-                planner.attempt = None
+                planner.opens = None
         self.report.storage = {} if storage is None else storage.traffic
         return True
 
@@ -186,7 +186,13 @@ class LoadEngine(ABC):
                 found[name] = patterns[0] if len(patterns) == 1 else patterns
         if storage is not None:
             found["verify"] = options.verify or storage.verify
-        return self.features.agreed(found)
+        found["features"] = self.features.names
+        for feature, ask in self.features.having("agreed"):
+            own = ask(dict)
+            if odd := [key for key in own if not isinstance(key, str) or key in found]:
+                raise refused(feature.name, "agreed", f"{odd[0]!r} is another option's name, or no name")
+            found |= own
+        return found
 
     def fit(self, target: Target, plan: Callable[[], object]) -> None:
         """Call ``plan``, which asks ``target`` for the state, until it succeeds or nothing else may fit."""
@@ -224,7 +230,7 @@ class ColumnLoad(LoadEngine):
     _view: View | None
     _manifest: bytes
     _beside: dict[str, bytes]
-    _ready: tuple[LoadCall, View] | None
+    _ready: LoadCall | None
     _planned: tuple[LoadCall, View, LoadPlan, LocalMemory]
 
     def run(self, target: Target) -> None:
@@ -233,8 +239,8 @@ class ColumnLoad(LoadEngine):
         self._target, self._view, self._ready = target, None, None
         begun = time.perf_counter()
         storage.reset()  # it may have served another load, before another save
-        agreed, kinds = (self.agreed, target.kinds) if ranks.world_size > 1 else (None, None)
-        places = begin(ranks, self._place, options=agreed, kinds=kinds)
+        agreed = self.agreed if ranks.world_size > 1 else None
+        places = begin(ranks, partial(attrgetter("place.url"), storage), options=agreed, kinds=target.kinds)
         shared = ranks.broadcast("index", self._read_index)
         size = _LENGTH_BYTES + int.from_bytes(shared[:_LENGTH_BYTES], "big")
         self._beside = unpack(shared[_LENGTH_BYTES:size]) if size > _LENGTH_BYTES else {}
@@ -250,9 +256,6 @@ class ColumnLoad(LoadEngine):
         if storage.may_be_mixed:
             ranks.broadcast("compare", self._compare)
         ranks.all_gather("store", partial(self._store, alone=not have_objects))
-
-    def _place(self) -> str:
-        return self.storage.place.url
 
     def _read_index(self) -> bytes:
         """Read the index of one commit for all ranks: an overwrite while they start must not give them two.
@@ -278,8 +281,8 @@ class ColumnLoad(LoadEngine):
 
     def _set_up(self) -> tuple[LoadCall, View]:
         """Return what is planned, and the checkpoint as it is shown."""
-        ranks, storage = self.ranks, self.storage
-        if self._view is None:
+        ranks, storage, view = self.ranks, self.storage, self._view
+        if view is None:
             if self._manifest and not ranks.is_coordinator:
                 storage.index = decode_manifest(self._manifest)
             view = View(storage.read_index(own_rank=ranks.rank))
@@ -287,19 +290,18 @@ class ColumnLoad(LoadEngine):
                 own = self._beside.get(feature.name)
                 view = ask(View, view, None if own is None else unpack(own))
             self._view = view
-        view = self._view
         if self._ready is None:
-            state = self._target.state(lambda: view.index, ranks.rank)
-            self.planner.set_up_planner(state, LazyMetadata.of(lambda: view.index), ranks.is_coordinator)
-            call = self.call = self.planner.adopt()
-            call.view = view
-            self._ready = call, view
-        return self._ready
+            index = view.index
+            state = self._target.state(lambda: index, ranks.rank)
+            self.planner.set_up_planner(state, LazyMetadata.of(lambda: index), ranks.is_coordinator)
+            self.call = self._ready = self.planner.adopt()
+            self._ready.view = view
+        return self._ready, view
 
     def _select(self) -> bytes:
         call, view = self._set_up()
         call.choose(view.index)
-        return pack(dataclasses.astuple(call.matches) if call.matches is not None else None)
+        return pack(call.matches and [*call.matches])
 
     def _make_plan(self) -> bytes:
         begun = time.perf_counter()
@@ -360,27 +362,21 @@ ReadDtype = torch.dtype | str | Mapping[str, torch.dtype | str]
 class Whole(Target):
     """A flat state dict of what is chosen of the checkpoint; `nested` makes one of it that is nested.
 
-    `stored` is the renaming of the load that fills it.
+    ``chosen`` are ``only``, ``exclude`` and ``rename`` of `choose_entries`. `stored` is the renaming of the
+    load that fills it.
     """
 
     entries: Entries
     """The chosen entries, since `state`."""
 
     def __init__(
-        self,
-        *,
-        only: Patterns | None = None,
-        exclude: Patterns | None = None,
-        rename: Rename | None = None,
-        dtype: ReadDtype | None = None,
-        device: torch.device | str = "cpu",
+        self, *, dtype: ReadDtype | None = None, device: torch.device | str = "cpu", **chosen: Any
     ) -> None:
         super().__init__({})
-        self._chosen: dict[str, Any] = {"only": only, "exclude": exclude, "rename": rename}
+        names: Any = None if dtype is None else str(dtype)
         if isinstance(dtype, Mapping):
-            self._chosen["dtype"] = {glob: str(each) for glob, each in dtype.items()}
-        else:
-            self._chosen["dtype"] = dtype and str(dtype)
+            names = {glob: str(each) for glob, each in dtype.items()}
+        self._chosen = chosen | {"dtype": names}
         self._device = device
         self._tied: dict[str, str] = {}
 
@@ -447,8 +443,8 @@ def read_whole(
     index = view.index
     state = whole.state(lambda: index, call.rank)
     options = LoadOptions(rename=whole.stored, weights_only=call.options.weights_only)
-    alone = LoadAttempt(rank=call.rank, world_size=call.world_size, features=Features((), options))
-    part = LoadCall(state, alone, options, flattens=False)
+    features = Features((), options)
+    part = LoadCall(state, options, features, rank=call.rank, world_size=call.world_size, flattens=False)
     plan, _, memory = part.plan(index)
     read_into(engine, *view.reads(engine, plan.pieces, memory), memory.tensors)
     part.read_values(reader, engine, plan)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from dcp.background.session import AsyncSession, own_channel
 from dcp.background.writers import SaveFuture
-from dcp.calls.arguments import with_options
+from dcp.calls.arguments import with_options, works_alone
 from dcp.calls.plain_errors import plain_errors
 from dcp.manager.after_commit import AfterCommit, Check
 from dcp.manager.catalog import CatalogRegistration, Registrar, registration_of
@@ -40,7 +40,7 @@ from dcp.manager.saving import (
 from dcp.planners.load.selection import LoadKeywords
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
-from dcp.ranks.collectives import Ranks, raise_on_all_ranks, works_alone
+from dcp.ranks.collectives import Ranks, raise_on_all_ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.saving.save import SaveOptions
 from dcp.state_dict_loader import load_with

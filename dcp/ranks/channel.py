@@ -16,8 +16,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,6 @@ _FRAME_BYTES = 64 << 10
 """A broadcast of less is one collective: its length travels in the same frame."""
 
 _LENGTH_BYTES = 8
-_DIGEST_BYTES = 16
 
 HEAD_BYTES = 248
 """As much of every rank's message travels with its length; the rest takes another collective."""
@@ -79,25 +77,7 @@ class _Begun:
         return any(torch_compat.use_count(tensor) > 1 for tensor in self.tensors)
 
 
-class _Head(NamedTuple):
-    """The first bytes of a message of ``size`` bytes."""
-
-    size: int
-    data: bytes
-
-    @classmethod
-    def of(cls, row: bytes) -> _Head:
-        """Take it from a row of the table that all ranks have filled."""
-        size = int.from_bytes(row[:_LENGTH_BYTES], "little")
-        return cls(size, row[_LENGTH_BYTES : _LENGTH_BYTES + size])
-
-    def followed_by(self, rest: torch.Tensor | None) -> bytes:
-        """Return the message, whose bytes after these are the first of ``rest``."""
-        if rest is None or self.size <= HEAD_BYTES:
-            return self.data
-        return self.data + _to_bytes(rest, self.size - HEAD_BYTES)
-
-
+@dataclass(eq=False)
 class Channel:
     """A process group and its key-value store, and what a rank can send over it.
 
@@ -105,18 +85,23 @@ class Channel:
     group. ``store`` is the group's, for what must work when collectives do not.
     """
 
-    def __init__(self, group: Any, store: Any, rank: int, world_size: int, device: torch.device) -> None:
-        self.group = group
-        self.state = _groups.setdefault(group, _GroupState())
-        self.store = store
-        self.rank = rank
-        self.world_size = world_size
-        self.device = device
+    group: Any
+    store: Any
+    rank: int
+    world_size: int
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.state = _groups.setdefault(self.group, _GroupState())
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup) -> Channel:
-        """Return the channel of a process group that this process belongs to."""
-        device = _collective_device(group)
+        """Return the channel of a process group that this process belongs to: on the CPU where it has a CPU
+        backend, else on the accelerator that the group's backend works on."""
+        devices = torch_compat.devices_of(group)
+        device = next((each for each in devices if each.type == "cpu"), None)
+        if device is None:
+            device = torch.device(devices[0].type, torch.accelerator.current_device_index())
         return cls(group, group.get_group_store(), group.rank(), group.size(), device)
 
     @classmethod
@@ -132,12 +117,6 @@ class Channel:
         # who waits has a bound of its own, and names who is missing
         torch_compat.set_default_timeout(group, 2 * timeout)
         return cls(group, store, rank, world_size, torch.device("cpu"))
-
-    def give_up(self, ranks: list[int], what: str) -> None:
-        """Note `given_up` of the group, unless it is already. One rank alone is always in step."""
-        if self.world_size > 1 and self.state.given_up is None:
-            self.state.given_up = (ranks, what)
-            self.keep_for_ever()
 
     def keep_for_ever(self) -> None:
         """Keep the group of gloo from ever being destroyed: its destructor waits for a collective that is
@@ -159,14 +138,14 @@ class Channel:
     def gather(self, data: bytes, root: int, wait: Wait) -> list[bytes] | None:
         """Collect every rank's ``data`` on ``root``; None elsewhere."""
         heads = self._all_heads(data, wait)
-        rest = _largest_but(root, [head.size for head in heads]) - HEAD_BYTES
+        rest = _largest_but(root, [size for size, _ in heads]) - HEAD_BYTES
         parts: list[torch.Tensor] | list[None] | None = [None] * self.world_size
         if rest > 0:
             sent = b"" if self.rank == root else data[HEAD_BYTES:]
             parts = self._gather_tensor(self._padded(sent, rest), root, wait)
         if self.rank != root or parts is None:
             return None
-        messages = [head.followed_by(part) for head, part in zip(heads, parts, strict=True)]
+        messages = list(map(_joined, heads, parts))
         messages[root] = data
         return messages
 
@@ -181,22 +160,18 @@ class Channel:
     def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
         """Collect every rank's ``data`` on every rank."""
         heads = self._all_heads(data, wait)
-        rest = max(head.size for head in heads) - HEAD_BYTES
+        rest = max(size for size, _ in heads) - HEAD_BYTES
         if rest <= 0:
-            return [head.data for head in heads]
+            return [head for _, head in heads]
         own = self._padded(data[HEAD_BYTES:], rest)
         parts = [torch.empty_like(own) for _ in heads]
         wait(self.begun(self.group.allgather([parts], [own]), own, *parts))
-        return [head.followed_by(part) for head, part in zip(heads, parts, strict=True)]
+        return list(map(_joined, heads, parts))
 
     def all_gather_short(self, data: bytes, wait: Wait) -> list[bytes] | None:
         """Do as `all_gather`; None, on all ranks, where one has more than HEAD_BYTES."""
         heads = self._all_heads(data, wait)
-        return None if any(head.size > HEAD_BYTES for head in heads) else [head.data for head in heads]
-
-    def is_same(self, data: bytes, wait: Wait) -> bool:
-        """Return whether ``data`` is the same on all ranks, by its digest; the answer is."""
-        return len(set(self.all_gather(blake2b(data, digest_size=_DIGEST_BYTES).digest(), wait))) == 1
+        return None if any(size > HEAD_BYTES for size, _ in heads) else [head for _, head in heads]
 
     def scatter(self, data: list[bytes] | None, root: int, wait: Wait) -> bytes:
         """Send ``data[rank]`` of ``root`` to each rank."""
@@ -236,18 +211,22 @@ class Channel:
         options.rootTensor = 0
         wait(self.begun(self.group.broadcast([tensor], options), tensor))
 
-    def _all_heads(self, data: bytes, wait: Wait) -> list[_Head]:
-        """Return how every rank's message begins, and how long it is, on every rank.
+    def _all_heads(self, data: bytes, wait: Wait) -> list[tuple[int, bytes]]:
+        """Return, by rank, (the length of its message, its first bytes), on every rank.
 
         By way of one of them: a ring, as gloo's all-reduce and all-gather are, has a step for every rank, and
         each waits for a core where the ranks share some.
         """
-        head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:HEAD_BYTES]
-        row = self._padded(head, _LENGTH_BYTES + HEAD_BYTES)
+        own = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:HEAD_BYTES]
+        row = self._padded(own, _LENGTH_BYTES + HEAD_BYTES)
         rows = self._gather_tensor(row, 0, wait)
         table = row.new_empty(self.world_size, len(row)) if rows is None else torch.stack(rows)
         self._broadcast_tensor(table, 0, wait)
-        return [_Head.of(_to_bytes(row)) for row in table.cpu()]
+        heads = []
+        for head in map(_to_bytes, table.cpu()):
+            size = int.from_bytes(head[:_LENGTH_BYTES], "little")
+            heads.append((size, head[_LENGTH_BYTES : _LENGTH_BYTES + size]))
+        return heads
 
     def _padded(self, data: bytes, size: int) -> torch.Tensor:
         tensor = torch.zeros(size, dtype=torch.uint8, device="cpu")
@@ -256,20 +235,17 @@ class Channel:
         return tensor.to(self.device)
 
 
-def _collective_device(group: dist.ProcessGroup) -> torch.device:
-    """CPU where the group has a CPU backend, else the accelerator that the group's backend works on."""
-    devices = torch_compat.devices_of(group)
-    for device in devices:
-        if device.type == "cpu":
-            return device
-    return torch.device(devices[0].type, torch.accelerator.current_device_index())
-
-
 def _largest_but(root: int, sizes: list[int]) -> int:
     """Return what all messages are filled up to. That of ``root`` does not travel: the coordinator's, which
     has what all ranks share, may be a thousand times as long as any other, and would have to be taken once a
     rank."""
     return max((size for rank, size in enumerate(sizes) if rank != root), default=0) or 1
+
+
+def _joined(head: tuple[int, bytes], rest: torch.Tensor | None) -> bytes:
+    """Return the message, whose bytes after those of the ``head`` are the first of ``rest``."""
+    size, data = head
+    return data if rest is None or size <= HEAD_BYTES else data + _to_bytes(rest, size - HEAD_BYTES)
 
 
 def _to_bytes(tensor: torch.Tensor, size: int | None = None) -> bytes:

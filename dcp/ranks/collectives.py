@@ -1,7 +1,9 @@
-"""Steps that the ranks of a save or load take together.
+"""Steps that the ranks of a save or load take together, which end: waits are bounded and watched.
 
 Payloads are packed bytes in uint8 tensors, on gloo or on any other backend. Every exchange carries each
-rank's outcome, so one rank's exception becomes the same typed error on all of them.
+rank's outcome, so one rank's exception becomes the same typed error on all of them. When a rank dies or
+stays away, the others agree through the group's key-value store on who is missing, and raise an error that
+names it.
 
 In the first step of an operation (`begin`) all ranks say which one it is, in which manner, and where: ranks
 in different operations take different steps, and would wait for each other until their timeout, or take each
@@ -10,12 +12,16 @@ other's messages for something else.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import os
+import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -23,21 +29,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import msgpack
 import torch.distributed as dist
 
-from dcp.calls.plain_errors import warn_caller
+from dcp.ranks.channel import Channel
 from dcp.ranks.exchanges import (
-    STAMP_BYTES,
-    Exchanges,
+    DEFAULT_TIMEOUT_SECONDS,
+    Presence,
     RankFailedError,
     decode_failure,
     failure_of,
+    grace_seconds,
     pack_failure,
-    pack_failures,
 )
-from dcp.storage.errors import CheckpointError, PlanError
-from dcp.storage.stores.base import TEMPORARY_PREFIX, Store
+from dcp.storage.errors import (
+    CheckpointError,
+    CollectiveTimeoutError,
+    OptionError,
+    PlanError,
+    SaveAbortedError,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -54,15 +67,111 @@ BYTES = Codec(lambda value: value, lambda data: data)
 
 _OK, _FAILED = b"\x00", b"\x01"
 
+_STAMP_BYTES = 8
+"""Every message that is gathered begins with so many, which are the same on all ranks in one step."""
 
-class Ranks(Exchanges):
-    """The ranks that take part in one save or load, and the steps they take together.
+_DIGEST_BYTES = 16
+
+_SLICE = timedelta(milliseconds=50)
+"""Seconds between two looks at whether to wait any longer, signals of Python's among them."""
+
+_LATE_SECONDS = 30.0
+"""After so long in one step, or a quarter of the time there is for it, the log says who has not come."""
+
+_MAX_LISTED = 16
+
+_CALLED_OFF_SECONDS = 0.2
+"""Between two looks at whether another rank has called the operation off."""
+
+_LOOKS_PER_GRACE = 6.0
+
+_OF_GLOO = re.compile(r"^\[[^\]]*\] |\. This is typically caused.*$")
+
+
+class _LostRanksError(Exception):
+    """Internal, of (ranks that gave no sign of life, what happened): a collective broke."""
+
+
+class Ranks:
+    """The ranks that take part in one operation, of which this is one, and the steps they take together.
+
+    ``group`` None with ``use_dist`` means the default group, ``channel`` takes the place of a group; without
+    ``use_dist`` there is one rank. ``coordinator`` is a rank of the group. What other ranks do not come to
+    ends after ``timeout_seconds``, the look for who they are included. With ``use_dist``, ``store`` is the
+    group's key-value store, and ``key`` a prefix for keys in it that is this operation's alone, the same on
+    all ranks.
 
     Steps raise on all ranks alike (see `dcp.ranks.exchanges`): the failing rank's own exception there, its
     description elsewhere. Once ``abort`` is set, the next step fails on this rank, and so on all; the
     coordinator looks whether it is set on any rank before it reduces. With one rank nothing is packed: a step
-    returns what its functions return.
+    returns what its functions return. With ``is_within`` it also raises what they raise, because it is taken
+    within a step of all ranks, which carries that.
     """
+
+    def __init__(
+        self,
+        group: ProcessGroup | None = None,
+        *,
+        use_dist: bool,
+        coordinator: int = 0,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        operation: str = "save",
+        channel: Channel | None = None,
+        abort: threading.Event | None = None,
+        is_within: bool = False,
+    ) -> None:
+        is_number = isinstance(timeout_seconds, int | float) and not isinstance(timeout_seconds, bool)
+        if not is_number or not timeout_seconds > 0:
+            raise OptionError(f"timeout_seconds must be a number above 0, not {timeout_seconds!r}")
+        self.coordinator = coordinator if use_dist else 0
+        self.timeout_seconds, self.operation, self.abort = timeout_seconds, operation, abort
+        self.rank, self.world_size = 0, 1
+        self.is_coordinator = True
+        """Whether this rank plans and commits for all."""
+        self._is_within = is_within
+        self._abort_is_passed_on = False
+        self._steps, self._step = 0, ""
+        self._channel: Channel | None = None
+        if not use_dist:
+            return
+        if channel is None:
+            group = group if group is not None else dist.group.WORLD
+            if group is None:
+                raise CheckpointError(
+                    "torch.distributed is not initialised; pass no_dist=True to work on one rank"
+                )
+            if dist.get_rank(group) < 0:
+                raise CheckpointError(
+                    f"this process is not a member of the process group given to {operation}; "
+                    "only the group's members may call it"
+                )
+            channel = Channel.of_group(group)
+        self._use(channel)
+
+    def _use(self, channel: Channel) -> None:
+        self._channel = channel
+        self.rank, self.world_size = channel.rank, channel.world_size
+        self.is_coordinator = self.rank == self.coordinator
+        self._blocks = channel.device.type == "cpu"  # on an accelerator wait() concerns its stream
+        self.store = channel.store
+        grace = grace_seconds(self.timeout_seconds)
+        self._bound_seconds = max(self.timeout_seconds - grace, self.timeout_seconds / 2)
+        self._look_seconds = grace / _LOOKS_PER_GRACE
+        """Between two looks for signs: often enough to answer in time."""
+        meeting: list[str] = []
+        if channel.state.life is None:
+            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            self._serial = next(channel.state.serial)
+            self.key = f"dcp/meet-{restarts}/{self._serial}"
+            self._group_key = f"{self.key}/given-up"
+            meeting = [self.key]
+            self._presence = Presence(self.store, self.rank, self.world_size, meeting)
+            word = uuid.uuid4().hex.encode() if self.rank == 0 else None
+            channel.state.life = self._guard("meet", lambda: channel.broadcast(word, 0, self._wait)).decode()
+        self._serial = next(channel.state.serial)
+        self._group_key = f"dcp/{channel.state.life}/given-up"
+        self.key = f"dcp/{channel.state.life}/{self._serial}"
+        self._presence = Presence(self.store, self.rank, self.world_size, [*meeting, self.key])
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -84,7 +193,9 @@ class Ranks(Exchanges):
         if channel is None:
             return partial(next, iter(self._alone(step, local, reduce)))
         message, own_error = self._attempt(step, local, sent)
-        answers, error = self._reduce(step, message, lambda parts: [*map(reply.encode, reduce(parts))], sent)
+        answers, error = self._reduce(
+            channel, step, message, lambda parts: [*map(reply.encode, reduce(parts))], sent
+        )
         if isinstance(answers, bytes):
             answers = [answers] * self.world_size
         received = self._guard(step, lambda: channel.scatter(answers, self.coordinator, self._wait))
@@ -100,9 +211,10 @@ class Ranks(Exchanges):
     ) -> Any:
         """Run ``local`` everywhere, ``reduce`` on the coordinator, and give its result, bytes, to every
         rank."""
-        if self._channel is None:
+        channel = self._channel
+        if channel is None:
             return self._alone(step, local, reduce)
-        return self._reduce_broadcast(step, *self._attempt(step, local, sent), reduce, sent)
+        return self._reduce_broadcast(channel, step, *self._attempt(step, local, sent), reduce, sent)
 
     def reduce_alike(
         self, step: str, local: Callable[[], bytes], reduce: Callable[[list[bytes]], bytes]
@@ -118,7 +230,7 @@ class Ranks(Exchanges):
         message, own_error = self._attempt(step, local)
         messages = self._collect(step, message, lambda: channel.all_gather_short(message, self._wait))
         if messages is None:
-            return self._reduce_broadcast(step, message, own_error, reduce)
+            return self._reduce_broadcast(channel, step, message, own_error, reduce)
         parts = self._parts(step, messages, own_error)
 
         def run() -> tuple[bytes, CheckpointError | None]:
@@ -132,30 +244,28 @@ class Ranks(Exchanges):
             raise failure_of(step, {self.coordinator: error}, self.rank, error)
         return result
 
-    def all_gather(self, step: str, local: Callable[[], bytes]) -> list[bytes]:
-        """Run ``local`` everywhere; every rank gets every rank's result."""
+    def all_gather(self, step: str, local: Callable[[], bytes], *, alike: bool = False) -> list[bytes]:
+        """Run ``local`` everywhere; every rank gets every rank's result.
+
+        Of what is mostly the same on all ranks (``alike``) a digest travels alone then; and what operation
+        the ranks are in is for the caller to compare.
+        """
         channel = self._channel
         if channel is None:
             return [self._alone(step, local)]
-        message, own_error = self._attempt(step, local)
+        message, own_error = self._attempt(step, local, operation="any" if alike else "")
+        messages: list[bytes] | None = None
         try:
-            messages = self._collect(step, message, lambda: channel.all_gather(message, self._wait))
+            if alike:
+                digest = blake2b(message, digest_size=_DIGEST_BYTES).digest()
+                digests = self._guard(step, lambda: channel.all_gather(digest, self._wait))
+                messages = [message] * self.world_size if len(set(digests)) == 1 else None
+            if messages is None:
+                messages = self._collect(step, message, lambda: channel.all_gather(message, self._wait))
         except CheckpointError as error:
             if own_error is not None:  # which may be why the others are not there
                 error.add_note(f"before, rank {self.rank} failed itself: {own_error}")
             raise
-        return self._parts(step, messages, own_error)
-
-    def compare(self, step: str, local: Callable[[], bytes]) -> list[bytes]:
-        """Do as `all_gather` with what is mostly the same on all ranks: then a digest travels alone. What
-        operation the ranks are in is for the caller to compare."""
-        channel = self._channel
-        if channel is None:
-            return [self._alone(step, local)]
-        message, own_error = self._attempt(step, local, operation="any")
-        messages: list[bytes] | None = [message] * self.world_size
-        if not self._guard(step, lambda: channel.is_same(message, self._wait)):
-            messages = self._collect(step, message, lambda: channel.all_gather(message, self._wait))
         return self._parts(step, messages, own_error)
 
     def broadcast(self, step: str, local: Callable[[], bytes]) -> bytes:
@@ -168,14 +278,9 @@ class Ranks(Exchanges):
         error: BaseException | None = None
         if self.is_coordinator:
             own, error = self._attempt(step, local)
-            failed = error is not None
-            message = _FAILED + pack_failures({self.rank: _content(own)}) if failed else own[STAMP_BYTES:]
+            message = own[_STAMP_BYTES:] if error is None else _answer({self.rank: _content(own)})
         received = self._guard(step, lambda: channel.broadcast(message, self.coordinator, self._wait))
         return self._unwrap(step, received, error)
-
-    def barrier(self, step: str) -> None:
-        """Return when every rank has come this far."""
-        self.all_gather(step, lambda: b"")
 
     # -- outcomes --------------------------------------------------------------------------------------------
 
@@ -190,7 +295,9 @@ class Ranks(Exchanges):
                 return result
             self.check_called_off()
             return reduce([result])
-        except BaseException as error:  # noqa: BLE001 - raised below, where it keeps its cause
+        except BaseException as error:
+            if self._is_within:
+                raise
             failure = failure_of(step, {0: decode_failure(pack_failure(error))}, 0, error)
         raise failure
 
@@ -199,7 +306,7 @@ class Ranks(Exchanges):
     ) -> tuple[bytes, BaseException | None]:
         """Make this rank's message: a stamp, the outcome, and the packed result or failure."""
         name = f"{operation or self.operation}/{step}"
-        stamp = blake2b(name.encode(), digest_size=STAMP_BYTES).digest()
+        stamp = blake2b(name.encode(), digest_size=_STAMP_BYTES).digest()
         try:
             self.check_called_off()
             return b"".join((stamp, _OK, sent.encode(local()))), None
@@ -209,41 +316,49 @@ class Ranks(Exchanges):
     def _collect(
         self, step: str, message: bytes, exchange: Callable[[], list[bytes] | None]
     ) -> list[bytes] | None:
-        """Return what ``exchange`` gives, all of one step with ``message``."""
+        """Return what ``exchange`` gives, unless a message is of another step than this rank's ``message``:
+        of an operation that others have given up."""
 
         def run() -> list[bytes] | None:
             messages = exchange()
-            return None if messages is None else self._of_one_step(message, messages)
+            if any(other[:_STAMP_BYTES] != message[:_STAMP_BYTES] for other in messages or ()):
+                self._look_for_aborts()
+                raise self._lost_error("they sent messages of different steps")
+            return messages
 
         return self._guard(step, run)
 
     def _reduce(
-        self, step: str, message: bytes, reduce: Callable[[list[Any]], list[bytes]], sent: Codec
+        self,
+        channel: Channel,
+        step: str,
+        message: bytes,
+        reduce: Callable[[list[Any]], list[bytes]],
+        sent: Codec,
     ) -> tuple[list[bytes] | bytes | None, BaseException | None]:
         """Make the coordinator's answers, or one answer of packed failures of ranks (its own exception
         beside). None on other ranks."""
-        channel = self._connected
         gathered = self._collect(step, message, lambda: channel.gather(message, self.coordinator, self._wait))
         if gathered is None:
             return None, None
         if failed := _failures(gathered):
-            return _FAILED + pack_failures(failed), None
+            return _answer(failed), None
         try:
             self.check_called_off(look=True)
             return [_OK + part for part in reduce([sent.decode(_content(one)) for one in gathered])], None
         except BaseException as error:  # noqa: BLE001 - travels to every rank and is raised there
-            return _FAILED + pack_failures({self.rank: pack_failure(error)}), error
+            return _answer({self.rank: pack_failure(error)}), error
 
     def _reduce_broadcast(
         self,
+        channel: Channel,
         step: str,
         message: bytes,
         own_error: BaseException | None,
         reduce: Callable[[list[Any]], bytes],
         sent: Codec = BYTES,
     ) -> bytes:
-        channel = self._connected
-        answers, error = self._reduce(step, message, lambda parts: [reduce(parts)], sent)
+        answers, error = self._reduce(channel, step, message, lambda parts: [reduce(parts)], sent)
         answer = answers[0] if isinstance(answers, list) else answers
         received = self._guard(step, lambda: channel.broadcast(answer, self.coordinator, self._wait))
         return self._unwrap(step, received, own_error or error)
@@ -259,77 +374,228 @@ class Ranks(Exchanges):
         failures = msgpack.unpackb(reply[1:], strict_map_key=False).items()
         raise failure_of(step, {int(r): decode_failure(w) for r, w in failures}, self.rank, own_error)
 
+    # -- calling off -----------------------------------------------------------------------------------------
 
-class LocalSteps(Ranks):
-    """Steps of one rank that goes its own way within a step that all take, which carries what it raises."""
+    def check_called_off(self, *, look: bool = False) -> None:
+        """Raise SaveAbortedError once ``abort`` is set here; with ``look``, also where another rank says that
+        its own is."""
+        if self.abort is None:
+            return
+        rank: int | None = None
+        if self.abort.is_set():
+            self._tell_called_off()
+            rank = self.rank
+        elif look and self._channel is not None:
+            key = f"{self.key}/called-off"
+            with contextlib.suppress(RuntimeError):  # the store is gone: the next exchange says so
+                rank = int(self.store.get(key)) if self.store.check([key]) else None
+        if rank is not None:
+            raise SaveAbortedError(f"the {self.operation} was called off on rank {rank}", rank=rank)
 
-    def __init__(self) -> None:
-        super().__init__(use_dist=False)
+    def watching(self, on_bytes: Callable[[int], None] | None) -> Callable[[int], None] | None:
+        """Make an ``on_bytes`` that also ends the work, by SaveAbortedError, soon after a rank has called it
+        off."""
+        if self.abort is None:
+            return on_bytes
+        next_look = time.monotonic() + _CALLED_OFF_SECONDS
 
-    def _alone(
-        self, step: str, local: Callable[[], Any], reduce: Callable[[list[Any]], Any] | None = None
-    ) -> Any:
-        result = local()
-        return result if reduce is None else reduce([result])
+        def count(size_bytes: int) -> None:
+            nonlocal next_look
+            now = time.monotonic()
+            is_due = now >= next_look
+            if is_due:
+                next_look = now + _CALLED_OFF_SECONDS
+            self.check_called_off(look=is_due)
+            if on_bytes is not None:
+                on_bytes(size_bytes)
+
+        return count
+
+    def _tell_called_off(self) -> None:
+        """Tell the ranks that are still at work, who would else learn of it at the end of their part."""
+        if self._channel is not None and not self._abort_is_passed_on:
+            self._abort_is_passed_on = True
+            with contextlib.suppress(RuntimeError):  # the store is gone: the next exchange says so
+                self.store.set(f"{self.key}/called-off", str(self.rank))
+
+    # -- bounded waits ---------------------------------------------------------------------------------------
+
+    def complete(self, step: str, work: Any) -> None:
+        """Wait for a collective that was begun on the channel's group; bounded, as all steps are."""
+        self._guard(step, lambda: self._wait(work))
+
+    def form(self, step: str, make: Callable[[float], T]) -> T:
+        """Return what ``make`` makes together with the other ranks by torch's means, within the seconds it is
+        given; what torch raises there becomes an error that names the ranks which are gone."""
+
+        def attempt() -> T:
+            try:
+                return make(self._bound_seconds)
+            except RuntimeError as error:
+                raise self._lost_error(f"torch: {_reason(error)}") from error
+
+        return self._guard(step, attempt)
+
+    def _guard(self, step: str, exchange: Callable[[], T]) -> T:
+        """Run one exchange; turn a broken or late one into an error that names the missing ranks."""
+        self._steps += 1
+        self._step = step
+        try:
+            self._check_in_step()
+            return exchange()
+        except _LostRanksError as lost:
+            missing, what = lost.args
+            self._note_given_up(missing, what)
+            error = CollectiveTimeoutError(
+                f"{self.operation} failed in step {step!r}: {what}. All ranks have to call "
+                f"{self.operation}; if one has died, restart the job from the last committed checkpoint",
+                step=step,
+                ranks=missing,
+                reporting_rank=self.rank,
+            )
+            failures = dict.fromkeys(missing or range(self.world_size), error)
+        except BaseException as error:
+            # An interrupt, or no memory for the others' messages: of this rank alone.
+            self._note_given_up([], f"rank {self.rank} left step {step!r} by {type(error).__name__}")
+            with contextlib.suppress(RuntimeError):
+                self._tell_given_up()
+            raise
+        raise failure_of(step, failures, self.rank, None)
+
+    def _check_in_step(self) -> None:
+        """Fail at once where an operation before this one was left before its end, on any rank."""
+        earlier = None if self._channel is None else self._channel.state.given_up
+        if earlier is not None:
+            with contextlib.suppress(RuntimeError):  # who comes to this step later need not miss this rank
+                self._presence.show()
+            raise _LostRanksError(*earlier)
+
+    def _note_given_up(self, ranks: list[int], what: str, operation: str | None = None) -> None:
+        channel = self._channel
+        if channel is not None and channel.world_size > 1 and channel.state.given_up is None:
+            earlier = f"since an earlier {operation or self.operation} failed: {what}"
+            text = f"the ranks of the process group are not in one step {earlier}"
+            channel.state.given_up = ranks, text
+            channel.keep_for_ever()
+
+    def _tell_given_up(self) -> None:
+        """Tell the others, who would else learn of it by their timeout."""
+        if self._channel is not None:
+            self._presence.give("abort")
+            self.store.set(self._group_key, f"{self._serial} {self.operation}")
+
+    def _wait(self, work: Any) -> None:
+        begun = time.monotonic()
+        pause, next_look = 0.0, begun + self._look_seconds
+        late = begun + min(_LATE_SECONDS, self.timeout_seconds / 4)
+        tell: float | None = None
+        while not work.is_completed():
+            if self.abort is not None and self.abort.is_set():
+                self._tell_called_off()
+            now = time.monotonic()
+            if now - begun > self._bound_seconds:
+                late_by = f"no answer within {self.timeout_seconds:g} s"
+                raise self._lost_error(late_by, begun + self.timeout_seconds)
+            if now >= next_look:
+                next_look = now + self._look_seconds
+                self._look_for_aborts()
+                tell = self._look_who_is_late(now, late, tell)
+            if self._blocks:
+                # Asking again and again would keep the core from the rank that is waited for.
+                with contextlib.suppress(RuntimeError):  # not yet; or it failed, and is complete then
+                    work.wait(_SLICE)
+                continue
+            time.sleep(pause)
+            pause = 0.0 if now - begun < 0.002 else min(0.01, pause + 0.0002)
+        try:
+            work.wait(timedelta(seconds=max(self.timeout_seconds, 1.0)))
+        except RuntimeError as error:
+            raise self._lost_error(f"connection lost: {_reason(error)}") from error
+
+    def _look_who_is_late(self, now: float, late: float, tell: float | None) -> float | None:
+        """Ask, from ``late`` on, the other ranks whether they wait here too, and at ``tell`` log who
+        does not. Returns when to tell; infinity once it is done."""
+        step = str(self._steps)
+        try:
+            if tell is None:
+                if now >= late:
+                    self._presence.give(f"late/{step}")
+                elif not self._presence.has(f"late/{step}"):
+                    return None
+                self._presence.give(f"late/{step}/{self.rank}")
+                return now + 4 * self._look_seconds
+            if now < tell:
+                return tell
+            missing = self._presence.absent(step)
+        except RuntimeError:  # the store is gone: the wait ends by that, or needs no store
+            return math.inf
+        if missing:
+            logger.warning(
+                "%s: rank %s of %d has not come to step %r; the others have waited for %.0f s, and do so for "
+                "%g s in all. All ranks have to call it, not only rank 0",
+                self.operation,
+                ", ".join(map(str, missing[:_MAX_LISTED])),
+                self.world_size,
+                self._step,
+                now - late + min(_LATE_SECONDS, self.timeout_seconds / 4),
+                self.timeout_seconds,
+            )
+        return math.inf
+
+    def _lost_error(self, reason: str, deadline: float | None = None) -> _LostRanksError:
+        """Post a sign of life, wait for the others' and return who stayed silent."""
+        now = time.monotonic()
+        deadline = max(deadline or 0.0, now + grace_seconds(self.timeout_seconds))
+        try:
+            self._tell_given_up()
+            self._presence.show()
+            missing = self._presence.missing(deadline)
+        except RuntimeError as error:  # the store's own host is gone, and with it the others' answers
+            missing, reason = [0], f"{reason}; the rendezvous store is gone too ({error})"[:500]
+        who = f"rank {', '.join(map(str, missing))} of {self.world_size} died or did not answer"
+        if not missing:
+            who = f"all {self.world_size} ranks are alive, but not in one step: an earlier one was given up"
+        return _LostRanksError(missing, f"{who} ({reason})")
+
+    def _look_for_aborts(self) -> None:
+        reason = "another rank gave up, or reported a broken connection"
+        try:
+            if self._presence.has("abort"):
+                raise self._lost_error(reason)
+            told = self.store.get(self._group_key) if self.store.check([self._group_key]) else b""
+        except RuntimeError:
+            raise self._lost_error(reason) from None
+        serial, _, operation = told.decode().partition(" ")
+        if operation and int(serial) < self._serial and self._channel is not None:
+            # given up by ranks that this one had no need of any more
+            self._note_given_up([], "other ranks left it before its end", operation)
+            self._check_in_step()
+
+
+def _reason(error: RuntimeError) -> str:
+    """Return the first line of what torch says, without its place in the source and its advice."""
+    text = str(error).partition("\n")[0]
+    return _OF_GLOO.sub("", text) or type(error).__name__
 
 
 def _failures(messages: Sequence[bytes]) -> dict[int, bytes]:
     """Return the packed failures of the ranks that failed, by rank."""
-    at = slice(STAMP_BYTES, STAMP_BYTES + 1)
+    at = slice(_STAMP_BYTES, _STAMP_BYTES + 1)
     return {rank: _content(message) for rank, message in enumerate(messages) if message[at] == _FAILED}
 
 
 def _content(message: bytes) -> bytes:
     """Without stamp and outcome."""
-    return message[STAMP_BYTES + 1 :]
+    return message[_STAMP_BYTES + 1 :]
 
 
-logger = logging.getLogger(__name__)
+def _answer(failures: Mapping[int, bytes]) -> bytes:
+    """Pack failures by rank, as the one answer to all ranks."""
+    return _FAILED + bytes(msgpack.packb(failures))
+
 
 _MAX_VALUE = 1000
 """Characters of an option, and then a digest: patterns may be many."""
-
-
-def works_alone(process_group: ProcessGroup | None, *, no_dist: bool, operation: str) -> bool:
-    """Return whether an ``operation`` is this process's alone: asked for, or without torch.distributed.
-
-    Raises CheckpointError where each rank would save alone to one id: for a process group that was destroyed,
-    and for a save by one of several processes (``WORLD_SIZE``) without a group. A load by such a one warns; a
-    read gives each of them the same.
-    """
-    if no_dist:
-        return True
-    if dist.is_available() and dist.is_initialized():
-        return False
-    if process_group is not None:
-        raise CheckpointError(
-            "a process group was given, but torch.distributed is not initialised any more: save before "
-            "destroy_process_group(), or pass no_dist=True to work on one rank"
-        )
-    count = os.environ.get("WORLD_SIZE", "")
-    if not count.isdecimal() or int(count) < 2 or operation == "read":
-        return True
-    facts = f"this is one of {count} processes (WORLD_SIZE), and torch.distributed is not initialised"
-    if operation != "load":
-        raise CheckpointError(
-            f"{facts}: each would {operation} alone, to one place, and replace what the others have written. "
-            "Call init_process_group() first; or pass no_dist=True where this process alone is meant to",
-        )
-    warn_caller(f"{facts}: it loads alone, as rank 0; call init_process_group() first, or say no_dist=True")
-    return True
-
-
-class _OperationOfRank(NamedTuple):
-    operation: str
-    manner: str
-    place: str
-    options: dict[str, str]
-    kinds: dict[str, str]
-
-    def __str__(self) -> str:
-        place = f" {self.place}" if self.place else ""
-        manner = f" ({self.manner})" if self.manner else ""
-        return f"{self.operation}{place}{manner}"
 
 
 def begin(
@@ -355,17 +621,17 @@ def begin(
             return place().encode("utf-8", "surrogatepass")
         shown = {name: _shown(value) for name, value in given.items()}
         found = dict(kinds()) if kinds is not None else {}
-        own = _OperationOfRank(ranks.operation, ", ".join(manner), place(), shown, found)
+        own = ranks.operation, ", ".join(manner), place(), shown, found
         return bytes(msgpack.packb(own, unicode_errors="surrogatepass"))
 
-    found = ranks.compare("begin", part)
+    found = ranks.all_gather("begin", part, alike=True)
     if ranks.world_size == 1:
         return (found[0].decode("utf-8", "surrogatepass"),)
-    parts = [_OperationOfRank(*msgpack.unpackb(data, unicode_errors="surrogatepass")) for data in found]
+    parts = [msgpack.unpackb(data, unicode_errors="surrogatepass") for data in found]
     own = parts[ranks.coordinator]
     if any(part != own for part in parts):  # there may be very many kinds
-        _check_alike(ranks, parts)
-    return tuple(part.place for part in parts)
+        _check_alike(ranks, *zip(*parts, strict=True))
+    return tuple(part[2] for part in parts)
 
 
 def _shown(value: Any) -> str:
@@ -376,20 +642,32 @@ def _shown(value: Any) -> str:
     return f"{text[:_MAX_VALUE]}... ({digest})"
 
 
-def _check_alike(ranks: Ranks, parts: Sequence[_OperationOfRank]) -> None:
-    own = parts[ranks.coordinator]
+def _check_alike(
+    ranks: Ranks,
+    operations: Sequence[str],
+    manners: Sequence[str],
+    places: Sequence[str],
+    options: Sequence[Mapping[str, str]],
+    kinds: Sequence[Mapping[str, str]],
+) -> None:
+    """Raise PlanError on all ranks for what is not the same on all of them; each is given by rank."""
     what, advice = "called different operations", "All ranks of a process group must call the same function"
-    if len({part.operation for part in parts}) == 1:
+    if len(set(operations)) == 1:
         what = f"{ranks.operation} in different ways"
         advice = "Give all ranks the same options, and planners and storages of one kind"
-    odd = [rank for rank, part in enumerate(parts) if part[:2] != own[:2]]
-    _refuse(ranks, "begin", odd, f"the ranks {what}: {_by_rank([*map(str, parts)])}. {advice}.")
-    for name in dict.fromkeys(name for part in parts for name in part.options):
-        values = [f"{name}={part.options.get(name, 'not given')}" for part in parts]
+    pairs = [*zip(operations, manners, strict=True)]
+    odd = [rank for rank, pair in enumerate(pairs) if pair != pairs[ranks.coordinator]]
+    calls = [
+        f"{operation}{f' {place}' if place else ''}{f' ({manner})' if manner else ''}"
+        for (operation, manner), place in zip(pairs, places, strict=True)
+    ]
+    refuse_odd(ranks, "begin", odd, f"the ranks {what}: {by_rank(calls)}. {advice}.")
+    for name in dict.fromkeys(name for own in options for name in own):
+        values = [f"{name}={own.get(name, 'not given')}" for own in options]
         what = f"the option {name!r} is not the same on all ranks"
         _check_same(ranks, values, what, "Give all ranks the same")
-    for key in dict.fromkeys(key for part in parts for key in part.kinds):
-        values = [part.kinds.get(key, "") for part in parts]
+    for key in dict.fromkeys(key for own in kinds for key in own):
+        values = [own.get(key, "") for own in kinds]
         what = f"{key!r} is not of one kind on all ranks"
         advice = "Give all ranks the same object for it, or leave the key out where a rank has nothing of it"
         _check_same(ranks, values, what, advice, fqns=[key])
@@ -400,17 +678,17 @@ def _check_same(ranks: Ranks, texts: Sequence[str], what: str, advice: str, **fa
     common = texts[ranks.coordinator] or next(filter(None, texts), "")
     odd = [rank for rank, text in enumerate(texts) if text not in ("", common)]
     if odd:
-        _refuse(ranks, "begin", odd, f"{what}: {_by_rank(texts)}. {advice}", **facts)
+        refuse_odd(ranks, "begin", odd, f"{what}: {by_rank(texts)}. {advice}", **facts)
 
 
-def _refuse(ranks: Ranks, step: str, odd: Sequence[int], text: str, **facts: Any) -> None:
+def refuse_odd(ranks: Ranks, step: str, odd: Sequence[int], text: str, **facts: Any) -> None:
     """Raise PlanError on all ranks if there are ``odd`` ones."""
     if odd:
         error = PlanError(text, ranks=[*odd], **facts)
         raise failure_of(step, dict.fromkeys(odd, error), ranks.rank, None)
 
 
-@contextmanager
+@contextlib.contextmanager
 def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
     """Raise on all ranks, in their `begin`, what this rank raises before it comes there.
 
@@ -440,65 +718,13 @@ def check_same_checkpoint(ranks: Ranks, places: Sequence[str], fingerprint: Call
     where the places differ, because a mount may have another name on another host.
     """
     if len(set(places)) > 1:
-        prints = ranks.compare("compare", fingerprint)
+        prints = ranks.all_gather("compare", fingerprint, alike=True)
         odd = [rank for rank, found in enumerate(prints) if found != prints[ranks.coordinator]]
-        text = f"the ranks load different checkpoints: {_by_rank(places)}. Give all of them one id"
-        _refuse(ranks, "compare", odd, text)
+        text = f"the ranks load different checkpoints: {by_rank(places)}. Give all of them one id"
+        refuse_odd(ranks, "compare", odd, text)
 
 
-def check_same_target(ranks: Ranks, places: Sequence[str], store: Store | None) -> None:
-    """Raise PlanError on all ranks unless all of them save to one place.
-
-    ``places`` is what `begin` gave. Where they differ, because a mount may have another name on another host,
-    the coordinator leaves an empty file in its ``store``, which the others look for in theirs: a rank that
-    has nothing to write would not find out otherwise. It is None for other packages' storages.
-    """
-    if len(set(places)) == 1:
-        return
-    made: list[Store] = []
-    name = ranks.broadcast("compare", lambda: _leave_file(store, made)).decode()
-    if not name:
-        return
-
-    def look() -> bytes:
-        return b"\x01" if store is None or store.stat(name) is not None else b""
-
-    try:
-        found = ranks.all_gather("compare", look)
-    finally:
-        if ranks.is_coordinator and store is not None:
-            _remove_file(store, name, made)
-    odd = [rank for rank, there in enumerate(found) if not there]
-    text = f"the ranks do not save to the same place: {_by_rank(places)}. Give all of them one id"
-    _refuse(ranks, "compare", odd, text)
-
-
-def _leave_file(store: Store | None, made: list[Store]) -> bytes:
-    if store is None:
-        return b""
-    if not store.exists():
-        made.append(store)
-    store.make_root()
-    name = f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
-    store.create(name, durable=False).finish()
-    return name.encode()
-
-
-def _remove_file(store: Store, name: str, made: Sequence[Store]) -> None:
-    """Remove it without ever raising, because the other ranks are in the next step already. A save removes
-    what stays.
-
-    A folder that was ``made`` for the file goes too: the save makes it again, and takes away what it made.
-    """
-    try:
-        store.delete_all([name])
-        for one in made:
-            one.remove_root()
-    except Exception as error:  # noqa: BLE001 - as said
-        logger.warning("%s may stay behind: %s", name, error)
-
-
-def _by_rank(texts: Sequence[str]) -> str:
+def by_rank(texts: Sequence[str]) -> str:
     """Return which ranks have which of ``texts``, by the first rank; a few of them."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):

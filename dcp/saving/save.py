@@ -8,8 +8,10 @@ save travels.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +32,7 @@ from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
 from dcp.planners.value_digests import ReplicaCheck
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback, reporting
-from dcp.ranks.collectives import Codec, LocalSteps, Ranks, begin, check_same_target, retried
+from dcp.ranks.collectives import Codec, Ranks, begin, by_rank, refuse_odd, retried
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.saving.feature import SaveFeature, asked, features_by_method
 from dcp.storage.engine.write import Observer, WriteColumns, WriteOutcome, assemble_index
@@ -49,6 +51,7 @@ from dcp.storage.formats.opening import open_index
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.geometry.strides import Int64
 from dcp.storage.packing import pack, unpack
+from dcp.storage.stores.base import TEMPORARY_PREFIX, Store
 from dcp.storage.threads import unwanted_once
 from dcp.storage.torch_storage.metadata import LazyMetadata
 from dcp.storage.torch_storage.writer import FileSystemWriter
@@ -193,7 +196,7 @@ class Save(ABC):
         """
         self.ranks, self.given = ranks, given
         self.together = self.options.use_collectives
-        self.steps = ranks if self.together else LocalSteps()
+        self.steps = ranks if self.together else Ranks(use_dist=False, is_within=True)
         try:
             return retried(
                 self._attempt,
@@ -215,7 +218,7 @@ class Save(ABC):
         places = begin(self.ranks, self._place, manner=(*self.manner, *alone), options=self.agreed)
         if self.together:
             if len(set(places)) > 1:
-                check_same_target(self.ranks, places, None if self.storage is None else self.storage.store)
+                _check_same_target(self.ranks, places, None if self.storage is None else self.storage.store)
             answer = self._save()
         else:  # no plan is exchanged, and no rank sees another's failure before the end
             self.ranks.all_gather("save", lambda: self._save()[:0])
@@ -244,7 +247,7 @@ class Save(ABC):
                 self._clear_up(error, is_planned=plan is not None)
             if self.together and isinstance(error, SaveAbortedError):
                 with suppress(CheckpointError):  # on no rank it has ended before nothing of it is left
-                    ranks.barrier("clear up")
+                    ranks.all_gather("clear up", bytes)
             raise
 
     def _clear_up(self, error: BaseException, *, is_planned: bool) -> None:
@@ -508,3 +511,49 @@ def _noted(
     if any(before.get(key) != made.provenance.get(key) for key in changed):
         raise refused(feature.name, "manifest", "the provenance changed under another name than its own")
     return made
+
+
+# -- one place for all ranks ---------------------------------------------------------------------------------
+
+
+def _check_same_target(ranks: Ranks, places: Sequence[str], store: Store | None) -> None:
+    """Raise PlanError on all ranks unless all of them save to one place.
+
+    ``places`` is what `begin` gave. Where they differ, because a mount may have another name on another host,
+    the coordinator leaves an empty file in its ``store``, which the others look for in theirs: a rank that
+    has nothing to write would not find out otherwise. It is None for other packages' storages.
+    """
+    if len(set(places)) == 1:
+        return
+    is_new = False
+
+    def leave() -> bytes:
+        nonlocal is_new
+        if store is None:
+            return b""
+        is_new = not store.exists()
+        store.make_root()
+        name = f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+        store.create(name, durable=False).finish()
+        return name.encode()
+
+    name = ranks.broadcast("compare", leave).decode()
+    if not name:
+        return
+
+    def look() -> bytes:
+        return b"\x01" if store is None or store.stat(name) is not None else b""
+
+    try:
+        found = ranks.all_gather("compare", look)
+    finally:
+        if ranks.is_coordinator and store is not None:
+            try:  # the other ranks are in the next step already; a save removes what stays
+                store.delete_all([name])
+                if is_new:  # the save makes the folder again, and takes away what it made
+                    store.remove_root()
+            except Exception as error:  # noqa: BLE001 - as said
+                logging.getLogger(__name__).warning("%s may stay behind: %s", name, error)
+    odd = [rank for rank, there in enumerate(found) if not there]
+    text = f"the ranks do not save to the same place: {by_rank(places)}. Give all of them one id"
+    refuse_odd(ranks, "compare", odd, text)

@@ -62,8 +62,7 @@ class ProtocolLoad(LoadEngine):
         begun = time.perf_counter()
         ranks, storage = self.ranks, self.storage
         manner = ["by torch's protocol"]
-        kinds = target.kinds if ranks.world_size > 1 else None
-        places = begin(ranks, self._place, manner=manner, options=self.agreed, kinds=kinds)
+        places = begin(ranks, self._place, manner=manner, options=self.agreed, kinds=target.kinds)
 
         def plan() -> None:
             self._share = ranks.reduce_scatter(

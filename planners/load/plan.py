@@ -7,7 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple, NoReturn
+from itertools import compress, repeat
+from typing import Final, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -60,15 +61,6 @@ class LoadPlan:
     cast: Sequence[str] = ()
 
 
-class _Intersections(NamedTuple):
-    """Intersections: wanted box, chunk, and the shared region ``[low, high)`` in the global tensor."""
-
-    boxes: Int64
-    chunks: Int64
-    low: Int64
-    high: Int64
-
-
 def plan_load(
     index: CheckpointIndex,
     wanted: HeldBoxes,
@@ -95,7 +87,8 @@ def plan_load(
     if names is not None:
         stored = [names[fqn] for fqn in stored]
     count = len(wanted.fqns)
-    tensor_rows, object_rows = _rows(tensors, stored[:count]), _rows(values, stored[count:])
+    tensor_rows = np.fromiter(map(tensors.get, stored[:count], repeat(-1)), np.int64)
+    object_rows = np.fromiter(map(values.get, stored[count:], repeat(-1)), np.int64)
     missing: list[str] = []
     if (tensor_rows < 0).any() or (object_rows < 0).any():
         kind = "is a tensor in the state dict, but another value in the checkpoint"
@@ -114,16 +107,8 @@ def plan_load(
     unexpected = tuple(map(every.__getitem__, np.flatnonzero(unwanted).tolist()))
     if problems.texts:
         problems.raise_all(lambda: _hint(index, stored, unexpected, is_renamed=names is not None), per_rank)
-    if not found.all():
-        object_fqns = [object_fqns[row] for row in np.flatnonzero(found).tolist()]
+    object_fqns = list(compress(object_fqns, found.tolist()))
     return LoadPlan(pieces, object_rows[found], object_fqns, missing, unexpected, cast_fqns)
-
-
-def _rows(position: Mapping[str, int], wanted: Sequence[str]) -> Int64:
-    if list(position) == wanted:  # the very state that was saved
-        return np.arange(len(wanted), dtype=np.int64)
-    lookup = position.get
-    return np.array([lookup(fqn, -1) for fqn in wanted], np.int64)
 
 
 def _missing(
@@ -193,76 +178,20 @@ def intersect(
         full = (sizes > 0).all(axis=1)
         if not full.all():
             chosen, low, sizes = chosen[full], low[full], sizes[full]
-        found = _intersect_ndim(index, chosen, rows[box_tensors[chosen]], low, low + sizes)
-        found, volumes = _disjoint(found, len(chosen))
+        found, volumes = _intersect_ndim(index, rows[box_tensors[chosen]], low, low + sizes)
         for place in np.flatnonzero(volumes != sizes.prod(axis=1)).tolist():
             fqn, box = wanted.fqns[int(box_tensors[chosen[place]])], sizes[place].tolist()
             problems.texts[PlanError][fqn] = (
                 f"{fqn!r}: of the box at {low[place].tolist()} of sizes {box} the checkpoint stores "
                 f"{volumes[place]} of {int(np.prod(sizes[place]))} elements"
             )
-        each = (chosen[found.boxes], found.chunks, found.low.ravel(), found.high.ravel())
-        for column, values in zip(columns, (*each, np.full(len(found.boxes), ndim)), strict=True):
-            column.append(values)
-    return _pieces(index, wanted, *map(np.concatenate, columns))
-
-
-def _intersect_ndim(
-    index: CheckpointIndex, boxes: Int64, tensors: Int64, low: Int64, high: Int64
-) -> _Intersections:
-    """Intersect boxes of one dimensionality; the numbers of boxes are positions in ``boxes``."""
-    ndim = low.shape[1]
-    wanted_tensors = np.flatnonzero(np.bincount(tensors))  # np.unique hashes each of them
-    counts = index.chunk_start[wanted_tensors + 1] - index.chunk_start[wanted_tensors]
-    lone = len(wanted_tensors) == len(tensors) and bool((counts == 1).all())
-    if lone:
-        # one chunk and one box a tensor: nothing to search
-        chunks, pair_box = index.chunk_start[tensors], np.arange(len(boxes), dtype=np.int64)
-    else:
-        chunks = expand_ranges(index.chunk_start[wanted_tensors], counts)
-    chunk_low = row_matrix(index.chunk_offsets, index.box_start, chunks, ndim)
-    chunk_high = chunk_low + row_matrix(index.chunk_sizes, index.box_start, chunks, ndim)
-    if not lone:
-        stored = BoxSet(np.repeat(wanted_tensors, counts), chunk_low, chunk_high)
-        pair_box, pair_chunk = intersecting_pairs(BoxSet(tensors, low, high), stored)
-        chunks, chunk_low, chunk_high = chunks[pair_chunk], chunk_low[pair_chunk], chunk_high[pair_chunk]
-        low, high = low[pair_box], high[pair_box]
-    found = _Intersections(pair_box, chunks, np.maximum(low, chunk_low), np.minimum(high, chunk_high))
-    met = (found.high > found.low).all(axis=1)
-    return found if met.all() else _Intersections(*(column[met] for column in found))
-
-
-def _disjoint(found: _Intersections, boxes: int) -> tuple[_Intersections, Int64]:
-    """Return what was found without overlaps, and how many elements there are by box.
-
-    Overlaps, which some foreign checkpoints have, are cut first, so that volumes prove coverage and nothing
-    is read twice.
-    """
-    if (np.bincount(found.boxes) > 1).any():
-        regions = BoxSet(found.boxes, found.low, found.high)
-        earlier, later = overlapping_pairs(regions)
-        if len(earlier):
-            rows, parts = cut_overlaps(regions, earlier, later)
-            found = _Intersections(parts.groups, found.chunks[rows], parts.low, parts.high)
-    filled = np.zeros(boxes, np.int64)
-    np.add.at(filled, found.boxes, np.prod(found.high - found.low, axis=1, dtype=np.int64))
-    return found, filled
-
-
-def _pieces(
-    index: CheckpointIndex,
-    wanted: HeldBoxes,
-    boxes: Int64,
-    chunks: Int64,
-    low: Int64,
-    high: Int64,
-    ndims: Int64,
-) -> Pieces:
-    """Put intersections, whose regions are ragged, in the order of the wanted boxes."""
+        met, *others = found
+        for column, values in zip(columns, (chosen[met], *others, np.full(len(met), ndim)), strict=True):
+            column.append(values.ravel())
+    boxes, chunks, low, high, ndims = map(np.concatenate, columns)
     order = np.argsort(boxes, kind="stable")
     flat = expand_ranges(starts(ndims)[:-1][order], ndims[order])
     boxes, chunks, low, high = boxes[order], chunks[order], low[flat], high[flat]
-    chunk_low = gather_rows(index.chunk_offsets, index.box_start, chunks)
     box_low = gather_rows(wanted.item_offsets, wanted.box_start, boxes)
     local = gather_rows(wanted.item_local_offsets, wanted.box_start, boxes)
     return Pieces(
@@ -270,10 +199,50 @@ def _pieces(
         boxes=boxes,
         dests=wanted.item_sources[boxes],
         box_start=starts(ndims[order]),
-        storage_offsets=low - chunk_low,
+        storage_offsets=low - gather_rows(index.chunk_offsets, index.box_start, chunks),
         dest_offsets=low - box_low + local,
         lengths=high - low,
     )
+
+
+def _intersect_ndim(
+    index: CheckpointIndex, tensors: Int64, low: Int64, high: Int64
+) -> tuple[tuple[Int64, Int64, Int64, Int64], Int64]:
+    """Intersect boxes of one dimensionality, one of each of ``tensors``, with the chunks.
+
+    Returns columns (box, chunk, begin and end of the shared region in the tensor), and the number of elements
+    found by box. Overlaps, which some foreign checkpoints have, are cut, so that these numbers prove coverage
+    and nothing is read twice.
+    """
+    ndim = low.shape[1]
+    filled = np.zeros(len(low), np.int64)
+    wanted_tensors = np.flatnonzero(np.bincount(tensors))  # np.unique hashes each of them
+    counts = index.chunk_start[wanted_tensors + 1] - index.chunk_start[wanted_tensors]
+    lone = len(wanted_tensors) == len(tensors) and bool((counts == 1).all())
+    if lone:
+        # one chunk and one box a tensor: nothing to search
+        chunks, boxes = index.chunk_start[tensors], np.arange(len(low), dtype=np.int64)
+    else:
+        chunks = expand_ranges(index.chunk_start[wanted_tensors], counts)
+    chunk_low = row_matrix(index.chunk_offsets, index.box_start, chunks, ndim)
+    chunk_high = chunk_low + row_matrix(index.chunk_sizes, index.box_start, chunks, ndim)
+    if not lone:
+        stored = BoxSet(np.repeat(wanted_tensors, counts), chunk_low, chunk_high)
+        boxes, pair_chunk = intersecting_pairs(BoxSet(tensors, low, high), stored)
+        chunks, chunk_low, chunk_high = chunks[pair_chunk], chunk_low[pair_chunk], chunk_high[pair_chunk]
+        low, high = low[boxes], high[boxes]
+    low, high = np.maximum(low, chunk_low), np.minimum(high, chunk_high)
+    met = (high > low).all(axis=1)
+    if not met.all():
+        boxes, chunks, low, high = boxes[met], chunks[met], low[met], high[met]
+    if (np.bincount(boxes) > 1).any():
+        regions = BoxSet(boxes, low, high)
+        earlier, later = overlapping_pairs(regions)
+        if len(earlier):
+            rows, parts = cut_overlaps(regions, earlier, later)
+            boxes, chunks, low, high = parts.groups, chunks[rows], parts.low, parts.high
+    np.add.at(filled, boxes, np.prod(high - low, axis=1, dtype=np.int64))
+    return (boxes, chunks, low, high), filled
 
 
 # -- problems ------------------------------------------------------------------------------------------------

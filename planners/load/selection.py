@@ -10,9 +10,9 @@ import fnmatch
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict, get_args
 
 from dcp.storage.engine.requests import Verify
 from dcp.storage.errors import MissingKeyError, OptionError, PlanError
@@ -32,31 +32,8 @@ _MAX_LISTED = 10
 _GLOB = re.compile(r"[*?\[]")
 
 
-@dataclass(frozen=True, slots=True)
-class _Glob:
-    text: str
-    regex: re.Pattern[str] = field(repr=False)
-
-    @classmethod
-    def of(cls, text: str) -> _Glob:
-        return cls(text, re.compile(f"{fnmatch.translate(text)}|{fnmatch.translate(text + '.*')}"))
-
-    def matches(self, key: str) -> bool:
-        return self.regex.match(key) is not None
-
-    def may_match_below(self, key: str) -> bool:
-        """Return False where no name at or below ``key`` can match, whatever names there are."""
-        below, glob = f"{key}.", _GLOB.search(self.text)
-        if glob is None:
-            return self.matches(key) or self.text.startswith(below)
-        literal = self.text[: glob.start()]
-        return below.startswith(literal) or literal.startswith(below)
-
-    def covers(self, key: str) -> bool:
-        """Return True where every name below ``key`` matches."""
-        return self.matches(key) or (
-            self.text.endswith(".*") and fnmatch.fnmatchcase(key, self.text.removesuffix(".*"))
-        )
+Globs = Mapping[str, re.Pattern[str]]
+"""Globs, each with the regular expression for the names that it selects."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +41,8 @@ class Selection:
     """The entries that ``only`` and ``exclude`` select: matches of any pattern of ``only`` (all entries if
     that is None), and of no pattern of ``exclude``."""
 
-    only: tuple[_Glob, ...] | None
-    exclude: tuple[_Glob, ...]
+    only: Globs | None
+    exclude: Globs
 
     @classmethod
     def of(cls, only: Patterns | None, exclude: Patterns | None) -> Selection | None:
@@ -73,22 +50,26 @@ class Selection:
         patterns."""
         if only is None and exclude is None:
             return None
-        chosen = None if only is None else _patterns("only", only)
-        if chosen == ():
+        chosen = None if only is None else _globs("only", only)
+        if chosen == {}:
             raise OptionError("only=[] selects nothing; leave it out to load everything")
-        return cls(chosen, () if exclude is None else _patterns("exclude", exclude))
+        return cls(chosen, {} if exclude is None else _globs("exclude", exclude))
 
     def selects(self, key: str) -> bool:
         """Return whether the entry of this flat key is to be loaded."""
-        if self.only is not None and not any(pattern.matches(key) for pattern in self.only):
+        if self.only is not None and not any(regex.match(key) for regex in self.only.values()):
             return False
-        return not any(pattern.matches(key) for pattern in self.exclude)
+        return not any(regex.match(key) for regex in self.exclude.values())
 
     def reaches(self, key: str) -> bool:
         """Return False where nothing at or below ``key`` can be selected, whatever there is below it."""
-        if self.only is not None and not any(pattern.may_match_below(key) for pattern in self.only):
+        if self.only is not None and not any(_may_match_below(*glob, key) for glob in self.only.items()):
             return False
-        return not any(pattern.covers(key) for pattern in self.exclude)
+        return not any(
+            # every name below ``key`` matches
+            regex.match(key) or (text.endswith(".*") and fnmatch.fnmatchcase(key, text.removesuffix(".*")))
+            for text, regex in self.exclude.items()
+        )
 
     def match(self, keys: Iterable[str], unasked: Sequence[str], stored: Iterable[str] = ()) -> Matches:
         """Match the patterns against the flat ``keys`` of a rank.
@@ -97,24 +78,24 @@ class Selection:
         ``stored`` are names of the checkpoint, which may be left out though the state dict has them not.
         """
         keys = list(keys)
-        named = [("only", pattern) for pattern in self.only or ()]
-        named += [("exclude", pattern) for pattern in self.exclude]
+        globs = [("only", *glob) for glob in (self.only or {}).items()]
+        globs += [("exclude", *glob) for glob in self.exclude.items()]
         idle = [
-            (option, pattern)
-            for option, pattern in named
-            if not any(map(pattern.matches, keys)) and not any(map(pattern.may_match_below, unasked))
+            (option, text, regex)
+            for option, text, regex in globs
+            if not any(map(regex.match, keys))
+            and not any(_may_match_below(text, regex, key) for key in unasked)
         ]
-        names = list(stored) if any(option == "exclude" for option, _ in idle) else []
+        names = list(stored) if any(option == "exclude" for option, *_ in idle) else []
         shown = {
-            f"{option}={pattern.text!r}": _close(pattern.text, [*keys, *unasked])
-            for option, pattern in idle
-            if option == "only" or not any(map(pattern.matches, names))
+            f"{option}={text!r}": _close(text, [*keys, *unasked])
+            for option, text, regex in idle
+            if option == "only" or not any(map(regex.match, names))
         }
         return Matches(shown, sum(map(self.selects, keys)))
 
 
-@dataclass(frozen=True, slots=True)
-class Matches:
+class Matches(NamedTuple):
     """The matches of patterns in one rank's state dict.
 
     ``idle``: patterns that match nothing there, each with the names that are most like it; ``selected``:
@@ -197,12 +178,21 @@ def _checked(key: str, name: Any) -> str:
     return name
 
 
-def _patterns(option: str, given: Patterns) -> tuple[_Glob, ...]:
+def _globs(option: str, given: Patterns) -> Globs:
     texts = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
     wrong = next((text for text in texts if not isinstance(text, str) or not text), None)
     if wrong is not None:
         raise OptionError(f"{option} takes shell globs on flat keys, such as 'model.*', not {wrong!r}")
-    return tuple(map(_Glob.of, texts))
+    return {text: re.compile(f"{fnmatch.translate(text)}|{fnmatch.translate(text + '.*')}") for text in texts}
+
+
+def _may_match_below(text: str, regex: re.Pattern[str], key: str) -> bool:
+    """Return False where no name at or below ``key`` can match a glob, whatever names there are."""
+    below, glob = f"{key}.", _GLOB.search(text)
+    if glob is None:
+        return regex.match(key) is not None or text.startswith(below)
+    literal = text[: glob.start()]
+    return below.startswith(literal) or literal.startswith(below)
 
 
 def _close(text: str, keys: Iterable[str]) -> list[str]:
@@ -229,9 +219,10 @@ Unexpected = Literal["error", "ignore"]
 
 _CHOICES: Final = {"dtype": LoadDtype, "per_rank": PerRankLoad, "unexpected": Unexpected}
 
-_OF_PLANNERS: Final = (
+OF_PLANNERS: Final = (
     *("dtype", "allow_partial_load", "weights_only", "only", "exclude", "rename", "per_rank", "unexpected"),
 )
+"""Options that a planner decides on."""
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -282,14 +273,10 @@ class LoadOptions:
         Selection.of(self.only, self.exclude)
         renamer(self.rename)
 
-    def given_to_planner(self) -> list[str]:
-        """Return names of those that are given and that a planner decides on."""
-        return [name for name in _OF_PLANNERS if getattr(self, name) is not None]
-
     def over(self, settings: object) -> LoadOptions:
         """Return these, and for a planner's that are None the attributes of ``settings``."""
-        own: dict[str, Any] = {}
-        for name in _OF_PLANNERS:
+        own = {}
+        for name in OF_PLANNERS:
             if getattr(self, name) is None:
                 own[name] = getattr(settings, name)
         return replace(self, **own)

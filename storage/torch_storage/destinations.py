@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +36,8 @@ _PINNED = ScratchBuffers(
 """Scratch memory of reads that end on an accelerator, which copies out of it at its own speed."""
 
 
-class Filled(NamedTuple):
-    """Stored elements, and the view of a local tensor that they fill; axis by axis."""
-
-    elements: Elements
-    view: torch.Tensor
+Filled = tuple[Elements, torch.Tensor]
+"""Stored elements, and the view of a local tensor that they fill; axis by axis."""
 
 
 def classify(engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> tuple[ByteRuns, Iterator[Filled]]:
@@ -53,9 +50,7 @@ def classify(engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> tuple[B
     usable = memory.is_plain[dests] & (memory.dtype_codes[dests] == index.dtype_codes[tensors])
     usable &= ndims == np.diff(memory.shape_start)[dests]
     usable &= ndims == index.ndims[tensors]
-    permuted = engine.payloads.permuted_chunks
-    if len(permuted):
-        usable &= ~np.isin(chunks, permuted)
+    usable &= ~np.isin(chunks, engine.payloads.permuted_chunks)
     is_run = np.zeros(len(chunks), np.bool_)
     positions, places, volumes = np.zeros((3, len(chunks)), np.int64)
     for ndim in np.flatnonzero(np.bincount(ndims[usable])).tolist():  # np.unique hashes each of them
@@ -140,7 +135,7 @@ def _filled(engine: ReadEngine, pieces: Pieces, memory: LocalMemory, row: int) -
     dest = memory.tensors[int(pieces.dests[row])]
     target = dest if dest.shape == lengths else narrow(dest, local, lengths)
     elements, order = engine.elements(int(pieces.chunks[row]), at, lengths)
-    return Filled(elements, target.permute(order))
+    return elements, target.permute(order)
 
 
 def refuse_shared(fqn: str, target: torch.Tensor) -> None:

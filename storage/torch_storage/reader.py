@@ -384,4 +384,4 @@ def _filled(engine: ReadEngine, chunk: int, item: ReadItem, target: torch.Tensor
     if len(item.storage_offsets) != len(item.lengths):
         raise PlanError("a row of the load plan has offsets and lengths of different dimensionality")
     elements, order = engine.elements(chunk, item.storage_offsets, item.lengths)
-    return Filled(elements, target.permute(order))
+    return elements, target.permute(order)
