@@ -20,11 +20,10 @@ from torch.distributed.checkpoint.staging import StagingOptions
 
 from dcp.planners.rank_state import RankState
 from dcp.staging.arena import ArenaKind, HostArena
-from dcp.staging.copies import Copier, Copying, Slot
+from dcp.staging.copies import Copier, Copying, Layout, Slot
 from dcp.staging.guard import Guard, changed_error
 from dcp.staging.tree import StateTree
 from dcp.storage.errors import OptionError, StagingError
-from dcp.storage.geometry.strides import Int64
 from dcp.storage.tensors import LocalMemory
 
 _TIMEOUT_SECONDS = 1800.0
@@ -37,29 +36,38 @@ class StagingTimeoutError(StagingError, TimeoutError):
         return Exception.__str__(self)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StagedState:
-    """A rank's part of a state, copied or being copied into an arena.
+    """A rank's part of a state, copied or being copied, into an arena by dcp's stager.
 
-    ``local`` is the part with views of the arena for its tensors: on the CPU, contiguous, of the same shapes
-    and dtypes, the same view for ties. ``offsets`` are their places in the arena in bytes, multiples of 64,
-    by source. ``layout`` is equal for two states that have the same arena mapping, places, shapes and dtypes;
-    no other staging of this process has its number. ``done`` ends when the copies are complete and were found
-    to be true, and gives ``local``, with StagingError otherwise; ``seconds`` has "staging" from then on.
+    ``done`` ends when the copies are complete and were found to be true, and gives the part, with
+    StagingError otherwise; ``seconds`` has "staging" from then on. ``local`` is the part with views of the
+    arena for its tensors: on the CPU, contiguous, of the same shapes and dtypes, the same view for ties.
+    ``layout`` has their places in the arena; no other staging of this process has its number, but those with
+    the same arena mapping, places, shapes and dtypes.
     """
 
-    local: Any
-    offsets: Int64
-    arena: HostArena
-    layout: int
     done: Future[Any] = field(default_factory=Future)
+    local: Any = None
+    arena: HostArena | None = None
+    layout: Layout | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-    _give_back: Callable[[], None] = field(default=lambda: None, repr=False)
+    give_back: Callable[[], None] = field(default=lambda: None, repr=False)
+
+    @classmethod
+    def failed(cls, error: BaseException) -> StagedState:
+        """Make a part that stands for a state that could not be staged, so that the other ranks learn why."""
+        staged = cls()
+        staged.done.set_exception(error)
+        return staged
 
     def release(self) -> None:
-        """Give the arena back for another save, once nothing is copied into it any more; idempotent, from
-        any thread."""
-        self.done.add_done_callback(lambda _: self._give_back())
+        """Give the arena back for another save, once nothing is copied into it any more; or drop the copy of
+        another stager. Idempotent, from any thread."""
+        if self.arena is None:
+            self.done = Future()
+        else:
+            self.done.add_done_callback(lambda _: self.give_back())
 
 
 class DefaultStager(TorchDefaultStager):
@@ -131,9 +139,8 @@ class DefaultStager(TorchDefaultStager):
         slot, give_back = self._arenas.take("shared" if shared else "private", pinned, timeout_seconds)
         try:
             copying = self._copier.begin(slot, state.memory)
-            layout = copying.layout
-            local = state.copied(layout.memory)
-            staged = StagedState(local, layout.offsets, slot.arena, layout.number, _give_back=give_back)
+            local = state.copied(copying.layout.memory)
+            staged = StagedState(local=local, arena=slot.arena, layout=copying.layout, give_back=give_back)
             finish = partial(self._finish, copying, staged, state.fqns, begun)
             if overlap:
                 if self._background is None:
