@@ -146,6 +146,7 @@ class DefaultStager(TorchDefaultStager):
         self._begin(turn, timeout_seconds)
         try:
             copied: Callable[..., Any]
+            fqns: Callable[[Sequence[int]], list[str]]
             if isinstance(local, RankState):
                 memory, copied, fqns = local.memory, partial(replace, local), partial(_fqns_in, local.columns)
             else:  # the tree copies what is not strided
