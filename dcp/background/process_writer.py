@@ -83,7 +83,7 @@ class Ending:
 
     @property
     def failure(self) -> CheckpointError | None:
-        """What the writer raised."""
+        """The error that the writer raised."""
         return decode_failure(self.error["own"]) if self.error else None
 
     @property
@@ -149,13 +149,11 @@ class _SentSave:
     future: SaveFuture
     child: WriterProcess | None = None
     released: bool = False
-    ending: Ending | None = None
-    outcome: SaveOutcome | None = None
-    metadata: bytes | None = None
+    reply: dict[str, Any] = field(default_factory=dict)
 
     def has_ended(self) -> bool:
         """Tell whether its writer has said so, or is gone."""
-        return self.ending is not None or (self.child is not None and bool(self.child.end))
+        return bool(self.reply) or (self.child is not None and bool(self.child.end))
 
     def abort(self) -> None:
         """Have its writer call it off, where it has got it."""
@@ -178,6 +176,7 @@ class ProcessWriter:
         self._world_size = 1 if channel is None else channel.world_size
         self._store = None if channel is None else PrefixStore("writers", own_client(channel.store))
         self._timeout_seconds = timeout_seconds
+        self._arguments = (self._rank, self._world_size, timeout_seconds)
         self._changed = threading.Condition()
         self._sending = threading.RLock()
         self._saves: deque[_SentSave] = deque()
@@ -195,7 +194,7 @@ class ProcessWriter:
     def submit(self, order: Save, payload: StagedState, future: SaveFuture) -> None:
         """Send the save if its state is staged already, else as soon as it is."""
         save = _SentSave(order, payload, future)
-        future.on_abort = self._abort
+        future.on_abort = save.abort
         with self._changed:
             if self._closing:
                 raise CheckpointError("this writer is closed")
@@ -210,9 +209,8 @@ class ProcessWriter:
             self._closing = True
             self._changed.notify_all()
         thread, child = self._thread, self._child
-        if thread is None or not thread.is_alive() or child is None:
-            return
-        if thread is threading.current_thread():  # which drops the session after its last save, and ends now
+        # the thread itself drops the session after its last save, and ends now
+        if thread is None or child is None or not thread.is_alive() or thread is threading.current_thread():
             return
         thread.join(timeout_seconds)
         if thread.is_alive():
@@ -224,18 +222,9 @@ class ProcessWriter:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._start_child()
+            self._child = WriterProcess(self._arguments, self._on_message, self._changed)
             self._thread = threading.Thread(target=self._run, name="dcp-writer-saves", daemon=True)
             self._thread.start()
-
-    def _start_child(self) -> None:
-        arguments = (self._rank, self._world_size, self._timeout_seconds)
-        self._child = WriterProcess(arguments, self._on_message, self._changed)
-
-    def _abort(self) -> None:
-        for save in list(self._saves):
-            if save.future.abort_event.is_set():
-                save.abort()
 
     # -- sending ---------------------------------------------------------------------------------------------
 
@@ -266,11 +255,7 @@ class ProcessWriter:
                 progress(Progress(**body["progress"]))
             return
         with self._changed:
-            if body["ok"]:
-                save.outcome, save.metadata = SaveOutcome(**body["outcome"]), body["metadata"]
-                save.ending = Ending(saved=True, save_id=save.outcome.save_id)
-            else:
-                save.ending = Ending(error=body["error"], broken=body["broken"])
+            save.reply = body
             self._changed.notify_all()
 
     # -- one save after the other (in the thread of this object) ---------------------------------------------
@@ -356,8 +341,8 @@ class ProcessWriter:
         while True:
             with self._changed:
                 self._changed.wait_for(save.has_ended, look_seconds)
-                if save.ending is not None:
-                    return save.ending
+                if save.reply:
+                    return Ending(**save.reply["ending"])
                 if save.child is not None and save.child.end:
                     return Ending(died=save.child.end)
                 if not save.payload.done.done():
@@ -435,7 +420,7 @@ class ProcessWriter:
             self._child.close(_CLOSE_SECONDS)
         self._generation += 1
         with self._changed:
-            self._start_child()
+            self._child = WriterProcess(self._arguments, self._on_message, self._changed)
         self._send_staged()
 
     def _give_up_the_rest(self) -> None:
@@ -444,6 +429,7 @@ class ProcessWriter:
         with self._changed:
             left, self._saves = list(self._saves), deque()
         for save in left:
+            save.future.on_abort = None
             if not save.future.done():
                 save.future.set_exception(
                     WriterProcessError("the writer was closed before this save had ended; look at the id")
@@ -468,18 +454,18 @@ def _end(save: _SentSave, error: BaseException | None, save_id: str, rank: int) 
         error.__cause__ = unknown
         save.future.set_exception(error)
     else:
-        save.future.outcome = save.outcome or SaveOutcome(save_id)
+        save.future.outcome = SaveOutcome(**save.reply.get("outcome", {"save_id": save_id}))
         save.future.set_result(metadata)
 
 
 def _metadata(save: _SentSave, save_id: str, rank: int) -> Metadata:
     writer = save.order.storage
     if writer is None:
-        if save.metadata is None:
+        if save.reply.get("metadata") is None:
             raise WriterProcessError(
                 f"the writer process of rank {rank} died before it said what it is; read it from the storage"
             )
-        sent: Metadata = pickle.loads(save.metadata)
+        sent: Metadata = pickle.loads(save.reply["metadata"])
         return sent
     store = writer.open_store(writer.path)
     own_rank = None if save.order.options.use_collectives else rank

@@ -123,7 +123,7 @@ class WriterLoop:
             # the writers may be out of step after an error that ends a save not alike on all
             is_alike = isinstance(error, RankFailedError) and not isinstance(error, CollectiveTimeoutError)
             broken = self._world_size > 1 and not is_alike
-            reply |= {"ok": False, "error": error_to_data(error), "broken": broken}
+            reply["ending"] = {"error": error_to_data(error), "broken": broken}
             if self._alone:
                 logger.error("save %s failed: %s", body["place"], error)
         finally:
@@ -163,7 +163,7 @@ class WriterLoop:
         metadata, outcome = remembering(order, self._cache).run(payload, ranks)
         ours = order.storage is not None  # the trainer can read the manifest itself
         return {
-            "ok": True,
+            "ending": {"saved": True, "save_id": outcome.save_id},
             "outcome": asdict(outcome),
             "metadata": None if ours else pickle.dumps(metadata),
         }

@@ -255,12 +255,6 @@ class AsyncSession:
         self._worker.close(max(1.0, deadline - time.monotonic()))
         self._own_stager.close()
 
-    def _leave_to_parent(self) -> None:
-        """Close in a forked child, where nothing here works any more, nor waits for what the parent does."""
-        self._closed = True
-        self._finalizer.detach()
-        self._unfinished = {}
-
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
@@ -395,7 +389,8 @@ def _leave_all_to_parent() -> None:
     # A data loader's worker must not wait for a save of the training's when it ends, nor use its writer.
     _of_parent.extend(_open_sessions)
     for session in _of_parent:
-        session._leave_to_parent()
+        session._closed, session._unfinished = True, {}
+        session._finalizer.detach()
     _open_sessions.clear()
     _of_groups.clear()
     _alone.clear()

@@ -116,12 +116,20 @@ class _Pickler(pickle.Pickler):
         self._size_bytes = arena.size_bytes if arena is not None else 0
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch_compat.ShardedTensor):
+            return torch_compat.sharded_of_parts, torch_compat.sharded_parts(obj)
+        if isinstance(obj, DTensor):
+            return torch_compat.dtensor_of_parts, torch_compat.dtensor_parts(obj)
         if isinstance(obj, torch.Tensor):
             return self._reduce_tensor(obj)
         if isinstance(obj, DeviceMesh):
             return torch_compat.mesh_of_parts, torch_compat.mesh_parts(obj)
-        if isinstance(obj, FileSystemWriter):
-            return _without_store(obj)
+        if isinstance(obj, FileSystemWriter):  # without the state of its last save
+            reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
+                state = dict(reduced[2], _store=None, _previous=None, index=None, state_dict_cache=None)
+                return (*reduced[:2], state, *reduced[3:])
+            return reduced
         if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":
             raise CheckpointError(
                 f"{obj.__qualname__} is defined in the script that is being run (__main__), which the writer "
@@ -130,10 +138,6 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
-        if isinstance(tensor, torch_compat.ShardedTensor):
-            return torch_compat.sharded_of_parts, torch_compat.sharded_parts(tensor)
-        if isinstance(tensor, DTensor):
-            return torch_compat.dtensor_of_parts, torch_compat.dtensor_parts(tensor)
         if not tensor.is_cpu:
             raise CheckpointError(f"a tensor on {tensor.device} is not a staged copy")
         if tensor.layout is torch.strided and is_whole_memory(tensor) and not tensor.is_quantized:
@@ -142,15 +146,6 @@ class _Pickler(pickle.Pickler):
                 parts = offset, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
                 return _tensor, (*parts, claim_of(tensor))
         return NotImplemented  # torch's own way, with the bytes in the pickle
-
-
-def _without_store(writer: FileSystemWriter) -> Any:
-    """Reduce a writer without the state of its last save."""
-    reduced = writer.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
-        state = dict(reduced[2], _store=None, _previous=None, index=None, state_dict_cache=None)
-        return (*reduced[:2], state, *reduced[3:])
-    return reduced
 
 
 _memory: ContextVar[torch.Tensor] = ContextVar("memory of the state that is being unpacked")
