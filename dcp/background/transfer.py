@@ -156,7 +156,7 @@ def unpack(data: bytes, memory: torch.Tensor | None = None) -> Any:
 
     Raises WriterProcessError for what this process cannot import or build.
     """
-    token = _memory.set(map_memory(-1, 0) if memory is None else memory)
+    token = _memory.set(torch.empty(0, dtype=torch.uint8, device="cpu") if memory is None else memory)
     try:
         return pickle.loads(data)
     except Exception as error:
@@ -170,8 +170,6 @@ def unpack(data: bytes, memory: torch.Tensor | None = None) -> Any:
 
 def map_memory(fd: int, size_bytes: int) -> torch.Tensor:
     """Map the bytes of a memory file; the mapping lasts as long as the tensor and its views."""
-    if size_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8)
 
 

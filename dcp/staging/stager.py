@@ -178,6 +178,10 @@ class DefaultStager(TorchDefaultStager):
         Raises StagingError in a thread that is a changer itself: it would wait for ever.
         """
         with self._changed:
+            if threading.get_ident() in self._changers:
+                raise StagingError(
+                    "a save was begun inside of lock() by the thread that holds it; begin it outside"
+                )
             if not self._changed.wait_for(
                 lambda: self._closed or len(self._taken) < self._most, timeout_seconds
             ):
@@ -189,10 +193,6 @@ class DefaultStager(TorchDefaultStager):
                 )
             if self._closed:
                 raise StagingError("this stager is closed")
-            if threading.get_ident() in self._changers:
-                raise StagingError(
-                    "a save was begun inside of lock() by the thread that holds it; begin it outside"
-                )
             if not self._changed.wait_for(lambda: not self._changers, timeout_seconds):
                 raise StagingTimeoutError(
                     f"lock() was held for {timeout_seconds:g} s, so that staging could not begin; hold it "

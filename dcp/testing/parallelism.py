@@ -157,9 +157,10 @@ def check(
     asked = _Asked(build, part_of, _globs(only), _globs(own), _globs(replicas))
     with tempfile.TemporaryDirectory(prefix="dcp-conformance-") as made, RankProcesses(context) as ranks:
         root = made if folder is None else os.fspath(folder)
-        rows = ranks.run(worlds[0], _save_on_rank, asked, save, root, timeout_seconds=timeout_seconds)
+        saving = worlds[0]
+        rows: list[Any] = ranks.run(saving, _save_on_rank, asked, save, root, timeout_seconds=timeout_seconds)
         if any(isinstance(row, RankFailure) for row in rows):
-            return Report((Trial(worlds[0], worlds[0], findings=_failures("save", rows)),))
+            return Report((Trial(saving, saving, findings=_failures("save", rows)),))
         tensors = {(one.part, one.name, one.rank): one for of_rank, *_ in rows for one in of_rank}
         saved = SavedState(len(rows), tensors, *map(frozenset, rows[0][1:]))
         _refuse_idle(asked, saved)

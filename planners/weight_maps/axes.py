@@ -391,7 +391,10 @@ def _value(node: ast.expr, names: Mapping[str, Any], text: str) -> int | None:
         case ast.Constant(value=bool() | int() as number) if number <= _MAX_SIZE:
             return int(number)
         case ast.Name(id=name):
-            return _named(name, names.get(name))
+            value = names.get(name)
+            if value is not None and (not isinstance(value, int) or abs(value) > _MAX_SIZE):
+                raise OptionError(f"{name} should be a whole number, and is {value!r}"[:_MAX_LENGTH])
+            return None if value is None else int(value)
         case ast.BoolOp(op=ast.Or(), values=parts):
             values = [value for part in parts if (value := _value(part, names, text)) is not None]
             return next(filter(None, values), 0 if values else None)
@@ -414,11 +417,3 @@ def _combined(low: int, op: ast.operator, high: int, text: str) -> int:
     if abs(found) > _MAX_SIZE:
         raise OptionError(f"{text!r} is too large")
     return found
-
-
-def _named(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    if not isinstance(value, int) or abs(value) > _MAX_SIZE:
-        raise OptionError(f"{name} should be a whole number, and is {value!r}"[:_MAX_LENGTH])
-    return int(value)

@@ -23,7 +23,7 @@ def through(value: Any) -> Any:
     staged = DefaultStager().stage_local(value, shared=True)
     arena = staged.arena
     data = transfer.pack(staged.done.result(240), "a value", arena)
-    assert arena.fd is not None
+    assert arena is not None and arena.fd is not None
     return transfer.unpack(data, transfer.map_memory(arena.fd, arena.size_bytes))
 
 
