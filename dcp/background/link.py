@@ -1,5 +1,4 @@
-"""The link between a trainer and its writer process: messages over a Unix socket of packets, and the process
-as its trainer sees it. Imports no torch.
+"""The link between a trainer and its writer process: messages over a Unix socket of packets. No torch.
 
 A packet is a map of plain data, packed by msgpack, with file descriptors beside it. A long one goes into a
 memory file of which only the descriptor travels, so that sending never waits for the receiver to read: what
@@ -9,24 +8,16 @@ was sent is the kernel's, and outlives the sender.
 from __future__ import annotations
 
 import contextlib
-import errno
-import logging
 import os
 import select
-import signal
 import socket
 import struct
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgpack
 
-from dcp.version import __version__
-
-logger = logging.getLogger(__name__)
+LOOPBACK = "127.0.0.1"
 
 _IN_MEMORY = b"\0"
 """The packet whose body is in the last descriptor; no map is packed to this byte."""
@@ -37,22 +28,6 @@ _LONGEST_BYTES = 1 << 20
 _MOST_FDS = 16
 _SEND_SECONDS = 10
 """Time that a send may wait for room: then the receiver has stopped reading, and is as good as dead."""
-_REAP_SECONDS = 5.0
-
-_ENDED = frozenset({errno.EPIPE, errno.ECONNRESET, errno.EBADF})
-"""Errors of sending to a process that has ended."""
-
-_DROPPED = ("TORCHELASTIC_", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that would tie the writers' group to the trainers' launcher."""
-
-_SET = {
-    # the cores are the training's
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    # staged copies are host memory: no memory of a device is spent on a context here
-    "CUDA_VISIBLE_DEVICES": "",
-    "HIP_VISIBLE_DEVICES": "",
-}
 
 
 class Connection:
@@ -131,118 +106,3 @@ def watch_process(pid: int) -> int:
         return os.pidfd_open(pid)
     except OSError:
         return -1
-
-
-def watch_parent(pid: int) -> int:
-    """Watch, as `watch_process` does, the process ``pid`` that has started this one, and may have ended
-    since: its id may be another's by now."""
-    peer = watch_process(pid)
-    if os.getppid() == pid:
-        return peer
-    if peer >= 0:
-        os.close(peer)
-    return os.eventfd(1)  # readable, as the pidfd of a process that has ended
-
-
-class Child:
-    """Starts a writer process in a session of its own; never raises: a process that cannot start has ended.
-    ``arguments`` are its rank, the world size, and the timeout in seconds.
-
-    ``on_message`` gets what it says and ``on_end`` is called once when it has ended, both in a thread of this
-    object. ``end`` then says how it ended, as the rest of a sentence; it is empty before.
-    """
-
-    def __init__(
-        self,
-        arguments: Sequence[object],
-        on_message: Callable[[Any, dict[str, Any]], None],
-        on_end: Callable[[], None],
-    ) -> None:
-        self.end = ""
-        self._on_message, self._on_end = on_message, on_end
-        self._killed_because = ""
-        self._ended = threading.Event()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            try:
-                self._process = _start(theirs.fileno(), arguments)
-            except OSError as error:
-                ours.close()
-                self._note_end(f"could not be started: {error}")
-                return
-        self._connection = Connection(ours, watch_process(self._process.pid))
-        threading.Thread(target=self._receive, name="dcp-writer-watch", daemon=True).start()
-
-    def send(self, body: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
-        """Send it a message; one that has ended, or does not take messages any more, shows by its ``end``."""
-        if self.end:
-            return
-        try:
-            self._connection.send(body, fds)
-        except BlockingIOError:
-            self.kill("did not take messages any more and was killed")
-        except OSError as error:
-            if error.errno not in _ENDED:  # its save would never be heard to end
-                self.kill(f"could not be sent a message and was killed: {error}")
-
-    def kill(self, because: str) -> None:
-        """Send SIGKILL; ``because`` becomes its ``end``."""
-        if not self.end:
-            self._killed_because = because
-            self._process.kill()
-
-    def close(self, timeout_seconds: float) -> None:
-        """Have it end, by itself if it does so in time."""
-        self.send({"kind": "close"})
-        if not self._ended.wait(timeout_seconds):
-            self.kill("did not end when it was asked to, and was killed")
-            self._ended.wait(_REAP_SECONDS)
-
-    def _receive(self) -> None:
-        try:
-            while (message := self._connection.receive()) is not None:
-                body, fds = message
-                for fd in fds:
-                    os.close(fd)
-                self._on_message(self, body)
-        except Exception as error:
-            logger.exception("a message of writer process %d", self._process.pid)
-            self.kill(f"could not be understood and was killed: {type(error).__name__}: {error}")
-        try:
-            status = self._process.wait(_REAP_SECONDS)
-        except subprocess.TimeoutExpired:  # the connection is closed: it has no business any more
-            self._process.kill()
-            status = self._process.wait()
-        self._connection.close()  # before `on_end`, which may look for what is still open
-        self._note_end(self._killed_because or _end_of(status))
-
-    def _note_end(self, end: str) -> None:
-        self.end = end
-        self._ended.set()
-        self._on_end()
-
-
-def _start(fd: int, arguments: Sequence[object]) -> subprocess.Popen[bytes]:
-    """Start the process, in the trainer's environment without what ties a process to its launcher, with the
-    trainer's module search path."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED)}
-    paths = [os.path.abspath(path) for path in sys.path if isinstance(path, str)]  # noqa: PTH100 - "" is cwd
-    # -P: a folder that training happens to run in must not provide modules that it does not provide there
-    command = [sys.executable or "", "-P", "-m", "dcp.background.main"]
-    return subprocess.Popen(
-        [*command, *map(str, (fd, os.getpid(), __version__, *arguments))],
-        stdin=subprocess.DEVNULL,
-        pass_fds=[fd],
-        start_new_session=True,  # else Ctrl-C and the launcher's signals to the trainer's group reach it
-        env=kept | _SET | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
-    )
-
-
-def _end_of(status: int) -> str:
-    if status >= 0:
-        return f"ended with exit status {status} (see its messages on stderr)"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
-    return f"was killed by {name}"

@@ -18,7 +18,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from dcp.background.link import Connection, watch_parent
+from dcp.background.link import Connection, watch_process
 from dcp.version import __version__
 
 
@@ -32,7 +32,10 @@ def main(arguments: Sequence[str]) -> None:
         signal.signal(number, signal.SIG_IGN)
     os.nice(10)  # so that training keeps its cores
     os.set_inheritable(int(fd), False)  # what custom storages start must not hold the connection
-    connection = Connection(socket.socket(fileno=int(fd)), watch_parent(int(trainer)))
+    peer = watch_process(int(trainer))
+    if os.getppid() != int(trainer):  # it has ended since, and its id may be another's by now
+        peer = os.eventfd(1)  # readable, as the pidfd of a process that has ended
+    connection = Connection(socket.socket(fileno=int(fd)), peer)
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.WARNING,

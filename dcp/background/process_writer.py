@@ -8,23 +8,30 @@ own, how it ended on all ranks, and start all writers anew if one was lost.
 from __future__ import annotations
 
 import logging
+import os
 import pickle
+import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgpack
+import torch.distributed as dist
 from torch.distributed import PrefixStore
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from dcp.background.link import Child
-from dcp.background.rendezvous import meet, own_client
-from dcp.background.transfer import Ending, SavingChild, Verdict, error_to_data, verdict
+from dcp.background.link import LOOPBACK
+from dcp.background.transfer import WriterProcess, error_to_data
+from dcp.background.writers import own_client
 from dcp.progress import Progress
 from dcp.ranks.channel import Channel
 from dcp.ranks.collectives import Ranks
+from dcp.ranks.exchanges import decode_failure, failure_of
 from dcp.saving.save import Save, SaveOutcome, agreeing_seconds
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -37,27 +44,116 @@ from dcp.storage.formats.opening import open_index
 from dcp.storage.torch_storage.metadata import LazyMetadata
 
 if TYPE_CHECKING:
-    from dcp.background.writers import Payload, SaveFuture
+    from dcp.background.writers import SaveFuture
+    from dcp.staging.stager import StagedState
 
 logger = logging.getLogger(__name__)
 
+HOST_VARIABLE = "DCP_WRITER_HOST"
+"""Set on rank 0: the name or address by which other hosts reach it, where what is found out is not right."""
+
 _CLOSE_SECONDS = 5.0  # that an idle writer may take to end
+_BACKLOG = 4096
+_LONGEST_PAUSE_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of a save for one rank.
+
+    ``died`` says how its writer process ended, if that is why; ``error`` is the data of what was raised
+    otherwise. ``broken``: the writers of this rank are out of step with the others.
+    """
+
+    saved: bool = False
+    save_id: str = ""
+    died: str = ""
+    error: dict[str, Any] = field(default_factory=dict)
+    broken: bool = False
+
+    def encode(self) -> bytes:
+        """Encode as bytes, for the other ranks."""
+        data: bytes = msgpack.packb(asdict(self), unicode_errors="surrogatepass")
+        return data
+
+    @classmethod
+    def decode(cls, data: bytes) -> Ending:
+        """Undo `encode`."""
+        return cls(**msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False))
+
+    @property
+    def failure(self) -> CheckpointError | None:
+        """The error that the writer raised."""
+        return decode_failure(self.error["own"]) if self.error else None
+
+    @property
+    def committed(self) -> bool:
+        """Tell whether this rank knows that the checkpoint is committed."""
+        return self.saved or (self.failure is not None and self.failure.committed)
+
+
+def error_from_data(data: dict[str, Any], rank: int) -> BaseException:
+    """Rebuild the exception that `error_to_data` described in rank ``rank``'s writer."""
+    own = decode_failure(data["own"])
+    if not data["ranks"]:
+        return own
+    failures = {int(failed): decode_failure(packed) for failed, packed in data["ranks"].items()}
+    error = failure_of(data["step"], failures, rank, None)
+    if isinstance(error, CheckpointError):
+        error.__dict__.update(own.facts)
+    return error
+
+
+def verdict(
+    endings: Mapping[int, Ending], rank: int, *, together: bool
+) -> tuple[BaseException | None, str, bool]:
+    """Judge ``endings`` by rank: the error that ``rank`` raises, if any, the save's id, and whether all
+    writers start anew. Ranks that are not known are left out.
+
+    A save that all ranks make ``together`` is committed if one of them knows so, whatever befell the others'
+    writers after that; an error of the commit itself, such as of `.metadata`, is raised all the same. A death
+    comes before what it made other ranks raise.
+    """
+    restart = any(ending.died or ending.broken for ending in endings.values())
+    own = endings[rank]
+    known = [ending for ending in (own, *endings.values()) if ending.committed]
+    if together and known:
+        if all(ending.error and not ending.broken for ending in known):
+            return error_from_data(known[0].error, rank), "", restart
+        save_id = next((ending.save_id for ending in endings.values() if ending.save_id), "")
+        return None, save_id, restart
+    deaths = {
+        number: WriterProcessError(
+            f"Checkpoint background process is dead: the writer process of rank {number} {ending.died}. What "
+            "was under the id before is untouched, unless the save had just committed; the next save "
+            "gets a new writer",
+            rank=number,
+        )
+        for number, ending in endings.items()
+        if ending.died
+    }
+    if deaths:
+        error = failure_of("write in the background", deaths, rank, None)
+        if own.error:
+            error.__context__ = error_from_data(own.error, rank)
+        return error, "", restart
+    if own.saved:
+        return None, own.save_id, restart
+    return error_from_data(own.error, rank), "", restart
 
 
 @dataclass(eq=False)
 class _SentSave:
     order: Save
-    payload: Payload
+    payload: StagedState
     future: SaveFuture
-    child: SavingChild | None = None
+    child: WriterProcess | None = None
     released: bool = False
-    ending: Ending | None = None
-    outcome: SaveOutcome | None = None
-    metadata: bytes | None = None
+    reply: dict[str, Any] = field(default_factory=dict)
 
     def has_ended(self) -> bool:
         """Tell whether its writer has said so, or is gone."""
-        return self.ending is not None or (self.child is not None and bool(self.child.end))
+        return bool(self.reply) or (self.child is not None and bool(self.child.end))
 
     def abort(self) -> None:
         """Have its writer call it off, where it has got it."""
@@ -80,10 +176,11 @@ class ProcessWriter:
         self._world_size = 1 if channel is None else channel.world_size
         self._store = None if channel is None else PrefixStore("writers", own_client(channel.store))
         self._timeout_seconds = timeout_seconds
+        self._arguments = (self._rank, self._world_size, timeout_seconds)
         self._changed = threading.Condition()
         self._sending = threading.RLock()
         self._saves: deque[_SentSave] = deque()
-        self._child: SavingChild | None = None
+        self._child: WriterProcess | None = None
         self._generation = 0
         self._agreement: Channel | None = None
         self._lost = False
@@ -94,10 +191,10 @@ class ProcessWriter:
 
     # -- called by the trainer -------------------------------------------------------------------------------
 
-    def submit(self, order: Save, payload: Payload, future: SaveFuture) -> None:
+    def submit(self, order: Save, payload: StagedState, future: SaveFuture) -> None:
         """Send the save if its state is staged already, else as soon as it is."""
         save = _SentSave(order, payload, future)
-        future.on_abort = self._abort
+        future.on_abort = save.abort
         with self._changed:
             if self._closing:
                 raise CheckpointError("this writer is closed")
@@ -112,9 +209,8 @@ class ProcessWriter:
             self._closing = True
             self._changed.notify_all()
         thread, child = self._thread, self._child
-        if thread is None or not thread.is_alive() or child is None:
-            return
-        if thread is threading.current_thread():  # which drops the session after its last save, and ends now
+        # the thread itself drops the session after its last save, and ends now
+        if thread is None or child is None or not thread.is_alive() or thread is threading.current_thread():
             return
         thread.join(timeout_seconds)
         if thread.is_alive():
@@ -126,22 +222,9 @@ class ProcessWriter:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._start_child()
+            self._child = WriterProcess(self._arguments, self._on_message, self._changed)
             self._thread = threading.Thread(target=self._run, name="dcp-writer-saves", daemon=True)
             self._thread.start()
-
-    def _start_child(self) -> None:
-        arguments = (self._rank, self._world_size, self._timeout_seconds)
-        self._child = SavingChild(arguments, self._on_message, self._notify)
-
-    def _abort(self) -> None:
-        for save in list(self._saves):
-            if save.future.abort_event.is_set():
-                save.abort()
-
-    def _notify(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
     # -- sending ---------------------------------------------------------------------------------------------
 
@@ -161,7 +244,7 @@ class ProcessWriter:
 
     # -- receiving (in the child's thread) -------------------------------------------------------------------
 
-    def _on_message(self, child: Child, body: dict[str, Any]) -> None:
+    def _on_message(self, child: WriterProcess, body: dict[str, Any]) -> None:
         serial = body["serial"]
         with self._changed:
             save = next((s for s in self._saves if s.order.serial == serial and s.child is child), None)
@@ -172,11 +255,7 @@ class ProcessWriter:
                 progress(Progress(**body["progress"]))
             return
         with self._changed:
-            if body["ok"]:
-                save.outcome, save.metadata = SaveOutcome(**body["outcome"]), body["metadata"]
-                save.ending = Ending(saved=True, save_id=save.outcome.save_id)
-            else:
-                save.ending = Ending(error=body["error"], broken=body["broken"])
+            save.reply = body
             self._changed.notify_all()
 
     # -- one save after the other (in the thread of this object) ---------------------------------------------
@@ -190,7 +269,7 @@ class ProcessWriter:
                     if not self._saves:
                         return
                     save = self._saves[0]
-                self._finish(save, self._verdict(save, self._ending_of(save)))
+                self._finish(save, self._agreed(save, self._ending_of(save)))
                 del save  # it holds the staged copies of foreign stagers
         finally:
             with self._changed:
@@ -205,17 +284,23 @@ class ProcessWriter:
         if self._store is None or child is None:
             return
         deadline = time.monotonic() + self._timeout_seconds
+        meeting: Any = PrefixStore(f"meeting/{self._generation}", self._store)
         try:
-            address, listener = meet(
-                PrefixStore(f"meeting/{self._generation}", self._store),
-                self._rank,
-                self._world_size,
-                timeout_seconds=self._timeout_seconds,
-                check=self._check_meeting,
-            )
-            child.send({"kind": "join", "address": address}, [listener.fileno()] if listener else [])
-            if listener is not None:
-                listener.close()
+            # equal on two ranks if they reach each other by the loopback interface
+            boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+            net = os.stat("/proc/self/ns/net")  # noqa: PTH116 - what the link points to is no path
+            meeting.set(f"host/{self._rank}", b"%s/%d/%d" % (boot, net.st_dev, net.st_ino))
+            if self._rank == 0:
+                ranks = range(self._world_size)
+                hosts = {self._read(meeting, f"host/{rank}", rank, deadline) for rank in ranks}
+                host, listener = _listen(is_one_host=len(hosts) == 1)
+                with listener:
+                    address = [host, listener.getsockname()[1]]
+                    meeting.set("address", msgpack.packb(address))
+                    child.send({"kind": "join", "address": address}, [listener.fileno()])
+            else:
+                address = msgpack.unpackb(self._read(meeting, "address", 0, deadline))
+                child.send({"kind": "join", "address": address})
             if self._agreement is None:
                 self._agreement = Channel.own_gloo(
                     PrefixStore("agreement", self._store),
@@ -226,9 +311,23 @@ class ProcessWriter:
         except (RuntimeError, OSError, CollectiveTimeoutError) as error:
             child.kill(f"was stopped, because the ranks could not agree on where their writers meet: {error}")
 
-    def _check_meeting(self) -> None:
-        if self._closing and not self._saves:
-            raise CollectiveTimeoutError("the session was closed before they had met")
+    def _read(self, store: Any, key: str, rank: int, deadline: float) -> bytes:
+        """Wait for the value of ``key``, which ``rank`` sets. It polls: a blocking wait would hold the
+        client's lock, which other threads' use of the store needs."""
+        pause = 0.001
+        while not store.check([key]):
+            if self._closing and not self._saves:
+                raise CollectiveTimeoutError("the session was closed before they had met")
+            if time.monotonic() > deadline:
+                raise CollectiveTimeoutError(
+                    f"rank {rank} has not started its writer process in time: it has died, or does not save. "
+                    "All ranks of the process group must take part in a save.",
+                    ranks=[rank],
+                )
+            time.sleep(pause)
+            pause = min(_LONGEST_PAUSE_SECONDS, pause * 1.5)
+        value: bytes = store.get(key)
+        return value
 
     def _ending_of(self, save: _SentSave) -> Ending:
         """Wait for the end of the save here: by its writer's word or end, or because another rank gave it up.
@@ -242,8 +341,8 @@ class ProcessWriter:
         while True:
             with self._changed:
                 self._changed.wait_for(save.has_ended, look_seconds)
-                if save.ending is not None:
-                    return save.ending
+                if save.reply:
+                    return Ending(**save.reply["ending"])
                 if save.child is not None and save.child.end:
                     return Ending(died=save.child.end)
                 if not save.payload.done.done():
@@ -265,13 +364,12 @@ class ProcessWriter:
         except RuntimeError:  # its host is gone; the writers have a store of their own
             return False
 
-    def _verdict(self, save: _SentSave, ending: Ending) -> Verdict:
-        """Agree with all ranks; where that is not possible any more, judge by what this rank knows."""
-        together = save.order.options.use_collectives
+    def _agreed(self, save: _SentSave, ending: Ending) -> dict[int, Ending]:
+        """Give the endings on all ranks; where they cannot agree any more, on this one."""
         if self._store is None or self._lost or self._agreement is None:
-            return verdict({self._rank: ending}, self._rank, together=together)
+            return {self._rank: ending}
         bound = save.order.options.timeout_seconds
-        if ending.is_timeout:  # most of the time is over, and no rank comes after it
+        if isinstance(ending.failure, CollectiveTimeoutError):  # most of the time is over, for all
             bound = agreeing_seconds(bound)
         try:
             if not ending.saved:
@@ -283,14 +381,16 @@ class ProcessWriter:
             logger.error("the trainers cannot agree on how a save ended: %s", error)
             if not ending.committed and not ending.died:
                 ending = Ending(error=error_to_data(error))
-            return verdict({self._rank: ending}, self._rank, together=together)
-        endings = {rank: Ending.decode(part) for rank, part in enumerate(parts)}
-        return verdict(endings, self._rank, together=together)
+            return {self._rank: ending}
+        return {rank: Ending.decode(part) for rank, part in enumerate(parts)}
 
-    def _finish(self, save: _SentSave, found: Verdict) -> None:
-        restart = found.restart and not self._lost and not self._closing
-        for note in found.notes:
-            logger.warning("%s", note)
+    def _finish(self, save: _SentSave, endings: Mapping[int, Ending]) -> None:
+        for rank, ending in endings.items():
+            if ending.died:
+                logger.warning("the writer process of rank %d %s", rank, ending.died)
+        together = save.order.options.use_collectives
+        error, save_id, restart = verdict(endings, self._rank, together=together)
+        restart = restart and not self._lost and not self._closing
         is_given_up = False  # by a close whose time was over; its future has ended
         try:
             with self._sending:
@@ -301,7 +401,7 @@ class ProcessWriter:
                 save.payload.release()
                 if is_given_up:
                     return
-                if found.error is not None and self._child is not None:
+                if error is not None and self._child is not None:
                     self._child.forget()
                 if restart:
                     self._replace_child()
@@ -310,7 +410,7 @@ class ProcessWriter:
                     following.child.send({"kind": "go", "serial": following.order.serial})
         finally:  # whatever fails here is not of this save, which nothing else will end
             if not is_given_up:
-                _end(save, found, self._rank)
+                _end(save, error, save_id, self._rank)
         if restart:
             self._meet()
 
@@ -320,7 +420,7 @@ class ProcessWriter:
             self._child.close(_CLOSE_SECONDS)
         self._generation += 1
         with self._changed:
-            self._start_child()
+            self._child = WriterProcess(self._arguments, self._on_message, self._changed)
         self._send_staged()
 
     def _give_up_the_rest(self) -> None:
@@ -329,20 +429,21 @@ class ProcessWriter:
         with self._changed:
             left, self._saves = list(self._saves), deque()
         for save in left:
+            save.future.on_abort = None
             if not save.future.done():
                 save.future.set_exception(
                     WriterProcessError("the writer was closed before this save had ended; look at the id")
                 )
 
 
-def _end(save: _SentSave, found: Verdict, rank: int) -> None:
+def _end(save: _SentSave, error: BaseException | None, save_id: str, rank: int) -> None:
     """End the future as all ranks found."""
     save.future.on_abort = None
-    if found.error is not None:
-        save.future.set_exception(found.error)
+    if error is not None:
+        save.future.set_exception(error)
         return
     try:
-        metadata = _metadata(save, found.save_id, rank)
+        metadata = _metadata(save, save_id, rank)
     except Exception as unknown:  # noqa: BLE001 - whatever it is, a caller waits for the future
         error = WriterProcessError(
             "the checkpoint is committed, but its metadata cannot be given: "
@@ -353,18 +454,18 @@ def _end(save: _SentSave, found: Verdict, rank: int) -> None:
         error.__cause__ = unknown
         save.future.set_exception(error)
     else:
-        save.future.outcome = save.outcome or SaveOutcome(found.save_id)
+        save.future.outcome = SaveOutcome(**save.reply.get("outcome", {"save_id": save_id}))
         save.future.set_result(metadata)
 
 
 def _metadata(save: _SentSave, save_id: str, rank: int) -> Metadata:
     writer = save.order.storage
     if writer is None:
-        if save.metadata is None:
+        if save.reply.get("metadata") is None:
             raise WriterProcessError(
                 f"the writer process of rank {rank} died before it said what it is; read it from the storage"
             )
-        sent: Metadata = pickle.loads(save.metadata)
+        sent: Metadata = pickle.loads(save.reply["metadata"])
         return sent
     store = writer.open_store(writer.path)
     own_rank = None if save.order.options.use_collectives else rank
@@ -380,3 +481,18 @@ def _metadata(save: _SentSave, save_id: str, rank: int) -> Metadata:
         return found
 
     return LazyMetadata.of(index, StorageMeta(checkpoint_id=writer.path, save_id=save_id))
+
+
+def _listen(*, is_one_host: bool) -> tuple[str, socket.socket]:
+    """Listen on rank 0 of the group; the name is that by which the other ranks reach it."""
+    if is_one_host:
+        return LOOPBACK, socket.create_server((LOOPBACK, 0), backlog=_BACKLOG)
+    host = os.environ.get(HOST_VARIABLE)
+    # MASTER_ADDR is where global rank 0 is, which need not be rank 0 of this group
+    if not host and dist.is_initialized() and dist.get_rank() == 0:
+        host = os.environ.get("MASTER_ADDR")
+    host = host or socket.getfqdn()
+    if socket.has_dualstack_ipv6():
+        family = socket.AF_INET6
+        return host, socket.create_server(("::", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=True)
+    return host, socket.create_server(("", 0), backlog=_BACKLOG)

@@ -1,4 +1,8 @@
-"""Main loop of a writer process: takes saves from its trainer, carries them out in order, reports."""
+"""Main loop of a writer process: takes saves from its trainer, carries them out in order, reports.
+
+The writers of all ranks have a process group of their own, over a key-value store that rank 0's writer hosts:
+they depend on no trainer.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +10,36 @@ import logging
 import os
 import pickle
 import queue
+import socket
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, replace
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import Store, TCPStore
 
-from dcp.background.link import Connection
-from dcp.background.rendezvous import Address, Meeting
+from dcp.background.link import LOOPBACK, Connection
 from dcp.background.transfer import TrainerMemory, error_to_data, unpack
-from dcp.background.writers import RefusedWriter, Staged
+from dcp.background.writers import RefusedWriter, raise_error
 from dcp.engines import refused_save
 from dcp.features.plan_cache import PlanCache, remembering
 from dcp.planners.rank_state import RankState
 from dcp.progress import Progress, ProgressCallback
-from dcp.ranks.exchanges import RankFailedError, decode_failure
-from dcp.saving.save import Save, SaveOptions
+from dcp.ranks.collectives import Ranks
+from dcp.ranks.exchanges import Presence, RankFailedError, decode_failure
+from dcp.saving.save import Save, SaveOptions, agreeing_seconds
 from dcp.storage.errors import CollectiveTimeoutError
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass
-class _ReceivedSave:
-    body: dict[str, Any]
-    fds: list[int]
-    abort: threading.Event = field(default_factory=threading.Event)
-    go: threading.Event = field(default_factory=threading.Event)
+_FAREWELL_SECONDS = 5.0
+"""Time that the host of the writers' store stays for the others, once their trainers are gone."""
 
 
 class WriterLoop:
@@ -41,12 +47,19 @@ class WriterLoop:
 
     def __init__(self, connection: Connection, rank: int, world_size: int, timeout_seconds: float) -> None:
         self._connection = connection
+        self._rank, self._world_size, self._timeout_seconds = rank, world_size, timeout_seconds
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._saves: dict[int, _ReceivedSave] = {}
+        self._saves: dict[int, dict[str, threading.Event]] = {}  # what the trainer may say: "go", "abort"
         self._alone = False
-        self._meeting = Meeting(rank, world_size, timeout_seconds)
         self._memory = TrainerMemory()
         self._cache = PlanCache()
+        # where the writers meet, and the socket that listens there, on rank 0
+        self._meeting: tuple[tuple[str, int], int | None] | None = None
+        self._informed = threading.Event()
+        self._joining = threading.Lock()
+        self._is_needed = True
+        self._store: Store | None = None
+        self._failure: CollectiveTimeoutError | None = None
 
     def run(self) -> None:
         """Serve until the trainer closes or ends; what it has sent by then is finished."""
@@ -55,8 +68,8 @@ class WriterLoop:
         while (task := self._tasks.get()) is not None:
             task()
             del task  # it holds the staged copy
-        if self._alone:
-            self._meeting.part()
+        if self._alone and self._store is not None:
+            self._part(self._store)
 
     # -- receiving -------------------------------------------------------------------------------------------
 
@@ -72,42 +85,51 @@ class WriterLoop:
     def _go_on_alone(self) -> None:
         """Carry out the saves received, without a trainer to say that all ranks are ready for them."""
         self._alone = True
-        if self._meeting.expect_nothing_more(needed=bool(self._saves)):
+        self._is_needed = bool(self._saves)
+        self._informed.set()
+        if not self._is_needed and self._store is None and self._joining.locked():
             os._exit(0)  # the main thread waits for the other writers, for no save
-        for save in list(self._saves.values()):
-            save.go.set()
+        for said in list(self._saves.values()):
+            said["go"].set()
         self._tasks.put(None)
 
     def _take(self, body: dict[str, Any], fds: list[int]) -> None:
         kind = body["kind"]
         if kind == "save":
-            save = self._saves[body["serial"]] = _ReceivedSave(body, fds)
+            said = self._saves[body["serial"]] = {"go": threading.Event(), "abort": threading.Event()}
             if body["go"]:
-                save.go.set()
-            self._tasks.put(lambda: self._carry_out(save))
+                said["go"].set()
+            self._tasks.put(partial(self._carry_out, body, fds, **said))
         elif kind == "join":
-            self._meeting.invite(Address(*body["address"]), fds[0] if fds else None)
-            self._tasks.put(self._meeting.join_early)
+            host, port = body["address"]
+            self._meeting = (host, port), fds[0] if fds else None
+            self._informed.set()
+            self._tasks.put(self._join_early)
         elif kind == "close":
             self._tasks.put(None)
         elif (known := self._saves.get(body["serial"])) is not None:
-            (known.go if kind == "go" else known.abort).set()
+            known[kind].set()
 
     # -- saving ----------------------------------------------------------------------------------------------
 
-    def _carry_out(self, save: _ReceivedSave) -> None:
-        save.go.wait()
-        reply: dict[str, Any] = {"kind": "done", "serial": save.body["serial"]}
+    def _carry_out(
+        self, body: dict[str, Any], fds: list[int], go: threading.Event, abort: threading.Event
+    ) -> None:
+        go.wait()
+        reply: dict[str, Any] = {"kind": "done", "serial": body["serial"]}
         try:
-            reply |= self._run(save)
+            reply |= self._run(body, fds, abort)
         except BaseException as error:  # noqa: BLE001 - it is reported, and raised in the trainer
-            reply |= {"ok": False, "error": error_to_data(error), "broken": self._breaks(error)}
+            # the writers may be out of step after an error that ends a save not alike on all
+            is_alike = isinstance(error, RankFailedError) and not isinstance(error, CollectiveTimeoutError)
+            broken = self._world_size > 1 and not is_alike
+            reply["ending"] = {"error": error_to_data(error), "broken": broken}
             if self._alone:
-                logger.error("save %s failed: %s", save.body["place"], error)
+                logger.error("save %s failed: %s", body["place"], error)
         finally:
-            for fd in save.fds:
+            for fd in fds:
                 os.close(fd)
-            del self._saves[save.body["serial"]]
+            del self._saves[body["serial"]]
         while not self._alone:
             try:
                 self._connection.send(reply)
@@ -121,12 +143,11 @@ class WriterLoop:
                     raise
                 reply["metadata"] = None
 
-    def _run(self, save: _ReceivedSave) -> dict[str, Any]:
-        body = save.body
+    def _run(self, body: dict[str, Any], fds: list[int], abort: threading.Event) -> dict[str, Any]:
         payload: Callable[[], RankState | dict[str, Any]]
         try:
             # first: the saves to come build on it, whatever becomes of this one
-            payload = self._memory.payload(body, save.fds)
+            payload = self._memory.payload(body, fds)
             if "refused" in body:
                 raise decode_failure(body["refused"])
             os.chdir(body["cwd"])
@@ -134,13 +155,15 @@ class WriterLoop:
         except Exception as error:  # noqa: BLE001 - raised in the save's first step, on all ranks
             options, on_columns = SaveOptions(**body["options"]), body["on_columns"]
             order = refused_save(RefusedWriter(error), options, body["serial"], on_columns=on_columns)
-            payload = Staged.failed(error).done.result
+            payload = partial(raise_error, error)
         order = replace(order, options=replace(order.options, progress=self._progress(body)))
-        ranks = self._meeting.ranks(order.options.timeout_seconds, save.abort)
+        self._join()
+        bound = order.options.timeout_seconds - agreeing_seconds(order.options.timeout_seconds)
+        ranks = Ranks(use_dist=self._world_size > 1, timeout_seconds=bound, abort=abort)
         metadata, outcome = remembering(order, self._cache).run(payload, ranks)
         ours = order.storage is not None  # the trainer can read the manifest itself
         return {
-            "ok": True,
+            "ending": {"saved": True, "save_id": outcome.save_id},
             "outcome": asdict(outcome),
             "metadata": None if ours else pickle.dumps(metadata),
         }
@@ -153,8 +176,84 @@ class WriterLoop:
 
         return report if body["progress"] == "report" else bool(body["progress"])
 
-    def _breaks(self, error: BaseException) -> bool:
-        """Tell if the writers may be out of step after ``error``, which ends a save not alike on all."""
-        if self._meeting.world_size == 1:
-            return False
-        return isinstance(error, CollectiveTimeoutError) or not isinstance(error, RankFailedError)
+    # -- the writers' own group ------------------------------------------------------------------------------
+
+    def _join_early(self) -> None:
+        """Join the group while there is nothing else to do; a failure is raised by the next save."""
+        try:
+            self._join()
+        except CollectiveTimeoutError as error:
+            logger.warning("%s", error)
+
+    def _join(self) -> None:
+        """Join the group once all trainers have said where it meets, before the first save."""
+        if self._world_size == 1 or self._store is not None:
+            return
+        if self._failure is not None:
+            raise self._failure
+        with self._joining:
+            bound = self._timeout_seconds - agreeing_seconds(self._timeout_seconds)
+            deadline = time.monotonic() + bound
+            informed = self._informed.wait(bound)
+            if self._meeting is None or not self._is_needed:
+                why = "their trainers ended before" if informed else "their trainers did not all start them"
+                raise CollectiveTimeoutError(
+                    f"the writer processes did not meet: {why}. Resume from the last committed checkpoint."
+                )
+            address, listener_fd = self._meeting
+            if address[0] == LOOPBACK:  # a host name that does not resolve must not matter then
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+            presence: Presence | None = None
+            try:
+                store = _own_store(address, listener_fd, left)
+                presence = Presence(store, self._rank, self._world_size, ["meeting"])
+                presence.show()
+                dist.init_process_group(
+                    "gloo", store=store, rank=self._rank, world_size=self._world_size, timeout=left
+                )
+            except (RuntimeError, OSError) as error:
+                missing = [0]  # where the store is gone
+                if presence is not None:
+                    with suppress(RuntimeError):
+                        missing = presence.missing(0.0)
+                self._failure = CollectiveTimeoutError(
+                    f"the writer process of rank {self._rank} could not reach that of rank "
+                    f"{', '.join(map(str, missing))} at {address[0]}:{address[1]}: {error}",
+                    ranks=missing,
+                )
+                raise self._failure from error
+            self._store = store
+
+    def _part(self, store: Store) -> None:
+        """Let the host of the store wait for the others, a while, before it ends without a trainer."""
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        try:
+            gone = store.add("gone", 1)
+            while self._rank == 0 and gone < self._world_size and time.monotonic() < deadline:
+                time.sleep(0.05)
+                gone = store.add("gone", 0)
+        except RuntimeError as error:
+            logger.debug("the writers' store is gone already: %s", error)
+
+
+def _own_store(address: tuple[str, int], listener_fd: int | None, timeout: timedelta) -> Store:
+    """Connect to the writers' store; it is hosted here where ``listener_fd`` is given.
+
+    Raises ConnectionRefusedError where its host is gone: it listened before anybody knew the address, and
+    the store's client would try again until its timeout.
+    """
+    if listener_fd is None:
+        try:
+            socket.create_connection(address, timeout.total_seconds()).close()
+        except ConnectionRefusedError:
+            raise
+        except OSError as error:  # the client says more of it
+            logger.debug("the writers' store: %s", error)
+    return TCPStore(
+        *address,
+        is_master=listener_fd is not None,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener_fd,
+    )

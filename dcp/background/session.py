@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from dcp.background.rendezvous import own_client
-from dcp.background.writers import RefusedWriter, SaveFuture, Staged, ThreadWriter
+from dcp.background.writers import RefusedWriter, SaveFuture, ThreadWriter, own_client
 from dcp.calls.arguments import stateful_to_plain, with_own_id, works_alone
 from dcp.engines import make_save, refused_save
 from dcp.planners.rank_state import RankState
@@ -39,7 +38,7 @@ from dcp.ranks.collectives import Ranks, begin, raise_on_all_ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
 from dcp.saving.save import Held, Save, SaveOptions, SavingRank
 from dcp.staging.guard import check_staged, sample_state
-from dcp.staging.stager import DefaultStager
+from dcp.staging.stager import DefaultStager, StagedState
 from dcp.storage.errors import CheckpointError, OptionError, StagingError
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner
 
     from dcp.background.process_writer import ProcessWriter
-    from dcp.background.writers import Payload
 
 logger = logging.getLogger(__name__)
 
@@ -140,10 +138,10 @@ class AsyncSession:
         try:
             payload = self._stage(order, state_dict, stager, overlap)
         except Exception as error:  # noqa: BLE001 - raised by the future, and on the other ranks too
-            payload = Staged.failed(error)
+            payload = StagedState.failed(error)
         except BaseException as interrupt:  # raised here as well, once the other ranks know
             refused = StagingError(f"staging was ended by a {type(interrupt).__name__}")
-            self._hand_over(order, Staged.failed(refused), future)
+            self._hand_over(order, StagedState.failed(refused), future)
             raise
         order.seconds["blocked"] = time.perf_counter() - begun
         self._hand_over(order, payload, future)
@@ -166,14 +164,14 @@ class AsyncSession:
         self._wait_until_left(self._in_flight - 1)
         self._serial += 1
         order = refused_save(RefusedWriter(error), self._options_of(options or SaveOptions()), self._serial)
-        self._hand_over(order, Staged.failed(error), SaveFuture("a place that was refused"))
+        self._hand_over(order, StagedState.failed(error), SaveFuture("a place that was refused"))
 
     def _options_of(self, options: SaveOptions) -> SaveOptions:
         """Return ``options`` for the background, where a callback that raises must not fail the save."""
         progress = harmless(options.progress) if callable(options.progress) else options.progress
         return replace(options, progress=progress, timeout_seconds=self.timeout_seconds)
 
-    def _hand_over(self, order: Save, payload: Payload, future: SaveFuture) -> None:
+    def _hand_over(self, order: Save, payload: StagedState, future: SaveFuture) -> None:
         with _interrupts_later():
             self._unfinished[future] = future
             future.add_done_callback(self._ended)
@@ -187,7 +185,7 @@ class AsyncSession:
 
     def _stage(
         self, order: Save, state_dict: dict[str, Any], stager: AsyncStager | None, overlap: bool
-    ) -> Payload:
+    ) -> StagedState:
         if order.storage is not None:
             order.storage.stay_here()
         chosen = self._stager if stager is None else stager
@@ -201,7 +199,7 @@ class AsyncSession:
             return chosen.stage_local(part(state), overlap=overlap, shared=self._in_process)
         if not self._in_process:
             self._wait_until_left(0)  # where the stager copies to, and until when that is read, is not known
-            return Staged(_staged_by(chosen, state, part))
+            return StagedState(_staged_by(chosen, state, part))
         # what a user's own stager has copied is not where another process can read it
         staged = _staged_by(chosen, state, part).result(self.timeout_seconds)
         return self._own_stager.stage_local(staged, shared=True)
@@ -256,12 +254,6 @@ class AsyncSession:
         self._finalizer.detach()
         self._worker.close(max(1.0, deadline - time.monotonic()))
         self._own_stager.close()
-
-    def _leave_to_parent(self) -> None:
-        """Close in a forked child, where nothing here works any more, nor waits for what the parent does."""
-        self._closed = True
-        self._finalizer.detach()
-        self._unfinished = {}
 
 
 @contextmanager
@@ -397,7 +389,8 @@ def _leave_all_to_parent() -> None:
     # A data loader's worker must not wait for a save of the training's when it ends, nor use its writer.
     _of_parent.extend(_open_sessions)
     for session in _of_parent:
-        session._leave_to_parent()
+        session._closed, session._unfinished = True, {}
+        session._finalizer.detach()
     _open_sessions.clear()
     _of_groups.clear()
     _alone.clear()

@@ -1,5 +1,5 @@
-"""Saves on their way from a trainer to its own writer process, what to save and where the staged state is;
-and their endings on the way back, with the verdict that all ranks make of them.
+"""The writer process as its trainer sees it, and saves on their way to it: what to save and where the staged
+state is.
 
 Both run the same program, so this is pickle, with three differences: staged tensors stay in shared memory; a
 DTensor goes as its local tensor and the description of its mesh, because process groups stay behind; and
@@ -11,41 +11,66 @@ in each (the views of its layout, its columns).
 
 from __future__ import annotations
 
+import errno
 import io
+import logging
 import math
 import mmap
 import os
 import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import msgpack
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from dcp.background.link import Child
+from dcp.background.link import Connection, watch_process
 from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.layout.local_tensor import ShardClaim, claim_of, with_claim
 from dcp.planners.rank_state import RankState
-from dcp.ranks.exchanges import RankFailedError, decode_failure, failure_of, pack_failure
+from dcp.ranks.exchanges import RankFailedError, pack_failure
 from dcp.saving.save import Save
-from dcp.staging.stager import StagedState
 from dcp.storage import torch_compat
-from dcp.storage.errors import CheckpointError, CollectiveTimeoutError, WriterProcessError
+from dcp.storage.errors import CheckpointError, WriterProcessError
 from dcp.storage.tensors import LocalMemory, is_whole_memory, torch_dtype
 from dcp.storage.torch_storage.writer import FileSystemWriter
+from dcp.version import __version__
 
 if TYPE_CHECKING:
-    from dcp.background.writers import Payload
     from dcp.staging.arena import HostArena
+    from dcp.staging.stager import StagedState
+
+logger = logging.getLogger(__name__)
+
+_REAP_SECONDS = 5.0
+
+_ENDED = frozenset({errno.EPIPE, errno.ECONNRESET, errno.EBADF})
+"""Errors of sending to a process that has ended."""
+
+_DROPPED = ("TORCHELASTIC_", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that would tie the writers' group to the trainers' launcher."""
+
+_SET = {
+    # the cores are the training's
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # staged copies are host memory: no memory of a device is spent on a context here
+    "CUDA_VISIBLE_DEVICES": "",
+    "HIP_VISIBLE_DEVICES": "",
+}
 
 _WAY_OUT = (
     "Define its classes and functions at the top level of a module that the writer process can import, or "
@@ -91,12 +116,20 @@ class _Pickler(pickle.Pickler):
         self._size_bytes = arena.size_bytes if arena is not None else 0
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch_compat.ShardedTensor):
+            return torch_compat.sharded_of_parts, torch_compat.sharded_parts(obj)
+        if isinstance(obj, DTensor):
+            return torch_compat.dtensor_of_parts, torch_compat.dtensor_parts(obj)
         if isinstance(obj, torch.Tensor):
             return self._reduce_tensor(obj)
         if isinstance(obj, DeviceMesh):
             return torch_compat.mesh_of_parts, torch_compat.mesh_parts(obj)
-        if isinstance(obj, FileSystemWriter):
-            return _without_store(obj)
+        if isinstance(obj, FileSystemWriter):  # without the state of its last save
+            reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
+                state = dict(reduced[2], _store=None, _previous=None, index=None, state_dict_cache=None)
+                return (*reduced[:2], state, *reduced[3:])
+            return reduced
         if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":
             raise CheckpointError(
                 f"{obj.__qualname__} is defined in the script that is being run (__main__), which the writer "
@@ -105,10 +138,6 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
     def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
-        if isinstance(tensor, torch_compat.ShardedTensor):
-            return torch_compat.sharded_of_parts, torch_compat.sharded_parts(tensor)
-        if isinstance(tensor, DTensor):
-            return torch_compat.dtensor_of_parts, torch_compat.dtensor_parts(tensor)
         if not tensor.is_cpu:
             raise CheckpointError(f"a tensor on {tensor.device} is not a staged copy")
         if tensor.layout is torch.strided and is_whole_memory(tensor) and not tensor.is_quantized:
@@ -119,15 +148,6 @@ class _Pickler(pickle.Pickler):
         return NotImplemented  # torch's own way, with the bytes in the pickle
 
 
-def _without_store(writer: FileSystemWriter) -> Any:
-    """Reduce a writer without the state of its last save."""
-    reduced = writer.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], dict):
-        state = dict(reduced[2], _store=None, _previous=None, index=None, state_dict_cache=None)
-        return (*reduced[:2], state, *reduced[3:])
-    return reduced
-
-
 _memory: ContextVar[torch.Tensor] = ContextVar("memory of the state that is being unpacked")
 
 
@@ -136,7 +156,7 @@ def unpack(data: bytes, memory: torch.Tensor | None = None) -> Any:
 
     Raises WriterProcessError for what this process cannot import or build.
     """
-    token = _memory.set(map_memory(-1, 0) if memory is None else memory)
+    token = _memory.set(torch.empty(0, dtype=torch.uint8, device="cpu") if memory is None else memory)
     try:
         return pickle.loads(data)
     except Exception as error:
@@ -150,8 +170,6 @@ def unpack(data: bytes, memory: torch.Tensor | None = None) -> Any:
 
 def map_memory(fd: int, size_bytes: int) -> torch.Tensor:
     """Map the bytes of a memory file; the mapping lasts as long as the tensor and its views."""
-    if size_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8)
 
 
@@ -186,15 +204,89 @@ class _Sent:
     columns: tuple[object, ...] = ()
 
 
-class SavingChild(Child):
-    """A writer process that is sent saves."""
+class WriterProcess:
+    """A writer process as its trainer sees it, in a session of its own. The constructor starts it, and never
+    raises: a process that cannot start has ended. ``arguments`` are its rank, the world size, and the timeout
+    in seconds.
 
-    def __init__(self, *args: Any) -> None:
+    ``on_message`` gets what it says, in a thread of this object. ``end`` says how it ended, as the rest of a
+    sentence; it is empty before. Then ``changed`` is notified.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[object],
+        on_message: Callable[[WriterProcess, dict[str, Any]], None],
+        changed: threading.Condition,
+    ) -> None:
+        self.end = ""
+        self._on_message, self._changed = on_message, changed
+        self._killed_because = ""
         self._arenas: weakref.WeakKeyDictionary[HostArena, _Sent] = weakref.WeakKeyDictionary()
         self._last_key = 0
-        super().__init__(*args)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                self._process = _start(theirs.fileno(), arguments)
+            except OSError as error:
+                ours.close()
+                self._note_end(f"could not be started: {error}")
+                return
+        self._connection = Connection(ours, watch_process(self._process.pid))
+        threading.Thread(target=self._receive, name="dcp-writer-watch", daemon=True).start()
 
-    def send_save(self, order: Save, payload: Payload, *, go: bool, place: str) -> None:
+    def send(self, body: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+        """Send it a message; one that has ended, or does not take messages any more, shows by its ``end``."""
+        if self.end:
+            return
+        try:
+            self._connection.send(body, fds)
+        except BlockingIOError:
+            self.kill("did not take messages any more and was killed")
+        except OSError as error:
+            if error.errno not in _ENDED:  # its save would never be heard to end
+                self.kill(f"could not be sent a message and was killed: {error}")
+
+    def kill(self, because: str) -> None:
+        """Send SIGKILL; ``because`` becomes its ``end``."""
+        if not self.end:
+            self._killed_because = because
+            self._process.kill()
+
+    def close(self, timeout_seconds: float) -> None:
+        """Have it end, by itself if it does so in time."""
+        self.send({"kind": "close"})
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.end, timeout_seconds):
+                self.kill("did not end when it was asked to, and was killed")
+                self._changed.wait_for(lambda: self.end, _REAP_SECONDS)
+
+    def _receive(self) -> None:
+        try:
+            while (message := self._connection.receive()) is not None:
+                body, fds = message
+                for fd in fds:
+                    os.close(fd)
+                self._on_message(self, body)
+        except Exception as error:
+            logger.exception("a message of writer process %d", self._process.pid)
+            self.kill(f"could not be understood and was killed: {type(error).__name__}: {error}")
+        try:
+            status = self._process.wait(_REAP_SECONDS)
+        except subprocess.TimeoutExpired:  # the connection is closed: it has no business any more
+            self._process.kill()
+            status = self._process.wait()
+        self._connection.close()  # before the end is known: who waits for it may look for what is still open
+        self._note_end(self._killed_because or _end_of(status))
+
+    def _note_end(self, end: str) -> None:
+        with self._changed:
+            self.end = end
+            self._changed.notify_all()
+
+    # -- saves -----------------------------------------------------------------------------------------------
+
+    def send_save(self, order: Save, payload: StagedState, *, go: bool, place: str) -> None:
         """Send a save whose ``payload`` is done. What cannot be sent is sent as the save's failure, so that
         the other ranks learn of it. With ``go`` it may begin when those sent before have ended."""
         options, progress = order.options, order.options.progress
@@ -228,13 +320,13 @@ class SavingChild(Child):
         it brought."""
         self._arenas.clear()
 
-    def _add_part(self, payload: Payload, body: dict[str, Any]) -> int:
+    def _add_part(self, payload: StagedState, body: dict[str, Any]) -> int:
         """Say in ``body`` what the process does not know yet; returns a memory file with what is of this save
         alone (it may be larger than the 4 GiB that a message can hold)."""
         part = payload.done.result()
-        if not isinstance(payload, StagedState) or payload.arena.fd is None:
+        arena, layout = payload.arena, payload.layout
+        if arena is None or layout is None or arena.fd is None:
             raise CheckpointError("the state was staged in memory that no other process sees")
-        arena = payload.arena
         known = self._arenas.get(arena)
         if known is None or known.generation != arena.generation:
             self._last_key += 1
@@ -252,14 +344,40 @@ class SavingChild(Child):
             return _memory_file(lambda file: file.write(packed))
         columns = (part.columns, part.replicated)
         # pickling 20,000 rows takes 7 ms of the training's time, comparing them 1
-        if known.layout != payload.layout or not all(map(_same, columns, known.columns)):
+        if known.layout != layout.number or not all(map(_same, columns, known.columns)):
             views = part.memory
             shapes = views.dtype_codes, views.shape_start, views.shape_values
-            form = (payload.offsets, *shapes, *columns)
+            form = (layout.offsets, *shapes, *columns)
             body["form"] = pickle.dumps(form, pickle.HIGHEST_PROTOCOL)
-            known.layout, known.columns = payload.layout, columns
+            known.layout, known.columns = layout.number, columns
         objects = list(part.objects)
         return _memory_file(lambda file: pickle.dump(objects, file, pickle.HIGHEST_PROTOCOL))
+
+
+def _start(fd: int, arguments: Sequence[object]) -> subprocess.Popen[bytes]:
+    """Start the process, in the trainer's environment without what ties a process to its launcher, with the
+    trainer's module search path."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_DROPPED)}
+    paths = [os.path.abspath(path) for path in sys.path if isinstance(path, str)]  # noqa: PTH100 - "" is cwd
+    # -P: a folder that training happens to run in must not provide modules that it does not provide there
+    command = [sys.executable or "", "-P", "-m", "dcp.background.main"]
+    return subprocess.Popen(
+        [*command, *map(str, (fd, os.getpid(), __version__, *arguments))],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[fd],
+        start_new_session=True,  # else Ctrl-C and the launcher's signals to the trainer's group reach it
+        env=kept | _SET | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
+    )
+
+
+def _end_of(status: int) -> str:
+    if status >= 0:
+        return f"ended with exit status {status} (see its messages on stderr)"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was killed by {name}"
 
 
 def _memory_file(fill: Callable[[BinaryIO], object]) -> int:
@@ -345,9 +463,6 @@ def _form(arena: torch.Tensor, data: bytes) -> tuple[LocalMemory, SaveColumns, A
     return LocalMemory.of(views), columns, replicated
 
 
-# -- endings -------------------------------------------------------------------------------------------------
-
-
 def error_to_data(error: BaseException) -> dict[str, Any]:
     """Describe ``error`` in plain data, the failures by rank of a `RankFailedError` included."""
     failures = error.failures if isinstance(error, RankFailedError) else {}
@@ -356,97 +471,3 @@ def error_to_data(error: BaseException) -> dict[str, Any]:
         "step": str(getattr(error, "step", "") or "save"),
         "ranks": {rank: pack_failure(cause) for rank, (cause, _) in failures.items()},
     }
-
-
-def error_from_data(data: dict[str, Any], rank: int) -> BaseException:
-    """Rebuild the exception that `error_to_data` described in rank ``rank``'s writer."""
-    own = decode_failure(data["own"])
-    if not data["ranks"]:
-        return own
-    failures = {int(failed): decode_failure(packed) for failed, packed in data["ranks"].items()}
-    error = failure_of(data["step"], failures, rank, None)
-    if isinstance(error, CheckpointError):
-        error.__dict__.update(own.facts)
-    return error
-
-
-@dataclass(frozen=True)
-class Ending:
-    """The end of a save for one rank.
-
-    ``died`` says how its writer process ended, if that is why; ``error`` is the data of what was raised
-    otherwise. ``broken``: the writers of this rank are out of step with the others.
-    """
-
-    saved: bool = False
-    save_id: str = ""
-    died: str = ""
-    error: dict[str, Any] = field(default_factory=dict)
-    broken: bool = False
-
-    def encode(self) -> bytes:
-        """Encode as bytes, for the other ranks."""
-        data: bytes = msgpack.packb(asdict(self), unicode_errors="surrogatepass")
-        return data
-
-    @classmethod
-    def decode(cls, data: bytes) -> Ending:
-        """Undo `encode`."""
-        return cls(**msgpack.unpackb(data, unicode_errors="surrogatepass", strict_map_key=False))
-
-    @property
-    def is_timeout(self) -> bool:
-        """Tell whether other ranks were waited for in vain."""
-        return bool(self.error) and isinstance(decode_failure(self.error["own"]), CollectiveTimeoutError)
-
-    @property
-    def committed(self) -> bool:
-        """Tell whether this rank knows that the checkpoint is committed."""
-        return self.saved or (bool(self.error) and decode_failure(self.error["own"]).committed)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The result of a save on all ranks: ``error`` or success, and ``restart`` of the writers."""
-
-    error: BaseException | None
-    save_id: str
-    restart: bool
-    notes: tuple[str, ...] = ()
-
-
-def verdict(endings: Mapping[int, Ending], rank: int, *, together: bool) -> Verdict:
-    """Return the verdict of ``endings`` by rank, as ``rank`` raises it; ranks that are not known are left
-    out.
-
-    A save that all ranks make ``together`` is committed if one of them knows so, whatever befell the others'
-    writers after that; an error of the commit itself, such as of `.metadata`, is raised all the same. A death
-    comes before what it made other ranks raise.
-    """
-    restart = any(ending.died or ending.broken for ending in endings.values())
-    deaths = {number: ending.died for number, ending in endings.items() if ending.died}
-    notes = tuple(f"the writer process of rank {number} {died}" for number, died in deaths.items())
-    own = endings[rank]
-    known = [ending for ending in (own, *endings.values()) if ending.committed]
-    if together and known and all(ending.error and not ending.broken for ending in known):
-        return Verdict(error_from_data(known[0].error, rank), "", restart, notes)
-    if together and known:
-        save_id = next((ending.save_id for ending in endings.values() if ending.save_id), "")
-        return Verdict(None, save_id, restart, notes)
-    if deaths:
-        errors = {
-            number: WriterProcessError(
-                f"Checkpoint background process is dead: the writer process of rank {number} {died}. What "
-                "was under the id before is untouched, unless the save had just committed; the next save "
-                "gets a new writer",
-                rank=number,
-            )
-            for number, died in deaths.items()
-        }
-        error = failure_of("write in the background", errors, rank, None)
-        if own.error:
-            error.__context__ = error_from_data(own.error, rank)
-        return Verdict(error, "", restart, notes)
-    if own.saved:
-        return Verdict(None, own.save_id, restart)
-    return Verdict(error_from_data(own.error, rank), "", restart)

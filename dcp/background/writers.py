@@ -8,9 +8,8 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -101,28 +100,17 @@ class SaveFuture(Future[Metadata], AsyncSaveResponse):
             self.on_abort()
 
 
-@dataclass
-class Staged:
-    """A rank's part of a save that another stager than dcp's has copied, or could not copy; `StagedState` is
-    that of dcp's."""
-
-    done: Future[Any]
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def failed(cls, error: BaseException) -> Staged:
-        """Make a part that stands for a state that could not be staged, so that the other ranks learn why."""
-        done: Future[Any] = Future()
-        done.set_exception(error)
-        return cls(done)
-
-    def release(self) -> None:
-        """Drop the copy: the save has ended."""
-        self.done = Future()
+def own_client(store: Any) -> Any:
+    """Make another connection to the same store, where its kind has that; else the store."""
+    try:
+        return store.clone()
+    except (RuntimeError, NotImplementedError):
+        return store
 
 
-if TYPE_CHECKING:
-    Payload: TypeAlias = Staged | StagedState
+def raise_error(error: Exception, *_: Any) -> NoReturn:
+    """Raise ``error``, in the place of a function that gives something."""
+    raise error
 
 
 class RefusedWriter(FileSystemWriter):
@@ -130,14 +118,10 @@ class RefusedWriter(FileSystemWriter):
     make, and fails there with ``error`` on all of them."""
 
     def __init__(self, error: Exception) -> None:
-        super().__init__(os.curdir, open_store=partial(_fail, error))
+        super().__init__(os.curdir, open_store=partial(raise_error, error))
 
     def discard(self) -> None:
         """Do nothing: nothing was written."""
-
-
-def _fail(error: Exception, path: str | os.PathLike[str]) -> NoReturn:
-    raise error
 
 
 class ThreadWriter:
@@ -155,7 +139,7 @@ class ThreadWriter:
         self._closed = False
         self._changing = threading.RLock()
 
-    def submit(self, order: Save, payload: Payload, future: SaveFuture) -> None:
+    def submit(self, order: Save, payload: StagedState, future: SaveFuture) -> None:
         """Begin a save; returns at once. Staging may still be running.
 
         ``future`` ends with the save, after ``payload`` was released. A payload that fails to be staged
@@ -183,7 +167,7 @@ class ThreadWriter:
             task()
             del task  # it holds the copies of other stagers
 
-    def _carry_out(self, order: Save, payload: Payload, future: SaveFuture) -> None:
+    def _carry_out(self, order: Save, payload: StagedState, future: SaveFuture) -> None:
         def part() -> Any:
             staged = payload.done.result(order.options.timeout_seconds)
             order.seconds.update(payload.seconds)

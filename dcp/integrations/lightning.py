@@ -7,7 +7,8 @@ from __future__ import annotations
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from typing import Any, Final
 
 import torch
@@ -348,10 +349,10 @@ def _opened(state: _State) -> _State:
     """Make of ``state``, in place, the checkpoint that was `_sealed`."""
     (form,) = state.pop(_FORM, ({"sealed": [], "ordered": []},))
     for keys in form["sealed"]:
-        holder = _at(state, keys[:-1])
+        holder: Any = reduce(getitem, keys[:-1], state)
         (holder[keys[-1]],) = holder[keys[-1]]
     for keys, versions in sorted(form["ordered"], key=lambda noted: -len(noted[0])):  # the innermost first
-        holder = _at(state, keys[:-1])
+        holder = reduce(getitem, keys[:-1], state)
         ordered: Any = OrderedDict(holder[keys[-1]])
         if versions is not None:
             ordered._metadata = versions
@@ -382,9 +383,3 @@ def _are_names(mapping: Mapping[Any, Any]) -> bool:
     return len(names) == len(mapping) and not any(
         name[:end] in names for name in names for end in range(len(name)) if name[end] == "."
     )
-
-
-def _at(state: Any, keys: tuple[Any, ...]) -> Any:
-    for key in keys:
-        state = state[key]
-    return state

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -176,12 +176,8 @@ class DcpLoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         return dict_list_map_outplace(loaded, sharded_state_dict)
 
 
-class _OwnBox(NamedTuple):
-    """A box of a global tensor, held by this rank."""
-
-    shape: torch.Size
-    chunk: ChunkStorageMetadata
-    data: torch.Tensor
+_OwnBox = tuple[torch.Size, ChunkStorageMetadata, torch.Tensor]
+"""A box of a global tensor, held by this rank: shape of the whole, place, and elements."""
 
 
 @dataclass(frozen=True)
@@ -193,20 +189,18 @@ class _Parts:
     def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
         return [
             WriteItem(
-                MetadataIndex(fqn, part.chunk.offsets, number),
+                MetadataIndex(fqn, chunk.offsets, number),
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    part.chunk, TensorProperties.create_from_tensor(part.data), part.shape
-                ),
+                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(data), shape),
             )
-            for number, part in enumerate(self.parts)
+            for number, (shape, chunk, data) in enumerate(self.parts)
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [part.chunk for part in self.parts]
+        return [chunk for _, chunk, _ in self.parts]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return self.parts[index.index or 0].data
+        return self.parts[index.index or 0][-1]
 
 
 def _main_replicas(sharded_state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +229,7 @@ def _part(tensor: Any, stored_shape: tuple[int, ...] | None = None) -> _OwnBox:
     offsets, shape = tuple(tensor.global_offset), tuple(stored_shape or tensor.global_shape)
     ends = zip(data.shape, shape, offsets, strict=True)
     data = data[tuple(slice(max(0, min(size, extent - offset))) for size, extent, offset in ends)]
-    return _OwnBox(torch.Size(shape), ChunkStorageMetadata(torch.Size(offsets), data.shape), data)
+    return torch.Size(shape), ChunkStorageMetadata(torch.Size(offsets), data.shape), data
 
 
 def _destinations(entries: Iterable[Any], index: CheckpointIndex) -> dict[str, Any]:
@@ -250,7 +244,7 @@ def _destinations(entries: Iterable[Any], index: CheckpointIndex) -> dict[str, A
             tensor.data.detach().zero_()
             stored_shape = index.shape(index.position[tensor.key])
         part = _part(tensor, stored_shape)
-        if part.data.numel() or not tensor.data.numel():
+        if part[-1].numel() or not tensor.data.numel():
             parts.append((tensor.key, part))
     return _by_name(parts)
 

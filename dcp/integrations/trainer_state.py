@@ -16,7 +16,7 @@ from functools import partial
 from importlib.metadata import version
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 import msgpack
 import torch
@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dcp.background.writers import SaveFuture
+from dcp.background.writers import SaveFuture, raise_error
 from dcp.errors import CheckpointError, OptionError, PlanError
 from dcp.inspection.checkpoints import list_checkpoints
 from dcp.manager.catalog import CatalogRegistration, Registrar, registration_of
@@ -142,14 +142,10 @@ def refused_by_all(use: Callable[[dict[str, Any]], object]) -> Iterator[None]:
         yield
     except Exception as error:
         if dist.is_available() and dist.is_initialized():
-            refuse = partial(_raise, error)
+            refuse = partial(raise_error, error)
             with suppress(CheckpointError):
                 use({"refused": SimpleNamespace(state_dict=refuse, load_state_dict=refuse)})
         raise
-
-
-def _raise(error: Exception, *_: Any) -> NoReturn:
-    raise error
 
 
 def has_shards(value: Any) -> bool:

@@ -62,6 +62,8 @@ class HostArena:
         self.is_new = False
         """True until the pages of the mapping are touched for the first time."""
         self.fd: int | None = None
+        self.layout: Any = None
+        """Views of the mapping that `copies.lay_out` has made the last time."""
         self._memory: _Memory | None = None
         self._close_fd: weakref.finalize[[int, int], HostArena] | None = None
         if kind == "shared":
@@ -123,35 +125,43 @@ class HostArena:
     def close(self) -> None:
         """Let go of the memory and the descriptor; idempotent. Tensors that view it stay valid."""
         self.closed = True
-        self._memory, self.size_bytes = None, 0
+        self.layout = self._memory = None
+        self.size_bytes = 0
         if self._close_fd is not None:
             self._close_fd()
             self.fd = None
 
     def _mapped(self, size_bytes: int) -> _Memory:
+        """Map so much; it is unmapped when the last tensor that views it is gone."""
         cuda = torch.cuda.is_available()
+        lock, flags = self.page_locked and cuda, mmap.MAP_SHARED
         if self.fd is None and self.page_locked and not cuda:
             return _pinned(size_bytes)
         if self.fd is None:
-            address = _map(size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        else:
+            try:  # have the pages now: without, a full memory would be a SIGBUS in the middle of a copy
+                os.posix_fallocate(self.fd, 0, size_bytes)
+            except OSError as error:
+                os.ftruncate(self.fd, self.size_bytes)
+                raise _no_memory(self.kind, size_bytes) from error
+        protection, fd = mmap.PROT_READ | mmap.PROT_WRITE, -1 if self.fd is None else self.fd
+        address = _libc.mmap(None, size_bytes, protection, flags, fd, 0)
+        if address is None or address == _MAP_FAILED:
+            cause = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            raise _no_memory("mapped", size_bytes) from cause
+        if self.fd is None:
             # After a fork the next staging would copy every page once more, for a child without use for it.
             _libc.madvise(address, size_bytes, _MADV_DONTFORK)
-        else:
-            self._allocate(self.fd, size_bytes)
-            address = _map(size_bytes, mmap.MAP_SHARED, self.fd)
-        lock = self.page_locked and cuda
         if lock:
             # Fewer pages to lock. Otherwise they gain nothing measurable, and the first copy waits for them.
             _libc.madvise(address, size_bytes, _MADV_HUGEPAGE)
-        return _owned(address, size_bytes, lock=lock)
-
-    def _allocate(self, fd: int, size_bytes: int) -> None:
-        """Have the pages now: without, a full memory would be a SIGBUS in the middle of a copy."""
-        try:
-            os.posix_fallocate(fd, 0, size_bytes)
-        except OSError as error:
-            os.ftruncate(fd, self.size_bytes)
-            raise _no_memory(self.kind, size_bytes) from error
+            _page_lock(address, size_bytes)
+        memory = (ctypes.c_ubyte * size_bytes).from_address(address)
+        finalizer = weakref.finalize(memory, _unmap, address, size_bytes, lock, os.getpid())
+        # At exit the kernel does it: until then a thread may still be copying.
+        finalizer.atexit = False
+        return memory
 
 
 def _no_memory(kind: str, needed_bytes: int) -> StagingMemoryError:
@@ -163,25 +173,6 @@ def _no_memory(kind: str, needed_bytes: int) -> StagingMemoryError:
         needed_bytes=needed_bytes,
         available_bytes=available,
     )
-
-
-def _map(size_bytes: int, flags: int, fd: int) -> int:
-    address = _libc.mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
-    if address is None or address == _MAP_FAILED:
-        cause = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        raise _no_memory("mapped", size_bytes) from cause
-    return int(address)
-
-
-def _owned(address: int, size_bytes: int, *, lock: bool) -> _Memory:
-    """Return the mapping as a buffer; it is unmapped when the last tensor that views it is gone."""
-    memory = (ctypes.c_ubyte * size_bytes).from_address(address)
-    if lock:
-        _page_lock(address, size_bytes)
-    finalizer = weakref.finalize(memory, _unmap, address, size_bytes, lock, os.getpid())
-    # At exit the kernel does it: until then a thread may still be copying.
-    finalizer.atexit = False
-    return memory
 
 
 def _page_lock(address: int, size_bytes: int) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from dcp.staging.arena import PAGES_BYTES, HostArena
-from dcp.staging.guard import Guard, Samples
+from dcp.staging.guard import Guard, sampled
 from dcp.storage.geometry.strides import Int64
 from dcp.storage.tensors import LocalMemory, as_copied
 from dcp.storage.torch_compat import copy_tensors
@@ -58,36 +58,22 @@ class Layout:
     copied: Int64
 
 
-@dataclass(eq=False)
-class Slot:
-    """An arena and how it was divided the last time."""
-
-    arena: HostArena
-    layout: Layout | None = None
-
-    def lay_out(self, sources: LocalMemory) -> Layout:
-        """Make views for ``sources``: the last ones where they fit, as they do for saves of one training
-        state."""
-        first = _first_of_ties(sources)
-        unnamed = np.flatnonzero(sources.dtype_codes == 0).tolist()
-        dtypes = [sources.tensors[row].dtype for row in unnamed]
-        shapes = sources.shape_start, sources.shape_values
-        structure = (first, sources.dtype_codes, *shapes, dtypes)
-        known = self.layout
-        if (
-            known is not None
-            and known.generation == self.arena.generation
-            and all(itertools.starmap(np.array_equal, zip(structure, known.structure, strict=True)))
-        ):
-            return known
-        self.layout = None  # its views would keep the old mapping
-        self.layout = _layout(structure, first, sources.tensors, self.arena)
-        return self.layout
-
-    def close(self) -> None:
-        """Let go of the memory."""
-        self.layout = None
-        self.arena.close()
+def lay_out(arena: HostArena, sources: LocalMemory) -> Layout:
+    """Make views of ``arena`` for ``sources``: its last ones where they fit, as they do for saves of one
+    training state."""
+    first = _first_of_ties(sources)
+    unnamed = np.flatnonzero(sources.dtype_codes == 0).tolist()
+    dtypes = [sources.tensors[row].dtype for row in unnamed]
+    structure = first, sources.dtype_codes, sources.shape_start, sources.shape_values, dtypes
+    known: Layout | None = arena.layout
+    if (
+        known is None
+        or known.generation != arena.generation
+        or not all(itertools.starmap(np.array_equal, zip(structure, known.structure, strict=True)))
+    ):
+        known = arena.layout = None  # its views would keep the old mapping
+        known = arena.layout = _layout(structure, first, sources.tensors, arena)
+    return known
 
 
 def _layout(
@@ -152,16 +138,7 @@ class Copier:
         self.threads = max(1, min(_MAX_THREADS, cores)) if threads is None else threads
         self.streams: dict[torch.device, torch.Stream] = {}
         self._helpers = ThreadPoolExecutor(max(1, self.threads - 1), thread_name_prefix="dcp-copy")
-        self._serial = 0
-
-    def begin(self, slot: Slot, sources: LocalMemory) -> Copying:
-        """Look at the sources and make room; `Copying.run` copies, in this or in another thread.
-
-        Called by the thread that computes.
-        """
-        self._serial += 1
-        layout = slot.lay_out(sources)
-        return Copying(self, slot.arena, layout, sources, Samples.take(sources, self.guard, self._serial))
+        self.serial = 0
 
     def close(self) -> None:
         """End the threads; idempotent."""
@@ -192,14 +169,17 @@ class Copier:
 
 
 class Copying:
-    """A copy that was begun; it keeps the sources until it is dropped, so that their memory is not handed out
-    again."""
+    """A copy of ``sources`` to ``arena``, begun by the thread that computes, which looks at the sources and
+    makes room; `run` copies, in this or in another thread.
 
-    def __init__(
-        self, copier: Copier, arena: HostArena, layout: Layout, sources: LocalMemory, samples: Samples
-    ) -> None:
-        self.layout = layout
-        self._copier, self._arena, self._sources, self._samples = copier, arena, sources, samples
+    It keeps the sources until it is dropped, so that their memory is not handed out again.
+    """
+
+    def __init__(self, copier: Copier, arena: HostArena, sources: LocalMemory) -> None:
+        self._copier, self._arena, self._sources = copier, arena, sources
+        copier.serial += 1
+        self.layout = layout = lay_out(arena, sources)
+        self._differing = sampled(sources, copier.guard, copier.serial)
         near = sources.is_plain.copy()
         for row in np.flatnonzero(~near).tolist():
             near[row] = sources.tensors[row].is_cpu
@@ -221,13 +201,13 @@ class Copying:
         # begun first: the host's tensors are copied while the devices' are on their way
         arrivals = [self._queue(device, ready) for device, ready in self._ready.items()]
         try:
-            self.copy_host()
+            self._copy_host()
         finally:
             for arrival in arrivals:
                 arrival.synchronize()
-        return self._samples.differing(self.layout.memory)
+        return self._differing(self.layout.memory)
 
-    def copy_host(self) -> None:
+    def _copy_host(self) -> None:
         """Copy the sources in host memory."""
         rows, sources, targets = self._here, self._sources, self.layout.memory
         sizes = self.layout.sizes_bytes[rows]

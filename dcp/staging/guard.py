@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -50,36 +49,26 @@ _GOLDEN = 0.6180339887498949
 # -- samples of tensors at one moment ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Samples:
-    """Some bytes of each tensor at one moment, or a CRC of all of them, to compare copies with.
+def sampled(memory: LocalMemory, guard: Guard, serial: int = 0) -> Callable[[LocalMemory], list[int]]:
+    """Look at some bytes of each tensor (strided, of any device), or at all of them, to compare copies with.
 
-    ``look`` reads tensors and gives a value for each of ``rows`` (tensor numbers); ``seen`` are those of the
-    sources. What is read of a device may still be on its way: nothing waits for it before `differing`.
+    The result returns the numbers of the tensors whose copies are not what was seen; shapes and dtypes must
+    be equal. What is read of a device may still be on its way: nothing waits for it before that. ``serial``
+    moves the sampled places, so that the next save looks elsewhere.
     """
+    if guard == "off":
+        return lambda copies: []
+    rows, look = np.arange(len(memory.tensors)), _checksums
+    if guard == "sampled":
+        words = _Words(memory, serial)
+        rows, look = words.rows, words.look
+    seen = look(memory)
 
-    rows: Int64
-    look: Callable[[LocalMemory], Callable[[], npt.NDArray[np.generic]]]
-    seen: Callable[[], npt.NDArray[np.generic]]
-
-    @classmethod
-    def take(cls, memory: LocalMemory, guard: Guard, serial: int = 0) -> Samples:
-        """Sample tensors (strided, of any device); ``serial`` moves the sampled places, so that the next save
-        looks elsewhere."""
-        if guard == "sampled":
-            words = _Words.over(memory, serial)
-            return cls(words.rows, words.look, words.look(memory))
-        if guard == "off":
-            return cls(np.zeros(0, np.int64), _checksums, lambda: np.zeros(0, np.uint32))
-        return cls(np.arange(len(memory.tensors)), _checksums, _checksums(memory))
-
-    def differing(self, copies: LocalMemory) -> list[int]:
-        """Return the numbers of the tensors whose copies are not what was seen; shapes and dtypes must be
-        equal."""
-        if not len(self.rows):
-            return []
-        numbers: list[int] = np.unique(self.rows[self.seen() != self.look(copies)()]).tolist()
+    def differing(copies: LocalMemory) -> list[int]:
+        numbers: list[int] = np.unique(rows[seen() != look(copies)()]).tolist()
         return numbers
+
+    return differing
 
 
 def _checksums(memory: LocalMemory) -> Callable[[], npt.NDArray[np.generic]]:
@@ -93,37 +82,28 @@ def _checksums(memory: LocalMemory) -> Callable[[], npt.NDArray[np.generic]]:
     return lambda: found
 
 
-@dataclass(frozen=True, eq=False)
 class _Words:
     """Some neighbouring elements, eight bytes where they are small, at regular steps in C order: by tensor,
     ``counts`` words of ``lengths`` elements at ``begins``, ``begins + steps``, ...; and by word its tensor
-    (``rows``) and where it begins. Tensors of few elements are looked at whole."""
+    (``rows``) and where it begins. Tensors of few elements are looked at whole; ``serial`` shifts the words.
+    """
 
-    counts: Int64
-    lengths: Int64
-    begins: Int64
-    steps: Int64
-    itemsizes: Int64
-    rows: Int64
-    positions: Int64
-
-    @classmethod
-    def over(cls, memory: LocalMemory, serial: int) -> _Words:
-        """Spread words evenly over tensors, shifted by ``serial``."""
+    def __init__(self, memory: LocalMemory, serial: int) -> None:
         numels, count = memory.volumes, len(memory.tensors)
-        sizes = itemsizes(memory.dtype_codes)
+        self.itemsizes = sizes = itemsizes(memory.dtype_codes)
         for row in np.flatnonzero(sizes == 0).tolist():  # of a dtype that no checkpoint has
             sizes[row] = memory.tensors[row].itemsize
         most = int(np.clip(_WORDS_IN_ALL // max(1, count), _MIN_WORDS, _MAX_WORDS))
         few = numels <= _WHOLE_ELEMENTS
-        lengths = np.where(few, 1, np.maximum(1, _WORD_BYTES // sizes))
-        counts = np.where(few, numels, np.minimum(most, numels // lengths))
-        steps = np.maximum(lengths, (numels - lengths) // np.maximum(counts, 1))
-        slack = numels - lengths - steps * (counts - 1)
-        begins = np.where(few, 0, (np.clip(slack, 0, steps) * (serial * _GOLDEN % 1.0)).astype(np.int64))
-        rows = np.repeat(np.arange(count), counts)
-        within = np.arange(len(rows)) - starts(counts)[:-1][rows]
-        return cls(counts, lengths, begins, steps, sizes, rows, begins[rows] + within * steps[rows])
+        self.lengths = lengths = np.where(few, 1, np.maximum(1, _WORD_BYTES // sizes))
+        self.counts = np.where(few, numels, np.minimum(most, numels // lengths))
+        self.steps = np.maximum(lengths, (numels - lengths) // np.maximum(self.counts, 1))
+        slack = numels - lengths - self.steps * (self.counts - 1)
+        shift = np.clip(slack, 0, self.steps) * (serial * _GOLDEN % 1.0)
+        self.begins = np.where(few, 0, shift.astype(np.int64))
+        self.rows = np.repeat(np.arange(count), self.counts)
+        within = np.arange(len(self.rows)) - starts(self.counts)[:-1][self.rows]
+        self.positions = self.begins[self.rows] + within * self.steps[self.rows]
 
     def look(self, memory: LocalMemory) -> Callable[[], npt.NDArray[np.generic]]:
         """Read the words, as numbers."""
@@ -195,39 +175,35 @@ def _bytes_of(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint8]:
 # -- stagers of any kind -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class StateSamples:
-    """Samples of a state dict: the sources by name, a name for each of its parts."""
-
-    fqns: list[str]
-    memory: LocalMemory
-    samples: Samples
+_Samples = tuple[list[str], LocalMemory, Callable[[LocalMemory], list[int]]]
+"""The sources of a state by name, a name for each of its parts; and those whose copies differ."""
 
 
-def sample_state(state_dict: Mapping[str, Any], guard: Guard = "sampled") -> StateSamples:
+def sample_state(state_dict: Mapping[str, Any], guard: Guard = "sampled") -> _Samples:
     """Look at the tensors of a state dict, before a stager of any kind is asked to copy it.
 
     Tensors without strided memory of their own (sparse, quantized, of unknown subclasses) are passed over.
     """
     fqns, sources = _sources(state_dict)
     memory = LocalMemory.of(sources)
-    return StateSamples(fqns, memory, Samples.take(memory, guard))
+    return fqns, memory, sampled(memory, guard)
 
 
 def check_staged(
-    state_dict: Mapping[str, Any], staged_state_dict: Mapping[str, Any], samples: StateSamples
+    state_dict: Mapping[str, Any], staged_state_dict: Mapping[str, Any], samples: _Samples
 ) -> None:
     """Raise StagingError unless the staged state dict is a true copy of what ``samples`` saw.
 
     Every tensor of ``state_dict`` must be there, with its shape and dtype, in memory that no tensor of the
     state has, and with the bytes that were seen.
     """
+    fqns, memory, differing = samples
     by_name: dict[str, list[torch.Tensor]] = defaultdict(list)
     for fqn, staged in zip(*_sources(staged_state_dict), strict=True):
         by_name[fqn].append(staged)
     copies: list[torch.Tensor] = []
     problems: dict[str, str] = {}
-    for fqn, source in zip(samples.fqns, samples.memory.tensors, strict=True):
+    for fqn, source in zip(fqns, memory.tensors, strict=True):
         copy = by_name[fqn].pop(0) if by_name[fqn] else None
         problem = _misfit(source, copy)
         if problem:
@@ -240,16 +216,16 @@ def check_staged(
             "it was given",
             "; ".join(f"{fqn!r} {problem}" for fqn, problem in list(problems.items())[:_MAX_NAMED]),
         )
-    shared = _sharing([*samples.memory.tensors, *_sources(state_dict)[1]], copies)
+    shared = _sharing([*memory.tensors, *_sources(state_dict)[1]], copies)
     if shared:
         raise _error(
-            (samples.fqns[number] for number in shared),
+            (fqns[number] for number in shared),
             "{count} staged tensors are in memory of the state itself: {shown}. The stager must copy them, "
             "or what training writes next ends up in the checkpoint",
         )
-    wrong = samples.samples.differing(LocalMemory.of(copies))
+    wrong = differing(LocalMemory.of(copies))
     if wrong:
-        raise changed_error(samples.fqns[number] for number in wrong)
+        raise changed_error(fqns[number] for number in wrong)
 
 
 def changed_error(fqns: Iterable[str]) -> StagingError:

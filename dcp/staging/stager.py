@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,17 +19,27 @@ import torch
 from torch.distributed.checkpoint.staging import BlockingAsyncStager as TorchBlockingAsyncStager
 from torch.distributed.checkpoint.staging import DefaultStager as TorchDefaultStager
 from torch.distributed.checkpoint.staging import StagingOptions
+from torch.distributed.tensor import DTensor
 
+from dcp.planners.columns import SaveColumns
+from dcp.planners.layout.local_tensor import claim_of, with_claim
+from dcp.planners.per_rank import PerRank
 from dcp.planners.rank_state import RankState
 from dcp.staging.arena import ArenaKind, HostArena
-from dcp.staging.copies import Copier, Copying, Slot
+from dcp.staging.copies import Copier, Copying, Layout
 from dcp.staging.guard import Guard, changed_error
-from dcp.staging.tree import StateTree
-from dcp.storage.errors import OptionError, StagingError
-from dcp.storage.geometry.strides import Int64
+from dcp.storage import torch_compat
+from dcp.storage.errors import OptionError, PlanError, StagingError
 from dcp.storage.tensors import LocalMemory
+from dcp.storage.torch_compat import AsyncCollectiveTensor, Shard, ShardedTensor
 
 _TIMEOUT_SECONDS = 1800.0
+
+_Make = Callable[[Sequence[torch.Tensor]], Any]
+_Path = tuple[Any, ...]
+_CPU = torch.device("cpu")
+_VALUES = (int, float, complex, str, bytes, type(None), io.BytesIO)
+_PLAIN_VALUES = (*_VALUES, torch.Size, torch.dtype, torch.device)
 
 
 class StagingTimeoutError(StagingError, TimeoutError):
@@ -37,29 +49,38 @@ class StagingTimeoutError(StagingError, TimeoutError):
         return Exception.__str__(self)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StagedState:
-    """A rank's part of a state, copied or being copied into an arena.
+    """A rank's part of a state, copied or being copied, into an arena by dcp's stager.
 
-    ``local`` is the part with views of the arena for its tensors: on the CPU, contiguous, of the same shapes
-    and dtypes, the same view for ties. ``offsets`` are their places in the arena in bytes, multiples of 64,
-    by source. ``layout`` is equal for two states that have the same arena mapping, places, shapes and dtypes;
-    no other staging of this process has its number. ``done`` ends when the copies are complete and were found
-    to be true, and gives ``local``, with StagingError otherwise; ``seconds`` has "staging" from then on.
+    ``done`` ends when the copies are complete and were found to be true, and gives the part, with
+    StagingError otherwise; ``seconds`` has "staging" from then on. ``local`` is the part with views of the
+    arena for its tensors: on the CPU, contiguous, of the same shapes and dtypes, the same view for ties.
+    ``layout`` has their places in the arena; no other staging of this process has its number, but those with
+    the same arena mapping, places, shapes and dtypes.
     """
 
-    local: Any
-    offsets: Int64
-    arena: HostArena
-    layout: int
     done: Future[Any] = field(default_factory=Future)
+    local: Any = None
+    arena: HostArena | None = None
+    layout: Layout | None = None
     seconds: dict[str, float] = field(default_factory=dict)
-    _give_back: Callable[[], None] = field(default=lambda: None, repr=False)
+    give_back: Callable[[], None] = field(default=lambda: None, repr=False)
+
+    @classmethod
+    def failed(cls, error: BaseException) -> StagedState:
+        """Make a part that stands for a state that could not be staged, so that the other ranks learn why."""
+        staged = cls()
+        staged.done.set_exception(error)
+        return staged
 
     def release(self) -> None:
-        """Give the arena back for another save, once nothing is copied into it any more; idempotent, from
-        any thread."""
-        self.done.add_done_callback(lambda _: self._give_back())
+        """Give the arena back for another save, once nothing is copied into it any more; or drop the copy of
+        another stager. Idempotent, from any thread."""
+        if self.arena is None:
+            self.done = Future()
+        else:
+            self.done.add_done_callback(lambda _: self.give_back())
 
 
 class DefaultStager(TorchDefaultStager):
@@ -70,7 +91,8 @@ class DefaultStager(TorchDefaultStager):
     are compared with the state: ``sampled`` (some bytes of every tensor), ``full`` (a CRC of all) or ``off``.
     ``threads`` copy host memory; by default as many as this process has cores for, eight at most.
 
-    At most ``arenas`` saves are staged at once, each with memory of its own.
+    At most ``arenas`` saves are staged at once, each with memory of its own. Any number of copies, or any
+    number of threads that change the state, are under way at a time.
 
     One thread stages; the others may only release, lock and wait.
     """
@@ -84,15 +106,23 @@ class DefaultStager(TorchDefaultStager):
         arenas: int = 1,
     ) -> None:
         # not torch's __init__, which takes threads and streams of its own, and refuses a machine without GPU
+        if arenas < 1:
+            raise OptionError(f"a stager needs at least one arena, not {arenas}")
         self._config = config if config is not None else StagingOptions()
         self._copier = Copier(guard, threads)
-        self._arenas = _Arenas(arenas)
-        self._turns: deque[StagedState] = deque()
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="dcp-staging")
+        self._results: deque[StagedState] = deque()  # of `stage`
         # where torch's stager works without an accelerator, callers expect the future that it gives them
         works_in_torch = torch.accelerator.is_available() or not self._config.use_non_blocking_copy
         self._asynchronous = self._config.use_async_staging and works_in_torch
-        self._background: ThreadPoolExecutor | None = None
         self._type_check = False
+        self._most = arenas
+        self._changed = threading.Condition()
+        self._free: list[HostArena] = []
+        self._taken: dict[object, HostArena | None] = {}
+        self._closed = False
+        self._copying = 0
+        self._changers: list[int] = []
 
     def stage_local(
         self,
@@ -110,42 +140,98 @@ class DefaultStager(TorchDefaultStager):
         of ``done``; StagingMemoryError is raised when the host has not the memory. The oldest result of
         `stage` gives up its memory for this, where all arenas are such results'.
         """
-        if len(self._turns) == self._arenas.limit:
-            self._turns.popleft().release()
-        if isinstance(local, RankState):
-            return self._copied(_Columns(local), overlap, shared, timeout_seconds)
-        with self._arenas.copying(timeout_seconds):  # the tree copies what is not strided
-            tree = StateTree(local, type_check=self._type_check)
-            return self._copied(tree, overlap, shared, timeout_seconds)
-
-    def _copied(
-        self, state: _Columns | StateTree, overlap: bool, shared: bool, timeout_seconds: float
-    ) -> StagedState:
-        begun = time.perf_counter()
-        # page-locked for sources on a device
-        pinned = (
-            self._config.use_pinned_memory
-            and torch.accelerator.is_available()
-            and not all(tensor.is_cpu for tensor in state.memory.tensors)
-        )
-        slot, give_back = self._arenas.take("shared" if shared else "private", pinned, timeout_seconds)
+        if len(self._results) == self._most:
+            self._results.popleft().release()
+        begun, turn = time.perf_counter(), object()
+        self._begin(turn, timeout_seconds)
         try:
-            copying = self._copier.begin(slot, state.memory)
-            layout = copying.layout
-            local = state.copied(layout.memory)
-            staged = StagedState(local, layout.offsets, slot.arena, layout.number, _give_back=give_back)
-            finish = partial(self._finish, copying, staged, state.fqns, begun)
+            copied: Callable[..., Any]
+            fqns: Callable[[Sequence[int]], list[str]]
+            if isinstance(local, RankState):
+                memory, copied, fqns = local.memory, partial(replace, local), partial(_fqns_in, local.columns)
+            else:  # the tree copies what is not strided
+                tree = StateTree(local, type_check=self._type_check)
+                memory, copied, fqns = tree.memory, tree.copied, tree.fqns
+            arena = self._arena(turn, "shared" if shared else "private", memory)
+            copying = Copying(self._copier, arena, memory)
+            staged = StagedState(
+                local=copied(memory=copying.layout.memory),
+                arena=arena,
+                layout=copying.layout,
+                give_back=partial(self._give_back, turn),
+            )
+            finish = partial(self._finish, copying, staged, fqns, begun)
             if overlap:
-                if self._background is None:
-                    self._background = ThreadPoolExecutor(1, thread_name_prefix="dcp-staging")
                 self._background.submit(finish)
         except BaseException:
-            self._arenas.end_copying()
-            give_back()
+            self._end_copying()
+            self._give_back(turn)
             raise
         if not overlap:
             finish()
         return staged
+
+    def _begin(self, turn: object, timeout_seconds: float) -> None:
+        """Wait until an arena is left for ``turn``, and until nothing changes the state; then keep changers
+        out until `_end_copying`.
+
+        Raises StagingError in a thread that is a changer itself: it would wait for ever.
+        """
+        with self._changed:
+            if threading.get_ident() in self._changers:
+                raise StagingError(
+                    "a save was begun inside of lock() by the thread that holds it; begin it outside"
+                )
+            if not self._changed.wait_for(
+                lambda: self._closed or len(self._taken) < self._most, timeout_seconds
+            ):
+                raise StagingTimeoutError(
+                    f"{len(self._taken)} staged saves were not written within {timeout_seconds:g} s, and "
+                    "hold all host memory that this stager may use; wait for their futures, save less often, "
+                    "or give it more arenas",
+                    timeout_seconds=timeout_seconds,
+                )
+            if self._closed:
+                raise StagingError("this stager is closed")
+            if not self._changed.wait_for(lambda: not self._changers, timeout_seconds):
+                raise StagingTimeoutError(
+                    f"lock() was held for {timeout_seconds:g} s, so that staging could not begin; hold it "
+                    "around optimizer.step() only",
+                    timeout_seconds=timeout_seconds,
+                )
+            self._copying += 1
+            self._taken[turn] = None
+
+    def _arena(self, turn: object, kind: ArenaKind, memory: LocalMemory) -> HostArena:
+        """Take an arena that is free, the one given back last, since its views may fit."""
+        # page-locked for sources on a device
+        pinned = (
+            self._config.use_pinned_memory
+            and torch.accelerator.is_available()
+            and not all(tensor.is_cpu for tensor in memory.tensors)
+        )
+        with self._changed:
+            arena = self._free.pop() if self._free else None
+            if arena is None or (arena.kind, arena.page_locked) != (kind, pinned):
+                if arena is not None:
+                    arena.close()
+                arena = HostArena(kind, page_locked=pinned)
+            self._taken[turn] = arena
+            return arena
+
+    def _give_back(self, turn: object) -> None:
+        with self._changed:
+            arena = self._taken.pop(turn, None)
+            if arena is not None and self._closed:
+                arena.close()
+            elif arena is not None:
+                self._free.append(arena)
+            self._changed.notify_all()
+
+    def _end_copying(self) -> None:
+        with self._changed:
+            self._copying -= 1
+            self._changed.notify_all()
 
     def _finish(
         self, copying: Copying, staged: StagedState, names: Callable[[Sequence[int]], list[str]], begun: float
@@ -158,7 +244,7 @@ class DefaultStager(TorchDefaultStager):
         except BaseException as failure:  # noqa: BLE001 - the future's, whatever it is
             error = failure
         staged.seconds["staging"] = time.perf_counter() - begun
-        self._arenas.end_copying()
+        self._end_copying()
         if error is None:
             staged.done.set_result(staged.local)
             return
@@ -178,7 +264,7 @@ class DefaultStager(TorchDefaultStager):
         """
         # torch does not say when a copy is not needed any more, so they take turns
         staged = self.stage_local(state_dict, overlap=self._asynchronous)
-        self._turns.append(staged)
+        self._results.append(staged)
         if self._asynchronous:
             return staged.done
         copied: dict[str, Any] = staged.done.result()
@@ -186,27 +272,48 @@ class DefaultStager(TorchDefaultStager):
 
     def synchronize_staging(self) -> None:
         """Wait for what `stage` has begun."""
-        if self._turns and self._asynchronous:
-            self._turns[-1].done.result(_TIMEOUT_SECONDS)
+        if self._results and self._asynchronous:
+            self._results[-1].done.result(_TIMEOUT_SECONDS)
 
-    def lock(self, timeout_seconds: float = _TIMEOUT_SECONDS) -> AbstractContextManager[None]:
+    @contextmanager
+    def lock(self, timeout_seconds: float = _TIMEOUT_SECONDS) -> Iterator[None]:
         """Hold this while the state changes (around ``optimizer.step()``) where stagings overlap.
 
         Entering waits for the staging under way, one that `stage_local` has begun before; a further one
         waits until the block is left. StagingTimeoutError after ``timeout_seconds``.
         """
-        return self._arenas.changing(timeout_seconds)
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._copying, timeout_seconds):
+                raise StagingTimeoutError(
+                    f"a staging is not complete after {timeout_seconds:g} s, so the state must not change",
+                    timeout_seconds=timeout_seconds,
+                )
+            self._changers.append(threading.get_ident())
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._changers.remove(threading.get_ident())
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Finish the copies under way, then let go of threads and memory; idempotent. Memory of saves that
         have not ended is kept until they release it."""
-        if self._background is not None:
-            self._background.shutdown()
-            self._background = None
+        self._background.shutdown()
         self._copier.close()
-        self._arenas.close()
-        while self._turns:
-            self._turns.pop().release()
+        with self._changed:
+            self._closed = True
+            while self._free:
+                self._free.pop().close()
+            self._changed.notify_all()
+        while self._results:
+            self._results.pop().release()
+
+
+def _fqns_in(columns: SaveColumns, numbers: Sequence[int]) -> list[str]:
+    """Return the names of the tensors that lie in these sources."""
+    wrong = np.flatnonzero(np.isin(columns.item_sources, numbers))
+    return [columns.fqns[tensor] for tensor in columns.item_tensors[wrong].tolist()]
 
 
 class BlockingAsyncStager(TorchBlockingAsyncStager):
@@ -250,141 +357,103 @@ class BlockingAsyncStager(TorchBlockingAsyncStager):
             self._kept = None
 
 
-class _Arenas:
-    """The few arenas of a stager, each for one save at a time, and the gate between copies of the state and
-    its changes: any number of copies, or any number of changers, at a time.
+class StateTree:
+    """The tensors of ``state_dict`` in ``memory``: plain, detached, strided; each object once.
 
-    Arenas are taken by one thread and given back by any.
+    ``type_check`` refuses values of other classes than torch's stagers expect, with PlanError.
     """
 
-    def __init__(self, limit: int) -> None:
-        if limit < 1:
-            raise OptionError(f"a stager needs at least one arena, not {limit}")
-        self.limit = limit
-        self._changed = threading.Condition()
-        self._free: list[Slot] = []
-        self._taken = 0
-        self._closed = False
-        self._copying = 0
-        self._changers: list[int] = []
+    def __init__(self, state_dict: dict[str, Any], *, type_check: bool = False) -> None:
+        self._sources: list[torch.Tensor] = []
+        self._paths: list[_Path] = []
+        self._state_dict = state_dict
+        self._type_check = type_check
+        # by id, with the objects, so that no id becomes another's meanwhile
+        self._tensors: dict[int, tuple[_Make, torch.Tensor]] = {}
+        self._containers: dict[int, object] = {}
+        self._mappings: list[Mapping[Any, Any]] = []  # but dicts: they become dicts, and need not be copyable
+        self._visit((), state_dict)
+        self.memory = LocalMemory.of(self._sources)
 
-    def take(
-        self, kind: ArenaKind, page_locked: bool, timeout_seconds: float
-    ) -> tuple[Slot, Callable[[], None]]:
-        """Take an arena of that kind that is free, the one given back last, since its views may fit; and
-        begin to copy. The function gives it back, once, however often it is called.
-
-        Raises StagingTimeoutError when all are in use for so long.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._closed or self._taken < self.limit, timeout_seconds):
-                raise StagingTimeoutError(
-                    f"{self._taken} staged saves were not written within {timeout_seconds:g} s, and hold all "
-                    "host memory that this stager may use; wait for their futures, save less often, or "
-                    "give it more arenas",
-                    timeout_seconds=timeout_seconds,
-                )
-            if self._closed:
-                raise StagingError("this stager is closed")
-            self.begin_copying(timeout_seconds)
-            slot = self._free.pop() if self._free else None
-            if slot is None or (slot.arena.kind, slot.arena.page_locked) != (kind, page_locked):
-                if slot is not None:
-                    slot.close()
-                try:
-                    slot = Slot(HostArena(kind, page_locked=page_locked))
-                except BaseException:
-                    self.end_copying()
-                    raise
-            self._taken += 1
-            held = [slot]
-
-        def give_back() -> None:
-            with self._changed:
-                if not held:
-                    return
-                held.clear()
-                self._taken -= 1
-                if self._closed:
-                    slot.close()
-                else:
-                    self._free.append(slot)
-                self._changed.notify_all()
-
-        return slot, give_back
-
-    def begin_copying(self, timeout_seconds: float) -> None:
-        """Wait until nothing changes the state, and keep changers out until `end_copying`.
-
-        Raises StagingError in a thread that is a changer itself: it would wait for ever.
-        """
-        with self._changed:
-            if threading.get_ident() in self._changers:
-                raise StagingError(
-                    "a save was begun inside of lock() by the thread that holds it; begin it outside"
-                )
-            if not self._changed.wait_for(lambda: not self._changers, timeout_seconds):
-                raise StagingTimeoutError(
-                    f"lock() was held for {timeout_seconds:g} s, so that staging could not begin; hold it "
-                    "around optimizer.step() only",
-                    timeout_seconds=timeout_seconds,
-                )
-            self._copying += 1
-
-    def end_copying(self) -> None:
-        """Note that the copies are there, or were given up; from any thread."""
-        with self._changed:
-            self._copying -= 1
-            self._changed.notify_all()
-
-    @contextmanager
-    def copying(self, timeout_seconds: float) -> Iterator[None]:
-        """Enclose `begin_copying` and `end_copying`."""
-        self.begin_copying(timeout_seconds)
-        try:
-            yield
-        finally:
-            self.end_copying()
-
-    @contextmanager
-    def changing(self, timeout_seconds: float) -> Iterator[None]:
-        """Wait for stagings under way; the next ones wait until the block is left."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._copying, timeout_seconds):
-                raise StagingTimeoutError(
-                    f"a staging is not complete after {timeout_seconds:g} s, so the state must not change",
-                    timeout_seconds=timeout_seconds,
-                )
-            self._changers.append(threading.get_ident())
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._changers.remove(threading.get_ident())
-                self._changed.notify_all()
-
-    def close(self) -> None:
-        """Let go of the arenas; those in use follow when they are given back. Idempotent."""
-        with self._changed:
-            self._closed = True
-            for slot in self._free:
-                slot.close()
-            self._free.clear()
-            self._changed.notify_all()
-
-
-class _Columns:
-    """A rank's state on columns, with the interface of `StateTree`."""
-
-    def __init__(self, local: RankState) -> None:
-        self._local, self.memory = local, local.memory
-
-    def copied(self, memory: LocalMemory) -> RankState:
-        """Return the state with ``memory`` in the places of the sources."""
-        return replace(self._local, memory=memory)
+    def copied(self, memory: LocalMemory) -> dict[str, Any]:
+        """Make a deep copy of the state dict with ``memory`` in the places of the sources: DTensors and
+        ShardedTensors are new ones around them, and later changes of other values, attributes of containers
+        among them, do not reach it."""
+        made: dict[int, Any] = {key: make(memory.tensors) for key, (make, _) in self._tensors.items()}
+        for mapping in reversed(self._mappings):  # inner ones first
+            made[id(mapping)] = {key: copy.deepcopy(entry, made) for key, entry in mapping.items()}
+        state_dict: dict[str, Any] = copy.deepcopy(self._state_dict, made)
+        return state_dict
 
     def fqns(self, numbers: Sequence[int]) -> list[str]:
-        """Return the names of the tensors that lie in these sources."""
-        columns = self._local.columns
-        wrong = np.flatnonzero(np.isin(columns.item_sources, numbers))
-        return [columns.fqns[tensor] for tensor in columns.item_tensors[wrong].tolist()]
+        """Return the names of these sources."""
+        return [".".join(map(str, self._paths[number])) for number in numbers]
+
+    def _visit(self, path: _Path, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._tensors:
+                self._tensors[id(value)] = (self._tensor(path, value), value)
+        elif isinstance(value, _PLAIN_VALUES) or id(value) in self._containers:
+            return
+        elif isinstance(value, (Mapping, list, tuple)):
+            self._containers[id(value)] = value
+            if isinstance(value, Mapping) and not isinstance(value, dict):
+                self._mappings.append(value)
+            for key, entry in value.items() if isinstance(value, Mapping) else enumerate(value):
+                self._visit((*path, key), entry)
+        elif isinstance(value, PerRank):
+            self._visit((*path, "value"), value.value)
+        elif self._type_check:
+            raise PlanError(
+                f"{'.'.join(map(str, path))!r} is a {type(value).__name__}, and type_check allows "
+                "tensors, numbers, strings, bytes, dicts, lists and tuples only"
+            )
+
+    def _tensor(self, path: _Path, value: torch.Tensor) -> _Make:
+        if isinstance(value, DTensor):
+            spec, local = torch_compat.spec_of(value), self._tensor(path, torch_compat.local_part(value))
+            return lambda copies: torch_compat.dtensor_with(spec, local(copies))
+        if isinstance(value, ShardedTensor):
+            return self._sharded(path, value)
+        if isinstance(value, AsyncCollectiveTensor):
+            return self._tensor(path, value.wait())
+        if hasattr(value, "__tensor_flatten__"):  # a subclass that is made of other tensors
+            names, context = value.__tensor_flatten__()
+            inner = {name: self._tensor((*path, name), getattr(value, name)) for name in names}
+            cls: Any = type(value)
+            size, stride = value.size(), value.stride()
+            return lambda copies: cls.__tensor_unflatten__(
+                {name: make(copies) for name, make in inner.items()}, context, size, stride
+            )
+        if value.layout != torch.strided or value.is_meta or value.is_quantized:
+            with torch.no_grad():
+                kept = value.detach() if value.is_meta else value.detach().to(_CPU, copy=True)
+            return lambda copies: kept
+        number, claim = len(self._sources), claim_of(value)
+        self._sources.append(value.detach().resolve_conj().resolve_neg())
+        self._paths.append(path)
+        if claim is not None:
+            return lambda copies: with_claim(copies[number].detach(), claim)
+        return lambda copies: copies[number]
+
+    def _sharded(self, path: _Path, value: ShardedTensor) -> _Make:
+        metadata = copy.deepcopy(value.metadata())
+        for entry in metadata.shards_metadata:
+            if entry.placement is not None:
+                entry.placement = torch_compat.on_cpu(entry.placement)
+        metadata.tensor_properties.requires_grad = False
+        by_offsets = {tuple(entry.shard_offsets): entry for entry in metadata.shards_metadata}
+        shards = [
+            (by_offsets[tuple(shard.metadata.shard_offsets)], self._tensor((*path, number), shard.tensor))
+            for number, shard in enumerate(value.local_shards())
+        ]
+        group = torch_compat.group_of_sharded(value)
+
+        def make(copies: Sequence[torch.Tensor]) -> ShardedTensor:
+            local = [Shard(tensor(copies), entry) for entry, tensor in shards]
+            own = copy.copy(metadata)
+            own.tensor_properties = copy.copy(metadata.tensor_properties)
+            own.tensor_properties.pin_memory = any(shard.tensor.is_pinned() for shard in local)
+            return torch_compat.sharded_with(group, local, own)
+
+        return make

@@ -202,7 +202,8 @@ def judge(live: LiveTensor, rank: int, saved: SavedState) -> Iterator[StateFindi
         had = "" if wanted is None else f"it was {list(wanted.shape)} {_name(wanted.dtype)}"
         yield StateFinding("never saved", count=count, found=had, **facts)
         return
-    bits, expected = bits_of(live.local), coded_bits(_identity(wanted, "saved"), live.index, dtype)
+    bits = bits_of(live.local)
+    expected = coded_bits(Identity(wanted.name, wanted.rank, "saved"), live.index, dtype)
     left = _by_element(bits != expected, dtype)
     right = ~left
 
@@ -230,16 +231,12 @@ def judge(live: LiveTensor, rank: int, saved: SavedState) -> Iterator[StateFindi
         yield finding("garbage", left.copy(), ", ".join(shown))
 
 
-def _identity(of: SavedTensor, moment: str) -> Identity:
-    return Identity(of.name, of.rank, moment)
-
-
 def _guesses(live: LiveTensor, wanted: SavedTensor, expected: Any) -> Iterator[tuple[str, Any, str]]:
     """List values of known origin that elements may have: kind of finding, bits, and their description."""
     dtype = live.local.dtype
     yield "lost", np.zeros_like(expected), "zeros"
     for kind, moment, found in _MOMENTS:
-        yield kind, coded_bits(_identity(wanted, moment), live.index, dtype), found
+        yield kind, coded_bits(Identity(wanted.name, wanted.rank, moment), live.index, dtype), found
     for smaller in _SMALLER:
         if dtype.is_floating_point and smaller.itemsize < dtype.itemsize:
             values = torch.empty(live.local.numel(), dtype=dtype)
@@ -292,7 +289,7 @@ def _found_in(source: SavedTensor, bits: Any, dtype: torch.dtype, row: int, widt
     count = math.prod(source.shape)
     if count < width or width * bits_per_value(dtype) < _SPARE_BITS + math.log2(count):
         return found  # too few bits
-    there = coded_bits(_identity(source, "saved"), np.arange(count, dtype=np.int64), dtype)
+    there = coded_bits(Identity(source.name, source.rank, "saved"), np.arange(count, dtype=np.int64), dtype)
     grams, here = _grams(_joined(there, dtype), width), _grams(_joined(bits, dtype), width)
     order = np.argsort(grams, kind="stable")
     rank = np.minimum(np.searchsorted(grams[order], here), len(grams) - 1)

@@ -157,15 +157,21 @@ def check(
     asked = _Asked(build, part_of, _globs(only), _globs(own), _globs(replicas))
     with tempfile.TemporaryDirectory(prefix="dcp-conformance-") as made, RankProcesses(context) as ranks:
         root = made if folder is None else os.fspath(folder)
-        rows = ranks.run(worlds[0], _save_on_rank, asked, save, root, timeout_seconds=timeout_seconds)
+        saving = worlds[0]
+        rows: list[Any] = ranks.run(saving, _save_on_rank, asked, save, root, timeout_seconds=timeout_seconds)
         if any(isinstance(row, RankFailure) for row in rows):
-            return Report((Trial(worlds[0], worlds[0], findings=_failures("save", rows)),))
-        saved = _saved_state(rows)
+            return Report((Trial(saving, saving, findings=_failures("save", rows)),))
+        tensors = {(one.part, one.name, one.rank): one for of_rank, *_ in rows for one in of_rank}
+        saved = SavedState(len(rows), tensors, *map(frozenset, rows[0][1:]))
         _refuse_idle(asked, saved)
         trials = []
         for world in dict.fromkeys(worlds):
             found = ranks.run(world, _load_on_rank, asked, load, root, saved, timeout_seconds=timeout_seconds)
-            trials.append(_trial(saved, world, found))
+            good = [result for result in found if not isinstance(result, RankFailure)]
+            findings = (*_failures("load", found), *(finding for _, own in good for finding in own))
+            names = tuple(sorted(saved.own)), tuple(sorted(saved.replicas))
+            count = sum(count for count, _ in good)
+            trials.append(Trial(saved.world, world, count, names[0], findings, names[1]))
     return Report(tuple(trials))
 
 
@@ -200,13 +206,6 @@ def _refuse_idle(asked: _Asked, saved: SavedState) -> None:
             raise OptionError(f"{what}: {', '.join(map(repr, idle))} match no parameter or buffer")
 
 
-def _trial(saved: SavedState, world: int, results: Sequence[Any]) -> Trial:
-    good = [result for result in results if not isinstance(result, RankFailure)]
-    findings = (*_failures("load", results), *(finding for _, found in good for finding in found))
-    own, replicas = tuple(sorted(saved.own)), tuple(sorted(saved.replicas))
-    return Trial(saved.world, world, sum(count for count, _ in good), own, findings, replicas)
-
-
 def _failures(what: str, results: Iterable[Any]) -> tuple[StateFinding, ...]:
     findings = []
     for result in results:
@@ -237,7 +236,11 @@ def _save_on_rank(
         if hasattr(pending, "result"):
             _seed(live, "later", rank, fqns)
             pending.result()
-    return [_saved_tensor(one, rank, fqns) for one in live], fqns, replicas
+    saved = [
+        SavedTensor(one.name, one.fqn, one.part, one.shape, one.local.dtype, _owner(one, rank, fqns))
+        for one in live
+    ]
+    return saved, fqns, replicas
 
 
 @contextmanager
@@ -260,9 +263,8 @@ def _random_by_rank(rank: int) -> Iterator[None]:
             setattr(holder, "manual_seed", seed)  # noqa: B010
 
 
-def _saved_tensor(live: LiveTensor, rank: int, own: Iterable[str]) -> SavedTensor:
-    owner = rank if live.is_alone and live.fqn in own else None
-    return SavedTensor(live.name, live.fqn, live.part, live.shape, live.local.dtype, owner)
+def _owner(live: LiveTensor, rank: int, own: Iterable[str]) -> int | None:
+    return rank if live.is_alone and live.fqn in own else None
 
 
 def _own_names(live: Sequence[LiveTensor], asked: _Asked) -> tuple[set[str], set[str]]:
@@ -291,18 +293,13 @@ def _state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict
 
 def _seed(live: Iterable[LiveTensor], moment: str, rank: int, own: Iterable[str]) -> None:
     for one in live:
-        owner = rank if one.is_alone and one.fqn in own else None
-        write_bits(one.local, coded_bits(Identity(one.name, owner, moment), one.index, one.local.dtype))
+        identity = Identity(one.name, _owner(one, rank, own), moment)
+        write_bits(one.local, coded_bits(identity, one.index, one.local.dtype))
 
 
 def _rate(moment: str) -> float:
     """Give the learning rate of all groups."""
     return number_of(Identity("lr", None, moment))
-
-
-def _saved_state(rows: Sequence[Any]) -> SavedState:
-    tensors = {(one.part, one.name, one.rank): one for of_rank, *_ in rows for one in of_rank}
-    return SavedState(len(rows), tensors, *map(frozenset, rows[0][1:]))
 
 
 # -- on a rank that loads ------------------------------------------------------------------------------------

@@ -57,7 +57,12 @@ class RankProcesses:
 
         Raises OptionError for arguments that cannot be sent to a process.
         """
-        self._grow(world)
+        while len(self._workers) < world:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
         with tempfile.TemporaryDirectory(prefix="dcp-ranks-") as folder:
             for rank in range(world):
                 job = (function, args, rank, world, str(Path(folder) / "store"), timeout_seconds)
@@ -98,14 +103,6 @@ class RankProcesses:
                 return connection.recv()
         process.join(_GRACE_SECONDS)
         return RankFailure(rank, f"its process ended with exit code {process.exitcode}")
-
-    def _grow(self, world: int) -> None:
-        while len(self._workers) < world:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self._workers.append((process, ours))
 
     def close(self) -> None:
         """End all processes."""

@@ -15,8 +15,9 @@ from __future__ import annotations
 import ast
 import json
 import math
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
@@ -291,24 +292,22 @@ class NamePattern:
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
-        return re.compile("".join(self._pieces()), re.DOTALL)
-
-    def _pieces(self) -> Iterator[str]:
-        """Yield parts of a regular expression in which numbers and words are taken once, the longest, so
-        that no name takes long to tell."""
+        """A regular expression in which numbers and words are taken once, the longest, so that no name takes
+        long to tell."""
+        pieces: list[str] = []
         at = 0
         for part in _PART.finditer(self.text):
-            yield re.escape(self.text[at : part.start()])
-            words = part[2]
+            name, words = part[1], part[2]
             if words is None:
-                yield f"(?P<{part[1]}>(?>{_NUMBER}))"
+                own = f"(?>{_NUMBER})"
             elif words == "*":
-                yield f"(?P<{part[1]}>.+)"
+                own = ".+"
             else:
-                own = sorted(words.split("|"), key=len, reverse=True)
-                yield f"(?P<{part[1]}>(?>{'|'.join(map(re.escape, own))}))"
+                longest = sorted(words.split("|"), key=len, reverse=True)
+                own = f"(?>{'|'.join(map(re.escape, longest))})"
+            pieces += re.escape(self.text[at : part.start()]), f"(?P<{name}>{own})"
             at = part.end()
-        yield re.escape(self.text[at:])
+        return re.compile("".join(pieces) + re.escape(self.text[at:]), re.DOTALL)
 
 
 CONFIG: Final[str] = "config.json"
@@ -352,9 +351,13 @@ def config_of(text: str | bytes, where: str) -> Mapping[str, Any]:
 
 
 _MAX_LENGTH: Final = 200
-
-
 _MAX_SIZE: Final = 1 << 48
+_OPERATIONS: Final[Mapping[type[ast.operator], Callable[[int, int], int]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
 
 
 def evaluate(text: str, names: Mapping[str, Any]) -> int | None:
@@ -388,7 +391,10 @@ def _value(node: ast.expr, names: Mapping[str, Any], text: str) -> int | None:
         case ast.Constant(value=bool() | int() as number) if number <= _MAX_SIZE:
             return int(number)
         case ast.Name(id=name):
-            return _named(name, names.get(name))
+            value = names.get(name)
+            if value is not None and (not isinstance(value, int) or abs(value) > _MAX_SIZE):
+                raise OptionError(f"{name} should be a whole number, and is {value!r}"[:_MAX_LENGTH])
+            return None if value is None else int(value)
         case ast.BoolOp(op=ast.Or(), values=parts):
             values = [value for part in parts if (value := _value(part, names, text)) is not None]
             return next(filter(None, values), 0 if values else None)
@@ -404,25 +410,10 @@ def _value(node: ast.expr, names: Mapping[str, Any], text: str) -> int | None:
 
 
 def _combined(low: int, op: ast.operator, high: int, text: str) -> int:
-    match op:
-        case ast.Add():
-            found = low + high
-        case ast.Sub():
-            found = low - high
-        case ast.Mult():
-            found = low * high
-        case ast.FloorDiv() if high:
-            found = low // high
-        case _:
-            raise OptionError(f"{text!r}: what may be done is + - * //, and that not by 0")
+    operation = _OPERATIONS.get(type(op))
+    if operation is None or (operation is operator.floordiv and not high):
+        raise OptionError(f"{text!r}: what may be done is + - * //, and that not by 0")
+    found = operation(low, high)
     if abs(found) > _MAX_SIZE:
         raise OptionError(f"{text!r} is too large")
     return found
-
-
-def _named(name: str, value: Any) -> int | None:
-    if value is None:
-        return None
-    if not isinstance(value, int) or abs(value) > _MAX_SIZE:
-        raise OptionError(f"{name} should be a whole number, and is {value!r}"[:_MAX_LENGTH])
-    return int(value)

@@ -272,17 +272,6 @@ class StoredPiece(NamedTuple):
     piece: Piece
 
 
-class _TensorParts(NamedTuple):
-    """The stored parts of one tensor of the source: by part its box in the tensor, the chunk, and how it
-    lies in the payload."""
-
-    low: Int64
-    high: Int64
-    chunks: Int64
-    begins: Int64
-    strides: Int64
-
-
 class StoredTensors:
     """Places in which the sources of ``tensors`` are stored.
 
@@ -291,43 +280,35 @@ class StoredTensors:
     """
 
     def __init__(self, engine: ReadEngine, tensors: Iterable[MappedTensor]) -> None:
+        index = engine.index
         names = dict.fromkeys(piece.source.name for tensor in tensors for piece in tensor.pieces)
-        self._parts = _whole_tensors(engine, list(names))
+        rows = np.array([index.position[name] for name in names], np.int64)
+        shapes = gather_rows(index.shape_values, index.shape_start, rows)
+        origins = np.zeros_like(shapes)
+        self._stored = stored_parts(engine, rows, np.arange(len(rows), dtype=np.int64), origins, shapes)
+        bounds = np.searchsorted(self._stored.wanted, np.arange(len(rows) + 1)).tolist()
+        self._rows = dict(zip(names, pairwise(bounds), strict=True))
 
     def within(self, tensor: MappedTensor, box: Box) -> Iterator[StoredPiece]:
         """Yield the parts that the chunks have of ``box`` of ``tensor``, each element once."""
         for piece in tensor.pieces:
             for part in piece.within_target(box):
-                yield from _stored_pieces(part, self._parts[piece.source.name])
+                yield from self._stored_pieces(part)
 
-
-def _whole_tensors(engine: ReadEngine, names: list[str]) -> dict[str, _TensorParts]:
-    index = engine.index
-    rows = np.array([index.position[name] for name in names], np.int64)
-    shapes = gather_rows(index.shape_values, index.shape_start, rows)
-    stored = stored_parts(engine, rows, np.arange(len(rows), dtype=np.int64), np.zeros_like(shapes), shapes)
-    bounds = np.searchsorted(stored.wanted, np.arange(len(rows) + 1)).tolist()
-    found = {}
-    for name, ndim, (first, last) in zip(names, index.ndims[rows].tolist(), pairwise(bounds), strict=True):
+    def _stored_pieces(self, piece: Piece) -> Iterator[StoredPiece]:
+        stored, side = self._stored, piece.source
+        first, last = self._rows[side.name]
         flat = slice(int(stored.axis_start[first]), int(stored.axis_start[last]))
         low, lengths, strides = (
-            column[flat].reshape(last - first, ndim)
+            column[flat].reshape(last - first, len(side.base))
             for column in (stored.offsets, stored.lengths, stored.strides)
         )
-        own = slice(first, last)
-        found[name] = _TensorParts(low, low + lengths, stored.chunks[own], stored.begins[own], strides)
-    return found
-
-
-def _stored_pieces(piece: Piece, stored: _TensorParts) -> Iterator[StoredPiece]:
-    side = piece.source
-    reach = np.array(side.base, np.int64) + 1
-    for dim, step, length in zip(side.dims, side.steps, piece.lengths, strict=True):
-        reach[dim] += step * (length - 1)
-    met = ((stored.low < reach) & (stored.high > np.array(side.base, np.int64))).all(axis=1)
-    for row in np.flatnonzero(met).tolist():
-        box = Box.between(stored.low[row].tolist(), stored.high[row].tolist())
-        strides = stored.strides[row].tolist()
-        for part in piece.within_source(box):
-            begin = int(stored.begins[row]) + part.source.place(strides, box.offsets)
-            yield StoredPiece(int(stored.chunks[row]), begin, part.source.strides(strides), part)
+        reach = np.array(side.base, np.int64) + 1
+        for dim, step, length in zip(side.dims, side.steps, piece.lengths, strict=True):
+            reach[dim] += step * (length - 1)
+        met = ((low < reach) & (low + lengths > np.array(side.base, np.int64))).all(axis=1)
+        for row in np.flatnonzero(met).tolist():
+            box, own = Box(tuple(low[row].tolist()), tuple(lengths[row].tolist())), strides[row].tolist()
+            for part in piece.within_source(box):
+                begin = int(stored.begins[first + row]) + part.source.place(own, box.offsets)
+                yield StoredPiece(int(stored.chunks[first + row]), begin, part.source.strides(own), part)

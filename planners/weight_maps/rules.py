@@ -39,10 +39,8 @@ class FoundTensor(NamedTuple):
     parts: Mapping[str, str]
 
 
-class _SourceTerm(NamedTuple):
-    found: FoundTensor
-    term: AxisPlaces
-    fixed: Mapping[str, int]
+_Term = tuple[str, AxisPlaces, Mapping[str, int]]
+"""A term of a source: the tensor's name, the places, and the index by axis that is a part of the name."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,9 @@ class MapRule:
 
     def __post_init__(self) -> None:
         given = [pattern.axes is None for pattern in (*self.sources, *self.targets)]
-        if self.targets and any(given) and not (all(given) and self._is_renaming):
+        originals = [pattern for pattern in self.targets if pattern.name.text not in self.copies]
+        is_renaming = all(given) and len(self.sources) == len(originals) == 1
+        if self.targets and any(given) and not is_renaming:
             raise OptionError(f"{self.label}: each tensor needs its axes, unless it is just renamed")
         if not self.sources:
             raise OptionError("a rule needs a source")
@@ -173,11 +173,6 @@ class MapRule:
                     )
                 there.add(key)
 
-    @cached_property
-    def _is_renaming(self) -> bool:
-        own = [pattern for pattern in self.targets if pattern.name.text not in self.copies]
-        return len(self.sources) == 1 and len(own) == 1
-
     def _has_axis(self, name: str) -> bool:
         others = self.targets if name in self.stacked else self.sources
         own = self.sources if name in self.stacked else self.targets
@@ -213,13 +208,12 @@ class MapRule:
             counts = {name: sizes.get(name) for name in self.stacked}
         self._check_complete(sources, counts)
         known = self._solve(sources, sizes, counts)
-        by_axes: dict[frozenset[str], list[_SourceTerm]] = {}
+        by_axes: dict[frozenset[str], list[_Term]] = {}
         for found in sources:
             fixed = {name: int(found.parts[name]) for name in self.stacked if name in found.parts}
             for term in self._axes(self.sources[found.pattern], found.shape).terms(known):
-                by_axes.setdefault(frozenset((*term.steps, *fixed)), []).append(
-                    _SourceTerm(found, term, fixed)
-                )
+                own = by_axes.setdefault(frozenset((*term.steps, *fixed)), [])
+                own.append((found.name, term, fixed))
         used: set[frozenset[str]] = set()
         for pattern in self.targets:
             yield from self._targets(pattern, sources, by_axes, known, used)
@@ -276,7 +270,7 @@ class MapRule:
         self,
         pattern: Pattern,
         sources: Sequence[FoundTensor],
-        by_axes: Mapping[frozenset[str], Sequence[_SourceTerm]],
+        by_axes: Mapping[frozenset[str], Sequence[_Term]],
         known: Mapping[str, int],
         used: set[frozenset[str]],
     ) -> Iterator[MappedTensor]:
@@ -304,7 +298,7 @@ class MapRule:
         axes: Axes,
         fixed: Mapping[str, int],
         like: FoundTensor,
-        by_axes: Mapping[frozenset[str], Sequence[_SourceTerm]],
+        by_axes: Mapping[frozenset[str], Sequence[_Term]],
         known: Mapping[str, int],
         used: set[frozenset[str]],
     ) -> MappedTensor:
@@ -318,7 +312,11 @@ class MapRule:
                     raise PlanError(f"nothing is the part of {name!r} with the axes {_joined(key)}")
                 padding += math.prod(known[axis] for axis in term.steps)
             used.add(key)
-            pieces += [_piece(source, name, term, fixed, known) for source in sources]
+            for source, own, at in sources:  # the elements that two terms of the same axes have in common
+                common = [axis for axis in term.steps if axis in own.steps]
+                lengths = tuple(known[axis] for axis in common)
+                sides = _side(source, own, common, fixed), _side(name, term, common, at)
+                pieces.append(Piece(lengths, *sides))
         return MappedTensor(
             name, axes.shape(known), pieces, like.dtype_code, like.requires_grad, padding, dict(known)
         )
@@ -350,21 +348,8 @@ def _joined(axes: frozenset[str]) -> str:
     return " ".join(sorted(axes)) or "none"
 
 
-def _piece(
-    source: _SourceTerm, name: str, term: AxisPlaces, fixed: Mapping[str, int], known: Mapping[str, int]
-) -> Piece:
-    """Return the elements that two terms of the same axes have in common; of ``fixed`` ones, those of one
-    index."""
-    axes = [axis for axis in term.steps if axis in source.term.steps]
-    lengths = tuple(known[axis] for axis in axes)
-    return Piece(
-        lengths,
-        _side(source.found.name, source.term, axes, fixed),
-        _side(name, term, axes, source.fixed),
-    )
-
-
 def _side(name: str, term: AxisPlaces, axes: Sequence[str], fixed: Mapping[str, int]) -> PieceSide:
+    """Give the places of ``axes``; of ``fixed`` ones, those of one index."""
     base = list(term.base)
     for axis, index in fixed.items():
         if axis in term.steps:
