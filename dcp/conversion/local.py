@@ -21,7 +21,7 @@ from typing import Final
 from dcp.conversion.hf_folder import HF_NAMES
 from dcp.conversion.layout import TargetLayout
 from dcp.conversion.publishing import MAX_LEDGER_BYTES, Publisher, framed, header, parse
-from dcp.conversion.running import Output, announce
+from dcp.conversion.running import announce
 from dcp.conversion.targets.job import TargetPlace
 from dcp.conversion.tasks import ResultChecks, TaskBatch, TaskResult
 from dcp.storage import commit
@@ -228,9 +228,9 @@ class LocalPublisher(Publisher):
         self._ledger.append(result.encode())
 
     @property
-    def output(self) -> Output:
+    def output(self) -> PosixStore:
         """The folder beside the target."""
-        return Output(PosixStore(self._ledger.output), in_place=True)
+        return PosixStore(self._ledger.output)
 
     def begin(self, layout: TargetLayout, fingerprint: str) -> tuple[TargetLayout, list[TaskResult]]:
         """As `Publisher.begin`."""

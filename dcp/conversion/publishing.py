@@ -25,7 +25,7 @@ import msgpack
 import numpy as np
 
 from dcp.conversion.layout import TargetLayout
-from dcp.conversion.running import Output, announce
+from dcp.conversion.running import announce
 from dcp.conversion.targets.job import TargetPlace
 from dcp.conversion.tasks import ResultChecks, TaskBatch, TaskResult
 from dcp.inspection.values.digests import sums_of
@@ -116,7 +116,7 @@ class Publisher(ABC):
 
     @property
     @abstractmethod
-    def output(self) -> Output:
+    def output(self) -> Store:
         """The place where tasks write, once there is room."""
 
     @abstractmethod
@@ -232,7 +232,7 @@ class Publisher(ABC):
         index = replace(index, crc_start=starts([len(block) for block in blocks]), crcs=crcs)
         if not (rows := [row for row, total in enumerate(index.digests) if not total]):
             return index
-        with TensorReader(self.output.store, index) as reader:
+        with TensorReader(self.output, index) as reader:
             found = sums_of(reader, rows)
         return replace(index, digests=[found.get(row, total) for row, total in enumerate(index.digests)])
 
@@ -265,9 +265,9 @@ class StoredPublisher(Publisher):
         self._expected: dict[str, str] = {}
 
     @property
-    def output(self) -> Output:
+    def output(self) -> Store:
         """The store itself."""
-        return Output(self._store, in_place=False, replace=self.overwrite)
+        return self._store
 
     def begin(self, layout: TargetLayout, fingerprint: str) -> tuple[TargetLayout, list[TaskResult]]:
         """As `Publisher.begin`."""

@@ -167,7 +167,7 @@ def run_conversion(
         with _clearing_up(conversion, resume=resume):
             prepared, batches = conversion.prepare(resume=resume)
             planned, left = time.perf_counter(), len(batches)
-            conversion.carry_out(prepared, batches, how.executor, how.workers, how.progress)
+            conversion.carry_out(prepared.source_mark, batches, how.executor, how.workers, how.progress)
             copied = time.perf_counter()
             report = conversion.publish(prepared)
     ended = time.perf_counter()

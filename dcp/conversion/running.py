@@ -65,33 +65,6 @@ def announce(op: str, path: str | os.PathLike[str]) -> None:
 # -- where the bytes go --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Output:
-    """The output of all tasks of a conversion.
-
-    ``in_place``: ``store`` is a folder of this machine whose files have their sizes, and tasks write ranges
-    of them. Else each task writes a whole file, which appears when it is finished, with ``replace`` in place
-    of one that is there.
-    """
-
-    store: Store
-    in_place: bool
-    replace: bool = False
-
-    def open(self, name: str, begin: int, size_bytes: int) -> WriteHandle:
-        """Return the range from ``begin`` on of a file of ``size_bytes``, or the file. A file that is
-        there already, since a run before this one wrote it, need only be compared."""
-        if self.in_place:
-            return ReservedRange(Path(self.store.url) / name, begin)
-        if self.is_written(name):
-            return ComparedFile(self.store.open_read(name), self.store.path_of(name), size_bytes)
-        return self.store.create(name, durable=True, expected_bytes=size_bytes, replace=self.replace)
-
-    def is_written(self, name: str) -> bool:
-        """Return whether a task's file is there, and may not be replaced."""
-        return not (self.in_place or self.replace) and self.store.stat(name) is not None
-
-
 class ReservedRange(PosixWriteHandle):
     """A range of a file that has its size, while others write other ranges of it."""
 
@@ -339,15 +312,19 @@ class BatchSettings:
     """All that the batches of a conversion share, for processes that know no more of it.
 
     ``store`` is the one of the source that ``open_source`` opens, whose mark, as a source of the format
-    ``to``, is ``source_mark``.
+    ``to``, is ``source_mark``. ``in_place``: ``output`` is a folder of this machine whose files have their
+    sizes, and tasks write ranges of them. Else each task writes a whole file, which appears when it is
+    finished, with ``replace`` in place of one that is there.
     """
 
     open_source: Callable[[], Source]
     store: Store
     to: str
     source_mark: str
-    output: Output
     verify: Verify
+    output: Store
+    in_place: bool
+    replace: bool = False
 
     def open_engine(self) -> ReadEngine:
         """Open the source, to compare with its checksums. Raises SourceChangedError."""
@@ -363,6 +340,20 @@ class BatchSettings:
                 f"{name} has changed while it was converted; convert it again", path=name
             )
 
+    def open_output(self, task: Task) -> WriteHandle:
+        """Return the range of a task's file, or the file. A file that is there already, since a run before
+        this one wrote it, need only be compared."""
+        output, name = self.output, task.name
+        if self.in_place:
+            return ReservedRange(Path(output.url) / name, task.begin)
+        if self.is_written(name):
+            return ComparedFile(output.open_read(name), output.path_of(name), task.file_bytes)
+        return output.create(name, durable=True, expected_bytes=task.file_bytes, replace=self.replace)
+
+    def is_written(self, name: str) -> bool:
+        """Return whether a task's file is there, and may not be replaced."""
+        return not (self.in_place or self.replace) and self.output.stat(name) is not None
+
 
 def run_batch(
     settings: BatchSettings,
@@ -372,25 +363,24 @@ def run_batch(
 ) -> TaskResult:
     """Carry ``batch`` out; what it writes is durable when this returns. ``engine`` reads the source, where
     the caller has it open; ``on_bytes`` gets the size of each window that is written."""
-    output, verify, result = settings.output, settings.verify != "none", TaskResult(batch.number)
+    verify, result = settings.verify != "none", TaskResult(batch.number)
     with ExitStack() as stack:
         check = None
         # A file that is written in place has no name yet: what publishes it, with all results, compares.
-        if not output.in_place and (verify or batch.is_all):
+        if not settings.in_place and (verify or batch.is_all):
             check = _comparison(batch, engine or stack.enter_context(settings.open_engine()))
         for task in batch.tasks:
-            place = task.name, task.begin, task.file_bytes
             run = partial(_run_task, task, settings.store, verify=verify, check=check)
             try:
-                found = run(output.open(*place), on_bytes=on_bytes)
+                found = run(settings.open_output(task), on_bytes=on_bytes)
             except StorageError:
                 # Another attempt at this task has been quicker, and its file is what ours would have been.
-                if not output.is_written(task.name):
+                if not settings.is_written(task.name):
                     raise
-                found = run(output.open(*place), on_bytes=None)
+                found = run(settings.open_output(task), on_bytes=None)
             result.add(found)
-    if not output.in_place:
-        output.store.sync()
+    if not settings.in_place:
+        settings.output.sync()
     return result
 
 

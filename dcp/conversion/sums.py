@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from dcp.conversion.casting import TOO_LARGE, narrowed, stored_dtype, widened
 from dcp.conversion.gather import RangeReader, Wanted
-from dcp.conversion.layout import Gather, SourcePart, TaskCopy, Term
+from dcp.conversion.layout import SourcePart, TaskCopy, Term
 from dcp.storage.formats import dtypes
 
 _Array = npt.NDArray[Any]
@@ -76,7 +77,7 @@ class Sums:
         """Add up bytes of ``copy`` from ``low`` on, into ``place``; ``done`` is called once they are
         there."""
         size, high = dtypes.BY_CODE[copy.target_code].itemsize, low + len(place)
-        width = sum(dtypes.BY_CODE[term.gathers[0].code].itemsize for term in copy.terms if not term.rank)
+        width = sum(dtypes.BY_CODE[term.codes[0]].itemsize for term in copy.terms if not term.rank)
         last, count = -(-high // size), max(1, self._limit // max(1, width))
         for first in range(low // size, last, count):
             end = min(first + count, last)
@@ -108,28 +109,27 @@ class Sums:
         """Return memory that is read into, for what the elements ``first`` to ``last`` need of a term."""
         term = copy.terms[number]
         if not term.rank:
-            found = self._gather(term.gathers[0], first, last)
+            found = self._gather(term, 0, first, last)
             if copy.is_padded:
                 _fill_with_zeros(found, term.weight)
             return [found]
-        left, right = term.gathers
-        rows = self._gather(left, first // term.width * term.rank, -(-last // term.width) * term.rank)
+        rows = self._gather(term, 0, first // term.width * term.rank, -(-last // term.width) * term.rank)
         key = copy.copy, number
         if key not in self._rights:  # for all windows of the copy
-            self._rights[key] = self._gather(right, 0, term.rank * term.width, is_kept=True)
+            self._rights[key] = self._gather(term, 1, 0, term.rank * term.width)
         return [rows, self._rights[key]]
 
-    def _gather(self, gather: Gather, first: int, last: int, *, is_kept: bool = False) -> _Array:
-        kind = stored_dtype(gather.code)
+    def _gather(self, term: Term, side: int, first: int, last: int) -> _Array:
+        kind = stored_dtype(term.codes[side])
         size = (last - first) * kind.itemsize
         begin = -(-self._used // _ALIGNMENT) * _ALIGNMENT
-        if is_kept or begin + size > len(self._memory):
+        if side or begin + size > len(self._memory):  # a right factor is kept
             found: _Array = np.empty(last - first, kind)
         else:
             found = self._memory[begin : begin + size].view(kind)
             self._used = begin + size
         target = memoryview(found.view(np.uint8).data)
-        self._wanted.append(Wanted(target, kind.itemsize, gather.sources, first, last))
+        self._wanted.append(Wanted(target, kind.itemsize, term.gathers[side], first, last))
         return found
 
     # -- adding ----------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Sums:
                     self._multiply(term, next(read), next(read), step.first, begin, values)
                 else:
                     elements = next(read)[begin : begin + count]
-                    values = widened(elements, term.gathers[0].code, values)
+                    values = widened(elements, term.codes[0], values)
                 weight = total.dtype.type(term.weight)
                 if not number:
                     np.multiply(values, weight, out=total)
@@ -175,13 +175,12 @@ class Sums:
             wide = min(width - column, end - at)
             high = 1 if column or wide < width else (end - at) // width
             part = out[at - first - begin :][: high * wide].reshape(high, wide)
-            codes = [gather.code for gather in term.gathers]
             self._add_ranks(
-                rows[row - origin : row - origin + high], columns[:, column : column + wide], codes, part
+                rows[row - origin : row - origin + high], columns[:, column : column + wide], term.codes, part
             )
             at += high * wide
 
-    def _add_ranks(self, left: _Array, right: _Array, codes: list[int], out: _Array) -> None:
+    def _add_ranks(self, left: _Array, right: _Array, codes: tuple[int, ...], out: _Array) -> None:
         kind = out.dtype
         wide = np.ascontiguousarray(left)
         factors = widened(wide, codes[0], np.empty(wide.shape, kind))
@@ -204,7 +203,7 @@ class Sums:
             left = first + np.flatnonzero(wrong)
             # Of the terms that are no products, in their order: of padded ones the first may not have it.
             plain = (term.gathers[0] for term in copy.terms if not term.rank) if len(left) else ()
-            for source in (source for gather in plain for source in gather.sources):
+            for source in chain.from_iterable(plain):
                 is_there = _has(source, left)
                 if count := int(is_there.sum()):
                     self._faults.append(BadElements(copy.copy, source.chunk, count, kind))

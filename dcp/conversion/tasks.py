@@ -120,8 +120,8 @@ class TaskResult:
 def make_tasks(
     index: CheckpointIndex,
     layout: TargetLayout,
-    sources: SourceColumns,
     dtype_codes: npt.NDArray[np.uint8],
+    sources: SourceColumns,
     terms: TermColumns | None = None,
     *,
     by_file: bool,

@@ -20,11 +20,10 @@ from typing import Any, Final, Literal
 from dcp.conversion.arithmetic import Arithmetic
 from dcp.conversion.entries import Entries, TargetDtype, Value
 from dcp.conversion.hf_folder import HfFolder, read_hf_folder
-from dcp.conversion.layout import MergedTensors, TargetLayout, payload_crcs
+from dcp.conversion.layout import TargetLayout, payload_crcs
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.axes import CONFIG, config_of
-from dcp.planners.weight_maps.mapped_index import MappedIndex
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage import commit
 from dcp.storage.engine.read import ReadEngine
@@ -102,18 +101,22 @@ class ConversionOptions:
 
 @dataclass(frozen=True)
 class Planned:
-    """A layout, and the names of the values that it leaves out. ``mapped``: its tensors are made of the
-    source's, of several the first one's, by a weight map; ``merged``: they are sums of those of several."""
+    """A layout, and the names of the values that it leaves out, which a format returns.
+
+    With the rest it is the plan of a conversion as publishing needs it; `dcp.conversion.driver.encode` makes
+    text of it.
+
+    ``unmerged`` are the tensors of a merge that are those of its first source. ``chunks`` are those of the
+    source that are read. ``inode`` is that of what will be renamed to the target, where that is local.
+    """
 
     layout: TargetLayout
     dropped: tuple[str, ...]
-    mapped: MappedIndex | None = None
-    merged: MergedTensors | None = None
-
-    @property
-    def unmerged(self) -> tuple[str, ...]:
-        """The tensors of a merge that are taken from the first source as they are."""
-        return self.merged.unmerged if self.merged is not None else ()
+    unmerged: tuple[str, ...] = ()
+    source_mark: str = ""
+    chunks: tuple[int, ...] = ()
+    batch_count: int = 0
+    inode: int | None = None
 
 
 @dataclass(frozen=True)

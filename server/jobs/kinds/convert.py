@@ -279,12 +279,12 @@ class TargetKind(Kind[T]):
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
         from dcp.conversion import driver
-        from dcp.conversion.driver import Prepared
+        from dcp.conversion.targets.job import Planned
         from dcp.conversion.tasks import TaskResult
 
         shared = plan_data["shared"]
         params, subject = self.params.model_validate(shared["params"]), shared["subject"]
-        prepared = driver.decode(plan_data["prepared"], Prepared)
+        prepared = driver.decode(plan_data["prepared"], Planned)
         with self._conversion(context, shared) as conversion:
             done = (driver.decode(result["result"], TaskResult) for result in results)
             report = conversion.publish(prepared, done)
