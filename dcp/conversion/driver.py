@@ -43,9 +43,18 @@ from dcp.conversion.layout import (
 from dcp.conversion.local import LocalPublisher, stays
 from dcp.conversion.merging import merge_entries, merge_origin
 from dcp.conversion.publishing import Publisher, StoredPublisher
-from dcp.conversion.running import BatchSettings, run_batch, source_mark
+from dcp.conversion.running import (
+    BatchSettings,
+    ResultChecks,
+    Task,
+    TaskBatch,
+    TaskResult,
+    make_batches,
+    make_tasks,
+    run_batch,
+    source_mark,
+)
 from dcp.conversion.targets.job import ConversionOptions, Planned, TargetPlace, plan_layout
-from dcp.conversion.tasks import ResultChecks, Task, TaskBatch, TaskResult, make_batches, make_tasks
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.closable import Closable
 from dcp.storage.commit_names import is_commit_object

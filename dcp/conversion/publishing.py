@@ -25,9 +25,8 @@ import msgpack
 import numpy as np
 
 from dcp.conversion.layout import TargetLayout
-from dcp.conversion.running import announce
+from dcp.conversion.running import ResultChecks, TaskBatch, TaskResult, announce
 from dcp.conversion.targets.job import TargetPlace
-from dcp.conversion.tasks import ResultChecks, TaskBatch, TaskResult
 from dcp.inspection.values.digests import sums_of
 from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.storage import commit

@@ -19,9 +19,8 @@ from dcp.conversion.driver import Conversion, ConversionReport
 from dcp.conversion.entries import TargetDtype
 from dcp.conversion.executors import check_executor
 from dcp.conversion.merging import open_joined
-from dcp.conversion.running import SourceChangedError
+from dcp.conversion.running import FaultySumsError, SourceChangedError
 from dcp.conversion.targets.job import Chunks, ConversionOptions, TargetPlace, place_of
-from dcp.conversion.tasks import FaultySumsError
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback

@@ -16,8 +16,7 @@ from typing import Final
 import numpy as np
 
 from dcp.conversion.layout import TargetLayout, copy_sources
-from dcp.conversion.running import TaskReader
-from dcp.conversion.tasks import SourceChecks, make_tasks
+from dcp.conversion.running import SourceChecks, TaskReader, make_tasks
 from dcp.inspection.values.elements import Array
 from dcp.inspection.values.tensor_reading import Slices, TensorReader
 from dcp.server.data.sending import bodies

@@ -262,7 +262,7 @@ class TargetKind(Kind[T]):
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
         from dcp.conversion import driver
-        from dcp.conversion.tasks import TaskBatch
+        from dcp.conversion.running import TaskBatch
 
         done = 0
 
@@ -279,8 +279,8 @@ class TargetKind(Kind[T]):
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
         from dcp.conversion import driver
+        from dcp.conversion.running import TaskResult
         from dcp.conversion.targets.job import Planned
-        from dcp.conversion.tasks import TaskResult
 
         shared = plan_data["shared"]
         params, subject = self.params.model_validate(shared["params"]), shared["subject"]
