@@ -189,7 +189,8 @@ class Conversion(Closable):
         chosen |= {"rename": options.rename, "dtype": options.dtype}
         maps, arithmetic = options.weight_maps, options.arithmetic
         origin: dict[str, Any] = {}
-        added, unmerged = None, ()
+        unmerged: tuple[str, ...] = ()
+        added = None
         if arithmetic is None:
             weights = maps[0] if maps else None
             entries, mapped = mapped_entries(engine.index, engine.store, weights, **chosen)

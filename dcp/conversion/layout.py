@@ -109,16 +109,6 @@ class Copies:
         return len(self.tensors)
 
 
-def _none(folder: str, names: Collection[str]) -> frozenset[str]:
-    return frozenset()
-
-
-def _checked_path(path: str) -> str:
-    """Return the path of a file of the folder, or of one directly below it."""
-    folder, slash, name = path.partition("/")
-    return f"{check_name(folder)}/{check_name(name)}" if slash else check_name(path)
-
-
 @dataclass(frozen=True, eq=False)
 class TargetLayout:
     """The whole output.
@@ -140,7 +130,7 @@ class TargetLayout:
     chunk_copies: Int64 | None = None
     last_files: Mapping[str, bytes] = field(default_factory=dict)
     tensor_copies: Mapping[str, int] = field(default_factory=dict)
-    replaced: Callable[[str, Collection[str]], frozenset[str]] = _none
+    replaced: Callable[[str, Collection[str]], frozenset[str]] = lambda folder, names: frozenset()
 
     def check(self) -> None:
         """Raise PlanError unless literals and copies tile each file: a hole would be zeros that were
@@ -148,7 +138,10 @@ class TargetLayout:
 
         Nor may two files have one name; CheckpointFormatError for names that lead elsewhere.
         """
-        names = [*map(check_name, self.file_names), *map(_checked_path, self.last_files)]
+        names = list(map(check_name, self.file_names))
+        for path in self.last_files:  # in the folder, or in one directly below it
+            folder, slash, name = path.partition("/")
+            names.append(f"{check_name(folder)}/{check_name(name)}" if slash else check_name(path))
         if len(set(names)) < len(names):
             twice = next(name for name, count in Counter(names).items() if count > 1)
             raise PlanError(f"{twice} would be two files: rename what it is made of")
@@ -332,9 +325,9 @@ class TermColumns:
         gathers = zip(self.codes[low:high].tolist(), sources.parts(low, high), strict=True)
         columns = (column[rows].tolist() for column in (self.weights, self.ranks, self.widths))
         found = []
-        for facts in zip(*columns, strict=True):
-            codes, parts = zip(*islice(gathers, 2 if facts[1] else 1), strict=True)
-            found.append(Term(*facts, codes, parts))
+        for weight, rank, width in zip(*columns, strict=True):
+            codes, parts = zip(*islice(gathers, 2 if rank else 1), strict=True)
+            found.append(Term(weight, rank, width, codes, parts))
         for begin, end in pairwise(bounds):
             yield tuple(found[begin - bounds[0] : end - bounds[0]])
 
@@ -417,12 +410,6 @@ class TensorTerms:
     rights: Int64
     ranks: Int64
     turned: npt.NDArray[np.bool_]
-
-    @classmethod
-    def of(cls, count: int, rows: Int64, *columns: npt.NDArray[Any]) -> TensorTerms:
-        """Return the terms of ``count`` tensors; ``rows`` says by term which it is of."""
-        order = np.argsort(rows, kind="stable")
-        return cls(starts(np.bincount(rows, minlength=count)), *(column[order] for column in columns))
 
     def products(self, tensor: int) -> list[tuple[Any, ...]]:
         """Return the terms of a tensor that are products."""

@@ -316,8 +316,12 @@ class _Merging:
         plain = [np.concatenate(one) for one in parts]
         plain += [np.zeros(len(plain[0]), kind) for kind in (np.int64, np.int64, bool)]
         added = zip(*products, strict=True) if products else [()] * len(plain)
-        columns = [np.append(one, np.array(more, one.dtype)) for one, more in zip(plain, added, strict=True)]
-        return TensorTerms.of(self.sources[0].index.tensor_count, *columns)
+        of, *columns = (
+            np.append(one, np.array(more, one.dtype)) for one, more in zip(plain, added, strict=True)
+        )
+        order = np.argsort(of, kind="stable")
+        start = starts(np.bincount(of, minlength=self.sources[0].index.tensor_count))
+        return TensorTerms(start, *(column[order] for column in columns))
 
     def raise_problems(self, names: Sequence[str]) -> None:
         """Raise PlanError with all that was noted; ``names`` are of the sources."""

@@ -25,7 +25,6 @@ from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.axes import CONFIG, config_of
 from dcp.planners.weight_maps.weight_map import WeightMap
-from dcp.storage import commit
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -225,7 +224,9 @@ class SourceValues:
             special: dict[type, Callable[[Any], Any]] = dict.fromkeys(
                 (SizePickle, Dtype, DevicePickle), lambda value: value
             )
-            special[TensorPickle] = lambda facts: _stored(facts, opened)
+            special[TensorPickle] = lambda one: PickledTensor(
+                one.dtype_code, one.sizes, opened.elements(one).tobytes(), requires_grad=one.requires_grad
+            )
             return python_value(opened.decoded, opened.pickle_bytes, special)
         except CheckpointFormatError as error:
             raise type(error)(f"object {fqn!r}: {error}", **{**error.facts, "fqn": fqn}) from error
@@ -274,12 +275,6 @@ def torch_allows(value: Any) -> bool:
     if kind in (list, tuple, set):
         return all(map(torch_allows, value))
     return kind in _TORCH_KNOWS
-
-
-def _stored(facts: TensorPickle, opened: ObjectBlob) -> PickledTensor:
-    return PickledTensor(
-        facts.dtype_code, facts.sizes, opened.elements(facts).tobytes(), requires_grad=facts.requires_grad
-    )
 
 
 # -- places --------------------------------------------------------------------------------------------------
@@ -331,12 +326,6 @@ class TargetPlace:
     def ledger_of(self, batch: int) -> str:
         """Return the name of the ledger of a batch, of which an attempt has one for each."""
         return _work_name(f"{self.attempt}/{batch}")
-
-    def end_uploads(self) -> None:
-        """End the unfinished uploads of this target's files, once it is made, or given up: they are of
-        attempts that were killed, or that have been beaten."""
-        ledgers = {self.ledger_name}
-        commit.abort_uploads(self.store, lambda name: is_written_under(ledgers, name))
 
     def exists(self, is_leftover: Callable[[str], bool] | None = None) -> bool:
         """Return whether anything is at the target: a file, or a folder that is not empty. Of objects in a
