@@ -297,7 +297,7 @@ class Conversion(Closable):
         planned, codes, sources, terms = self._plan(save_id)
         layout, inode = planned.layout, place.path.stat().st_ino if place.path is not None else None
         is_there = _publisher(place, save_id, overwrite=False).is_published(layout, inode)
-        if not is_there or not _is_same(layout.index, there):
+        if not is_there or _lasting(layout.index) != _lasting(there):
             return None
         tasks = make_tasks(engine.index, layout, codes, sources, terms, by_file=True)
         checks = ResultChecks(engine, layout.copies)
@@ -334,23 +334,20 @@ def _publisher(place: TargetPlace, save_id: str, *, overwrite: bool) -> Publishe
     return kind(place, save_id, overwrite=overwrite)
 
 
-def _is_same(made: CheckpointIndex | None, there: CheckpointIndex | None) -> bool:
-    """Return whether two indexes have the same tensors and values at the same places; checksums of blocks and
-    digests follow from the bytes."""
-    if made is None or there is None:
-        return made is there
-    made, there = (
-        replace(
-            index,
-            provenance={key: value for key, value in index.provenance.items() if key not in _OF_A_RUN},
-            crc_start=np.zeros(len(index.crc_start), np.int64),
-            crcs=np.zeros(0, np.uint32),
-            digests=(),
-            torch_metadata_crc=None,
-        )
-        for index in (made, there)
+def _lasting(index: CheckpointIndex | None) -> bytes | None:
+    """Return the tensors and values of an index, and their places, as bytes to be compared; checksums of
+    blocks and digests follow from those."""
+    if index is None:
+        return None
+    index = replace(
+        index,
+        provenance={key: value for key, value in index.provenance.items() if key not in _OF_A_RUN},
+        crc_start=np.zeros(len(index.crc_start), np.int64),
+        crcs=np.zeros(0, np.uint32),
+        digests=(),
+        torch_metadata_crc=None,
     )
-    return encode_manifest(made) == encode_manifest(there)
+    return encode_manifest(index)
 
 
 def _of_attempt(target: TargetPlace, attempt: str) -> tuple[TargetPlace, str]:

@@ -234,7 +234,7 @@ def _tensors(
 def _cast(names: Sequence[str], codes: Sequence[int], dtype: str | Mapping[str, str]) -> list[int]:
     """Return the codes of the target's dtypes for tensors of those names; integers and the like are never
     cast. PlanError for a glob that matches nothing."""
-    rules = {"*": dtype} if isinstance(dtype, str) or not isinstance(dtype, Mapping) else dtype
+    rules = dtype if isinstance(dtype, Mapping) else {"*": dtype}
     wanted = {glob: check_castable(name) for glob, name in rules.items()}
     used, found = set[str](), list(codes)
     for number, name in enumerate(names):

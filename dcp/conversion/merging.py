@@ -101,8 +101,14 @@ def open_joined(members: Sequence[Callable[[], Source]]) -> Source:
     follow in their order. Values are those of the first.
     """
     with WorkerThreads(min(_AT_ONCE, len(members))) as pool:
-        first, *others = pool.map(_opened, members)
-    found = [first, *(_sharing(member, first) for member in others)]
+        found = list(pool.map(_opened, members))
+    fqns = found[0].index.fqns
+    for number, member in enumerate(found[1:], 1):
+        # Names are shared where they are the same, of which there may be very many. The nesting of the state
+        # is that of the first alone.
+        own = member.index.fqns
+        shared = replace(member.index, fqns=fqns if own == fqns else own, planner_data=None)
+        found[number] = replace(member, index=shared)
     index = _joined_index([member.index for member in found])
     name = " + ".join(member.name for member in found)
     store = JoinedStore([member.store for member in found])
@@ -122,14 +128,6 @@ def _parts_of(joined: CheckpointIndex, members: Sequence[Source]) -> Iterator[So
         own = {name: getattr(joined, name)[begins[name] : end] for name, end in ends.items()}
         yield replace(member, index=replace(member.index, **own))
         begins = ends
-
-
-def _sharing(member: Source, first: Source) -> Source:
-    """Share the names of the first source where they are the same, of which there may be very many. The
-    nesting of the state is that of the first alone."""
-    own = member.index
-    fqns = first.index.fqns if own.fqns == first.index.fqns else own.fqns
-    return replace(member, index=replace(own, fqns=fqns, planner_data=None))
 
 
 class _JoinedNames(Sequence[str]):

@@ -518,20 +518,14 @@ class TaskReader(Closable):
         self._seen = len(self._reader.targets)
         first = bisect_left(self._holes, begin, key=lambda hole: hole.offset + 3)
         for hole in self._holes[first : bisect_left(self._holes, end, key=attrgetter("offset"))]:
-            data = _whole(self._fragments.get(hole.copy, [])).to_bytes(4, "little")
+            crc = position = 0
+            for fragment in sorted(self._fragments.get(hole.copy, [])):
+                if fragment.begin != position:
+                    raise CheckpointError("a copy was not written in order; this is an error of dcphub")
+                crc, position = crc32_combine(crc, fragment.crc, fragment.end - position), fragment.end
+            data = crc.to_bytes(4, "little")
             low, high = max(begin, hole.offset), min(end, hole.offset + 4)  # it may be in two windows
             buffer[low - begin : high - begin] = data[low - hole.offset : high - hole.offset]
-
-
-def _whole(fragments: Sequence[Fragment]) -> int:
-    """Return the CRC-32 of a copy whose fragments are all there."""
-    total = position = 0
-    for fragment in sorted(fragments):
-        if fragment.begin != position:
-            raise CheckpointError("a copy was not written in order; this is an error of dcphub")
-        total = crc32_combine(total, fragment.crc, fragment.end - fragment.begin)
-        position = fragment.end
-    return total
 
 
 def _run_task(

@@ -65,7 +65,7 @@ class Sums:
         self._faults = faults
         kind = stored_dtype(accumulate)
         self._sum, self._product, self._values = (np.empty(_BLOCK, kind) for _ in range(3))
-        self._limit = _STEP_OF_REQUESTS_BYTES if reader.scatters else _STEP_BYTES
+        self._limit = _STEP_OF_REQUESTS_BYTES if reader.profile.scatter else _STEP_BYTES
         self._memory = np.empty(self._limit, np.uint8)
         self._used = 0
         self._steps: list[_Step] = []
