@@ -54,7 +54,7 @@ from dcp.conversion.running import (
     run_batch,
     source_mark,
 )
-from dcp.conversion.targets.job import ConversionOptions, Planned, TargetPlace, plan_layout
+from dcp.conversion.targets.job import ConversionOptions, LayoutJob, Planned, TargetPlace
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.closable import Closable
 from dcp.storage.commit_names import is_commit_object
@@ -201,7 +201,7 @@ class Conversion(Closable):
             origin = merge_origin(self._members, arithmetic)
         if any(maps):
             origin["map"] = ", ".join(dict.fromkeys(one.label for one in maps if one is not None))
-        planned = plan_layout(entries, engine, options, place.file_name, save_id, origin=origin)
+        planned = LayoutJob(entries, engine, options, place.file_name, save_id, origin=origin).plan()
         copies, terms = planned.layout.copies, None
         if arithmetic is None or added is None:
             sources = copy_sources(engine, copies, mapped)

@@ -44,16 +44,9 @@ class BadElements(NamedTuple):
     kind: int
 
 
-class _Step(NamedTuple):
-    """Elements ``first`` to ``last`` of a copy: ``place`` is for their bytes but the first ``skip``.
-    ``read`` has what was read, by gather."""
-
-    copy: TaskCopy
-    first: int
-    last: int
-    place: memoryview
-    skip: int
-    read: list[_Array]
+_Step = tuple[TaskCopy, int, int, memoryview, int, list[_Array]]
+"""A copy, the first of some elements of it and the one behind the last, the place for their bytes but the
+first few, how many these are, and what was read, by gather."""
 
 
 class Sums:
@@ -87,19 +80,18 @@ class Sums:
             read = [
                 array for number in range(len(copy.terms)) for array in self._want(copy, number, first, end)
             ]
-            self._steps.append(
-                _Step(copy, first, end, place[begin - low : stop - low], begin - first * size, read)
-            )
+            part = place[begin - low : stop - low]
+            self._steps.append((copy, first, end, part, begin - first * size, read))
         self._done.append(done)
 
     def flush(self) -> None:
         """Read and add what is wanted."""
         self._reader.read(self._wanted)
         for step in self._steps:
-            self._carry_out(step)
+            self._carry_out(*step)
         for done in self._done:
             done()
-        newest = self._steps[-1].copy.copy if self._steps else -1
+        newest = self._steps[-1][0].copy if self._steps else -1
         self._rights = {key: array for key, array in self._rights.items() if key[0] == newest}
         self._used, self._steps, self._wanted, self._done = 0, [], [], []
 
@@ -134,28 +126,29 @@ class Sums:
 
     # -- adding ----------------------------------------------------------------------------------------------
 
-    def _carry_out(self, step: _Step) -> None:
-        copy = step.copy
+    def _carry_out(
+        self, copy: TaskCopy, first: int, last: int, place: memoryview, skip: int, read: list[_Array]
+    ) -> None:
         size = dtypes.BY_CODE[copy.target_code].itemsize
-        target = np.frombuffer(step.place, np.uint8)
-        for begin in range(0, step.last - step.first, _BLOCK):
-            total = self._added(step, begin, min(_BLOCK, step.last - step.first - begin))
-            self._check(copy, total, step.first + begin)
+        target = np.frombuffer(place, np.uint8)
+        for begin in range(0, last - first, _BLOCK):
+            total = self._added(copy, read, first, begin, min(_BLOCK, last - first - begin))
+            self._check(copy, total, first + begin)
             data = narrowed(total, copy.target_code)
-            at = begin * size - step.skip
+            at = begin * size - skip
             end = min(at + len(data), len(target))
             target[max(at, 0) : end] = data[max(-at, 0) : end - at]
 
-    def _added(self, step: _Step, begin: int, count: int) -> _Array:
-        """Return the sum for ``count`` elements from ``begin`` of the step on."""
-        read, total = iter(step.read), self._sum[:count]
+    def _added(self, copy: TaskCopy, read: list[_Array], first: int, begin: int, count: int) -> _Array:
+        """Return the sum for ``count`` elements from ``begin`` behind ``first`` on, where ``read`` begins."""
+        arrays, total = iter(read), self._sum[:count]
         with np.errstate(over="ignore", invalid="ignore"):
-            for number, term in enumerate(step.copy.terms):
+            for number, term in enumerate(copy.terms):
                 values = self._values[:count]
                 if term.rank:
-                    self._multiply(term, next(read), next(read), step.first, begin, values)
+                    self._multiply(term, next(arrays), next(arrays), first, begin, values)
                 else:
-                    elements = next(read)[begin : begin + count]
+                    elements = next(arrays)[begin : begin + count]
                     values = widened(elements, term.codes[0], values)
                 weight = total.dtype.type(term.weight)
                 if not number:

@@ -120,7 +120,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class LayoutJob:
-    """``entries`` are the tensors and values to be written, ``values`` reads what those are.
+    """``entries`` are the tensors and values to be written; ``engine`` reads the source.
 
     ``file_name`` is that of the file where the target is just one. ``is_compared``: the copying compares
     what is read with the source's checksums, so that a target needs none that are of those bytes. ``origin``
@@ -128,13 +128,20 @@ class LayoutJob:
     """
 
     entries: Entries
-    values: SourceValues
+    engine: ReadEngine
     options: ConversionOptions
     file_name: str | None
     save_id: str
-    source_url: str
     is_compared: bool = False
     origin: Mapping[str, Any] = field(default_factory=dict)
+    _blobs: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
+
+    @garbage_collection_paused()
+    def plan(self) -> Planned:
+        """Lay out the target. PlanError, with names, for values that it cannot hold and must not drop."""
+        planned: Planned = target_named(self.options.to)[1].lay_out(self)
+        planned.layout.check()
+        return planned
 
     @cached_property
     def crcs(self) -> Mapping[int, int]:
@@ -148,7 +155,7 @@ class LayoutJob:
         refused: dict[str, str] = {}
         for value in self.entries.values:
             try:
-                content = self.values.value(value.row)
+                content = self.value(value.row)
                 if is_plain_only and encode_plain(content, limit_bytes=_MAX_VALUE_BYTES) is None:
                     raise CheckpointFormatError("is no plain data, or too large")
                 found[value.fqn] = content
@@ -171,52 +178,15 @@ class LayoutJob:
             )
         return [value for value in self.entries.values if value.fqn not in refused], tuple(refused)
 
-
-@garbage_collection_paused()
-def plan_layout(
-    entries: Entries,
-    engine: ReadEngine,
-    options: ConversionOptions,
-    file_name: str | None,
-    save_id: str,
-    *,
-    is_compared: bool = False,
-    origin: Mapping[str, Any] | None = None,
-) -> Planned:
-    """Lay out the target. PlanError, with names, for values that it cannot hold and must not drop.
-
-    ``is_compared``: the copying compares what is read with the source's checksums. ``origin`` as in
-    `LayoutJob`.
-    """
-    values, url = SourceValues(engine), engine.store.url
-    job = LayoutJob(entries, values, options, file_name, save_id, url, is_compared, origin or {})
-    planned: Planned = target_named(options.to)[1].lay_out(job)
-    planned.layout.check()
-    return planned
-
-
-_MAX_BLOB_BYTES = 256 << 20
-_PLAIN: Final = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
-_TORCH_KNOWS: Final = _PLAIN | {SizePickle, Dtype, DevicePickle, PickledTensor}
-
-
-class SourceValues:
-    """The values of a source, read once each through ``engine``."""
-
-    def __init__(self, engine: ReadEngine) -> None:
-        self._engine = engine
-        self._objects = engine.index.objects
-        self._blobs: dict[tuple[int, int, int], bytes] = {}
-
     def value(self, row: int) -> Any:
         """Return the value of a row: what is harmless, with `PickledTensor` for tensors in it.
 
         UnsafeObjectError, a CheckpointFormatError, for any other; nothing of it is run.
         """
-        number = int(self._objects.plain[row])
+        number = int(self.engine.index.objects.plain[row])
         if number >= 0:
-            return decode_value(self._objects.values[number])
-        blob, fqn = self.blob(row), self._objects.fqns[row]
+            return decode_value(self.engine.index.objects.values[number])
+        blob, fqn = self.blob(row), self.engine.index.objects.fqns[row]
         if blob[:1] == b"\x80":  # torch's format of before 1.6: magic number, protocol, facts, then the value
             raise UnsafeObjectError(f"object {fqn!r} is in a format that torch alone reads", fqn=fqn)
         try:
@@ -233,9 +203,9 @@ class SourceValues:
 
     def encoded(self, row: int) -> bytes | None:
         """Return the msgpack encoding of a plain value; None for any other."""
-        number = int(self._objects.plain[row])
+        number = int(self.engine.index.objects.plain[row])
         if number >= 0:
-            encoded = self._objects.values[number]
+            encoded = self.engine.index.objects.values[number]
             return None if encoded[:1] == HARMLESS_MARK else encoded
         try:
             return encode_plain(self.value(row))
@@ -244,7 +214,7 @@ class SourceValues:
 
     def blob(self, row: int) -> bytes:
         """Return the torch.save bytes of a row, as they are stored, or made for plain data that has none."""
-        objects, fqn = self._objects, self._objects.fqns[row]
+        objects, fqn = self.engine.index.objects, self.engine.index.objects.fqns[row]
         place = int(objects.files[row]), int(objects.offsets[row]), int(objects.lengths[row])
         if place[0] < 0:
             return object_record(pickle.dumps(self.value(row), protocol=2))
@@ -255,11 +225,11 @@ class SourceValues:
                 fqn=fqn,
             )
         if place not in self._blobs:
-            blob = self._engine.read_blob(*place)
+            blob = self.engine.read_blob(*place)
             got, expected = crc32(blob), int(objects.crcs[row])
-            if self._engine.verify != "none" and expected not in (UNKNOWN, got):
+            if self.engine.verify != "none" and expected not in (UNKNOWN, got):
                 raise CorruptCheckpointError(
-                    f"{self._engine.store.url}: object {fqn!r} is damaged: CRC-32 {got:08x}, committed was "
+                    f"{self.engine.store.url}: object {fqn!r} is damaged: CRC-32 {got:08x}, committed was "
                     f"{expected:08x}. Convert another checkpoint, or exclude it",
                     fqn=fqn,
                 )
@@ -267,8 +237,13 @@ class SourceValues:
         return self._blobs[place]
 
 
+_MAX_BLOB_BYTES = 256 << 20
+_PLAIN: Final = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
+_TORCH_KNOWS: Final = _PLAIN | {SizePickle, Dtype, DevicePickle, PickledTensor}
+
+
 def torch_allows(value: Any) -> bool:
-    """Return whether `torch.load(weights_only=True)` takes what `SourceValues.value` gave."""
+    """Return whether `torch.load(weights_only=True)` takes what `LayoutJob.value` gave."""
     kind = type(value)
     if kind in (dict, OrderedDict, Counter):
         return all(torch_allows(part) for pair in value.items() for part in pair)
