@@ -137,7 +137,10 @@ def hf_folder_of(store: Store, also: Sequence[str] = (), open_below: OpenStore |
             shown = f"{', '.join(large[:10])} of it are larger than {_MAX_FILE_BYTES} bytes"
         raise OptionError(f"hf: {store.url} is no template: {shown}", path=store.url)
     files = {path: own.read(info.name, limit_bytes=_MAX_FILE_BYTES) for path, own, info in found}
-    folder = HfFolder(store.url, files, _tensor_names(store))
+    index = None  # of its weights, to compare names with; a template needs none
+    with suppress(CheckpointError):
+        index = index_of_folder(store)
+    folder = HfFolder(store.url, files, frozenset(index.fqns if index is not None else ()))
     _ = folder.config  # which is looked at before anything is written
     return folder
 
@@ -198,14 +201,6 @@ def _wanted(store: Store, folder: str, listing: Sequence[FileInfo], also: Sequen
             is_asked_for = may_be and any(fnmatchcase(path, glob) for glob in globs)
         if info.name in known or is_asked_for:
             yield path, store, info
-
-
-def _tensor_names(store: Store) -> frozenset[str]:
-    """Return the names of its weights, to compare with; a template needs none, nor all of them."""
-    index = None
-    with suppress(CheckpointError):
-        index = index_of_folder(store)
-    return frozenset() if index is None else frozenset(index.fqns)
 
 
 def _snapshot(name: str, revision: str | None, also: Sequence[str]) -> Path:

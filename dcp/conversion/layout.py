@@ -303,12 +303,6 @@ class TermColumns:
         """The first gather of each row."""
         return starts(1 + (self.ranks > 0))
 
-    def fewest(self, elements: Int64) -> Int64:
-        """Return by copy the fewest elements of a gather that is no factor; gathers have so many
-        ``elements``."""
-        whole = np.where(self.ranks > 0, np.iinfo(np.int64).max, elements[self.gathers[:-1]])
-        return np.minimum.reduceat(whole, self.start[:-1]) if len(whole) else whole
-
     def take(self, copies: Int64) -> tuple[TermColumns, Int64]:
         """Return the terms of ``copies``, in that order, and the numbers of their gathers."""
         counts = self.start[copies + 1] - self.start[copies]
@@ -353,8 +347,11 @@ class TaskCopies:
         summed, gathers = (None, rows) if terms is None else terms.take(rows)
         own = sources.take(gathers)
         target_codes, sizes = copies.dtype_codes[rows], copies.size_bytes[rows]
-        stored = row_sums(row_products(own.axes[:, 0], own.axis_start), own.start)
-        least = stored if summed is None else summed.fewest(stored)
+        # The fewest elements of a copy, or of a gather that is no factor: what is missing is padded.
+        least = row_sums(row_products(own.axes[:, 0], own.axis_start), own.start)
+        if summed is not None and len(rows):
+            whole = np.where(summed.ranks > 0, np.iinfo(np.int64).max, least[summed.gathers[:-1]])
+            least = np.minimum.reduceat(whole, summed.start[:-1])
         padded = least < sizes // itemsizes(target_codes.astype(np.uint8))
         columns = [rows, copies.offsets[rows], sizes, codes[rows], target_codes, padded]
         return cls(np.column_stack(columns), own, summed)
