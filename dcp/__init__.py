@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from dcp._fsspec_filesystem import FsspecWriter as FsspecWriter
     from dcp.api import CheckpointException as CheckpointException
     from dcp.conversion.driver import ConversionReport as ConversionReport
-    from dcp.conversion.merge import merge as merge
     from dcp.conversion.run import convert as convert
+    from dcp.conversion.run import merge as merge
     from dcp.conversion.transformers_maps import transformers_map as transformers_map
     from dcp.default_planner import DefaultLoadPlanner as DefaultLoadPlanner
     from dcp.default_planner import DefaultSavePlanner as DefaultSavePlanner
@@ -72,10 +72,9 @@ if TYPE_CHECKING:
 _NAMES = {
     "dcp._fsspec_filesystem": ("FsspecReader", "FsspecWriter"),
     "dcp.api": ("CheckpointException",),
-    "dcp.conversion.merge": ("merge",),
     "dcp.conversion.driver": ("ConversionReport",),
     "dcp.conversion.transformers_maps": ("transformers_map",),
-    "dcp.conversion.run": ("convert",),
+    "dcp.conversion.run": ("convert", "merge"),
     "dcp.default_planner": ("DefaultLoadPlanner", "DefaultSavePlanner"),
     "dcp.errors": (
         "CheckpointError",

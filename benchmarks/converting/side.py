@@ -25,7 +25,7 @@ def _sync(path: Path) -> None:
 
 def _ours(source: Path, target: Path, to: str) -> Callable[[], None]:
     if source.name == "soup":
-        from dcp.conversion.merge import merge
+        from dcp.conversion.run import merge
 
         sources = sorted(source.iterdir())
         return lambda: print(merge(sources, target, to=to, weights=WEIGHTS).seconds, file=sys.stderr)

@@ -257,7 +257,7 @@ def merge(
 
     A merge that was killed is resumed when the same command is given again.
     """
-    from dcp.conversion.merge import merge
+    from dcp.conversion.run import merge
 
     run = [summed["run"]] if summed["run"] else []
     given = (storage_options(place, options) for place in (*(sources or ()), *summed["adapters"], *run))

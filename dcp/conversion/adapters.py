@@ -44,22 +44,19 @@ _Matcher = Callable[[str, _Ends], _Ends]
 """From where a match may begin to where it may end."""
 
 
-@dataclass(frozen=True)
 class ModulePattern:
-    """A pattern as peft has it: of the whole of a module's name, or of its end behind a dot."""
+    """A pattern as peft has it: of the whole of a module's name, or of its end behind a dot. OptionError for
+    expressions that are none of these."""
 
-    matcher: _Matcher
-
-    @classmethod
-    def parse(cls, text: str) -> ModulePattern:
-        """Raise OptionError for expressions that are none of these."""
+    def __init__(self, text: str) -> None:
         if len(text) > _MAX_LENGTH:
             raise OptionError(f"a pattern of more than {_MAX_LENGTH} characters")
-        parser = _Parser(text)
-        matcher = parser.alternatives()
-        if parser.at < len(text):
-            raise parser.refused()
-        return cls(matcher)
+        self._text, self._at, self._depth = text, 0, 0
+        self._repeats = 0
+        """The number of repetitions so far."""
+        self._matcher = self._alternatives()
+        if self._at < len(text):
+            raise self._refused()
 
     def match(self, name: str) -> bool:
         """Return whether ``(.*\\.)?(text)$`` matches. OptionError for a name of more than 1,000
@@ -67,23 +64,14 @@ class ModulePattern:
         if len(name) > _MAX_LENGTH:
             raise OptionError(f"{name:.80}... is longer than {_MAX_LENGTH} characters: no pattern is applied")
         begins = frozenset([0, *(at + 1 for at, character in enumerate(name) if character == ".")])
-        return len(name) in self.matcher(name, begins)
+        return len(name) in self._matcher(name, begins)
 
-
-class _Parser:
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self.at = 0
-        self._depth = 0
-        self._repeats = 0
-        """The number of repetitions so far."""
-
-    def refused(self, at: int | None = None) -> OptionError:
+    def _refused(self, at: int | None = None) -> OptionError:
         """Return the error for the text at a place, by default this."""
-        rest = self._text[self.at if at is None else at :]
+        rest = self._text[self._at if at is None else at :]
         return OptionError(f"{rest[:40]!r} of the pattern {self._text!r:.80}")
 
-    def alternatives(self) -> _Matcher:
+    def _alternatives(self) -> _Matcher:
         """Parse up to ``)`` or the end."""
         found = [self._sequence()]
         while self._takes(r"\|"):
@@ -91,14 +79,14 @@ class _Parser:
         return lambda name, at: frozenset().union(*(each(name, at) for each in found))
 
     def _takes(self, token: str | re.Pattern[str]) -> re.Match[str] | None:
-        found = re.compile(token).match(self._text, self.at)
+        found = re.compile(token).match(self._text, self._at)
         if found is not None:
-            self.at = found.end()
+            self._at = found.end()
         return found
 
     def _sequence(self) -> _Matcher:
         parts: list[_Matcher] = []
-        while self.at < len(self._text) and self._text[self.at] not in "|)":
+        while self._at < len(self._text) and self._text[self._at] not in "|)":
             if self._takes(r"\^"):
                 parts.append(lambda name, at: at & {0})
             elif self._takes(r"\$"):
@@ -114,7 +102,7 @@ class _Parser:
         return match
 
     def _repeated(self) -> _Matcher:
-        before, atom, begin = self._repeats, self._atom(), self.at
+        before, atom, begin = self._repeats, self._atom(), self._at
         found = self._takes(_OFTEN)
         if found is None:
             return atom
@@ -123,29 +111,30 @@ class _Parser:
         else:
             low = int(found[2])
             high = low if found[3] is None else int(found[4] or max(low, _MAX_LENGTH))
-        if self._repeats > before or high < low or self._text[self.at : self.at + 1] in ("*", "+", "?", "{"):
-            raise self.refused(begin)
+        follows = self._text[self._at : self._at + 1]
+        if self._repeats > before or high < low or follows in ("*", "+", "?", "{"):
+            raise self._refused(begin)
         self._repeats += 1
         return lambda name, at: _often(atom, name, at, low, high)
 
     def _atom(self) -> _Matcher:
-        begin = self.at
+        begin = self._at
         if self._takes(r"\((?:\?:)?"):
             self._depth += 1
-            if self._depth > _MAX_NESTING or self._text.startswith("?", self.at):
-                raise self.refused(begin)
-            inner = self.alternatives()
+            if self._depth > _MAX_NESTING or self._text.startswith("?", self._at):
+                raise self._refused(begin)
+            inner = self._alternatives()
             if not self._takes(r"\)"):
-                raise self.refused()
+                raise self._refused()
             self._depth -= 1
             return inner
         found = self._takes(_CHARACTERS)
         if found is None:
-            raise self.refused()
+            raise self._refused()
         try:
             one = re.compile(found[0] if found[0] == "." or len(found[0]) > 1 else re.escape(found[0]))
         except re.error:
-            raise self.refused(begin) from None
+            raise self._refused(begin) from None
         return lambda name, at: frozenset(end + 1 for end in at if one.match(name, end))
 
 
@@ -298,7 +287,7 @@ def _compiled(
     for end, value in patterns.items():
         try:
             plain = re.compile(rf"(.*\.)?({end})$") if _is_plain(end) else None
-            yield plain or ModulePattern.parse(end), value
+            yield plain or ModulePattern(end), value
         except OptionError as error:
             refused.append(str(error))
 
@@ -338,16 +327,12 @@ def low_ranks(index: CheckpointIndex, store: Store) -> list[LowRank]:
         if not (len(left) == len(right) == 2 and left[1] == right[0] > 0):
             strange.append(module)
             continue
-        said, scale, is_embedding = (
-            config.rank_of(module),
-            config.scale(module),
-            "lora_embedding_" in own["B"],
-        )
-        if said != left[1]:
-            wrong.append(f"{module!r} has the rank {left[1]}, and the configuration says {said}")
+        rank, is_embedding = config.rank_of(module), "lora_embedding_" in own["B"]
+        if rank != left[1]:
+            wrong.append(f"{module!r} has the rank {left[1]}, and the configuration says {rank}")
         shape, is_turned = (left[0], right[1]), config.fan_in_fan_out or is_embedding
-        factors = f"{module}.weight", own["B"], own["A"]
-        found.append(LowRank(*factors, shape, left[1], scale, is_turned, is_embedding, keeps_ties))
+        facts = shape, left[1], config.scale(module), is_turned, is_embedding, keeps_ties
+        found.append(LowRank(f"{module}.weight", own["B"], own["A"], *facts))
     if strange or not modules:
         raise PlanError(
             f"{store.url}: {listed(strange, most=_MAX_LISTED) or 'nothing in it'}: no two factors, of one "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real
@@ -147,11 +147,6 @@ def formula_weights(formula: str, names: Sequence[str]) -> tuple[float, ...]:
             f"formula: {str(formula)[:_MAX_TOLD]!r} is no sum of sources times numbers, "
             "such as A + 0.4*(B - C)"
         ) from error
-    _check_names(found, names)
-    return tuple(weights[name] for name in names)
-
-
-def _check_names(found: Mapping[str, Fraction], names: Sequence[str]) -> None:
     if found.get("", 0):
         raise OptionError("formula: a number alone is added, which is no checkpoint")
     strange = sorted(found.keys() - {*names, ""})
@@ -160,6 +155,7 @@ def _check_names(found: Mapping[str, Fraction], names: Sequence[str]) -> None:
     unused = [name for name in names if name not in found]
     if unused:
         raise OptionError(f"formula: {', '.join(unused)} is not in it; leave out what is not needed")
+    return tuple(weights[name] for name in names)
 
 
 def _linear(node: ast.expr) -> _Linear:

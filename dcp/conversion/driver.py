@@ -25,6 +25,7 @@ from operator import attrgetter
 from typing import Any, Final, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from dcp.conversion.entries import mapped_entries
 from dcp.conversion.executors import run_all
@@ -40,11 +41,20 @@ from dcp.conversion.layout import (
     sum_sources,
 )
 from dcp.conversion.local import LocalPublisher, stays
-from dcp.conversion.merging import JoinedSource, merge_entries
+from dcp.conversion.merging import merge_entries, merge_origin
 from dcp.conversion.publishing import Publisher, StoredPublisher
-from dcp.conversion.running import BatchSettings, Output, run_batch, source_mark
-from dcp.conversion.targets.job import ConversionOptions, Planned, TargetPlace, plan_layout
-from dcp.conversion.tasks import ResultChecks, Task, TaskBatch, TaskResult, make_batches, make_tasks
+from dcp.conversion.running import (
+    BatchSettings,
+    ResultChecks,
+    Task,
+    TaskBatch,
+    TaskResult,
+    make_batches,
+    make_tasks,
+    run_batch,
+    source_mark,
+)
+from dcp.conversion.targets.job import ConversionOptions, LayoutJob, Planned, TargetPlace
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.closable import Closable
 from dcp.storage.commit_names import is_commit_object
@@ -56,7 +66,6 @@ from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.opening import Source, complete_index, open_index
 from dcp.storage.formats.registry import DCP, SAFETENSORS
-from dcp.storage.geometry.strides import Int64
 from dcp.storage.packing import pack, unpack
 
 BATCH_BYTES: Final = 512 << 20
@@ -102,24 +111,6 @@ class ConversionReport:
     checksums: Mapping[str, int] = field(default_factory=dict, repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The plan of a conversion as publishing needs it; `encode` makes text of it.
-
-    ``chunks`` are those of the source that are read. ``inode`` is that of what will be renamed to the target,
-    where that is local. ``dropped`` are the values that the target has no place for, ``unmerged`` the tensors
-    of a merge that are those of its first source.
-    """
-
-    source_mark: str
-    layout: TargetLayout
-    chunks: tuple[int, ...]
-    batch_count: int
-    inode: int | None = None
-    dropped: tuple[str, ...] = ()
-    unmerged: tuple[str, ...] = ()
-
-
 class Conversion(Closable):
     """A conversion of ``source``, which ``open_source`` opens in other processes, to ``target``.
 
@@ -140,9 +131,8 @@ class Conversion(Closable):
         overwrite: bool = False,
         verify: Verify = "blocks",
     ) -> None:
-        members = source.members if isinstance(source, JoinedSource) else (source,)
-        _refuse_itself(members, target)
-        self._source, self._members = source, members
+        self._source, self._members = source, source.members or (source,)
+        _refuse_itself(self._members, target)
         self._open_source = open_source or (lambda: source)
         self._options = options
         self.place, save_id = _of_attempt(target, attempt) if attempt else (target, uuid.uuid4().hex[:8])
@@ -158,7 +148,7 @@ class Conversion(Closable):
 
     # -- the stages ------------------------------------------------------------------------------------------
 
-    def prepare(self, *, batch_bytes: int = 0, resume: bool = True) -> tuple[Prepared, list[TaskBatch]]:
+    def prepare(self, *, batch_bytes: int = 0, resume: bool = True) -> tuple[Planned, list[TaskBatch]]:
         """Plan, and reserve the space where that can be done: the batches that are left, with ``resume``
         without those that an earlier run has done.
 
@@ -166,14 +156,19 @@ class Conversion(Closable):
         """
         engine, publisher, by_file = self._engine, self._publisher, self.place.path is None
         mark = source_mark(engine.store, engine.index, self._options.to)
-        planned = self._plan(publisher.save_id)
-        identity = _fingerprint(mark, planned, by_file=by_file) + ("" if resume else publisher.save_id)
-        layout, done = publisher.begin(planned.layout, identity)
-        tasks, chunks = _tasks(engine, layout, planned, by_file=by_file)
+        planned, codes, sources, terms = self._plan(publisher.save_id)
+        identity = _fingerprint(mark, planned.layout, sources, terms, by_file=by_file)
+        layout, done = publisher.begin(planned.layout, identity + ("" if resume else publisher.save_id))
+        tasks = make_tasks(engine.index, layout, codes, sources, terms, by_file=by_file)
         batches = make_batches(tasks, batch_bytes)
-        found = tuple(np.unique(chunks).tolist())
-        facts = publisher.inode, planned.dropped, planned.unmerged
-        prepared = Prepared(mark, layout, found, len(batches), *facts)
+        planned = replace(
+            planned,
+            layout=layout,
+            source_mark=mark,
+            chunks=tuple(np.unique(sources.chunks).tolist()),
+            batch_count=len(batches),
+            inode=publisher.inode,
+        )
         self._checks = ResultChecks(engine, layout.copies)
         left = {batch.number: batch for batch in batches}
         for result in done:
@@ -182,31 +177,41 @@ class Conversion(Closable):
         self.has_progress = bool(done)
         if left and self.place.path is not None and not publisher.overwrite:
             self.place.refuse_existing()  # with something left to do it is not what an earlier run made
-        return prepared, list(left.values())
+        return planned, list(left.values())
 
-    def _plan(self, save_id: str) -> Planned:
-        """Lay out all that the options choose of the source, checked. Raises PlanError, MissingKeyError."""
+    def _plan(self, save_id: str) -> tuple[Planned, npt.NDArray[np.uint8], SourceColumns, TermColumns | None]:
+        """Lay out all that the options choose of the source, checked; with what `make_tasks` needs to know of
+        that. Raises PlanError, MissingKeyError."""
         engine, options, place = self._engine, self._options, self.place
         if options.hf is not None and (options.to != SAFETENSORS.name or place.file_name is not None):
             raise OptionError("hf is for a folder of safetensors: to='safetensors', and no name of a file")
         chosen: dict[str, Any] = {"only": options.only, "exclude": options.exclude}
         chosen |= {"rename": options.rename, "dtype": options.dtype}
-        maps, arithmetic, merged = options.weight_maps, options.arithmetic, None
+        maps, arithmetic = options.weight_maps, options.arithmetic
+        origin: dict[str, Any] = {}
+        unmerged: tuple[str, ...] = ()
+        added = None
         if arithmetic is None:
             weights = maps[0] if maps else None
             entries, mapped = mapped_entries(engine.index, engine.store, weights, **chosen)
         else:
             beside = options.hf.config if options.hf is not None else None
-            entries, mapped, merged = merge_entries(self._members, arithmetic, maps, config=beside, **chosen)
-        origin = dict(merged.origin) if merged is not None else {}
+            merged = merge_entries(self._members, arithmetic, maps, config=beside, **chosen)
+            entries, added, mapped, unmerged = merged
+            origin = merge_origin(self._members, arithmetic)
         if any(maps):
             origin["map"] = ", ".join(dict.fromkeys(one.label for one in maps if one is not None))
-        planned = plan_layout(entries, engine, options, place.file_name, save_id, origin=origin)
-        return replace(planned, mapped=mapped, merged=merged)
+        planned = LayoutJob(entries, engine, options, place.file_name, save_id, origin=origin).plan()
+        copies, terms = planned.layout.copies, None
+        if arithmetic is None or added is None:
+            sources = copy_sources(engine, copies, mapped)
+        else:
+            sources, terms = sum_sources(engine, copies, added, arithmetic.code, mapped)
+        return replace(planned, unmerged=unmerged), entries.index.dtype_codes, sources, terms
 
     def carry_out(
         self,
-        prepared: Prepared,
+        source_mark: str,
         batches: list[TaskBatch],
         executor: str | Executor,
         workers: int | None,
@@ -217,7 +222,7 @@ class Conversion(Closable):
         is_shared = self._engine.store.capabilities.is_shared and self.place.store.capabilities.is_shared
         if not is_shared or (executor == "processes" and workers is None and len(batches) < 2):
             executor = "inline"  # stores of this process alone; a process costs more than one task
-        settings, publisher, checks = self._settings(prepared.source_mark), self._publisher, self._checks
+        settings, publisher, checks = self._settings(source_mark), self._publisher, self._checks
         engine = self._engine if executor == "inline" else None
         total = sum(map(attrgetter("size_bytes"), batches))
         with reporting(progress, "convert", total, show=True) as on_bytes:
@@ -244,11 +249,11 @@ class Conversion(Closable):
             return run_batch(settings, batch, self._engine, on_bytes)
 
     def _settings(self, source_mark: str) -> BatchSettings:
-        engine, output = self._engine, self._publisher.output
-        facts = self._options.to, source_mark, output, engine.verify
+        engine, publisher, in_place = self._engine, self._publisher, self.place.path is not None
+        facts = self._options.to, source_mark, engine.verify, publisher.output, in_place, publisher.overwrite
         return BatchSettings(self._open_source, engine.store, *facts)
 
-    def publish(self, prepared: Prepared, results: Iterable[TaskResult] = ()) -> ConversionReport:
+    def publish(self, prepared: Planned, results: Iterable[TaskResult] = ()) -> ConversionReport:
         """Compare the last checksums, and make the target exist; fine if an earlier attempt has done so.
 
         ``results`` are those that were not taken. Raises CheckpointConflictError if something else has come
@@ -269,8 +274,7 @@ class Conversion(Closable):
             settings.refuse_changed(engine, self._source.name)
         publisher.publish(layout, checks, prepared.inode)
         publisher.clear(prepared.batch_count)
-        facts = {"dropped_objects": prepared.dropped, "unmerged": prepared.unmerged}
-        return self._report(layout, checks, tasks=prepared.batch_count, **facts)
+        return self._report(prepared, checks, tasks=prepared.batch_count)
 
     def discard(self) -> None:
         """Remove what this object has begun."""
@@ -290,25 +294,24 @@ class Conversion(Closable):
             except CheckpointError:
                 return None
             save_id = str(there.provenance.get("save_id"))
-        planned = self._plan(save_id)
+        planned, codes, sources, terms = self._plan(save_id)
         layout, inode = planned.layout, place.path.stat().st_ino if place.path is not None else None
         is_there = _publisher(place, save_id, overwrite=False).is_published(layout, inode)
-        if not is_there or not _is_same(layout.index, there):
+        if not is_there or _lasting(layout.index) != _lasting(there):
             return None
-        tasks, _ = _tasks(engine, layout, planned, by_file=True)
+        tasks = make_tasks(engine.index, layout, codes, sources, terms, by_file=True)
         checks = ResultChecks(engine, layout.copies)
-        output = Output(place.store, in_place=False)  # whose files are there, and are compared
-        settings = replace(self._settings(""), output=output)
+        # Whose files are there, and are compared.
+        settings = replace(self._settings(""), output=place.store, in_place=False)
         for batch in make_batches(tasks, 0):
             try:
                 checks.take(run_batch(settings, batch, engine))
             except CheckpointConflictError:
                 return None
-        facts = {"dropped_objects": planned.dropped, "unmerged": planned.unmerged}
-        return self._report(layout, checks, tasks=len(tasks), tasks_resumed=len(tasks), **facts)
+        return self._report(planned, checks, tasks=len(tasks), tasks_resumed=len(tasks))
 
-    def _report(self, layout: TargetLayout, checks: ResultChecks, **facts: Any) -> ConversionReport:
-        index, stats = layout.index, checks.stats
+    def _report(self, planned: Planned, checks: ResultChecks, **facts: Any) -> ConversionReport:
+        layout, index, stats = planned.layout, planned.layout.index, checks.stats
         return ConversionReport(
             source=self._source.name,
             target=self.place.url,
@@ -319,6 +322,8 @@ class Conversion(Closable):
             bytes_written=sum(layout.file_sizes),
             blocks_verified=stats.blocks_verified,
             blocks_unverified=stats.blocks_unverified,
+            dropped_objects=planned.dropped,
+            unmerged=planned.unmerged,
             checksums={fqn: checks.whole(copy) for fqn, copy in layout.tensor_copies.items()},
             **facts,
         )
@@ -329,37 +334,20 @@ def _publisher(place: TargetPlace, save_id: str, *, overwrite: bool) -> Publishe
     return kind(place, save_id, overwrite=overwrite)
 
 
-def _tasks(
-    engine: ReadEngine, layout: TargetLayout, planned: Planned, *, by_file: bool
-) -> tuple[list[Task], Int64]:
-    """Return the tasks of a layout, and the chunks that they read."""
-    mapped = planned.mapped
-    terms: TermColumns | None = None
-    if planned.merged is not None:
-        sources, terms = sum_sources(engine, layout.copies, planned.merged)
-    else:
-        sources = copy_sources(engine, layout.copies, mapped.tensors if mapped else None)
-    codes = (mapped.index if mapped else engine.index).dtype_codes
-    return make_tasks(engine.index, layout, sources, codes, terms, by_file=by_file), sources.chunks
-
-
-def _is_same(made: CheckpointIndex | None, there: CheckpointIndex | None) -> bool:
-    """Return whether two indexes have the same tensors and values at the same places; checksums of blocks and
-    digests follow from the bytes."""
-    if made is None or there is None:
-        return made is there
-    made, there = (
-        replace(
-            index,
-            provenance={key: value for key, value in index.provenance.items() if key not in _OF_A_RUN},
-            crc_start=np.zeros(len(index.crc_start), np.int64),
-            crcs=np.zeros(0, np.uint32),
-            digests=(),
-            torch_metadata_crc=None,
-        )
-        for index in (made, there)
+def _lasting(index: CheckpointIndex | None) -> bytes | None:
+    """Return the tensors and values of an index, and their places, as bytes to be compared; checksums of
+    blocks and digests follow from those."""
+    if index is None:
+        return None
+    index = replace(
+        index,
+        provenance={key: value for key, value in index.provenance.items() if key not in _OF_A_RUN},
+        crc_start=np.zeros(len(index.crc_start), np.int64),
+        crcs=np.zeros(0, np.uint32),
+        digests=(),
+        torch_metadata_crc=None,
     )
-    return encode_manifest(made) == encode_manifest(there)
+    return encode_manifest(index)
 
 
 def _of_attempt(target: TargetPlace, attempt: str) -> tuple[TargetPlace, str]:
@@ -401,29 +389,26 @@ def _real(url: str) -> str:
     return url if "://" in url else os.path.realpath(url)
 
 
-def _fingerprint(mark: str, planned: Planned, *, by_file: bool) -> str:
+def _fingerprint(
+    mark: str, layout: TargetLayout, sources: SourceColumns, terms: TermColumns | None, *, by_file: bool
+) -> str:
     """Return a text that is equal for runs that would write the same bytes from a source of that ``mark``,
     and for no others."""
-    layout = planned.layout
-    digest = hashlib.sha256(f"{mark} {by_file}".encode())
-    if planned.mapped is not None:
-        digest.update(planned.mapped.identity.encode())
-    if planned.merged is not None:
-        digest.update(planned.merged.identity.encode())
-    digest.update(np.array(layout.file_sizes, "<i8").tobytes())
-    copies = layout.copies
-    boxes = copies.tensors, copies.box_offsets, copies.box_sizes
-    for column in (*boxes, copies.dtype_codes, copies.files, copies.offsets):
-        digest.update(np.ascontiguousarray(column, "<i8").tobytes())
-    literals = layout.literals
-    for column in (literals.files, literals.offsets, np.array(list(map(crc32, literals.data)))):
+    digest = hashlib.sha256(f"{mark} {by_file} {terms and terms.accumulate}".encode())
+    copies, literals = layout.copies, layout.literals
+    columns: list[npt.ArrayLike] = [layout.file_sizes, list(map(crc32, literals.data))]
+    columns += [literals.files, literals.offsets, copies.tensors, copies.dtype_codes, copies.files]
+    columns += [copies.offsets, copies.size_bytes, *vars(sources).values()]
+    if terms is not None:
+        columns += [terms.start, terms.weights.view(np.int64), terms.ranks, terms.widths, terms.codes]
+    for column in columns:
         digest.update(np.ascontiguousarray(column, "<i8").tobytes())
     return digest.hexdigest()
 
 
 T = TypeVar("T")
 
-_KINDS: Final = (Prepared, TaskBatch, Task, TaskCopies, SourceColumns, TermColumns, TargetLayout, Copies)
+_KINDS: Final = (Planned, TaskBatch, Task, TaskCopies, SourceColumns, TermColumns, TargetLayout, Copies)
 _INDEX, _RESULT = -1, -2
 _UNREADABLE: Final = (ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError)
 _DAMAGED: Final = "the plan of a conversion, or the result of a task, is damaged"
@@ -431,7 +416,7 @@ _LEFT_OUT: Final = ("literals", "replaced")
 """Fields of a layout that publishing does not need: tasks write the literals."""
 
 
-def encode(value: Prepared | TaskBatch | TaskResult) -> str:
+def encode(value: Planned | TaskBatch | TaskResult) -> str:
     """Make text of a plan (without its literals), a batch or its result; `decode` is the inverse."""
     return base64.b64encode(zlib.compress(pack(_packed(value)))).decode("ascii")
 

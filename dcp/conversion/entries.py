@@ -18,7 +18,8 @@ from dcp.conversion.casting import CASTABLE, check_castable
 from dcp.inspection.checkpoints import first_of_ties
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns, renamer
-from dcp.planners.weight_maps.mapped_index import MappedIndex, map_index
+from dcp.planners.weight_maps.mapped_index import map_index
+from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.errors import CheckpointFormatError, PlanError, UnsupportedFormatError
 from dcp.storage.formats.container_notes import STRUCTURE_VERSION
@@ -196,16 +197,16 @@ def mapped_entries(
     only: Patterns | None = None,
     exclude: Patterns | None = None,
     **named: Any,
-) -> tuple[Entries, MappedIndex | None]:
+) -> tuple[Entries, Sequence[MappedTensor] | None]:
     """Choose entries as `choose_entries` does or, with a map, of what ``weights`` make of the checkpoint
-    in ``store``: ``only`` and ``exclude`` choose before it, and ``rename`` and ``dtype``, which are
-    ``named``, have the names after it."""
+    in ``store``, and return that as well: ``only`` and ``exclude`` choose before it, and ``rename`` and
+    ``dtype``, which are ``named``, have the names after it."""
     if weights is None:
         return choose_entries(index, only=only, exclude=exclude, **named), None
     mapped = map_index(index, store, weights, only, exclude)
     entries = choose_entries(mapped.index, **named)
     chosen = [value for value in entries.values if value.row in mapped.objects]
-    return replace(entries, values=chosen), mapped
+    return replace(entries, values=chosen), mapped.tensors
 
 
 def _tensors(
@@ -233,7 +234,7 @@ def _tensors(
 def _cast(names: Sequence[str], codes: Sequence[int], dtype: str | Mapping[str, str]) -> list[int]:
     """Return the codes of the target's dtypes for tensors of those names; integers and the like are never
     cast. PlanError for a glob that matches nothing."""
-    rules = {"*": dtype} if isinstance(dtype, str) or not isinstance(dtype, Mapping) else dtype
+    rules = dtype if isinstance(dtype, Mapping) else {"*": dtype}
     wanted = {glob: check_castable(name) for glob, name in rules.items()}
     used, found = set[str](), list(codes)
     for number, name in enumerate(names):

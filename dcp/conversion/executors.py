@@ -91,7 +91,7 @@ def _open_executor(executor: str | Executor, workers: int | None) -> Iterator[tu
         try:
             yield pool, count + 1
         except BaseException:  # a task of an object store's may have hours to go
-            pool.abort()
+            pool.shutdown(cancel_futures=True)
             raise
         pool.shutdown()
     else:
@@ -115,9 +115,8 @@ def _dask(address: str) -> Iterator[tuple[Executor, int]]:
     try:
         import distributed
     except ImportError as error:
-        raise PlanError(
-            "converting on Dask needs the package distributed: pip install 'dcphub[dask]'"
-        ) from error
+        needed = "converting on Dask needs the package distributed: pip install 'dcphub[dask]'"
+        raise PlanError(needed) from error
     connect: Any = distributed.Client
     with connect(f"tcp://{address}", set_as_default=False) as client:
         threads = sum(client.nthreads().values())
@@ -128,42 +127,6 @@ def _dask(address: str) -> Iterator[tuple[Executor, int]]:
 
 
 # -- processes -----------------------------------------------------------------------------------------------
-
-
-class _Process:
-    """A process that carries out one call at a time."""
-
-    def __init__(self) -> None:
-        self._connection, theirs = Pipe()
-        # -I would lose the paths of an editable installation, and the user's own.
-        command = [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())]
-        # What a library prints goes to stderr: stdout may be for the result of a command.
-        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": 2, "pass_fds": [theirs.fileno()]}
-        with theirs:
-            self.popen = subprocess.Popen(command, **options)
-
-    def call(self, order: tuple[Any, ...]) -> Any:
-        """Return (True, result) or (False, exception) of a function and its arguments, which are pickled."""
-        message = pickle.dumps(order, protocol=5)
-        try:
-            self._connection.send_bytes(message)
-            answer = self._connection.recv_bytes()
-        except (EOFError, OSError) as error:
-            self.popen.terminate()  # if it lives, nobody can talk to it any more
-            code = self.popen.wait()
-            raise CheckpointError(
-                f"a process of the conversion ended with exit code {code} (negative: killed by that signal, "
-                "9 is often for want of memory). Convert again: what is done is not done twice; fewer "
-                "workers need less memory"
-            ) from error
-        return pickle.loads(answer)
-
-    def end(self) -> None:
-        """Have it end after the call that it is at."""
-        with suppress(OSError):  # it has ended already
-            self._connection.send_bytes(b"")  # a fork of this process may hold the connection open
-        self._connection.close()
-        self.popen.wait()
 
 
 class LocalProcesses(Executor):
@@ -178,7 +141,7 @@ class LocalProcesses(Executor):
     def __init__(self, workers: int) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._processes: set[_Process] = set()
+        self._processes: dict[subprocess.Popen[bytes], Connection] = {}
         self._is_aborted = False
         self._threads = [
             threading.Thread(target=self._drive, name=f"dcp-convert-{number}", daemon=True)
@@ -194,42 +157,33 @@ class LocalProcesses(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the processes; calls that run are waited for."""
-        with suppress(queue.Empty):
-            while cancel_futures:
-                if (call := self._calls.get_nowait()) is not None:
-                    call[0].cancel()
-        for _ in self._threads:
-            self._calls.put(None)
-        for thread in self._threads if wait else ():
-            thread.join()
-
-    def abort(self) -> None:
-        """End the processes, whatever they are at: such a call fails with CheckpointError."""
+        """End the processes after the calls that they are at; with ``cancel_futures`` at once: such a call
+        fails with CheckpointError."""
         with self._lock:
-            self._is_aborted = True
-            running = [process.popen for process in self._processes]
+            self._is_aborted = cancel_futures
+            running = [*self._processes] if cancel_futures else []
         for process in running:
             process.terminate()
-        self.shutdown(wait=False, cancel_futures=True)
+        for _ in self._threads:
+            self._calls.put(None)
         deadline = time.monotonic() + _END_SECONDS
         for process in running:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
             process.kill()
-        for thread in self._threads:
+        for thread in self._threads if wait else ():
             thread.join()
 
     def _drive(self) -> None:
         """Have a process carry out calls, which is started with the first one, and anew if it died."""
-        process: _Process | None = None
+        process: subprocess.Popen[bytes] | None = None
         while (call := self._calls.get()) is not None:
             future, order = call
             if not future.set_running_or_notify_cancel():
                 continue
             try:
                 process = process or self._begin()
-                is_result, value = process.call(order)
+                is_result, value = self._call(process, pickle.dumps(order, protocol=5))
             except BaseException as error:  # noqa: BLE001 - raised by whoever waits
                 is_result, value = False, error
                 self._end(process)
@@ -240,19 +194,46 @@ class LocalProcesses(Executor):
                 future.set_exception(value)
         self._end(process)
 
-    def _begin(self) -> _Process:
+    def _begin(self) -> subprocess.Popen[bytes]:
         with self._lock:
             if self._is_aborted:
                 raise CheckpointError("the conversion was given up")
-            process = _Process()
-            self._processes.add(process)
+            connection, theirs = Pipe()
+            # -I would lose the paths of an editable installation, and the user's own.
+            command = [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno())]
+            # What a library prints goes to stderr: stdout may be for the result of a command.
+            with theirs:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()]
+                )
+            self._processes[process] = connection
             return process
 
-    def _end(self, process: _Process | None) -> None:
+    def _call(self, process: subprocess.Popen[bytes], order: bytes) -> Any:
+        """Return (True, result) or (False, exception) of a function and its arguments, which are pickled."""
+        connection = self._processes[process]
+        try:
+            connection.send_bytes(order)
+            answer = connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            process.terminate()  # if it lives, nobody can talk to it any more
+            code = process.wait()
+            raise CheckpointError(
+                f"a process of the conversion ended with exit code {code} (negative: killed by that signal, "
+                "9 is often for want of memory). Convert again: what is done is not done twice; fewer "
+                "workers need less memory"
+            ) from error
+        return pickle.loads(answer)
+
+    def _end(self, process: subprocess.Popen[bytes] | None) -> None:
+        """Have a process end after the call that it is at."""
         if process is not None:
-            process.end()
+            with suppress(OSError):  # it has ended already
+                self._processes[process].send_bytes(b"")  # a fork of this process may hold it open
+            self._processes[process].close()
+            process.wait()
             with self._lock:
-                self._processes.remove(process)
+                del self._processes[process]
 
 
 def serve(descriptor: int) -> None:

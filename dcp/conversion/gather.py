@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, mul
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -55,15 +55,9 @@ class Wanted(NamedTuple):
     position: int = 0
 
 
-class _Box(NamedTuple):
-    """Elements that are copied from the bytes of a read to a buffer: the places of the first one, and the
-    strides, in bytes on both sides. The source's slowest dimension is the first."""
-
-    place: int
-    target: int
-    lengths: tuple[int, ...]
-    source_strides: tuple[int, ...]
-    target_strides: tuple[int, ...]
+_Box = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Elements that are copied from the bytes of a read to a buffer: the places of the first one, from and to
+where; lengths; strides from and to there. In bytes; the source's slowest dimension is the first."""
 
 
 class _Read(NamedTuple):
@@ -88,21 +82,16 @@ class RangeReader:
 
     def __init__(self, store: Store, files: Mapping[int, tuple[str, int]], *, verify: bool) -> None:
         self._verify = verify
-        self._profile = store.read_profile
+        self.profile = store.read_profile
         self._files = OpenFiles(store, files.__getitem__)
         self.close = self._files.close
         self.bytes_read = 0
         self.sources: list[Fragment] = []
         self.targets: list[Fragment] = []
 
-    @property
-    def scatters(self) -> bool:
-        """Return whether a request is dear, so that there should be few."""
-        return self._profile.scatter
-
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Fill all targets."""
-        profile = self._profile
+        profile = self.profile
         reads = sorted(chain.from_iterable(map(self._reads, wanted)), key=_PLACE)
         joined = coalesce(
             reads,
@@ -122,37 +111,35 @@ class RangeReader:
             low, high = want.first - source.target, want.last - source.target
             for part in parts_between(source.lengths, source.target_strides, low, high):
                 box = _box_of(source, part, want.first, want.itemsize)
-                if box.lengths:
+                if box[2]:
                     yield from self._strided(want, source, box)
                 else:
                     size = math.prod(count for _, count in part) * want.itemsize
                     yield from self._run(want, source, box, size)
 
     def _run(self, want: Wanted, source: SourcePart, box: _Box, size: int) -> Iterator[_Read]:
-        limit = SCRATCH_BYTES if not self._profile.scatter else BLOCK_BYTES
+        limit = SCRATCH_BYTES if not self.profile.scatter else BLOCK_BYTES
         for at in range(0, size, limit):
-            count, begin, to = min(limit, size - at), box.place + at, box.target + at
+            count, begin, to = min(limit, size - at), box[0] + at, box[1] + at
             place = source.file, source.payload_offset + begin, count, source.chunk, begin
             yield _Read(*place, want.target[to : to + count], want.copy, want.position + to)
 
     def _strided(self, want: Wanted, source: SourcePart, box: _Box) -> Iterator[_Read]:
         # Of a large transposed tensor each window has a little of everything. Reading all between, again for
         # every window, would be quadratic; such payloads are compared apart.
-        itemsize, strides = want.itemsize, box.source_strides
-        run_bytes = box.lengths[-1] * itemsize if strides[-1] == itemsize else itemsize
+        itemsize, (first, target, lengths, strides, target_strides) = want.itemsize, box
+        run_bytes = lengths[-1] * itemsize if strides[-1] == itemsize else itemsize
         gap_bytes = max(_RUN_COST_BYTES, (_SPARSE - 1) * run_bytes)
-        chunk = NO_CHUNK if is_sparse(box.lengths, strides, itemsize, gap_bytes) else source.chunk
+        chunk = NO_CHUNK if is_sparse(lengths, strides, itemsize, gap_bytes) else source.chunk
         limits = {"limit_bytes": SCRATCH_BYTES, "gap_bytes": gap_bytes}
-        for part in box_parts(box.place, box.lengths, strides, itemsize, **limits):
+        for part in box_parts(first, lengths, strides, itemsize, **limits):
             begin, end = part.begin, part.end
             if self._verify and chunk != NO_CHUNK and end - begin != math.prod(part.lengths) * itemsize:
                 # What is read beside the wanted is read again by others: whole blocks can be compared alone.
                 begin = begin // BLOCK_BYTES * BLOCK_BYTES
                 end = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, source.payload_bytes)
-            to = box.target + sum(
-                at * step for at, step in zip(part.offsets, box.target_strides, strict=True)
-            )
-            own = _Box(part.begin - begin, to, part.lengths, strides, box.target_strides)
+            to = target + sum(map(mul, part.offsets, target_strides))
+            own = part.begin - begin, to, part.lengths, strides, target_strides
             place = source.file, source.payload_offset + begin, end - begin, chunk, begin
             yield _Read(*place, want.target, itemsize=itemsize, box=own)
 
@@ -172,7 +159,7 @@ class RangeReader:
 
     def _read_in_place(self, read: _Read) -> None:
         handle = self._files.handle(read.file)
-        step = _STEP_BYTES if not self._profile.scatter else read.size_bytes
+        step = _STEP_BYTES if not self.profile.scatter else read.size_bytes
         for at in range(0, read.size_bytes, step):
             part = read.target[at : at + step]
             handle.preadv([part], read.offset + at)
@@ -187,9 +174,9 @@ class RangeReader:
             if read.box is None:
                 read.target[:] = data
                 continue
-            kind, lengths, box = item_dtype(read.itemsize), read.box.lengths, read.box
-            source: npt.NDArray[Any] = np.ndarray(lengths, kind, data, box.place, box.source_strides)
-            target: npt.NDArray[Any] = np.ndarray(lengths, kind, read.target, box.target, box.target_strides)
+            kind, (place, to, lengths, strides, target_strides) = item_dtype(read.itemsize), read.box
+            source: npt.NDArray[Any] = np.ndarray(lengths, kind, data, place, strides)
+            target: npt.NDArray[Any] = np.ndarray(lengths, kind, read.target, to, target_strides)
             np.copyto(target, source)
 
     def _note(self, read: _Read, data: memoryview, at: int) -> None:
@@ -235,11 +222,11 @@ def _box_of(source: SourcePart, part: Sequence[AxisPart], first: int, itemsize: 
             sources.append(s)
             targets.append(t)
     if not lengths:
-        return _Box(begin, target, (), (), ())
+        return begin, target, (), (), ()
     if run > itemsize:  # the innermost run is a dimension of its own again
         lengths.insert(0, run // itemsize)
         sources.insert(0, itemsize)
         targets.insert(0, itemsize)
     order = sorted(range(len(lengths)), key=lambda d: (-sources[d], -d))
-    columns = (tuple(column[d] for d in order) for column in (lengths, sources, targets))
-    return _Box(begin, target, *columns)
+    lengths, sources, targets = ([column[d] for d in order] for column in (lengths, sources, targets))
+    return begin, target, tuple(lengths), tuple(sources), tuple(targets)

@@ -10,12 +10,13 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from dcp.planners.weight_maps.axes import CONFIG, MAX_CONFIG_BYTES
 from dcp.storage.commit_names import is_commit_object
@@ -118,25 +119,28 @@ def hf_folder_of(store: Store, also: Sequence[str] = (), open_below: OpenStore |
     """Read a template as `read_hf_folder` does, of a folder that is open; ``open_below`` opens the folders
     below it, by URL."""
     found = [*_wanted(store, "", store.list(), also)]
-    if not _CONFIGS & {one.path for one in found}:
+    if _CONFIGS.isdisjoint(path for path, *_ in found):
         raise OptionError(
             f"hf: {store.url} has neither {CONFIG} nor {ADAPTER_CONFIG}, or only links out of it",
             path=store.url,
         )
     if open_below is not None and store.capabilities.lists_folders:
         found += _below(ParentFolder(store, open_below), also)
-    idle = [glob for glob in also if not any(fnmatchcase(one.path, glob) for one in found)]
+    idle = [glob for glob in also if not any(fnmatchcase(path, glob) for path, *_ in found)]
     if idle:
         raise OptionError(f"hf_also: {', '.join(map(repr, idle))} match no file of {store.url} but weights")
-    large = [one.path for one in found if one.info.size_bytes > _MAX_FILE_BYTES]
-    total = sum(one.info.size_bytes for one in found)
+    large = [path for path, _, info in found if info.size_bytes > _MAX_FILE_BYTES]
+    total = sum(info.size_bytes for *_, info in found)
     if large or total > _MAX_BYTES or len(found) > _MAX_FILES:
         shown = f"{total} bytes are beside its weights, in {len(found)} files"
         if large:
             shown = f"{', '.join(large[:10])} of it are larger than {_MAX_FILE_BYTES} bytes"
         raise OptionError(f"hf: {store.url} is no template: {shown}", path=store.url)
-    files = {one.path: one.store.read(one.info.name, limit_bytes=_MAX_FILE_BYTES) for one in found}
-    folder = HfFolder(store.url, files, _tensor_names(store))
+    files = {path: own.read(info.name, limit_bytes=_MAX_FILE_BYTES) for path, own, info in found}
+    index = None  # of its weights, to compare names with; a template needs none
+    with suppress(CheckpointError):
+        index = index_of_folder(store)
+    folder = HfFolder(store.url, files, frozenset(index.fqns if index is not None else ()))
     _ = folder.config  # which is looked at before anything is written
     return folder
 
@@ -163,10 +167,8 @@ def _is_of_checkpoint(name: str) -> bool:
     return is_commit_object(name) or any(one.is_in_folder(name) for one in formats())
 
 
-class _Beside(NamedTuple):
-    path: str
-    store: Store
-    info: FileInfo
+_Beside = tuple[str, Store, FileInfo]
+"""A file beside weights: its path, and where it is read."""
 
 
 def _below(parent: ParentFolder, also: Sequence[str]) -> Iterator[_Beside]:
@@ -191,25 +193,14 @@ def _wanted(store: Store, folder: str, listing: Sequence[FileInfo], also: Sequen
     globs = [glob for glob in also if not is_own or glob.partition("/")[0] == folder]
     for info in listing:
         path = f"{folder}/{info.name}" if folder else info.name
-        if info.name in known or _is_asked_for(info.name, path, globs):
-            yield _Beside(path, store, info)
-
-
-def _is_asked_for(name: str, path: str, globs: Sequence[str]) -> bool:
-    if name.startswith(".") or _is_of_checkpoint(name):
-        return False  # it would be a checkpoint of its own, or weights among ours
-    if name.lower().endswith(_OTHER_WEIGHTS):
-        return path in globs
-    return any(fnmatchcase(path, glob) for glob in globs)
-
-
-def _tensor_names(store: Store) -> frozenset[str]:
-    """Return the names of its weights, to compare with; a template needs none, nor all of them."""
-    try:
-        index = index_of_folder(store)
-    except CheckpointError:
-        return frozenset()
-    return frozenset() if index is None else frozenset(index.fqns)
+        # Else it would be a checkpoint of its own, or weights among ours.
+        may_be = not info.name.startswith(".") and not _is_of_checkpoint(info.name)
+        if info.name.lower().endswith(_OTHER_WEIGHTS):
+            is_asked_for = may_be and path in globs
+        else:
+            is_asked_for = may_be and any(fnmatchcase(path, glob) for glob in globs)
+        if info.name in known or is_asked_for:
+            yield path, store, info
 
 
 def _snapshot(name: str, revision: str | None, also: Sequence[str]) -> Path:

@@ -7,12 +7,11 @@ CRC-32s in a zip, stands at `Holes` in the literals, and is filled in when the c
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise, starmap
+from itertools import islice, pairwise, starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,16 +109,6 @@ class Copies:
         return len(self.tensors)
 
 
-def _none(folder: str, names: Collection[str]) -> frozenset[str]:
-    return frozenset()
-
-
-def _checked_path(path: str) -> str:
-    """Return the path of a file of the folder, or of one directly below it."""
-    folder, slash, name = path.partition("/")
-    return f"{check_name(folder)}/{check_name(name)}" if slash else check_name(path)
-
-
 @dataclass(frozen=True, eq=False)
 class TargetLayout:
     """The whole output.
@@ -141,7 +130,7 @@ class TargetLayout:
     chunk_copies: Int64 | None = None
     last_files: Mapping[str, bytes] = field(default_factory=dict)
     tensor_copies: Mapping[str, int] = field(default_factory=dict)
-    replaced: Callable[[str, Collection[str]], frozenset[str]] = _none
+    replaced: Callable[[str, Collection[str]], frozenset[str]] = lambda folder, names: frozenset()
 
     def check(self) -> None:
         """Raise PlanError unless literals and copies tile each file: a hole would be zeros that were
@@ -149,7 +138,10 @@ class TargetLayout:
 
         Nor may two files have one name; CheckpointFormatError for names that lead elsewhere.
         """
-        names = [*map(check_name, self.file_names), *map(_checked_path, self.last_files)]
+        names = list(map(check_name, self.file_names))
+        for path in self.last_files:  # in the folder, or in one directly below it
+            folder, slash, name = path.partition("/")
+            names.append(f"{check_name(folder)}/{check_name(name)}" if slash else check_name(path))
         if len(set(names)) < len(names):
             twice = next(name for name, count in Counter(names).items() if count > 1)
             raise PlanError(f"{twice} would be two files: rename what it is made of")
@@ -200,21 +192,16 @@ class SourcePart(NamedTuple):
         return True
 
 
-class Gather(NamedTuple):
-    """Elements of the source, in C order, of the type ``code``."""
-
-    code: int
-    sources: tuple[SourcePart, ...]
-
-
 class Term(NamedTuple):
-    """A summand, times ``weight``: the elements of the one gather or, with a ``rank``, the product of two:
-    rows of ``rank`` elements, and ``rank`` rows of ``width``."""
+    """A summand, times ``weight``: the elements of the one of ``gathers``, in C order and of the type of
+    ``codes`` or, with a ``rank``, the product of two: rows of ``rank`` elements, and ``rank`` rows of
+    ``width``."""
 
     weight: float
     rank: int
     width: int
-    gathers: tuple[Gather, ...]
+    codes: tuple[int, ...]
+    gathers: tuple[tuple[SourcePart, ...], ...]
 
 
 class TaskCopy(NamedTuple):
@@ -316,12 +303,6 @@ class TermColumns:
         """The first gather of each row."""
         return starts(1 + (self.ranks > 0))
 
-    def fewest(self, elements: Int64) -> Int64:
-        """Return by copy the fewest elements of a gather that is no factor; gathers have so many
-        ``elements``."""
-        whole = np.where(self.ranks > 0, np.iinfo(np.int64).max, elements[self.gathers[:-1]])
-        return np.minimum.reduceat(whole, self.start[:-1]) if len(whole) else whole
-
     def take(self, copies: Int64) -> tuple[TermColumns, Int64]:
         """Return the terms of ``copies``, in that order, and the numbers of their gathers."""
         counts = self.start[copies + 1] - self.start[copies]
@@ -335,12 +316,12 @@ class TermColumns:
         bounds = self.start[first : last + 1].tolist()
         rows = slice(bounds[0], bounds[-1])
         low, high = self.gathers[self.start[[first, last]]].tolist()
-        gathers = map(Gather, self.codes[low:high].tolist(), sources.parts(low, high))
+        gathers = zip(self.codes[low:high].tolist(), sources.parts(low, high), strict=True)
         columns = (column[rows].tolist() for column in (self.weights, self.ranks, self.widths))
-        found = [
-            Term(weight, rank, width, tuple(next(gathers) for _ in range(2 if rank else 1)))
-            for weight, rank, width in zip(*columns, strict=True)
-        ]
+        found = []
+        for weight, rank, width in zip(*columns, strict=True):
+            codes, parts = zip(*islice(gathers, 2 if rank else 1), strict=True)
+            found.append(Term(weight, rank, width, codes, parts))
         for begin, end in pairwise(bounds):
             yield tuple(found[begin - bounds[0] : end - bounds[0]])
 
@@ -366,8 +347,11 @@ class TaskCopies:
         summed, gathers = (None, rows) if terms is None else terms.take(rows)
         own = sources.take(gathers)
         target_codes, sizes = copies.dtype_codes[rows], copies.size_bytes[rows]
-        stored = row_sums(row_products(own.axes[:, 0], own.axis_start), own.start)
-        least = stored if summed is None else summed.fewest(stored)
+        # The fewest elements of a copy, or of a gather that is no factor: what is missing is padded.
+        least = row_sums(row_products(own.axes[:, 0], own.axis_start), own.start)
+        if summed is not None and len(rows):
+            whole = np.where(summed.ranks > 0, np.iinfo(np.int64).max, least[summed.gathers[:-1]])
+            least = np.minimum.reduceat(whole, summed.start[:-1])
         padded = least < sizes // itemsizes(target_codes.astype(np.uint8))
         columns = [rows, copies.offsets[rows], sizes, codes[rows], target_codes, padded]
         return cls(np.column_stack(columns), own, summed)
@@ -399,9 +383,8 @@ class TaskCopies:
             return
         for row, terms in zip(rows, self.terms.terms(first, last, self.sources), strict=True):
             copy, only = TaskCopy._make((*row, (), terms)), terms[0]
-            code, sources = only.gathers[0]
-            if len(terms) == 1 and only.weight == 1.0 and not only.rank and code == copy.target_code:
-                copy = copy._replace(sources=sources, terms=())  # nothing is computed
+            if len(terms) == 1 and only.weight == 1.0 and not only.rank and only.codes[0] == copy.target_code:
+                copy = copy._replace(sources=only.gathers[0], terms=())  # nothing is computed
             yield copy
 
 
@@ -425,12 +408,6 @@ class TensorTerms:
     ranks: Int64
     turned: npt.NDArray[np.bool_]
 
-    @classmethod
-    def of(cls, count: int, rows: Int64, *columns: npt.NDArray[Any]) -> TensorTerms:
-        """Return the terms of ``count`` tensors; ``rows`` says by term which it is of."""
-        order = np.argsort(rows, kind="stable")
-        return cls(starts(np.bincount(rows, minlength=count)), *(column[order] for column in columns))
-
     def products(self, tensor: int) -> list[tuple[Any, ...]]:
         """Return the terms of a tensor that are products."""
         own = slice(int(self.start[tensor]), int(self.start[tensor + 1]))
@@ -438,48 +415,18 @@ class TensorTerms:
         return [term for term in zip(*(column[own].tolist() for column in columns), strict=True) if term[3]]
 
 
-@dataclass(frozen=True, eq=False)
-class MergedTensors:
-    """The ``terms`` of tensors, by row of the first source, which are rows of all of them joined and are
-    added in the type of code ``accumulate``. ``unmerged`` are those taken from the first as they are, by new
-    name; ``origin`` is for the provenance. With weight maps terms are of the tensors ``mapped``, which are
-    made of those of all sources joined, and have their rows."""
-
-    terms: TensorTerms
-    accumulate: int
-    unmerged: tuple[str, ...]
-    origin: Mapping[str, Any]
-    mapped: Sequence[MappedTensor] = ()
-
-    @property
-    def identity(self) -> str:
-        """A text that is equal for merges that compute the same of the same sources."""
-        digest = hashlib.sha256(b"".join(column.tobytes() for column in vars(self.terms).values()))
-        pieces = [(tensor.shape, tensor.pieces) for tensor in self.mapped]
-        digest.update(repr((self.accumulate, pieces)).encode())
-        return digest.hexdigest()
-
-
 # -- from a layout's copies to their sources -----------------------------------------------------------------
 
 
-def copy_sources(
-    engine: ReadEngine, copies: Copies, mapped: Sequence[MappedTensor] | None = None
-) -> SourceColumns:
-    """Return the parts of each copy, with their places in the source's files.
-
-    With ``mapped`` the tensors that are copied are these, made of the source's. Opens the records of foreign
-    formats whose payloads' places are not known. PlanError for tensors of which elements are not stored.
-    """
-    return _box_sources(engine, copies) if mapped is None else _mapped_sources(engine, copies, mapped)
-
-
 def sum_sources(
-    engine: ReadEngine, copies: Copies, merged: MergedTensors
+    engine: ReadEngine,
+    copies: Copies,
+    terms: TensorTerms,
+    accumulate: int,
+    mapped: Sequence[MappedTensor] | None = None,
 ) -> tuple[SourceColumns, TermColumns]:
-    """Return the sources of copies that are sums of the source's tensors, or of those mapped, which are
-    made of them; else as `copy_sources`."""
-    terms, mapped = merged.terms, merged.mapped
+    """Return the sources of copies that are sums of the source's tensors, or of those ``mapped``, which are
+    made of them, added in the type of code ``accumulate``; else as `copy_sources`."""
     counts = terms.start[copies.tensors + 1] - terms.start[copies.tensors]
     own = expand_ranges(terms.start[copies.tensors], counts)
     copy_of = np.repeat(np.arange(len(copies)), counts)
@@ -489,10 +436,9 @@ def sum_sources(
     widths, products = np.zeros_like(ranks), np.flatnonzero(ranks)
     widths[products] = copies.box_sizes[copies.box_start[copy_of[products]] + 1]
     columns = terms.weights[own], ranks, widths, codes[gathers.tensors].astype(np.int64)
-    found = TermColumns(merged.accumulate, starts(counts), *columns)
-    if mapped:
-        return _mapped_sources(engine, gathers, mapped), found
-    return _box_sources(engine, gathers, np.repeat(terms.turned[own], 1 + (ranks > 0))), found
+    turned = np.repeat(terms.turned[own], 1 + (ranks > 0))
+    sources = copy_sources(engine, gathers, mapped, turned)
+    return sources, TermColumns(accumulate, starts(counts), *columns)
 
 
 def _gathers(copies: Copies, terms: TensorTerms, own: Int64, copy_of: Int64) -> Copies:
@@ -520,11 +466,21 @@ def _gathers(copies: Copies, terms: TensorTerms, own: Int64, copy_of: Int64) -> 
     return Copies(tensors, box_start, offsets, sizes, nothing, nothing, nothing, nothing)
 
 
-def _box_sources(
-    engine: ReadEngine, copies: Copies, turned: npt.NDArray[np.bool_] | None = None
+def copy_sources(
+    engine: ReadEngine,
+    copies: Copies,
+    mapped: Sequence[MappedTensor] | None = None,
+    turned: npt.NDArray[np.bool_] | None = None,
 ) -> SourceColumns:
-    """Return the sources of boxes of the source's tensors; those that are ``turned`` have two dimensions,
-    of which the second is the slowest in what is made of them."""
+    """Return the parts of each copy, with their places in the source's files.
+
+    With ``mapped`` the tensors that are copied are these, made of the source's. Copies that are ``turned``
+    have two dimensions, of which the second is the slowest in what is made of them. Opens the records of
+    foreign formats whose payloads' places are not known. PlanError for tensors of which elements are not
+    stored.
+    """
+    if mapped is not None:
+        return _mapped_sources(engine, copies, mapped)
     rows, tensor_of = np.unique(copies.tensors, return_inverse=True)
     stored = stored_parts(engine, rows, tensor_of.astype(np.int64), copies.box_offsets, copies.box_sizes)
     wanted, axis_start = stored.wanted, stored.axis_start

@@ -21,9 +21,8 @@ from typing import Final
 from dcp.conversion.hf_folder import HF_NAMES
 from dcp.conversion.layout import TargetLayout
 from dcp.conversion.publishing import MAX_LEDGER_BYTES, Publisher, framed, header, parse
-from dcp.conversion.running import Output, announce
+from dcp.conversion.running import ResultChecks, TaskBatch, TaskResult, announce
 from dcp.conversion.targets.job import TargetPlace
-from dcp.conversion.tasks import ResultChecks, TaskBatch, TaskResult
 from dcp.storage import commit
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, PlanError, StorageError
@@ -195,15 +194,11 @@ class LocalLedger:
         """Remove what lies beside the ledger, unless it is the only copy of something."""
         settle(self._folder)
         # Not `shutil.rmtree`, which refuses folders whose inode numbers change.
-        for place, folders, files in os.walk(self._folder, topdown=False):
-            for name in files:
-                if (path := Path(place, name)) != self._path:
-                    path.unlink()
-            for name in folders:
-                if (path := Path(place, name)).is_symlink():
-                    path.unlink()
-                else:
-                    path.rmdir()
+        for path in sorted(self._folder.rglob("*"), reverse=True):  # a folder behind what is in it
+            if path.is_dir() and not path.is_symlink():
+                path.rmdir()
+            elif path != self._path:
+                path.unlink()
 
     def _write(self, data: bytes) -> None:
         view = memoryview(data)
@@ -228,9 +223,9 @@ class LocalPublisher(Publisher):
         self._ledger.append(result.encode())
 
     @property
-    def output(self) -> Output:
+    def output(self) -> PosixStore:
         """The folder beside the target."""
-        return Output(PosixStore(self._ledger.output), in_place=True)
+        return PosixStore(self._ledger.output)
 
     def begin(self, layout: TargetLayout, fingerprint: str) -> tuple[TargetLayout, list[TaskResult]]:
         """As `Publisher.begin`."""
@@ -251,7 +246,7 @@ class LocalPublisher(Publisher):
                 if not self.overwrite:
                     place.refuse_existing()
                 ledger.begin(fingerprint, self.save_id)
-                reserve(ledger.output, layout)
+                _reserve(ledger.output, layout)
             except BaseException:
                 ledger.remove()
                 raise
@@ -268,9 +263,12 @@ class LocalPublisher(Publisher):
         found = self._resumed(layout, ledger.save_id, ledger.done)
         if found is None:
             return None
+        paths = [ledger.output / name for name in found[0].file_names]
+        sizes = zip(paths, found[0].file_sizes, strict=True)
+        is_built = all(path.is_file() and path.stat().st_size == size for path, size in sizes)
         self.save_id = ledger.save_id
         is_renamed = self.place.file_name is None and not self.overwrite
-        if have_sizes(ledger.output, found[0]) or (is_renamed and self.is_published(found[0], ledger.inode)):
+        if is_built or (is_renamed and self.is_published(found[0], ledger.inode)):
             return found
         self.save_id = new
         return None
@@ -285,11 +283,17 @@ class LocalPublisher(Publisher):
     def _publish(self, layout: TargetLayout, checks: ResultChecks, index: CheckpointIndex | None) -> None:
         output, target, previous = self._ledger.output, self._target, self._previous
         fill_holes(output, layout, checks)
-        drop_half_written(output)
+        with step(None, "list", output):
+            half_written = list(output.rglob(f"{TEMPORARY_PREFIX}*"))
+        for path in half_written:  # at which an earlier run was killed: the target would have them, too
+            if path.is_file():
+                path.unlink()
         for name, data in layout.last_files.items():
             self._write(output, name, data)
         if index is not None:
-            if previous is not None and (previous.exists or has_only_others(target)):
+            if previous is not None and (
+                previous.exists or not any(_is_replaced(entry.name) for entry in target.iterdir())
+            ):
                 self._commit_over(output, index, previous)
                 return
             # Nobody looks at the folder yet, so that these two need no order.
@@ -317,7 +321,10 @@ class LocalPublisher(Publisher):
                 raise self._conflict() from error
             raise storage_error(error, "rename", target) from error
 
-    def _make_durable(self) -> None:
+    def publish(self, layout: TargetLayout, checks: ResultChecks, inode: int | None) -> None:
+        """As `Publisher.publish`. Raises StorageError (``committed``) where the target's name cannot be made
+        durable."""
+        super().publish(layout, checks, inode)
         try:
             PosixStore(self._target.parent).sync()
         except StorageError as error:
@@ -340,7 +347,7 @@ class LocalPublisher(Publisher):
                 with step(announce, "move", output / name):
                     (output / name).rename(store.path_of(name))
             store.sync()
-            self._commit(store, index, previous)
+            self._commit(index, previous)
         except BaseException:
             commit.discard(store, self.save_id, commit.Names())
             raise
@@ -355,29 +362,17 @@ class LocalPublisher(Publisher):
 # -- files ---------------------------------------------------------------------------------------------------
 
 
-def reserve(folder: Path, layout: TargetLayout) -> None:
+def _reserve(folder: Path, layout: TargetLayout) -> None:
     """Make every file with its size, so that tasks write to any place of it; with blocks where the file
     system can: a full disk shows now, not after hours."""
     for name, size in zip(layout.file_names, layout.file_sizes, strict=True):
         path = folder / name
         with step(announce, "create", path):
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-            descriptor = os.open(path, flags, 0o666)
-            try:
-                if size:
-                    _allocate(path, size)
-                    os.ftruncate(descriptor, size)
-            finally:
-                os.close(descriptor)
-
-
-def drop_half_written(folder: Path) -> None:
-    """Remove small files at which an earlier run was killed: the target would have them, too."""
-    with step(None, "list", folder):
-        found = list(folder.rglob(f"{TEMPORARY_PREFIX}*"))
-    for path in found:
-        if path.is_file():
-            path.unlink()
+            os.close(os.open(path, flags, 0o666))
+            if size:
+                _allocate(path, size)
+                os.truncate(path, size)
 
 
 def _allocate(path: Path, size: int) -> None:
@@ -395,16 +390,10 @@ def _allocate(path: Path, size: int) -> None:
         os.close(descriptor)
 
 
-def have_sizes(folder: Path, layout: TargetLayout) -> bool:
-    """Return whether all files are there that `reserve` makes."""
-    files = zip(layout.file_names, layout.file_sizes, strict=True)
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files)
-
-
 def fill_holes(folder: Path, layout: TargetLayout, checks: ResultChecks) -> None:
     """Write checksums into the files, and make each of these durable."""
     holes = defaultdict(list)
-    crcs: dict[int, bytes] = {}
+    crcs = {copy: checks.whole(copy).to_bytes(4, "little") for copy in {hole.copy for hole in layout.holes}}
     for hole in layout.holes:
         holes[hole.file].append((hole.offset, hole.copy))
     for file, name in enumerate(layout.file_names):
@@ -412,8 +401,6 @@ def fill_holes(folder: Path, layout: TargetLayout, checks: ResultChecks) -> None
             descriptor = os.open(folder / name, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 for offset, copy in sorted(holes[file]):
-                    if copy not in crcs:
-                        crcs[copy] = checks.whole(copy).to_bytes(4, "little")
                     os.pwrite(descriptor, crcs[copy], offset)
                 os.fsync(descriptor)
             finally:
@@ -471,11 +458,6 @@ def _others(old: Path, new: Path, layout: TargetLayout) -> Iterator[Path]:
 def stays(name: str) -> bool:
     """Return whether a file of a folder stays there, whatever is converted to the folder."""
     return not _is_replaced(name) and name not in HF_NAMES
-
-
-def has_only_others(target: Path) -> bool:
-    """Return whether nothing in a folder is of a checkpoint."""
-    return not any(_is_replaced(entry.name) for entry in target.iterdir())
 
 
 def _is_replaced_folder(entry: Path, made: Path, layout: TargetLayout) -> bool:

@@ -15,10 +15,10 @@ from dcp.conversion.adapters import LowRank, low_ranks
 from dcp.conversion.arithmetic import Arithmetic
 from dcp.conversion.casting import CASTABLE
 from dcp.conversion.entries import Entries, TargetDtype, TensorEntry, mapped_entries
-from dcp.conversion.layout import MergedTensors, TensorTerms
+from dcp.conversion.layout import TensorTerms
 from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns
 from dcp.planners.weight_maps.axes import model_config
-from dcp.planners.weight_maps.mapped_index import MappedIndex, map_sources
+from dcp.planners.weight_maps.mapped_index import map_sources
 from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.errors import PlanError
@@ -94,26 +94,25 @@ class JoinedStore(ReadOnlyStore):
         return self.stores[int(number)], own
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedSource(Source):
-    """``members`` as one source. Values that are no tensors are those of the first."""
-
-    members: tuple[Source, ...] = ()
-
-
-def open_joined(members: Sequence[Callable[[], Source]]) -> JoinedSource:
+def open_joined(members: Sequence[Callable[[], Source]]) -> Source:
     """Return one source of what ``members`` open, some at a time. Raises what these raise.
 
-    Rows of the first one's tensors, chunks and values stay what they are; those of the others follow in their
-    order.
+    Rows of the first one's tensors, chunks and values stay what they are; tensors and chunks of the others
+    follow in their order. Values are those of the first.
     """
     with WorkerThreads(min(_AT_ONCE, len(members))) as pool:
-        first, *others = pool.map(_opened, members)
-    found = [first, *(_sharing(member, first) for member in others)]
+        found = list(pool.map(_opened, members))
+    fqns = found[0].index.fqns
+    for number, member in enumerate(found[1:], 1):
+        # Names are shared where they are the same, of which there may be very many. The nesting of the state
+        # is that of the first alone.
+        own = member.index.fqns
+        shared = replace(member.index, fqns=fqns if own == fqns else own, planner_data=None)
+        found[number] = replace(member, index=shared)
     index = _joined_index([member.index for member in found])
     name = " + ".join(member.name for member in found)
     store = JoinedStore([member.store for member in found])
-    return JoinedSource(store, index, name, None, tuple(_parts_of(index, found)))
+    return Source(store, index, name, None, tuple(_parts_of(index, found)))
 
 
 def _opened(member: Callable[[], Source]) -> Source:
@@ -129,14 +128,6 @@ def _parts_of(joined: CheckpointIndex, members: Sequence[Source]) -> Iterator[So
         own = {name: getattr(joined, name)[begins[name] : end] for name, end in ends.items()}
         yield replace(member, index=replace(member.index, **own))
         begins = ends
-
-
-def _sharing(member: Source, first: Source) -> Source:
-    """Share the names of the first source where they are the same, of which there may be very many. The
-    nesting of the state is that of the first alone."""
-    own = member.index
-    fqns = first.index.fqns if own.fqns == first.index.fqns else own.fqns
-    return replace(member, index=replace(own, fqns=fqns, planner_data=None))
 
 
 class _JoinedNames(Sequence[str]):
@@ -215,11 +206,15 @@ def merge_entries(
     exclude: Patterns | None = None,
     rename: Rename | None = None,
     dtype: TargetDtype = None,
-) -> tuple[Entries, MappedIndex | None, MergedTensors]:
+) -> tuple[Entries, TensorTerms, Sequence[MappedTensor] | None, tuple[str, ...]]:
     """Choose the entries to write, the first source under its map, and the sums that they are. ``members``
     are the sources and, behind them, adapters. ``weight_maps`` is one for all sources, or one for each,
     and goes without adapters. ``config`` is the model's in the target, without which adapters look for
     that beside the first source. ``only``, ``exclude`` and ``rename`` are about the names of each.
+
+    Returns the entries; their terms, by row of the first source, which are rows of all of them joined or,
+    with maps, of the tensors that these make of all sources joined; those tensors; and the new names of what
+    is taken from the first source as it is.
 
     PlanError that says of all tensors which do not go together, why; MissingKeyError for patterns that match
     nothing in any source.
@@ -236,14 +231,13 @@ def merge_entries(
     merging = _Merging(own, added, arithmetic, is_tied)
     terms = merging.terms()
     merging.raise_problems([source.name for source in members])
-    (first, mapped), made = chosen[0], []
+    made = None
     if any(maps):
         made = [tensor for number, one in enumerate(chosen) for tensor in _made(number, *one)]
-    first = _untied(first, own[1:], terms)
+    first = _untied(own[0], own[1:], terms)
     user = {name: value for name, value in first.index.user.items() if name != _METRICS}
     first = replace(first, index=replace(first.index, user=user, digests=()))  # sums have none
-    unmerged = tuple(sorted(merging.unmerged))
-    return first, mapped, MergedTensors(terms, arithmetic.code, unmerged, _origin(members, arithmetic), made)
+    return first, terms, made, tuple(sorted(merging.unmerged))
 
 
 def _chosen(
@@ -253,14 +247,14 @@ def _chosen(
     exclude: Patterns | None,
     rename: Rename | None,
     dtype: TargetDtype,
-) -> list[tuple[Entries, MappedIndex | None]]:
+) -> list[tuple[Entries, Sequence[MappedTensor] | None]]:
     """Return the entries that are selected of each source, under its map; those of the first are cast. A
     pattern must match in one of them, and not in all."""
     names = [[*source.index.fqns, *source.index.objects.fqns] for source in sources]
     selection = Selection.of(only, exclude)
     if selection is not None:
         check_patterns(selection, [name for own in names for name in own])
-    found: list[tuple[Entries, MappedIndex | None]] = []
+    found: list[tuple[Entries, Sequence[MappedTensor] | None]] = []
     for source, own, weights in zip(sources, names, maps, strict=True):
         included, excluded = (_matching(given, own) for given in (only, exclude))
         if only is not None and not included:
@@ -272,9 +266,9 @@ def _chosen(
     return found
 
 
-def _made(number: int, entries: Entries, mapped: MappedIndex | None) -> Iterator[MappedTensor]:
+def _made(number: int, entries: Entries, mapped: Sequence[MappedTensor] | None) -> Iterator[MappedTensor]:
     """Yield the tensors of a source under its map, if it has any, of pieces of all sources joined."""
-    for tensor in mapped.tensors if mapped else starmap(MappedTensor.same, map_sources(entries.index)):
+    for tensor in mapped or starmap(MappedTensor.same, map_sources(entries.index)):
         sides = ((one, one.source._replace(name=f"{number}/{one.source.name}")) for one in tensor.pieces)
         yield replace(tensor, pieces=[one._replace(source=side) for one, side in sides])
 
@@ -320,8 +314,12 @@ class _Merging:
         plain = [np.concatenate(one) for one in parts]
         plain += [np.zeros(len(plain[0]), kind) for kind in (np.int64, np.int64, bool)]
         added = zip(*products, strict=True) if products else [()] * len(plain)
-        columns = [np.append(one, np.array(more, one.dtype)) for one, more in zip(plain, added, strict=True)]
-        return TensorTerms.of(self.sources[0].index.tensor_count, *columns)
+        of, *columns = (
+            np.append(one, np.array(more, one.dtype)) for one, more in zip(plain, added, strict=True)
+        )
+        order = np.argsort(of, kind="stable")
+        start = starts(np.bincount(of, minlength=self.sources[0].index.tensor_count))
+        return TensorTerms(start, *(column[order] for column in columns))
 
     def raise_problems(self, names: Sequence[str]) -> None:
         """Raise PlanError with all that was noted; ``names`` are of the sources."""
@@ -451,7 +449,8 @@ def _untied(first: Entries, others: Sequence[Entries], terms: TensorTerms) -> En
     return replace(first, tensors=tensors)
 
 
-def _origin(members: Sequence[Source], arithmetic: Arithmetic) -> dict[str, Any]:
+def merge_origin(members: Sequence[Source], arithmetic: Arithmetic) -> dict[str, Any]:
+    """Return what the provenance says of a merge."""
     weights = (*arithmetic.weights, *arithmetic.adapter_weights)
     sources = [
         {

@@ -25,9 +25,8 @@ import msgpack
 import numpy as np
 
 from dcp.conversion.layout import TargetLayout
-from dcp.conversion.running import Output, announce
-from dcp.conversion.targets.job import TargetPlace
-from dcp.conversion.tasks import ResultChecks, TaskBatch, TaskResult
+from dcp.conversion.running import ResultChecks, TaskBatch, TaskResult, announce
+from dcp.conversion.targets.job import TargetPlace, is_written_under
 from dcp.inspection.values.digests import sums_of
 from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.storage import commit
@@ -116,7 +115,7 @@ class Publisher(ABC):
 
     @property
     @abstractmethod
-    def output(self) -> Output:
+    def output(self) -> Store:
         """The place where tasks write, once there is room."""
 
     @abstractmethod
@@ -160,14 +159,10 @@ class Publisher(ABC):
                 is_committed = isinstance(error, CheckpointError) and error.committed
                 if is_committed or not self.is_published(layout, inode):  # by a quicker attempt
                     raise
-        self._make_durable()
 
     @abstractmethod
     def _publish(self, layout: TargetLayout, checks: ResultChecks, index: CheckpointIndex | None) -> None:
         """Make it exist, which is whole in `output` but for holes; ``index`` is that of a ``dcp`` target."""
-
-    def _make_durable(self) -> None:  # noqa: B027 - objects are durable when they appear
-        """Make the target's name durable. Raises StorageError (``committed``) where that fails."""
 
     def is_published(self, layout: TargetLayout, inode: int | None) -> bool:
         """Return whether the target is what this conversion makes, and complete."""
@@ -178,10 +173,11 @@ class Publisher(ABC):
                 return False
         if not all(_holds(*place.holder(path), data) for path, data in layout.last_files.items()):
             return False
-        return layout.index is None or self._is_committed(place.store)
+        return layout.index is None or self._is_committed()
 
-    def _is_committed(self, store: Store) -> bool:
+    def _is_committed(self) -> bool:
         """Return whether all of the commit of a ``dcp`` target is there."""
+        store = self.place.store
         try:
             index = open_index(store)
             if index.format != DCP.name or index.provenance.get("save_id") != self.save_id:
@@ -191,10 +187,10 @@ class Publisher(ABC):
             return False
         return crc32(data) == index.torch_metadata_crc
 
-    def _commit(self, store: Store, index: CheckpointIndex, previous: commit.Previous) -> None:
+    def _commit(self, index: CheckpointIndex, previous: commit.Previous) -> None:
         announce("publish", MANIFEST_NAME)
         facts: dict[str, Any] = {"save_id": self.save_id, "durable": True, "torch_compatible": True}
-        commit.commit(store, index, previous, names=commit.Names(), **facts)
+        commit.commit(self.place.store, index, previous, names=commit.Names(), **facts)
 
     def _conflict(self) -> CheckpointConflictError:
         return CheckpointConflictError(
@@ -232,7 +228,7 @@ class Publisher(ABC):
         index = replace(index, crc_start=starts([len(block) for block in blocks]), crcs=crcs)
         if not (rows := [row for row, total in enumerate(index.digests) if not total]):
             return index
-        with TensorReader(self.output.store, index) as reader:
+        with TensorReader(self.output, index) as reader:
             found = sums_of(reader, rows)
         return replace(index, digests=[found.get(row, total) for row, total in enumerate(index.digests)])
 
@@ -265,9 +261,9 @@ class StoredPublisher(Publisher):
         self._expected: dict[str, str] = {}
 
     @property
-    def output(self) -> Output:
+    def output(self) -> Store:
         """The store itself."""
-        return Output(self._store, in_place=False, replace=self.overwrite)
+        return self._store
 
     def begin(self, layout: TargetLayout, fingerprint: str) -> tuple[TargetLayout, list[TaskResult]]:
         """As `Publisher.begin`."""
@@ -281,8 +277,12 @@ class StoredPublisher(Publisher):
             self._previous = commit.previous_state(self._store, commit.Names())
         if noted is not None:
             save_id, _, entries, end = noted
-            done = [one for one in map(_noted, entries) if one is not None and self._are_there(one[1])]
-            resumed = self._resumed(layout, save_id, [result for result, _ in done])
+            done = []
+            for result, versions in filter(None, map(_noted, entries)):
+                # Those whose files are there as the batch has written them.
+                if all(self._store.stat(name) and self._version(name) == versions[name] for name in versions):
+                    done.append(result)
+            resumed = self._resumed(layout, save_id, done)
             if resumed is not None:
                 self.save_id, self._ledger, self.has_begun = save_id, data[:end], True
                 return resumed
@@ -367,13 +367,6 @@ class StoredPublisher(Publisher):
     def _note(self, ledger: str, files: Mapping[str, str]) -> None:
         self._write(ledger, header("", self.save_id) + framed(msgpack.packb([b"", dict(files)])))
 
-    def _are_there(self, versions: Mapping[str, str]) -> bool:
-        """Return whether the files are there as a batch has written them."""
-        return all(
-            self._store.stat(file) is not None and self._version(file) == version
-            for file, version in versions.items()
-        )
-
     def _version(self, file: str) -> str:
         if file.endswith(DATA_SUFFIX):  # they have the save id in their names
             return ""
@@ -403,13 +396,14 @@ class StoredPublisher(Publisher):
             previous = self._previous or commit.previous_state(self._store, commit.Names())
             if previous.exists and not self.overwrite:
                 raise self._conflict()
-            self._commit(self._store, index, previous)
+            self._commit(index, previous)
 
     def clear(self, batches: int) -> None:
         """As `Publisher.clear`."""
         place, store = self.place, self._store
         if not place.attempt or store.stat(place.ledger_name) is None:  # else of a conversion to be resumed
-            place.end_uploads()
+            # Unfinished uploads of its files are of attempts that were killed, or that have been beaten.
+            commit.abort_uploads(store, lambda name: is_written_under({place.ledger_name}, name))
         announce("remove", place.ledger_name)
         for error in store.delete_all(self._ledger_names(batches)).values():
             raise error
@@ -420,7 +414,7 @@ class StoredPublisher(Publisher):
         store, is_folder = self._store, self.place.file_name is None
         commit.discard(store, self.save_id, commit.Names())
         last = (target.last_file for target in targets() if target.last_file is not None)
-        if not (is_folder and any(store.stat(name) is not None for name in last)):
+        if not (is_folder and any(map(store.stat, last))):
             found = self._expected
             for ledger in self._ledger_names(batches):
                 found = found | _files(self._read(ledger))
@@ -455,6 +449,7 @@ def _noted(entry: bytes) -> tuple[bytes, dict[str, str]] | None:
 
 def _files(ledger: bytes) -> dict[str, str]:
     """Return by file the note of a ledger."""
-    noted = parse(ledger, None)
-    found = map(_noted, noted[2]) if noted is not None else ()
-    return {file: version for entry in found if entry for file, version in entry[1].items()}
+    noted, found = parse(ledger, None), dict[str, str]()
+    for entry in filter(None, map(_noted, noted[2] if noted is not None else ())):
+        found |= entry[1]
+    return found

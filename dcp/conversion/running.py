@@ -1,51 +1,329 @@
-"""Batches of tasks, carried out by any process: windows of files are made of the source, and written.
+"""Tasks of a conversion, each a range of one target file that is made of parts of the source, and their work:
+windows of files are made, and written, by any process.
 
-Memory is bounded by a few buffers. The checksums of what was read and written, which a batch returns, are for
-the ledger.
+A task needs nothing of the others and may be run again: it writes the same bytes to the same place. Checksums
+of what it read and wrote are made of fragments, which come in any order, from any task, and more than once. A
+block is known once they cover it: those of the source are compared then, those of the target are recorded.
+Memory is bounded by a few buffers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+import threading
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
+from itertools import pairwise, starmap
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from dcp.conversion.casting import cast
 from dcp.conversion.gather import RangeReader, Wanted
-from dcp.conversion.layout import TaskCopy
-from dcp.conversion.sums import BadElements, Sums
-from dcp.conversion.tasks import (
-    TASK_BYTES,
-    TASK_COPIES,
-    SourceChecks,
-    Task,
-    TaskBatch,
-    TaskResult,
-    literals_between,
-    refuse_faults,
-)
+from dcp.conversion.layout import Copies, Hole, SourceColumns, TargetLayout, TaskCopies, TaskCopy, TermColumns
+from dcp.conversion.sums import NOT_FINITE, BadElements, Sums
+from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.storage.closable import Closable
 from dcp.storage.engine.read import ReadEngine
-from dcp.storage.engine.requests import Verify
-from dcp.storage.engine.source import Fragment, within_blocks
-from dcp.storage.errors import CheckpointConflictError, CheckpointError, StorageError
+from dcp.storage.engine.requests import ReadStats, Verify
+from dcp.storage.engine.source import Fragment, Fragments, within_blocks
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CheckpointFormatError,
+    PlanError,
+    StorageError,
+)
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.checksums import crc32, crc32_combine
+from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening import Source, complete_index
 from dcp.storage.formats.plain import encode_plain
+from dcp.storage.geometry.strides import Int64, starts
+from dcp.storage.near_names import listed
+from dcp.storage.packing import pack, unpack
 from dcp.storage.stores.base import Buffer, ReadHandle, Store, WriteHandle
 from dcp.storage.stores.posix.files import PosixWriteHandle, step
 from dcp.version import __version__
+
+TASK_BYTES: Final = 64 << 20
+TASK_COPIES: Final = 5_000
+"""Of very small tensors the columns take more memory than the bytes."""
+
+_MAX_BATCHES: Final = 512
+_MAX_LISTED: Final = 10
+_UNKNOWN: Final = -1
+
+
+@dataclass(frozen=True)
+class Task:
+    """Bytes ``begin`` to ``end`` of the target file ``name``, of ``file_bytes``.
+
+    ``literals`` are (offset, bytes) in the file, ``copies`` all that reach into the range, both in order.
+    ``source_files`` has (name, size) by number. ``holes`` are those a whole file has, where it is written
+    front to back: then the task fills them itself.
+    """
+
+    number: int
+    name: str
+    file_bytes: int
+    begin: int
+    end: int
+    literals: tuple[tuple[int, bytes], ...]
+    copies: TaskCopies
+    source_files: dict[int, tuple[str, int]]
+    holes: tuple[Hole, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class TaskBatch:
+    """Neighbouring tasks that are carried out together, and write ``size_bytes``. ``is_all``: the conversion
+    has no other task."""
+
+    number: int
+    tasks: tuple[Task, ...]
+    size_bytes: int
+    is_all: bool
+
+
+@dataclass
+class TaskResult:
+    """The result of a task or a batch of them: checksums of what it read and wrote, by payload and by copy.
+    ``faults`` are of what was computed, which may then not be published. Pickled as it is packed."""
+
+    number: int
+    bytes_read: int = 0
+    sources: list[Fragment] = field(default_factory=list)
+    targets: list[Fragment] = field(default_factory=list)
+    faults: list[BadElements] = field(default_factory=list)
+
+    def add(self, other: TaskResult) -> None:
+        """Take what another task did, too."""
+        self.bytes_read += other.bytes_read
+        self.sources += other.sources
+        self.targets += other.targets
+        self.faults += other.faults
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TaskResult.decode, (self.encode(),)
+
+    def encode(self) -> bytes:
+        """Pack it: differences from row to row, because neighbours hardly differ."""
+        columns = []
+        for found in (self.sources, self.targets, self.faults):
+            rows = np.array(found, np.int64).reshape(-1, 4)
+            columns.append(np.diff(rows, axis=0, prepend=np.int64(0)).T)
+        return pack([self.number, self.bytes_read, *columns])
+
+    @classmethod
+    def decode(cls, data: bytes) -> TaskResult:
+        """Return the inverse of `encode`. Raises CheckpointFormatError for anything else."""
+        try:
+            number, bytes_read, *columns = unpack(data)
+            sources, targets, faults = (np.cumsum(one.T, axis=0).tolist() for one in columns)
+            parts = list(starmap(Fragment, sources)), list(starmap(Fragment, targets))
+            return cls(number, bytes_read, *parts, list(starmap(BadElements, faults)))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CheckpointFormatError("what was noted of a conversion is not to be read") from error
+
+
+# -- making tasks --------------------------------------------------------------------------------------------
+
+
+@garbage_collection_paused()
+def make_tasks(
+    index: CheckpointIndex,
+    layout: TargetLayout,
+    dtype_codes: npt.NDArray[np.uint8],
+    sources: SourceColumns,
+    terms: TermColumns | None = None,
+    *,
+    by_file: bool,
+) -> list[Task]:
+    """Make the tasks of a layout; ``sources`` are the parts of its copies, ``dtype_codes`` are those of
+    what is copied, by row. With ``terms`` copies are sums of these. ``by_file``: one for each file."""
+    tasks: list[Task] = []
+    copies = layout.copies
+    source_codes = dtype_codes[copies.tensors].astype(np.int64)
+    for file, (name, size) in enumerate(zip(layout.file_names, layout.file_sizes, strict=True)):
+        literals = layout.literals.of_file(file)
+        rows = np.flatnonzero((copies.files == file) & (copies.size_bytes > 0))
+        rows = rows[np.argsort(copies.offsets[rows], kind="stable")]
+        begins, ends = copies.offsets[rows], copies.offsets[rows] + copies.size_bytes[rows]
+        holes = tuple(hole for hole in layout.holes if hole.file == file) if by_file else ()
+        many = begins[TASK_COPIES::TASK_COPIES].tolist()
+        cuts = [0, size] if by_file else sorted({*range(0, size, TASK_BYTES), *many, size, 0})
+        for begin, end in pairwise(cuts):
+            chosen = rows[np.searchsorted(ends, begin, "right") : np.searchsorted(begins, end, "left")]
+            own = TaskCopies.of(copies, chosen, source_codes, sources, terms)
+            parts = tuple(literals_between(literals, begin, end))
+            numbers = np.unique(own.sources.rows[:, 1]).tolist()
+            files = {number: (index.files[number], int(index.file_sizes[number])) for number in numbers}
+            tasks.append(Task(len(tasks), name, size, begin, end, parts, own, files, holes))
+    return tasks
+
+
+def literals_between(
+    literals: Sequence[tuple[int, bytes]], begin: int, end: int
+) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, bytes) of what literals, in their order, have of bytes ``begin`` to ``end``."""
+    first = bisect_right(literals, begin, key=lambda one: one[0] + len(one[1]))
+    for offset, data in literals[first : bisect_left(literals, end, key=itemgetter(0))]:
+        low = max(begin, offset)
+        yield low, data[low - offset : end - offset]
+
+
+def make_batches(tasks: Sequence[Task], batch_bytes: int) -> list[TaskBatch]:
+    """Make batches of about ``batch_bytes``, or of more if they were too many; with 0 each task is one."""
+    batches: list[TaskBatch] = []
+    own: list[Task] = []
+    size = wanted = 0
+    if batch_bytes:
+        total = sum(task.end - task.begin for task in tasks)
+        wanted = max(batch_bytes, -(-total // _MAX_BATCHES))
+    for task in tasks:
+        own.append(task)
+        size += task.end - task.begin
+        if size >= wanted or task is tasks[-1]:
+            batches.append(TaskBatch(len(batches), tuple(own), size, len(tasks) == 1))
+            own, size = [], 0
+    return batches
+
+
+# -- checksums -----------------------------------------------------------------------------------------------
+
+
+class SourceChecks:
+    """Compares what was read with what the source says of it. Thread-safe.
+
+    CorruptCheckpointError, with file, tensor and offset, as soon as a block is complete and differs.
+    ``blocks_verified`` and ``blocks_unverified`` (nothing to compare with) are counted.
+    """
+
+    def __init__(self, engine: ReadEngine) -> None:
+        self._engine = engine
+        self._blocks = Fragments()
+        self._seen: set[int] = set()  # numbers of chunk and block, of which there may be millions
+        self._lock = threading.Lock()
+        self.stats = ReadStats()
+
+    def add(self, fragments: Iterable[Fragment]) -> None:
+        """Take what a task found."""
+        lengths = self._engine.payload_lengths
+        with self._lock:
+            for fragment in fragments:
+                chunk, block = fragment.owner, fragment.begin // BLOCK_BYTES
+                if (number := chunk << 32 | block) in self._seen:
+                    continue
+                crc = self._blocks.add(fragment, int(lengths[chunk]))
+                if crc is not None:
+                    self._seen.add(number)
+                    self._engine.check_block(self.stats, chunk, block, crc)
+
+    def finish(self, chunks: Iterable[int]) -> None:
+        """Read what no task had whole of the payloads of ``chunks``, and compare what has one checksum for
+        all of it."""
+        for chunk in chunks:
+            for block in range(-(-int(self._engine.payload_lengths[chunk]) // BLOCK_BYTES)):
+                if chunk << 32 | block not in self._seen:
+                    self._read_block(chunk, block)
+        uncompared = self._engine.payloads.verify_whole()
+        self.stats.blocks_verified -= uncompared
+        self.stats.blocks_unverified += uncompared
+
+    def finish_begun(self) -> None:
+        """Finish as `finish` does those blocks alone of which a part was read: for a range of the target."""
+        for chunk, block in self._blocks.incomplete():
+            self._read_block(chunk, block)
+        self._engine.payloads.verify_whole()
+
+    def _read_block(self, chunk: int, block: int) -> None:
+        engine, begin = self._engine, block * BLOCK_BYTES
+        handle, origin = engine.locate(chunk)
+        size = min(BLOCK_BYTES, int(engine.payload_lengths[chunk]) - begin)
+        engine.check_block(self.stats, chunk, block, crc32(handle.pread(size, origin + begin)))
+
+
+class ResultChecks(SourceChecks):
+    """Checks of all results of a conversion: checksums of sources are compared, those of the target recorded
+    for publishing, by block and whole, for each copy; and so are ``faults``."""
+
+    def __init__(self, engine: ReadEngine, copies: Copies) -> None:
+        super().__init__(engine)
+        self.bytes_read = 0
+        self.faults: list[BadElements] = []
+        self._sizes = copies.size_bytes
+        self._start = starts(-(-copies.size_bytes // BLOCK_BYTES))
+        self._crcs = np.full(int(self._start[-1]), _UNKNOWN, np.int64)
+        self._written = Fragments()
+
+    def take(self, result: TaskResult) -> None:
+        """Take what was found. Raises CorruptCheckpointError as soon as a block differs."""
+        self.add(result.sources)
+        for fragment in result.targets:
+            crc = self._written.add(fragment, int(self._sizes[fragment.owner]))
+            if crc is not None:
+                self._crcs[self._start[fragment.owner] + fragment.begin // BLOCK_BYTES] = crc
+        self.bytes_read += result.bytes_read
+        self.faults += result.faults
+
+    def check_complete(self) -> None:
+        """Raise CheckpointError if a block of the output has no checksum, because it was not written, and
+        FaultySumsError for sums that cannot be."""
+        if missing := int((self._crcs == _UNKNOWN).sum()):
+            raise CheckpointError(
+                f"{missing} blocks of the output were not written; this is an error of dcphub"
+            )
+        refuse_faults(self.faults, self._engine.index)
+
+    def blocks(self, copy: int) -> Int64:
+        """Return CRC-32 of each block of a copy."""
+        return self._crcs[self._start[copy] : self._start[copy + 1]]
+
+    def whole(self, copy: int) -> int:
+        """Return CRC-32 of all of a copy; its blocks must be known."""
+        total, size = 0, int(self._sizes[copy])
+        for number, crc in enumerate(self.blocks(copy).tolist()):
+            total = crc32_combine(total, crc, min(BLOCK_BYTES, size - number * BLOCK_BYTES))
+        return total
+
+
+class FaultySumsError(PlanError):
+    """Sums that cannot be: nothing that was written is of any use."""
+
+
+def refuse_faults(faults: Iterable[BadElements], index: CheckpointIndex) -> None:
+    """Raise FaultySumsError that names all tensors of ``faults``, by the source's ``index``; fine without
+    any."""
+    counts: Counter[tuple[str, int]] = Counter()
+    for fault in faults:
+        row = int(index.chunk_tensors[fault.chunk])
+        counts[index.fqns[row].partition("/")[2], fault.kind] += fault.elements
+    if not counts:
+        return
+    shown = [
+        f"{name!r} ({count:,} {'NaN or infinite' if kind == NOT_FINITE else 'too large for its dtype'})"
+        for (name, kind), count in sorted(counts.items())
+    ]
+    names = sorted({name for name, _ in counts})
+    raise FaultySumsError(
+        f"{len(names)} of the sums have elements that are no numbers, or that no element of the target can "
+        f"be: {listed(shown, most=_MAX_LISTED, show=str)}. Nothing was published. Leave these "
+        "tensors out, or give them a wider dtype",
+        fqns=names,
+        problems=shown,
+    )
+
+
+# -- windows and files --------------------------------------------------------------------------------------
 
 WINDOW_BYTES: Final = 8 << 20
 """Of a file, made in one buffer and written at once."""
@@ -63,33 +341,6 @@ def announce(op: str, path: str | os.PathLike[str]) -> None:
 
 
 # -- where the bytes go --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Output:
-    """The output of all tasks of a conversion.
-
-    ``in_place``: ``store`` is a folder of this machine whose files have their sizes, and tasks write ranges
-    of them. Else each task writes a whole file, which appears when it is finished, with ``replace`` in place
-    of one that is there.
-    """
-
-    store: Store
-    in_place: bool
-    replace: bool = False
-
-    def open(self, name: str, begin: int, size_bytes: int) -> WriteHandle:
-        """Return the range from ``begin`` on of a file of ``size_bytes``, or the file. A file that is
-        there already, since a run before this one wrote it, need only be compared."""
-        if self.in_place:
-            return ReservedRange(Path(self.store.url) / name, begin)
-        if self.is_written(name):
-            return ComparedFile(self.store.open_read(name), self.store.path_of(name), size_bytes)
-        return self.store.create(name, durable=True, expected_bytes=size_bytes, replace=self.replace)
-
-    def is_written(self, name: str) -> bool:
-        """Return whether a task's file is there, and may not be replaced."""
-        return not (self.in_place or self.replace) and self.store.stat(name) is not None
 
 
 class ReservedRange(PosixWriteHandle):
@@ -267,20 +518,14 @@ class TaskReader(Closable):
         self._seen = len(self._reader.targets)
         first = bisect_left(self._holes, begin, key=lambda hole: hole.offset + 3)
         for hole in self._holes[first : bisect_left(self._holes, end, key=attrgetter("offset"))]:
-            data = _whole(self._fragments.get(hole.copy, [])).to_bytes(4, "little")
+            crc = position = 0
+            for fragment in sorted(self._fragments.get(hole.copy, [])):
+                if fragment.begin != position:
+                    raise CheckpointError("a copy was not written in order; this is an error of dcphub")
+                crc, position = crc32_combine(crc, fragment.crc, fragment.end - position), fragment.end
+            data = crc.to_bytes(4, "little")
             low, high = max(begin, hole.offset), min(end, hole.offset + 4)  # it may be in two windows
             buffer[low - begin : high - begin] = data[low - hole.offset : high - hole.offset]
-
-
-def _whole(fragments: Sequence[Fragment]) -> int:
-    """Return the CRC-32 of a copy whose fragments are all there."""
-    total = position = 0
-    for fragment in sorted(fragments):
-        if fragment.begin != position:
-            raise CheckpointError("a copy was not written in order; this is an error of dcphub")
-        total = crc32_combine(total, fragment.crc, fragment.end - fragment.begin)
-        position = fragment.end
-    return total
 
 
 def _run_task(
@@ -339,15 +584,19 @@ class BatchSettings:
     """All that the batches of a conversion share, for processes that know no more of it.
 
     ``store`` is the one of the source that ``open_source`` opens, whose mark, as a source of the format
-    ``to``, is ``source_mark``.
+    ``to``, is ``source_mark``. ``in_place``: ``output`` is a folder of this machine whose files have their
+    sizes, and tasks write ranges of them. Else each task writes a whole file, which appears when it is
+    finished, with ``replace`` in place of one that is there.
     """
 
     open_source: Callable[[], Source]
     store: Store
     to: str
     source_mark: str
-    output: Output
     verify: Verify
+    output: Store
+    in_place: bool
+    replace: bool = False
 
     def open_engine(self) -> ReadEngine:
         """Open the source, to compare with its checksums. Raises SourceChangedError."""
@@ -363,6 +612,20 @@ class BatchSettings:
                 f"{name} has changed while it was converted; convert it again", path=name
             )
 
+    def open_output(self, task: Task) -> WriteHandle:
+        """Return the range of a task's file, or the file. A file that is there already, since a run before
+        this one wrote it, need only be compared."""
+        output, name = self.output, task.name
+        if self.in_place:
+            return ReservedRange(Path(output.url) / name, task.begin)
+        if self.is_written(name):
+            return ComparedFile(output.open_read(name), output.path_of(name), task.file_bytes)
+        return output.create(name, durable=True, expected_bytes=task.file_bytes, replace=self.replace)
+
+    def is_written(self, name: str) -> bool:
+        """Return whether a task's file is there, and may not be replaced."""
+        return not (self.in_place or self.replace) and self.output.stat(name) is not None
+
 
 def run_batch(
     settings: BatchSettings,
@@ -372,25 +635,24 @@ def run_batch(
 ) -> TaskResult:
     """Carry ``batch`` out; what it writes is durable when this returns. ``engine`` reads the source, where
     the caller has it open; ``on_bytes`` gets the size of each window that is written."""
-    output, verify, result = settings.output, settings.verify != "none", TaskResult(batch.number)
+    verify, result = settings.verify != "none", TaskResult(batch.number)
     with ExitStack() as stack:
         check = None
         # A file that is written in place has no name yet: what publishes it, with all results, compares.
-        if not output.in_place and (verify or batch.is_all):
+        if not settings.in_place and (verify or batch.is_all):
             check = _comparison(batch, engine or stack.enter_context(settings.open_engine()))
         for task in batch.tasks:
-            place = task.name, task.begin, task.file_bytes
             run = partial(_run_task, task, settings.store, verify=verify, check=check)
             try:
-                found = run(output.open(*place), on_bytes=on_bytes)
+                found = run(settings.open_output(task), on_bytes=on_bytes)
             except StorageError:
                 # Another attempt at this task has been quicker, and its file is what ours would have been.
-                if not output.is_written(task.name):
+                if not settings.is_written(task.name):
                     raise
-                found = run(output.open(*place), on_bytes=None)
+                found = run(settings.open_output(task), on_bytes=None)
             result.add(found)
-    if not output.in_place:
-        output.store.sync()
+    if not settings.in_place:
+        settings.output.sync()
     return result
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from dcp.conversion.casting import TOO_LARGE, narrowed, stored_dtype, widened
 from dcp.conversion.gather import RangeReader, Wanted
-from dcp.conversion.layout import Gather, SourcePart, TaskCopy, Term
+from dcp.conversion.layout import SourcePart, TaskCopy, Term
 from dcp.storage.formats import dtypes
 
 _Array = npt.NDArray[Any]
@@ -43,16 +44,9 @@ class BadElements(NamedTuple):
     kind: int
 
 
-class _Step(NamedTuple):
-    """Elements ``first`` to ``last`` of a copy: ``place`` is for their bytes but the first ``skip``.
-    ``read`` has what was read, by gather."""
-
-    copy: TaskCopy
-    first: int
-    last: int
-    place: memoryview
-    skip: int
-    read: list[_Array]
+_Step = tuple[TaskCopy, int, int, memoryview, int, list[_Array]]
+"""A copy, the first of some elements of it and the one behind the last, the place for their bytes but the
+first few, how many these are, and what was read, by gather."""
 
 
 class Sums:
@@ -64,7 +58,7 @@ class Sums:
         self._faults = faults
         kind = stored_dtype(accumulate)
         self._sum, self._product, self._values = (np.empty(_BLOCK, kind) for _ in range(3))
-        self._limit = _STEP_OF_REQUESTS_BYTES if reader.scatters else _STEP_BYTES
+        self._limit = _STEP_OF_REQUESTS_BYTES if reader.profile.scatter else _STEP_BYTES
         self._memory = np.empty(self._limit, np.uint8)
         self._used = 0
         self._steps: list[_Step] = []
@@ -76,7 +70,7 @@ class Sums:
         """Add up bytes of ``copy`` from ``low`` on, into ``place``; ``done`` is called once they are
         there."""
         size, high = dtypes.BY_CODE[copy.target_code].itemsize, low + len(place)
-        width = sum(dtypes.BY_CODE[term.gathers[0].code].itemsize for term in copy.terms if not term.rank)
+        width = sum(dtypes.BY_CODE[term.codes[0]].itemsize for term in copy.terms if not term.rank)
         last, count = -(-high // size), max(1, self._limit // max(1, width))
         for first in range(low // size, last, count):
             end = min(first + count, last)
@@ -86,19 +80,18 @@ class Sums:
             read = [
                 array for number in range(len(copy.terms)) for array in self._want(copy, number, first, end)
             ]
-            self._steps.append(
-                _Step(copy, first, end, place[begin - low : stop - low], begin - first * size, read)
-            )
+            part = place[begin - low : stop - low]
+            self._steps.append((copy, first, end, part, begin - first * size, read))
         self._done.append(done)
 
     def flush(self) -> None:
         """Read and add what is wanted."""
         self._reader.read(self._wanted)
         for step in self._steps:
-            self._carry_out(step)
+            self._carry_out(*step)
         for done in self._done:
             done()
-        newest = self._steps[-1].copy.copy if self._steps else -1
+        newest = self._steps[-1][0].copy if self._steps else -1
         self._rights = {key: array for key, array in self._rights.items() if key[0] == newest}
         self._used, self._steps, self._wanted, self._done = 0, [], [], []
 
@@ -108,55 +101,55 @@ class Sums:
         """Return memory that is read into, for what the elements ``first`` to ``last`` need of a term."""
         term = copy.terms[number]
         if not term.rank:
-            found = self._gather(term.gathers[0], first, last)
+            found = self._gather(term, 0, first, last)
             if copy.is_padded:
                 _fill_with_zeros(found, term.weight)
             return [found]
-        left, right = term.gathers
-        rows = self._gather(left, first // term.width * term.rank, -(-last // term.width) * term.rank)
+        rows = self._gather(term, 0, first // term.width * term.rank, -(-last // term.width) * term.rank)
         key = copy.copy, number
         if key not in self._rights:  # for all windows of the copy
-            self._rights[key] = self._gather(right, 0, term.rank * term.width, is_kept=True)
+            self._rights[key] = self._gather(term, 1, 0, term.rank * term.width)
         return [rows, self._rights[key]]
 
-    def _gather(self, gather: Gather, first: int, last: int, *, is_kept: bool = False) -> _Array:
-        kind = stored_dtype(gather.code)
+    def _gather(self, term: Term, side: int, first: int, last: int) -> _Array:
+        kind = stored_dtype(term.codes[side])
         size = (last - first) * kind.itemsize
         begin = -(-self._used // _ALIGNMENT) * _ALIGNMENT
-        if is_kept or begin + size > len(self._memory):
+        if side or begin + size > len(self._memory):  # a right factor is kept
             found: _Array = np.empty(last - first, kind)
         else:
             found = self._memory[begin : begin + size].view(kind)
             self._used = begin + size
         target = memoryview(found.view(np.uint8).data)
-        self._wanted.append(Wanted(target, kind.itemsize, gather.sources, first, last))
+        self._wanted.append(Wanted(target, kind.itemsize, term.gathers[side], first, last))
         return found
 
     # -- adding ----------------------------------------------------------------------------------------------
 
-    def _carry_out(self, step: _Step) -> None:
-        copy = step.copy
+    def _carry_out(
+        self, copy: TaskCopy, first: int, last: int, place: memoryview, skip: int, read: list[_Array]
+    ) -> None:
         size = dtypes.BY_CODE[copy.target_code].itemsize
-        target = np.frombuffer(step.place, np.uint8)
-        for begin in range(0, step.last - step.first, _BLOCK):
-            total = self._added(step, begin, min(_BLOCK, step.last - step.first - begin))
-            self._check(copy, total, step.first + begin)
+        target = np.frombuffer(place, np.uint8)
+        for begin in range(0, last - first, _BLOCK):
+            total = self._added(copy, read, first, begin, min(_BLOCK, last - first - begin))
+            self._check(copy, total, first + begin)
             data = narrowed(total, copy.target_code)
-            at = begin * size - step.skip
+            at = begin * size - skip
             end = min(at + len(data), len(target))
             target[max(at, 0) : end] = data[max(-at, 0) : end - at]
 
-    def _added(self, step: _Step, begin: int, count: int) -> _Array:
-        """Return the sum for ``count`` elements from ``begin`` of the step on."""
-        read, total = iter(step.read), self._sum[:count]
+    def _added(self, copy: TaskCopy, read: list[_Array], first: int, begin: int, count: int) -> _Array:
+        """Return the sum for ``count`` elements from ``begin`` behind ``first`` on, where ``read`` begins."""
+        arrays, total = iter(read), self._sum[:count]
         with np.errstate(over="ignore", invalid="ignore"):
-            for number, term in enumerate(step.copy.terms):
+            for number, term in enumerate(copy.terms):
                 values = self._values[:count]
                 if term.rank:
-                    self._multiply(term, next(read), next(read), step.first, begin, values)
+                    self._multiply(term, next(arrays), next(arrays), first, begin, values)
                 else:
-                    elements = next(read)[begin : begin + count]
-                    values = widened(elements, term.gathers[0].code, values)
+                    elements = next(arrays)[begin : begin + count]
+                    values = widened(elements, term.codes[0], values)
                 weight = total.dtype.type(term.weight)
                 if not number:
                     np.multiply(values, weight, out=total)
@@ -175,13 +168,12 @@ class Sums:
             wide = min(width - column, end - at)
             high = 1 if column or wide < width else (end - at) // width
             part = out[at - first - begin :][: high * wide].reshape(high, wide)
-            codes = [gather.code for gather in term.gathers]
             self._add_ranks(
-                rows[row - origin : row - origin + high], columns[:, column : column + wide], codes, part
+                rows[row - origin : row - origin + high], columns[:, column : column + wide], term.codes, part
             )
             at += high * wide
 
-    def _add_ranks(self, left: _Array, right: _Array, codes: list[int], out: _Array) -> None:
+    def _add_ranks(self, left: _Array, right: _Array, codes: tuple[int, ...], out: _Array) -> None:
         kind = out.dtype
         wide = np.ascontiguousarray(left)
         factors = widened(wide, codes[0], np.empty(wide.shape, kind))
@@ -204,7 +196,7 @@ class Sums:
             left = first + np.flatnonzero(wrong)
             # Of the terms that are no products, in their order: of padded ones the first may not have it.
             plain = (term.gathers[0] for term in copy.terms if not term.rank) if len(left) else ()
-            for source in (source for gather in plain for source in gather.sources):
+            for source in chain.from_iterable(plain):
                 is_there = _has(source, left)
                 if count := int(is_there.sum()):
                     self._faults.append(BadElements(copy.copy, source.chunk, count, kind))

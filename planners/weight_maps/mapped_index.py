@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -31,12 +30,6 @@ class MappedIndex:
     tensors: Sequence[MappedTensor]
     objects: frozenset[int]
     unknown: frozenset[str] = frozenset()
-
-    @property
-    def identity(self) -> str:
-        """A text that is equal for maps that make the same of the same source."""
-        rows = [(tensor.name, tensor.shape, tensor.dtype_code, tensor.pieces) for tensor in self.tensors]
-        return hashlib.sha256(repr(rows).encode()).hexdigest()
 
 
 def map_index(

@@ -87,7 +87,7 @@ def plan_download(
     """
     # Only here: a service is to answer soon after its start.
     from dcp.conversion.entries import choose_entries
-    from dcp.conversion.targets.job import ConversionOptions, plan_layout
+    from dcp.conversion.targets.job import ConversionOptions, LayoutJob
     from dcp.planners.garbage_collection import garbage_collection_paused
     from dcp.server.data.sending.planned import PlannedBody
     from dcp.storage.engine.read import ReadEngine
@@ -100,7 +100,7 @@ def plan_download(
     file_name = f"download{_suffix(options)}"
     with garbage_collection_paused(), ReadEngine(store, index, verify="blocks") as engine:
         of_target = ConversionOptions(options.to, drop_objects=options.drop_objects)
-        planned = plan_layout(entries, engine, of_target, file_name, save_id="", is_compared=True)
+        planned = LayoutJob(entries, engine, of_target, file_name, save_id="", is_compared=True).plan()
         check()
         body = PlannedBody(engine, planned.layout)
     return PlannedDownload(opened, body, planned.dropped, opened.held_bytes + body.held_bytes)

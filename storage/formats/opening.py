@@ -374,12 +374,13 @@ class SourcePlace:
 @dataclass(frozen=True, slots=True)
 class Source:
     """A checkpoint: ``index`` names files of ``store``; ``name`` names the whole in messages, ``file`` is set
-    if it is that one file."""
+    if it is that one file. ``members`` are those that are joined as this one, if it is several."""
 
     store: Store
     index: CheckpointIndex
     name: str
     file: str | None = None
+    members: tuple[Source, ...] = ()
 
 
 def locate(checkpoint_id: str | os.PathLike[str], *, open_store: OpenStore = open_store) -> SourcePlace:

@@ -141,7 +141,7 @@ _PATTERNS = st.lists(st.lists(_PARTS, max_size=5).map("".join), min_size=1, max_
 def test_patterns_match_as_peft_matches_them(pattern: str, name: str) -> None:
     """The part of regular expressions that configurations of adapters may use."""
     try:
-        found = ModulePattern.parse(pattern)
+        found = ModulePattern(pattern)
     except OptionError:
         assert "^" in pattern or "$" in pattern  # repeated, which Python refuses, too, or matches as once
         return
@@ -155,7 +155,7 @@ def test_patterns_match_as_peft_matches_them(pattern: str, name: str) -> None:
 def test_patterns_that_may_take_for_ever_are_refused(pattern: str) -> None:
     """Look-around, references, repeated repetitions, and what is no expression."""
     with pytest.raises(OptionError, match="pattern"):
-        ModulePattern.parse(pattern)
+        ModulePattern(pattern)
 
 
 # -- buffers that end anywhere ------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from dcp.conversion import driver, tasks
+from dcp.conversion import driver, running
 from dcp.conversion.running import observers
 from dcp.server.automation.schedules import built_in_schedules
 from dcp.server.jobs.kinds import KINDS
@@ -39,7 +39,7 @@ def _halt(op: str, name: str) -> None:
 if _HARD == "halt":
     observers.append(_halt)
 elif _HARD == "small":
-    driver.BATCH_BYTES = tasks.TASK_BYTES = 1 << 20  # type: ignore[misc]
+    driver.BATCH_BYTES = running.TASK_BYTES = 1 << 20  # type: ignore[misc]
 
 
 def serve(settings: Settings, hard: str, gate: str = "/nonexistent") -> None:

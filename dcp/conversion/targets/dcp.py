@@ -40,7 +40,7 @@ def lay_out(job: LayoutJob) -> Planned:
     if options.chunks not in ("keep", "split"):
         raise OptionError(f"chunks must be 'keep' or 'split', not {options.chunks!r}")
     kept, dropped = job.kept({})
-    encoded = [job.values.blob(value.row) for value in kept]
+    encoded = [job.blob(value.row) for value in kept]
     copies, of_entries = _chunks(entries, options.files, options.chunks)
     sizes, literals, holes, places = _fill(copies, list(dict.fromkeys(encoded)))
     copies = replace(copies, offsets=places[2])
@@ -144,7 +144,7 @@ def _fill(copies: Copies, blobs: Sequence[bytes]) -> tuple[list[int], list[Liter
 
 def _provenance(job: LayoutJob) -> dict[str, Any]:
     index, structure = job.entries.index, job.entries.structure()
-    origin = {"url": job.source_url, "format": index.format, "save_id": index.provenance.get("save_id")}
+    origin = {"url": job.engine.store.url, "format": index.format, "save_id": index.provenance.get("save_id")}
     return {
         "save_id": job.save_id,
         "time": time.time(),
@@ -181,7 +181,7 @@ def _objects(job: LayoutJob, kept: Sequence[Value], encoded: Sequence[bytes]) ->
     places = {blob: (begin, len(blob), crc32(blob)) for blob, begin in zip(blobs, ends, strict=False)}
     offsets, lengths, crcs = np.array([places[blob] for blob in encoded], np.int64).reshape(-1, 3).T.copy()
     numbers: dict[bytes, int] = {}
-    found = [job.values.encoded(value.row) for value in kept]
+    found = [job.encoded(value.row) for value in kept]
     plain = [-1 if one is None else numbers.setdefault(one, len(numbers)) for one in found]
     return ObjectColumns(
         fqns=[value.fqn for value in kept],

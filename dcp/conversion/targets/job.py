@@ -20,13 +20,11 @@ from typing import Any, Final, Literal
 from dcp.conversion.arithmetic import Arithmetic
 from dcp.conversion.entries import Entries, TargetDtype, Value
 from dcp.conversion.hf_folder import HfFolder, read_hf_folder
-from dcp.conversion.layout import MergedTensors, TargetLayout, payload_crcs
+from dcp.conversion.layout import TargetLayout, payload_crcs
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.axes import CONFIG, config_of
-from dcp.planners.weight_maps.mapped_index import MappedIndex
 from dcp.planners.weight_maps.weight_map import WeightMap
-from dcp.storage import commit
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -102,23 +100,27 @@ class ConversionOptions:
 
 @dataclass(frozen=True)
 class Planned:
-    """A layout, and the names of the values that it leaves out. ``mapped``: its tensors are made of the
-    source's, of several the first one's, by a weight map; ``merged``: they are sums of those of several."""
+    """A layout, and the names of the values that it leaves out, which a format returns.
+
+    With the rest it is the plan of a conversion as publishing needs it; `dcp.conversion.driver.encode` makes
+    text of it.
+
+    ``unmerged`` are the tensors of a merge that are those of its first source. ``chunks`` are those of the
+    source that are read. ``inode`` is that of what will be renamed to the target, where that is local.
+    """
 
     layout: TargetLayout
     dropped: tuple[str, ...]
-    mapped: MappedIndex | None = None
-    merged: MergedTensors | None = None
-
-    @property
-    def unmerged(self) -> tuple[str, ...]:
-        """The tensors of a merge that are taken from the first source as they are."""
-        return self.merged.unmerged if self.merged is not None else ()
+    unmerged: tuple[str, ...] = ()
+    source_mark: str = ""
+    chunks: tuple[int, ...] = ()
+    batch_count: int = 0
+    inode: int | None = None
 
 
 @dataclass(frozen=True)
 class LayoutJob:
-    """``entries`` are the tensors and values to be written, ``values`` reads what those are.
+    """``entries`` are the tensors and values to be written; ``engine`` reads the source.
 
     ``file_name`` is that of the file where the target is just one. ``is_compared``: the copying compares
     what is read with the source's checksums, so that a target needs none that are of those bytes. ``origin``
@@ -126,13 +128,20 @@ class LayoutJob:
     """
 
     entries: Entries
-    values: SourceValues
+    engine: ReadEngine
     options: ConversionOptions
     file_name: str | None
     save_id: str
-    source_url: str
     is_compared: bool = False
     origin: Mapping[str, Any] = field(default_factory=dict)
+    _blobs: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
+
+    @garbage_collection_paused()
+    def plan(self) -> Planned:
+        """Lay out the target. PlanError, with names, for values that it cannot hold and must not drop."""
+        planned: Planned = target_named(self.options.to)[1].lay_out(self)
+        planned.layout.check()
+        return planned
 
     @cached_property
     def crcs(self) -> Mapping[int, int]:
@@ -146,7 +155,7 @@ class LayoutJob:
         refused: dict[str, str] = {}
         for value in self.entries.values:
             try:
-                content = self.values.value(value.row)
+                content = self.value(value.row)
                 if is_plain_only and encode_plain(content, limit_bytes=_MAX_VALUE_BYTES) is None:
                     raise CheckpointFormatError("is no plain data, or too large")
                 found[value.fqn] = content
@@ -169,52 +178,15 @@ class LayoutJob:
             )
         return [value for value in self.entries.values if value.fqn not in refused], tuple(refused)
 
-
-@garbage_collection_paused()
-def plan_layout(
-    entries: Entries,
-    engine: ReadEngine,
-    options: ConversionOptions,
-    file_name: str | None,
-    save_id: str,
-    *,
-    is_compared: bool = False,
-    origin: Mapping[str, Any] | None = None,
-) -> Planned:
-    """Lay out the target. PlanError, with names, for values that it cannot hold and must not drop.
-
-    ``is_compared``: the copying compares what is read with the source's checksums. ``origin`` as in
-    `LayoutJob`.
-    """
-    values, url = SourceValues(engine), engine.store.url
-    job = LayoutJob(entries, values, options, file_name, save_id, url, is_compared, origin or {})
-    planned: Planned = target_named(options.to)[1].lay_out(job)
-    planned.layout.check()
-    return planned
-
-
-_MAX_BLOB_BYTES = 256 << 20
-_PLAIN: Final = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
-_TORCH_KNOWS: Final = _PLAIN | {SizePickle, Dtype, DevicePickle, PickledTensor}
-
-
-class SourceValues:
-    """The values of a source, read once each through ``engine``."""
-
-    def __init__(self, engine: ReadEngine) -> None:
-        self._engine = engine
-        self._objects = engine.index.objects
-        self._blobs: dict[tuple[int, int, int], bytes] = {}
-
     def value(self, row: int) -> Any:
         """Return the value of a row: what is harmless, with `PickledTensor` for tensors in it.
 
         UnsafeObjectError, a CheckpointFormatError, for any other; nothing of it is run.
         """
-        number = int(self._objects.plain[row])
+        number = int(self.engine.index.objects.plain[row])
         if number >= 0:
-            return decode_value(self._objects.values[number])
-        blob, fqn = self.blob(row), self._objects.fqns[row]
+            return decode_value(self.engine.index.objects.values[number])
+        blob, fqn = self.blob(row), self.engine.index.objects.fqns[row]
         if blob[:1] == b"\x80":  # torch's format of before 1.6: magic number, protocol, facts, then the value
             raise UnsafeObjectError(f"object {fqn!r} is in a format that torch alone reads", fqn=fqn)
         try:
@@ -222,16 +194,18 @@ class SourceValues:
             special: dict[type, Callable[[Any], Any]] = dict.fromkeys(
                 (SizePickle, Dtype, DevicePickle), lambda value: value
             )
-            special[TensorPickle] = lambda facts: _stored(facts, opened)
+            special[TensorPickle] = lambda one: PickledTensor(
+                one.dtype_code, one.sizes, opened.elements(one).tobytes(), requires_grad=one.requires_grad
+            )
             return opened.value(special)
         except CheckpointFormatError as error:
             raise type(error)(f"object {fqn!r}: {error}", **{**error.facts, "fqn": fqn}) from error
 
     def encoded(self, row: int) -> bytes | None:
         """Return the msgpack encoding of a plain value; None for any other."""
-        number = int(self._objects.plain[row])
+        number = int(self.engine.index.objects.plain[row])
         if number >= 0:
-            encoded = self._objects.values[number]
+            encoded = self.engine.index.objects.values[number]
             return None if encoded[:1] == HARMLESS_MARK else encoded
         try:
             return encode_plain(self.value(row))
@@ -240,7 +214,7 @@ class SourceValues:
 
     def blob(self, row: int) -> bytes:
         """Return the torch.save bytes of a row, as they are stored, or made for plain data that has none."""
-        objects, fqn = self._objects, self._objects.fqns[row]
+        objects, fqn = self.engine.index.objects, self.engine.index.objects.fqns[row]
         place = int(objects.files[row]), int(objects.offsets[row]), int(objects.lengths[row])
         if place[0] < 0:
             return object_record(pickle.dumps(self.value(row), protocol=2))
@@ -251,11 +225,11 @@ class SourceValues:
                 fqn=fqn,
             )
         if place not in self._blobs:
-            blob = self._engine.read_blob(*place)
+            blob = self.engine.read_blob(*place)
             got, expected = crc32(blob), int(objects.crcs[row])
-            if self._engine.verify != "none" and expected not in (UNKNOWN, got):
+            if self.engine.verify != "none" and expected not in (UNKNOWN, got):
                 raise CorruptCheckpointError(
-                    f"{self._engine.store.url}: object {fqn!r} is damaged: CRC-32 {got:08x}, committed was "
+                    f"{self.engine.store.url}: object {fqn!r} is damaged: CRC-32 {got:08x}, committed was "
                     f"{expected:08x}. Convert another checkpoint, or exclude it",
                     fqn=fqn,
                 )
@@ -263,20 +237,19 @@ class SourceValues:
         return self._blobs[place]
 
 
+_MAX_BLOB_BYTES = 256 << 20
+_PLAIN: Final = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
+_TORCH_KNOWS: Final = _PLAIN | {SizePickle, Dtype, DevicePickle, PickledTensor}
+
+
 def torch_allows(value: Any) -> bool:
-    """Return whether `torch.load(weights_only=True)` takes what `SourceValues.value` gave."""
+    """Return whether `torch.load(weights_only=True)` takes what `LayoutJob.value` gave."""
     kind = type(value)
     if kind in (dict, OrderedDict, Counter):
         return all(torch_allows(part) for pair in value.items() for part in pair)
     if kind in (list, tuple, set):
         return all(map(torch_allows, value))
     return kind in _TORCH_KNOWS
-
-
-def _stored(facts: TensorPickle, opened: ObjectBlob) -> PickledTensor:
-    return PickledTensor(
-        facts.dtype_code, facts.sizes, opened.elements(facts).tobytes(), requires_grad=facts.requires_grad
-    )
 
 
 # -- places --------------------------------------------------------------------------------------------------
@@ -328,12 +301,6 @@ class TargetPlace:
     def ledger_of(self, batch: int) -> str:
         """Return the name of the ledger of a batch, of which an attempt has one for each."""
         return _work_name(f"{self.attempt}/{batch}")
-
-    def end_uploads(self) -> None:
-        """End the unfinished uploads of this target's files, once it is made, or given up: they are of
-        attempts that were killed, or that have been beaten."""
-        ledgers = {self.ledger_name}
-        commit.abort_uploads(self.store, lambda name: is_written_under(ledgers, name))
 
     def exists(self, is_leftover: Callable[[str], bool] | None = None) -> bool:
         """Return whether anything is at the target: a file, or a folder that is not empty. Of objects in a

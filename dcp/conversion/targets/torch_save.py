@@ -132,13 +132,9 @@ def _add_storages(
 
 def _number(value: Any, storages: dict[str | PickledTensor, str]) -> None:
     """Number the storages of a nested state dict in the order in which their tensors are pickled."""
-    if isinstance(value, TensorRef):
-        storages.setdefault(value.key, str(len(storages)))
-    elif isinstance(value, PickledTensor):
-        storages.setdefault(value, str(len(storages)))
+    if isinstance(value, TensorRef | PickledTensor):
+        key = value.key if isinstance(value, TensorRef) else value
+        storages.setdefault(key, str(len(storages)))
     elif isinstance(value, dict | list | tuple | deque):
         for item in value.values() if isinstance(value, dict) else value:
-            if type(item) is TensorRef:  # the most there is
-                storages.setdefault(item.key, str(len(storages)))
-            else:
-                _number(item, storages)
+            _number(item, storages)

@@ -16,8 +16,7 @@ from typing import Final
 import numpy as np
 
 from dcp.conversion.layout import TargetLayout, copy_sources
-from dcp.conversion.running import TaskReader
-from dcp.conversion.tasks import SourceChecks, make_tasks
+from dcp.conversion.running import SourceChecks, TaskReader, make_tasks
 from dcp.inspection.values.elements import Array
 from dcp.inspection.values.tensor_reading import Slices, TensorReader
 from dcp.server.data.sending import bodies
@@ -57,7 +56,7 @@ class PlannedBody(Body):
         self._store = engine.store
         self._index = engine.index
         sources = copy_sources(engine, layout.copies)
-        (self._task,) = make_tasks(self._index, layout, sources, self._index.dtype_codes, by_file=True)
+        (self._task,) = make_tasks(self._index, layout, self._index.dtype_codes, sources, by_file=True)
         in_order = sources.is_sequential
         self._can_seek = in_order and not layout.holes
         self._window_bytes = bodies.part_bytes_of(self._store) if in_order else _TURNED_PART_BYTES

@@ -262,7 +262,7 @@ class TargetKind(Kind[T]):
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
         from dcp.conversion import driver
-        from dcp.conversion.tasks import TaskBatch
+        from dcp.conversion.running import TaskBatch
 
         done = 0
 
@@ -279,12 +279,12 @@ class TargetKind(Kind[T]):
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
         from dcp.conversion import driver
-        from dcp.conversion.driver import Prepared
-        from dcp.conversion.tasks import TaskResult
+        from dcp.conversion.running import TaskResult
+        from dcp.conversion.targets.job import Planned
 
         shared = plan_data["shared"]
         params, subject = self.params.model_validate(shared["params"]), shared["subject"]
-        prepared = driver.decode(plan_data["prepared"], Prepared)
+        prepared = driver.decode(plan_data["prepared"], Planned)
         with self._conversion(context, shared) as conversion:
             done = (driver.decode(result["result"], TaskResult) for result in results)
             report = conversion.publish(prepared, done)
