@@ -12,12 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.engine.write import WriteColumns
 from dcp.storage.formats.container_notes import ContainerNote, decode_notes, encode_notes
 from dcp.storage.formats.index import Path
 from dcp.storage.geometry.strides import Int64, starts
@@ -135,8 +134,7 @@ def _flat(rows: Iterable[Sequence[int]]) -> Int64:
     return np.fromiter(chain.from_iterable(rows), np.int64)
 
 
-@dataclass(frozen=True, eq=False)
-class RankSets:
+class RankSets(NamedTuple):
     """The sets that one rank belongs to, ascending by ``numbers``, which are the same on all ranks.
 
     Set i has the rank's ``rows[start[i]:start[i + 1]]``, in the order in which all ranks of the set fold
@@ -191,8 +189,3 @@ def decode_save_columns(data: bytes, cache: SectionCache | None = None) -> SaveC
         planner_data=paths,
         notes=decode_notes(notes),
     )
-
-
-def encode_rows(columns: WriteColumns | RankSets) -> bytes:
-    """Pack the rows that a rank has to write, or to fold; `unpack` gives the fields in their order."""
-    return pack([getattr(columns, each.name) for each in fields(columns)])

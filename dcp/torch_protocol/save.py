@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
+from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.saving.foreign_values import warn_of_foreign
-from dcp.saving.save import Save, SavingRank, compared_options
+from dcp.saving.save import Save, SavingRank
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.opening import open_index
 from dcp.storage.torch_storage.metadata import LazyMetadata
@@ -45,11 +45,6 @@ class ProtocolSave(Save):
     def held(self, state: dict[str, Any], at: SavingRank) -> dict[str, Any]:
         """Return the state dict itself: what is in it, the planner finds out."""
         return state
-
-    def agreed(self) -> dict[str, Any]:
-        """Return the options of the save, and those of its storage and planner that are of this package."""
-        plan = PlanOptions.of(self.ours) if self.ours is not None else None
-        return compared_options(self.options, self.storage, plan)
 
     def plan(self) -> Callable[[], SavePlan]:
         """Plan with the other ranks."""

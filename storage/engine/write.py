@@ -21,7 +21,6 @@ from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine, crc
 from dcp.storage.formats.index import CheckpointIndex, itemsizes
 from dcp.storage.formats.native.record import begin_record
 from dcp.storage.geometry.strides import Int64, expand_ranges, row_products, starts
-from dcp.storage.packing import pack, unpack
 from dcp.storage.stores.base import Store
 from dcp.storage.threads import clearing_up
 
@@ -148,15 +147,6 @@ class WriteOutcome:
     found: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     traffic: dict[str, float] = field(default_factory=dict)
-
-    def encode(self) -> bytes:
-        """Return packed bytes for the way to the coordinator."""
-        return pack(dict(vars(self)))
-
-    @classmethod
-    def decode(cls, data: bytes) -> WriteOutcome:
-        """Return the inverse of `encode`."""
-        return cls(**unpack(data))
 
 
 def assemble_index(
