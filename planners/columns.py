@@ -90,34 +90,25 @@ class SaveColumns(HeldBoxes):
     stride_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
-def tensor_columns(
+def box_columns(
     fqns: Sequence[str],
     dtype_codes: Sequence[int],
     requires_grad: Sequence[bool],
     shapes: Sequence[Sequence[int]],
-) -> dict[str, Any]:
-    """Make the columns of tensors."""
-    return {
-        "fqns": tuple(fqns),
-        "dtype_codes": np.array(dtype_codes, np.uint8),
-        "requires_grad": np.array(requires_grad, np.uint8),
-        "shape_start": starts(list(map(len, shapes))),
-        "shape_values": _flat(shapes),
-    }
-
-
-def box_columns(
-    tensors: Mapping[str, Any],
     rows: Sequence[int],
     offsets: Sequence[Sequence[int]],
     sizes: Sequence[Sequence[int]],
     sharded: Sequence[bool],
     **others: Any,
 ) -> SaveColumns:
-    """Make the columns of boxes that are each all of a local tensor of their own: of the ``rows`` of
-    ``tensors``, which `tensor_columns` made."""
+    """Make the columns of tensors, and of boxes of these ``rows``, each all of a local tensor of its own."""
     extents, count = _flat(sizes), len(rows)
-    items = {
+    columns = {
+        "fqns": tuple(fqns),
+        "dtype_codes": np.array(dtype_codes, np.uint8),
+        "requires_grad": np.array(requires_grad, np.uint8),
+        "shape_start": starts(list(map(len, shapes))),
+        "shape_values": _flat(shapes),
         "item_tensors": np.array(rows, np.int64),
         "item_offsets": _flat(offsets),
         "item_sizes": extents,
@@ -127,7 +118,7 @@ def box_columns(
         "item_digests": np.zeros(count, np.uint64),
         "item_ties": np.full(count, -1, np.int64),
     }
-    return SaveColumns(**{**tensors, **items, **others})
+    return SaveColumns(**{**columns, **others})
 
 
 def _flat(rows: Iterable[Sequence[int]]) -> Int64:

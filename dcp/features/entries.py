@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dcp.loading.feature import LoadFeature
-from dcp.planners.flatten import LIST, MAPPING, PER_RANK, check_facts, is_closed_list, kind_of
+from dcp.planners.flatten import LIST, MAPPING, PER_RANK, check_facts, is_closed, kind_of
 from dcp.planners.load.plan import OTHER_GROUPS, is_group
 from dcp.storage.errors import UnexpectedKeyError, UnsafeObjectError
 from dcp.storage.formats.index import CheckpointIndex, Path
@@ -173,7 +173,7 @@ def _names_within(
     tops = set()
     for key, value in state_dict.items():
         kind = kind_of(type(value))
-        if kind in (MAPPING, PER_RANK) or (kind == LIST and not is_closed_list(value)):
+        if kind in (MAPPING, PER_RANK) or (kind == LIST and not is_closed(value)):
             tops.add(str(key))
     prefixes = {f"{key}." for key in tops}
     if renamed is not None:

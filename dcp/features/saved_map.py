@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from dcp.planners.columns import SaveColumns, box_columns, tensor_columns
+from dcp.planners.columns import SaveColumns, box_columns
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.layout.local import item_ties
 from dcp.planners.rank_state import RankState
@@ -100,12 +100,10 @@ def mapped_state(
         weights.require_invertible(sources, tensors)
     held = sorted([*_held(local, tensors), *_zeros(tensors)], key=lambda each: (each.tensor, each.box))
     made = box_columns(
-        tensor_columns(
-            [tensor.name for tensor in tensors],
-            [tensor.dtype_code for tensor in tensors],
-            [tensor.requires_grad for tensor in tensors],
-            [tensor.shape for tensor in tensors],
-        ),
+        [tensor.name for tensor in tensors],
+        [tensor.dtype_code for tensor in tensors],
+        [tensor.requires_grad for tensor in tensors],
+        [tensor.shape for tensor in tensors],
         [each.tensor for each in held],
         [each.box.offsets for each in held],
         [each.box.sizes for each in held],
