@@ -6,6 +6,7 @@ with objects for all of them.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from dcp.default_planner import DefaultLoadPlanner
@@ -56,7 +57,8 @@ def make_save(writer: StorageWriter, planner: SavePlanner | None, options: SaveO
         raise CheckpointError(
             f"user_metadata needs dcp's FileSystemWriter; {type(writer).__name__} has no place for it"
         )
-    plan_options = {} if ours is None else {name: getattr(ours, name) for name in _PLAN_OPTIONS}
+    chosen = () if ours is None else attrgetter(*_PLAN_OPTIONS)(ours)
+    plan_options = dict(zip(_PLAN_OPTIONS, chosen, strict=False))
     common: dict[str, Any] = {"writer": writer, "options": options, "plan_options": plan_options}
     if ours is not None and storage is not None and _keeps_steps(ours) and _keeps_steps(storage):
         return ColumnSave(**common, storage=storage, planner=ours, kinds=save_features())

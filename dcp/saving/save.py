@@ -172,7 +172,7 @@ class Save(ABC):
         """Return the options that must be the same on all ranks, by the names that their caller knows."""
         found: dict[str, Any] = {} if self.options.step is None else {"step": self.options.step}
         if self.storage is not None:
-            found |= {name: getattr(self.storage, name) for name in _OF_WRITERS}
+            found |= zip(_OF_WRITERS, attrgetter(*_OF_WRITERS)(self.storage), strict=True)
         return found | self.plan_options
 
     def run(self, given: Callable[[], Any], ranks: Ranks) -> tuple[Metadata, SaveOutcome]:

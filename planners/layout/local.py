@@ -179,7 +179,7 @@ class _Builder:
             item_digests=np.zeros(count, np.uint64),
             item_ties=np.full(count, -1, np.int64),
             objects=SaveObjects(tuple(self.objects), np.zeros(values, np.uint64), np.zeros(values, np.int64)),
-            stride_orders=self._stride_orders(source_rows, facts),
+            stride_orders={} if facts.is_contiguous.all() else self._stride_orders(source_rows, facts),
         )
         is_plain = facts.is_contiguous & ~facts.is_lazy & facts.is_cpu
         shapes = starts(source_ndims), source_shapes
@@ -317,18 +317,17 @@ def collect_tensors(state_dict: Mapping[str, Any], *, loading: bool = False) -> 
     return builder.finish()
 
 
-def item_ties(local: RankState) -> Int64:
+def item_ties(columns: SaveColumns, memory: LocalMemory) -> Int64:
     """Find ``SaveColumns.item_ties`` of a rank's tensors: boxes with the same bytes at the same place in
     memory, as tied weights have, become one record."""
-    columns, sources, pointers = local.columns, local.memory.tensors, local.memory.pointers
     ties = np.full(len(columns.item_tensors), -1, np.int64)
-    _, inverse, counts = np.unique(pointers, return_inverse=True, return_counts=True)
-    shared = (counts[inverse] > 1) & (pointers != 0)
+    _, inverse, counts = np.unique(memory.pointers, return_inverse=True, return_counts=True)
+    shared = (counts[inverse] > 1) & (memory.pointers != 0)
     if not shared.any():
         return ties
     keys: dict[int, Any] = {}
     for row in np.flatnonzero(shared[columns.item_sources]).tolist():
-        source = sources[columns.item_sources[row]]
+        source = memory.tensors[columns.item_sources[row]]
         box = slice(int(columns.box_start[row]), int(columns.box_start[row + 1]))
         place = (columns.item_sizes[box].tobytes(), columns.item_local_offsets[box].tobytes())
         keys[row] = (source.data_ptr(), source.device, source.dtype, source.shape, source.stride(), place)

@@ -108,7 +108,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
             local = collect_tensors(self.state_dict)
         columns = replace(
             local.columns,
-            item_ties=item_ties(local),
+            item_ties=item_ties(local.columns, local.memory),
             planner_data=self.mappings if self.flatten_state_dict else None,
             notes=self._notes,
         )

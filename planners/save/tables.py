@@ -366,12 +366,13 @@ def check_bounds(items: Items, tensors: CheckpointIndex) -> tuple[npt.NDArray[np
     limits = gather_rows(tensors.shape_values, tensors.shape_start, items.tensors)
     bad = (items.offsets < 0) | (items.sizes < 0) | (items.sizes > limits - items.offsets)
     inside = row_sums(bad.astype(np.int64), items.start) == 0
-    problems = [
-        f"rank {items.ranks[item]}: box {items.box_text(item)} of "
-        f"{tensors.fqns[int(items.tensors[item])]!r} is outside of its shape "
-        f"{list(tensors.shape(int(items.tensors[item])))}"
-        for item in np.flatnonzero(~inside).tolist()
-    ]
+    problems = []
+    for item in np.flatnonzero(~inside).tolist():
+        tensor = int(items.tensors[item])
+        problems.append(
+            f"rank {items.ranks[item]}: box {items.box_text(item)} of "
+            f"{tensors.fqns[tensor]!r} is outside of its shape {list(tensors.shape(tensor))}"
+        )
     return inside, problems
 
 
