@@ -171,9 +171,7 @@ MAX_NESTING = 256
 """Levels of containers; deeper ones contain themselves, or cannot be walked through."""
 
 
-@cache
-def kind_of(cls: type) -> int:
-    """Return the kind of values of a class."""
+def _kind_of(cls: type) -> int:
     if issubclass(cls, torch.Tensor):
         return _PARTS if tensor_kind(cls) == WRAPPER else TENSOR
     if issubclass(cls, Mapping):
@@ -181,6 +179,10 @@ def kind_of(cls: type) -> int:
     if issubclass(cls, list):
         return LIST
     return PER_RANK if issubclass(cls, PerRank) else OTHER
+
+
+kind_of: Final[Callable[[type], int]] = cache(_kind_of)
+"""The kind of values of a class."""
 
 
 def is_closed(entries: Iterable[Any], fqn: str = "", depth: int = 0, *, legacy: bool = False) -> bool:

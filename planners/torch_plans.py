@@ -31,7 +31,6 @@ from dcp.storage.engine.write import WriteColumns
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import ContainerNote
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.geometry.boxes import Box
 from dcp.storage.tensors import dtype_code, torch_dtype
 from dcp.storage.torch_compat import tensor_properties
 
@@ -137,24 +136,21 @@ def plan_from_writes(
     placed: list[tuple[int, int, WriteItem]] = []
     rows = (writes.sources.tolist(), writes.chunks.tolist(), hints.tolist())
     for row, (number, chunk, hint) in enumerate(zip(*rows, strict=True)):
-        item = tensor_items[number]
-        placed.append((position[id(item)], row, _placed(item, index.box(chunk), hint)))
+        item, (offsets, sizes) = tensor_items[number], index.box(chunk)
+        changed: dict[str, Any] = {"index": MetadataIndex(item.index.fqn, offsets, hint)}
+        data = item.tensor_data
+        if data is not None and tuple(data.chunk.sizes) != sizes:
+            part = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            changed |= {
+                "type": WriteItemType.SHARD,
+                "tensor_data": dataclasses.replace(data, chunk=part),
+            }
+        placed.append((position[id(item)], row, dataclasses.replace(item, **changed)))
     for number in writes.objects.tolist():
         item = object_items[number]
         placed.append((position[id(item)], 0, item))
     return dataclasses.replace(
         plan, items=[item for _, _, item in sorted(placed, key=lambda entry: entry[:2])]
-    )
-
-
-def _placed(item: WriteItem, box: Box, hint: int) -> WriteItem:
-    index = MetadataIndex(item.index.fqn, box.offsets, hint)
-    data = item.tensor_data
-    if data is None or tuple(data.chunk.sizes) == box.sizes:
-        return dataclasses.replace(item, index=index)
-    chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-    return dataclasses.replace(
-        item, index=index, type=WriteItemType.SHARD, tensor_data=dataclasses.replace(data, chunk=chunk)
     )
 
 

@@ -50,7 +50,16 @@ class ForeignValues(SaveFeature):
 def warn_of_foreign(fqns: Sequence[str], values: Sequence[Any], keys: Mapping[str, str]) -> None:
     """Log a warning of values that only a trusted checkpoint gives back, and of ``keys`` that none does, by
     name with their types."""
-    if not _ATOMS.issuperset(map(type, values)) and (found := foreign_values(fqns, values)):
+    found = dict[str, str]()
+    if not _ATOMS.issuperset(map(type, values)):
+        # classes that the user has registered as safe with torch need no trust
+        safe = torch.serialization.get_safe_globals()
+        allowed = {item[0] if isinstance(item, tuple) else item for item in safe}
+        for name, value in zip(fqns, values, strict=True):
+            foreign = None if type(value) in _ATOMS else _foreign(by_value(value), allowed, 0)
+            if foreign is not None:
+                found[name] = foreign
+    if found:
         logger.warning(
             "%d of the saved values will load only with weights_only=False, or with their classes in "
             "torch.serialization.add_safe_globals: %s. Plain data instead needs neither",
@@ -78,22 +87,9 @@ def _listed(found: Mapping[str, str]) -> str:
     return listed(list(found), most=_MAX_TOLD, show=lambda fqn: f"{fqn!r:.200} ({found[fqn]})")
 
 
-def foreign_values(names: Iterable[str], values: Iterable[Any]) -> dict[str, str]:
-    """Find values that `torch.load(weights_only=True)` and this package refuse: names, with the class that
-    needs trust. Classes that the user has registered as safe with torch need none."""
-    allowed = {
-        item[0] if isinstance(item, tuple) else item for item in torch.serialization.get_safe_globals()
-    }
-    found = {}
-    for name, value in zip(names, values, strict=True):
-        if type(value) not in _ATOMS:
-            foreign = _foreign(by_value(value), allowed, 0)
-            if foreign is not None:
-                found[name] = foreign
-    return found
-
-
 def _foreign(value: Any, allowed: set[Any], depth: int) -> str | None:
+    """Describe the class, of a value or in it, that `torch.load(weights_only=True)` and this package
+    refuse."""
     kind = type(value)
     if kind in _ATOMS:
         return None

@@ -70,7 +70,7 @@ class ProtocolSave(Save):
             {"rank": ranks.rank, "use_collectives": self.together},
         )
         if self.storage is not None:
-            self.storage.describe(self.options.user_metadata, self.provenance())
+            self.storage.said = self.options.user_metadata, self.provenance()
         plan = planner.create_local_plan()
         if ranks.is_coordinator:  # as a feature of saves on columns does, by what the planner was given
             values = planner.state_dict if hasattr(planner, "state_dict") else state

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from operator import attrgetter
@@ -68,10 +68,7 @@ SpecCache = dict[Any, Layout | None]
 """Layouts by (mesh, placements, shape) for the length of one call; None for a rank outside of the mesh."""
 
 
-@cache
-def tensor_kind(cls: type) -> int:
-    """Return the kind of values of a class: found once, because isinstance with an abstract class costs more
-    than all the rest."""
+def _kind_of(cls: type) -> int:
     if issubclass(cls, DTensor):
         return DTENSOR
     if hasattr(cls, "__create_write_items__") and hasattr(cls, "__get_tensor_shard__"):
@@ -83,6 +80,10 @@ def tensor_kind(cls: type) -> int:
     if not issubclass(cls, torch.Tensor):
         return OBJECT
     return WRAPPER if hasattr(cls, "__tensor_flatten__") else PLAIN
+
+
+tensor_kind: Final[Callable[[type], int]] = cache(_kind_of)
+"""The kind of values of a class, found once: isinstance with abstract classes costs more than all the rest."""
 
 
 # -- tensors that say which boxes they hold, in four attributes (torch 2.14 and newer) -----------------------

@@ -144,7 +144,8 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         self.open_store = open_store
         self.rank = 0
         self.use_collectives = True
-        self._said: tuple[Mapping[str, Any], Mapping[str, Any]] = {}, {}
+        self.said: tuple[Mapping[str, Any], Mapping[str, Any]] = {}, {}
+        """Of the save that was begun, what `finish` is to publish: metadata of the user, and provenance."""
         self._structure: Mapping[str, Any] = {}
         self._traffic_before: dict[str, float] = {}
         FileSystemWriter.reset(self)  # not that of a subclass, which is not made yet
@@ -198,7 +199,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         if self._begun:  # a save id must not be used twice: failing, the second save would remove the first
             self.reset()
         self._begun = True
-        self._said = {}, {}
+        self.said = {}, {}
         if self._store is not None:
             self._traffic_before = self._store.traffic()
         self.rank = int(kwargs.get("rank") or 0)
@@ -255,7 +256,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         """Publish: ``metadata`` of the planner plus where ``results`` say the bytes are."""
         index = torch_metadata.index_from_results(metadata, results)
         index = dataclasses.replace(index, provenance=self._structure)
-        user, provenance = self._said
+        user, provenance = self.said
         self.publish(index, user, provenance)
         metadata.version = torch_metadata.VERSION
         metadata.storage_meta = self.storage_meta()
@@ -296,10 +297,6 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
                 f"{self.store.url}: Checkpoint already exists and overwrite=False; save to another id",
                 path=self.store.url,
             )
-
-    def describe(self, user: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
-        """Keep for `finish` of the save that was begun what `publish` is to say."""
-        self._said = user, provenance
 
     def publish(self, index: CheckpointIndex, user: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
         """Commit ``index``, with the metadata of the ``user`` and the ``provenance`` of the save; on failure
@@ -431,9 +428,10 @@ def _write_item(file: DataFile, planner: SavePlanner, item: WriteItem) -> WriteR
         )
     code = dtype_code(tensor.dtype, fqn=fqn)
     file.tensor(code, sizes, tensor.nbytes, byte_pieces(tensor))
-    *chunk, count = file.chunks[-CHUNK_COLUMNS:]
+    offset, length, payload_offset, payload_length, count = file.chunks[-CHUNK_COLUMNS:]
     crcs = tuple(file.crcs[len(file.crcs) - count :])
-    return WriteResult(item.index, tensor.nbytes, WrittenItem(file.name, *chunk, crcs, code))
+    place = WrittenItem(file.name, offset, length, payload_offset, payload_length, crcs, code)
+    return WriteResult(item.index, tensor.nbytes, place)
 
 
 def is_supported(checkpoint_id: str | os.PathLike[str]) -> bool:
