@@ -83,7 +83,7 @@ def _kind_of(cls: type) -> int:
 
 
 tensor_kind: Final[Callable[[type], int]] = cache(_kind_of)
-"""The kind of values of a class, found once: isinstance with abstract classes costs more than all the rest."""
+"""The kind of values of a class, found once: isinstance with abstract classes costs more than the rest."""
 
 
 # -- tensors that say which boxes they hold, in four attributes (torch 2.14 and newer) -----------------------
