@@ -173,7 +173,7 @@ class Save(ABC):
         found: dict[str, Any] = {} if self.options.step is None else {"step": self.options.step}
         if self.storage is not None:
             found |= zip(_OF_WRITERS, attrgetter(*_OF_WRITERS)(self.storage), strict=True)
-        return found | self.plan_options
+        return {**found, **self.plan_options}
 
     def run(self, given: Callable[[], Any], ranks: Ranks) -> tuple[Metadata, SaveOutcome]:
         """Save what ``given`` gives: what this rank has, or a staged copy of it.
