@@ -43,10 +43,11 @@ from dcp.planners.load.selection import (
 from dcp.planners.per_rank import current_rank
 from dcp.planners.rescale import Rescale
 from dcp.planners.save.planner import DefaultSavePlanner
-from dcp.planners.torch_plans import index_from_metadata, known_provenance, read_items
+from dcp.planners.torch_plans import read_items
 from dcp.storage.errors import MissingKeyError, PlanError
 from dcp.storage.formats.container_notes import empty_dicts, notes_by_path, with_original_keys
 from dcp.storage.formats.index import Path
+from dcp.storage.torch_storage.metadata import index_from_metadata, known_provenance
 
 __all__ = [
     "DefaultLoadPlanner",

@@ -6,13 +6,14 @@ with objects for all of them.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from dcp.default_planner import DefaultLoadPlanner
 from dcp.features.registry import LoadFeature, SaveFeature, features_of
 from dcp.loading.load import ColumnLoad, LoadEngine
 from dcp.planners.load.selection import OF_PLANNERS, LoadOptions
-from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
+from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.saving.save import ColumnSave, Save
 from dcp.storage.errors import CheckpointError, OptionError
 from dcp.storage.torch_storage.reader import FileSystemReader
@@ -38,6 +39,9 @@ _STEPS: Final[dict[type, str]] = {
 }
 """Steps of torch's protocol that columns leave out, by our class: who overrides one wants it called."""
 
+_PLAN_OPTIONS: Final = ("dedup_save_to_lowest_rank", "split_bytes", "replica_check")
+"""Of a `DefaultSavePlanner`: those that decide on the global plan."""
+
 
 def make_save(writer: StorageWriter, planner: SavePlanner | None, options: SaveOptions) -> Save:
     """Make a save with ``planner`` (ours, if there is none) and ``writer``.
@@ -53,20 +57,16 @@ def make_save(writer: StorageWriter, planner: SavePlanner | None, options: SaveO
         raise CheckpointError(
             f"user_metadata needs dcp's FileSystemWriter; {type(writer).__name__} has no place for it"
         )
+    chosen = () if ours is None else attrgetter(*_PLAN_OPTIONS)(ours)
+    plan_options = dict(zip(_PLAN_OPTIONS, chosen, strict=False))
+    common: dict[str, Any] = {"writer": writer, "options": options, "plan_options": plan_options}
     if ours is not None and storage is not None and _keeps_steps(ours) and _keeps_steps(storage):
-        return ColumnSave(
-            writer=storage,
-            storage=storage,
-            options=options,
-            planner=ours,
-            plan_options=PlanOptions.of(ours),
-            kinds=features_of(SaveFeature),
-        )
+        return ColumnSave(**common, storage=storage, planner=ours, kinds=features_of(SaveFeature))
     if options.map is not None:
         raise _needs_columns("map", planner, writer)
     if options.apart and options.step is None:  # a manager's rules are for what its planner can do
         raise _needs_columns("apart", planner, writer)
-    return ProtocolSave(writer=writer, storage=storage, options=options, planner=planner, ours=ours)
+    return ProtocolSave(**common, storage=storage, planner=planner, ours=ours)
 
 
 def refused_save(
@@ -78,11 +78,12 @@ def refused_save(
         "writer": writer,
         "storage": writer,
         "options": options,
+        "plan_options": {},
         "serial": serial,
         "planner": planner,
     }
     if on_columns:  # no feature is asked
-        return ColumnSave(**common, plan_options=PlanOptions())
+        return ColumnSave(**common)
     return ProtocolSave(**common, ours=planner)
 
 

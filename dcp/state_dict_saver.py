@@ -40,7 +40,7 @@ from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.ranks.collectives import Ranks, raise_on_all_ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
-from dcp.saving.save import Held, SaveOptions, SaveOutcome, SavingRank
+from dcp.saving.save import SaveOptions, SaveOutcome, SavingRank
 from dcp.steps import patterns_of_part
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
@@ -185,7 +185,7 @@ def save_with(
     if cache is not None:
         save = remembering(save, cache)
 
-    def given() -> Held:
+    def given() -> Any:
         state = stateful_to_plain(state_dict) if has_stateful else state_dict
         return save.held(state, SavingRank(ranks.rank, ranks.world_size, ranks.is_coordinator))
 

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.engine.write import WriteColumns
 from dcp.storage.formats.container_notes import ContainerNote, decode_notes, encode_notes
 from dcp.storage.formats.index import Path
 from dcp.storage.geometry.strides import Int64, starts
@@ -91,34 +90,25 @@ class SaveColumns(HeldBoxes):
     stride_orders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
-def tensor_columns(
+def box_columns(
     fqns: Sequence[str],
     dtype_codes: Sequence[int],
     requires_grad: Sequence[bool],
     shapes: Sequence[Sequence[int]],
-) -> dict[str, Any]:
-    """Make the columns of tensors."""
-    return {
-        "fqns": tuple(fqns),
-        "dtype_codes": np.array(dtype_codes, np.uint8),
-        "requires_grad": np.array(requires_grad, np.uint8),
-        "shape_start": starts(list(map(len, shapes))),
-        "shape_values": _flat(shapes),
-    }
-
-
-def box_columns(
-    tensors: Mapping[str, Any],
     rows: Sequence[int],
     offsets: Sequence[Sequence[int]],
     sizes: Sequence[Sequence[int]],
     sharded: Sequence[bool],
     **others: Any,
 ) -> SaveColumns:
-    """Make the columns of boxes that are each all of a local tensor of their own: of the ``rows`` of
-    ``tensors``, which `tensor_columns` made."""
+    """Make the columns of tensors, and of boxes of these ``rows``, each all of a local tensor of its own."""
     extents, count = _flat(sizes), len(rows)
-    items = {
+    columns = {
+        "fqns": tuple(fqns),
+        "dtype_codes": np.array(dtype_codes, np.uint8),
+        "requires_grad": np.array(requires_grad, np.uint8),
+        "shape_start": starts(list(map(len, shapes))),
+        "shape_values": _flat(shapes),
         "item_tensors": np.array(rows, np.int64),
         "item_offsets": _flat(offsets),
         "item_sizes": extents,
@@ -128,15 +118,14 @@ def box_columns(
         "item_digests": np.zeros(count, np.uint64),
         "item_ties": np.full(count, -1, np.int64),
     }
-    return SaveColumns(**{**tensors, **items, **others})
+    return SaveColumns(**{**columns, **others})
 
 
 def _flat(rows: Iterable[Sequence[int]]) -> Int64:
     return np.fromiter(chain.from_iterable(rows), np.int64)
 
 
-@dataclass(frozen=True, eq=False)
-class RankSets:
+class RankSets(NamedTuple):
     """The sets that one rank belongs to, ascending by ``numbers``, which are the same on all ranks.
 
     Set i has the rank's ``rows[start[i]:start[i + 1]]``, in the order in which all ranks of the set fold
@@ -191,8 +180,3 @@ def decode_save_columns(data: bytes, cache: SectionCache | None = None) -> SaveC
         planner_data=paths,
         notes=decode_notes(notes),
     )
-
-
-def encode_rows(columns: WriteColumns | RankSets) -> bytes:
-    """Pack the rows that a rank has to write, or to fold; `unpack` gives the fields in their order."""
-    return pack([getattr(columns, each.name) for each in fields(columns)])

@@ -19,12 +19,13 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from dcp.planners.layout.local_tensor import DTENSOR, KINDS, WRAPPER, KindsByClass
+from dcp.planners.layout.local_tensor import DTENSOR, WRAPPER, tensor_kind
 from dcp.planners.per_rank import PerRank, rank_key
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import NO_PLAIN_KEY, ContainerNote, note_of, plain_key
@@ -41,7 +42,7 @@ _NAMED: Final = (torch.dtype, torch.layout, torch.memory_format)
 
 def is_dtensor_of_parts(value: Any) -> bool:
     """Test whether ``value`` is a DTensor of such tensors."""
-    return KINDS[type(value)] == DTENSOR and KINDS[type(local_part(value))] == WRAPPER
+    return tensor_kind(type(value)) == DTENSOR and tensor_kind(type(local_part(value))) == WRAPPER
 
 
 def parts_of(fqn: str, value: Any) -> dict[str, Any]:
@@ -172,7 +173,7 @@ MAX_NESTING = 256
 
 def _kind_of(cls: type) -> int:
     if issubclass(cls, torch.Tensor):
-        return _PARTS if KINDS[cls] == WRAPPER else TENSOR
+        return _PARTS if tensor_kind(cls) == WRAPPER else TENSOR
     if issubclass(cls, Mapping):
         return MAPPING
     if issubclass(cls, list):
@@ -180,17 +181,24 @@ def _kind_of(cls: type) -> int:
     return PER_RANK if issubclass(cls, PerRank) else OTHER
 
 
-_KINDS = KindsByClass(_kind_of)
+kind_of: Final[Callable[[type], int]] = cache(_kind_of)
+"""The kind of values of a class."""
 
 
-def kind_of(cls: type) -> int:
-    """Return the kind of values of a class."""
-    return _KINDS[cls]
-
-
-def is_closed_list(entries: list[Any]) -> bool:
-    """Return whether flattening keeps a list as one value."""
-    return Flat().closed(entries)
+def is_closed(entries: Iterable[Any], fqn: str = "", depth: int = 0, *, legacy: bool = False) -> bool:
+    """Return whether flattening keeps a list of these entries, in what is called ``fqn``, as one value; with
+    ``legacy`` also a mapping."""
+    if depth > MAX_NESTING:
+        raise _too_deep(fqn)
+    for entry in entries:
+        kind = kind_of(type(entry))
+        if kind in (TENSOR, PER_RANK, _PARTS) or (kind == MAPPING and not legacy):
+            return False
+        if kind in (MAPPING, LIST):
+            inner = entry.values() if kind == MAPPING else entry
+            if not is_closed(inner, fqn, depth + 1, legacy=legacy):
+                return False
+    return True
 
 
 @dataclass(eq=False)
@@ -215,16 +223,19 @@ class Flat:
 
     def visit(self, fqn: str, path: Path, value: Any) -> None:
         """Add a value, or what is in it."""
-        kind = _KINDS[type(value)]
+        kind = kind_of(type(value))
         if kind > TENSOR and len(path) > MAX_NESTING:
             raise _too_deep(fqn)
         if kind == PER_RANK:
-            self.visit_own(fqn, path, value)
+            key, count = rank_key(self.rank), len(self.values)
+            self.visit(f"{fqn}.{key}", (*path, key), value.value)
+            self.per_rank[fqn] = value  # in one within another, the outer one counts
+            self.owners.update(dict.fromkeys(itertools.islice(self.values, count, None), fqn))
         elif kind == _PARTS:
             self.visit_parts(fqn, path, value)
-        elif kind == MAPPING and not (self.legacy and self.closed(value.values(), fqn)):
+        elif kind == MAPPING and not (self.legacy and is_closed(value.values(), fqn, legacy=True)):
             self.visit_all(f"{fqn}.", path, value)
-        elif kind == LIST and not self.closed(value, fqn):
+        elif kind == LIST and not is_closed(value, fqn, legacy=self.legacy):
             for position, entry in enumerate(value):
                 self.visit(f"{fqn}.{position}", (*path, position), entry)
         elif fqn in self.values:
@@ -232,13 +243,6 @@ class Flat:
         else:
             self.values[fqn] = value
             self.paths[fqn] = path
-
-    def visit_own(self, fqn: str, path: Path, own: PerRank) -> None:
-        """Add what differs by rank; in one within another, the outer one counts."""
-        key, count = rank_key(self.rank), len(self.values)
-        self.visit(f"{fqn}.{key}", (*path, key), own.value)
-        self.per_rank[fqn] = own
-        self.owners.update(dict.fromkeys(itertools.islice(self.values, count, None), fqn))
 
     def visit_parts(self, fqn: str, path: Path, value: Any) -> None:
         """Add the parts of a tensor subclass."""
@@ -252,18 +256,9 @@ class Flat:
         self.values[name], self.paths[name] = facts, (*path, FACTS)
         self.facts.add(name)
 
-    def open_dtensors(self) -> None:
-        """Open DTensors of tensor subclasses, which are found by their local tensors alone."""
-        for fqn in [fqn for fqn, value in self.values.items() if is_dtensor_of_parts(value)]:
-            owner = self.owners.pop(fqn, None)
-            count = len(self.values) - 1
-            self.visit_parts(fqn, self.paths.pop(fqn), self.values.pop(fqn))
-            if owner is not None:
-                self.owners.update(dict.fromkeys(itertools.islice(self.values, count, None), owner))
-
     def visit_all(self, prefix: str, path: Path, mapping: Mapping[Any, Any]) -> None:
         """Add the entries of a mapping at ``path``; their keys begin with ``prefix``."""
-        kinds, flat, paths = _KINDS, self.values, self.paths
+        flat, paths = self.values, self.paths
         has_only_strings = _STRINGS.issuperset(map(type, mapping))
         all_have_entries = True
         if has_only_strings and mapping and self.add_leaves(prefix, path, mapping):
@@ -272,7 +267,7 @@ class Flat:
             name = str(key)
             fqn = prefix + name
             # the common case, inlined: a model has many thousands of tensors
-            if kinds[type(entry)] <= TENSOR and fqn not in flat:
+            if kind_of(type(entry)) <= TENSOR and fqn not in flat:
                 flat[fqn] = entry
                 paths[fqn] = (*path, name)
             else:
@@ -285,7 +280,7 @@ class Flat:
     def add_leaves(self, prefix: str, path: Path, mapping: Mapping[str, Any]) -> bool:
         """Add the entries of a mapping all together if none of them is opened; False otherwise."""
         keys, entries = list(mapping), list(mapping.values())
-        if max(map(_KINDS.__getitem__, set(map(type, entries)))) > TENSOR or len(keys) != len(entries):
+        if max(map(kind_of, set(map(type, entries)))) > TENSOR or len(keys) != len(entries):
             return False
         fqns = list(map(prefix.__add__, keys)) if prefix else keys
         if not self.values.keys().isdisjoint(fqns):
@@ -311,20 +306,6 @@ class Flat:
         if not (all_have_entries and keys and _STRINGS.issuperset(map(type, keys))):
             self.notes.append(note_of(path, keys, all_have_entries=all_have_entries))
 
-    def closed(self, entries: Iterable[Any], fqn: str = "", depth: int = 0) -> bool:
-        """Test whether a container of these entries, in what is called ``fqn``, is kept as one value."""
-        if depth > MAX_NESTING:
-            raise _too_deep(fqn)
-        for entry in entries:
-            kind = _KINDS[type(entry)]
-            if kind in (TENSOR, PER_RANK, _PARTS):
-                return False
-            if kind == MAPPING and not (self.legacy and self.closed(entry.values(), fqn, depth + 1)):
-                return False
-            if kind == LIST and not self.closed(entry, fqn, depth + 1):
-                return False
-        return True
-
 
 def _too_deep(fqn: str) -> PlanError:
     name = fqn if len(fqn) <= _MAX_SHOWN else f"{fqn[:_MAX_SHOWN]}..."
@@ -335,14 +316,6 @@ def _too_deep(fqn: str) -> PlanError:
     )
 
 
-def flatten_state_dict(
-    state_dict: Mapping[Any, Any], *, rank: int = 0
-) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Return (values by flat key, paths by flat key), as of `flatten`."""
-    flat = flatten(state_dict, rank=rank)
-    return flat.values, flat.paths
-
-
 def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = False) -> Flat:
     """Return a nested state dict by flat key, in its order.
 
@@ -351,8 +324,13 @@ def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = Fals
     """
     flat = Flat(rank=rank, legacy=legacy)
     flat.visit_all("", (), state_dict)
-    if DTENSOR in map(KINDS.__getitem__, set(map(type, flat.values.values()))):
-        flat.open_dtensors()
+    if DTENSOR in map(tensor_kind, set(map(type, flat.values.values()))):
+        # of tensor subclasses, which are found by their local tensors alone
+        for fqn in [fqn for fqn, value in flat.values.items() if is_dtensor_of_parts(value)]:
+            owner, count = flat.owners.pop(fqn, None), len(flat.values) - 1
+            flat.visit_parts(fqn, flat.paths.pop(fqn), flat.values.pop(fqn))
+            if owner is not None:
+                flat.owners.update(dict.fromkeys(itertools.islice(flat.values, count, None), owner))
     if flat.duplicates:
         names = sorted(set(flat.duplicates))
         raise PlanError(
@@ -362,10 +340,6 @@ def flatten(state_dict: Mapping[Any, Any], *, rank: int = 0, legacy: bool = Fals
             fqns=names[:_MAX_LISTED],
         )
     return flat
-
-
-def _extend(entries: list[Any], position: int) -> None:
-    entries.extend([None] * (position + 1 - len(entries)))
 
 
 def _step(container: Any, key: str | int, default: Callable[[], Any]) -> Any:
@@ -378,7 +352,7 @@ def _step(container: Any, key: str | int, default: Callable[[], Any]) -> Any:
         return container.setdefault(key, default()) if key not in container else container[key]  # type: ignore[attr-defined]
     if not isinstance(key, int):
         raise PlanError(f"path component {key!r} does not fit into a {type(container).__name__}", key=key)
-    _extend(container, key)
+    container.extend([None] * (key + 1 - len(container)))
     if container[key] is None:
         container[key] = default()
     return container[key]
@@ -389,7 +363,7 @@ def _put(container: Any, key: str | int, value: Any) -> None:
         container.value = value
         return
     if isinstance(key, int) and isinstance(container, list):
-        _extend(container, key)
+        container.extend([None] * (key + 1 - len(container)))
     try:
         container[key] = value
     except TypeError as error:
@@ -400,13 +374,17 @@ def _put(container: Any, key: str | int, value: Any) -> None:
         ) from error
 
 
-def set_element(root: Any, path: Path, value: Any) -> None:
-    """Put ``value`` at ``path`` below ``root``, making dicts (str keys) and lists (int positions) on the
-    way."""
+def set_element(root: Any, path: Path, value: Any, *, replaces: bool = False) -> None:
+    """Put ``value`` at ``path`` below ``root``, making dicts (str keys) and lists (int positions) on the way.
+
+    With ``replaces`` the path is one that `flatten` found: an existing key that is no string (``state[0]`` of
+    an optimizer) is found again rather than shadowed by its string.
+    """
     container = root
     for key, following in itertools.pairwise(path):
-        container = _step(container, key, dict if isinstance(following, str) else list)
-    _put(container, path[-1], value)
+        own = _original_key(container, key) if replaces else key
+        container = _step(container, own, dict if isinstance(following, str) else list)
+    _put(container, _original_key(container, path[-1]) if replaces else path[-1], value)
 
 
 def _original_key(container: Any, key: str | int) -> Any:
@@ -417,16 +395,3 @@ def _original_key(container: Any, key: str | int) -> Any:
     if isinstance(key, str) and key.lstrip("-").isdecimal() and int(key) in container:
         return int(key)
     return next((candidate for candidate in container if str(candidate) == key), key)
-
-
-def replace_element(root: Any, path: Path, value: Any) -> None:
-    """Put ``value`` where `flatten_state_dict` found ``path``.
-
-    As `set_element`, but an existing key that is no string (``state[0]`` of an optimizer) is found again
-    rather than shadowed by its string.
-    """
-    container = root
-    for key, following in itertools.pairwise(path):
-        original = _original_key(container, key)
-        container = _step(container, original, dict if isinstance(following, str) else list)
-    _put(container, _original_key(container, path[-1]), value)

@@ -15,7 +15,6 @@ import torch
 from dcp.planners.by_value import by_value, encode_by_value
 from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.value_digests import ReplicaCheck, digest_bytes, digest_tensors, digest_value
-from dcp.storage.engine.write import EncodedObjects
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.native.record import object_record
 from dcp.storage.formats.plain import encode_plain
@@ -94,13 +93,11 @@ class RankState:
         views = [self.memory.tensors[number] for number in numbers.tolist()]
         sizes = row_products(columns.item_sizes, columns.box_start)[rows]
         for position in np.flatnonzero(sizes != self.memory.volumes[numbers]).tolist():
-            views[position] = self._box_view(views[position], int(rows[position]))
+            row = int(rows[position])
+            box = slice(int(columns.box_start[row]), int(columns.box_start[row + 1]))
+            offsets, extent = columns.item_local_offsets[box].tolist(), columns.item_sizes[box].tolist()
+            views[position] = narrow(views[position], offsets, extent)
         return views
-
-    def _box_view(self, source: torch.Tensor, row: int) -> torch.Tensor:
-        columns = self.columns
-        box = slice(int(columns.box_start[row]), int(columns.box_start[row + 1]))
-        return narrow(source, columns.item_local_offsets[box].tolist(), columns.item_sizes[box].tolist())
 
     def encoded(self) -> RankState:
         """Encode all values: later changes of lists and dicts do not reach them."""
@@ -109,8 +106,8 @@ class RankState:
         objects = [encoded_object(fqn, value, cache, with_digest=True) for fqn, value in named]
         return replace(self, objects=objects)
 
-    def encoded_objects(self, rows: Int64) -> EncodedObjects:
-        """Encode the values of object rows ``rows``."""
+    def encoded_objects(self, rows: Int64) -> tuple[list[bytes], list[bytes | None]]:
+        """Encode the values of object rows ``rows``: torch.save bytes, and plain msgpack bytes or None."""
         cache: dict[bytes, bytes] = {}
         fqns, values = self.columns.objects.fqns, self.objects
         # Two lists, because the interpreter's cyclic collection would look at each of very many pairs.
@@ -120,7 +117,7 @@ class RankState:
             encoded = encoded_object(fqns[row], values[row], cache)
             blobs.append(encoded.blob)
             plains.append(encoded.plain)
-        return EncodedObjects(blobs, plains)
+        return blobs, plains
 
     def with_digests(self, check: ReplicaCheck) -> RankState:
         """Add the digests that the replica check compares: of boxes that other ranks may hold as

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,18 +25,14 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcp.planners.columns import HeldBoxes, SaveColumns, SaveObjects, box_columns, tensor_columns
+from dcp.planners.columns import HeldBoxes, SaveColumns, SaveObjects, box_columns
 from dcp.planners.load.plan import LoadPlan
 from dcp.storage.engine.write import WriteColumns
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import ContainerNote
-from dcp.storage.formats.index import CheckpointIndex, ObjectColumns
-from dcp.storage.formats.registry import TORCH_DCP
-from dcp.storage.geometry.boxes import Box
-from dcp.storage.geometry.strides import starts
+from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.tensors import dtype_code, torch_dtype
 from dcp.storage.torch_compat import tensor_properties
-from dcp.storage.torch_storage.metadata import LazyMetadata
 
 
 @dataclass(frozen=True)
@@ -82,35 +77,13 @@ def write_items(
     return [item for fqn in order for item in boxes.get(fqn, ())]
 
 
-@dataclass
-class _Tensors:
-    """Columns under construction, from objects that agree on a tensor's dtype and shape."""
-
-    rows: dict[str, int] = dataclasses.field(default_factory=dict)
-    kinds: list[tuple[int, tuple[int, ...]]] = dataclasses.field(default_factory=list)
-    grads: list[bool] = dataclasses.field(default_factory=list)
-
-    def row(self, fqn: str, dtype: torch.dtype, shape: Sequence[int], *, requires_grad: bool) -> int:
-        kind = (dtype_code(dtype, fqn=fqn), tuple(shape))
-        row = self.rows.setdefault(fqn, len(self.kinds))
-        if row == len(self.kinds):
-            self.kinds.append(kind)
-            self.grads.append(requires_grad)
-        elif self.kinds[row] != kind:
-            raise PlanError(f"one plan has boxes of {fqn!r} with different dtypes or shapes", fqn=fqn)
-        return row
-
-    def columns(self) -> dict[str, Any]:
-        codes, shapes = zip(*self.kinds, strict=True) if self.kinds else ((), ())
-        return tensor_columns(list(self.rows), codes, self.grads, shapes)
-
-
 def columns_from_plan(plan: SavePlan) -> tuple[SaveColumns, list[WriteItem], list[WriteItem]]:
     """Return (columns, items by item row, items by object row) of a plan made of objects, whoever made it.
 
     ``planner_data`` is carried over only where it maps names to paths.
     """
-    tensors, tensor_items, object_items = _Tensors(), [], []
+    tensor_items, object_items = list[WriteItem](), list[WriteItem]()
+    tensors, kinds, grads = dict[str, int](), list[tuple[int, tuple[int, ...]]](), list[bool]()
     rows, boxes = list[int](), list[ChunkStorageMetadata]()
     for item in plan.items:
         fqn, data = item.index.fqn, item.tensor_data
@@ -119,13 +92,21 @@ def columns_from_plan(plan: SavePlan) -> tuple[SaveColumns, list[WriteItem], lis
             continue
         if data is None or data.chunk is None:
             raise PlanError(f"the plan's item {fqn!r} is a tensor without a box", fqn=fqn)
-        facts = data.properties
-        rows.append(tensors.row(fqn, facts.dtype, data.size, requires_grad=bool(facts.requires_grad)))
+        kind = (dtype_code(data.properties.dtype, fqn=fqn), tuple(data.size))
+        rows.append(tensors.setdefault(fqn, len(kinds)))
+        if rows[-1] == len(kinds):
+            kinds.append(kind)
+            grads.append(bool(data.properties.requires_grad))
+        elif kinds[rows[-1]] != kind:
+            raise PlanError(f"one plan has boxes of {fqn!r} with different dtypes or shapes", fqn=fqn)
         boxes.append(data.chunk)
         tensor_items.append(item)
     names, none = tuple(item.index.fqn for item in object_items), np.zeros(len(object_items), np.int64)
     columns = box_columns(
-        tensors.columns(),
+        list(tensors),
+        [code for code, _ in kinds],
+        grads,
+        [shape for _, shape in kinds],
         rows,
         [box.offsets for box in boxes],
         [box.sizes for box in boxes],
@@ -155,24 +136,21 @@ def plan_from_writes(
     placed: list[tuple[int, int, WriteItem]] = []
     rows = (writes.sources.tolist(), writes.chunks.tolist(), hints.tolist())
     for row, (number, chunk, hint) in enumerate(zip(*rows, strict=True)):
-        item = tensor_items[number]
-        placed.append((position[id(item)], row, _placed(item, index.box(chunk), hint)))
+        item, (offsets, sizes) = tensor_items[number], index.box(chunk)
+        changed: dict[str, Any] = {"index": MetadataIndex(item.index.fqn, offsets, hint)}
+        data = item.tensor_data
+        if data is not None and tuple(data.chunk.sizes) != sizes:
+            part = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            changed |= {
+                "type": WriteItemType.SHARD,
+                "tensor_data": dataclasses.replace(data, chunk=part),
+            }
+        placed.append((position[id(item)], row, dataclasses.replace(item, **changed)))
     for number in writes.objects.tolist():
         item = object_items[number]
         placed.append((position[id(item)], 0, item))
     return dataclasses.replace(
         plan, items=[item for _, _, item in sorted(placed, key=lambda entry: entry[:2])]
-    )
-
-
-def _placed(item: WriteItem, box: Box, hint: int) -> WriteItem:
-    index = MetadataIndex(item.index.fqn, box.offsets, hint)
-    data = item.tensor_data
-    if data is None or tuple(data.chunk.sizes) == box.sizes:
-        return dataclasses.replace(item, index=index)
-    chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-    return dataclasses.replace(
-        item, index=index, type=WriteItemType.SHARD, tensor_data=dataclasses.replace(data, chunk=chunk)
     )
 
 
@@ -194,36 +172,6 @@ def metadata_from_plans(index: CheckpointIndex, plans: Sequence[SavePlan]) -> Me
             ]
             entries[fqn] = TensorStorageMetadata(item.tensor_data.properties, item.tensor_data.size, chunks)
     return Metadata(entries, planner_data=index.planner_data)
-
-
-def index_from_metadata(metadata: Metadata) -> CheckpointIndex:
-    """Convert torch's metadata to columns of names, shapes and boxes, without the places of bytes."""
-    tensors, objects = _Tensors(), []
-    chunks: list[list[ChunkStorageMetadata]] = []
-    for fqn, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, BytesStorageMetadata):
-            objects.append(fqn)
-            continue
-        facts = entry.properties
-        tensors.row(fqn, facts.dtype, entry.size, requires_grad=bool(facts.requires_grad))
-        chunks.append(entry.chunks)
-    boxes = list(chain.from_iterable(chunks))
-    return CheckpointIndex(
-        format=TORCH_DCP.name,
-        **tensors.columns(),
-        chunk_start=starts(list(map(len, chunks))),
-        chunk_offsets=np.fromiter(chain.from_iterable(box.offsets for box in boxes), np.int64),
-        chunk_sizes=np.fromiter(chain.from_iterable(box.sizes for box in boxes), np.int64),
-        chunk_files=np.zeros(len(boxes), np.int64),
-        objects=ObjectColumns(fqns=tuple(objects)),
-        planner_data=metadata.planner_data,
-        provenance=known_provenance(metadata),
-    )
-
-
-def known_provenance(metadata: Metadata) -> Mapping[str, Any]:
-    """Return who saved it, if our reader read it; torch's own metadata does not say."""
-    return metadata.index.provenance if isinstance(metadata, LazyMetadata) and metadata.has_index else {}
 
 
 def read_items(plan: LoadPlan, wanted: HeldBoxes, index: CheckpointIndex) -> list[ReadItem]:

@@ -100,13 +100,6 @@ def _digest_host(tensor: torch.Tensor, *, full: bool) -> int:
     return _digest_contiguous(tensor if tensor.is_contiguous() else tensor.contiguous())
 
 
-def _reduced(tensor: torch.Tensor, *, full: bool) -> torch.Tensor:
-    """Reduce a device tensor to the bytes that have to come to the host."""
-    if tensor.nbytes <= WHOLE_LIMIT_BYTES:
-        return _flat_bytes(tensor)
-    return block_sums(_flat_bytes(tensor)) if full else _flat_bytes(_sampled(tensor))
-
-
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     dense = tensor.contiguous()
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # of one element any stride is dense
@@ -155,7 +148,11 @@ def digest_tensors(tensors: Sequence[torch.Tensor], check: ReplicaCheck = "full"
             else:
                 digests[row] = digest_bytes(b"")
         for rows in elsewhere.values():
-            parts = [_reduced(tensors[row], full=full) for row in rows]
+            parts = []
+            for row in rows:  # to the bytes that have to come to the host
+                tensor, is_small = tensors[row], tensors[row].nbytes <= WHOLE_LIMIT_BYTES
+                data = _flat_bytes(tensor if is_small or full else _sampled(tensor))
+                parts.append(block_sums(data) if full and not is_small else data)
             host = torch.cat(parts).cpu()
             for row, part in zip(rows, torch.split(host, [part.numel() for part in parts]), strict=True):
                 digests[row] = _digest_contiguous(part)
@@ -187,10 +184,6 @@ _PICKLE_PROTOCOL: Final = 2
 """The one of torch.save."""
 
 
-class _NotComparableError(Exception):
-    """It is nested too deeply."""
-
-
 def digest_value(value: Any) -> int:
     """Compute a digest that is equal for values of equal state; NOT_COMPARABLE for a value that contains
     itself, or has an object of a class that does not give its state."""
@@ -212,7 +205,7 @@ class _Describer:
         """Describe a value; a container or an object once, because many may hold it."""
         kind = type(value)
         if depth > _MAX_DEPTH:
-            raise _NotComparableError
+            raise RecursionError
         if kind in (list, tuple) and _QUICK.issuperset(map(type, value)):
             return _named(kind, [marshal.dumps(value, _NO_REFERENCES)])  # for long histories
         if isinstance(value, np.ma.MaskedArray):
@@ -224,7 +217,7 @@ class _Describer:
         if id(value) in self._seen:
             known = self._seen[id(value)][1]
             if known.startswith(_OPEN) and not self._open:  # it contains itself, with no object between
-                raise _NotComparableError
+                raise RecursionError
             return known
         # for references to it from its own items or state
         self._seen[id(value)] = (value, b"%s%d" % (_OPEN, depth) if has_items else b"%d" % self._open)
@@ -303,7 +296,8 @@ def _leaf(value: Any, kind: type) -> bytes | None:
         return _leaf(value.getvalue(), bytes)
     if isinstance(value, torch.Generator):
         return _leaf(bytes(value.get_state().numpy()), bytes)
-    if kind in (torch.Tensor, torch.nn.Parameter) and _is_dense(value):
+    is_plain = kind in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    if is_plain and not (value.is_quantized or value.is_nested):
         plain = value.detach().cpu().resolve_conj().resolve_neg()
         return repr((plain.dtype, tuple(plain.shape), int(digest_tensors([plain])[0]))).encode()
     if isinstance(value, torch.UntypedStorage | torch.TypedStorage):  # its pickle has an address
@@ -318,7 +312,3 @@ def _leaf(value: Any, kind: type) -> bytes | None:
         return repr(value).encode("utf-8", "surrogatepass")
     is_global = isinstance(value, _GLOBALS) and isinstance(getattr(value, "__self__", sys), types.ModuleType)
     return f"{value.__module__}.{value.__qualname__}".encode() if is_global else None
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)

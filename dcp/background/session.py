@@ -36,7 +36,7 @@ from dcp.progress import harmless
 from dcp.ranks.channel import Channel
 from dcp.ranks.collectives import Ranks, begin, raise_on_all_ranks
 from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
-from dcp.saving.save import Held, Save, SaveOptions, SavingRank
+from dcp.saving.save import Save, SaveOptions, SavingRank
 from dcp.staging.guard import check_staged, sample_state
 from dcp.staging.stager import DefaultStager, StagedState
 from dcp.storage.errors import CheckpointError, OptionError, StagingError
@@ -191,7 +191,7 @@ class AsyncSession:
         chosen = self._stager if stager is None else stager
         state = stateful_to_plain(state_dict)
 
-        def part(state: dict[str, Any]) -> Held:
+        def part(state: dict[str, Any]) -> Any:
             own = order.held(state, SavingRank(self.rank, self.world_size, self.rank == 0))
             return own.encoded() if isinstance(own, RankState) else own
 

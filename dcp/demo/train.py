@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from dcp import CheckpointManager, FileSystemWriter, PerRank
-from dcp.planners.flatten import flatten_state_dict
+from dcp.planners.flatten import flatten
 from dcp.storage.stores import Store, open_store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
 from dcp.storage.stores.objects.shared import ObjectOptions
@@ -207,7 +207,7 @@ def _note_digests(training: Training, job: TrainingJob, name: str) -> None:
     """Write digests by the names of the entries in a checkpoint, those under `PerRank` of all ranks."""
     rank, own = dist.get_rank(), {}
     state = {"app": training.state_dict(), "rng": PerRank(training.generator.get_state())}
-    for fqn, value in flatten_state_dict(state, rank=rank)[0].items():
+    for fqn, value in flatten(state, rank=rank).values.items():
         full = value.full_tensor() if isinstance(value, DTensor) else value
         if full is value or rank == 0:  # what was gathered is the same on all ranks
             own[fqn] = digest_of(full)

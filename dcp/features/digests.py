@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dcp.planners.columns import SaveColumns
 from dcp.planners.rank_state import RankState
 from dcp.saving.feature import SaveFeature
 from dcp.storage.digests import (
@@ -94,7 +95,14 @@ class _Sums(Observer):
 
 def _places(local: RankState, columns: WriteColumns) -> LogicalPlaces:
     """Find the places of the rows that a rank is to write in their tensors."""
-    held, items = local.columns, _items_of(local, columns)
+    held = local.columns
+    order = np.argsort(held.item_sources, kind="stable")
+    first = np.searchsorted(held.item_sources[order], columns.sources, "left")
+    count = np.searchsorted(held.item_sources[order], columns.sources, "right") - first
+    items = order[first]  # the held box that each row is, or is a part of
+    for row in np.flatnonzero(count > 1).tolist():  # one local tensor that is several boxes
+        several = order[first[row] : first[row] + count[row]].tolist()
+        items[row] = next(item for item in several if _is_part(held, item, columns, row))
     offsets, inner = (
         gather_rows(values, held.box_start, items) for values in (held.item_offsets, held.item_local_offsets)
     )
@@ -108,21 +116,9 @@ def _places(local: RankState, columns: WriteColumns) -> LogicalPlaces:
     )
 
 
-def _items_of(local: RankState, columns: WriteColumns) -> Int64:
-    """Find the held box that each row is, or is a part of."""
-    held = local.columns
-    order = np.argsort(held.item_sources, kind="stable")
-    first = np.searchsorted(held.item_sources[order], columns.sources, "left")
-    count = np.searchsorted(held.item_sources[order], columns.sources, "right") - first
-    items = order[first]
-
-    def has(item: int, row: int) -> bool:
-        box = slice(int(held.box_start[item]), int(held.box_start[item + 1]))
-        part = slice(int(columns.box_start[row]), int(columns.box_start[row + 1]))
-        inner = columns.local_offsets[part] - held.item_local_offsets[box]
-        return bool(((inner >= 0) & (inner + columns.sizes[part] <= held.item_sizes[box])).all())
-
-    for row in np.flatnonzero(count > 1).tolist():  # one local tensor that is several boxes
-        several = order[first[row] : first[row] + count[row]].tolist()
-        items[row] = next(item for item in several if has(item, row))
-    return items
+def _is_part(held: SaveColumns, item: int, columns: WriteColumns, row: int) -> bool:
+    """Return whether a row to write is in a held box of its local tensor."""
+    box = slice(int(held.box_start[item]), int(held.box_start[item + 1]))
+    part = slice(int(columns.box_start[row]), int(columns.box_start[row + 1]))
+    inner = columns.local_offsets[part] - held.item_local_offsets[box]
+    return bool(((inner >= 0) & (inner + columns.sizes[part] <= held.item_sizes[box])).all())

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from dcp.loading.feature import LoadFeature, LoadReport, ReadWhole
-from dcp.planners.flatten import LIST, MAPPING, PER_RANK, check_facts, is_closed_list, kind_of
+from dcp.planners.flatten import LIST, MAPPING, PER_RANK, check_facts, is_closed, kind_of
 from dcp.planners.layout.local_tensor import claim_of, with_claim
 from dcp.planners.load.plan import OTHER_GROUPS, is_group
 from dcp.planners.per_rank import rank_holder, rank_key, rank_number
@@ -184,7 +184,7 @@ def _names_within(
     tops = set()
     for key, value in state_dict.items():
         kind = kind_of(type(value))
-        if kind in (MAPPING, PER_RANK) or (kind == LIST and not is_closed_list(value)):
+        if kind in (MAPPING, PER_RANK) or (kind == LIST and not is_closed(value)):
             tops.add(str(key))
     prefixes = {f"{key}." for key in tops}
     if renamed is not None:

@@ -19,54 +19,27 @@ from __future__ import annotations
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, ClassVar, Final
 
 import numpy as np
-import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp.planners.columns import ITEM_COLUMNS, RankSets, SaveColumns, encode_rows
+from dcp.planners.columns import ITEM_COLUMNS, RankSets, SaveColumns
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan
 from dcp.planners.value_digests import NOT_COMPARABLE, ReplicaCheck, digest_tensors
-from dcp.ranks.collectives import Codec
 from dcp.saving.save import ColumnSave, RankPlan, Save, SaveOutcome
 from dcp.storage.engine.write import WriteColumns
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.container_notes import encode_notes
-from dcp.storage.formats.index import Path
 from dcp.storage.geometry.strides import Int64
 from dcp.storage.packing import pack, unpack
 
 _FOLD_BYTES = 8
-
-
-def folds_of(
-    sets: RankSets, part: RankState, object_digests: npt.NDArray[np.uint64], check: ReplicaCheck
-) -> npt.NDArray[np.uint64]:
-    """Compute the fold of each set, in the order of their numbers, for the values that ``part`` has now."""
-    is_item = sets.rows >= 0
-    digests = np.zeros(len(sets.rows), np.uint64)
-    digests[is_item] = digest_tensors(part.views(sets.rows[is_item]), check)
-    digests[~is_item] = object_digests[-1 - sets.rows[~is_item]]
-    folds = [
-        blake2b(digests[begin:end].tobytes(), digest_size=_FOLD_BYTES).digest()
-        for begin, end in pairwise(sets.start.tolist())
-    ]
-    return np.frombuffer(b"".join(folds), np.uint64)
-
-
-def differing(numbers: Sequence[Int64], folds: Sequence[npt.NDArray[np.uint64]]) -> bool:
-    """Return whether ranks of one set have different folds; ``folds[r]`` are those of ``numbers[r]``."""
-    sets, values = np.concatenate(numbers), np.concatenate(folds)
-    order = np.argsort(sets, kind="stable")
-    sets, values = sets[order], values[order]
-    return bool(((sets[1:] == sets[:-1]) & (values[1:] != values[:-1])).any())
-
 
 _ID_BYTES = 16
 """Of a plan: a random number, since two plans for one structure may deal out its boxes differently."""
@@ -79,47 +52,27 @@ _STRUCTURE: Final = (
 sizes, which only say what is well balanced."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Structure:
-    """All of a rank's part that a plan follows from.
-
-    ``comparable`` says which values can be compared. ``options`` are packed.
-    """
-
-    columns: SaveColumns
-    replicated: npt.NDArray[np.uint8]
-    comparable: bytes
-    options: bytes
-
-    def same_as(self, other: _Structure) -> bool:
-        """Return whether names, shapes, dtypes, boxes, ties, paths, kinds of keys, and their order are
-        equal."""
-        mine, others = self.columns, other.columns
-        return (
-            self.comparable == other.comparable
-            and self.options == other.options
-            and np.array_equal(self.replicated, other.replicated)
-            and all(np.array_equal(getattr(mine, name), getattr(others, name)) for name in _STRUCTURE)
-            and tuple(mine.fqns) == tuple(others.fqns)
-            and tuple(mine.objects.fqns) == tuple(others.objects.fqns)
-            and _entries(mine.planner_data) == _entries(others.planner_data)
-            and mine.stride_orders == others.stride_orders
-            and encode_notes(mine.notes) == encode_notes(others.notes)
-        )
-
-
-def _entries(paths: Mapping[str, Path] | None) -> tuple[list[str], list[Path]] | None:
-    """List names and paths in their order, which two equal dicts may not have in common."""
-    return None if paths is None else (list(paths), list(paths.values()))
+def _are_alike(mine: SaveColumns, others: SaveColumns) -> bool:
+    """Return whether names, shapes, dtypes, boxes, ties, paths, kinds of keys, and their order are equal."""
+    return (
+        all(np.array_equal(getattr(mine, name), getattr(others, name)) for name in _STRUCTURE)
+        and tuple(mine.fqns) == tuple(others.fqns)
+        and tuple(mine.objects.fqns) == tuple(others.objects.fqns)
+        and mine.planner_data == others.planner_data
+        and list(mine.planner_data or ()) == list(others.planner_data or ())
+        and mine.stride_orders == others.stride_orders
+        and encode_notes(mine.notes) == encode_notes(others.notes)
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class _Kept:
-    """A plan: its number, this rank's part of it, the structure that it was made for, and what it folds; on
-    the coordinator also the plan of all, and the numbers of the sets that each rank folds."""
+    """A plan: its number, the columns and packed facts that it was made for, this rank's part of it, and what
+    it folds; on the coordinator also the plan of all, and the numbers of the sets that each rank folds."""
 
     plan_id: bytes
-    structure: _Structure
+    columns: SaveColumns
+    facts: bytes
     writes: WriteColumns
     sets: RankSets
     check: ReplicaCheck
@@ -135,36 +88,36 @@ class PlanCache:
 
     def drop(self) -> None:
         """Forget everything: a save failed."""
-        self._structure: _Structure | None = None
+        self._offered: tuple[SaveColumns, bytes] | None = None
         self._kept: _Kept | None = None
         self._next: _Kept | None = None
         self._planned: tuple[GlobalSavePlan | None, list[Int64]] = None, []
 
     # -- on every rank ---------------------------------------------------------------------------------------
 
-    def offer(
-        self,
-        part: RankState,
-        object_digests: npt.NDArray[np.uint64],
-        *,
-        check: ReplicaCheck,
-        options: Sequence[Any],
-    ) -> bytes:
-        """Make this rank's message to the coordinator: the plan that it has for its part, and folds; empty
-        for none.
+    def offer(self, part: RankState, check: ReplicaCheck, options: Sequence[Any]) -> bytes:
+        """Make this rank's message to the coordinator: the plan that it has for its part, and the fold of
+        each set for the values that the part has now; empty for none.
 
-        ``object_digests`` are those of the values now. ``options`` is all else
-        that decides on what this rank has to write, its number and that of all ranks with it; plain data.
+        ``options`` is all else that decides on what this rank has to write, its number and that of all ranks
+        with it; plain data.
         """
-        comparable = (object_digests != 0) & (object_digests != NOT_COMPARABLE)
-        self._structure = _Structure(
-            part.columns, part.replicated, comparable.tobytes(), pack([check, *options])
-        )
-        kept = self._kept
-        if kept is None or not kept.structure.same_as(self._structure):
+        values = part.digested_objects(check).digests
+        comparable = (values != 0) & (values != NOT_COMPARABLE)
+        facts = pack([check, *options, part.replicated, comparable.view(np.uint8)])
+        self._offered, kept = (part.columns, facts), self._kept
+        if kept is None or facts != kept.facts or not _are_alike(kept.columns, part.columns):
             self._kept = None
             return b""
-        return kept.plan_id + folds_of(kept.sets, part, object_digests, kept.check).tobytes()
+        _, start, rows = kept.sets
+        digests, is_item = np.zeros(len(rows), np.uint64), rows >= 0
+        digests[is_item] = digest_tensors(part.views(rows[is_item]), kept.check)
+        digests[~is_item] = values[-1 - rows[~is_item]]
+        folds = [
+            blake2b(digests[begin:end].tobytes(), digest_size=_FOLD_BYTES).digest()
+            for begin, end in pairwise(start.tolist())
+        ]
+        return kept.plan_id + b"".join(folds)
 
     @property
     def writes(self) -> WriteColumns:
@@ -177,9 +130,9 @@ class PlanCache:
         """Take a new plan: ``extra`` is what `planned` made of it for this rank. Used after `commit`."""
         (plan, numbers), self._planned = self._planned, (None, [])  # another rank may plan the next save
         self._kept = self._next = None
-        if extra and self._structure is not None:
+        if extra and self._offered is not None:
             sets = RankSets(*unpack(extra[_ID_BYTES:]))
-            self._next = _Kept(extra[:_ID_BYTES], self._structure, writes, sets, check, plan, numbers)
+            self._next = _Kept(extra[:_ID_BYTES], *self._offered, writes, sets, check, plan, numbers)
 
     def commit(self) -> None:
         """Let the plan of the save, which is committed, serve the next one."""
@@ -189,14 +142,18 @@ class PlanCache:
     # -- on the coordinator ----------------------------------------------------------------------------------
 
     def hit(self, offers: Sequence[bytes]) -> GlobalSavePlan | None:
-        """Return the cached plan if it is what all ranks have for their parts, and replicas agree."""
+        """Return the cached plan if it is what all ranks have for their parts, and replicas agree: the ranks
+        of one set have equal folds."""
         kept = self._kept
         if kept is None or kept.plan is None or any(offer[:_ID_BYTES] != kept.plan_id for offer in offers):
             return None
-        folds = [np.frombuffer(offer[_ID_BYTES:], np.uint64) for offer in offers]
-        if [len(mine) for mine in folds] != [len(numbers) for numbers in kept.numbers]:
+        by_rank = [np.frombuffer(offer[_ID_BYTES:], np.uint64) for offer in offers]
+        if [len(mine) for mine in by_rank] != [len(numbers) for numbers in kept.numbers]:
             raise PlanError("a rank folds other replicas than its plan says")
-        return None if differing(kept.numbers, folds) else kept.plan
+        sets, folds = np.concatenate(kept.numbers), np.concatenate(by_rank)
+        order = np.argsort(sets, kind="stable")
+        sets, folds = sets[order], folds[order]
+        return None if ((sets[1:] == sets[:-1]) & (folds[1:] != folds[:-1])).any() else kept.plan
 
     def planned(self, plan: GlobalSavePlan) -> list[bytes]:
         """Keep a new plan, made with its sets, for `receive`; returns what each rank receives."""
@@ -205,7 +162,7 @@ class PlanCache:
             return [b""] * len(plan.writes)
         plan_id = uuid.uuid4().bytes
         self._planned = replace(plan, sets=None), [mine.numbers for mine in plan.sets]
-        return [plan_id + encode_rows(mine) for mine in plan.sets]
+        return [plan_id + pack(mine) for mine in plan.sets]
 
 
 _caches: dict[int, tuple[weakref.ref[object], PlanCache]] = {}
@@ -228,13 +185,6 @@ def remembering(save: Save, cache: PlanCache) -> Save:
         return save
     given = {each.name: getattr(save, each.name) for each in fields(save) if each.init}
     return _RememberingSave(**given, cache=cache)
-
-
-_PLANS: Final = Codec(
-    lambda plan: pack((plan[0].encode(), plan[1])),
-    lambda data: (RankPlan.decode(unpack(data)[0]), unpack(data)[1]),
-)
-"""A rank's part of a plan, and what its cache keeps of it."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -260,24 +210,22 @@ class _RememberingSave(ColumnSave):
         save_id = self.steps.reduce_broadcast("digests", self._offer, self._compare).decode("ascii")
         self.times["digests"] = time.perf_counter() - begun - self.times["local_plan"]
         if save_id:
-            return lambda: RankPlan(save_id, self.cache.writes)
-        planned = self.steps.reduce_scatter(
-            "plan", self.local_plan, self._plan_all, sent=self.parts, reply=_PLANS
+            return lambda: (save_id, self.cache.writes, b"")
+        planned: Callable[[], RankPlan] = self.steps.reduce_scatter(
+            "plan", self.local_plan, self._plan_all, sent=self.parts, reply=self.plans
         )
 
         def received() -> RankPlan:
-            plan, kept = planned()
-            self.cache.receive(plan.writes, kept, check=self.check)
-            own: RankPlan = plan
-            return own
+            plan = planned()
+            self.cache.receive(*plan[1:], check=self.check)
+            return plan
 
         return received
 
     def _offer(self) -> bytes:
         begun, local = time.perf_counter(), self.local_state()
-        digests = local.digested_objects(self.check).digests
-        facts = [*self.plan_options, self.together, self.ranks.rank, self.ranks.world_size]
-        offered = self.cache.offer(local, digests, check=self.check, options=facts)
+        facts = [*self.plan_options.values(), self.together, self.ranks.rank, self.ranks.world_size]
+        offered = self.cache.offer(local, self.check, facts)
         self.times["local_plan"] = time.perf_counter() - begun
         return offered
 
@@ -290,7 +238,7 @@ class _RememberingSave(ColumnSave):
         self.times["global_plan"] = time.perf_counter() - begun
         return self.storage.save_id.encode("ascii")
 
-    def _plan_all(self, parts: list[SaveColumns]) -> list[tuple[RankPlan, bytes]]:
+    def _plan_all(self, parts: list[SaveColumns]) -> list[RankPlan]:
         plans = self.global_plan(parts, with_sets=True)
-        kept: list[Any] = [] if self.planned is None else self.cache.planned(self.planned)
-        return [*zip(plans, kept, strict=True)]
+        kept = [] if self.planned is None else self.cache.planned(self.planned)
+        return [(save_id, writes, mine) for (save_id, writes, _), mine in zip(plans, kept, strict=True)]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
-from dcp.planners.columns import SaveColumns, box_columns, tensor_columns
+from dcp.planners.columns import SaveColumns, box_columns
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.layout.local import item_ties
 from dcp.planners.rank_state import RankState
@@ -68,14 +68,8 @@ class SavedMap(SaveFeature):
         return replace(index, provenance={**index.provenance, "map": self._map.label})
 
 
-class _MappedBox(NamedTuple):
-    """A box of a tensor, and its elements; ``replicated``: other ranks may hold it too."""
-
-    tensor: int
-    box: Box
-    elements: torch.Tensor
-    sharded: bool
-    replicated: bool
+_MappedBox = tuple[int, Box, torch.Tensor, bool, bool]
+"""A tensor's number, a box of it, its elements; whether it is sharded, and other ranks may hold it too."""
 
 
 @garbage_collection_paused()
@@ -98,25 +92,23 @@ def mapped_state(
     tensors = [*mapped, *beside]
     if must_invert:
         weights.require_invertible(sources, tensors)
-    held = sorted([*_held(local, tensors), *_zeros(tensors)], key=lambda each: (each.tensor, each.box))
+    held = sorted([*_held(local, tensors), *_zeros(tensors)], key=lambda each: each[:2])
+    rows, boxes, elements, sharded, replicated = zip(*held, strict=True) if held else ((),) * 5
     made = box_columns(
-        tensor_columns(
-            [tensor.name for tensor in tensors],
-            [tensor.dtype_code for tensor in tensors],
-            [tensor.requires_grad for tensor in tensors],
-            [tensor.shape for tensor in tensors],
-        ),
-        [each.tensor for each in held],
-        [each.box.offsets for each in held],
-        [each.box.sizes for each in held],
-        [each.sharded for each in held],
+        [tensor.name for tensor in tensors],
+        [tensor.dtype_code for tensor in tensors],
+        [tensor.requires_grad for tensor in tensors],
+        [tensor.shape for tensor in tensors],
+        rows,
+        [box.offsets for box in boxes],
+        [box.sizes for box in boxes],
+        sharded,
         objects=columns.objects,
         **_nested(columns, mapped, kept),
     )
-    memory = LocalMemory.of([each.elements for each in held])
-    replicated = np.array([each.replicated for each in held], np.uint8)
-    state = RankState(made, memory, local.objects, replicated)
-    return replace(state, columns=replace(made, item_ties=item_ties(state)))
+    memory = LocalMemory.of(elements)
+    made = replace(made, item_ties=item_ties(made, memory))
+    return RankState(made, memory, local.objects, np.array(replicated, np.uint8))
 
 
 def missing_sources(parts: Sequence[SaveColumns], weights: WeightMap) -> list[str]:
@@ -181,15 +173,10 @@ def _held(local: RankState, tensors: Sequence[MappedTensor]) -> Iterator[_Mapped
         for number, piece in by_source.get(name, ()):
             for part in piece.within_source(own):
                 for box, elements in part.target_boxes() if 0 not in part.lengths else ():
-                    yield _MappedBox(number, box, _view(view.detach(), elements, own, box), *marks)
-
-
-def _view(view: torch.Tensor, piece: Piece, own: Box, box: Box) -> torch.Tensor:
-    """Return the elements of ``piece``, which are ``box``, of a view that has the box ``own`` of its
-    source."""
-    steps = view.stride()
-    first = view.storage_offset() + piece.source.place(steps, own.offsets)
-    return view.as_strided(piece.lengths, piece.source.strides(steps), first).reshape(box.sizes)
+                    source, steps = elements.source, view.stride()
+                    first = view.storage_offset() + source.place(steps, own.offsets)
+                    inner = view.detach().as_strided(elements.lengths, source.strides(steps), first)
+                    yield number, box, inner.reshape(box.sizes), *marks
 
 
 def _zeros(tensors: Sequence[MappedTensor]) -> Iterator[_MappedBox]:
@@ -203,4 +190,4 @@ def _zeros(tensors: Sequence[MappedTensor]) -> Iterator[_MappedBox]:
                 holes = [part for hole in holes for part in hole.without(box)]
         zero = torch.zeros((), dtype=torch_dtype(tensor.dtype_code))
         for hole in holes:
-            yield _MappedBox(number, hole, zero.expand(hole.sizes), sharded=False, replicated=True)
+            yield number, hole, zero.expand(hole.sizes), False, True

@@ -33,8 +33,8 @@ from dcp.planners.flatten import (
     OTHER,
     PER_RANK,
     TENSOR,
-    flatten_state_dict,
-    is_closed_list,
+    flatten,
+    is_closed,
     kind_of,
 )
 from dcp.planners.load.selection import LoadOptions, Selection, renamer
@@ -328,7 +328,7 @@ class _Objects(Target):
         if not self._selects(stored.name):
             return fresh
         if stored.shape is None:
-            is_value = kind == OTHER or (kind == LIST and is_closed_list(fresh))
+            is_value = kind == OTHER or (kind == LIST and is_closed(fresh))
             return fresh if is_value or kind == PER_RANK or _names_parameters_inside(fresh) else None
         if type(fresh) is torch.Tensor and not fresh.is_meta:  # one that has grown, such as a history
             if fresh.shape == stored.shape:
@@ -385,7 +385,7 @@ class _Objects(Target):
         if _names_parameters_inside(fresh):
             items += fresh[len(items) :]
         else:
-            every = is_closed_list(fresh)
+            every = is_closed(fresh)
             left = enumerate(stored[len(items) :], len(items))
             made = [self._new(twin, f"{name}.{number}", every=every) for number, twin in left]
             if _NOTHING in made:
@@ -422,7 +422,7 @@ class _Objects(Target):
 
 
 def _flat(key: Any, state: Any) -> dict[str, Any]:
-    return flatten_state_dict({key: state})[0]
+    return flatten({key: state}).values
 
 
 def _copies(state: Mapping[Any, Any], prefix: str = "", depth: int = 2) -> Iterator[str]:

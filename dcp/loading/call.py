@@ -15,10 +15,10 @@ from torch.autograd.graph import increment_version
 from dcp.loading.feature import Features, View
 from dcp.planners.by_value import has_plain_types, like
 from dcp.planners.columns import HeldBoxes
-from dcp.planners.flatten import Flat, flatten, replace_element
+from dcp.planners.flatten import Flat, flatten, set_element
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.layout.local import collect_tensors
-from dcp.planners.layout.local_tensor import KINDS, OBJECT, PLAIN, flatten_sharded
+from dcp.planners.layout.local_tensor import OBJECT, PLAIN, flatten_sharded, tensor_kind
 from dcp.planners.load.plan import LoadPlan, plan_load
 from dcp.planners.load.selection import LoadOptions, Matches, Selection, renamer
 from dcp.storage.engine.read import ReadEngine
@@ -149,7 +149,7 @@ class LoadCall:
             values = self.values
             if self._defers_values:
                 values = self.features.through("destinations", Mapping, values)
-            local = collect_tensors(values, purpose="load")
+            local = collect_tensors(values, loading=True)
             held, memory, object_fqns = local.columns, local.memory, local.columns.objects.fqns
             plan = plan_load(
                 index,
@@ -238,7 +238,7 @@ class LoadCall:
         """Put a value where the state dict has ``fqn``."""
         value = like(self.flat.values.get(fqn), value)
         if self.flattens:
-            replace_element(self.root, self.flat.paths[fqn], value)
+            set_element(self.root, self.flat.paths[fqn], value, replaces=True)
         else:
             self.root[fqn] = self.flat.values[fqn] = value
 
@@ -268,7 +268,7 @@ class LoadCall:
         """Let a backward whose forward was before the load notice it: DTensors are filled below torch, and
         what changes their local tensors does not change the versions of their own."""
         values = self.flat.values if self._waiting is not None else {}
-        kinds = set(map(KINDS.__getitem__, set(map(type, values.values()))))
+        kinds = set(map(tensor_kind, set(map(type, values.values()))))
         if kinds <= {PLAIN, OBJECT}:
             return  # the reader did so for plain tensors
         touched = map(values.get, self.touched)

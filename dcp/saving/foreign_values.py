@@ -1,20 +1,29 @@
-"""Values and keys that a save stores and a load does not give back as they are: found, and warned of."""
+"""Values and keys that a save stores and a load does not give back as they are: found, and warned of.
+
+The coordinator's save warns, because the next to notice would be whoever resumes. Of the features this one
+stands here, because saves by torch's protocol have its warnings, too.
+"""
 
 from __future__ import annotations
 
 import collections
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
 from dcp.calls.arguments import is_stateful
 from dcp.planners.by_value import by_value
+from dcp.planners.rank_state import RankState
+from dcp.saving.feature import SaveFeature
 from dcp.storage.formats.container_notes import NO_PLAIN_KEY, plain_key
 from dcp.storage.formats.torch.python_values import is_harmless_leaf
 from dcp.storage.near_names import listed
+
+if TYPE_CHECKING:
+    from dcp.saving.save import SavingRank
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +35,31 @@ _MAX_DEPTH: Final = 64
 _MAX_TOLD: Final = 10
 
 
+class ForeignValues(SaveFeature):
+    """Warns of values that need trust, and of keys that become strings."""
+
+    name = "foreign values"
+
+    def held(self, local: RankState, at: SavingRank) -> RankState:
+        """Look at the types of what the coordinator has."""
+        if at.is_coordinator:
+            warn_of_foreign(local.columns.objects.fqns, local.objects, local.foreign_keys)
+        return local
+
+
 def warn_of_foreign(fqns: Sequence[str], values: Sequence[Any], keys: Mapping[str, str]) -> None:
     """Log a warning of values that only a trusted checkpoint gives back, and of ``keys`` that none does, by
     name with their types."""
-    if not _ATOMS.issuperset(map(type, values)) and (found := foreign_values(fqns, values)):
+    found = dict[str, str]()
+    if not _ATOMS.issuperset(map(type, values)):
+        # classes that the user has registered as safe with torch need no trust
+        safe = torch.serialization.get_safe_globals()
+        allowed = {item[0] if isinstance(item, tuple) else item for item in safe}
+        for name, value in zip(fqns, values, strict=True):
+            foreign = None if type(value) in _ATOMS else _foreign(by_value(value), allowed, 0)
+            if foreign is not None:
+                found[name] = foreign
+    if found:
         logger.warning(
             "%d of the saved values will load only with weights_only=False, or with their classes in "
             "torch.serialization.add_safe_globals: %s. Plain data instead needs neither",
@@ -57,22 +87,9 @@ def _listed(found: Mapping[str, str]) -> str:
     return listed(list(found), most=_MAX_TOLD, show=lambda fqn: f"{fqn!r:.200} ({found[fqn]})")
 
 
-def foreign_values(names: Iterable[str], values: Iterable[Any]) -> dict[str, str]:
-    """Find values that `torch.load(weights_only=True)` and this package refuse: names, with the class that
-    needs trust. Classes that the user has registered as safe with torch need none."""
-    allowed = {
-        item[0] if isinstance(item, tuple) else item for item in torch.serialization.get_safe_globals()
-    }
-    found = {}
-    for name, value in zip(names, values, strict=True):
-        if type(value) not in _ATOMS:
-            foreign = _foreign(by_value(value), allowed, 0)
-            if foreign is not None:
-                found[name] = foreign
-    return found
-
-
 def _foreign(value: Any, allowed: set[Any], depth: int) -> str | None:
+    """Describe the class, of a value or in it, that `torch.load(weights_only=True)` and this package
+    refuse."""
     kind = type(value)
     if kind in _ATOMS:
         return None

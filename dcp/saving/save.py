@@ -15,7 +15,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
@@ -25,10 +25,10 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp.calls.plain_errors import ask, refused
-from dcp.planners.columns import SaveColumns, decode_save_columns, encode_rows, encode_save_columns
+from dcp.planners.columns import SaveColumns, decode_save_columns, encode_save_columns
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
-from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
+from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.value_digests import ReplicaCheck
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback, reporting
@@ -95,21 +95,7 @@ class SaveOptions:
                 )
 
 
-def compared_options(
-    options: SaveOptions, writer: FileSystemWriter | None, plan: PlanOptions | None
-) -> dict[str, Any]:
-    """Return options that must be the same on all ranks, by the names that their caller knows; those of other
-    packages' writers and planners (None) are not known."""
-    found: dict[str, Any] = {} if options.step is None else {"step": options.step}
-    if writer is not None:
-        found |= zip(_OF_WRITERS, attrgetter(*_OF_WRITERS)(writer), strict=True)
-    return found if plan is None else found | plan._asdict()
-
-
 _LONGEST_AGREEING_SECONDS = 20.0
-
-Held = Any
-"""What a rank has: a `RankState`, or for planners of other packages the state dict."""
 
 
 class SavingRank(NamedTuple):
@@ -136,13 +122,14 @@ class Save(ABC):
     """One save, as it travels to who carries it out, and its steps.
 
     Every rank says what it has, one plans for all, each writes its share, one commits. ``storage`` is
-    ``writer`` where that is of this package, else None. ``seconds`` are phases that came before; those of an
-    attempt are ``times``.
+    ``writer`` where that is of this package, else None; ``plan_options`` are the planner's, if it is.
+    ``seconds`` are phases that came before; those of an attempt are ``times``.
     """
 
     writer: StorageWriter
     storage: FileSystemWriter | None
     options: SaveOptions
+    plan_options: Mapping[str, Any]
     serial: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -155,19 +142,16 @@ class Save(ABC):
     ranks: Ranks = field(init=False)
     steps: Ranks = field(init=False)
     together: bool = field(init=False)
-    given: Callable[[], Held] = field(init=False)
+    given: Callable[[], Any] = field(init=False)
     times: dict[str, float] = field(init=False)
     size_bytes: int = field(init=False)
 
     # -- for each way to save --------------------------------------------------------------------------------
 
     @abstractmethod
-    def held(self, state: dict[str, Any], at: SavingRank) -> Held:
-        """Return what this rank has, of its state dict, to be staged or saved."""
-
-    @abstractmethod
-    def agreed(self) -> dict[str, Any]:
-        """Return the options that must be the same on all ranks."""
+    def held(self, state: dict[str, Any], at: SavingRank) -> Any:
+        """Return what this rank has, of its state dict, to be staged or saved: a `RankState`, or for planners
+        of other packages the state dict."""
 
     @abstractmethod
     def plan(self) -> Callable[[], Any]:
@@ -187,7 +171,14 @@ class Save(ABC):
 
     # -- the steps -------------------------------------------------------------------------------------------
 
-    def run(self, given: Callable[[], Held], ranks: Ranks) -> tuple[Metadata, SaveOutcome]:
+    def agreed(self) -> dict[str, Any]:
+        """Return the options that must be the same on all ranks, by the names that their caller knows."""
+        found: dict[str, Any] = {} if self.options.step is None else {"step": self.options.step}
+        if self.storage is not None:
+            found |= zip(_OF_WRITERS, attrgetter(*_OF_WRITERS)(self.storage), strict=True)
+        return {**found, **self.plan_options}
+
+    def run(self, given: Callable[[], Any], ranks: Ranks) -> tuple[Metadata, SaveOutcome]:
         """Save what ``given`` gives: what this rank has, or a staged copy of it.
 
         It is asked within a step, so that a failed staging of one rank fails the save on all. Storage errors
@@ -289,28 +280,22 @@ def agreeing_seconds(timeout_seconds: float) -> float:
     return min(_LONGEST_AGREEING_SECONDS, timeout_seconds / 4)
 
 
-class RankPlan(NamedTuple):
-    """The rows that one rank has to write, and the id of the save."""
+RankPlan = tuple[str, WriteColumns, bytes]
+"""The id of the save, the rows that one rank has to write, and what it keeps of the plan."""
 
-    save_id: str
-    writes: WriteColumns
+_ROWS: Final = attrgetter(*(each.name for each in fields(WriteColumns)))
 
-    def encode(self) -> bytes:
-        """Pack it for the way from the coordinator."""
-        return pack((self.save_id, encode_rows(self.writes)))
 
-    @classmethod
-    def decode(cls, data: bytes) -> RankPlan:
-        """Unpack what `encode` packed."""
-        save_id, writes = unpack(data)
-        return cls(save_id, WriteColumns(*unpack(writes)))
+def _decode_plan(data: bytes) -> RankPlan:
+    save_id, rows, kept = unpack(data)
+    return save_id, WriteColumns(*rows), kept
 
 
 @dataclass(kw_only=True, eq=False)
 class ColumnSave(Save):
     """A save by our own planner and storage: no plan object per tensor is made on any rank.
 
-    The planner does not travel: what it decides on is in ``plan_options``. Digests that a rank's part lacks
+    The planner does not travel: what it decides on is in the options. Digests that a rank's part lacks
     are made where they are needed. All of ``times`` end up in the manifest, by rank: ``plan`` is all until
     this rank knows what to write, ``local_plan``, ``digests`` (the wait for the others' and the answer) and
     ``global_plan`` (on the coordinator) are parts of it.
@@ -318,12 +303,11 @@ class ColumnSave(Save):
 
     storage: FileSystemWriter
     planner: DefaultSavePlanner
-    plan_options: PlanOptions
     kinds: Sequence[type[SaveFeature]] = ()
 
     on_columns: ClassVar = True
-    plans: ClassVar = Codec(RankPlan.encode, RankPlan.decode)
-    outcomes: ClassVar = Codec(WriteOutcome.encode, WriteOutcome.decode)
+    plans: ClassVar = Codec(lambda plan: pack((plan[0], _ROWS(plan[1]), plan[2])), _decode_plan)
+    outcomes: ClassVar = Codec(lambda done: pack(vars(done)), lambda data: WriteOutcome(**unpack(data)))
 
     features: dict[str, list[SaveFeature]] = field(init=False)
     local: RankState | None = field(init=False)
@@ -357,7 +341,7 @@ class ColumnSave(Save):
 
     def agreed(self) -> dict[str, Any]:
         """Return the options of the save, its storage, its planner and its features, and their names."""
-        found = compared_options(self.options, self.storage, self.plan_options)
+        found = super().agreed()
         found["features"] = list(map(attrgetter("name"), self.kinds))
         for feature in self.features["agreed"]:
             for name, value in asked(feature, "agreed", dict).items():
@@ -381,7 +365,7 @@ class ColumnSave(Save):
         # names and paths are the same on most ranks, and then decoded once
         self.parts = Codec(encode_save_columns, partial(decode_save_columns, cache={}))
         is_alone = not self.together or self.ranks.world_size == 1
-        self.check = "off" if is_alone else self.plan_options.replica_check
+        self.check = "off" if is_alone else self.plan_options["replica_check"]
 
     def local_state(self) -> RankState:
         """Set the storage up, and ask once for what this rank has."""
@@ -411,8 +395,8 @@ class ColumnSave(Save):
         try:
             self.planned = plan_save(
                 parts,
-                dedup_to_lowest_rank=self.plan_options.dedup_save_to_lowest_rank,
-                split_bytes=self.plan_options.split_bytes,
+                dedup_to_lowest_rank=self.plan_options["dedup_save_to_lowest_rank"],
+                split_bytes=self.plan_options["split_bytes"],
                 check_replicas=self.check != "off",
                 with_sets=with_sets,
             )
@@ -423,14 +407,14 @@ class ColumnSave(Save):
                     raise better from error
             raise
         self.times["global_plan"] = time.perf_counter() - begun
-        return list(map(partial(RankPlan, self.storage.save_id), self.planned.writes))
+        return [(self.storage.save_id, writes, b"") for writes in self.planned.writes]
 
     # -- write -----------------------------------------------------------------------------------------------
 
     def write(self, plan: RankPlan) -> WriteOutcome:
         """Write the rows of ``plan``, seen by the features' observers."""
-        local, storage, ranks, columns = self.local_state(), self.storage, self.ranks, plan.writes
-        storage.save_id = plan.save_id
+        local, storage, ranks = self.local_state(), self.storage, self.ranks
+        storage.save_id, columns, _ = plan
         begun = time.perf_counter()
         memory, objects = local.memory, local.encoded_objects(columns.objects)
         groups, observers = self._groups(local), dict[str, Observer]()
@@ -476,8 +460,14 @@ class ColumnSave(Save):
         if plan is None:
             raise PlanError("the save was not planned")
         index = assemble_index(plan.index, plan.writes, outcomes)
+        rows = np.concatenate(list(map(attrgetter("chunks"), plan.writes)))
         for feature in self.features["manifest"]:
-            index = _noted(feature, index, plan.writes, outcomes)
+            before, name = dict(index.provenance), feature.name
+            found = [outcome.found.get(name) for outcome in outcomes]
+            index = asked(feature, "manifest", CheckpointIndex, index, rows, found)
+            changed = {*before, *index.provenance} - {name}
+            if any(before.get(key) != index.provenance.get(key) for key in changed):
+                raise refused(name, "manifest", "the provenance changed under another name than its own")
         provenance = self.provenance()
         provenance["rank_seconds"] = list(map(attrgetter("seconds"), outcomes))
         traffic = list(map(attrgetter("traffic"), outcomes))
@@ -494,23 +484,6 @@ class ColumnSave(Save):
         return LazyMetadata.of(
             lambda: index if index is not None else open_index(store, rank=rank), self.storage.storage_meta()
         )
-
-
-def _noted(
-    feature: SaveFeature,
-    index: CheckpointIndex,
-    writes: Sequence[WriteColumns],
-    outcomes: Sequence[WriteOutcome],
-) -> CheckpointIndex:
-    """Return the index with what a feature puts into it."""
-    rows = np.concatenate([columns.chunks for columns in writes])
-    found = [outcome.found.get(feature.name) for outcome in outcomes]
-    before = dict(index.provenance)
-    made: CheckpointIndex = asked(feature, "manifest", CheckpointIndex, index, rows, found)
-    changed = {*before, *made.provenance} - {feature.name}
-    if any(before.get(key) != made.provenance.get(key) for key in changed):
-        raise refused(feature.name, "manifest", "the provenance changed under another name than its own")
-    return made
 
 
 # -- one place for all ranks ---------------------------------------------------------------------------------

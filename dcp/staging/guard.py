@@ -16,14 +16,14 @@ import numpy.typing as npt
 import torch
 from isal.isal_zlib import crc32
 
-from dcp.planners.flatten import flatten_state_dict
+from dcp.planners.flatten import flatten
 from dcp.planners.layout.local_tensor import (
-    KINDS,
     OBJECT,
     SpecCache,
     claim_of,
     flatten_sharded,
     local_tensor,
+    tensor_kind,
 )
 from dcp.storage.engine.memory import gather_small, view
 from dcp.storage.errors import PlanError, StagingError
@@ -262,8 +262,8 @@ def _sources(state_dict: Mapping[str, Any]) -> tuple[list[str], list[torch.Tenso
     parts."""
     cache: SpecCache = {}
     found: list[tuple[str, torch.Tensor]] = []
-    for fqn, value in flatten_sharded(flatten_state_dict(state_dict)[0]).items():
-        if KINDS[type(value)] == OBJECT:
+    for fqn, value in flatten_sharded(flatten(state_dict).values).items():
+        if tensor_kind(type(value)) == OBJECT:
             continue
         try:
             local = local_tensor(fqn, value, cache)

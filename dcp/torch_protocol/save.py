@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp.planners.save.planner import DefaultSavePlanner, PlanOptions
+from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.saving.foreign_values import warn_of_foreign
-from dcp.saving.save import Save, SavingRank, compared_options
+from dcp.saving.save import Save, SavingRank
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.opening import open_index
 from dcp.storage.torch_storage.metadata import LazyMetadata
@@ -46,11 +46,6 @@ class ProtocolSave(Save):
         """Return the state dict itself: what is in it, the planner finds out."""
         return state
 
-    def agreed(self) -> dict[str, Any]:
-        """Return the options of the save, and those of its storage and planner that are of this package."""
-        plan = PlanOptions.of(self.ours) if self.ours is not None else None
-        return compared_options(self.options, self.storage, plan)
-
     def plan(self) -> Callable[[], SavePlan]:
         """Plan with the other ranks."""
         self._made = None
@@ -75,7 +70,7 @@ class ProtocolSave(Save):
             {"rank": ranks.rank, "use_collectives": self.together},
         )
         if self.storage is not None:
-            self.storage.describe(self.options.user_metadata, self.provenance())
+            self.storage.said = self.options.user_metadata, self.provenance()
         plan = planner.create_local_plan()
         if ranks.is_coordinator:  # as a feature of saves on columns does, by what the planner was given
             values = planner.state_dict if hasattr(planner, "state_dict") else state

@@ -1,17 +1,18 @@
 """The tensors of one rank as columns: which boxes of which global tensors lie where in local memory.
 
 Shared by saving and loading. There may be many thousands of tensors, and most differ in name and memory only.
-So boxes are found once a form (`_Form`), and each tensor is asked only what torch alone knows.
+So boxes are found once a form, and each tensor is asked only what torch alone knows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from operator import attrgetter, itemgetter
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +20,13 @@ import torch
 
 from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.layout.local_tensor import (
-    KINDS,
     OBJECT,
     PLAIN,
     LocalTensor,
     SpecCache,
     local_tensor,
     plain_tensor,
+    tensor_kind,
 )
 from dcp.planners.rank_state import RankState
 from dcp.storage.engine.memory import is_read_only
@@ -45,23 +46,6 @@ _nbytes, _is_resizable = torch.UntypedStorage.nbytes, torch.UntypedStorage.resiz
 _dtype, _is_cpu = map(attrgetter, ("dtype", "is_cpu"))
 _COMPLEX = np.array([dtype.code for name, dtype in dtypes.BY_NAME.items() if name.startswith("complex")])
 _MAX_LISTED = 20
-
-
-class _Form(NamedTuple):
-    """Rows that tensors have in common which differ in name, dtype and memory only.
-
-    ``counts`` are dimensions, boxes, local tensors, and two flags: sharded, replicated. ``box_sources`` says
-    which of the local tensors has each box; ``source_ndims`` and ``source_shapes`` are of these.
-    """
-
-    counts: Sequence[int]
-    shape: Sequence[int]
-    offsets: Sequence[int]
-    sizes: Sequence[int]
-    local_offsets: Sequence[int]
-    box_sources: Sequence[int]
-    source_ndims: Sequence[int]
-    source_shapes: Sequence[int]
 
 
 class _SourceFacts(NamedTuple):
@@ -108,43 +92,21 @@ class _Builder:
     """Takes tensors one by one; ``problems`` begin with the row at which they were met.
 
     ``forms`` are numbers in ``kinds`` by row, ``known`` those of the boxes that many tensors share, which it
-    keeps.
+    keeps. A kind has what tensors have in common which differ in name, dtype and memory only: counts (of
+    dimensions, boxes, local tensors, and two flags: sharded, replicated), shape, the boxes' offsets, sizes
+    and local offsets, which of the local tensors has each box, and the dimensions and shapes of these.
     """
 
     loading: bool
     fqns: list[str] = field(default_factory=list)
     forms: list[int] = field(default_factory=list)
-    kinds: list[_Form] = field(default_factory=list)
+    kinds: list[tuple[Sequence[int], ...]] = field(default_factory=list)
     known: dict[Any, tuple[Any, int]] = field(default_factory=dict)
     requires_grad: list[bool] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
     sourceless: dict[int, int] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     problems: list[tuple[int, str]] = field(default_factory=list)
-
-    def add_all(self, state_dict: Mapping[str, Any]) -> None:
-        plain, cache = dict[tuple[int, ...], int](), SpecCache()
-        add_form, add_name = self.forms.append, self.fqns.append
-        add_source, add_grad = self.sources.append, self.requires_grad.append
-        for fqn, value in state_dict.items():
-            kind = KINDS[type(value)]
-            try:
-                if kind == OBJECT:
-                    self.objects[fqn] = value
-                elif kind == PLAIN and not hasattr(value, "global_shape"):
-                    form = plain.get(value.shape)
-                    if form is None:
-                        form = plain[value.shape] = self.form(plain_tensor(value))
-                    add_form(form)  # the common case, inlined
-                    add_name(fqn)
-                    add_source(value)
-                    add_grad(value.requires_grad)
-                elif (local := local_tensor(fqn, value, cache)) is not None:
-                    self.add(fqn, local)
-            except PlanError as error:
-                self.note(str(error))
-            except RuntimeError as error:
-                self.note(_no_memory(fqn, value, error))
 
     def add(self, fqn: str, local: LocalTensor) -> None:
         """Add a tensor of any number of boxes, in any number of local tensors."""
@@ -153,7 +115,7 @@ class _Builder:
             if not code:
                 self.note(f"{fqn!r}: dtype {local.dtype} cannot be stored")
         for source in local.sources:
-            if KINDS[type(source)] != PLAIN:
+            if tensor_kind(type(source)) != PLAIN:
                 self.note(f"{fqn!r}: its local part is a {type(source).__name__}, not a plain tensor")
             elif source.dtype != local.dtype:
                 self.note(f"{fqn!r}: its local part is {source.dtype}, the tensor {local.dtype}")
@@ -170,7 +132,7 @@ class _Builder:
         sources, boxes = local.sources, local.boxes
         offsets, sizes, inner = zip(*boxes, strict=True) if boxes else ((), (), ())
         shapes = list(map(attrgetter("shape"), sources))
-        made = _Form(
+        made: tuple[Sequence[int], ...] = (
             (len(local.shape), len(boxes), len(sources), local.sharded, local.replicated),
             local.shape,
             list(chain.from_iterable(offsets)),
@@ -189,7 +151,7 @@ class _Builder:
     def finish(self) -> RankState:
         """Make the columns; PlanError if anything cannot be stored."""
         forms = np.array(self.forms, np.int64)
-        columns_of_kinds = zip(*self.kinds, strict=True) if self.kinds else repeat((), len(_Form._fields))
+        columns_of_kinds = zip(*self.kinds, strict=True) if self.kinds else repeat((), 8)
         counts, shape, *boxes, box_sources, source_ndims, source_shapes = map(
             _of_all, columns_of_kinds, repeat(forms)
         )
@@ -217,7 +179,7 @@ class _Builder:
             item_digests=np.zeros(count, np.uint64),
             item_ties=np.full(count, -1, np.int64),
             objects=SaveObjects(tuple(self.objects), np.zeros(values, np.uint64), np.zeros(values, np.int64)),
-            stride_orders=self._stride_orders(source_rows, facts),
+            stride_orders={} if facts.is_contiguous.all() else self._stride_orders(source_rows, facts),
         )
         is_plain = facts.is_contiguous & ~facts.is_lazy & facts.is_cpu
         shapes = starts(source_ndims), source_shapes
@@ -246,35 +208,30 @@ class _Builder:
         """
         facts: _SourceFacts | None = None
         if not self.problems:
-            try:
+            with suppress(RuntimeError):  # torch refuses the address of sparse, fake and functional tensors
                 facts = _SourceFacts.of(self.sources)
-            except RuntimeError:
-                facts = None  # torch refuses the address of sparse, fake and functional tensors: see below
         if facts is not None and facts.is_lazy.any() and not self.loading:
             for number in np.flatnonzero(facts.is_lazy).tolist():
                 self.sources[number] = self.sources[number].detach().resolve_conj().resolve_neg()
             facts = _SourceFacts.of(self.sources)
         if facts is not None and self.loading:
-            self._note_read_only(facts, rows)
+            numbers = np.flatnonzero(facts.is_foreign & facts.is_cpu & (facts.pointers != 0))
+            is_fixed = is_read_only(facts.pointers[numbers]) if len(numbers) else np.zeros(0, np.bool_)
+            for row in rows[numbers[is_fixed]].tolist():
+                text = (
+                    f"{self.fqns[row]!r}: its memory is read-only, as that of a numpy memory map of mode 'r' "
+                    "is; load into a clone(), or open the map with mode 'r+' or 'c'"
+                )
+                self.problems.append((row, text))
         if self.problems or facts is None or (facts.is_cut | facts.is_nowhere | (facts.codes == 0)).any():
             self._raise_problems(rows)
         return facts
-
-    def _note_read_only(self, facts: _SourceFacts, rows: Int64) -> None:
-        numbers = np.flatnonzero(facts.is_foreign & facts.is_cpu & (facts.pointers != 0))
-        is_fixed = is_read_only(facts.pointers[numbers]) if len(numbers) else np.zeros(0, np.bool_)
-        for row in rows[numbers[is_fixed]].tolist():
-            text = (
-                f"{self.fqns[row]!r}: its memory is read-only, as that of a numpy memory map of mode 'r' "
-                "is; load into a clone(), or open the map with mode 'r+' or 'c'"
-            )
-            self.problems.append((row, text))
 
     def _raise_problems(self, rows: Int64) -> NoReturn:
         """One error for all tensors that cannot be stored, in the order of the state dict."""
         problems = [*self.problems]
         for row, source in zip(rows.tolist(), self.sources, strict=True):
-            if KINDS[type(source)] == PLAIN and (fault := _fault(self.fqns[row], source)) is not None:
+            if tensor_kind(type(source)) == PLAIN and (fault := _fault(self.fqns[row], source)) is not None:
                 problems.append((row, fault))
         texts = [text for _, text in sorted(problems, key=itemgetter(0))]
         shown = texts[:_MAX_LISTED]
@@ -327,7 +284,7 @@ def _no_memory(fqn: str, value: Any, error: RuntimeError) -> str:
     return f"{fqn!r}: a {type(value).__name__} without memory of its own ({str(error).splitlines()[0]})"
 
 
-def collect_tensors(state_dict: Mapping[str, Any], *, purpose: Literal["save", "load"] = "save") -> RankState:
+def collect_tensors(state_dict: Mapping[str, Any], *, loading: bool = False) -> RankState:
     """Return what this rank has of a flat state dict, in its order, without digests and ties.
 
     The local tensors may require grad, so copy them under no_grad.
@@ -335,23 +292,42 @@ def collect_tensors(state_dict: Mapping[str, Any], *, purpose: Literal["save", "
     Raises PlanError naming every tensor that cannot be stored (sparse, quantized, meta, freed, unknown dtype)
     and what to do about it.
     """
-    builder = _Builder(loading=purpose == "load")
-    builder.add_all(state_dict)
+    builder, plain, cache = _Builder(loading), dict[tuple[int, ...], int](), SpecCache()
+    add_form, add_name = builder.forms.append, builder.fqns.append
+    add_source, add_grad = builder.sources.append, builder.requires_grad.append
+    for fqn, value in state_dict.items():
+        kind = tensor_kind(type(value))
+        try:
+            if kind == OBJECT:
+                builder.objects[fqn] = value
+            elif kind == PLAIN and not hasattr(value, "global_shape"):
+                form = plain.get(value.shape)
+                if form is None:
+                    form = plain[value.shape] = builder.form(plain_tensor(value))
+                add_form(form)  # the common case, inlined
+                add_name(fqn)
+                add_source(value)
+                add_grad(value.requires_grad)
+            elif (local := local_tensor(fqn, value, cache)) is not None:
+                builder.add(fqn, local)
+        except PlanError as error:
+            builder.note(str(error))
+        except RuntimeError as error:
+            builder.note(_no_memory(fqn, value, error))
     return builder.finish()
 
 
-def item_ties(local: RankState) -> Int64:
+def item_ties(columns: SaveColumns, memory: LocalMemory) -> Int64:
     """Find ``SaveColumns.item_ties`` of a rank's tensors: boxes with the same bytes at the same place in
     memory, as tied weights have, become one record."""
-    columns, sources, pointers = local.columns, local.memory.tensors, local.memory.pointers
     ties = np.full(len(columns.item_tensors), -1, np.int64)
-    _, inverse, counts = np.unique(pointers, return_inverse=True, return_counts=True)
-    shared = (counts[inverse] > 1) & (pointers != 0)
+    _, inverse, counts = np.unique(memory.pointers, return_inverse=True, return_counts=True)
+    shared = (counts[inverse] > 1) & (memory.pointers != 0)
     if not shared.any():
         return ties
     keys: dict[int, Any] = {}
     for row in np.flatnonzero(shared[columns.item_sources]).tolist():
-        source = sources[columns.item_sources[row]]
+        source = memory.tensors[columns.item_sources[row]]
         box = slice(int(columns.box_start[row]), int(columns.box_start[row + 1]))
         place = (columns.item_sizes[box].tobytes(), columns.item_local_offsets[box].tobytes())
         keys[row] = (source.data_ptr(), source.device, source.dtype, source.shape, source.stride(), place)

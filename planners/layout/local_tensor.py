@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
@@ -42,12 +43,6 @@ class LocalBox(NamedTuple):
     sizes: tuple[int, ...]
     local_offsets: tuple[int, ...]
 
-    @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> LocalBox:
-        """Return the box of a local tensor that is all of the global one."""
-        zeros = (0,) * len(shape)
-        return cls(zeros, shape, zeros)
-
 
 class LocalTensor(NamedTuple):
     """A rank's part of one global tensor.
@@ -65,28 +60,12 @@ class LocalTensor(NamedTuple):
     boxes: Sequence[LocalBox]
 
 
-class TensorLayout(NamedTuple):
-    """A rank's part of each DTensor of one shape, mesh and placements."""
+Layout = tuple[tuple[int, ...], tuple[LocalBox, ...], bool]
+"""A rank's part of each DTensor of one shape, mesh and placements: its shape, its boxes, and whether other
+ranks have the same."""
 
-    local_shape: tuple[int, ...]
-    boxes: tuple[LocalBox, ...]
-    replicated: bool
-
-
-SpecCache = dict[Any, TensorLayout | None]
+SpecCache = dict[Any, Layout | None]
 """Layouts by (mesh, placements, shape) for the length of one call; None for a rank outside of the mesh."""
-
-
-class KindsByClass(dict[type, int]):
-    """Kinds by class, found once a class: isinstance with an abstract class costs more than all the rest."""
-
-    def __init__(self, kind_of: Callable[[type], int]) -> None:
-        super().__init__()
-        self._kind_of = kind_of
-
-    def __missing__(self, cls: type) -> int:
-        kind = self[cls] = self._kind_of(cls)
-        return kind
 
 
 def _kind_of(cls: type) -> int:
@@ -103,7 +82,8 @@ def _kind_of(cls: type) -> int:
     return WRAPPER if hasattr(cls, "__tensor_flatten__") else PLAIN
 
 
-KINDS: Final = KindsByClass(_kind_of)
+tensor_kind: Final[Callable[[type], int]] = cache(_kind_of)
+"""The kind of values of a class, found once: isinstance with abstract classes costs more than the rest."""
 
 
 # -- tensors that say which boxes they hold, in four attributes (torch 2.14 and newer) -----------------------
@@ -124,34 +104,30 @@ class CheckpointableTensor(Protocol):
     local_sizes: tuple[tuple[int, ...], ...]
 
 
-class ShardClaim(NamedTuple):
-    """The four attributes."""
+Rows = tuple[tuple[int, ...], ...]
+ShardClaim = tuple[tuple[int, ...], Rows, Rows, Rows]
+"""The four attributes."""
 
-    global_shape: tuple[int, ...]
-    global_offsets: tuple[tuple[int, ...], ...]
-    local_offsets: tuple[tuple[int, ...], ...]
-    local_sizes: tuple[tuple[int, ...], ...]
-
-
-_attributes = attrgetter(*ShardClaim._fields)
+_CLAIM: Final = tuple(CheckpointableTensor.__annotations__)
 
 
 def claim_of(tensor: object) -> ShardClaim | None:
     """Return the attributes of a `CheckpointableTensor` as they are; None for any other tensor."""
-    has_all = hasattr(tensor, "global_shape") and all(hasattr(tensor, name) for name in ShardClaim._fields)
-    return ShardClaim(*_attributes(tensor)) if has_all else None
+    has_all = hasattr(tensor, "global_shape") and all(hasattr(tensor, name) for name in _CLAIM)
+    claim: ShardClaim | None = attrgetter(*_CLAIM)(tensor) if has_all else None
+    return claim
 
 
 def with_claim(tensor: torch.Tensor, claim: ShardClaim | None) -> torch.Tensor:
     """Give ``tensor`` these attributes, and return it."""
-    for name, value in claim._asdict().items() if claim is not None else ():
+    for name, value in zip(_CLAIM, claim or (), strict=False):
         setattr(tensor, name, value)
     return tensor
 
 
 def _from_claim(fqn: str, tensor: torch.Tensor, claim: ShardClaim) -> LocalTensor:
     """Return the boxes of a `CheckpointableTensor`; PlanError for what torch refuses."""
-    shape = tuple(claim.global_shape)
+    shape = tuple(claim[0])
     parts = [[tuple(row) for row in rows] for rows in claim[1:]]
     if len({len(rows) for rows in parts}) > 1:
         raise _refused(fqn, "global_offsets, local_offsets and local_sizes must have the same length")
@@ -217,7 +193,7 @@ def _boxes_of_runs(runs: Sequence[Sequence[range]]) -> tuple[LocalBox, ...]:
     return tuple(LocalBox(*(tuple(entry[part] for entry in box) for part in range(3))) for box in products)
 
 
-def _layout(fqn: str, spec: Any, shape: tuple[int, ...]) -> TensorLayout | None:
+def _layout(fqn: str, spec: Any, shape: tuple[int, ...]) -> Layout | None:
     mesh, placements = spec.mesh, spec.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -239,13 +215,14 @@ def _layout(fqn: str, spec: Any, shape: tuple[int, ...]) -> TensorLayout | None:
             )
     if not math.prod(shape):
         # an empty tensor still has a shape to keep: one empty chunk, from whoever comes first
-        return TensorLayout(shape, (LocalBox.whole(shape),), True)
-    return TensorLayout(tuple(sum(map(len, dim)) for dim in runs), _boxes_of_runs(runs), replicated)
+        zeros = (0,) * len(shape)
+        return shape, (LocalBox(zeros, shape, zeros),), True
+    return tuple(sum(map(len, dim)) for dim in runs), _boxes_of_runs(runs), replicated
 
 
 def _from_dtensor(fqn: str, tensor: DTensor, cache: SpecCache) -> LocalTensor | None:
     local = local_part(tensor)
-    kind = KINDS[type(local)]
+    kind = tensor_kind(type(local))
     if kind == _PROTOCOL:
         return _from_protocol(fqn, tensor)
     spec, shape = spec_of(tensor), tensor.shape
@@ -257,20 +234,20 @@ def _from_dtensor(fqn: str, tensor: DTensor, cache: SpecCache) -> LocalTensor | 
         layout = cache[key] = _layout(fqn, spec, tuple(shape))
     if layout is None:
         return None
+    local_shape, boxes, replicated = layout
     if kind == _ASYNC:
         local = local.wait()  # type: ignore[attr-defined]
-    if local.shape != layout.local_shape:
+    if local.shape != local_shape:
         if math.prod(shape):
             raise PlanError(
                 f"tensor {fqn!r}: this rank's shard has shape {tuple(local.shape)}, but placements "
-                f"{tensor.placements} of shape {tuple(shape)} give {layout.local_shape}; shard it as torch "
+                f"{tensor.placements} of shape {tuple(shape)} give {local_shape}; shard it as torch "
                 "does",
                 fqn=fqn,
             )
         local = local.new_empty(shape)
-    sources = (local,) if layout.boxes else ()
-    requires_grad, boxes = tensor.requires_grad, layout.boxes
-    return LocalTensor(shape, local.dtype, requires_grad, True, layout.replicated, sources, boxes)
+    sources = (local,) if boxes else ()
+    return LocalTensor(shape, local.dtype, tensor.requires_grad, True, replicated, sources, boxes)
 
 
 # -- tensors of other kinds ----------------------------------------------------------------------------------
@@ -323,8 +300,9 @@ def _from_protocol(fqn: str, value: Any) -> LocalTensor:
 def plain_tensor(tensor: torch.Tensor) -> LocalTensor:
     """Return a tensor that every rank has as a whole."""
     shape = tuple(tensor.shape)
-    boxes = [LocalBox.whole(shape)]
-    return LocalTensor(shape, tensor.dtype, tensor.requires_grad, False, True, [tensor], boxes)
+    zeros = (0,) * len(shape)
+    box = LocalBox(zeros, shape, zeros)
+    return LocalTensor(shape, tensor.dtype, tensor.requires_grad, False, True, [tensor], [box])
 
 
 def local_tensor(fqn: str, value: Any, cache: SpecCache) -> LocalTensor | None:
@@ -332,7 +310,7 @@ def local_tensor(fqn: str, value: Any, cache: SpecCache) -> LocalTensor | None:
 
     Raises PlanError for a pending reduction, and for a subclass that hides its memory.
     """
-    kind = KINDS[type(value)]
+    kind = tensor_kind(type(value))
     if kind == DTENSOR:
         return _from_dtensor(fqn, value, cache)
     if kind == _SHARDED:
@@ -356,7 +334,7 @@ def local_tensor(fqn: str, value: Any, cache: SpecCache) -> LocalTensor | None:
 
 def flatten_sharded(flat: dict[str, Any]) -> dict[str, Any]:
     """Make nested ShardedTensors (FSDP1 over tensor parallelism) of a flat state dict flat, as torch does."""
-    has_any = _SHARDED in map(KINDS.__getitem__, set(map(type, flat.values())))
+    has_any = _SHARDED in map(tensor_kind, set(map(type, flat.values())))
     return flatten_sharded_tensors(flat) if has_any else flat
 
 
@@ -382,7 +360,7 @@ class BoxLookup:
         if fqn not in state_dict:
             raise PlanError(f"Could not find FQN: {fqn!r}, which the plan names, in the state dict", fqn=fqn)
         value = state_dict[fqn]
-        if KINDS[type(value)] == OBJECT:
+        if tensor_kind(type(value)) == OBJECT:
             if index.offset is not None:
                 raise PlanError(
                     f"FQN: {fqn!r} is not a ShardedTensor, can't find by offset: '{index.offset}': it is a "

@@ -11,18 +11,16 @@ Vectorised over boxes; the coordinator plans a thousand ranks in seconds.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp.planners.columns import RankSets, SaveColumns
 from dcp.planners.save.tables import (
-    Boxes,
     GlobalObjects,
-    GlobalTensors,
     Items,
     check_bounds,
     check_boxes,
@@ -30,84 +28,88 @@ from dcp.planners.save.tables import (
     check_nesting,
     check_replica_digests,
     check_volumes,
-    distinct_boxes,
+    find_boxes,
     gather_items,
     global_objects,
     global_tensors,
     invalid_plan,
 )
 from dcp.storage.engine.write import WriteColumns
-from dcp.storage.formats.container_notes import ContainerNote, join_notes, structure_of_notes
-from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, Path, itemsizes
-from dcp.storage.formats.registry import DCP
+from dcp.storage.formats.container_notes import join_notes, structure_of_notes
+from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, Path
 from dcp.storage.geometry.strides import Int64, expand_ranges, gather_rows, row_products, starts
 
 LARGE_OBJECT_BYTES = 64 << 10
 """Objects above this are balanced over ranks; smaller ones go to the lowest rank that has them."""
 
 
-class Dealt(NamedTuple):
-    """The writers of each box: the item ``owners``, or of a box that is ``split`` the items and their parts
-    in order. ``loads`` are the bytes by rank that this makes."""
+Split = Mapping[int, Sequence[tuple[int, "Part"]]]
+"""By box that is split: the items that write it, and the part of each, in order."""
 
-    owners: Int64
-    split: Mapping[int, Sequence[tuple[int, WritePart]]]
-    loads: list[int]
+Part = tuple[int, int, int, int]
+"""A rank, a dimension, and the rows [begin, end) along that which it writes; all of them where the dimension
+is -1."""
 
 
-def deal_boxes(items: Items, boxes: Boxes, nbytes: Int64, world_size: int, split_bytes: int | None) -> Dealt:
-    """Deal out boxes of ``nbytes`` each in balance; replicas above ``split_bytes`` are cut."""
-    owners = boxes.first.copy()
-    shared = np.diff(boxes.start) > 1
+def deal_boxes(
+    items: Items, nbytes: Int64, world_size: int, split_bytes: int | None
+) -> tuple[Int64, Split, list[int]]:
+    """Deal out boxes of ``nbytes`` each in balance; replicas above ``split_bytes`` are cut.
+
+    Returns the item that writes each box, those that are split, and the bytes by rank that this makes.
+    """
+    owners = items.first.copy()
+    shared = np.diff(items.box_start) > 1
     own_bytes = np.bincount(items.ranks[owners[~shared]], weights=nbytes[~shared], minlength=world_size)
     loads: list[int] = own_bytes.astype(np.int64).tolist()
-    split: dict[int, list[tuple[int, WritePart]]] = {}
+    split: dict[int, list[tuple[int, Part]]] = {}
     several = np.flatnonzero(shared)
-    clusters = _clusters(items, boxes, several)
+    clusters = _clusters(items, several)
     # a leader is dealt before its followers: all are of one size, and it has the lowest number
     followers = [box for cluster in clusters.values() for box in cluster[1:]]
     order = several[np.argsort(-nbytes[several], kind="stable")]
     order = order[~np.isin(order, followers)]
     # boxes to split come first, being the largest; tied ones are few
     special = np.isin(order, list(clusters)) | (nbytes[order] > (split_bytes or np.inf))
-    ranks, start, sizes = items.ranks[boxes.members].tolist(), boxes.start.tolist(), nbytes.tolist()
+    ranks, start = items.ranks[items.members].tolist(), items.box_start.tolist()
+    sizes = nbytes.tolist()
     for box, is_special in zip(order.tolist(), special.tolist(), strict=True):
         if is_special:
             cluster = clusters.get(box, [box])
-            parts = _parts_of(items, boxes, cluster, sizes[box], loads, split_bytes)
+            parts = _parts_of(items, cluster, sizes[box], loads, split_bytes)
             for tied in cluster:
-                own = {int(items.ranks[item]): item for item in reversed(boxes.of(tied).tolist())}
+                own = {int(items.ranks[item]): item for item in reversed(items.of_box(tied).tolist())}
                 if len(parts) == 1:
-                    owners[tied] = own[parts[0].rank]
+                    owners[tied] = own[parts[0][0]]
                 else:
-                    split[tied] = [(own[part.rank], part) for part in parts]
+                    split[tied] = [(own[part[0]], part) for part in parts]
         else:
             holders = ranks[start[box] : start[box + 1]]
             levels = [*map(loads.__getitem__, holders)]
             place = levels.index(min(levels))
-            owners[box] = boxes.members[start[box] + place]
+            owners[box] = items.members[start[box] + place]
             loads[holders[place]] += sizes[box]
-    return Dealt(owners, split, loads)
+    return owners, split, loads
 
 
-def _clusters(items: Items, boxes: Boxes, shared: Int64) -> dict[int, list[int]]:
+def _clusters(items: Items, shared: Int64) -> dict[int, list[int]]:
     """Find replicated boxes that are tied on their lowest rank and can be written by one rank together, by
     the first of them."""
-    first = boxes.first[shared]
+    first = items.first[shared]
     tied = items.ties[first] >= 0
     by_tie: dict[tuple[int, int], list[int]] = defaultdict(list)
     ties = zip(items.ranks[first[tied]].tolist(), items.ties[first[tied]].tolist(), strict=True)
     for box, tie in zip(shared[tied].tolist(), ties, strict=True):
         by_tie[tie].append(box)
     clusters = [cluster for cluster in by_tie.values() if len(cluster) > 1]
-    return {cluster[0]: cluster for cluster in clusters if len(_common_ranks(items, boxes, cluster))}
+    return {cluster[0]: cluster for cluster in clusters if len(_common_ranks(items, cluster))}
 
 
-def _common_ranks(items: Items, boxes: Boxes, cluster: Sequence[int]) -> Int64:
+def _common_ranks(items: Items, cluster: Sequence[int]) -> Int64:
     """Return the ranks, ascending, that hold all boxes of ``cluster``."""
-    common = items.ranks[boxes.of(cluster[0])]
+    common = items.ranks[items.of_box(cluster[0])]
     for box in cluster[1:]:
-        common = np.intersect1d(common, items.ranks[boxes.of(box)])
+        common = np.intersect1d(common, items.ranks[items.of_box(box)])
     return common
 
 
@@ -122,43 +124,28 @@ def deal_objects(objects: GlobalObjects, loads: list[int]) -> Int64:
     return owners
 
 
-class WritePart(NamedTuple):
-    """Rows ``[begin, end)`` along ``dim`` of a box, written by ``rank``; the whole box where ``dim`` is
-    -1."""
-
-    rank: int
-    dim: int
-    begin: int
-    end: int
-
-
 def _parts_of(
-    items: Items,
-    boxes: Boxes,
-    cluster: Sequence[int],
-    nbytes: int,
-    loads: list[int],
-    split_bytes: int | None,
-) -> list[WritePart]:
-    """Deal a box, or tied boxes, which go to the same ranks: in parts in order of their rows, or in one with
-    ``dim`` -1 where it is not cut."""
-    item = int(boxes.first[cluster[0]])
+    items: Items, cluster: Sequence[int], nbytes: int, loads: list[int], split_bytes: int | None
+) -> Sequence[Part]:
+    """Deal a box, or tied boxes, which go to the same ranks: in parts in order of their rows, or in one where
+    it is not cut."""
+    item = int(items.first[cluster[0]])
     sizes = items.sizes[items.start[item] : items.start[item + 1]].tolist()
-    holders: list[int] = _common_ranks(items, boxes, cluster).tolist()
+    holders: list[int] = _common_ranks(items, cluster).tolist()
     if split_bytes is not None and nbytes > split_bytes and len(holders) > 1:
         parts = _split(sizes, nbytes, holders, loads, split_bytes)
         if len(parts) > 1:
-            for part in parts:
-                loads[part.rank] += round((part.end - part.begin) * nbytes / sizes[part.dim])
+            for rank, dim, begin, end in parts:
+                loads[rank] += round((end - begin) * nbytes / sizes[dim])
             return parts
     rank = min(holders, key=loads.__getitem__)
     loads[rank] += nbytes
-    return [WritePart(rank, -1, 0, 0)]
+    return [(rank, -1, 0, 0)]
 
 
 def _split(
     sizes: Sequence[int], nbytes: int, holders: Sequence[int], loads: Sequence[int], split_bytes: int
-) -> list[WritePart]:
+) -> list[Part]:
     most = min(len(holders), -(-nbytes // max(split_bytes, 1)))
     dim = next((d for d, size in enumerate(sizes) if size >= most), None)
     if dim is None:
@@ -167,14 +154,14 @@ def _split(
         return []
     ranks = sorted(holders, key=lambda rank: (loads[rank], rank))[: min(most, sizes[dim])]
     shares = _pour(nbytes, [loads[rank] for rank in ranks])
-    row_bytes, parts, begin, poured = nbytes / sizes[dim], list[WritePart](), 0, 0.0
+    row_bytes, parts, begin, poured = nbytes / sizes[dim], list[Part](), 0, 0.0
     for rank, share in sorted(zip(ranks, shares, strict=True)):
         poured += share
         end = min(round(poured / row_bytes), sizes[dim])
         if end > begin:
-            parts.append(WritePart(rank, dim, begin, end))
+            parts.append((rank, dim, begin, end))
             begin = end
-    parts[-1] = parts[-1]._replace(end=sizes[dim])
+    parts[-1] = (*parts[-1][:-1], sizes[dim])
     return parts
 
 
@@ -204,55 +191,26 @@ class GlobalSavePlan:
     sets: list[RankSets] | None = None
 
 
-def _chunks(items: Items, dealt: Dealt) -> tuple[Int64, Int64, Int64, Int64]:
+def _chunks(items: Items, owners: Int64, split: Split) -> tuple[Int64, Int64, Int64, Int64]:
     """Return (the item whose memory has it, offsets, sizes, offsets in that memory) of each chunk of the
     index."""
-    counts = np.ones(len(dealt.owners), np.int64)
-    for box, parts in dealt.split.items():
+    counts = np.ones(len(owners), np.int64)
+    for box, parts in split.items():
         counts[box] = len(parts)
-    chunk_items = np.repeat(dealt.owners, counts)
-    begin = starts(counts)
-    for box, parts in dealt.split.items():
+    chunk_items, begin = np.repeat(owners, counts), starts(counts)
+    for box, parts in split.items():
         chunk_items[begin[box] : begin[box + 1]] = [item for item, _ in parts]
     start = starts(items.start[chunk_items + 1] - items.start[chunk_items])
     offsets = gather_rows(items.offsets, items.start, chunk_items)
     sizes = gather_rows(items.sizes, items.start, chunk_items)
     local_offsets = gather_rows(items.local_offsets, items.start, chunk_items)
-    for box, parts in dealt.split.items():
-        for number, (_, part) in enumerate(parts):
-            place = start[begin[box] + number] + part.dim
-            offsets[place] += part.begin
-            local_offsets[place] += part.begin
-            sizes[place] = part.end - part.begin
+    for box, parts in split.items():
+        for number, (_, (_, dim, first, end)) in enumerate(parts):
+            place = start[begin[box] + number] + dim
+            offsets[place] += first
+            local_offsets[place] += first
+            sizes[place] = end - first
     return chunk_items, offsets, sizes, local_offsets
-
-
-def _index(
-    tensors: GlobalTensors,
-    objects: GlobalObjects,
-    chunk_tensors: Int64,
-    offsets: Int64,
-    sizes: Int64,
-    paths: dict[str, Path] | None,
-    notes: Sequence[ContainerNote],
-) -> CheckpointIndex:
-    """Make the index, without the places of bytes."""
-    return CheckpointIndex(
-        format=DCP.name,
-        fqns=tensors.fqns,
-        dtype_codes=tensors.dtype_codes,
-        shape_start=tensors.shape_start,
-        shape_values=tensors.shape_values,
-        requires_grad=tensors.requires_grad,
-        chunk_start=np.searchsorted(chunk_tensors, np.arange(len(tensors.fqns) + 1)).astype(np.int64),
-        chunk_offsets=offsets,
-        chunk_sizes=sizes,
-        chunk_files=np.zeros(len(chunk_tensors), np.int64),
-        objects=ObjectColumns(fqns=objects.fqns),
-        stride_orders=tensors.stride_orders,
-        planner_data=paths,
-        provenance=structure_of_notes(notes),
-    )
 
 
 def _writes(
@@ -260,68 +218,55 @@ def _writes(
     index: CheckpointIndex,
     chunk_items: Int64,
     local_offsets: Int64,
-    objects: GlobalObjects,
-    owners: Int64,
-    world_size: int,
+    object_rows: Sequence[Int64],
+    object_owners: Int64,
 ) -> list[WriteColumns]:
     """List each rank's chunks of the index, in the order of its own columns."""
     ranks, rows = items.ranks[chunk_items], items.rows[chunk_items]
     width = int(rows.max(initial=0)) + 1
     order = np.argsort(ranks * width + rows, kind="stable")
-    bounds = np.searchsorted(ranks[order], np.arange(world_size + 1))
+    bounds = np.searchsorted(ranks[order], np.arange(len(object_rows) + 1))
     ndims = np.diff(index.box_start)[order]
     box_start = starts(ndims)
     flat = expand_ranges(index.box_start[order], ndims)
     sizes, local_offsets = index.chunk_sizes[flat], local_offsets[flat]
     ties, sources = items.ties[chunk_items][order], items.sources[chunk_items][order]
+    shares, seen = np.full(len(order), -1, np.int64), dict[tuple[int, int, bytes, bytes], int]()
+    for row in np.flatnonzero(ties >= 0).tolist():
+        box, rank = slice(int(box_start[row]), int(box_start[row + 1])), int(ranks[order[row]])
+        key = (rank, int(ties[row]), sizes[box].tobytes(), local_offsets[box].tobytes())
+        earlier = seen.setdefault(key, row)
+        if earlier != row:
+            shares[row] = earlier - bounds[rank]
     writes = []
-    for rank in range(world_size):
+    for rank, own_objects in enumerate(object_rows):
         begin, end = int(bounds[rank]), int(bounds[rank + 1])
         box = slice(int(box_start[begin]), int(box_start[end]))
-        own_start = box_start[begin : end + 1] - box_start[begin]
-        object_rows = objects.rows[rank]
-        mine = np.flatnonzero(owners[object_rows] == rank)
-        shares = _shares(ties[begin:end], own_start, sizes[box], local_offsets[box])
+        mine = np.flatnonzero(object_owners[own_objects] == rank)
         writes.append(
             WriteColumns(
                 sources=sources[begin:end],
-                box_start=own_start,
+                box_start=box_start[begin : end + 1] - box_start[begin],
                 sizes=sizes[box],
                 local_offsets=local_offsets[box],
                 chunks=order[begin:end],
-                shares=shares,
+                shares=shares[begin:end],
                 objects=mine,
-                object_rows=object_rows[mine],
+                object_rows=own_objects[mine],
             )
         )
     return writes
 
 
-def _shares(ties: Int64, start: Int64, sizes: Int64, local_offsets: Int64) -> Int64:
-    """Find the earlier row with the same bytes, by row; -1 where there is none."""
-    shares = np.full(len(ties), -1, np.int64)
-    seen: dict[tuple[int, bytes, bytes], int] = {}
-    for row in np.flatnonzero(ties >= 0).tolist():
-        box = slice(int(start[row]), int(start[row + 1]))
-        key = (int(ties[row]), sizes[box].tobytes(), local_offsets[box].tobytes())
-        earlier = seen.setdefault(key, row)
-        if earlier != row:
-            shares[row] = earlier
-    return shares
-
-
-def join_planner_data(parts: Sequence[Mapping[str, Path] | None]) -> dict[str, Path] | None:
+def join_planner_data(parts: Iterable[Mapping[str, Path] | None]) -> dict[str, Path] | None:
     """Join all ranks' paths in one mapping; the lowest rank's where they differ. None where no rank has
     any."""
     joined: dict[str, Path] | None = None
     previous: Mapping[str, Path] | None = None
     for part in parts:
-        if part is None or part is previous or part == previous:
-            continue
-        previous = part
-        joined = (
-            dict(part) if joined is None else {**joined, **{k: v for k, v in part.items() if k not in joined}}
-        )
+        if part is not None and part is not previous and part != previous:
+            previous = part
+            joined = {**joined, **part, **joined} if joined is not None else dict(part)
     return joined
 
 
@@ -345,50 +290,58 @@ def plan_save(
     that does so on purpose).
     """
     world_size = len(all_columns)
-    tensors = global_tensors(all_columns)
+    tensors, tensor_rows, problems = global_tensors(all_columns)
     objects = global_objects(all_columns, check_replicas=check_replicas)
     notes, mixed_keys = join_notes([(part.notes, part.planner_data or {}) for part in all_columns])
-    paths = join_planner_data([columns.planner_data for columns in all_columns])
+    paths = join_planner_data(map(attrgetter("planner_data"), all_columns))
     # here already: what follows compares boxes of one tensor, which must be one
-    problems = [*tensors.problems, *check_volumes(tensors), *check_kinds(tensors, objects), *mixed_keys]
+    problems += [*check_volumes(tensors), *check_kinds(tensors, tensor_rows, objects), *mixed_keys]
     if world_size > 1:
         problems += check_nesting(all_columns, paths or {}, notes)
     if problems:
         raise invalid_plan(problems, objects.mismatches)
-    items = gather_items(all_columns, tensors)
+    items = gather_items(all_columns, tensors, tensor_rows)
     inside, problems = check_bounds(items, tensors)
     volumes = row_products(tensors.shape_values, tensors.shape_start)
     held = np.flatnonzero(inside & ((items.volumes > 0) | (volumes[items.tensors] == 0)))
-    boxes = distinct_boxes(items, held, tensors)
-    complete = world_size > 1 and not problems
-    problems += check_boxes(items, boxes.first, tensors, volumes, complete=complete)
-    mismatches = [*objects.mismatches]
-    if check_replicas:
-        mismatches += check_replica_digests(items, boxes, tensors)
+    items = find_boxes(items, held, tensors, volumes)
+    problems += check_boxes(items, tensors, volumes, complete=world_size > 1 and not problems)
+    mismatches = objects.mismatches + (check_replica_digests(items, tensors) if check_replicas else [])
     if problems or mismatches:
         raise invalid_plan(problems, mismatches)
-    nbytes = items.volumes[boxes.first] * itemsizes(tensors.dtype_codes)[items.tensors[boxes.first]]
-    dealt, owners = Dealt(boxes.first, {}, []), objects.owners
+    owners, object_owners = items.first, objects.owners
+    split: Split = {}
     if world_size > 1 and not dedup_to_lowest_rank:
-        dealt = deal_boxes(items, boxes, nbytes, world_size, split_bytes)
-        owners = deal_objects(objects, dealt.loads)
-    chunk_items, offsets, sizes, local_offsets = _chunks(items, dealt)
-    index = _index(tensors, objects, items.tensors[chunk_items], offsets, sizes, paths, notes)
+        nbytes = items.volumes[owners] * tensors.itemsizes[items.tensors[owners]]
+        owners, split, loads = deal_boxes(items, nbytes, world_size, split_bytes)
+        object_owners = deal_objects(objects, loads)
+    chunk_items, offsets, sizes, local_offsets = _chunks(items, owners, split)
+    edges = np.searchsorted(items.tensors[chunk_items], np.arange(len(tensors.fqns) + 1))
+    index = replace(
+        tensors,
+        chunk_start=edges.astype(np.int64),
+        chunk_offsets=offsets,
+        chunk_sizes=sizes,
+        chunk_files=np.zeros(len(chunk_items), np.int64),
+        objects=ObjectColumns(fqns=objects.fqns),
+        planner_data=paths,
+        provenance=structure_of_notes(notes),
+    )
     return GlobalSavePlan(
         index=index,
-        writes=_writes(items, index, chunk_items, local_offsets, objects, owners, world_size),
-        sets=replica_sets(items, boxes, objects, all_columns) if with_sets else None,
+        writes=_writes(items, index, chunk_items, local_offsets, objects.rows, object_owners),
+        sets=replica_sets(items, objects, all_columns) if with_sets else None,
     )
 
 
 def replica_sets(
-    items: Items, boxes: Boxes, objects: GlobalObjects, all_columns: Sequence[SaveColumns]
+    items: Items, objects: GlobalObjects, all_columns: Sequence[SaveColumns]
 ) -> list[RankSets] | None:
     """Find the sets, by rank, of what has digests; None where a rank holds a box twice, which only a full
     plan compares."""
-    known = items.digests[boxes.members] != 0
-    members, count = boxes.members[known], len(boxes.start) - 1
-    groups, ranks = np.repeat(np.arange(count), np.diff(boxes.start))[known], items.ranks[members]
+    known = items.digests[items.members] != 0
+    members, count = items.members[known], len(items.first)
+    groups, ranks = np.repeat(np.arange(count), np.diff(items.box_start))[known], items.ranks[members]
     if ((groups[1:] == groups[:-1]) & (ranks[1:] == ranks[:-1])).any():
         return None
     compared = [np.flatnonzero(columns.objects.digests) for columns in all_columns]

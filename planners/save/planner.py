@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import default_planner as torch_planner
@@ -108,7 +108,7 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
             local = collect_tensors(self.state_dict)
         columns = replace(
             local.columns,
-            item_ties=item_ties(local),
+            item_ties=item_ties(local.columns, local.memory),
             planner_data=self.mappings if self.flatten_state_dict else None,
             notes=self._notes,
         )
@@ -173,16 +173,3 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
         """Return the value, or the view of the box, that ``index`` names; PlanError where this rank has
         none."""
         return self._lookup.find(self.state_dict, index, self._box_sizes.get(index))
-
-
-class PlanOptions(NamedTuple):
-    """The options of a `DefaultSavePlanner` that decide on the global plan, by their names there."""
-
-    dedup_save_to_lowest_rank: bool = False
-    split_bytes: int | None = None
-    replica_check: ReplicaCheck = "full"
-
-    @classmethod
-    def of(cls, planner: DefaultSavePlanner) -> PlanOptions:
-        """Return the options of ``planner``."""
-        return cls(planner.dedup_save_to_lowest_rank, planner.split_bytes, planner.replica_check)

@@ -6,10 +6,12 @@ What the checks find is raised together, in one error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, repeat
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +21,14 @@ from dcp.planners.value_digests import NOT_COMPARABLE, is_made_on_device
 from dcp.storage.errors import PlanError, ReplicaMismatchError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.container_notes import ContainerNote
-from dcp.storage.formats.index import Path
+from dcp.storage.formats.index import CheckpointIndex, Path
+from dcp.storage.formats.registry import DCP
 from dcp.storage.geometry.boxes import BoxSet, overlapping_pairs
 from dcp.storage.geometry.strides import Int64, by_ndim, gather_rows, row_products, row_sums, starts
 from dcp.storage.near_names import listed
 
 _MAX_LISTED_RANKS = 8
+_NO_ROWS: Final = np.zeros(0, np.int64).copy
 
 
 def rank_list(ranks: Sequence[int]) -> str:
@@ -32,34 +36,6 @@ def rank_list(ranks: Sequence[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:_MAX_LISTED_RANKS])
     more = len(ranks) - _MAX_LISTED_RANKS
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}" + (f" and {more} more" if more > 0 else "")
-
-
-@dataclass(frozen=True, eq=False)
-class GlobalTensors:
-    """Tensors by first appearance; ``rows[r]`` maps rank r's tensor rows to rows here."""
-
-    fqns: list[str]
-    dtype_codes: npt.NDArray[np.uint8]
-    requires_grad: npt.NDArray[np.uint8]
-    shape_start: Int64
-    shape_values: Int64
-    rows: list[Int64]
-    stride_orders: dict[int, tuple[int, ...]]
-    problems: list[str] = field(default_factory=list)
-
-    def shape(self, row: int) -> list[int]:
-        """Return the global shape of a row."""
-        shape: list[int] = self.shape_values[self.shape_start[row] : self.shape_start[row + 1]].tolist()
-        return shape
-
-
-class _Table(NamedTuple):
-    """Columns that ``ranks`` have alike: their ``rows`` in the table of all, and which are ``new``."""
-
-    columns: SaveColumns
-    rows: Int64
-    new: npt.NDArray[np.bool_]
-    ranks: list[int]
 
 
 def _numbered(fqns: Sequence[str], position: dict[str, int]) -> Int64:
@@ -72,70 +48,66 @@ def _numbered(fqns: Sequence[str], position: dict[str, int]) -> Int64:
     return np.array([position.setdefault(fqn, len(position)) for fqn in fqns], np.int64)
 
 
-def global_tensors(all_columns: Sequence[SaveColumns]) -> GlobalTensors:
-    """Return one table of all ranks' tensors; differing dtypes and shapes are listed as problems."""
+def global_tensors(all_columns: Sequence[SaveColumns]) -> tuple[CheckpointIndex, list[Int64], list[str]]:
+    """Return all ranks' tensors by first appearance, as an index that has no chunks yet, and by rank the
+    numbers that its tensors have there; differing dtypes and shapes are listed as problems."""
     position: dict[str, int] = {}
-    tables: dict[tuple[object, ...], _Table] = {}
+    tables: dict[tuple[object, ...], tuple[SaveColumns, Int64, npt.NDArray[np.bool_], list[int]]] = {}
     rows: list[Int64] = []
     orders: dict[int, tuple[int, ...]] = {}
     for rank, columns in enumerate(all_columns):
         shapes = columns.shape_start.tobytes(), columns.shape_values.tobytes()
         key = (tuple(columns.fqns), columns.dtype_codes.tobytes(), *shapes)
-        table = tables.get(key)
-        if table is None:
-            known = len(position)
-            numbers = _numbered(columns.fqns, position)
-            table = tables[key] = _Table(columns, numbers, numbers >= known, [])
-        table.ranks.append(rank)
-        rows.append(table.rows)
+        if key not in tables:
+            known, numbers = len(position), _numbered(columns.fqns, position)
+            tables[key] = (columns, numbers, numbers >= known, [])
+        tables[key][-1].append(rank)
+        rows.append(tables[key][1])
         for row, order in columns.stride_orders.items():
-            orders.setdefault(int(table.rows[row]), tuple(order))
+            orders.setdefault(int(rows[-1][row]), tuple(order))
     ndims, shape_values, codes, grads = [], [], [], []
     for columns, _, new, _ in tables.values():
         ndims.append(columns.ndims[new])
         shape_values.append(gather_rows(columns.shape_values, columns.shape_start, np.flatnonzero(new)))
         codes.append(columns.dtype_codes[new])
         grads.append(columns.requires_grad[new])
-    found = GlobalTensors(
+    found = CheckpointIndex(
+        format=DCP.name,
         fqns=list(position),
         dtype_codes=np.concatenate(codes),
         requires_grad=np.concatenate(grads),
         shape_start=starts(np.concatenate(ndims)),
         shape_values=np.concatenate(shape_values),
-        rows=rows,
         stride_orders=orders,
     )
-    for table in tables.values():
-        if not table.new.all():
-            _compare(table, found, [*tables.values()])
-    return found
+    problems: list[str] = []
+    for columns, numbers, new, ranks in tables.values():
+        for row, text in [] if new.all() else _differing(columns, numbers, found):
+            first = next(holders for _, others, new, holders in tables.values() if row in others[new])
+            theirs = _described(int(found.dtype_codes[row]), found.shape(row))
+            problems.append(
+                f"tensor {found.fqns[row]!r} is {theirs} on {rank_list(first)}, "
+                f"but {text} on {rank_list(ranks)}"
+            )
+    return found, rows, problems
 
 
-def _compare(table: _Table, found: GlobalTensors, tables: Sequence[_Table]) -> None:
-    columns, rows = table.columns, table.rows
-    differs = columns.dtype_codes != found.dtype_codes[rows]
-    ndims = np.diff(columns.shape_start)
-    same_ndim = ndims == np.diff(found.shape_start)[rows]
-    differs |= ~same_ndim
+def _differing(columns: SaveColumns, rows: Int64, found: CheckpointIndex) -> Iterator[tuple[int, str]]:
+    """Yield the row, and a description, of each tensor that is another one in ``found``."""
+    same_ndim = columns.ndims == found.ndims[rows]
+    differs = ~same_ndim | (columns.dtype_codes != found.dtype_codes[rows])
     chosen = np.flatnonzero(same_ndim)
     mine = gather_rows(columns.shape_values, columns.shape_start, chosen)
     theirs = gather_rows(found.shape_values, found.shape_start, rows[chosen])
-    differs[chosen] |= row_sums((mine != theirs).astype(np.int64), starts(ndims[chosen])) > 0
+    differs[chosen] |= row_sums((mine != theirs).astype(np.int64), starts(columns.ndims[chosen])) > 0
     for local in np.flatnonzero(differs).tolist():
-        row = int(rows[local])
-        begin, end = columns.shape_start[local], columns.shape_start[local + 1]
-        mine_text = _described(int(columns.dtype_codes[local]), columns.shape_values[begin:end].tolist())
-        first = next(other.ranks for other in tables if row in other.rows[other.new])
-        found.problems.append(
-            f"tensor {found.fqns[row]!r} is "
-            f"{_described(int(found.dtype_codes[row]), found.shape(row))} on {rank_list(first)}, "
-            f"but {mine_text} on {rank_list(table.ranks)}"
-        )
+        shape = columns.shape_values[columns.shape_start[local] : columns.shape_start[local + 1]]
+        yield int(rows[local]), _described(int(columns.dtype_codes[local]), shape.tolist())
 
 
-def _described(code: int, shape: list[int]) -> str:
+def _described(code: int, shape: Sequence[int]) -> str:
     dtype = dtypes.BY_CODE.get(code)
-    return f"{dtype.name if dtype else f'dtype {code}'} {shape}"
+    return f"{dtype.name if dtype else f'dtype {code}'} {list(shape)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,8 +159,13 @@ def global_objects(all_columns: Sequence[SaveColumns], *, check_replicas: bool) 
     found = GlobalObjects(list(position), owners, sizes, rows_by_rank)
     if check_replicas:
         for row in np.flatnonzero(differs).tolist():
-            sides = _sides(row, rows_by_rank, [columns.objects.digests for columns in all_columns])
-            found.mismatches.append((found.fqns[row], f"object {found.fqns[row]!r} differs: {sides}"))
+            values = [
+                (int(columns.objects.digests[place]), rank)
+                for rank, (rows, columns) in enumerate(zip(rows_by_rank, all_columns, strict=True))
+                for place in np.flatnonzero(rows == row).tolist()
+            ]
+            text = f"object {found.fqns[row]!r} differs: {describe_sides(values)}"
+            found.mismatches.append((found.fqns[row], text))
         for row in np.flatnonzero(opaque & ~differs).tolist():
             fqn, ranks = found.fqns[row], rank_list(found.holders(row))
             why = (
@@ -199,20 +176,15 @@ def global_objects(all_columns: Sequence[SaveColumns], *, check_replicas: bool) 
     return found
 
 
-def _sides(row: int, rows_by_rank: list[Int64], digests: Sequence[npt.NDArray[np.uint64]]) -> str:
-    sides: dict[int, list[int]] = {}
-    for rank, (rows, values) in enumerate(zip(rows_by_rank, digests, strict=True)):
-        for place in np.flatnonzero(rows == row).tolist():
-            sides.setdefault(int(values[place]), []).append(rank)
-    return describe_sides(list(sides.values()))
-
-
-def describe_sides(sides: Sequence[Sequence[int]]) -> str:
-    """Describe sides as ``ranks 0, 1 have one value, rank 2 another``."""
-    words = ["one value", "another", *["yet another"] * len(sides)]
+def describe_sides(values: Sequence[tuple[int, int]]) -> str:
+    """Describe (value, rank) pairs as ``ranks 0, 1 have one value, rank 2 another``."""
+    sides: dict[int, list[int]] = defaultdict(list)
+    for value, rank in values:
+        sides[value].append(rank)
+    words = chain(("one value", "another"), repeat("yet another"))
     told = [
         f"{rank_list(side)} ha{'ve' if len(side) > 1 else 's'} {word}"
-        for side, word in zip(sides, words, strict=False)
+        for side, word in zip(sides.values(), words, strict=False)
     ]
     return listed(told, most=4, show=str)
 
@@ -220,7 +192,11 @@ def describe_sides(sides: Sequence[Sequence[int]]) -> str:
 @dataclass(frozen=True, eq=False)
 class Items:
     """The boxes of all ranks, one after the other: rank, row in that rank's columns, global tensor row, box;
-    and what its columns ``item_*`` have."""
+    and what its columns ``item_*`` have.
+
+    The distinct boxes, by tensor and position: those who hold box b are items ``members[box_start[b]:
+    box_start[b + 1]]``, ascending by rank; the ``first`` is one item of each.
+    """
 
     ranks: Int64
     rows: Int64
@@ -233,6 +209,13 @@ class Items:
     sources: Int64
     digests: npt.NDArray[np.uint64]
     ties: Int64
+    members: Int64 = field(default_factory=_NO_ROWS)
+    box_start: Int64 = field(default_factory=_NO_ROWS)
+    first: Int64 = field(default_factory=_NO_ROWS)
+
+    def of_box(self, box: int) -> Int64:
+        """Return the items of a distinct box."""
+        return self.members[self.box_start[box] : self.box_start[box + 1]]
 
     def box_text(self, item: int) -> str:
         """Write a box as ``[0:4, 2:3]``, for messages."""
@@ -241,12 +224,14 @@ class Items:
         return "[" + ", ".join(f"{offset}:{offset + size}" for offset, size in pairs) + "]"
 
 
-def gather_items(all_columns: Sequence[SaveColumns], tensors: GlobalTensors) -> Items:
+def gather_items(
+    all_columns: Sequence[SaveColumns], tensors: CheckpointIndex, tensor_rows: Sequence[Int64]
+) -> Items:
     """Join the items of all ranks, in rank order."""
     own_rows = list(map(attrgetter("item_tensors"), all_columns))
     counts = list(map(len, own_rows))
-    mapped = np.concatenate(list(map(np.take, tensors.rows, own_rows)))
-    start = starts(np.diff(tensors.shape_start)[mapped])
+    mapped = np.concatenate(list(map(np.take, tensor_rows, own_rows)))
+    start = starts(tensors.ndims[mapped])
     joined: dict[str, Any] = {}
     for name in ("offsets", "sizes", "local_offsets", "sources", "digests", "ties"):
         joined[name] = np.concatenate([*map(attrgetter(f"item_{name}"), all_columns)])
@@ -260,41 +245,17 @@ def gather_items(all_columns: Sequence[SaveColumns], tensors: GlobalTensors) -> 
     )
 
 
-def _positions(items: Items, chosen: Int64, tensors: GlobalTensors) -> Int64:
-    """Make a sort key of each item of ``chosen``: tensor first, then the box's first element in C order."""
-    shape_start, shape_values = tensors.shape_start, tensors.shape_values
-    ndims = np.diff(shape_start)
-    volumes = np.maximum(row_products(shape_values, shape_start), 1)
-    base = starts(volumes)[:-1]
+def find_boxes(items: Items, chosen: Int64, tensors: CheckpointIndex, volumes: Int64) -> Items:
+    """Find the distinct boxes of the items ``chosen``, by tensor and then by the box's first element in C
+    order; ``volumes`` are those of the tensors."""
+    shape_start, shape_values, ndims = tensors.shape_start, tensors.shape_values, tensors.ndims
     strides = np.ones(len(shape_values), np.int64)
     for back in range(2, int(ndims.max(initial=0)) + 1):
         places = shape_start[1:][ndims >= back] - back
         strides[places] = strides[places + 1] * shape_values[places + 1]
     rows = items.tensors[chosen]
-    offsets = gather_rows(items.offsets, items.start, chosen)
-    places = offsets * gather_rows(strides, shape_start, rows)
-    keys: Int64 = base[rows] + row_sums(places, starts(ndims[rows]))
-    return keys
-
-
-@dataclass(frozen=True, eq=False)
-class Boxes:
-    """The distinct boxes, by tensor and position: those who hold box b are items ``members[start[b]:start[b +
-    1]]``, ascending by rank."""
-
-    members: Int64
-    start: Int64
-    first: Int64
-    """One item of each box."""
-
-    def of(self, box: int) -> Int64:
-        """Return the items of a box."""
-        return self.members[self.start[box] : self.start[box + 1]]
-
-
-def distinct_boxes(items: Items, chosen: Int64, tensors: GlobalTensors) -> Boxes:
-    """Find the distinct boxes of the items ``chosen``."""
-    keys = _positions(items, chosen, tensors)
+    inner = gather_rows(items.offsets, items.start, chosen) * gather_rows(strides, shape_start, rows)
+    keys = starts(np.maximum(volumes, 1))[rows] + row_sums(inner, starts(ndims[rows]))
     order = np.argsort(keys, kind="stable")
     members, keys = chosen[order], keys[order]
     new = np.ones(len(members), bool)
@@ -306,7 +267,8 @@ def distinct_boxes(items: Items, chosen: Int64, tensors: GlobalTensors) -> Boxes
     before = gather_rows(items.sizes, items.start, members[same - 1])
     new[same] = row_sums((here != before).astype(np.int64), starts(counts)) > 0
     first = np.flatnonzero(new)
-    return Boxes(members, np.append(first, len(members)), members[first])
+    box_start = np.append(first, len(members))
+    return replace(items, members=members, box_start=box_start, first=members[first])
 
 
 MAX_LISTED = 20
@@ -338,30 +300,27 @@ def invalid_plan(problems: Sequence[str], mismatches: Sequence[tuple[str, str]])
     return kind(message, problems=shown, fqns=fqns)
 
 
-def check_volumes(tensors: GlobalTensors) -> list[str]:
+def check_volumes(tensors: CheckpointIndex) -> list[str]:
     """List tensors of more elements than can be counted, which no memory holds."""
     logs = np.log2(np.maximum(tensors.shape_values, 1).astype(np.float64))
     sums = np.concatenate([[0.0], np.cumsum(logs)])
     sizes = sums[tensors.shape_start[1:]] - sums[tensors.shape_start[:-1]]
     if (sizes > MAX_VOLUME_LOG2).any():
         return [
-            f"{tensors.fqns[row]!r} of shape {tensors.shape(row)} has too many elements"
+            f"{tensors.fqns[row]!r} of shape {list(tensors.shape(row))} has too many elements"
             for row in np.flatnonzero(sizes > MAX_VOLUME_LOG2).tolist()
         ]
     is_too_much = float(np.exp2(sizes).sum()) > 2.0**62
     return ["the tensors have too many elements together"] if is_too_much else []
 
 
-def check_kinds(tensors: GlobalTensors, objects: GlobalObjects) -> list[str]:
+def check_kinds(tensors: CheckpointIndex, tensor_rows: Sequence[Int64], objects: GlobalObjects) -> list[str]:
     """List names that are a tensor on one rank and another value on another."""
-    both = set(objects.fqns).intersection(tensors.fqns) if objects.fqns else ()
-    if not both:
-        return []
     problems = []
-    for row, fqn in enumerate(tensors.fqns):
-        if fqn not in both:
-            continue
-        holders = [rank for rank, rows in enumerate(tensors.rows) if (rows == row).any()]
+    both = set(objects.fqns).intersection(tensors.fqns) if objects.fqns else ()
+    for fqn in sorted(both, key=tensors.fqns.index):
+        row = tensors.fqns.index(fqn)
+        holders = [rank for rank, rows in enumerate(tensor_rows) if (rows == row).any()]
         others = objects.holders(objects.fqns.index(fqn))
         problems.append(
             f"{fqn!r} is a tensor on {rank_list(holders)}, but another value on {rank_list(others)}"
@@ -384,49 +343,44 @@ def check_nesting(
         seen |= level
         problems |= {path for path in level if paths.get(".".join(map(str, path))) == path}
         level = {path[:-1] for path in level if path}
-    return [_nesting_problem(path, all_columns) for path in sorted(problems, key=str)]
+    texts = []
+    for path in sorted(problems, key=str):
+        name = ".".join(map(str, path))
+        named = [part.planner_data or {} for part in all_columns]
+        holders = [rank for rank, names in enumerate(named) if names.get(name) == path]
+        opened = [
+            rank
+            for rank, names in enumerate(named)
+            if any(other[: len(path)] == path != other for other in names.values())
+            or any(tuple(note["path"]) == path for note in all_columns[rank].notes)
+        ]
+        texts.append(
+            f"{name!r} is one value on {rank_list(holders)} (so is a list without tensors and dicts), but "
+            f"has entries of its own on {rank_list(opened)}"
+        )
+    return texts
 
 
-def _nesting_problem(path: Path, all_columns: Sequence[SaveColumns]) -> str:
-    name = ".".join(map(str, path))
-    holders = [rank for rank, part in enumerate(all_columns) if (part.planner_data or {}).get(name) == path]
-    opened = [
-        rank
-        for rank, part in enumerate(all_columns)
-        if any(other[: len(path)] == path != other for other in (part.planner_data or {}).values())
-        or any(tuple(note["path"]) == path for note in part.notes)
-    ]
-    return (
-        f"{name!r} is one value on {rank_list(holders)} (so is a list without tensors and dicts), but has "
-        f"entries of its own on {rank_list(opened)}"
-    )
-
-
-def check_bounds(items: Items, tensors: GlobalTensors) -> tuple[npt.NDArray[np.bool_], list[str]]:
+def check_bounds(items: Items, tensors: CheckpointIndex) -> tuple[npt.NDArray[np.bool_], list[str]]:
     """Return (items inside of their tensors, what is wrong with the others)."""
     limits = gather_rows(tensors.shape_values, tensors.shape_start, items.tensors)
     bad = (items.offsets < 0) | (items.sizes < 0) | (items.sizes > limits - items.offsets)
     inside = row_sums(bad.astype(np.int64), items.start) == 0
-    problems = [
-        f"rank {items.ranks[item]}: box {items.box_text(item)} of "
-        f"{tensors.fqns[int(items.tensors[item])]!r} is outside of its shape "
-        f"{tensors.shape(int(items.tensors[item]))}"
-        for item in np.flatnonzero(~inside).tolist()
-    ]
+    problems = []
+    for item in np.flatnonzero(~inside).tolist():
+        tensor = int(items.tensors[item])
+        problems.append(
+            f"rank {items.ranks[item]}: box {items.box_text(item)} of "
+            f"{tensors.fqns[tensor]!r} is outside of its shape {list(tensors.shape(tensor))}"
+        )
     return inside, problems
 
 
-def check_boxes(
-    items: Items, first: Int64, tensors: GlobalTensors, volumes: Int64, *, complete: bool
-) -> list[str]:
-    """List overlaps of distinct boxes (one item each: ``first``), and, if ``complete``, parts that are
-    missing."""
-    box_tensors = items.tensors[first]
-    by_tensor = np.bincount(box_tensors, minlength=len(tensors.fqns))
-    several = first[by_tensor[box_tensors] > 1]
+def check_boxes(items: Items, tensors: CheckpointIndex, volumes: Int64, *, complete: bool) -> list[str]:
+    """List overlaps of distinct boxes, and, if ``complete``, tensors of which parts are missing."""
+    first, box_tensors = items.first, items.tensors[items.first]
+    several = first[np.bincount(box_tensors, minlength=len(tensors.fqns))[box_tensors] > 1]
     problems, overlapped = [], set[int]()
-    if not len(several) and not complete:
-        return []
     for group in by_ndim(several, items.start, items.offsets, items.sizes):
         boxes = BoxSet(items.tensors[group.rows], group.offsets, group.offsets + group.sizes)
         for i, j in zip(*(side.tolist() for side in overlapping_pairs(boxes)), strict=True):
@@ -437,46 +391,36 @@ def check_boxes(
                 f"{items.ranks[one]} and {items.box_text(other)} of rank {items.ranks[other]} overlap"
             )
     if complete:
-        problems += _gaps(items.volumes[first], box_tensors, tensors, volumes, overlapped)
+        edges = np.searchsorted(box_tensors, np.arange(len(tensors.fqns) + 1))
+        sums = np.diff(starts(items.volumes[first])[edges])
+        problems += [
+            f"{tensors.fqns[row]!r} of shape {list(tensors.shape(row))}: the ranks hold {sums[row]} of its "
+            f"{volumes[row]} elements; all ranks that have a part must take part"
+            for row in np.flatnonzero(sums != volumes).tolist()
+            if row not in overlapped
+        ]
     return problems
 
 
-def _gaps(
-    box_volumes: Int64, box_tensors: Int64, tensors: GlobalTensors, volumes: Int64, overlapped: set[int]
-) -> list[str]:
-    running = starts(box_volumes)
-    edges = np.searchsorted(box_tensors, np.arange(len(tensors.fqns) + 1))
-    sums = running[edges[1:]] - running[edges[:-1]]
-    return [
-        f"{tensors.fqns[row]!r} of shape {tensors.shape(row)}: the ranks hold {sums[row]} of its "
-        f"{volumes[row]} elements; all ranks that have a part must take part"
-        for row in np.flatnonzero(sums != volumes).tolist()
-        if row not in overlapped
-    ]
-
-
-def check_replica_digests(items: Items, boxes: Boxes, tensors: GlobalTensors) -> list[tuple[str, str]]:
+def check_replica_digests(items: Items, tensors: CheckpointIndex) -> list[tuple[str, str]]:
     """List (fqn, description) of boxes whose known digests differ between ranks."""
-    holders = np.diff(boxes.start)
-    if not len(holders) or (holders == 1).all():
+    if len(items.members) == len(items.first):
         return []
-    digests = items.digests[boxes.members]
-    highest = np.maximum.reduceat(digests, boxes.start[:-1])
+    digests = items.digests[items.members]
+    highest = np.maximum.reduceat(digests, items.box_start[:-1])
     known = np.where(digests == 0, np.uint64(2**64 - 1), digests)
-    lowest = np.minimum.reduceat(known, boxes.start[:-1])
+    lowest = np.minimum.reduceat(known, items.box_start[:-1])
     mismatches = []
     for box in np.flatnonzero((highest != 0) & (highest != lowest)).tolist():
-        members = boxes.of(box)
-        sides: dict[int, list[int]] = {}
-        for item in members.tolist():
-            if items.digests[item]:
-                sides.setdefault(int(items.digests[item]), []).append(int(items.ranks[item]))
+        members = items.of_box(box)
+        values = list(zip(items.digests[members].tolist(), items.ranks[members].tolist(), strict=True))
+        values = [(digest, rank) for digest, rank in values if digest]
         fqn = tensors.fqns[int(items.tensors[members[0]])]
         where = f"tensor {fqn!r}, box {items.box_text(int(members[0]))}, differs between replicas"
-        if len(set(map(is_made_on_device, sides))) > 1:
+        if len({is_made_on_device(digest) for digest, _ in values}) > 1:
             where += (
                 ", or is in host memory on one rank and on an accelerator on another, which are compared "
+                'by samples only: DefaultSavePlanner(replica_check="sampled")'
             )
-            where += 'by samples only: DefaultSavePlanner(replica_check="sampled")'
-        mismatches.append((fqn, f"{where}: {describe_sides(list(sides.values()))}"))
+        mismatches.append((fqn, f"{where}: {describe_sides(values)}"))
     return mismatches

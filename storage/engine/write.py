@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ from dcp.storage.formats.checksums import BLOCK_BYTES, crc32, crc32_combine, crc
 from dcp.storage.formats.index import CheckpointIndex, itemsizes
 from dcp.storage.formats.native.record import begin_record
 from dcp.storage.geometry.strides import Int64, expand_ranges, row_products, starts
-from dcp.storage.packing import pack, unpack
 from dcp.storage.stores.base import Store
 from dcp.storage.threads import clearing_up
 
@@ -122,14 +121,6 @@ class WriteColumns:
         return row_products(self.sizes, self.box_start) * itemsizes(dtype_codes[self.sources])
 
 
-class EncodedObjects(NamedTuple):
-    """Values as they are stored: torch.save bytes, and plain msgpack bytes or None. Equal blobs are stored
-    once."""
-
-    blobs: Sequence[bytes]
-    plain: Sequence[bytes | None]
-
-
 @dataclass(frozen=True, kw_only=True)
 class WriteOutcome:
     """Places of one rank's chunks and objects, for the coordinator's index.
@@ -148,15 +139,6 @@ class WriteOutcome:
     found: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     traffic: dict[str, float] = field(default_factory=dict)
-
-    def encode(self) -> bytes:
-        """Return packed bytes for the way to the coordinator."""
-        return pack(dict(vars(self)))
-
-    @classmethod
-    def decode(cls, data: bytes) -> WriteOutcome:
-        """Return the inverse of `encode`."""
-        return cls(**unpack(data))
 
 
 def assemble_index(
@@ -240,14 +222,9 @@ WHOLE_BYTES = 1 << 20
 """Bytes handed on at a time: the checksum reads them from memory, the copy behind it from the cache."""
 
 
-class Payload(NamedTuple):
-    """A tensor whose bytes stand one after the other, and not more than WHOLE_BYTES; ``row`` is for
-    observers."""
-
-    row: int
-    dtype_code: int
-    sizes: tuple[int, ...]
-    data: bytes | memoryview
+Payload = tuple[int, int, tuple[int, ...], bytes | memoryview]
+"""A tensor whose bytes stand one after the other, and not more than WHOLE_BYTES: its row, for observers, its
+dtype code, sizes, and bytes."""
 
 
 def data_file_name(rank: int, number: int, save_id: str) -> str:

@@ -14,7 +14,6 @@ from dcp.storage.engine.write import (
     OBJECT_COLUMNS,
     WHOLE_BYTES,
     DataFile,
-    EncodedObjects,
     Observer,
     Payload,
     WriteColumns,
@@ -37,7 +36,8 @@ _TOGETHER_BYTES = (128 << 10, WHOLE_BYTES)
 
 
 class PartitionWriter:
-    """Writes what ``columns`` say of the tensors in ``memory``, and ``objects``, one for each of their rows.
+    """Writes what ``columns`` say of the tensors in ``memory``, and values, one for each of their rows: as
+    ``blobs``, of which equal ones are stored once.
 
     ``new_file`` makes a data file of a number, for so many payload bytes in so many records. ``on_bytes`` is
     called with the payload bytes of what was written, from the writing threads.
@@ -47,15 +47,14 @@ class PartitionWriter:
         self,
         columns: WriteColumns,
         memory: LocalMemory,
-        objects: EncodedObjects,
+        blobs: Sequence[bytes],
         new_file: Callable[[int, int, int], DataFile],
         on_bytes: Callable[[int], None] | None,
         observers: Sequence[Observer] = (),
     ) -> None:
         self._columns = columns
         self._memory = memory
-        self._objects = objects
-        self._blobs = list(dict.fromkeys(objects.blobs))
+        self._blobs = blobs
         self._new_file = new_file
         self._on_bytes = on_bytes
         self._observers = observers
@@ -64,17 +63,17 @@ class PartitionWriter:
         tensor_bytes = memory.volumes[columns.sources] * itemsizes(self._dtype_codes)
         self._is_whole = memory.is_plain[columns.sources] & (self.payload_bytes == tensor_bytes)
         self.files: dict[int, DataFile] = {}
-        self._places = np.zeros((len(objects.blobs), 1 + OBJECT_COLUMNS), np.int64)
+        self._places = np.zeros((len(blobs), 1 + OBJECT_COLUMNS), np.int64)
 
     def write(self, number: int, rows: Int64, with_objects: bool) -> None:
         """Write ``rows``, and the objects if they are to be in it, as the file ``number``."""
-        blobs = self._blobs if with_objects else []
+        blobs = list(dict.fromkeys(self._blobs)) if with_objects else []
         size_bytes = int(self.payload_bytes[rows].sum()) + sum(map(len, blobs))
         # Created only now: with a file for each tensor there may be more than a process can have open.
         file = self.files[number] = self._new_file(number, size_bytes, len(rows))
         if blobs:
             stored = dict(zip(blobs, file.blobs(blobs), strict=True))
-            self._places[:, 1:] = list(map(stored.__getitem__, self._objects.blobs))
+            self._places[:, 1:] = list(map(stored.__getitem__, self._blobs))
         for some, are_alike in self._runs(rows) if len(rows) >= _ALIKE_FROM else [(rows, False)]:
             if are_alike:
                 self._write_alike(file, some)
@@ -118,7 +117,7 @@ class PartitionWriter:
                 pieces = byte_pieces(tensor)
             small = pieces if isinstance(pieces, tuple) and size_bytes <= WHOLE_BYTES else None
             if small is not None:
-                batch.append(Payload(row, codes[row], shape, small[0]))
+                batch.append((row, codes[row], shape, small[0]))
                 batch_bytes += size_bytes
                 if batch_bytes < _TOGETHER_BYTES[whole[row]] and len(batch) < _MOST_TOGETHER:
                     continue
@@ -153,7 +152,7 @@ class PartitionWriter:
             if self._on_bytes is not None:
                 self._on_bytes(payloads.nbytes)
 
-    def outcome(self, partitions: Sequence[Int64]) -> WriteOutcome:
+    def outcome(self, partitions: Sequence[Int64], plain: Sequence[bytes | None]) -> WriteOutcome:
         """Return the places of all rows, in their order; shared rows get the place of the row they share.
 
         ``partitions`` are the rows of `files`, in order; objects are in the first.
@@ -175,5 +174,5 @@ class PartitionWriter:
             chunks=np.column_stack([numbers, table])[take],
             crcs=crcs[expand_ranges(starts(counts)[:-1][take], counts[take])],
             objects=self._places,
-            object_values=list(self._objects.plain),
+            object_values=list(plain),
         )

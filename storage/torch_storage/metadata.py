@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.index import CheckpointIndex, ObjectColumns
-from dcp.storage.formats.registry import DCP
+from dcp.storage.formats.registry import DCP, TORCH_DCP
 from dcp.storage.geometry.strides import starts
 from dcp.storage.tensors import dtype_code, torch_dtype
 from dcp.storage.torch_compat import StorageInfo
@@ -123,66 +123,81 @@ class LazyMetadata(Metadata):
         return "_source" in self.__dict__
 
 
+def known_provenance(metadata: Metadata) -> Mapping[str, Any]:
+    """Return who saved it, if our reader read it; torch's own metadata does not say."""
+    return metadata.index.provenance if isinstance(metadata, LazyMetadata) and metadata.has_index else {}
+
+
+def index_from_metadata(metadata: Metadata) -> CheckpointIndex:
+    """Convert torch's metadata to columns of names, shapes and boxes, without the places of bytes."""
+    entries = metadata.state_dict_metadata.items()
+    tensors = {fqn: entry for fqn, entry in entries if isinstance(entry, TensorStorageMetadata)}
+    chunks = [chunk for entry in tensors.values() for chunk in entry.chunks]
+    facts = [entry.properties for entry in tensors.values()]
+    codes = [dtype_code(of.dtype, fqn=fqn) for fqn, of in zip(tensors, facts, strict=True)]
+    return CheckpointIndex(
+        format=TORCH_DCP.name,
+        fqns=list(tensors),
+        dtype_codes=np.array(codes, np.uint8),
+        requires_grad=np.array([bool(of.requires_grad) for of in facts], np.uint8),
+        shape_start=starts([len(entry.size) for entry in tensors.values()]),
+        shape_values=_flat(entry.size for entry in tensors.values()),
+        chunk_start=starts([len(entry.chunks) for entry in tensors.values()]),
+        chunk_offsets=_flat(chunk.offsets for chunk in chunks),
+        chunk_sizes=_flat(chunk.sizes for chunk in chunks),
+        chunk_files=np.zeros(len(chunks), np.int64),
+        objects=ObjectColumns(fqns=[fqn for fqn, _ in entries if fqn not in tensors]),
+        planner_data=metadata.planner_data,
+        provenance=known_provenance(metadata),
+    )
+
+
 def index_from_results(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> CheckpointIndex:
     """Return the index of a save made through torch's interface: the planner's ``metadata`` and where things
     were put.
 
     Raises PlanError if a chunk or object of the metadata was not written, or not with its dtype.
     """
+    index = index_from_metadata(metadata)
     places = {result.index: result.storage_data for part in results for result in part}
     file_ends: dict[str, int] = {}
     for place in places.values():
         end = place.record_offset + place.record_length
         file_ends[place.file] = max(file_ends.get(place.file, 0), end)
     files = {name: number for number, name in enumerate(file_ends)}
-    entries = metadata.state_dict_metadata.items()
-    tensors = [(fqn, entry) for fqn, entry in entries if isinstance(entry, TensorStorageMetadata)]
-    objects = [fqn for fqn, entry in entries if not isinstance(entry, TensorStorageMetadata)]
     chunks = [
-        (fqn, chunk, _place(places, fqn, chunk.offsets)) for fqn, entry in tensors for chunk in entry.chunks
+        _place(places, fqn, index.box(row).offsets)
+        for tensor, fqn in enumerate(index.fqns)
+        for row in index.chunks(tensor)
     ]
-    _check_dtypes(tensors, places)
-    object_places = [_place(places, fqn, None) for fqn in objects]
-    return CheckpointIndex(
-        format=DCP.name,
-        fqns=[fqn for fqn, _ in tensors],
-        dtype_codes=np.array([dtype_code(e.properties.dtype, fqn=f) for f, e in tensors], dtype=np.uint8),
-        requires_grad=np.array([e.properties.requires_grad for _, e in tensors], dtype=np.uint8),
-        shape_start=starts([len(e.size) for _, e in tensors]),
-        shape_values=_flat(e.size for _, e in tensors),
-        chunk_start=starts([len(e.chunks) for _, e in tensors]),
-        chunk_offsets=_flat(chunk.offsets for _, chunk, _ in chunks),
-        chunk_sizes=_flat(chunk.sizes for _, chunk, _ in chunks),
-        chunk_files=_column(files[place.file] for _, _, place in chunks),
-        record_offsets=_column(place.record_offset for _, _, place in chunks),
-        record_lengths=_column(place.record_length for _, _, place in chunks),
-        payload_offsets=_column(place.payload_offset for _, _, place in chunks),
-        payload_lengths=_column(place.payload_length for _, _, place in chunks),
-        crc_start=starts([len(place.crcs) for _, _, place in chunks]),
-        crcs=np.array([crc for _, _, place in chunks for crc in place.crcs], dtype=np.uint32),
-        files=list(files),
-        file_sizes=_column(file_ends.values()),
-        objects=ObjectColumns(
-            fqns=objects,
-            files=_column(files[place.file] for place in object_places),
-            offsets=_column(place.record_offset for place in object_places),
-            lengths=_column(place.record_length for place in object_places),
-            crcs=_column(place.crcs[0] for place in object_places),
-            plain=np.full(len(objects), -1, dtype=np.int64),
-        ),
-        planner_data=metadata.planner_data,
-    )
-
-
-def _check_dtypes(
-    tensors: Sequence[tuple[str, TensorStorageMetadata]], places: Mapping[MetadataIndex, Any]
-) -> None:
-    for fqn, entry in tensors:
-        codes = {places[MetadataIndex(fqn, chunk.offsets)].dtype_code for chunk in entry.chunks}
-        if codes - {dtype_code(entry.properties.dtype, fqn=fqn)}:
+    objects = [_place(places, fqn, None) for fqn in index.objects.fqns]
+    for place, tensor in zip(chunks, index.chunk_tensors.tolist(), strict=True):
+        if place.dtype_code != index.dtype_codes[tensor]:
+            fqn = index.fqns[tensor]
             raise PlanError(
                 f"chunks of {fqn!r} were written with another dtype than its metadata says", fqn=fqn
             )
+    return replace(
+        index,
+        format=DCP.name,
+        chunk_files=_column(files[place.file] for place in chunks),
+        record_offsets=_column(place.record_offset for place in chunks),
+        record_lengths=_column(place.record_length for place in chunks),
+        payload_offsets=_column(place.payload_offset for place in chunks),
+        payload_lengths=_column(place.payload_length for place in chunks),
+        crc_start=starts([len(place.crcs) for place in chunks]),
+        crcs=np.array([crc for place in chunks for crc in place.crcs], dtype=np.uint32),
+        files=list(files),
+        file_sizes=_column(file_ends.values()),
+        objects=ObjectColumns(
+            fqns=index.objects.fqns,
+            files=_column(files[place.file] for place in objects),
+            offsets=_column(place.record_offset for place in objects),
+            lengths=_column(place.record_length for place in objects),
+            crcs=_column(place.crcs[0] for place in objects),
+            plain=np.full(len(objects), -1, dtype=np.int64),
+        ),
+    )
 
 
 def _place(places: dict[MetadataIndex, Any], fqn: str, offsets: Sequence[int] | None) -> Any:

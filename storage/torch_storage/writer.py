@@ -9,25 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
+import math
 import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp.storage import commit
 from dcp.storage.engine.write import (
+    CHUNK_COLUMNS,
     DataFile,
-    EncodedObjects,
     Observer,
     WriteColumns,
     WriteOutcome,
@@ -38,12 +41,11 @@ from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.geometry.strides import Int64
 from dcp.storage.stores import OpenStore, open_store
 from dcp.storage.stores.base import Store, traffic_since
-from dcp.storage.tensors import LocalMemory, finish_device_work
+from dcp.storage.tensors import LocalMemory, byte_pieces, dtype_code, finish_device_work
 from dcp.storage.threads import WorkerThreads
 from dcp.storage.torch_compat import StorageInfo
 from dcp.storage.torch_storage import metadata as torch_metadata
 from dcp.storage.torch_storage.file_partitions import PartitionWriter
-from dcp.storage.torch_storage.item_writer import write_items
 
 __all__ = ["FileSystemWriter"]
 
@@ -53,6 +55,19 @@ fast."""
 
 _TWO_FILES_MEAN_BYTES = 128 << 10
 """Threads that write smaller tensors wait for the interpreter's lock more than for the inode's."""
+
+
+class WrittenItem(NamedTuple):
+    """The place of one written item: the ``storage_data`` of its WriteResult, plain enough for any
+    collective."""
+
+    file: str
+    record_offset: int
+    record_length: int
+    payload_offset: int
+    payload_length: int
+    crcs: tuple[int, ...]
+    dtype_code: int
 
 
 class NoFileSystem:
@@ -129,7 +144,8 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         self.open_store = open_store
         self.rank = 0
         self.use_collectives = True
-        self._said: tuple[Mapping[str, Any], Mapping[str, Any]] = {}, {}
+        self.said: tuple[Mapping[str, Any], Mapping[str, Any]] = {}, {}
+        """Of the save that was begun, what `finish` is to publish: metadata of the user, and provenance."""
         self._structure: Mapping[str, Any] = {}
         self._traffic_before: dict[str, float] = {}
         FileSystemWriter.reset(self)  # not that of a subclass, which is not made yet
@@ -183,7 +199,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         if self._begun:  # a save id must not be used twice: failing, the second save would remove the first
             self.reset()
         self._begun = True
-        self._said = {}, {}
+        self.said = {}, {}
         if self._store is not None:
             self._traffic_before = self._store.traffic()
         self.rank = int(kwargs.get("rank") or 0)
@@ -215,10 +231,23 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
             if self.store.stat(data_file_name(self.rank, 0, self.save_id)) is not None:
                 # torch's plan cache repeats the storage_data of an earlier save to the same id
                 self.save_id = uuid.uuid4().hex[:8]
-        sync = self.store.sync if self.sync_files else None
-        results = write_items(
-            plan.items, planner, self._next_file, sync, single_file=self.single_file_per_rank
-        )
+        parts = [plan.items] if self.single_file_per_rank else [[item] for item in plan.items]
+        results, files = list[WriteResult](), list[DataFile]()
+        try:
+            for part in filter(None, parts):
+                # values are small, and known only later
+                data = [item.tensor_data for item in part if item.tensor_data is not None]
+                sizes = [math.prod(each.chunk.sizes) * each.properties.dtype.itemsize for each in data]
+                files.append(self._new_file(self._files_written, sum(sizes), len(part)))
+                self._files_written += 1
+                results += [_write_item(files[-1], planner, item) for item in part]
+                files[-1].finish()
+            if self.sync_files:
+                self.store.sync()
+        except BaseException:
+            for file in files:
+                file.abort()
+            raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -227,7 +256,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         """Publish: ``metadata`` of the planner plus where ``results`` say the bytes are."""
         index = torch_metadata.index_from_results(metadata, results)
         index = dataclasses.replace(index, provenance=self._structure)
-        user, provenance = self._said
+        user, provenance = self.said
         self.publish(index, user, provenance)
         metadata.version = torch_metadata.VERSION
         metadata.storage_meta = self.storage_meta()
@@ -268,10 +297,6 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
                 f"{self.store.url}: Checkpoint already exists and overwrite=False; save to another id",
                 path=self.store.url,
             )
-
-    def describe(self, user: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
-        """Keep for `finish` of the save that was begun what `publish` is to say."""
-        self._said = user, provenance
 
     def publish(self, index: CheckpointIndex, user: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
         """Commit ``index``, with the metadata of the ``user`` and the ``provenance`` of the save; on failure
@@ -315,31 +340,29 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
             records=records,
         )
 
-    def _next_file(self, payload_bytes: int, records: int) -> DataFile:
-        self._files_written += 1
-        return self._new_file(self._files_written - 1, payload_bytes, records)
-
     # -- columns ---------------------------------------------------------------------------------------------
 
     def write_columns(
         self,
         columns: WriteColumns,
         memory: LocalMemory,
-        objects: EncodedObjects,
+        objects: tuple[Sequence[bytes], Sequence[bytes | None]],
         on_bytes: Callable[[int], None] | None = None,
         apart: Int64 | None = None,
         observers: Sequence[Observer] = (),
     ) -> WriteOutcome:
         """Write this rank's rows and objects; the files are complete when it returns, and gone if it raises.
 
-        ``on_bytes`` is called with the payload bytes of what was written, from the writing threads. ``apart``
+        ``objects`` are torch.save bytes, and plain msgpack bytes or None. ``on_bytes`` is called with the
+        payload bytes of what was written, from the writing threads. ``apart``
         has a number for each local tensor: those of different numbers go into different files.
         ``observers`` see the payloads.
         """
-        writing = PartitionWriter(columns, memory, objects, self._new_file, on_bytes, observers)
+        blobs, plain = objects
+        writing = PartitionWriter(columns, memory, blobs, self._new_file, on_bytes, observers)
         own = columns.own_rows
         groups = None if apart is None else apart[columns.sources[own]]
-        parts = self._partitions(own, writing.payload_bytes[own], groups, has_objects=bool(objects.blobs))
+        parts = self._partitions(own, writing.payload_bytes[own], groups, has_objects=bool(blobs))
         if not parts:
             if len(columns.shares):
                 raise PlanError("every row of a write plan shares another row's payload")
@@ -360,7 +383,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
             for file in writing.files.values():
                 file.abort()
             raise
-        return writing.outcome(parts)
+        return writing.outcome(parts, plain)
 
     def _partitions(
         self, rows: Int64, payloads: Int64, groups: Int64 | None, *, has_objects: bool
@@ -382,6 +405,33 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
         found = np.unique(np.append(numbers, 0) if has_objects else numbers)
         begins = np.searchsorted(numbers[order], found)
         return np.split(rows[order], begins[1:]) if len(found) else []
+
+
+def _write_item(file: DataFile, planner: SavePlanner, item: WriteItem) -> WriteResult:
+    """Append an item, as ``planner`` resolves it, to ``file``."""
+    fqn, planned, data = item.index.fqn, item.tensor_data, planner.resolve_data(item)
+    if item.type == WriteItemType.BYTE_IO:
+        if not isinstance(data, io.BytesIO):
+            raise PlanError(f"the planner resolved {fqn!r} to {type(data).__name__}, not BytesIO", fqn=fqn)
+        ((offset, length, crc),) = file.blobs([data.getvalue()])
+        place = WrittenItem(file.name, offset, length, offset, length, (crc,), 0)
+        return WriteResult(item.index, length, place)
+    if not isinstance(data, torch.Tensor) or planned is None:
+        raise PlanError(f"the planner resolved tensor {fqn!r} to {type(data).__name__}", fqn=fqn)
+    tensor, sizes = data.detach(), tuple(planned.chunk.sizes)
+    if tuple(tensor.shape) != sizes or tensor.dtype != planned.properties.dtype:
+        raise PlanError(
+            f"the planner resolved {fqn!r} to {tensor.dtype} {tuple(tensor.shape)}, its plan says "
+            f"{planned.properties.dtype} {sizes}; change the item's properties or chunk in "
+            "create_local_plan too",
+            fqn=fqn,
+        )
+    code = dtype_code(tensor.dtype, fqn=fqn)
+    file.tensor(code, sizes, tensor.nbytes, byte_pieces(tensor))
+    offset, length, payload_offset, payload_length, count = file.chunks[-CHUNK_COLUMNS:]
+    crcs = tuple(file.crcs[len(file.crcs) - count :])
+    place = WrittenItem(file.name, offset, length, payload_offset, payload_length, crcs, code)
+    return WriteResult(item.index, tensor.nbytes, place)
 
 
 def is_supported(checkpoint_id: str | os.PathLike[str]) -> bool:
