@@ -10,15 +10,16 @@ from functools import cache
 from typing import Any, Final, TypeVar
 
 from dcp.features.digests import Digests
-from dcp.features.entries import LegacyKeys, PerRankValues, Strictness, Subclasses, TrustedValues
+from dcp.features.entries import LegacyKeys, Strictness, Subclasses, TrustedValues
+from dcp.features.foreign_values import ForeignValues
 from dcp.features.memory import MetaTensors, SharedMemory
 from dcp.features.parts import Parts
+from dcp.features.per_rank import PerRankValues
 from dcp.features.saved_map import SavedMap
 from dcp.features.stateful import StatefulObjects
 from dcp.features.weight_map import LoadedMap
 from dcp.loading.feature import LoadFeature
 from dcp.saving.feature import SaveFeature
-from dcp.saving.foreign_values import ForeignValues
 from dcp.storage.errors import OptionError
 from dcp.storage.extensions import extension_names, loaded_extension
 

@@ -1,7 +1,6 @@
 """Values and keys that a save stores and a load does not give back as they are: found, and warned of.
 
-The coordinator's save warns, because the next to notice would be whoever resumes. Of the features this one
-stands here, because saves by torch's protocol have its warnings, too.
+The coordinator's save warns, because the next to notice would be whoever resumes.
 """
 
 from __future__ import annotations
@@ -9,21 +8,16 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from dcp.calls.arguments import is_stateful
 from dcp.planners.by_value import by_value
-from dcp.planners.rank_state import RankState
-from dcp.saving.feature import SaveFeature
 from dcp.storage.formats.container_notes import NO_PLAIN_KEY, plain_key
 from dcp.storage.formats.torch.python_values import is_harmless_leaf
 from dcp.storage.near_names import listed
-
-if TYPE_CHECKING:
-    from dcp.saving.save import SavingRank
 
 logger = logging.getLogger(__name__)
 
@@ -33,18 +27,6 @@ _MAPPINGS: Final = frozenset((dict, collections.OrderedDict, collections.Counter
 _TORCH: Final = (torch.Tensor, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _MAX_DEPTH: Final = 64
 _MAX_TOLD: Final = 10
-
-
-class ForeignValues(SaveFeature):
-    """Warns of values that need trust, and of keys that become strings."""
-
-    name = "foreign values"
-
-    def held(self, local: RankState, at: SavingRank) -> RankState:
-        """Look at the types of what the coordinator has."""
-        if at.is_coordinator:
-            warn_of_foreign(local.columns.objects.fqns, local.objects, local.foreign_keys)
-        return local
 
 
 def warn_of_foreign(fqns: Sequence[str], values: Sequence[Any], keys: Mapping[str, str]) -> None:
