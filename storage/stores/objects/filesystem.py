@@ -26,7 +26,6 @@ from dcp.storage.stores.objects.store import (
     ABSENT,
     ObjectInfo,
     ObjectStore,
-    ObjectWriteHandle,
     Page,
     files_of,
 )
@@ -261,12 +260,12 @@ class FsspecStore(ObjectStore):
         )
 
 
-class _StreamWriteHandle(ObjectWriteHandle):
+class _StreamWriteHandle(WriteHandle):
     """A file object of the file system, which is closed to make the object."""
 
     def __init__(self, store: FsspecStore, name: str, file: IO[bytes]) -> None:
-        super().__init__(store, name)
-        self._files = store
+        super().__init__(name, store.path_of(name))
+        self._store = store
         self._file = file
 
     def _append(self, view: memoryview) -> None:
@@ -278,7 +277,7 @@ class _StreamWriteHandle(ObjectWriteHandle):
     def _once(self, op: str, act: Callable[[], object]) -> None:
         """Make one attempt: it is not known how much of it was done."""
         try:
-            with self._files.attempt():
+            with self._store.attempt():
                 act()
         except RequestError as error:
             raise StorageError(f"{op} of {self._path} failed: {error}", path=self._path, op=op) from error
@@ -286,13 +285,13 @@ class _StreamWriteHandle(ObjectWriteHandle):
     def _throw_away(self) -> None:
         with suppress(Exception):  # what it can throw away differs; in the end the object must not be there
             self._file.discard()  # type: ignore[attr-defined]
-        with suppress(RequestError), self._files.attempt() as filesystem:
+        with suppress(RequestError), self._store.attempt() as filesystem:
             if isinstance(filesystem, LocalFileSystem):
                 self._file.close()
             elif not isinstance(filesystem, MemoryFileSystem):
                 self._file.closed = True  # type: ignore[misc]  # else the collector would make the object
         with suppress(RequestError):
-            self._files._delete([self._key])
+            self._store._delete([self._store.key_of(self.name)])
 
 
 def _info(key: str, entry: Mapping[str, Any]) -> ObjectInfo:

@@ -18,11 +18,10 @@ from urllib.parse import urlsplit
 from isal.isal_zlib import crc32
 
 from dcp.storage.errors import CheckpointConflictError, StorageError
-from dcp.storage.stores.base import Inflow, Version, WriteHandle, is_name
-from dcp.storage.stores.buffers import copy_bytes
+from dcp.storage.stores.base import Inflow, Version, WriteHandle, copy_bytes, is_name
 from dcp.storage.stores.objects.requests import Failure, RequestError
 from dcp.storage.stores.objects.shared import Part
-from dcp.storage.stores.objects.store import ABSENT, ObjectInfo, ObjectStore, ObjectWriteHandle, Page
+from dcp.storage.stores.objects.store import ABSENT, ObjectInfo, ObjectStore, Page
 from dcp.storage.threads import clearing_up, result_of
 
 if TYPE_CHECKING:
@@ -251,7 +250,7 @@ class S3Store(ObjectStore):
         return self.requests.run("presign", key, partial(self.bucket.presigned_url, key, seconds))
 
 
-class PartsWriteHandle(ObjectWriteHandle):
+class PartsWriteHandle(WriteHandle):
     """Parts are assembled in memory that all files share, and sent by threads of the place.
 
     A file that fits into one part is one request, at the end. The object appears at the end only, if
@@ -268,8 +267,9 @@ class PartsWriteHandle(ObjectWriteHandle):
         *,
         replace: bool = False,
     ) -> None:
-        super().__init__(store, name)
-        self._s3 = store
+        super().__init__(name, store.path_of(name))
+        self._store = store
+        self._key = store.key_of(name)
         self._condition = condition
         self._replace = replace
         self._shared = store.shared()
@@ -336,7 +336,7 @@ class PartsWriteHandle(ObjectWriteHandle):
 
     def _begin(self) -> str:
         begin = partial(
-            self._s3.bucket.ask, "create_multipart_upload", Key=self._key, ChecksumAlgorithm="CRC32"
+            self._store.bucket.ask, "create_multipart_upload", Key=self._key, ChecksumAlgorithm="CRC32"
         )
 
         def attempt() -> str:
@@ -354,7 +354,7 @@ class PartsWriteHandle(ObjectWriteHandle):
             answer = self._store.requests.run(
                 "put_part",
                 self._key,
-                partial(self._s3.bucket.ask, "upload_part", size, **where, **part),
+                partial(self._store.bucket.ask, "upload_part", size, **where, **part),
                 answers={Failure.MISSING},
                 sent_bytes=size,
                 called_off=self._called_off,
@@ -394,7 +394,7 @@ class PartsWriteHandle(ObjectWriteHandle):
             while self._sent:
                 self._reap()
             complete = partial(
-                self._s3.bucket.ask,
+                self._store.bucket.ask,
                 "complete_multipart_upload",
                 Key=self._key,
                 UploadId=self._upload_id,
@@ -419,7 +419,7 @@ class PartsWriteHandle(ObjectWriteHandle):
         Names are used once, so whatever uploads there are to this one are ours, and at the end none is used.
         """
         if self._begun >= 2:
-            self._s3.abort_uploads(lambda name: name == self.name, logging.WARNING, self.name)
+            self._store.abort_uploads(lambda name: name == self.name, logging.WARNING, self.name)
 
     def _throw_away(self) -> None:
         self._called_off.set()  # patience with a service that fails would keep the caller waiting
@@ -430,7 +430,7 @@ class PartsWriteHandle(ObjectWriteHandle):
         self._part = None
         with clearing_up():
             if self._upload_id is not None:
-                self._s3.abort_upload(self._key, self._upload_id, logging.WARNING)
+                self._store.abort_upload(self._key, self._upload_id, logging.WARNING)
             self._abort_strangers()
 
     def _ended(self) -> CheckpointConflictError:

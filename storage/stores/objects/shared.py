@@ -11,9 +11,8 @@ import dataclasses
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar
@@ -117,7 +116,6 @@ _KEPT_PLACES: Final = 4
 _Key = tuple[int, str]
 _ALIVE: Final[WeakValueDictionary[_Key, Shared]] = WeakValueDictionary()
 _KEPT: Final[OrderedDict[_Key, Shared]] = OrderedDict()
-_LOCKS: Final[WeakValueDictionary[_Key, threading.RLock]] = WeakValueDictionary()
 _guard = threading.RLock()  # the collector may run what opens a store, wherever it is held
 
 
@@ -149,25 +147,6 @@ def shared(
         while len(_KEPT) > _KEPT_PLACES:
             _KEPT.popitem(last=False)
         return found
-
-
-@contextmanager
-def locked(url: str, timeout_seconds: float) -> Iterator[None]:
-    """Hold the lock of a place between the threads of this process, which exists as long as a thread has it.
-    Raises `StorageError` if another thread holds it for ``timeout_seconds``."""
-    with _guard:
-        lock = _LOCKS.setdefault((os.getpid(), url), threading.RLock())
-    if not lock.acquire(timeout=max(0.0, timeout_seconds)):
-        raise StorageError(
-            f"{url} is locked by another thread, and was still after {timeout_seconds:g} seconds",
-            path=url,
-            op="lock",
-            timeout_seconds=timeout_seconds,
-        )
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def all_of(

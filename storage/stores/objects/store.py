@@ -13,7 +13,6 @@ import threading
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
@@ -30,7 +29,6 @@ from dcp.storage.stores.base import (
     Expected,
     FileInfo,
     Inflow,
-    PlainWriteHandle,
     ReadHandle,
     ReadProfile,
     Store,
@@ -41,7 +39,7 @@ from dcp.storage.stores.base import (
     is_name,
 )
 from dcp.storage.stores.objects.requests import Failure, RequestError, Requests
-from dcp.storage.stores.objects.shared import ObjectOptions, Shared, all_of, locked, shared
+from dcp.storage.stores.objects.shared import ObjectOptions, Shared, all_of, shared
 
 logger = logging.getLogger(__name__)
 
@@ -82,8 +80,11 @@ class Page(NamedTuple):
 
 
 class ObjectStore(Store):
-    """Files below a prefix of keys. Stores of one place share their connections; a pickled or forked one
-    makes its own. No request is made before the first operation.
+    """Files below a prefix of keys, which needs no making; durable when the
+    service has answered.
+
+    Stores of one place share their connections; a pickled or forked one makes its own. No request is made
+    before the first operation.
 
     `publish` is atomic between processes by conditional requests. Where a service has none, it is refused
     unless ``conditional_writes="off"`` accepts that one writer may overwrite what another has just written.
@@ -178,15 +179,6 @@ class ObjectStore(Store):
         return self._head(key).etag
 
     # -- folders ---------------------------------------------------------------------------------------------
-
-    def make_root(self) -> None:
-        """Do nothing: a prefix needs no making."""
-
-    def remove_root(self) -> None:
-        """Do nothing: a prefix is gone with its last object."""
-
-    def sync(self) -> None:
-        """Do nothing: an object is durable when the service has answered."""
 
     def list(self) -> list[FileInfo]:
         """Make one request for each thousand files, on S3."""
@@ -321,10 +313,6 @@ class ObjectStore(Store):
         if info is None:
             raise self.absent(name)
         return ObjectReadHandle(self, name, info)
-
-    def lock(self, *, timeout_seconds: float) -> AbstractContextManager[None]:
-        """Hold a lock between the threads of this process only: `publish` compares for all others."""
-        return locked(self.url, timeout_seconds)
 
     def traffic(self) -> dict[str, float]:
         """Count the requests of this store object; "requests" has each attempt, "retries" those that were not
@@ -538,12 +526,3 @@ def _split(views: Sequence[memoryview], offset: int) -> Iterator[tuple[list[memo
                 part, size, offset = [], 0, offset + size
     if part:
         yield part, offset
-
-
-class ObjectWriteHandle(PlainWriteHandle):
-    """A new object, which appears when the handle is finished."""
-
-    def __init__(self, store: ObjectStore, name: str) -> None:
-        super().__init__(name, store.path_of(name))
-        self._store = store
-        self._key = store.key_of(name)
