@@ -10,8 +10,10 @@ from __future__ import annotations
 import datetime
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from functools import cached_property
+from operator import attrgetter
 from typing import IO, Any, Final
 
 import fsspec
@@ -53,16 +55,13 @@ class FsspecStore(ObjectStore):
                 op="open",
             )
         super().__init__(url, scheme, storage_options)
-        self._prefix: str | None = None
 
-    @property
-    def prefix(self) -> str:
-        """Return the path of the folder, which the file system's class knows."""
-        if self._prefix is None:
-            with self._opening():
-                path = fsspec.get_filesystem_class(self.place)._strip_protocol(self.url)
-            self._prefix = f"{str(path).rstrip('/')}/"
-        return self._prefix
+    @cached_property
+    def prefix(self) -> str:  # type: ignore[override]  # found out when it is asked for
+        """The path of the folder, which the file system's class knows."""
+        with self._opening():
+            path = fsspec.get_filesystem_class(self.place)._strip_protocol(self.url)
+        return f"{str(path).rstrip('/')}/"
 
     @property
     def _filesystem(self) -> Any:
@@ -75,9 +74,6 @@ class FsspecStore(ObjectStore):
     @property
     def _is_memory(self) -> bool:
         return isinstance(self._filesystem, MemoryFileSystem)
-
-    def _identity(self) -> str:
-        return self.place
 
     def _identity_of_place(self) -> str:
         """Return the file system, as fsspec tells it from others of its kind, without the path."""
@@ -181,11 +177,9 @@ class FsspecStore(ObjectStore):
                 raise RequestError(Failure.CONDITION, f"{key} exists") from error
             return self._tag(key)
 
-    def _delete(self, keys: Sequence[str]) -> dict[str, str]:
-        for key in keys:
-            with self.attempt() as filesystem, suppress(FileNotFoundError):
-                filesystem.rm_file(key)
-        return {}
+    def _delete(self, key: str) -> None:
+        with self.attempt() as filesystem, suppress(FileNotFoundError):
+            filesystem.rm_file(key)
 
     def create(
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
@@ -237,7 +231,7 @@ class FsspecStore(ObjectStore):
         page = self._list(prefix, lambda filesystem, folder: filesystem.ls(folder, detail=True))
         yield page
         if not shallow:
-            for deeper in page.prefixes:
+            for deeper in page[1]:
                 if is_name(deeper[len(prefix) :].removesuffix("/")):
                     yield from self._pages(deeper, shallow=False)
 
@@ -254,8 +248,8 @@ class FsspecStore(ObjectStore):
         entries = self._run("list", prefix, act)
         files = [_info(entry["name"], entry) for entry in entries if entry["type"] == "file"]
         folders = [f"{entry['name']}/" for entry in entries if entry["type"] == "directory"]
-        return Page(
-            sorted((info for info in files if info.key.startswith(prefix)), key=lambda info: info.key),
+        return (
+            sorted((info for info in files if info.key.startswith(prefix)), key=attrgetter("key")),
             sorted(folder for folder in folders if folder.startswith(prefix)),
         )
 
@@ -291,7 +285,7 @@ class _StreamWriteHandle(WriteHandle):
             elif not isinstance(filesystem, MemoryFileSystem):
                 self._file.closed = True  # type: ignore[misc]  # else the collector would make the object
         with suppress(RequestError):
-            self._store._delete([self._store.key_of(self.name)])
+            self._store._delete(self._store.key_of(self.name))
 
 
 def _info(key: str, entry: Mapping[str, Any]) -> ObjectInfo:

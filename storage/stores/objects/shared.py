@@ -11,17 +11,13 @@ import dataclasses
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextvars import copy_context
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 from weakref import WeakSet, WeakValueDictionary
 
 from dcp.storage.errors import StorageError
-from dcp.storage.threads import result_of
-
-T = TypeVar("T")
 
 ConditionalWrites = Literal["auto", "trust", "off"]
 """How a commit makes sure that nobody else commits at the same time. "auto": by the service's conditional
@@ -91,11 +87,16 @@ _PARTS: Final[WeakSet[Part]] = WeakSet()
 
 @dataclass
 class Shared:
-    """A client, and the threads that carry its requests."""
+    """A client, and the threads that carry its requests.
+
+    ``heeds_conditions``: whether the service heeds the condition of creating (True) and of replacing (False),
+    where that was tried out.
+    """
 
     client: Any
     options: ObjectOptions
     threads: ThreadPoolExecutor
+    heeds_conditions: dict[bool, bool] = field(default_factory=dict)
 
     def part(self, size_bytes: int, *, is_first: bool) -> Part | None:
         """Return memory for a part of a file; None for another than the first one if those of all files take
@@ -147,25 +148,3 @@ def shared(
         while len(_KEPT) > _KEPT_PLACES:
             _KEPT.popitem(last=False)
         return found
-
-
-def all_of(
-    threads: ThreadPoolExecutor, tasks: Sequence[Callable[[], T]], interrupt: Callable[[], None]
-) -> list[T]:
-    """Return the results of ``tasks``, run at once; the first failure once none of them runs any more.
-
-    ``interrupt`` makes them end where the waiting itself is interrupted.
-    """
-    if len(tasks) == 1:
-        return [tasks[0]()]
-    futures: list[Future[T]] = [threads.submit(copy_context().run, task) for task in tasks]
-    try:
-        return [result_of(future) for future in futures]
-    except BaseException as error:
-        if not isinstance(error, Exception):
-            interrupt()
-        raise
-    finally:
-        for future in futures:
-            future.cancel()
-        wait(futures)

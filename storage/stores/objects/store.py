@@ -13,9 +13,12 @@ import threading
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+from operator import attrgetter
+from typing import Any, ClassVar, Final, TypeAlias, TypeVar
 
 from dcp.storage.errors import (
     CheckpointFormatError,
@@ -39,7 +42,8 @@ from dcp.storage.stores.base import (
     is_name,
 )
 from dcp.storage.stores.objects.requests import Failure, RequestError, Requests
-from dcp.storage.stores.objects.shared import ObjectOptions, Shared, all_of, shared
+from dcp.storage.stores.objects.shared import ObjectOptions, Shared, shared
+from dcp.storage.threads import result_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +76,8 @@ class ObjectInfo:
     etag: str
 
 
-class Page(NamedTuple):
-    """A part of a listing: objects, and common prefixes with their ``/``."""
-
-    objects: list[ObjectInfo]
-    prefixes: list[str]
+Page: TypeAlias = tuple[list[ObjectInfo], list[str]]
+"""A part of a listing: objects, and common prefixes with their ``/``."""
 
 
 class ObjectStore(Store):
@@ -94,14 +95,12 @@ class ObjectStore(Store):
     """
 
     capabilities = Capabilities(lists_folders=True, lists_tree=True)
-    delete_limit: ClassVar[int] = 1
-    """How many objects one request deletes."""
+    prefix: str
+    """What the keys of all files here begin with."""
     streams_bodies: ClassVar[bool] = False
     """Whether bodies go to their places as they come, so that no memory depends on how much is asked for."""
 
     def __init__(self, url: str, place: str, storage_options: Mapping[str, Any] | None) -> None:
-        if "::" in url:
-            raise StorageError(f"{url}: chained file systems cannot hold checkpoints", path=url, op="open")
         self.url = url.rstrip("/")
         self._given = dict(storage_options or {})
         self.options, self._filesystem_options = ObjectOptions.split(self._given)
@@ -121,15 +120,6 @@ class ObjectStore(Store):
         return type(self), (self.url, self._given)
 
     # -- what a kind of service is asked for -----------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def prefix(self) -> str:
-        """Return what the keys of all files here begin with."""
-
-    @abstractmethod
-    def _identity(self) -> str:
-        """Return the service: what is found out about it once holds for all stores of the same identity."""
 
     @abstractmethod
     def _make_client(self) -> tuple[Any, int]:
@@ -164,8 +154,8 @@ class ObjectStore(Store):
         """Store a whole object under ``condition`` (else `Failure.CONDITION`); returns its entity tag."""
 
     @abstractmethod
-    def _delete(self, keys: Sequence[str]) -> dict[str, str]:
-        """Delete up to `delete_limit` objects at once; missing ones are fine. Returns what failed, by key."""
+    def _delete(self, key: str) -> None:
+        """Delete an object; a missing one is fine, or `Failure.MISSING`."""
 
     @abstractmethod
     def _pages(self, prefix: str, *, shallow: bool) -> Iterator[Page]:
@@ -182,16 +172,15 @@ class ObjectStore(Store):
 
     def list(self) -> list[FileInfo]:
         """Make one request for each thousand files, on S3."""
-        found = (
-            file for page in self._pages(self.prefix, shallow=True) for file in files_of(page, self.prefix)
-        )
-        return sorted((info for folder, info in found if not folder), key=lambda info: info.name)
+        pages = self._pages(self.prefix, shallow=True)
+        found = [info for page in pages for folder, info in files_of(page, self.prefix) if not folder]
+        return sorted(found, key=attrgetter("name"))
 
     def folders(self) -> Sequence[str]:
         """Return the names of the folders directly below this one, sorted."""
         start = len(self.prefix)
         pages = self._pages(self.prefix, shallow=True)
-        found = {deeper[start:].removesuffix("/") for page in pages for deeper in page.prefixes}
+        found = {deeper[start:].removesuffix("/") for _, prefixes in pages for deeper in prefixes}
         return sorted(filter(is_name, found))
 
     def tree(self) -> Iterator[tuple[str, FileInfo]]:
@@ -277,30 +266,7 @@ class ObjectStore(Store):
     def delete(self, name: str) -> None:
         """Make one request."""
         key = self.key_of(name)
-        self._unless_missing("delete", key, lambda: self._delete([key]))
-
-    def delete_all(self, names: Sequence[str]) -> dict[str, Exception]:
-        """Make one request for each thousand files, on S3."""
-        failed: dict[str, Exception] = {}
-        by_key = {self.key_of(name): name for name in names}
-        keys = list(by_key)
-        for start in range(0, len(keys), self.delete_limit):
-            part = keys[start : start + self.delete_limit]
-            try:
-                refused = self.requests.run(
-                    "delete", part[0], partial(self._delete, part), answers=_MISSING if len(part) == 1 else ()
-                )
-            except RequestError:  # a single one that is missing
-                continue
-            except StorageError as error:
-                failed |= {by_key[key]: error for key in part}
-                continue
-            for key, reason in refused.items():
-                path = self.path_of(by_key[key])
-                failed[by_key[key]] = StorageError(
-                    f"delete of {path} failed: {reason}", path=path, op="delete", key=key
-                )
-        return failed
+        self._unless_missing("delete", key, lambda: self._delete(key))
 
     # -- data files ------------------------------------------------------------------------------------------
 
@@ -342,11 +308,6 @@ class ObjectStore(Store):
         """Return what the object is; None if it is absent."""
         return self._unless_missing("head", key, lambda: self._head(key))
 
-    def get(self, key: str, begin: int, inflow: Inflow, etag: str | None) -> ObjectInfo:
-        """Repeat `_get`; `RequestError` where the object is missing, another one, or too short."""
-        get = partial(self._get, key, begin, inflow, etag)
-        return self.requests.run("get", key, get, answers=_UNREADABLE, received_bytes=inflow.size_bytes)
-
     def _unless_missing(self, op: str, key: str, attempt: Callable[[], T]) -> T | None:
         try:
             return self.requests.run(op, key, attempt, answers=_MISSING)
@@ -358,7 +319,7 @@ class ObjectStore(Store):
 
         Raises `StorageError` where it cannot, and the user has not agreed. Many that speak S3 ignore
         conditions that they do not know, and would let two writers both believe that they have won: unless
-        it is known, it is tried once a process for every service and bucket.
+        it is known, it is tried out, once for all stores that share a client.
         """
         if self.options.conditional_writes != "auto":
             return self.options.conditional_writes == "trust"
@@ -367,11 +328,10 @@ class ObjectStore(Store):
         except RequestError as error:  # of the client itself, which cannot say what service it talks to
             raise StorageError(f"{self.url}: {error}", path=self.url, op="publish") from error
         if known is None:
-            with _trial_lock:
-                trial = self._identity(), creates
-                if trial not in _HEEDED:
-                    _HEEDED[trial] = self._heeds_condition(ABSENT if creates else f'"{"0" * 32}"')
-                known = _HEEDED[trial]
+            heeds = self.shared().heeds_conditions
+            if creates not in heeds:
+                heeds[creates] = self._heeds_condition(ABSENT if creates else f'"{"0" * 32}"')
+            known = heeds[creates]
         if not known:
             what = "create a file only if it is absent" if creates else "compare before it replaces a file"
             raise StorageError(
@@ -395,21 +355,9 @@ class ObjectStore(Store):
             return False
         finally:
             try:
-                self._unless_missing("delete", key, lambda: self._delete([key]))
+                self._unless_missing("delete", key, lambda: self._delete(key))
             except StorageError as error:  # no permission to delete: commits need none
                 logger.debug("%s stays behind: %s", key, error)
-
-
-_HEEDED: Final[dict[tuple[str, bool], bool]] = {}
-_trial_lock = threading.Lock()
-
-
-def _start_afresh() -> None:
-    global _trial_lock
-    _trial_lock = threading.Lock()  # a thread that the child does not have may be trying something out
-
-
-os.register_at_fork(after_in_child=_start_afresh)
 
 
 def _tag_of(version: Version) -> str:
@@ -423,7 +371,7 @@ def _file_info(name: str, info: ObjectInfo) -> FileInfo:
 def files_of(page: Page, prefix: str) -> Iterator[tuple[str, FileInfo]]:
     """Yield (folder relative to ``prefix``, "" is itself; file) of what could be files and folders of
     checkpoints."""
-    for info in page.objects:
+    for info in page[0]:
         folder, _, name = info.key[len(prefix) :].rpartition("/")
         if is_name(name) and (not folder or all(map(is_name, folder.split("/")))):
             yield folder, _file_info(name, info)
@@ -450,8 +398,22 @@ class ObjectReadHandle(ReadHandle):
         views = [view for buffer in buffers if len(view := byte_view(buffer))]
         self._check(sum(map(len, views)), offset)
         tasks = [partial(self._get, Views(part), begin) for part, begin in _split(views, offset)]
-        if tasks:
-            all_of(self._store.shared().threads, tasks, self._store.requests.interrupt)
+        if len(tasks) == 1:
+            tasks[0]()
+            return
+        threads = self._store.shared().threads
+        futures = [threads.submit(copy_context().run, task) for task in tasks]
+        try:
+            for future in futures:
+                result_of(future)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # who waits is interrupted: the others are to end, too
+                self._store.requests.interrupt()
+            raise
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)
 
     def receive(self, inflow: Inflow, offset: int) -> None:
         """Make one request, whatever its size."""
@@ -474,14 +436,16 @@ class ObjectReadHandle(ReadHandle):
             raise self._too_short(self.size_bytes, offset + size)
 
     def _get(self, inflow: Inflow, begin: int) -> None:
+        get = partial(self._store._get, self._key, begin, inflow, self._etag)
+        size = inflow.size_bytes
         try:
-            info = self._store.get(self._key, begin, inflow, self._etag)
+            info = self._store.requests.run("get", self._key, get, answers=_UNREADABLE, received_bytes=size)
         except RequestError as error:
             if error.kind is Failure.MISSING:
                 raise CheckpointNotFoundError(f"{self._path} does not exist", path=self._path) from error
             if error.kind is Failure.CONDITION:
                 raise self._replaced() from error
-            raise self._too_short(None, begin + inflow.size_bytes) from error
+            raise self._too_short(None, begin + size) from error
         with self._lock:
             if self._etag is None:
                 self._etag = info.etag or None
