@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Final, Generic, TypeVar
+from typing import Final, TypeVar
 
 T = TypeVar("T")
 
@@ -157,33 +157,28 @@ def work_off(
     if threads <= 1:
         work(iter(units))
         return
+    left, lock, failed = iter(units), threading.Lock(), threading.Event()
+
+    def shared() -> Iterator[T]:
+        while True:
+            with lock:
+                if failed.is_set() or pool.is_called_off():
+                    return
+                try:
+                    unit = next(left)
+                except StopIteration:
+                    return
+            yield unit
+
+    def one() -> None:
+        try:
+            work(shared())
+        except BaseException:
+            failed.set()
+            raise
+
     with WorkerThreads(threads - 1, name) as pool:
-        shared = _SharedIterator(iter(units), pool)
-
-        def one() -> None:
-            try:
-                work(shared)
-            except BaseException:
-                shared.has_failed = True
-                raise
-
         futures = [pool.submit(one) for _ in range(threads - 1)]
         one()
         for future in futures:
             result_of(future)
-
-
-class _SharedIterator(Iterator[T], Generic[T]):
-    """An iterator for several threads; at its end once one of them has failed, or they are called off."""
-
-    def __init__(self, units: Iterator[T], pool: WorkerThreads) -> None:
-        self._units = units
-        self._pool = pool
-        self._lock = threading.Lock()
-        self.has_failed = False
-
-    def __next__(self) -> T:
-        with self._lock:
-            if self.has_failed or self._pool.is_called_off():
-                raise StopIteration
-            return next(self._units)

@@ -47,7 +47,7 @@ def open_store(
     ``s3://`` or any other URL that fsspec has a file system for.
 
     ``storage_options`` are those of the file system, as all users of fsspec pass them, and ours of
-    `dcp.storage.stores.objects.shared.ObjectOptions`. Nothing is touched yet. Raises `StorageError` for what
+    `dcp.storage.stores.objects.store.ObjectOptions`. Nothing is touched yet. Raises `StorageError` for what
     names no place, an unknown scheme and options where none apply; for a missing package the first operation
     does.
     """

@@ -29,7 +29,7 @@ from s3fs import S3FileSystem
 from dcp.storage.errors import StorageError
 from dcp.storage.stores.base import Inflow
 from dcp.storage.stores.objects.requests import CALLED_OFF, Failure, RequestError, s3_failure
-from dcp.storage.stores.objects.shared import ObjectOptions
+from dcp.storage.stores.objects.store import ObjectOptions
 
 T = TypeVar("T")
 

@@ -20,8 +20,7 @@ from isal.isal_zlib import crc32
 from dcp.storage.errors import CheckpointConflictError, StorageError
 from dcp.storage.stores.base import Inflow, Version, WriteHandle, copy_bytes, is_name
 from dcp.storage.stores.objects.requests import Failure, RequestError
-from dcp.storage.stores.objects.shared import Part
-from dcp.storage.stores.objects.store import ABSENT, ObjectInfo, ObjectStore, Page
+from dcp.storage.stores.objects.store import ABSENT, ObjectInfo, ObjectStore, Page, Part
 from dcp.storage.threads import clearing_up, result_of
 
 if TYPE_CHECKING:
