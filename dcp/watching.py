@@ -146,7 +146,7 @@ class Watch(Closable, Iterator[WatchedStep]):
 
     def _is_claimed(self) -> bool:
         """Return whether this process is the consumer; where no run is, nothing is made."""
-        if not self._claimed and self._folders.root.exists():
+        if not self._claimed and self._folders.root.place.exists():
             self._check_run()
             self._claimed = self._cursor.claim(self._stop)
         elif not self._claimed and not self._warned:

@@ -133,8 +133,7 @@ class OpenWith:
     def __init__(
         self, storage_options: Mapping[str, Any] | None = None, *, through_fsspec: bool = False
     ) -> None:
-        if storage_options is not None:
-            check_storage_options(storage_options)
+        check_storage_options(storage_options)
         self.storage_options: dict[str, Any] = dict(storage_options or {})
         self.through_fsspec = through_fsspec
 
@@ -207,10 +206,6 @@ class ParentFolder:
         """Return how many small files below are worth reading at a time: 1 where a request costs next to
         nothing."""
         return _REQUESTS_AT_ONCE if self.lists_tree else 1
-
-    def exists(self) -> bool:
-        """Return whether the place is there. Kinds without folders, which have nothing to make, say yes."""
-        return self.place.exists()
 
     def names(self) -> list[str]:
         """Return the names of the folders directly below that could be checkpoints, sorted: one listing.

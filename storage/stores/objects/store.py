@@ -12,7 +12,6 @@ service that is given new ones every hour, the old ones' sessions end.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import threading
@@ -120,14 +119,6 @@ class ObjectOptions:
         if self.retry_seconds < 0 or self.request_timeout_seconds <= 0:
             raise StorageError(f"not a time to wait: {self.retry_seconds=}, {self.request_timeout_seconds=}")
 
-    @classmethod
-    def split(cls, storage_options: Mapping[str, Any] | None) -> tuple[ObjectOptions, dict[str, Any]]:
-        """Return our options, and those for the file system."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        given = dict(storage_options or {})
-        ours = {name: given.pop(name) for name in names & given.keys()}
-        return cls(**ours), given
-
 
 class Part:
     """Memory for a part of an upload."""
@@ -218,9 +209,13 @@ class ObjectStore(Store):
     """Whether bodies go to their places as they come, so that no memory depends on how much is asked for."""
 
     def __init__(self, url: str, place: str, storage_options: Mapping[str, Any] | None) -> None:
+        if "::" in url:
+            raise StorageError(f"{url}: chained file systems cannot hold checkpoints", path=url, op="open")
         self.url = url.rstrip("/")
         self._given = dict(storage_options or {})
-        self.options, self._filesystem_options = ObjectOptions.split(self._given)
+        self._filesystem_options = dict(self._given)
+        names = ObjectOptions.__dataclass_fields__.keys() & self._given.keys()
+        self.options = ObjectOptions(**{name: self._filesystem_options.pop(name) for name in names})
         self.place = place
         self.requests = Requests(self.url, place, self.options.retry_seconds)
         self._found: tuple[int, Shared | None] = 0, None
@@ -311,7 +306,7 @@ class ObjectStore(Store):
     def stat(self, name: str) -> FileInfo | None:
         """Make one request."""
         info = self.look(self.key_of(name))
-        return None if info is None else _file_info(name, info)
+        return None if info is None else FileInfo(name, info.size_bytes, info.modified_seconds)
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         """Make one request up to `REQUEST_BYTES`; what is more comes by further ones, at once."""
@@ -348,8 +343,8 @@ class ObjectStore(Store):
         key = self.key_of(name)
         condition = None if expected is ANY else ABSENT
         if isinstance(expected, Version):
-            condition = _tag_of(expected)
-            if not condition:  # no version of this store: it cannot be what is there
+            kind, _, condition = expected.token.partition(":")
+            if kind != "etag" or not condition:  # no version of this store: it cannot be what is there
                 raise self.conflict(name)
         if condition is not None and not self._compares(creates=condition is ABSENT):
             if self.version(name) != (expected if isinstance(expected, Version) else None):
@@ -488,21 +483,13 @@ class ObjectStore(Store):
                 logger.debug("%s stays behind: %s", key, error)
 
 
-def _tag_of(version: Version) -> str:
-    return version.token.removeprefix("etag:") if version.token.startswith("etag:") else ""
-
-
-def _file_info(name: str, info: ObjectInfo) -> FileInfo:
-    return FileInfo(name, info.size_bytes, info.modified_seconds)
-
-
 def files_of(page: Page, prefix: str) -> Iterator[tuple[str, FileInfo]]:
     """Yield (folder relative to ``prefix``, "" is itself; file) of what could be files and folders of
     checkpoints."""
     for info in page[0]:
         folder, _, name = info.key[len(prefix) :].rpartition("/")
         if is_name(name) and (not folder or all(map(is_name, folder.split("/")))):
-            yield folder, _file_info(name, info)
+            yield folder, FileInfo(name, info.size_bytes, info.modified_seconds)
 
 
 class ObjectReadHandle(ReadHandle):
