@@ -72,11 +72,6 @@ def as_elements(blocks: bytes | memoryview | npt.NDArray[np.uint8]) -> Elements:
     return np.frombuffer(blocks, np.uint64).reshape(-1, 2)
 
 
-def as_int(element: Elements) -> int:
-    """Return one element."""
-    return int.from_bytes(element.tobytes(), "big")
-
-
 @lru_cache(maxsize=128)
 def _table(factor: int) -> Elements:
     """Return the products of ``factor`` with each value of each byte of a block: (16, 256, 2)."""
@@ -94,7 +89,8 @@ def _table(factor: int) -> Elements:
 def times(elements: Elements, factor: int) -> Elements:
     """Return all ``elements`` (..., 2) times one."""
     if elements.size <= 2 * _FEW:
-        made = [product(factor, as_int(one)).to_bytes(BLOCK_BYTES, "big") for one in elements.reshape(-1, 2)]
+        values = (int.from_bytes(one.tobytes(), "big") for one in elements.reshape(-1, 2))
+        made = [product(factor, value).to_bytes(BLOCK_BYTES, "big") for value in values]
         return as_elements(b"".join(made)).reshape(elements.shape)
     table = _table(factor)
     places = np.ascontiguousarray(elements).view(np.uint8).reshape(*elements.shape[:-1], BLOCK_BYTES)

@@ -106,7 +106,8 @@ def byte_pieces(tensor: torch.Tensor) -> Iterable[bytes | memoryview]:
     if is_whole_memory(tensor):
         return (view(tensor.data_ptr(), tensor.nbytes),)
     if tensor.nbytes < _COPY_BELOW_BYTES:
-        return (_own_bytes(tensor),)
+        copy = as_copied(tensor.detach().resolve_conj().resolve_neg()).to("cpu").contiguous()
+        return (bytes(view(copy.data_ptr(), copy.nbytes)),)
     return _slabs(tensor.detach())
 
 
@@ -123,11 +124,6 @@ def finish_device_work(tensors: Iterable[torch.Tensor]) -> None:
     """
     for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
         torch.accelerator.synchronize(device)
-
-
-def _own_bytes(tensor: torch.Tensor) -> bytes:
-    copy = as_copied(tensor.detach().resolve_conj().resolve_neg()).to("cpu").contiguous()
-    return bytes(view(copy.data_ptr(), copy.nbytes))
 
 
 def _slabs(tensor: torch.Tensor) -> Iterator[memoryview]:

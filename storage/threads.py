@@ -105,32 +105,24 @@ class WorkerThreads(ThreadPoolExecutor):
     the block is left by an interrupt, or one comes while they are waited for."""
 
     def __init__(self, count: int, name: str = "dcp") -> None:
-        self._left = threading.Event()
+        self.left = threading.Event()
         outer = CALLER_LEFT.get()
-        seen = self._left if outer is None else AnyEvent(self._left, outer)
+        seen = self.left if outer is None else AnyEvent(self.left, outer)
         super().__init__(count, thread_name_prefix=name, initializer=CALLER_LEFT.set, initargs=(seen,))
-
-    def call_off(self) -> None:
-        """Cancel the requests of the threads: their results are not wanted any more."""
-        self._left.set()
-
-    def is_called_off(self) -> bool:
-        """Test whether `call_off` was called."""
-        return self._left.is_set()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, Exception):
-            self.call_off()
+            self.left.set()
         interrupt: BaseException | None = None
         while True:
             try:
                 # Not cancelled before: `concurrent.futures.wait` would never hear of it.
-                self.shutdown(wait=True, cancel_futures=self._left.is_set())
+                self.shutdown(wait=True, cancel_futures=self.left.is_set())
                 break
             except BaseException as another:  # noqa: BLE001 - raised below
-                self.call_off()
+                self.left.set()
                 interrupt = interrupt or another
         if interrupt is not None:
             raise interrupt
@@ -162,7 +154,7 @@ def work_off(
     def shared() -> Iterator[T]:
         while True:
             with lock:
-                if failed.is_set() or pool.is_called_off():
+                if failed.is_set() or pool.left.is_set():
                     return
                 try:
                     unit = next(left)
