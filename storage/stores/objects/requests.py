@@ -14,6 +14,7 @@ import errno
 import http.client
 import json
 import logging
+import math
 import random
 import re
 import socket
@@ -360,10 +361,9 @@ class Requests:
                     now = time.monotonic()
                     if error.is_unresolved and self._host not in _answered_hosts:
                         # What is asked for next, to clear up, waits no more.
-                        since = _unresolved_since.setdefault(self._host, now)
-                        if now - since > _FORGET_SECONDS:
-                            since = _unresolved_since[self._host] = now
-                        give_up = min(give_up, since + _UNRESOLVED_SECONDS)
+                        if now - _unresolved_since.get(self._host, -math.inf) > _FORGET_SECONDS:
+                            _unresolved_since[self._host] = now
+                        give_up = min(give_up, _unresolved_since[self._host] + _UNRESOLVED_SECONDS)
                     late = now + pause > give_up
                     if error.kind is not Failure.PASSING or late or called_off.is_set():
                         raise self._error(op, key, error, attempts) from error
