@@ -97,7 +97,8 @@ class MemoryStore(Store):
 
     def delete(self, name: str) -> None:
         """Open read handles still read it."""
-        self._files.pop(check_name(name), None)
+        with _GUARD:
+            self._files.pop(check_name(name), None)
 
     def delete_if(self, name: str, expected: Version) -> bool:
         """Compare and remove under one mutex."""
