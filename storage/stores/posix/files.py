@@ -112,7 +112,8 @@ _GATHER_BYTES: Final = 256 << 10
 """From here on what need not be durable goes to the kernel from the caller's memory without a copy."""
 _BUFFERS_PER_FILE: Final = 2
 """One being filled while the other is written. Four gained 3 % on a busy machine, nothing on an idle one."""
-_RESERVED_FROM_BYTES: Final = 64 << 20
+RESERVED_FROM_BYTES: Final = 64 << 20
+"""Smaller files need no `PosixWriteHandle.reserve`."""
 _SIZE_BYTES: Final = attrgetter("nbytes")
 
 _NO_SYNC: Final = (
@@ -296,11 +297,11 @@ class PosixWriteHandle(WriteHandle):
     def reserve(self, size_bytes: int) -> None:
         """Allocate the file's blocks, so that a full disk shows before hours of writing. It gains no speed.
 
-        Raises `StorageFullError`; a file system that cannot reserve is fine. Small files need none.
+        Raises `StorageFullError`; a file system that cannot reserve is fine.
         """
         # Only with O_DIRECT on: where the file system cannot allocate, glibc writes a byte to every block
         # instead, which takes minutes; O_DIRECT refuses those odd writes at once.
-        if not self._is_durable or size_bytes < _RESERVED_FROM_BYTES or not self._set_direct(True):
+        if not self._set_direct(True):
             return
         try:
             with step(self._observe, "fallocate", self._path):
@@ -375,7 +376,8 @@ class PosixWriteHandle(WriteHandle):
             self._release()
 
     def _check_usable(self) -> None:
-        super()._check_usable()
+        if self._state != "open":
+            raise ValueError(f"{self._path} is {self._state}: nothing can be written to it any more")
         if self._failure is not None:
             raise self._failure
         if self._process_id != os.getpid():

@@ -38,6 +38,7 @@ from dcp.storage.stores.base import (
 )
 from dcp.storage.stores.posix.files import (
     NO_LOCKS,
+    RESERVED_FROM_BYTES,
     WITHOUT_LOCKS,
     Observe,
     PosixReadHandle,
@@ -224,11 +225,12 @@ class PosixStore(Store):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = os.open(path, flags, 0o666)
         handle = PosixWriteHandle(path, descriptor, self._observe, durable=durable, direct=self._direct_io)
-        try:
-            handle.reserve(expected_bytes or 0)
-        except StorageError:
-            handle.abort()
-            raise
+        if durable and expected_bytes is not None and expected_bytes >= RESERVED_FROM_BYTES:
+            try:
+                handle.reserve(expected_bytes)
+            except StorageError:
+                handle.abort()
+                raise
         return handle
 
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
