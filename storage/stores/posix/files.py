@@ -275,7 +275,9 @@ class PosixWriteHandle(WriteHandle):
     def __init__(
         self, path: Path, descriptor: int, observe: Observe, *, durable: bool = True, direct: bool = True
     ) -> None:
-        super().__init__(path.name, str(path))
+        self.name = path.name
+        self._path = str(path)
+        self._state = "open"
         self._descriptor = descriptor
         self._observe = observe
         self._is_durable = durable
@@ -350,19 +352,24 @@ class PosixWriteHandle(WriteHandle):
             self._check_usable()
             self._write_now(parts)
 
-    def _complete(self) -> None:
-        try:
-            if self._is_durable:
-                self._flush_to_end()
-            elif self._fill_bytes:
-                self._write_now([])
-            descriptor, self._descriptor = self._descriptor, -1
-            with step(None, "close", self._path):  # NFS may tell only now that there was no space
-                os.close(descriptor)
-        except StorageError as error:
-            self._failure = error
-            raise
-        self._release()
+    def finish(self) -> int:
+        """Bring everything to storage, and close the file."""
+        if self._state != "finished":
+            self._check_usable()
+            try:
+                if self._is_durable:
+                    self._flush_to_end()
+                elif self._fill_bytes:
+                    self._write_now([])
+                descriptor, self._descriptor = self._descriptor, -1
+                with step(None, "close", self._path):  # NFS may tell only now that there was no space
+                    os.close(descriptor)
+            except StorageError as error:
+                self._failure = error
+                raise
+            self._release()
+            self._state = "finished"
+        return self._flushed_bytes + self._fill_bytes
 
     def _throw_away(self) -> None:
         self._release()
@@ -498,7 +505,8 @@ class PosixWriteHandle(WriteHandle):
 
     def _flush_to_end(self) -> None:
         """Make the content durable, so that only closing is left."""
-        self._drain()
+        if self._in_flight:
+            self._drain()
         size = self._fill_bytes
         if size:
             self._set_direct(bool(self._flushed_bytes) or size >= _SMALL_FILE_BYTES)
