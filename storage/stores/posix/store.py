@@ -165,7 +165,7 @@ class PosixStore(Store):
         found: list[FileInfo] = []
         with step(None, "list", self._root):
             for entry in self._entries():
-                follow = self._follows(entry)
+                follow = self._follow_links or (entry.is_symlink() and self._leads_within(entry))
                 if entry.name == LOCK_NAME or not entry.is_file(follow_symlinks=follow):
                     continue
                 with suppress(FileNotFoundError):  # deleted since: as if listed a moment later
@@ -177,7 +177,9 @@ class PosixStore(Store):
         """Look at a file; None too for a link (unless followed) and whatever else is no regular file."""
         path = self._root / check_name(name)
         try:
-            status = path.stat(follow_symlinks=self._follows(path))
+            status = path.stat(follow_symlinks=self._follow_links)
+            if stat.S_ISLNK(status.st_mode) and self._leads_within(path):
+                status = path.stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -191,7 +193,9 @@ class PosixStore(Store):
         # Without O_NONBLOCK opening a FIFO would wait for a writer for ever; regular files ignore it.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            follow = self._follows(path)
+            follow = self._follow_links
+            if self._links_within is not None and not follow:
+                follow = path.is_symlink() and self._leads_within(path)
             descriptor = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise self.absent(name) from error
@@ -336,10 +340,9 @@ class PosixStore(Store):
                 with step(self._observe, "rmdir", self._root):
                     self._root.rmdir()
 
-    def _follows(self, path: Path | os.DirEntry[str]) -> bool:
-        """Return whether it may be read through a link, if it is one."""
-        if self._follow_links or self._links_within is None or not path.is_symlink():
-            return self._follow_links
+    def _leads_within(self, path: Path | os.DirEntry[str]) -> bool:
+        if self._links_within is None:
+            return False
         place = os.path.realpath(path)  # a link where links lead in a circle
         return is_below(place, self._links_within) and not Path(place).is_symlink()
 
