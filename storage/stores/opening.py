@@ -133,7 +133,8 @@ class OpenWith:
     def __init__(
         self, storage_options: Mapping[str, Any] | None = None, *, through_fsspec: bool = False
     ) -> None:
-        check_storage_options(storage_options)
+        if storage_options is not None:
+            check_storage_options(storage_options)
         self.storage_options: dict[str, Any] = dict(storage_options or {})
         self.through_fsspec = through_fsspec
 

@@ -505,8 +505,8 @@ class PosixWriteHandle(WriteHandle):
 
     def _flush_to_end(self) -> None:
         """Make the content durable, so that only closing is left."""
-        if self._in_flight:
-            self._drain()
+        while self._in_flight:
+            _POOL.give(self._await_oldest())
         size = self._fill_bytes
         if size:
             self._set_direct(bool(self._flushed_bytes) or size >= _SMALL_FILE_BYTES)
