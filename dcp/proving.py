@@ -224,7 +224,7 @@ def _digests_of_rank(local: RankState) -> bytes:
     rows = np.arange(len(columns.item_tensors), dtype=np.int64)
     values = bytearray()
     for row, view in zip(rows.tolist(), local.views(rows), strict=True):
-        box = places.digest(row)()
+        box = places.digest(row)
         for piece in byte_pieces(view.detach()):
             box.update(memoryview(piece))
         values += box.value().to_bytes(SUM_BYTES, "big")

@@ -115,7 +115,7 @@ def save(
         progress: True for a bar, or a function that gets `dcp.progress.Progress`.
         storage_options: Those of the file system of a URL, as all users of fsspec pass them
             (``endpoint_url``, ``key``, ``secret``, ``anon``, ...; the environment serves as well), and
-            those in `dcp.storage.stores.objects.shared`.
+            those in `dcp.storage.stores.objects.store`.
 
     Returns:
         torch's `Metadata` of the checkpoint, built when it is looked at.

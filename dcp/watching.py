@@ -145,7 +145,7 @@ class Watch(Closable, Iterator[WatchedStep]):
 
         Raises OptionError for a checkpoint in the place of a run, in which no step would ever be.
         """
-        if not self.has_found_run and self._folders.root.exists():
+        if not self.has_found_run and self._folders.root.place.exists():
             marks = (MANIFEST_NAME, METADATA_NAME)
             if any(self._place.version(mark) for mark in marks) and not self._folders.committed():
                 raise OptionError(

@@ -139,7 +139,10 @@ def _look(store: Store, names: Names) -> Previous:
         with _tolerate("manifest", store):
             index = decode_manifest(store.read(names.manifest, limit_bytes=_INDEX_LIMIT_BYTES))
             files.update(index.files)
-            files.update({*_replaced_files(index)} & {*listing})
+            # What its commit was about to delete and could not name as ours; a crash left it behind.
+            replaced = index.provenance.get("replaced_files")
+            if isinstance(replaced, list):
+                files.update({*listing}.intersection(name for name in replaced if type(name) is str))
     if metadata is not None:
         if index is not None and is_large_metadata_of(store, names.metadata, index):
             metadata_crc = index.torch_metadata_crc
@@ -149,7 +152,9 @@ def _look(store: Store, names: Names) -> Previous:
             if index is None or metadata_crc != index.torch_metadata_crc:  # else it names the same files
                 with _tolerate(".metadata", store):
                     files.update(decode_torch_metadata(data).files)
-    together = names == Names() and not _is_saved_by_rank(listing)
+    # Where ranks saved on their own, beside each other, no file is known to be a stray.
+    by_rank = any(name.startswith("__") and name.endswith((MANIFEST_NAME, METADATA_NAME)) for name in listing)
+    together = names == Names() and not by_rank
     return Previous(
         manifest,
         metadata,
@@ -158,18 +163,6 @@ def _look(store: Store, names: Names) -> Previous:
         tuple(filter(_OURS.fullmatch, listing)) if together else (),
         uploads if together else (),
     )
-
-
-def _replaced_files(index: CheckpointIndex) -> list[str]:
-    """Return what the commit of ``index`` was about to delete and could not name as ours; a crash left it
-    behind."""
-    names = index.provenance.get("replaced_files", [])
-    return [name for name in names if type(name) is str] if isinstance(names, list) else []
-
-
-def _is_saved_by_rank(listing: list[str]) -> bool:
-    """Return whether ranks saved on their own, beside each other: then no file is known to be a stray."""
-    return any(name.startswith("__") and name.endswith((MANIFEST_NAME, METADATA_NAME)) for name in listing)
 
 
 def unfinished_uploads(store: Store, belongs: Callable[[str], bool] = lambda name: False) -> tuple[str, ...]:
@@ -476,18 +469,13 @@ def discard(store: Store, save_id: str, names: Names) -> None:
     try:
         strays = {info.name for info in store.list() if info.name.endswith(ending)}
         if strays:
-            strays -= _committed_files(store, names)
+            with contextlib.suppress(CheckpointNotFoundError):
+                manifest = store.read(names.manifest, limit_bytes=_INDEX_LIMIT_BYTES)
+                strays.difference_update(decode_manifest(manifest).files)
     except CheckpointError as error:
         logger.warning("%s: files of the failed save %s stay behind: %s", store.url, save_id, error)
         return
     _delete_all(store, strays)
-
-
-def _committed_files(store: Store, names: Names) -> set[str]:
-    try:
-        return set(decode_manifest(store.read(names.manifest, limit_bytes=_INDEX_LIMIT_BYTES)).files)
-    except CheckpointNotFoundError:
-        return set()
 
 
 def _delete_all(store: Store, names: Iterable[str]) -> None:

@@ -48,21 +48,6 @@ def product(a: int, b: int) -> int:
     return total
 
 
-@lru_cache(maxsize=8)
-def _lists(factor: int) -> list[list[int]]:
-    """`_table` as Python's ints: half a millisecond to make, a tenth of `product` to use."""
-    rows = _table(factor).view(np.uint8).reshape(BLOCK_BYTES, 256, BLOCK_BYTES)
-    return [[int.from_bytes(one.tobytes(), "big") for one in row] for row in rows]
-
-
-def scaled(value: int, factor: int) -> int:
-    """`product` for few factors that come again and again."""
-    total = 0
-    for row, byte in zip(_lists(factor), value.to_bytes(BLOCK_BYTES, "big"), strict=True):
-        total ^= row[byte]
-    return total
-
-
 @lru_cache(maxsize=4096)
 def power(base: int, exponent: int) -> int:
     """Return ``base`` to a power of 0 and above."""
@@ -87,11 +72,6 @@ def as_elements(blocks: bytes | memoryview | npt.NDArray[np.uint8]) -> Elements:
     return np.frombuffer(blocks, np.uint64).reshape(-1, 2)
 
 
-def as_int(element: Elements) -> int:
-    """Return one element."""
-    return int.from_bytes(element.tobytes(), "big")
-
-
 @lru_cache(maxsize=128)
 def _table(factor: int) -> Elements:
     """Return the products of ``factor`` with each value of each byte of a block: (16, 256, 2)."""
@@ -109,7 +89,8 @@ def _table(factor: int) -> Elements:
 def times(elements: Elements, factor: int) -> Elements:
     """Return all ``elements`` (..., 2) times one."""
     if elements.size <= 2 * _FEW:
-        made = [product(factor, as_int(one)).to_bytes(BLOCK_BYTES, "big") for one in elements.reshape(-1, 2)]
+        values = (int.from_bytes(one.tobytes(), "big") for one in elements.reshape(-1, 2))
+        made = [product(factor, value).to_bytes(BLOCK_BYTES, "big") for value in values]
         return as_elements(b"".join(made)).reshape(elements.shape)
     table = _table(factor)
     places = np.ascontiguousarray(elements).view(np.uint8).reshape(*elements.shape[:-1], BLOCK_BYTES)
@@ -205,10 +186,8 @@ _ENCRYPTED_COUNTER: Final = 0x58E2FCCEFA7E3061367F1D57A4E7455A
 # -- boxes ---------------------------------------------------------------------------------------------------
 
 
-_STEP_BYTES: Final = 1 << 20
-"""Of a long run this much at a time: what was read from memory once is still in the cache behind it."""
-
-_STEP_POWER: Final = power(KEY, _STEP_BYTES // BLOCK_BYTES)
+_STEP_BYTES: Final = 4 << 20
+"""Of a long run this much at a time: less costs more products, more does not stay in the cache."""
 
 _ROWS_BYTES: Final = 256 << 10
 """Runs shorter than this are collected, many at a time."""
@@ -261,6 +240,10 @@ class LogicalRuns(NamedTuple):
         return begins
 
 
+_SIMPLE_RUN: Final = LogicalRuns(0, 0, (), (), 0)
+"""Of any length, from the begin of a block on."""
+
+
 @lru_cache(maxsize=4096)
 def logical_runs(
     shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], itemsize: int
@@ -299,11 +282,7 @@ class OrderedSum:
         if end < self._end:
             value = product(power(KEY, self._end - end), value)
         elif self._value and end > self._end:
-            step = end - self._end
-            if step * BLOCK_BYTES == _STEP_BYTES:
-                self._value = scaled(self._value, _STEP_POWER)
-            else:
-                self._value = product(power(KEY, step), self._value)
+            self._value = product(power(KEY, end - self._end), self._value)
         self._value ^= value
         self._end = max(self._end, end)
 
@@ -312,24 +291,6 @@ class OrderedSum:
         if end == self._end or not self._value:
             return self._value
         return product(power(KEY, end - self._end), self._value)
-
-
-class RunDigest:
-    """Takes the bytes of a box that is one run and begins with a block, in pieces of any length."""
-
-    __slots__ = ("_position", "_sum")
-
-    def __init__(self) -> None:
-        self._position = 0
-        self._sum = OrderedSum()
-
-    def update(self, data: memoryview) -> None:
-        """Take the next bytes."""
-        self._position = _extend(self._sum, data, self._position)
-
-    def value(self) -> int:
-        """As `BoxDigest.value`."""
-        return self._sum.upto(blocks_of(self._position))
 
 
 def _extend(total: OrderedSum, data: memoryview, begin: int) -> int:
@@ -368,7 +329,7 @@ class BoxDigest:
         its last one."""
         runs = self._runs
         if not runs.counts:
-            return self._sum.upto(blocks_of(runs.last_end))
+            return self._sum.upto(blocks_of(runs.first + self._position))
         values = np.concatenate([np.zeros((0, 2), np.uint64), *self._values])
         if runs.is_regular:
             values = values.reshape(*runs.counts, 2)
@@ -481,14 +442,9 @@ class LogicalPlaces:
         is_simple: npt.NDArray[np.bool_] = is_run & (first % BLOCK_BYTES == 0)
         return is_simple
 
-    def digest(self, row: int) -> type[RunDigest] | Callable[[], BoxDigest]:
-        """Return a factory of what takes the bytes of one box."""
-        return RunDigest if self._simple[row] else partial(BoxDigest, self.runs(row))
-
-    @cached_property
-    def _simple(self) -> list[bool]:
-        simple: list[bool] = self.is_simple.tolist()
-        return simple
+    def digest(self, row: int) -> BoxDigest:
+        """Return what takes the bytes of one box."""
+        return BoxDigest(_SIMPLE_RUN if self.is_simple[row] else self.runs(row))
 
     @cached_property
     def _ends(self) -> Int64:

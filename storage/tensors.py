@@ -45,11 +45,6 @@ def dtype_code(dtype: torch.dtype, *, fqn: str = "") -> int:
     return code
 
 
-def dtype_codes(tensors: Iterable[torch.Tensor]) -> npt.NDArray[np.uint8]:
-    """Return the format code of each tensor's dtype; 0 where a checkpoint cannot hold it."""
-    return np.array([_CODE_BY_TORCH.get(tensor.dtype, 0) for tensor in tensors], np.uint8)
-
-
 def is_addressable(tensor: torch.Tensor) -> bool:
     """Return whether the tensor's elements can be read and written at ``data_ptr`` with its strides."""
     return tensor.is_cpu and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
@@ -57,7 +52,7 @@ def is_addressable(tensor: torch.Tensor) -> bool:
 
 def is_whole_memory(tensor: torch.Tensor) -> bool:
     """Return whether the ``nbytes`` at ``data_ptr`` are the tensor's elements in C order."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    return is_addressable(tensor) and tensor.is_contiguous()
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,14 +74,14 @@ class LocalMemory:
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> LocalMemory:
         """Ask ``tensors``."""
-        is_plain = [is_addressable(tensor) and tensor.is_contiguous() for tensor in tensors]
+        is_plain = [is_whole_memory(tensor) for tensor in tensors]
         addresses = [t.data_ptr() if plain else 0 for t, plain in zip(tensors, is_plain, strict=True)]
         shapes = [tensor.shape for tensor in tensors]
         return cls(
             tensors,
             np.array(is_plain, np.bool_),
             np.array(addresses, np.int64),
-            dtype_codes(tensors),
+            np.array([_CODE_BY_TORCH.get(tensor.dtype, 0) for tensor in tensors], np.uint8),
             starts([len(shape) for shape in shapes]),
             np.fromiter(chain.from_iterable(shapes), np.int64),
         )
@@ -111,7 +106,8 @@ def byte_pieces(tensor: torch.Tensor) -> Iterable[bytes | memoryview]:
     if is_whole_memory(tensor):
         return (view(tensor.data_ptr(), tensor.nbytes),)
     if tensor.nbytes < _COPY_BELOW_BYTES:
-        return (_own_bytes(tensor),)
+        copy = as_copied(tensor.detach().resolve_conj().resolve_neg()).to("cpu").contiguous()
+        return (bytes(view(copy.data_ptr(), copy.nbytes)),)
     return _slabs(tensor.detach())
 
 
@@ -128,11 +124,6 @@ def finish_device_work(tensors: Iterable[torch.Tensor]) -> None:
     """
     for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
         torch.accelerator.synchronize(device)
-
-
-def _own_bytes(tensor: torch.Tensor) -> bytes:
-    copy = as_copied(tensor.detach().resolve_conj().resolve_neg()).to("cpu").contiguous()
-    return bytes(view(copy.data_ptr(), copy.nbytes))
 
 
 def _slabs(tensor: torch.Tensor) -> Iterator[memoryview]:

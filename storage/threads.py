@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Final, Generic, TypeVar
+from typing import Final, TypeVar
 
 T = TypeVar("T")
 
@@ -105,32 +105,24 @@ class WorkerThreads(ThreadPoolExecutor):
     the block is left by an interrupt, or one comes while they are waited for."""
 
     def __init__(self, count: int, name: str = "dcp") -> None:
-        self._left = threading.Event()
+        self.left = threading.Event()
         outer = CALLER_LEFT.get()
-        seen = self._left if outer is None else AnyEvent(self._left, outer)
+        seen = self.left if outer is None else AnyEvent(self.left, outer)
         super().__init__(count, thread_name_prefix=name, initializer=CALLER_LEFT.set, initargs=(seen,))
-
-    def call_off(self) -> None:
-        """Cancel the requests of the threads: their results are not wanted any more."""
-        self._left.set()
-
-    def is_called_off(self) -> bool:
-        """Test whether `call_off` was called."""
-        return self._left.is_set()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, Exception):
-            self.call_off()
+            self.left.set()
         interrupt: BaseException | None = None
         while True:
             try:
                 # Not cancelled before: `concurrent.futures.wait` would never hear of it.
-                self.shutdown(wait=True, cancel_futures=self._left.is_set())
+                self.shutdown(wait=True, cancel_futures=self.left.is_set())
                 break
             except BaseException as another:  # noqa: BLE001 - raised below
-                self.call_off()
+                self.left.set()
                 interrupt = interrupt or another
         if interrupt is not None:
             raise interrupt
@@ -157,33 +149,28 @@ def work_off(
     if threads <= 1:
         work(iter(units))
         return
+    left, lock, failed = iter(units), threading.Lock(), threading.Event()
+
+    def shared() -> Iterator[T]:
+        while True:
+            with lock:
+                if failed.is_set() or pool.left.is_set():
+                    return
+                try:
+                    unit = next(left)
+                except StopIteration:
+                    return
+            yield unit
+
+    def one() -> None:
+        try:
+            work(shared())
+        except BaseException:
+            failed.set()
+            raise
+
     with WorkerThreads(threads - 1, name) as pool:
-        shared = _SharedIterator(iter(units), pool)
-
-        def one() -> None:
-            try:
-                work(shared)
-            except BaseException:
-                shared.has_failed = True
-                raise
-
         futures = [pool.submit(one) for _ in range(threads - 1)]
         one()
         for future in futures:
             result_of(future)
-
-
-class _SharedIterator(Iterator[T], Generic[T]):
-    """An iterator for several threads; at its end once one of them has failed, or they are called off."""
-
-    def __init__(self, units: Iterator[T], pool: WorkerThreads) -> None:
-        self._units = units
-        self._pool = pool
-        self._lock = threading.Lock()
-        self.has_failed = False
-
-    def __next__(self) -> T:
-        with self._lock:
-            if self.has_failed or self._pool.is_called_off():
-                raise StopIteration
-            return next(self._units)

@@ -364,16 +364,13 @@ class ReservedRange(PosixWriteHandle):
         self._fill_bytes = len(data)
         self._send()
 
-    def abort(self) -> None:
+    def _throw_away(self) -> None:
         """Leave what was written undefined; the file is not this range's to remove."""
-        if self._state == "open":
-            self._stop()
-            self._close("aborted")
+        self._release()
 
     def _flush_to_end(self) -> None:
         """fdatasync: the size does not change any more."""
-        while self._in_flight:
-            self._pool.give(self._await_oldest())
+        self._drain()
         with step(announce, "fdatasync", self._path):
             os.fdatasync(self._descriptor)
 

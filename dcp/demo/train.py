@@ -31,7 +31,7 @@ from dcp import CheckpointManager, FileSystemWriter, PerRank
 from dcp.planners.flatten import flatten
 from dcp.storage.stores import Store, open_store
 from dcp.storage.stores.faults import Fault, FaultInjectingStore, Operation
-from dcp.storage.stores.objects.shared import ObjectOptions
+from dcp.storage.stores.objects.store import ObjectOptions
 from dcp.storage.stores.posix.store import PosixStore
 
 _TIMEOUT_SECONDS = 120.0

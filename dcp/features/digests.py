@@ -16,7 +16,6 @@ from dcp.storage.digests import (
     SUM_BYTES,
     BoxDigest,
     LogicalPlaces,
-    RunDigest,
     as_elements,
     row_values,
     run_value,
@@ -61,16 +60,18 @@ class _Sums(Observer):
         self._shares = shares
         self._sizes = (places.volumes * places.itemsizes).tolist()
         self._values = np.zeros((len(shares), 2), np.uint64)
-        self._begun: dict[int, RunDigest | BoxDigest] = {}
+        self._simple = places.is_simple.tolist()
+        self._begun: dict[int, BoxDigest] = {}
 
     def see(self, row: int, position: int, data: memoryview) -> None:
         """Add bytes to a row's value."""
-        size, make = self._sizes[row], self._places.digest(row)
-        if make is RunDigest and len(data) == size:  # without an object for each of many small tensors
+        size = self._sizes[row]
+        if self._simple[row] and len(data) == size:  # without an object for each of many small tensors
             value = run_value(data)
         else:
-            digest = self._begun.setdefault(row, make()) if position == 0 else self._begun[row]
-            digest.update(data)
+            if position == 0:
+                self._begun[row] = self._places.digest(row)
+            self._begun[row].update(data)
             if position + len(data) < size:
                 return
             value = self._begun.pop(row).value()

@@ -166,7 +166,7 @@ def _list(checkpoint_id: str | os.PathLike[str], opener: OpenWith, *, quick: boo
     if own is not None:
         return [own]
     root = open_parent_folder(checkpoint_id, open_store=opener)
-    if not root.exists():
+    if not root.place.exists():
         raise CheckpointNotFoundError(f"{root.url}: no such folder", path=root.url)
 
     def of_folder(name: str, listing: list[FileInfo] | None) -> CheckpointSummary | None:

@@ -318,7 +318,7 @@ def find_leftovers(
     Raises `CheckpointNotFoundError` if there is no such folder.
     """
     place = open_parent_folder(root, open_store=open_store)
-    if not place.exists():
+    if not place.place.exists():
         raise CheckpointNotFoundError(f"{place.url}: no such folder", path=place.url)
     found = []
     for store in (open_store(root), *map(place.store, place.names())):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +20,9 @@ from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
 from typing import Any, Final, Literal, Protocol, Self, TypeAlias
+from weakref import WeakValueDictionary
+
+import numpy as np
 
 from dcp.storage.closable import Closable
 from dcp.storage.errors import (
@@ -34,7 +38,11 @@ LOCK_NAME: Final = ".lock"
 TEMPORARY_PREFIX: Final = ".tmp-"
 """Files written aside for a publish are named so. A crash may leave one; garbage collection removes it."""
 
+RELEASE_GIL_BYTES: Final = 64 << 10
+"""Copies from this size on let other threads run."""
+
 _NAME_LIMIT_BYTES: Final = 255
+_VERSION_LIMIT_BYTES: Final = 1 << 34
 
 
 def check_name(name: str) -> str:
@@ -103,6 +111,14 @@ def byte_view(data: Buffer) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
+def copy_bytes(target: memoryview, source: bytes | memoryview) -> None:
+    """Copy into a view of bytes of the same length; large copies let other threads run (release the GIL)."""
+    if len(source) < RELEASE_GIL_BYTES:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
+
+
 class Inflow(Protocol):
     """Takes in a range of a file as it comes, so that what has come is used while a cache has it."""
 
@@ -161,43 +177,57 @@ class ReadHandle(Closable):
         """Release the file; idempotent. No read may be running in another thread."""
 
 
-class WriteHandle(ABC):
-    """A new file, written front to back by one thread at a time.
+class WriteHandle:
+    """A new file at ``path``, written front to back by one thread at a time: open, finished or aborted.
 
-    As a context manager it finishes on a normal exit and aborts on an exception.
+    As a context manager it finishes on a normal exit and aborts on an exception. A subclass has `_append`,
+    `_complete` and `_throw_away`, or methods of its own instead of those that call them.
     """
 
-    name: str
+    def __init__(self, name: str, path: str) -> None:
+        self.name = name
+        self._path = path
+        self._position = 0
+        self._state = "open"
 
     @property
-    @abstractmethod
     def position(self) -> int:
         """Return the bytes accepted so far, so that the caller learns at which offset a record begins."""
+        return self._position
 
-    @abstractmethod
     def write(self, data: Buffer) -> None:
         """Append ``data``, consumed before return: the caller may change the memory at once.
 
         Raises `StorageFullError` or `StorageError`, also for an earlier write that failed in the background;
         then only `abort` is of use.
         """
+        self._check_usable()
+        view = byte_view(data)
+        self._append(view)
+        self._position += len(view)
 
     def write_many(self, parts: Sequence[bytes | memoryview]) -> None:
         """Append all of ``parts``, as `write` does each."""
         for part in parts:
             self.write(part)
 
-    @abstractmethod
     def finish(self) -> int:
         """Bring everything to storage, durable where `Store.create` was asked so; returns the size in bytes.
 
         Raises `CheckpointConflictError` if another process has ended its upload (`Store.abort_uploads`).
         The name itself is durable only after `Store.sync`, once for all files of a folder. Idempotent.
         """
+        if self._state != "finished":
+            self._check_usable()
+            self._complete()
+            self._state = "finished"
+        return self.position
 
-    @abstractmethod
     def abort(self) -> None:
         """Remove the file, for a save that failed. Idempotent; after `finish` it does nothing."""
+        if self._state == "open":
+            self._state = "aborted"
+            self._throw_away()
 
     def __enter__(self) -> Self:
         return self
@@ -214,54 +244,21 @@ class WriteHandle(ABC):
             self.abort()
             raise
 
-
-class PlainWriteHandle(WriteHandle):
-    """A new file at ``path``: the position, and the states open, finished and aborted."""
-
-    def __init__(self, name: str, path: str) -> None:
-        self.name = name
-        self._path = path
-        self._position = 0
-        self._state = "open"
-
-    @property
-    def position(self) -> int:
-        """Return the bytes accepted so far."""
-        return self._position
-
-    def write(self, data: Buffer) -> None:
-        """Append ``data``."""
-        self._check_open()
-        view = byte_view(data)
-        self._append(view)
-        self._position += len(view)
-
-    def finish(self) -> int:
-        """Make the file."""
-        if self._state != "finished":
-            self._check_open()
-            self._complete()
-            self._state = "finished"
-        return self._position
-
-    def abort(self) -> None:
-        """Throw away what was written."""
-        if self._state == "open":
-            self._state = "aborted"
-            self._throw_away()
-
-    @abstractmethod
-    def _append(self, view: memoryview) -> None: ...
-
-    @abstractmethod
-    def _complete(self) -> None: ...
-
-    @abstractmethod
-    def _throw_away(self) -> None: ...
-
-    def _check_open(self) -> None:
+    def _check_usable(self) -> None:
         if self._state != "open":
             raise ValueError(f"{self._path} is {self._state}: nothing can be written to it any more")
+
+    def _append(self, view: memoryview) -> None:
+        """Take in some bytes."""
+        raise NotImplementedError
+
+    def _complete(self) -> None:
+        """Make the file."""
+        raise NotImplementedError
+
+    def _throw_away(self) -> None:
+        """Throw away what was written."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,6 +367,37 @@ def traffic_since(now: dict[str, float], before: Mapping[str, float]) -> dict[st
     }
 
 
+_LOCKS: Final[WeakValueDictionary[tuple[int, str], threading.RLock]] = WeakValueDictionary()
+_locks_guard = threading.RLock()  # the collector may run what takes a lock, wherever it is held
+
+
+def _start_afresh() -> None:
+    global _locks_guard
+    _locks_guard = threading.RLock()  # a thread that the child does not have may hold the old one
+
+
+os.register_at_fork(after_in_child=_start_afresh)
+
+
+@contextmanager
+def locked(url: str, timeout_seconds: float) -> Iterator[None]:
+    """Hold the lock of a place between the threads of this process, which exists as long as a thread has it.
+    Raises `StorageError` if another thread holds it for ``timeout_seconds``."""
+    with _locks_guard:
+        lock = _LOCKS.setdefault((os.getpid(), url), threading.RLock())
+    if not lock.acquire(timeout=max(0.0, timeout_seconds)):
+        raise StorageError(
+            f"{url} is locked by another thread, and was still after {timeout_seconds:g} seconds",
+            path=url,
+            op="lock",
+            timeout_seconds=timeout_seconds,
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 class Store(ABC):
     """A flat folder of files, safe to use from several threads and processes."""
 
@@ -386,8 +414,7 @@ class Store(ABC):
         """Return ``name`` below `url`, for messages and the ``path`` of errors."""
         return f"{self.url}/{name}"
 
-    @abstractmethod
-    def make_root(self) -> None:
+    def make_root(self) -> None:  # noqa: B027 - a prefix of keys needs no making
         """Create the folder and its parents, durably; fine if it is there. Before the first data file."""
 
     @abstractmethod
@@ -396,9 +423,10 @@ class Store(ABC):
         collection needs them), the lock file not; ``[]`` if the root does not exist.
         """
 
-    @abstractmethod
     def stat(self, name: str) -> FileInfo | None:
         """Return one file's size without opening it; None if there is no regular file of that name."""
+        check_name(name)
+        return next((info for info in self.list() if info.name == name), None)
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         """Return a whole small file (a manifest) in one request.
@@ -428,7 +456,6 @@ class Store(ABC):
         then raises `CheckpointNotFoundError` or `CorruptCheckpointError` (another size) at the first read.
         """
 
-    @abstractmethod
     def create(
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> WriteHandle:
@@ -441,13 +468,16 @@ class Store(ABC):
         With ``replace`` a file of that name gives way: on S3 at the instant at which the new one appears,
         else now.
         """
+        raise self._refused("create", self.path_of(name))
 
-    @abstractmethod
     def version(self, name: str) -> Version | None:
         """Return which content a small file has now, to replace exactly that one later; None if it is
-        absent."""
+        absent. A digest, unless the store has anything better."""
+        try:
+            return Version(self.read(name, limit_bytes=_VERSION_LIMIT_BYTES))
+        except CheckpointNotFoundError:
+            return None
 
-    @abstractmethod
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
         """Make ``name`` hold ``data``, atomically: the commit. After a crash it is the old or the new.
 
@@ -455,10 +485,11 @@ class Store(ABC):
         always. Raises `CheckpointConflictError` if something else is there. Any other error leaves open what
         happened, unless it says that it is ``published``: the caller has to look.
         """
+        raise self._refused("publish", self.path_of(name))
 
-    @abstractmethod
     def delete(self, name: str) -> None:
         """Remove a file; a missing one is fine, since deletion is repeated after crashes."""
+        raise self._refused("delete", self.path_of(name))
 
     def delete_if(self, name: str, expected: Version) -> bool:
         """Remove a file that still has the content ``expected``; False if it has another, and stays.
@@ -532,7 +563,6 @@ class Store(ABC):
         """
         return {}
 
-    @abstractmethod
     def lock(self, *, timeout_seconds: float) -> AbstractContextManager[None]:
         """Hold a lock, advisory and exclusive between threads, and between processes where the store has such
         a thing; released when the holder dies.
@@ -540,17 +570,16 @@ class Store(ABC):
         An object store has not: there only the comparison in `publish` arbitrates. Re-entrant in one thread
         through one store object. Raises `StorageError` after ``timeout_seconds``.
         """
+        return locked(self.url, timeout_seconds)
 
-    @abstractmethod
-    def sync(self) -> None:
+    def sync(self) -> None:  # noqa: B027 - a service has done so when it answers
         """Make names durable: finished files survive a power loss only after this."""
 
     def make_durable(self) -> None:
         """Do as `sync`, also for files that were finished without ``durable``: all that are here."""
         self.sync()
 
-    @abstractmethod
-    def remove_root(self) -> None:
+    def remove_root(self) -> None:  # noqa: B027 - a prefix of keys is gone with its last one
         """Remove the folder if it is empty, and leave it alone if it is not; a missing one is fine."""
 
     # -- folders below, where `Capabilities.lists_folders` says that it knows of any ------------------------
@@ -578,6 +607,9 @@ class Store(ABC):
             op="list",
         )
 
+    def _refused(self, op: str, path: str) -> StorageError:
+        return StorageError(f"{path}: a {type(self).__name__} can only be read", path=path, op=op)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
 
@@ -590,49 +622,9 @@ class ReadOnlyStore(Store):
 
     capabilities = Capabilities(is_writable=False)
 
-    def stat(self, name: str) -> FileInfo | None:
-        """Return it out of the listing."""
-        check_name(name)
-        return next((info for info in self.list() if info.name == name), None)
-
-    def version(self, name: str) -> Version | None:
-        """Return a digest of the content."""
-        info = self.stat(name)
-        return None if info is None else Version(self.read(name, limit_bytes=info.size_bytes))
-
-    @contextmanager
-    def lock(self, *, timeout_seconds: float) -> Iterator[None]:
-        """Hold nothing: there are no writers to wait for."""
-        yield
-
-    def sync(self) -> None:
-        """Do nothing."""
-
     def make_root(self) -> None:
         """Refuse it, as all that writes."""
-        raise self._refused("mkdir")
-
-    def create(
-        self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
-    ) -> WriteHandle:
-        """Refuse it."""
-        raise self._refused("create", name)
-
-    def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
-        """Refuse it."""
-        raise self._refused("publish", name)
-
-    def delete(self, name: str) -> None:
-        """Refuse it."""
-        raise self._refused("delete", name)
-
-    def remove_root(self) -> None:
-        """Refuse it."""
-        raise self._refused("rmdir")
-
-    def _refused(self, op: str, name: str | None = None) -> StorageError:
-        path = self.url if name is None else self.path_of(name)
-        return StorageError(f"{path}: a {type(self).__name__} can only be read", path=path, op=op)
+        raise self._refused("mkdir", self.url)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

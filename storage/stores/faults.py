@@ -60,10 +60,6 @@ class Fault:
     hook: Callable[[Operation], None] | None = None
     flip_byte: int | None = None
 
-    def matches(self, operation: Operation) -> bool:
-        """Return whether the operation is one of those that this fault counts."""
-        return fnmatch.fnmatchcase(operation.op, self.op) and fnmatch.fnmatchcase(operation.name, self.name)
-
 
 def _counted(method: M, op: str = "") -> M:
     """Return ``method`` of `Store` as an operation that is counted, and carried out by the inner store."""
@@ -161,7 +157,7 @@ class FaultInjectingStore(Store):
             self.log.append(operation)
             due = []
             for row, fault in enumerate(self._faults):
-                if fault.matches(operation):
+                if fnmatch.fnmatchcase(op, fault.op) and fnmatch.fnmatchcase(name, fault.name):
                     self._seen[row] += 1
                     if self._seen[row] == fault.at or (fault.onwards and self._seen[row] > fault.at):
                         due.append(fault)

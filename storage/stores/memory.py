@@ -5,19 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
-from dcp.storage.errors import (
-    CorruptCheckpointError,
-)
+from dcp.storage.errors import CorruptCheckpointError
 from dcp.storage.stores.base import (
     ANY,
     Capabilities,
     Expected,
     FileInfo,
-    PlainWriteHandle,
     ReadHandle,
     Store,
     StoreType,
@@ -27,7 +23,6 @@ from dcp.storage.stores.base import (
     check_name,
     is_name,
 )
-from dcp.storage.stores.objects.shared import locked
 
 
 @dataclass
@@ -35,21 +30,12 @@ class _MemoryFile:
     data: bytearray
     modified_seconds: float
 
-
-@dataclass
-class _MemoryFolder:
-    files: dict[str, _MemoryFile] = field(default_factory=dict)
-    guard: threading.Lock = field(default_factory=threading.Lock)
+    def info(self, name: str) -> FileInfo:
+        return FileInfo(name, len(self.data), self.modified_seconds)
 
 
-_FOLDERS: dict[str, _MemoryFolder] = {}
-_FOLDERS_GUARD = threading.Lock()
-
-
-def folder_names() -> list[str]:
-    """Return the names of the stores that have files, in no order."""
-    with _FOLDERS_GUARD:
-        return [name for name, folder in _FOLDERS.items() if folder.files]
+_FOLDERS: dict[str, dict[str, _MemoryFile]] = {}
+_GUARD = threading.RLock()
 
 
 class MemoryStore(Store):
@@ -59,21 +45,19 @@ class MemoryStore(Store):
 
     def __init__(self, name: str) -> None:
         self.url = f"memory://{name}"
-        with _FOLDERS_GUARD:
-            self._folder = _FOLDERS.setdefault(name, _MemoryFolder())
-
-    def make_root(self) -> None:
-        """Do nothing: the folder exists as long as the process."""
+        self._name = name
+        with _GUARD:
+            self._files = _FOLDERS.setdefault(name, {})
 
     def list(self) -> list[FileInfo]:
         """Return a snapshot; files that are being written are listed with their size so far."""
-        with self._folder.guard:
-            return [_file_info(name, file) for name, file in sorted(self._folder.files.items())]
+        with _GUARD:
+            return [file.info(name) for name, file in sorted(self._files.items())]
 
     def stat(self, name: str) -> FileInfo | None:
         """Return the size so far, for a file that is being written."""
-        file = self._folder.files.get(check_name(name))
-        return _file_info(name, file) if file else None
+        file = self._files.get(check_name(name))
+        return file.info(name) if file else None
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         """Return a copy of the file."""
@@ -84,56 +68,42 @@ class MemoryStore(Store):
 
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
         """Open a file; the handle keeps the file's memory, also when the file is deleted or replaced."""
-        return _MemoryReadHandle(name, self.path_of(name), self._file(name))
+        return _MemoryReadHandle(name, self.path_of(name), self._file(name).data)
 
     def create(
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> WriteHandle:
         """Begin a file, which grows in memory; sizes and durability have no effect."""
         file = _MemoryFile(bytearray(), time.time())
-        with self._folder.guard:
+        with _GUARD:
             if replace:
-                self._folder.files.pop(check_name(name), None)
-            if self._folder.files.setdefault(check_name(name), file) is not file:
+                self._files.pop(check_name(name), None)
+            if self._files.setdefault(check_name(name), file) is not file:
                 raise self.taken(name)
-        return _MemoryWriteHandle(name, self, file)
+        return _MemoryWriteHandle(name, self.path_of(name), self._files, file)
 
     def version(self, name: str) -> Version | None:
         """Return a digest of the content."""
-        file = self._folder.files.get(check_name(name))
+        file = self._files.get(check_name(name))
         return Version(bytes(file.data)) if file else None
 
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
         """Compare and replace under one mutex."""
-        new = _MemoryFile(bytearray(data), time.time())
-        with self._folder.guard:
+        with _GUARD:
             if expected is not ANY and self.version(name) != expected:
                 raise self.conflict(name)
-            self._folder.files[check_name(name)] = new
+            self._files[check_name(name)] = _MemoryFile(bytearray(data), time.time())
         return Version(data)
 
     def delete(self, name: str) -> None:
         """Open read handles still read it."""
-        with self._folder.guard:
-            self._folder.files.pop(check_name(name), None)
+        with _GUARD:
+            self._files.pop(check_name(name), None)
 
     def delete_if(self, name: str, expected: Version) -> bool:
         """Compare and remove under one mutex."""
-        with self._folder.guard:
-            if self.version(name) not in (None, expected):
-                return False
-            self._folder.files.pop(check_name(name), None)
-            return True
-
-    def lock(self, *, timeout_seconds: float) -> AbstractContextManager[None]:
-        """Hold a lock between threads: other processes have a folder of their own."""
-        return locked(self.url, timeout_seconds)
-
-    def sync(self) -> None:
-        """Do nothing: nothing is durable here."""
-
-    def remove_root(self) -> None:
-        """Do nothing: an empty folder takes no space, and a store object may still refer to it."""
+        with _GUARD:
+            return super().delete_if(name, expected)
 
     def folders(self) -> Sequence[str]:
         """Return only folders with files directly in them: empty ones are what looking at a name leaves."""
@@ -149,35 +119,29 @@ class MemoryStore(Store):
 
     def _below(self) -> Sequence[str]:
         prefix = f"{self._name.rstrip('/')}/"
-        return [name.removeprefix(prefix) for name in folder_names() if name.startswith(prefix)]
-
-    @property
-    def _name(self) -> str:
-        return self.url.removeprefix("memory://")
+        with _GUARD:
+            return [
+                name.removeprefix(prefix) for name in _FOLDERS if name.startswith(prefix) and _FOLDERS[name]
+            ]
 
     def _file(self, name: str) -> _MemoryFile:
-        file = self._folder.files.get(check_name(name))
+        file = self._files.get(check_name(name))
         if file is None:
             raise self.absent(name)
         return file
 
-    def _forget(self, name: str, file: _MemoryFile) -> None:
-        with self._folder.guard:
-            if self._folder.files.get(name) is file:
-                del self._folder.files[name]
-
 
 class _MemoryReadHandle(ReadHandle):
-    def __init__(self, name: str, path: str, file: _MemoryFile) -> None:
+    def __init__(self, name: str, path: str, data: bytearray) -> None:
         self.name = name
-        self.size_bytes = len(file.data)
+        self.size_bytes = len(data)
         self._path = path
-        self._file: _MemoryFile | None = file
+        self._data: bytearray | None = data
 
     def preadv(self, buffers: Sequence[memoryview], offset: int) -> None:
-        if self._file is None:
+        if self._data is None:
             raise ValueError(f"{self._path} is closed: it cannot be read any more")
-        size, end = len(self._file.data), offset + sum(buffer.nbytes for buffer in buffers)
+        size, end = len(self._data), offset + sum(buffer.nbytes for buffer in buffers)
         if end > size and end > offset:
             raise CorruptCheckpointError(
                 f"{self._path} ends at byte {size}, but the checkpoint has data up to byte {end}",
@@ -187,17 +151,17 @@ class _MemoryReadHandle(ReadHandle):
             )
         for buffer in buffers:
             target = byte_view(buffer)
-            target[:] = self._file.data[offset : offset + len(target)]
+            target[:] = self._data[offset : offset + len(target)]
             offset += len(target)
 
     def close(self) -> None:
-        self._file = None
+        self._data = None
 
 
-class _MemoryWriteHandle(PlainWriteHandle):
-    def __init__(self, name: str, store: MemoryStore, file: _MemoryFile) -> None:
-        super().__init__(name, store.path_of(name))
-        self._store = store
+class _MemoryWriteHandle(WriteHandle):
+    def __init__(self, name: str, path: str, files: dict[str, _MemoryFile], file: _MemoryFile) -> None:
+        super().__init__(name, path)
+        self._files = files
         self._file = file
 
     def _append(self, view: memoryview) -> None:
@@ -207,11 +171,9 @@ class _MemoryWriteHandle(PlainWriteHandle):
         self._file.modified_seconds = time.time()
 
     def _throw_away(self) -> None:
-        self._store._forget(self.name, self._file)
-
-
-def _file_info(name: str, file: _MemoryFile) -> FileInfo:
-    return FileInfo(name, len(file.data), file.modified_seconds)
+        with _GUARD:
+            if self._files.get(self.name) is self._file:
+                del self._files[self.name]
 
 
 def _open(url: str, options: Mapping[str, Any] | None) -> Store:

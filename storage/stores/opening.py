@@ -47,7 +47,7 @@ def open_store(
     ``s3://`` or any other URL that fsspec has a file system for.
 
     ``storage_options`` are those of the file system, as all users of fsspec pass them, and ours of
-    `dcp.storage.stores.objects.shared.ObjectOptions`. Nothing is touched yet. Raises `StorageError` for what
+    `dcp.storage.stores.objects.store.ObjectOptions`. Nothing is touched yet. Raises `StorageError` for what
     names no place, an unknown scheme and options where none apply; for a missing package the first operation
     does.
     """
@@ -207,10 +207,6 @@ class ParentFolder:
         """Return how many small files below are worth reading at a time: 1 where a request costs next to
         nothing."""
         return _REQUESTS_AT_ONCE if self.lists_tree else 1
-
-    def exists(self) -> bool:
-        """Return whether the place is there. Kinds without folders, which have nothing to make, say yes."""
-        return self.place.exists()
 
     def names(self) -> list[str]:
         """Return the names of the folders directly below that could be checkpoints, sorted: one listing.

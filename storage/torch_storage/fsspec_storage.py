@@ -25,7 +25,7 @@ class FsspecWriter(FileSystemWriter):
     """`FileSystemWriter` to a URL such as ``s3://bucket/prefix``; a local path is fine, too.
 
     ``kwargs`` are the storage options, as all users of fsspec pass them (``endpoint_url``, ``key``,
-    ``secret``, ``anon``, ``client_kwargs``, ...), and ours of `dcp.storage.stores.objects.shared`.
+    ``secret``, ``anon``, ``client_kwargs``, ...), and ours of `dcp.storage.stores.objects.store`.
     ``memory://`` is fsspec's memory file system.
     """
 

@@ -70,7 +70,7 @@ class ObjectModel(MemoryStore):
 
     def content(self, name: str) -> bytes | None:
         """What a file holds; None if it is absent."""
-        file = self._folder.files.get(name)
+        file = self._files.get(name)
         return None if file is None else bytes(file.data)
 
     def clear(self) -> None:

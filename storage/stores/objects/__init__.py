@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from dcp.storage.errors import StorageError
 from dcp.storage.stores.base import Store, StoreType
 
 
 def _open(url: str, options: Mapping[str, Any] | None) -> Store:
     # Only here: most do without fsspec.
-    if "::" in url:
-        raise StorageError(f"{url}: chained file systems cannot hold checkpoints", path=url, op="open")
     if url.startswith(("s3://", "s3a://")):
         from dcp.storage.stores.objects.s3 import S3Store
 

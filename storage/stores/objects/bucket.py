@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import http.client
 import io
+import math
 import socket
 import threading
 import time
@@ -28,7 +29,7 @@ from s3fs import S3FileSystem
 from dcp.storage.errors import StorageError
 from dcp.storage.stores.base import Inflow
 from dcp.storage.stores.objects.requests import CALLED_OFF, Failure, RequestError, s3_failure
-from dcp.storage.stores.objects.shared import ObjectOptions
+from dcp.storage.stores.objects.store import ObjectOptions
 
 T = TypeVar("T")
 
@@ -48,12 +49,12 @@ class _Attempt:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._is_filling = False
-        self._begun_seconds: float | None = None
+        self._begun_seconds = math.inf
         self._moved_bytes = 0
         self._is_aborted = False
 
     def carry_out(self, act: Callable[[], T]) -> T:
-        """Return what ``act`` returns; before a thread is here it is not late."""
+        """Return what ``act`` returns."""
         self._begun_seconds = time.monotonic()
         token = _CURRENT.set(self)
         try:
@@ -63,9 +64,9 @@ class _Attempt:
             _CURRENT.reset(token)
 
     def is_late(self, limit_seconds: float) -> bool:
-        """Return whether it is slower than is waited for."""
+        """Return whether it is slower than is waited for; before a thread is here it is not late."""
         allowed = limit_seconds + self._moved_bytes / _SLOWEST_BYTES_PER_SECOND
-        return self._begun_seconds is not None and time.monotonic() - self._begun_seconds > allowed
+        return time.monotonic() - self._begun_seconds > allowed
 
     def abort(self) -> bool:
         """End it; whether the thread may be writing to the caller's memory until it has noticed."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 import datetime
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from functools import cached_property
+from operator import attrgetter
 from typing import IO, Any, Final
 
 import fsspec
@@ -26,7 +28,6 @@ from dcp.storage.stores.objects.store import (
     ABSENT,
     ObjectInfo,
     ObjectStore,
-    ObjectWriteHandle,
     Page,
     files_of,
 )
@@ -54,16 +55,13 @@ class FsspecStore(ObjectStore):
                 op="open",
             )
         super().__init__(url, scheme, storage_options)
-        self._prefix: str | None = None
 
-    @property
-    def prefix(self) -> str:
-        """Return the path of the folder, which the file system's class knows."""
-        if self._prefix is None:
-            with self._opening():
-                path = fsspec.get_filesystem_class(self.place)._strip_protocol(self.url)
-            self._prefix = f"{str(path).rstrip('/')}/"
-        return self._prefix
+    @cached_property
+    def prefix(self) -> str:  # type: ignore[override]  # found out when it is asked for
+        """The path of the folder, which the file system's class knows."""
+        with self._opening():
+            path = fsspec.get_filesystem_class(self.place)._strip_protocol(self.url)
+        return f"{str(path).rstrip('/')}/"
 
     @property
     def _filesystem(self) -> Any:
@@ -76,9 +74,6 @@ class FsspecStore(ObjectStore):
     @property
     def _is_memory(self) -> bool:
         return isinstance(self._filesystem, MemoryFileSystem)
-
-    def _identity(self) -> str:
-        return self.place
 
     def _identity_of_place(self) -> str:
         """Return the file system, as fsspec tells it from others of its kind, without the path."""
@@ -182,11 +177,9 @@ class FsspecStore(ObjectStore):
                 raise RequestError(Failure.CONDITION, f"{key} exists") from error
             return self._tag(key)
 
-    def _delete(self, keys: Sequence[str]) -> dict[str, str]:
-        for key in keys:
-            with self.attempt() as filesystem, suppress(FileNotFoundError):
-                filesystem.rm_file(key)
-        return {}
+    def _delete(self, key: str) -> None:
+        with self.attempt() as filesystem, suppress(FileNotFoundError):
+            filesystem.rm_file(key)
 
     def create(
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
@@ -238,7 +231,7 @@ class FsspecStore(ObjectStore):
         page = self._list(prefix, lambda filesystem, folder: filesystem.ls(folder, detail=True))
         yield page
         if not shallow:
-            for deeper in page.prefixes:
+            for deeper in page[1]:
                 if is_name(deeper[len(prefix) :].removesuffix("/")):
                     yield from self._pages(deeper, shallow=False)
 
@@ -255,18 +248,18 @@ class FsspecStore(ObjectStore):
         entries = self._run("list", prefix, act)
         files = [_info(entry["name"], entry) for entry in entries if entry["type"] == "file"]
         folders = [f"{entry['name']}/" for entry in entries if entry["type"] == "directory"]
-        return Page(
-            sorted((info for info in files if info.key.startswith(prefix)), key=lambda info: info.key),
+        return (
+            sorted((info for info in files if info.key.startswith(prefix)), key=attrgetter("key")),
             sorted(folder for folder in folders if folder.startswith(prefix)),
         )
 
 
-class _StreamWriteHandle(ObjectWriteHandle):
+class _StreamWriteHandle(WriteHandle):
     """A file object of the file system, which is closed to make the object."""
 
     def __init__(self, store: FsspecStore, name: str, file: IO[bytes]) -> None:
-        super().__init__(store, name)
-        self._files = store
+        super().__init__(name, store.path_of(name))
+        self._store = store
         self._file = file
 
     def _append(self, view: memoryview) -> None:
@@ -278,7 +271,7 @@ class _StreamWriteHandle(ObjectWriteHandle):
     def _once(self, op: str, act: Callable[[], object]) -> None:
         """Make one attempt: it is not known how much of it was done."""
         try:
-            with self._files.attempt():
+            with self._store.attempt():
                 act()
         except RequestError as error:
             raise StorageError(f"{op} of {self._path} failed: {error}", path=self._path, op=op) from error
@@ -286,13 +279,13 @@ class _StreamWriteHandle(ObjectWriteHandle):
     def _throw_away(self) -> None:
         with suppress(Exception):  # what it can throw away differs; in the end the object must not be there
             self._file.discard()  # type: ignore[attr-defined]
-        with suppress(RequestError), self._files.attempt() as filesystem:
+        with suppress(RequestError), self._store.attempt() as filesystem:
             if isinstance(filesystem, LocalFileSystem):
                 self._file.close()
             elif not isinstance(filesystem, MemoryFileSystem):
                 self._file.closed = True  # type: ignore[misc]  # else the collector would make the object
         with suppress(RequestError):
-            self._files._delete([self._key])
+            self._store._delete(self._store.key_of(self.name))
 
 
 def _info(key: str, entry: Mapping[str, Any]) -> ObjectInfo:

@@ -14,6 +14,7 @@ import errno
 import http.client
 import json
 import logging
+import math
 import random
 import re
 import socket
@@ -299,8 +300,8 @@ _QUIET_ATTEMPTS: Final = 2
 _UNRESOLVED_SECONDS: Final = 5.0
 """The patience with a host that has no address and never answered: most likely its name is misspelt."""
 _FORGET_SECONDS: Final = 60.0
-_unresolved_hosts: dict[tuple[str, str], tuple[float, float]] = {}
-"""When hosts were first and last found to have no address."""
+_unresolved_since: dict[tuple[str, str], float] = {}
+"""When hosts were found to have no address."""
 _answered_hosts: set[tuple[str, str]] = set()
 """Of this process, whose stores come and go: there the patience is that with any outage."""
 _ANSWERS: Final = frozenset({Failure.MISSING, Failure.CONDITION, Failure.RANGE})
@@ -357,9 +358,13 @@ class Requests:
                         error.is_ambiguous = attempts > 1
                         raise
                     pause = max(self._random.uniform(0, bound_seconds), error.retry_after_seconds)
+                    now = time.monotonic()
                     if error.is_unresolved and self._host not in _answered_hosts:
-                        give_up = min(give_up, self._without_address_since() + _UNRESOLVED_SECONDS)
-                    late = time.monotonic() + pause > give_up
+                        # What is asked for next, to clear up, waits no more.
+                        if now - _unresolved_since.get(self._host, -math.inf) > _FORGET_SECONDS:
+                            _unresolved_since[self._host] = now
+                        give_up = min(give_up, _unresolved_since[self._host] + _UNRESOLVED_SECONDS)
+                    late = now + pause > give_up
                     if error.kind is not Failure.PASSING or late or called_off.is_set():
                         raise self._error(op, key, error, attempts) from error
                     level = logging.DEBUG if attempts <= _QUIET_ATTEMPTS else logging.WARNING
@@ -392,16 +397,6 @@ class Requests:
             if found:
                 found |= {"request_seconds": self._seconds, "slowest_request_seconds": self._slowest_seconds}
             return found
-
-    def _without_address_since(self) -> float:
-        """Return when the host was first found to have none: what is asked for next, to clear up, waits no
-        more."""
-        now = time.monotonic()
-        first, last = _unresolved_hosts.get(self._host, (now, now))
-        if now - last > _FORGET_SECONDS:
-            first = now
-        _unresolved_hosts[self._host] = first, now
-        return first
 
     def _count(
         self, op: str, seconds: float, again: bool, received_bytes: int = 0, sent_bytes: int = 0

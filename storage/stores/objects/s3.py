@@ -18,11 +18,9 @@ from urllib.parse import urlsplit
 from isal.isal_zlib import crc32
 
 from dcp.storage.errors import CheckpointConflictError, StorageError
-from dcp.storage.stores.base import Inflow, Version, WriteHandle, is_name
-from dcp.storage.stores.buffers import copy_bytes
+from dcp.storage.stores.base import Inflow, Version, WriteHandle, copy_bytes, is_name
 from dcp.storage.stores.objects.requests import Failure, RequestError
-from dcp.storage.stores.objects.shared import Part
-from dcp.storage.stores.objects.store import ABSENT, ObjectInfo, ObjectStore, ObjectWriteHandle, Page
+from dcp.storage.stores.objects.store import ABSENT, ObjectInfo, ObjectStore, Page, Part
 from dcp.storage.threads import clearing_up, result_of
 
 if TYPE_CHECKING:
@@ -35,6 +33,7 @@ _URL: Final = re.compile(r"s3a?://([^/]+)/?(.*)", re.DOTALL)
 _RANGE: Final = re.compile(r"(\d+)-\d+/(\d+)")
 _WHOLE_PUT_BYTES: Final = 64 << 20
 """A publish above this goes in parts, as data files do."""
+_DELETED_AT_ONCE: Final = 1000
 _MAX_PARTS: Final = 10_000
 _PLANNED_PARTS: Final = 4_000
 _LARGEST_PART_BYTES: Final = 1 << 30
@@ -44,7 +43,6 @@ _GROW_AFTER_PARTS: Final = 5_000
 class S3Store(ObjectStore):
     """A prefix of a bucket. ``storage_options`` are those of `s3fs.S3FileSystem`, and `ObjectOptions`."""
 
-    delete_limit = 1000
     streams_bodies = True
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -52,21 +50,13 @@ class S3Store(ObjectStore):
         if found is None:
             raise StorageError(f"{url!r} names no bucket; use s3://bucket/prefix", path=url, op="open")
         super().__init__(url, found[1], storage_options)
-        self._prefix = f"{found[2]}/" if found[2] else ""
-
-    @property
-    def prefix(self) -> str:
-        """Return that of the URL."""
-        return self._prefix
+        self.prefix = f"{found[2]}/" if found[2] else ""
 
     @property
     def bucket(self) -> S3Bucket:
         """Return the client of the bucket."""
         bucket: S3Bucket = self.shared().client
         return bucket
-
-    def _identity(self) -> str:
-        return f"{self.bucket.endpoint()}/{self.place}"
 
     def _make_client(self) -> tuple[S3Bucket, int]:
         try:
@@ -156,7 +146,7 @@ class S3Store(ObjectStore):
                 )
                 for one in page.get("Contents") or ()
             ]
-            yield Page(objects, [str(one["Prefix"]) for one in page.get("CommonPrefixes") or ()])
+            yield objects, [str(one["Prefix"]) for one in page.get("CommonPrefixes") or ()]
 
     def _paged(
         self, op: str, method: str, arguments: dict[str, Any], following: Mapping[str, str]
@@ -170,17 +160,34 @@ class S3Store(ObjectStore):
                 return
             arguments = arguments | {name: page.get(source, "") for name, source in following.items()}
 
-    def _delete(self, keys: Sequence[str]) -> dict[str, str]:
-        if len(keys) == 1:
-            self.bucket.ask("delete_object", Key=keys[0])
-            return {}
-        wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
-        answer = self.bucket.ask("delete_objects", Delete=wanted)
-        return {
-            str(one.get("Key")): f"{one.get('Code')}: {one.get('Message')}"
-            for one in answer.get("Errors") or ()
-            if one.get("Code") != "NoSuchKey"
-        }
+    def _delete(self, key: str) -> None:
+        self.bucket.ask("delete_object", Key=key)
+
+    def delete_all(self, names: Sequence[str]) -> dict[str, Exception]:
+        """Make one request for each thousand files."""
+        if len(names) == 1:
+            return super().delete_all(names)
+        failed: dict[str, Exception] = {}
+        for start in range(0, len(names), _DELETED_AT_ONCE):
+            part = names[start : start + _DELETED_AT_ONCE]
+            by_key = {self.key_of(name): name for name in part}
+            wanted = {"Objects": [{"Key": key} for key in by_key], "Quiet": True}
+            delete = partial(self.bucket.ask, "delete_objects", Delete=wanted)
+            try:
+                answer = self.requests.run("delete", self.key_of(part[0]), delete)
+            except StorageError as error:
+                failed |= dict.fromkeys(part, error)
+                continue
+            for one in answer.get("Errors") or ():
+                if one.get("Code") != "NoSuchKey":
+                    name = by_key[str(one.get("Key"))]
+                    failed[name] = StorageError(
+                        f"delete of {self.path_of(name)} failed: {one.get('Code')}: {one.get('Message')}",
+                        path=self.path_of(name),
+                        op="delete",
+                        key=self.key_of(name),
+                    )
+        return failed
 
     def delete_if(self, name: str, expected: Version) -> bool:
         """Delete it if it is equal, compared here, because not all services do, and by those that do once
@@ -204,18 +211,6 @@ class S3Store(ObjectStore):
             return self.version(name) is None
         return True
 
-    def _uploads(self, belongs: Callable[[str], bool], begin: str) -> list[tuple[str, str]]:
-        """Return (key, id) of the uploads of files for which ``belongs(name)`` that have begun and not
-        ended."""
-        following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
-        where = {"Prefix": f"{self.prefix}{begin}"}
-        pages = self._paged("list_uploads", "list_multipart_uploads", where, following)
-        found = [
-            (str(one["Key"]), str(one["UploadId"])) for page in pages for one in page.get("Uploads") or ()
-        ]
-        start = len(self.prefix)
-        return [(key, number) for key, number in found if is_name(key[start:]) and belongs(key[start:])]
-
     def abort_upload(self, key: str, upload_id: str, level: int) -> None:
         """Throw the parts away; an upload that is not there any more is fine."""
         abort = partial(self.bucket.ask, "abort_multipart_upload", Key=key, UploadId=upload_id)
@@ -228,14 +223,20 @@ class S3Store(ObjectStore):
         self, belongs: Callable[[str], bool], level: int = logging.DEBUG, begin: str = ""
     ) -> int:
         """Make two requests or more. Without the permission to list uploads it does nothing."""
+        following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        where, start = {"Prefix": f"{self.prefix}{begin}"}, len(self.prefix)
         try:
-            found = self._uploads(belongs, begin)
+            pages = list(self._paged("list_uploads", "list_multipart_uploads", where, following))
         except StorageError as error:
             logger.log(level, "%s: unfinished uploads cannot be listed: %s", self.url, error)
             return 0
-        for key, upload_id in found:
-            self.abort_upload(key, upload_id, level)
-        return len(found)
+        ended = 0
+        for one in (one for page in pages for one in page.get("Uploads") or ()):
+            key = str(one["Key"])
+            if is_name(key[start:]) and belongs(key[start:]):
+                self.abort_upload(key, str(one["UploadId"]), level)
+                ended += 1
+        return ended
 
     def create(
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
@@ -251,7 +252,7 @@ class S3Store(ObjectStore):
         return self.requests.run("presign", key, partial(self.bucket.presigned_url, key, seconds))
 
 
-class PartsWriteHandle(ObjectWriteHandle):
+class PartsWriteHandle(WriteHandle):
     """Parts are assembled in memory that all files share, and sent by threads of the place.
 
     A file that fits into one part is one request, at the end. The object appears at the end only, if
@@ -268,8 +269,9 @@ class PartsWriteHandle(ObjectWriteHandle):
         *,
         replace: bool = False,
     ) -> None:
-        super().__init__(store, name)
-        self._s3 = store
+        super().__init__(name, store.path_of(name))
+        self._store = store
+        self._key = store.key_of(name)
         self._condition = condition
         self._replace = replace
         self._shared = store.shared()
@@ -335,13 +337,10 @@ class PartsWriteHandle(ObjectWriteHandle):
             self._part_bytes *= 4
 
     def _begin(self) -> str:
-        begin = partial(
-            self._s3.bucket.ask, "create_multipart_upload", Key=self._key, ChecksumAlgorithm="CRC32"
-        )
-
         def attempt() -> str:
             self._begun += 1
-            return str(begin()["UploadId"])
+            where = {"Key": self._key, "ChecksumAlgorithm": "CRC32"}
+            return str(self._store.bucket.ask("create_multipart_upload", **where)["UploadId"])
 
         return self._store.requests.run("begin_upload", self._key, attempt)
 
@@ -354,7 +353,7 @@ class PartsWriteHandle(ObjectWriteHandle):
             answer = self._store.requests.run(
                 "put_part",
                 self._key,
-                partial(self._s3.bucket.ask, "upload_part", size, **where, **part),
+                partial(self._store.bucket.ask, "upload_part", size, **where, **part),
                 answers={Failure.MISSING},
                 sent_bytes=size,
                 called_off=self._called_off,
@@ -374,7 +373,8 @@ class PartsWriteHandle(ObjectWriteHandle):
             # tells, or that it is not what was to be replaced.
             info = self._store.look(self._key) if error.is_ambiguous else None
             if info is not None and info.size_bytes == self._position and info != replaced:
-                self._settle()
+                self._part = None
+                self._abort_strangers()
                 return
             if error.kind is Failure.CONDITION:
                 raise self._store.taken(self.name) from error
@@ -394,7 +394,7 @@ class PartsWriteHandle(ObjectWriteHandle):
             while self._sent:
                 self._reap()
             complete = partial(
-                self._s3.bucket.ask,
+                self._store.bucket.ask,
                 "complete_multipart_upload",
                 Key=self._key,
                 UploadId=self._upload_id,
@@ -404,13 +404,9 @@ class PartsWriteHandle(ObjectWriteHandle):
             refused = {Failure.MISSING, Failure.CONDITION}
             answer = self._store.requests.run("complete_upload", self._key, complete, answers=refused)
             etag = str(answer["ETag"])
-        self._settle()
-        return etag
-
-    def _settle(self) -> None:
-        self._state = "finished"
         self._part = None
         self._abort_strangers()
+        return etag
 
     def _abort_strangers(self) -> None:
         """End the uploads of this name that began without an answer: they are known to no one, and cost
@@ -419,7 +415,7 @@ class PartsWriteHandle(ObjectWriteHandle):
         Names are used once, so whatever uploads there are to this one are ours, and at the end none is used.
         """
         if self._begun >= 2:
-            self._s3.abort_uploads(lambda name: name == self.name, logging.WARNING, self.name)
+            self._store.abort_uploads(lambda name: name == self.name, logging.WARNING, self.name)
 
     def _throw_away(self) -> None:
         self._called_off.set()  # patience with a service that fails would keep the caller waiting
@@ -430,7 +426,7 @@ class PartsWriteHandle(ObjectWriteHandle):
         self._part = None
         with clearing_up():
             if self._upload_id is not None:
-                self._s3.abort_upload(self._key, self._upload_id, logging.WARNING)
+                self._store.abort_upload(self._key, self._upload_id, logging.WARNING)
             self._abort_strangers()
 
     def _ended(self) -> CheckpointConflictError:

@@ -3,6 +3,11 @@
 A folder is a prefix of keys, a file an object, and a file appears when its last request has been answered.
 Nothing is ever renamed or copied. What makes a commit atomic is the conditional request that publishes the
 manifest; see `dcp.storage.commit` for why no lock is needed.
+
+Every step of a run has a store object of its own; a session with the service costs far more than a request.
+So clients, with their connections, threads and buffers, are shared: one lives as long as any store of its
+place or a handle of theirs, and those of the last few places longer. Credentials are part of a place: in a
+service that is given new ones every hour, the old ones' sessions end.
 """
 
 from __future__ import annotations
@@ -12,11 +17,15 @@ import os
 import threading
 import uuid
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextvars import copy_context
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+from operator import attrgetter, itemgetter
+from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeVar
+from weakref import WeakSet, WeakValueDictionary
 
 from dcp.storage.errors import (
     CheckpointFormatError,
@@ -30,7 +39,6 @@ from dcp.storage.stores.base import (
     Expected,
     FileInfo,
     Inflow,
-    PlainWriteHandle,
     ReadHandle,
     ReadProfile,
     Store,
@@ -41,7 +49,7 @@ from dcp.storage.stores.base import (
     is_name,
 )
 from dcp.storage.stores.objects.requests import Failure, RequestError, Requests
-from dcp.storage.stores.objects.shared import ObjectOptions, Shared, all_of, locked, shared
+from dcp.storage.threads import result_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +72,108 @@ _REFUSED: Final = frozenset({Failure.MISSING, Failure.CONDITION})
 _UNREADABLE: Final = frozenset({Failure.MISSING, Failure.CONDITION, Failure.RANGE})
 
 
+ConditionalWrites = Literal["auto", "trust", "off"]
+"""How a commit makes sure that nobody else commits at the same time. "auto": by the service's conditional
+writes, tried out once unless they are known to work. "trust": as "auto", without trying. "off": look, then
+write: what another writer does in between is lost. For services without conditional writes and one writer
+to a place."""
+
+
+def _default_concurrency() -> int:
+    return max(8, min(16, 4 * len(os.sched_getaffinity(0))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectOptions:
+    """Options that can be set in ``storage_options`` beside the file system's own options.
+
+    - ``conditional_writes``: see `ConditionalWrites`.
+    - ``retry_seconds``: for how long a request that fails in passing (throttled, timed out, reset, an error
+      of the server) is repeated. 0 tries once.
+    - ``request_timeout_seconds``: how long one attempt may wait for the next bytes.
+    - ``concurrency``: requests that are under way at a time, for a store object: 4 a core, from 8 to 16, as
+      more than the cores can serve only wait for each other.
+    - ``part_bytes``: size of the parts that a file is uploaded in; larger ones are taken for files that
+      would need too many. Memory for uploads is ``concurrency * part_bytes``.
+    """
+
+    conditional_writes: ConditionalWrites = "auto"
+    retry_seconds: float = 120.0
+    request_timeout_seconds: float = 60.0
+    concurrency: int = field(default_factory=_default_concurrency)
+    part_bytes: int = 8 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("retry_seconds", "request_timeout_seconds", "concurrency", "part_bytes"):
+            value, whole = getattr(self, name), name in ("concurrency", "part_bytes")
+            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+                kind = "a whole number" if whole else "a number of seconds"
+                raise StorageError(f"storage option {name} must be {kind}, not a {type(value).__name__}")
+        if self.conditional_writes not in ("auto", "trust", "off"):
+            raise StorageError(f"conditional_writes must be auto, trust or off: {self.conditional_writes!r}")
+        if self.concurrency < 1 or self.part_bytes < 5 << 20 or self.part_bytes % 4096:
+            raise StorageError(
+                "concurrency must be at least 1, part_bytes a multiple of 4096 from 5 MiB on, as S3 wants: "
+                f"{self.concurrency=}, {self.part_bytes=}"
+            )
+        if self.retry_seconds < 0 or self.request_timeout_seconds <= 0:
+            raise StorageError(f"not a time to wait: {self.retry_seconds=}, {self.request_timeout_seconds=}")
+
+
+class Part:
+    """Memory for a part of an upload."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.data = bytearray(size_bytes)
+
+
+_PARTS: Final[WeakSet[Part]] = WeakSet()
+
+
+@dataclass
+class Shared:
+    """A client, and the threads that carry its requests.
+
+    ``heeds_conditions``: whether the service heeds the condition of creating (True) and of replacing (False),
+    where that was tried out.
+    """
+
+    client: Any
+    options: ObjectOptions
+    threads: ThreadPoolExecutor
+    heeds_conditions: dict[bool, bool] = field(default_factory=dict)
+
+    def part(self, size_bytes: int, *, is_first: bool) -> Part | None:
+        """Return memory for a part of a file; None for another than the first one if those of all files take
+        as much as `ObjectOptions` say. Nobody gives it back: one that is not used any more is gone."""
+        with _guard:
+            taken = sum(len(part.data) for part in _PARTS)
+            limit = max(2 * size_bytes, self.options.concurrency * self.options.part_bytes)
+            if not is_first and taken + size_bytes > limit:
+                return None
+            part = Part(size_bytes)
+            _PARTS.add(part)
+            return part
+
+
+_KEPT_PLACES: Final = 4
+"""What of so many places is kept though nobody uses it: the next step of a run will."""
+
+_Key = tuple[int, str]
+_ALIVE: Final[WeakValueDictionary[_Key, Shared]] = WeakValueDictionary()
+_KEPT: Final[OrderedDict[_Key, Shared]] = OrderedDict()
+_guard = threading.RLock()  # the collector may run what opens a store, wherever it is held
+
+
+def _start_afresh() -> None:
+    global _guard
+    _guard = threading.RLock()  # a thread that the child does not have may hold the old one
+    _PARTS.clear()  # of files of the parent
+
+
+os.register_at_fork(after_in_child=_start_afresh)
+
+
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
     """One object; ``etag`` changes whenever the content does, and is empty in listings of some services."""
@@ -74,16 +184,16 @@ class ObjectInfo:
     etag: str
 
 
-class Page(NamedTuple):
-    """A part of a listing: objects, and common prefixes with their ``/``."""
-
-    objects: list[ObjectInfo]
-    prefixes: list[str]
+Page: TypeAlias = tuple[list[ObjectInfo], list[str]]
+"""A part of a listing: objects, and common prefixes with their ``/``."""
 
 
 class ObjectStore(Store):
-    """Files below a prefix of keys. Stores of one place share their connections; a pickled or forked one
-    makes its own. No request is made before the first operation.
+    """Files below a prefix of keys, which needs no making; durable when the
+    service has answered.
+
+    Stores of one place share their connections; a pickled or forked one makes its own. No request is made
+    before the first operation.
 
     `publish` is atomic between processes by conditional requests. Where a service has none, it is refused
     unless ``conditional_writes="off"`` accepts that one writer may overwrite what another has just written.
@@ -93,8 +203,8 @@ class ObjectStore(Store):
     """
 
     capabilities = Capabilities(lists_folders=True, lists_tree=True)
-    delete_limit: ClassVar[int] = 1
-    """How many objects one request deletes."""
+    prefix: str
+    """What the keys of all files here begin with."""
     streams_bodies: ClassVar[bool] = False
     """Whether bodies go to their places as they come, so that no memory depends on how much is asked for."""
 
@@ -103,7 +213,9 @@ class ObjectStore(Store):
             raise StorageError(f"{url}: chained file systems cannot hold checkpoints", path=url, op="open")
         self.url = url.rstrip("/")
         self._given = dict(storage_options or {})
-        self.options, self._filesystem_options = ObjectOptions.split(self._given)
+        self._filesystem_options = dict(self._given)
+        names = ObjectOptions.__dataclass_fields__.keys() & self._given.keys()
+        self.options = ObjectOptions(**{name: self._filesystem_options.pop(name) for name in names})
         self.place = place
         self.requests = Requests(self.url, place, self.options.retry_seconds)
         self._found: tuple[int, Shared | None] = 0, None
@@ -121,18 +233,10 @@ class ObjectStore(Store):
 
     # -- what a kind of service is asked for -----------------------------------------------------------------
 
-    @property
-    @abstractmethod
-    def prefix(self) -> str:
-        """Return what the keys of all files here begin with."""
-
-    @abstractmethod
-    def _identity(self) -> str:
-        """Return the service: what is found out about it once holds for all stores of the same identity."""
-
     @abstractmethod
     def _make_client(self) -> tuple[Any, int]:
-        """Return the client that stores of this place share, and its concurrency."""
+        """Return the client that stores of this place share, and how many requests are worth sending at a
+        time."""
 
     @abstractmethod
     def _has_condition(self, *, creates: bool) -> bool | None:
@@ -163,8 +267,8 @@ class ObjectStore(Store):
         """Store a whole object under ``condition`` (else `Failure.CONDITION`); returns its entity tag."""
 
     @abstractmethod
-    def _delete(self, keys: Sequence[str]) -> dict[str, str]:
-        """Delete up to `delete_limit` objects at once; missing ones are fine. Returns what failed, by key."""
+    def _delete(self, key: str) -> None:
+        """Delete an object; a missing one is fine, or `Failure.MISSING`."""
 
     @abstractmethod
     def _pages(self, prefix: str, *, shallow: bool) -> Iterator[Page]:
@@ -179,27 +283,17 @@ class ObjectStore(Store):
 
     # -- folders ---------------------------------------------------------------------------------------------
 
-    def make_root(self) -> None:
-        """Do nothing: a prefix needs no making."""
-
-    def remove_root(self) -> None:
-        """Do nothing: a prefix is gone with its last object."""
-
-    def sync(self) -> None:
-        """Do nothing: an object is durable when the service has answered."""
-
     def list(self) -> list[FileInfo]:
         """Make one request for each thousand files, on S3."""
-        found = (
-            file for page in self._pages(self.prefix, shallow=True) for file in files_of(page, self.prefix)
-        )
-        return sorted((info for folder, info in found if not folder), key=lambda info: info.name)
+        pages = self._pages(self.prefix, shallow=True)
+        found = [info for page in pages for folder, info in files_of(page, self.prefix) if not folder]
+        return sorted(found, key=attrgetter("name"))
 
     def folders(self) -> Sequence[str]:
         """Return the names of the folders directly below this one, sorted."""
         start = len(self.prefix)
         pages = self._pages(self.prefix, shallow=True)
-        found = {deeper[start:].removesuffix("/") for page in pages for deeper in page.prefixes}
+        found = {deeper[start:].removesuffix("/") for _, prefixes in pages for deeper in prefixes}
         return sorted(filter(is_name, found))
 
     def tree(self) -> Iterator[tuple[str, FileInfo]]:
@@ -212,7 +306,7 @@ class ObjectStore(Store):
     def stat(self, name: str) -> FileInfo | None:
         """Make one request."""
         info = self.look(self.key_of(name))
-        return None if info is None else _file_info(name, info)
+        return None if info is None else FileInfo(name, info.size_bytes, info.modified_seconds)
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
         """Make one request up to `REQUEST_BYTES`; what is more comes by further ones, at once."""
@@ -249,8 +343,8 @@ class ObjectStore(Store):
         key = self.key_of(name)
         condition = None if expected is ANY else ABSENT
         if isinstance(expected, Version):
-            condition = _tag_of(expected)
-            if not condition:  # no version of this store: it cannot be what is there
+            kind, _, condition = expected.token.partition(":")
+            if kind != "etag" or not condition:  # no version of this store: it cannot be what is there
                 raise self.conflict(name)
         if condition is not None and not self._compares(creates=condition is ABSENT):
             if self.version(name) != (expected if isinstance(expected, Version) else None):
@@ -285,30 +379,7 @@ class ObjectStore(Store):
     def delete(self, name: str) -> None:
         """Make one request."""
         key = self.key_of(name)
-        self._unless_missing("delete", key, lambda: self._delete([key]))
-
-    def delete_all(self, names: Sequence[str]) -> dict[str, Exception]:
-        """Make one request for each thousand files, on S3."""
-        failed: dict[str, Exception] = {}
-        by_key = {self.key_of(name): name for name in names}
-        keys = list(by_key)
-        for start in range(0, len(keys), self.delete_limit):
-            part = keys[start : start + self.delete_limit]
-            try:
-                refused = self.requests.run(
-                    "delete", part[0], partial(self._delete, part), answers=_MISSING if len(part) == 1 else ()
-                )
-            except RequestError:  # a single one that is missing
-                continue
-            except StorageError as error:
-                failed |= {by_key[key]: error for key in part}
-                continue
-            for key, reason in refused.items():
-                path = self.path_of(by_key[key])
-                failed[by_key[key]] = StorageError(
-                    f"delete of {path} failed: {reason}", path=path, op="delete", key=key
-                )
-        return failed
+        self._unless_missing("delete", key, lambda: self._delete(key))
 
     # -- data files ------------------------------------------------------------------------------------------
 
@@ -322,10 +393,6 @@ class ObjectStore(Store):
             raise self.absent(name)
         return ObjectReadHandle(self, name, info)
 
-    def lock(self, *, timeout_seconds: float) -> AbstractContextManager[None]:
-        """Hold a lock between the threads of this process only: `publish` compares for all others."""
-        return locked(self.url, timeout_seconds)
-
     def traffic(self) -> dict[str, float]:
         """Count the requests of this store object; "requests" has each attempt, "retries" those that were not
         the first."""
@@ -334,13 +401,23 @@ class ObjectStore(Store):
     # -- within ----------------------------------------------------------------------------------------------
 
     def shared(self) -> Shared:
-        """Return the client of this place, in this process."""
+        """Return the client of this place and these options, in this process: a forked child has its own."""
         pid, found = self._found
-        if found is None or pid != os.getpid():
-            found = shared(
-                self._identity_of_place(), self.options, self._filesystem_options, self._make_client
-            )
-            self._found = os.getpid(), found
+        if found is not None and pid == os.getpid():
+            return found
+        given = sorted(self._filesystem_options.items(), key=itemgetter(0))
+        key = os.getpid(), f"{self._identity_of_place()}\n{self.options}\n{given!r}"
+        with _guard:
+            found = _ALIVE.get(key)
+            if found is None:
+                client, concurrency = self._make_client()
+                threads = ThreadPoolExecutor(concurrency, thread_name_prefix="dcp-object")
+                found = _ALIVE[key] = Shared(client, self.options, threads)
+            _KEPT[key] = found
+            _KEPT.move_to_end(key)
+            while len(_KEPT) > _KEPT_PLACES:
+                _KEPT.popitem(last=False)
+        self._found = os.getpid(), found
         return found
 
     def _identity_of_place(self) -> str:
@@ -354,11 +431,6 @@ class ObjectStore(Store):
         """Return what the object is; None if it is absent."""
         return self._unless_missing("head", key, lambda: self._head(key))
 
-    def get(self, key: str, begin: int, inflow: Inflow, etag: str | None) -> ObjectInfo:
-        """Repeat `_get`; `RequestError` where the object is missing, another one, or too short."""
-        get = partial(self._get, key, begin, inflow, etag)
-        return self.requests.run("get", key, get, answers=_UNREADABLE, received_bytes=inflow.size_bytes)
-
     def _unless_missing(self, op: str, key: str, attempt: Callable[[], T]) -> T | None:
         try:
             return self.requests.run(op, key, attempt, answers=_MISSING)
@@ -370,7 +442,7 @@ class ObjectStore(Store):
 
         Raises `StorageError` where it cannot, and the user has not agreed. Many that speak S3 ignore
         conditions that they do not know, and would let two writers both believe that they have won: unless
-        it is known, it is tried once a process for every service and bucket.
+        it is known, it is tried out, once for all stores that share a client.
         """
         if self.options.conditional_writes != "auto":
             return self.options.conditional_writes == "trust"
@@ -379,11 +451,10 @@ class ObjectStore(Store):
         except RequestError as error:  # of the client itself, which cannot say what service it talks to
             raise StorageError(f"{self.url}: {error}", path=self.url, op="publish") from error
         if known is None:
-            with _trial_lock:
-                trial = self._identity(), creates
-                if trial not in _HEEDED:
-                    _HEEDED[trial] = self._heeds_condition(ABSENT if creates else f'"{"0" * 32}"')
-                known = _HEEDED[trial]
+            heeds = self.shared().heeds_conditions
+            if creates not in heeds:
+                heeds[creates] = self._heeds_condition(ABSENT if creates else f'"{"0" * 32}"')
+            known = heeds[creates]
         if not known:
             what = "create a file only if it is absent" if creates else "compare before it replaces a file"
             raise StorageError(
@@ -407,38 +478,18 @@ class ObjectStore(Store):
             return False
         finally:
             try:
-                self._unless_missing("delete", key, lambda: self._delete([key]))
+                self._unless_missing("delete", key, lambda: self._delete(key))
             except StorageError as error:  # no permission to delete: commits need none
                 logger.debug("%s stays behind: %s", key, error)
-
-
-_HEEDED: Final[dict[tuple[str, bool], bool]] = {}
-_trial_lock = threading.Lock()
-
-
-def _start_afresh() -> None:
-    global _trial_lock
-    _trial_lock = threading.Lock()  # a thread that the child does not have may be trying something out
-
-
-os.register_at_fork(after_in_child=_start_afresh)
-
-
-def _tag_of(version: Version) -> str:
-    return version.token.removeprefix("etag:") if version.token.startswith("etag:") else ""
-
-
-def _file_info(name: str, info: ObjectInfo) -> FileInfo:
-    return FileInfo(name, info.size_bytes, info.modified_seconds)
 
 
 def files_of(page: Page, prefix: str) -> Iterator[tuple[str, FileInfo]]:
     """Yield (folder relative to ``prefix``, "" is itself; file) of what could be files and folders of
     checkpoints."""
-    for info in page.objects:
+    for info in page[0]:
         folder, _, name = info.key[len(prefix) :].rpartition("/")
         if is_name(name) and (not folder or all(map(is_name, folder.split("/")))):
-            yield folder, _file_info(name, info)
+            yield folder, FileInfo(name, info.size_bytes, info.modified_seconds)
 
 
 class ObjectReadHandle(ReadHandle):
@@ -462,8 +513,22 @@ class ObjectReadHandle(ReadHandle):
         views = [view for buffer in buffers if len(view := byte_view(buffer))]
         self._check(sum(map(len, views)), offset)
         tasks = [partial(self._get, Views(part), begin) for part, begin in _split(views, offset)]
-        if tasks:
-            all_of(self._store.shared().threads, tasks, self._store.requests.interrupt)
+        if len(tasks) == 1:
+            tasks[0]()
+            return
+        threads = self._store.shared().threads
+        futures = [threads.submit(copy_context().run, task) for task in tasks]
+        try:
+            for future in futures:
+                result_of(future)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # who waits is interrupted: the others are to end, too
+                self._store.requests.interrupt()
+            raise
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)
 
     def receive(self, inflow: Inflow, offset: int) -> None:
         """Make one request, whatever its size."""
@@ -486,14 +551,16 @@ class ObjectReadHandle(ReadHandle):
             raise self._too_short(self.size_bytes, offset + size)
 
     def _get(self, inflow: Inflow, begin: int) -> None:
+        get = partial(self._store._get, self._key, begin, inflow, self._etag)
+        size = inflow.size_bytes
         try:
-            info = self._store.get(self._key, begin, inflow, self._etag)
+            info = self._store.requests.run("get", self._key, get, answers=_UNREADABLE, received_bytes=size)
         except RequestError as error:
             if error.kind is Failure.MISSING:
                 raise CheckpointNotFoundError(f"{self._path} does not exist", path=self._path) from error
             if error.kind is Failure.CONDITION:
                 raise self._replaced() from error
-            raise self._too_short(None, begin + inflow.size_bytes) from error
+            raise self._too_short(None, begin + size) from error
         with self._lock:
             if self._etag is None:
                 self._etag = info.etag or None
@@ -538,12 +605,3 @@ def _split(views: Sequence[memoryview], offset: int) -> Iterator[tuple[list[memo
                 part, size, offset = [], 0, offset + size
     if part:
         yield part, offset
-
-
-class ObjectWriteHandle(PlainWriteHandle):
-    """A new object, which appears when the handle is finished."""
-
-    def __init__(self, store: ObjectStore, name: str) -> None:
-        super().__init__(name, store.path_of(name))
-        self._store = store
-        self._key = store.key_of(name)

@@ -12,9 +12,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import logging
+import mmap
 import os
 import stat
+import threading
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -30,14 +33,7 @@ from dcp.storage.errors import (
     StorageError,
     StorageFullError,
 )
-from dcp.storage.stores.base import Buffer, ReadHandle, WriteHandle, byte_view
-from dcp.storage.stores.buffers import (
-    ALIGNMENT_BYTES,
-    POOL,
-    RELEASE_GIL_BYTES,
-    BounceBuffer,
-    copy_bytes,
-)
+from dcp.storage.stores.base import RELEASE_GIL_BYTES, Buffer, ReadHandle, WriteHandle, byte_view, copy_bytes
 from dcp.storage.threads import result_of
 
 logger = logging.getLogger(__name__)
@@ -201,16 +197,70 @@ def broken_link(path: Path) -> str | None:
 
 
 @contextmanager
-def step(observe: Observe, op: str, path: Path) -> Iterator[None]:
+def step(observe: Observe, op: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Announce a primitive to the observer, and turn its failure into a typed error."""
     if observe is not None:
-        observe(op, path.name)
+        observe(op, Path(path).name)
     try:
         yield
     except StorageError:
         raise
     except OSError as error:
         raise storage_error(error, op, path) from error
+
+
+# -- writing -------------------------------------------------------------------------------------------------
+
+_ALIGNMENT_BYTES: Final = 4096
+"""Of memory, file offset and length in O_DIRECT writes; a device that wants more is served buffered."""
+_BUFFER_BYTES: Final = 8 << 20
+_KEPT_BUFFERS: Final = 4
+
+
+class BufferPool:
+    """Page-aligned memory that is reused, because first touch of fresh memory costs ten copies.
+
+    O_DIRECT needs aligned memory, and a caller's tensors rarely are. The pool keeps up to `_KEPT_BUFFERS`;
+    one that an interrupted caller lost counts no more once it is garbage. It never blocks: a handle that
+    waits for a buffer waits for one of its own that is on its way to the disk, so that many files open at
+    once cannot starve each other.
+    """
+
+    def __init__(self) -> None:
+        self.start_afresh()
+
+    def start_afresh(self) -> None:
+        """Forget all, in a forked child: the lock may be held by a thread that does not exist here, and
+        buffers that were out belong to handles of the parent, which give nothing back here."""
+        self._lock = threading.Lock()
+        self._free: list[mmap.mmap] = []
+        self._out: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+    def take(self, *, is_first: bool) -> mmap.mmap | None:
+        """Hand out a buffer; None for another than the first one of a file if `_KEPT_BUFFERS` are out.
+
+        Without a first one no progress is possible; a second one is to overlap copy and write.
+        """
+        with self._lock:
+            if not is_first and len(self._out) >= _KEPT_BUFFERS:
+                return None
+            if self._free:
+                buffer = self._free.pop()
+            else:  # private: after a fork the child's writes must not reach a file that the parent writes
+                buffer = mmap.mmap(-1, _BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._out.add(buffer)
+            return buffer
+
+    def give(self, buffer: mmap.mmap) -> None:
+        """Return a buffer; one that is beyond the bound is let go."""
+        with self._lock:
+            self._out.discard(buffer)
+            if len(self._out) + len(self._free) < _KEPT_BUFFERS:
+                self._free.append(buffer)
+
+
+_POOL: Final = BufferPool()
+os.register_at_fork(after_in_child=_POOL.start_afresh)
 
 
 class PosixWriteHandle(WriteHandle):
@@ -226,21 +276,20 @@ class PosixWriteHandle(WriteHandle):
         self, path: Path, descriptor: int, observe: Observe, *, durable: bool = True, direct: bool = True
     ) -> None:
         self.name = path.name
-        self._path = path
+        self._path = str(path)
+        self._state = "open"
         self._descriptor = descriptor
         self._observe = observe
         self._is_durable = durable
         self._may_be_direct = direct
         self._direct = False
         self._process_id = os.getpid()
-        self._pool = POOL
-        self._buffer: BounceBuffer | None = None
+        self._buffer: mmap.mmap | None = None
         self._view = memoryview(b"")
         self._fill_bytes = self._limit_bytes = self._flushed_bytes = self._extent_bytes = 0
         self._executor: ThreadPoolExecutor | None = None
-        self._in_flight: deque[tuple[Future[None], BounceBuffer]] = deque()
+        self._in_flight: deque[tuple[Future[None], mmap.mmap]] = deque()
         self._failure: StorageError | None = None
-        self._state = "open"
 
     @property
     def position(self) -> int:
@@ -318,25 +367,20 @@ class PosixWriteHandle(WriteHandle):
             except StorageError as error:
                 self._failure = error
                 raise
-            self._close("finished")
+            self._release()
+            self._state = "finished"
         return self._flushed_bytes + self._fill_bytes
 
-    def abort(self) -> None:
-        """Remove the file; in a forked child it belongs to the parent."""
-        if self._state != "open":
-            return
-        is_own = self._process_id == os.getpid()
-        if is_own:
-            self._stop()
-        self._close("aborted")
-        if is_own:
+    def _throw_away(self) -> None:
+        self._release()
+        if self._process_id == os.getpid():  # in a forked child the file belongs to the parent
             with step(self._observe, "unlink", self._path):
-                self._path.unlink(missing_ok=True)
+                Path(self._path).unlink(missing_ok=True)
 
     def __del__(self) -> None:
         # A handle that was dropped open: the file stays for `dcp gc`, descriptor and memory must not.
         if getattr(self, "_state", "") == "open" and self._process_id == os.getpid():
-            self._close("dropped")
+            self._release()
 
     def _check_usable(self) -> None:
         if self._state != "open":
@@ -347,25 +391,21 @@ class PosixWriteHandle(WriteHandle):
             raise StorageError(
                 f"{self._path} was opened in process {self._process_id} and cannot be written in its child: "
                 "open files in the process that writes them",
-                path=str(self._path),
+                path=self._path,
                 op="write",
             )
 
-    def _stop(self) -> None:
-        """Wait until nothing is written in the background any more."""
-        self._state = "stopping"
-        wait([future for future, _ in self._in_flight])
-
-    def _close(self, state: str) -> None:
-        self._state = state
+    def _release(self) -> None:
+        """Give back memory, thread and descriptor once nothing is written in the background any more."""
         self._limit_bytes = -1
         self._view = memoryview(b"")
         if self._process_id == os.getpid():  # else the buffers and the thread are the parent's
+            wait([future for future, _ in self._in_flight])
             if self._buffer is not None:
-                self._pool.give(self._buffer)
+                _POOL.give(self._buffer)
                 self._buffer = None
             while self._in_flight:
-                self._pool.give(self._in_flight.popleft()[1])
+                _POOL.give(self._in_flight.popleft()[1])
             if self._executor is not None:
                 self._executor.shutdown(wait=False)
         descriptor, self._descriptor = self._descriptor, -1
@@ -375,18 +415,18 @@ class PosixWriteHandle(WriteHandle):
 
     def _take_buffer(self) -> None:
         if len(self._in_flight) < _BUFFERS_PER_FILE:
-            self._buffer = self._pool.take(is_first=not self._in_flight)
+            self._buffer = _POOL.take(is_first=not self._in_flight)
         if self._buffer is None:
             self._buffer = self._await_oldest()
-        self._view = self._buffer.view
-        self._limit_bytes = len(self._view) if self._is_durable else min(_GATHER_BYTES, len(self._view))
+        self._view = memoryview(self._buffer)
+        self._limit_bytes = _BUFFER_BYTES if self._is_durable else _GATHER_BYTES
 
-    def _await_oldest(self) -> BounceBuffer:
+    def _await_oldest(self) -> mmap.mmap:
         future, buffer = self._in_flight.popleft()
         try:
             result_of(future)
         except BaseException:
-            self._pool.give(buffer)
+            _POOL.give(buffer)
             raise
         return buffer
 
@@ -415,7 +455,7 @@ class PosixWriteHandle(WriteHandle):
         buffer, size = self._buffer, self._fill_bytes
         if buffer is None:
             raise ValueError("no buffer to send")
-        job = self._executor.submit(self._pwrite, buffer.view[:size], self._flushed_bytes)
+        job = self._executor.submit(self._pwrite, self._view[:size], self._flushed_bytes)
         self._in_flight.append((job, buffer))
         self._buffer = None
         self._view = memoryview(b"")
@@ -458,15 +498,20 @@ class PosixWriteHandle(WriteHandle):
                 self._may_be_direct = False
         return self._direct
 
+    def _drain(self) -> None:
+        """Wait until all that was sent is written."""
+        while self._in_flight:
+            _POOL.give(self._await_oldest())
+
     def _flush_to_end(self) -> None:
         """Make the content durable, so that only closing is left."""
         while self._in_flight:
-            self._pool.give(self._await_oldest())
+            _POOL.give(self._await_oldest())
         size = self._fill_bytes
         if size:
             self._set_direct(bool(self._flushed_bytes) or size >= _SMALL_FILE_BYTES)
             # O_DIRECT wants whole blocks; the padding is cut off again.
-            padded = -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if self._direct else size
+            padded = -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES if self._direct else size
             self._view[size:padded] = bytes(padded - size)
             self._extent_bytes = max(self._extent_bytes, self._flushed_bytes + padded)
             self._pwrite(self._view[:padded], self._flushed_bytes)
@@ -478,7 +523,7 @@ class PosixWriteHandle(WriteHandle):
                     raise StorageError(
                         f"ftruncate of {self._path} to {end} bytes had no effect on this mount{_NO_CUT}",
                         op="ftruncate",
-                        path=str(self._path),
+                        path=self._path,
                     )
         with step(self._observe, "fsync", self._path):
             os.fsync(self._descriptor)

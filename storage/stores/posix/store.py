@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
@@ -34,9 +33,9 @@ from dcp.storage.stores.base import (
     Version,
     check_name,
     is_name,
+    locked,
     place_text,
 )
-from dcp.storage.stores.objects.shared import locked
 from dcp.storage.stores.posix.files import (
     NO_LOCKS,
     RESERVED_FROM_BYTES,
@@ -61,8 +60,6 @@ _PUBLISH_LOCK_SECONDS: Final = 60.0
 
 _LOCK_BUSY: Final = frozenset({errno.EWOULDBLOCK, errno.EACCES, errno.EINTR, errno.ENOENT, errno.ESTALE})
 """Held by another writer, or removed by its last holder since it was opened: ENOENT here, ESTALE on NFS."""
-
-_VERSION_LIMIT_BYTES: Final = 1 << 34
 
 
 class PosixStore(Store):
@@ -105,22 +102,16 @@ class PosixStore(Store):
                 errno=error.errno,
             ) from error
         self._observe: Observe = observe
-        self._options: dict[str, Any] = {
-            "follow_links": follow_links,
-            "links_within": None if links_within is None else os.path.realpath(links_within),
-            "direct_io": direct_io,
-            "hard_links": hard_links,
-        }
         self._follow_links = follow_links
-        self._links_within = self._options["links_within"]
+        self._links_within = None if links_within is None else os.path.realpath(links_within)
         self._direct_io = direct_io
         self._hard_links = hard_links
         self._lock_owners: set[tuple[int, int]] = set()
         self.url = str(self._root)
 
-    def __reduce__(self) -> tuple[object, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         # Worker processes get a store of their own: locks that are held here do not travel.
-        return partial(PosixStore, self.url, self._observe, **self._options), ()
+        return vars(self) | {"_lock_owners": set()}
 
     def make_root(self) -> None:
         """Make the folder; each that is new is made durable in its parent."""
@@ -174,7 +165,7 @@ class PosixStore(Store):
         found: list[FileInfo] = []
         with step(None, "list", self._root):
             for entry in self._entries():
-                follow = self._follow_links or (entry.is_symlink() and self._leads_within(entry.path))
+                follow = self._follow_links or (entry.is_symlink() and self._leads_within(entry))
                 if entry.name == LOCK_NAME or not entry.is_file(follow_symlinks=follow):
                     continue
                 with suppress(FileNotFoundError):  # deleted since: as if listed a moment later
@@ -201,8 +192,8 @@ class PosixStore(Store):
         path = self._root / check_name(name)
         # Without O_NONBLOCK opening a FIFO would wait for a writer for ever; regular files ignore it.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        follow = self._follow_links
         try:
+            follow = self._follow_links
             if self._links_within is not None and not follow:
                 follow = path.is_symlink() and self._leads_within(path)
             descriptor = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
@@ -219,7 +210,12 @@ class PosixStore(Store):
                 ) from error
             raise storage_error(error, "open", path) from error
         if self._links_within is not None and not self._follow_links:
-            self._check_within(path, descriptor, is_link=follow)
+            # Where the open file is: a link, or a folder on the way, may have been exchanged since.
+            place = path_of_descriptor(descriptor)
+            if not is_below(place, self._links_within) and (place or follow):
+                with suppress(OSError):  # what is wrong with it is said below
+                    os.close(descriptor)
+                raise CheckpointFormatError(f"{path} leads elsewhere by a symbolic link", path=str(path))
         return PosixReadHandle(path, descriptor)
 
     def create(
@@ -240,13 +236,6 @@ class PosixStore(Store):
                 handle.abort()
                 raise
         return handle
-
-    def version(self, name: str) -> Version | None:
-        """Return a digest: times have too coarse a grain, and inode numbers are used again."""
-        try:
-            return Version(self.read(name, limit_bytes=_VERSION_LIMIT_BYTES))
-        except CheckpointNotFoundError:
-            return None
 
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
         """Publish a file: written aside, then linked (create-only) or renamed under the lock, then the folder
@@ -351,20 +340,11 @@ class PosixStore(Store):
                 with step(self._observe, "rmdir", self._root):
                     self._root.rmdir()
 
-    def _leads_within(self, path: str | Path) -> bool:
+    def _leads_within(self, path: Path | os.DirEntry[str]) -> bool:
         if self._links_within is None:
             return False
         place = os.path.realpath(path)  # a link where links lead in a circle
         return is_below(place, self._links_within) and not Path(place).is_symlink()
-
-    def _check_within(self, path: Path, descriptor: int, *, is_link: bool) -> None:
-        """Check the place of the open file: a link, or a folder on the way, may have been exchanged since."""
-        place = path_of_descriptor(descriptor)
-        if is_below(place, self._links_within or "") or not (place or is_link):
-            return
-        with suppress(OSError):  # what is wrong with it is said below
-            os.close(descriptor)
-        raise CheckpointFormatError(f"{path} leads elsewhere by a symbolic link", path=str(path))
 
     def _link(self, temporary: Path, target: Path) -> bool:
         """Give the file its name only if no other has it, without a lock. False if links are refused."""
@@ -436,12 +416,11 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _same_file(first: Path, second: Path) -> bool:
-    try:
-        return os.path.samestat(first.stat(follow_symlinks=False), second.stat(follow_symlinks=False))
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise storage_error(error, "stat", second) from error
+    with step(None, "stat", second):
+        try:
+            return os.path.samestat(first.lstat(), second.lstat())
+        except FileNotFoundError:
+            return False
 
 
 def _open(place: str, options: Mapping[str, Any] | None) -> Store:
