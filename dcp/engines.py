@@ -60,12 +60,13 @@ def make_save(writer: StorageWriter, planner: SavePlanner | None, options: SaveO
     chosen = () if ours is None else attrgetter(*_PLAN_OPTIONS)(ours)
     plan_options = dict(zip(_PLAN_OPTIONS, chosen, strict=False))
     common: dict[str, Any] = {"writer": writer, "options": options, "plan_options": plan_options}
+    features = features_of(SaveFeature)
     if ours is not None and storage is not None and _keeps_steps(ours) and _keeps_steps(storage):
-        return ColumnSave(**common, storage=storage, planner=ours, kinds=features_of(SaveFeature))
-    if options.map is not None:
-        raise _needs_columns("map", planner, writer)
-    if options.apart and options.step is None:  # a manager's rules are for what its planner can do
-        raise _needs_columns("apart", planner, writer)
+        return ColumnSave(**common, storage=storage, planner=ours, kinds=features)
+    for option in filter(None, (kind.option for kind in features)):
+        is_given = getattr(options, option, None) or getattr(writer, option, None)
+        if is_given and (option != "apart" or options.step is None):  # a manager's parts are a wish
+            raise _needs_columns(option, planner, writer)
     return ProtocolSave(**common, storage=storage, planner=planner, ours=ours)
 
 
@@ -121,10 +122,11 @@ def _needs_columns(option: str, planner: object, storage: object) -> OptionError
     instead = {
         "map": "dcp.convert(..., map=) does the same to a checkpoint",
         "apart": "dcp prune --rewrite frees the same later",
+        "digests": "dcp digest makes them of a checkpoint that has none",
     }
     return OptionError(
         f"{option} needs a planner and a storage of dcp, with none of their steps overridden; {names} work "
-        f"by torch's protocol, whose plans have boxes of whole tensors alone. {instead[option]}"
+        f"by torch's protocol, which has no place for it. {instead.get(option, 'Leave it out')}"
     )
 
 

@@ -295,8 +295,8 @@ def _decode_plan(data: bytes) -> RankPlan:
 class ColumnSave(Save):
     """A save by our own planner and storage: no plan object per tensor is made on any rank.
 
-    The planner does not travel: what it decides on is in the options. Digests that a rank's part lacks
-    are made where they are needed. All of ``times`` end up in the manifest, by rank: ``plan`` is all until
+    The planner does not travel: what it decides on is in the options. Digests of replicas are made when this
+    rank plans. All of ``times`` end up in the manifest, by rank: ``plan`` is all until
     this rank knows what to write, ``local_plan``, ``digests`` (the wait for the others' and the answer) and
     ``global_plan`` (on the coordinator) are parts of it.
     """

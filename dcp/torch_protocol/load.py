@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 class ProtocolLoad(LoadEngine):
     """One load with any planner and any reader; ``planner`` and ``storage`` are the same where they are of
-    this package, else None. Views are for loads on columns alone, the other steps of features for our
-    planner."""
+    this package, else None. Features have a part in it where the planner is of this package, but for views,
+    destinations and boxes, which are of loads on columns alone."""
 
     def __init__(
         self,

@@ -36,8 +36,8 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
     """Plans as torch's planner of that name does, with replicas compared and balanced, and strided shards
     right.
 
-    The positional parameters are torch's. ``enable_plan_caching`` is kept for the engine (`dcp.save` caches
-    by digest, in the object that saves); torch's caches, which all planners of a process share, are never
+    The positional parameters are torch's. ``enable_plan_caching`` is kept for the engine (`dcp.save` keeps
+    the plan in the object that saves); torch's caches, which all planners of a process share, are never
     touched. ``replica_check`` says how replicas are compared between ranks: all of their bytes ("full"), up
     to 64 KiB of each ("sampled"), or not at all ("off"). ``split_bytes``: a replicated box above it is
     written by several ranks, a part each; None: never split. ``rank`` is this process's number in the save,
@@ -101,8 +101,8 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
     def create_local_columns(self, *, digests: bool = True) -> RankState:
         """Return what this rank has: columns, local tensors by source number, values by object row.
 
-        The tensors are the state dict's own and may require grad. ``digests=False`` leaves the replica check
-        out, for a rank that saves alone. Raises PlanError for tensors that cannot be stored, all in one.
+        The tensors are the state dict's own and may require grad. ``digests=False`` leaves digests of replicas
+        to who compares them. Raises PlanError for tensors that cannot be stored, all in one.
         """
         with garbage_collection_paused():
             local = collect_tensors(self.state_dict)

@@ -41,8 +41,8 @@ Filled = tuple[Elements, torch.Tensor]
 
 
 def classify(engine: ReadEngine, pieces: Pieces, memory: LocalMemory) -> tuple[ByteRuns, Iterator[Filled]]:
-    """Return (rows of ``pieces`` that are one run in the payload and one in plain memory of the stored dtype,
-    the others)."""
+    """Return those of ``pieces`` that are one run in the payload and one in plain memory of the stored dtype,
+    and what fills the others."""
     index, box_start = engine.index, pieces.box_start
     chunks, dests, ndims = pieces.chunks, pieces.dests, np.diff(box_start)
     engine.resolve(chunks)

@@ -42,6 +42,7 @@ class FsspecWriter(FileSystemWriter):
         *,
         cache_staged_state_dict: bool = False,
         torch_compatible: bool = True,
+        digests: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -55,6 +56,7 @@ class FsspecWriter(FileSystemWriter):
             _extensions=_extensions,
             serialization_format=serialization_format,
             torch_compatible=torch_compatible,
+            digests=digests,
             open_store=OpenWith(kwargs, through_fsspec=True),
         )
 

@@ -300,7 +300,7 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
 
     def publish(self, index: CheckpointIndex, user: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
         """Commit ``index``, with the metadata of the ``user`` and the ``provenance`` of the save; on failure
-        no file of this save remains."""
+        no file of this save remains, unless the error is ``committed``."""
         own = {"save_id": self.save_id, "time": time.time(), **provenance}
         if not self.sync_files:
             own["durable"] = False
