@@ -39,6 +39,9 @@ _STEPS: Final[dict[type, str]] = {
 }
 """Steps of torch's protocol that columns leave out, by our class: who overrides one wants it called."""
 
+_OF_COLUMNS: Final = ("view", "destinations", "boxes")
+"""Methods of features that loads on columns alone call."""
+
 _PLAN_OPTIONS: Final = ("dedup_save_to_lowest_rank", "split_bytes", "replica_check")
 """Of a `DefaultSavePlanner`: those that decide on the global plan."""
 
@@ -112,8 +115,10 @@ def load_engine(
     features = features_of(LoadFeature)
     if ours is not None and storage is not None and _keeps_steps(ours) and _keeps_steps(storage):
         return ColumnLoad(ranks, options, ours, storage, features)
-    if options.map is not None:
-        raise _needs_columns("map", planner, reader)
+    for kind in features:
+        is_left_out = any(getattr(kind, step) is not getattr(LoadFeature, step) for step in _OF_COLUMNS)
+        if kind.option and is_left_out and getattr(options, kind.option, None) is not None:
+            raise _needs_columns(kind.option, planner, reader)
     return ProtocolLoad(ranks, options, ours, storage, features, reader=reader, any_planner=planner)
 
 

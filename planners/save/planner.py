@@ -101,8 +101,8 @@ class DefaultSavePlanner(torch_planner.DefaultSavePlanner):
     def create_local_columns(self, *, digests: bool = True) -> RankState:
         """Return what this rank has: columns, local tensors by source number, values by object row.
 
-        The tensors are the state dict's own and may require grad. ``digests=False`` leaves digests of replicas
-        to who compares them. Raises PlanError for tensors that cannot be stored, all in one.
+        The tensors are the state dict's own and may require grad. ``digests=False`` leaves digests of
+        replicas to who compares them. Raises PlanError for tensors that cannot be stored, all in one.
         """
         with garbage_collection_paused():
             local = collect_tensors(self.state_dict)
