@@ -92,10 +92,10 @@ def reporting(
 
 @contextmanager
 def drawn_bar(
-    phase: str, total_bytes: int | None = None, *, transient: bool = False
+    phase: str, total_bytes: int | None = None, *, of_command: bool = False
 ) -> Iterator[Callable[..., None] | None]:
     """Draw a bar with rate and time left on stderr; give its ``update``, as of `rich.progress.Progress`, or
-    None if that is no terminal."""
+    None if that is no terminal. That of a command has its binary units, and does not stay."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -103,6 +103,7 @@ def drawn_bar(
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bars
 
-    columns = BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()
-    with Bars(*columns, console=Console(stderr=True), transient=transient) as bars:
+    sizes = DownloadColumn(binary_units=of_command)
+    columns = BarColumn(), sizes, TransferSpeedColumn(), TimeRemainingColumn()
+    with Bars(*columns, console=Console(stderr=True), transient=of_command) as bars:
         yield partial(bars.update, bars.add_task(phase, total=total_bytes))

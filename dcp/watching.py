@@ -20,7 +20,6 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -337,11 +336,11 @@ class Cursor:
         self._name = name
         self._file = f"{name}.cursor"
         self._guard = threading.Lock()
-        self._token = uuid.uuid4().hex
+        self._content = _EMPTY
+        self._version: Version | None = None
+        self._lost: CheckpointConflictError | None = None
         self._released = threading.Event()
         self._thread: threading.Thread | None = None
-        self.acknowledged: dict[int, tuple[str, str]] = {}
-        """Which commit of a step was acknowledged last."""
 
     @property
     def path(self) -> str:
@@ -367,7 +366,7 @@ class Cursor:
                 "%s: its holder gave no sign for %g s, and is taken for gone", self.path, _LEASE_SECONDS
             )
         holder: dict[str, Any] = {
-            "token": self._token,
+            "token": uuid.uuid4().hex,
             "host": socket.gethostname(),
             "machine": _machine(),
             "pid": os.getpid(),
@@ -403,6 +402,12 @@ class Cursor:
 
     # -- what was acknowledged -------------------------------------------------------------------------------
 
+    @property
+    def acknowledged(self) -> dict[int, tuple[str, str]]:
+        """Says which commit of a step was acknowledged last."""
+        found: dict[int, tuple[str, str]] = self._content["acknowledged"]
+        return found
+
     def acknowledge(self, step: int, commit: tuple[str, str], present: Collection[int]) -> None:
         """Note that ``commit`` of ``step`` is done, durably; ``present`` are the committed steps.
 
@@ -421,23 +426,35 @@ class Cursor:
         self._change(noted)
 
     def _change(self, change: Callable[[_Content], _Content]) -> None:
-        """Replace fields by those that ``change`` makes of what is there; again after a conflict, which may
-        be one's own publish, whose answer was lost."""
+        """Replace fields by those that ``change`` makes of what was published last: one request, unless the
+        file was changed since."""
         with self._guard:
+            if self._lost is not None:
+                raise self._lost
+            new = self._content | change(self._content)
             for _ in range(_ATTEMPTS):
-                version, there = self._read()
-                token = None if there["holder"] is None else there["holder"].get("token")
-                is_free = token is None and self._released.is_set()
-                if token != self._token and not is_free:
-                    raise self._held(there["holder"])
-                with suppress(CheckpointConflictError):
-                    self._publish(there | change(there), version)
-                    return
+                try:
+                    self._publish(new, self._version)
+                except CheckpointConflictError:
+                    self._look_again()
+                    continue
+                return
         raise StorageError(f"{self.path} cannot be replaced", path=self.path, op="publish")
 
+    def _look_again(self) -> None:
+        """Look again after a conflict: it may be one's own publish, whose answer was lost, or another
+        holder's."""
+        version, there = self._read()
+        mine = self._content["holder"]
+        if mine is None or there["holder"] is None or there["holder"].get("token") != mine["token"]:
+            self._lost = self._held(there["holder"])
+            raise self._lost
+        self._version = version
+
     def _publish(self, content: _Content, expected: Version | None) -> None:
-        self._store.publish(self._file, json.dumps(content).encode(), durable=True, expected=expected)
-        self.acknowledged = content["acknowledged"]
+        data = json.dumps(content).encode()
+        self._version = self._store.publish(self._file, data, durable=True, expected=expected)
+        self._content = content
 
     def _read(self) -> tuple[Version | None, _Content]:
         version = self._store.version(self._file)

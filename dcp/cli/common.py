@@ -160,17 +160,6 @@ def sort_key(option: str, keys: Mapping[str, Callable[[T], Any]]) -> Callable[[T
     return keys.get(option)
 
 
-def pairs(values: Strings, separator: str, what: str) -> dict[str, str]:
-    """Return ``left<separator>right`` of each value."""
-    found = {}
-    for value in values or ():
-        left, separated, right = value.partition(separator)
-        if not separated or not left:
-            raise typer.BadParameter(f"{value!r} is not {what}")
-        found[left] = right
-    return found
-
-
 def fail(message: str) -> NoReturn:
     """Print an error and end with the status of failures."""
     printing.error(message)

@@ -23,7 +23,6 @@ from dcp.cli.common import (
     TOP,
     Answer,
     Strings,
-    pairs,
     storage_options,
     unwinding_on_sigterm,
 )
@@ -82,13 +81,24 @@ def _size(text: str | None) -> int | None:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
+def _pairs(values: Strings, separator: str, what: str) -> dict[str, str]:
+    """Return ``left<separator>right`` of each value."""
+    found = {}
+    for value in values or ():
+        left, separated, right = value.partition(separator)
+        if not separated or not left:
+            raise typer.BadParameter(f"{value!r} is not {what}")
+        found[left] = right
+    return found
+
+
 def _dtypes(values: Strings) -> str | dict[str, str] | None:
     """Return one dtype for all, or dtypes by glob."""
     if not values:
         return None
     if len(values) == 1 and "=" not in values[0]:
         return values[0]
-    return pairs(values, "=", "GLOB=DTYPE; one DTYPE alone is for all tensors")
+    return _pairs(values, "=", "GLOB=DTYPE; one DTYPE alone is for all tensors")
 
 
 def _numbers(text: str | None, what: str) -> list[float] | None:
@@ -106,7 +116,7 @@ def _map_options(
 ) -> dict[str, Any]:
     """Return the way in which maps are taken, for those that are named."""
     given: dict[str, Any] = dict(locals())
-    numbers = pairs(sizes, "=", "NAME=NUMBER")
+    numbers = _pairs(sizes, "=", "NAME=NUMBER")
     if not all(number.isdecimal() and len(number) <= 20 for number in numbers.values()):
         raise typer.BadParameter(f"--set {sizes!r} is not NAME=NUMBER")
     return given | {"sizes": {name: int(number) for name, number in numbers.items()}}
@@ -147,7 +157,7 @@ def _conversion_options(
     """Return options that `dcp.convert` and `dcp.merge` have."""
     given: dict[str, Any] = dict(locals())
     return given | {
-        "rename": pairs(rename, "=>", "REGEX=>NEW") or None,
+        "rename": _pairs(rename, "=>", "REGEX=>NEW") or None,
         "dtype": _dtypes(dtype),
         "chunks": chunks.value,
         "shard_bytes": _size(given.pop("shard_size")),

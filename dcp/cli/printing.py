@@ -243,7 +243,7 @@ def largest_first(part: str, field: str) -> Callable[[object], tuple[bool, float
 def progress_bar() -> Iterator[Callable[[int, int], None] | None]:
     """Give a function of (bytes done, bytes in all) that shows rate and time left on stderr; None if that is
     no terminal."""
-    with drawn_bar("", transient=True) as update:
+    with drawn_bar("", of_command=True) as update:
         if update is None:
             yield None
             return

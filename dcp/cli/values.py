@@ -32,7 +32,6 @@ from dcp.cli.common import (
     Answer,
     Call,
     Strings,
-    pairs,
     sort_key,
     storage_options,
 )
@@ -329,8 +328,7 @@ def diff(
     """Compare checkpoint B with A. Equal tensors are found by checksums. Exits with 1 if anything differs."""
     from dcp.inspection.values.difference import diff
 
-    by = sort_key(sort, _DIFF_SORTS)
-    renames = pairs(rename, "=>", "of the form REGEX=>NEW")
+    by, renames = sort_key(sort, _DIFF_SORTS), dict(map(_rename, rename or ()))
     with printing.progress_bar() as progress:
         found = diff(
             a,
@@ -349,6 +347,14 @@ def diff(
     return Answer(
         found, lambda: _print_difference(found, tensors, top), 0 if found.is_empty else EXIT_FINDINGS
     )
+
+
+def _rename(rule: str) -> tuple[str, str]:
+    """Parse a rule as `dcp convert` has it; ``REGEX=NEW`` is how it was before, for rules without ``=>``."""
+    regex, separator, text = rule.partition("=>" if "=>" in rule else "=")
+    if not separator:
+        raise typer.BadParameter(f"--rename {rule!r} is not of the form REGEX=>NEW")
+    return regex, text
 
 
 def _renaming(found: Difference) -> str:

@@ -189,8 +189,11 @@ def _list(checkpoint_id: str | os.PathLike[str], opener: OpenWith, *, quick: boo
         is_shown = not file.name.startswith(".") and file.name not in known
         if is_shown and file.name.lower().endswith(file_suffixes()):
             jobs.append(partial(of_file, file))
-    with WorkerThreads(1 if quick else root.at_once) as pool:
-        found = [whole, *pool.map(lambda job: job(), jobs)]
+    if quick or root.at_once == 1:
+        found = [whole, *(job() for job in jobs)]
+    else:
+        with WorkerThreads(root.at_once) as pool:
+            found = [whole, *pool.map(lambda job: job(), jobs)]
     summaries = [one for one in found if one is not None]
     return sorted(summaries, key=lambda one: (-1 if one.step is None else one.step, one.name))
 

@@ -88,12 +88,14 @@ class AfterCommit:
     _on_damage: Callable[[CorruptCheckpointError], None]
 
     def __post_init__(self) -> None:
-        self._began_seconds = time.time()
+        self._began, self._began_seconds = time.monotonic(), time.time()
+        self._since: dict[int, float] = {}
+        """When this run has begun to save a step."""
         self._own: dict[int, str | None] = {}
         """Steps that this run saves or has saved, and the ids of what it has committed; None where that is
         not known, and of steps from which it has dropped a part."""
-        self._seen: dict[int, SmallFiles] | None = None
-        """The commit objects of each step, as they were last listed; None before the first look."""
+        self._seen: dict[int, SmallFiles] = {}
+        """The commit objects of each step, as they were last looked at."""
         self._is_warned = False
         """True once another run was found here."""
         self._changed = threading.Condition()
@@ -128,6 +130,7 @@ class AfterCommit:
         right here. A checkpoint that is still whole stays: the commit replaces it, so that it is never
         missing."""
         self._own[step] = None
+        self._since[step] = time.monotonic()
         with self._changed:
             self._unsettled[step] += 1
             looks = not self._resumed or step in self._half_deleted or step in self._deletions
@@ -294,7 +297,7 @@ class AfterCommit:
                     )
         finally:
             self._settle(step)
-        self._look_for_other_runs()
+        self._look_for_other_runs(step)
         self._retain(step)
 
     def _finish_earlier_work(self) -> None:
@@ -315,10 +318,13 @@ class AfterCommit:
                 ):
                     self._later(_Task(step, "abandoned"))
             drops = self._keep is not None and bool(self._keep.dropping)
-            for state in self._folders.survey(self._unsettled_now()) if drops or self._check != "off" else ():
-                if drops and state.dropped and state.health == "good":
+            looks = drops or self._check != "off"
+            states = self._folders.survey(self._unsettled_now()) if looks else []
+            for state in states if drops else ():
+                if state.dropped and state.health == "good":
                     self._own[state.step] = None
                     finish_drop(self._folders.store(state.step))
+            for state in states:
                 if self._check != "off" and not state.is_verified and not self._unsettled[state.step]:
                     self._verify(state.step, self._check)
         except CheckpointError as error:
@@ -383,8 +389,9 @@ class AfterCommit:
                 logger.warning("%s: %s", store.url, fault.message)
         return "; ".join([one.message for one in found if one.file != METADATA_NAME][:8]) or None
 
-    def _look_for_other_runs(self) -> None:
-        """Log the first step that another live run has committed here since the last look; one listing.
+    def _look_for_other_runs(self, step: int) -> None:
+        """Log the first step that another live run has committed here, once this one has committed ``step``;
+        one listing, and no more as long as there are none.
 
         Two jobs that were given one folder by mistake overwrite and delete each other's steps.
         """
@@ -395,18 +402,22 @@ class AfterCommit:
         except CheckpointError as error:  # the next commit looks again; this one's retention continues
             logger.debug("%s: not looked at for other runs: %s", self._folders.root.url, error)
             return
-        seen, self._seen = self._seen, {}
-        for step, files in folders.items():
+        found: dict[int, tuple[SmallFiles, float]] = {}
+        for each, files in folders.items():
             objects = {name: info for name, info in files.items() if is_commit_object(name)}
-            if step not in unsettled:
-                self._seen[step] = objects
-            is_new = seen is not None and bool(objects) and objects != seen.get(step)
-            if is_new and step not in unsettled and self._is_of_another(step):
+            found[each] = objects, max((info.modified_seconds for info in objects.values()), default=0.0)
+        # By the clock of the storage: what is older was there before this run, or at its very beginning.
+        since = found.get(step, ({}, 0.0))[1] - (self._since.get(step, self._began) - self._began)
+        for each, (objects, moment) in found.items():
+            if not objects or each in unsettled or self._seen.get(each) == objects:
+                continue
+            self._seen[each] = objects
+            if each != step and moment > since and self._is_of_another(each):
                 self._is_warned = True
                 logger.warning(
                     "%s was committed by another run, while this one saves to the same folder: they "
                     "overwrite and delete each other's steps. Give each run a folder of its own",
-                    self._folders.checkpoint_id(step),
+                    self._folders.checkpoint_id(each),
                 )
                 return
 

@@ -260,9 +260,10 @@ class StepCoordinator:
     stopping: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("every_steps", self.every_steps), ("agree_every_steps", self.agree_every_steps)):
-            if least is not None and least < 1:
-                raise OptionError(f"{name} must be at least 1, not {least}")
+        if self.every_steps is not None and self.every_steps < 1:
+            raise OptionError(f"every_steps must be at least 1, not {self.every_steps}")
+        if self.channel is not None and self.agree_every_steps < 1:
+            raise OptionError(f"agree_every_steps must be at least 1, not {self.agree_every_steps}")
         if self.every_seconds is not None and not self.every_seconds > 0:
             raise OptionError(f"every_seconds must be more than 0, not {self.every_seconds}")
         self._saves_each = self.every_steps is None and self.every_seconds is None

@@ -82,7 +82,7 @@ class Keep:
         young = self.younger_than_seconds
         if young is not None and (type(young) not in (int, float) or not math.isfinite(young) or young <= 0):
             raise OptionError(f"younger_than_seconds: must be a number above 0, not {young!r}")
-        if type(self) is Keep and not self.has_rules:
+        if not isinstance(self, Retention) and not self.has_rules:
             raise OptionError("Keep: give at least one of last, every_steps, best and younger_than_seconds")
 
     @property
