@@ -369,10 +369,13 @@ def _reserve(folder: Path, layout: TargetLayout) -> None:
         path = folder / name
         with step(announce, "create", path):
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-            os.close(os.open(path, flags, 0o666))
-            if size:
-                _allocate(path, size)
-                os.truncate(path, size)
+            descriptor = os.open(path, flags, 0o666)
+            try:
+                if size:
+                    _allocate(path, size)
+                    os.ftruncate(descriptor, size)
+            finally:
+                os.close(descriptor)
 
 
 def _allocate(path: Path, size: int) -> None:

@@ -171,7 +171,7 @@ def decode_torch_metadata(data: bytes | memoryview) -> CheckpointIndex:
     problem = plain_problem(planner_data, [4 * len(data) + 4096])
     if problem:
         planner_data = None
-        provenance["planner_data_dropped"] = f"it {problem}"
+        provenance["planner_data_dropped"] = f"it {problem[0]}"
     return columns.index(planner_data, provenance)
 
 
@@ -453,8 +453,10 @@ def _provenance(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def plain_problem(value: Any, parts_left: list[int] | None = None, depth: int = 0) -> str | None:
-    """Return why planner data are not plain data, as "holds a set"; None if they are.
+def plain_problem(
+    value: Any, parts_left: list[int] | None = None, depth: int = 0
+) -> tuple[str, dict[str, Any]] | None:
+    """Return why planner data are not plain data, as "holds a set", and the facts of that; None if they are.
 
     ``parts_left`` is how many parts may be looked at: shared parts make a small file that is long to walk.
     """
@@ -462,9 +464,11 @@ def plain_problem(value: Any, parts_left: list[int] | None = None, depth: int = 
     if kind in _SCALARS:
         return None
     if depth >= MAX_PLAIN_DEPTH:
-        return f"is nested deeper than {MAX_PLAIN_DEPTH} levels"
+        return f"is nested deeper than {MAX_PLAIN_DEPTH} levels", {"depth": depth}
     if kind not in (dict, list, tuple):
-        return f"holds a {value.kind if isinstance(value, Instance) else kind.__qualname__}"
+        place = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        name = value.kind if isinstance(value, Instance) else f"{place}{kind.__qualname__}"
+        return f"holds a {name}", {"type_name": name}
     for values in (value, value.values()) if kind is dict else (value,):
         if parts_left is not None:
             parts_left[0] -= len(values)

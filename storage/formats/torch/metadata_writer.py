@@ -254,8 +254,9 @@ def _planner_data(memo: _Memo, data: Any) -> Sequence[bytes]:
     problem = plain_problem(data)
     if problem:
         raise PlanError(
-            f"planner_data {problem}, and only plain data (None, bool, int, float, str, bytes, list, tuple, "
-            "dict) can be saved; have the planner keep its state in these"
+            f"planner_data {problem[0]}, and only plain data (None, bool, int, float, str, bytes, list, "
+            "tuple, dict) can be saved; have the planner keep its state in these",
+            **problem[1],
         )
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=3)  # 4 would put frames inside our frame

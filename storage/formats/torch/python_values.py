@@ -150,20 +150,21 @@ def decode_values(encoded: Sequence[bytes]) -> list[Any]:
         raise CheckpointFormatError(f"malformed plain data: {error}") from error
 
 
-def leaf_bytes(decoded: Any) -> int:
+def leaf_bytes(decoded: Any) -> int | None:
     """Return about how many bytes the encoding of a decoded value has that is neither plain nor a container
-    that may hold any value."""
+    that may hold any value; None where it is not harmless."""
     kind = type(decoded)
-    if kind is ArrayPickle and decoded.array is not None:
-        return _HEAD_BYTES + int(decoded.array.nbytes)
+    if kind is ArrayPickle:
+        return None if decoded.array is None else _HEAD_BYTES + int(decoded.array.nbytes)
     if kind in (set, frozenset, bytearray):
         return _HEAD_BYTES + sum(_HEAD_BYTES + _length(item) for item in decoded)
     if kind is DtypePickle:
-        return _HEAD_BYTES * int(decoded.fields)
+        return None if decoded.dtype is None else _HEAD_BYTES * int(decoded.fields)
     if kind is LatePickle:
-        return _HEAD_BYTES + _late_bytes(decoded.value)
-    size_bytes = decoded.nbytes if isinstance(decoded, np.generic) else 0
-    return _HEAD_BYTES + int(size_bytes) + sum(map(_length, getattr(decoded, "parts", ())))
+        return None if decoded.value is None else _HEAD_BYTES + _late_bytes(decoded.value)
+    if isinstance(decoded, np.generic):
+        return _HEAD_BYTES + int(decoded.nbytes)
+    return _HEAD_BYTES + sum(map(_length, getattr(decoded, "parts", ()))) if kind in _FIXED else None
 
 
 def _late_bytes(value: Any) -> int:

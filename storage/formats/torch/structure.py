@@ -91,6 +91,8 @@ class _FileFlattener:
         self.refused: dict[str, str] = {}
         self.structure: dict[str, Any] = {"version": STRUCTURE_VERSION, "containers": [], "values": {}}
         self._facts: dict[int, _Facts | None] = {}
+        self._needs: dict[int, str] = {}
+        """The first thing in a container that is not harmless, where there is one."""
         self._empty: dict[int, bool] = {}
         self._entries_left = min(_ENTRIES_PER_BYTE * pickle_bytes + _FREE_ENTRIES, MAX_ENTRIES)
         self._bytes_left = 2 * pickle_bytes + _FREE_BYTES
@@ -118,6 +120,7 @@ class _FileFlattener:
         if depth > MAX_NESTING:
             raise CheckpointFormatError(f"the pickle is nested deeper than {MAX_NESTING} levels")
         opens, must_open, size_bytes = False, isinstance(value, BuiltDict), 1
+        needs = SIZE if isinstance(value, SizePickle) else None
         for item in value.values() if isinstance(value, dict) else value:
             kind = type(item)
             if kind in _PLAIN_ATOMS:
@@ -127,12 +130,19 @@ class _FileFlattener:
                 opens |= facts[0] or isinstance(item, dict)
                 must_open |= facts[1]
                 size_bytes += facts[2]
+                needs = needs or self._needs.get(id(item))
             elif isinstance(item, TensorPickle) or getattr(item, "is_tensor", False):
                 opens = must_open = True
             else:
-                size_bytes += leaf_bytes(item)
+                item_bytes = leaf_bytes(item)
+                size_bytes += item_bytes or 0
+                needs = needs or (kind_of(item) if item_bytes is None else None)
         if isinstance(value, dict):
             size_bytes += sum(len(key) + 1 if type(key) is str else 1 for key in value)
+            nameless = next((key for key in value if _key_name(key) is None), None)
+            needs = needs or (None if nameless is None else f"{kind_of(nameless)} as a key")
+        if needs is not None:
+            self._needs[id(value)] = needs
         return must_open if isinstance(value, tuple) else opens, must_open, size_bytes
 
     # -- entries ---------------------------------------------------------------------------------------------
@@ -176,23 +186,25 @@ class _FileFlattener:
 
     def _leaf(self, fqn: str, path: Path, value: Any) -> None:
         self._name(fqn, path)
-        size_bytes = 1
+        size_bytes: int | None = 1
+        needs = None
         if isinstance(value, SizePickle):
             self.structure["values"][fqn] = SIZE
             value = tuple(value)
         elif isinstance(value, (list, tuple)):
-            size_bytes = self._facts_of(value, 0)[2]
+            size_bytes, needs = self._facts_of(value, 0)[2], self._needs.get(id(value))
         elif type(value) not in _PLAIN_ATOMS:
             size_bytes = leaf_bytes(value)
-        encoded, refused = None, f"a value of more than {MAX_FOREIGN_PLAIN_BYTES >> 20} MiB"
-        if size_bytes <= MAX_FOREIGN_PLAIN_BYTES:
+            needs = kind_of(value) if size_bytes is None else None
+        encoded = None
+        if needs is None and size_bytes is not None and size_bytes <= MAX_FOREIGN_PLAIN_BYTES:
             try:
                 encoded = self._encoded(value, size_bytes)
             except UnsafeObjectError as error:
-                refused = str(error).removeprefix("needs ")
+                needs = str(error).removeprefix("needs ")
         if encoded is None:
             del self.paths[fqn]
-            self.refused[fqn] = refused
+            self.refused[fqn] = needs or f"a value of more than {MAX_FOREIGN_PLAIN_BYTES >> 20} MiB"
         else:
             self._bytes_left -= len(encoded)
             self.values[fqn] = encoded
