@@ -24,7 +24,7 @@ from dcp.features.saved_map import mapped_state
 from dcp.inspection.values.tensor_reading import TensorReader, opened
 from dcp.planners.columns import SaveColumns, SectionCache, decode_save_columns, encode_save_columns
 from dcp.planners.garbage_collection import garbage_collection_paused
-from dcp.planners.load.selection import Patterns, Selection
+from dcp.planners.load.selection import Patterns, Selection, check_patterns
 from dcp.planners.per_rank import rank_holder, rank_number
 from dcp.planners.rank_state import RankState, encoded_object
 from dcp.planners.save.planner import DefaultSavePlanner
@@ -173,6 +173,7 @@ def prove(
 
     Raises:
         PlanError: The state could not be saved as it is, or the ranks called different operations.
+        MissingKeyError, OptionError: A pattern matches nothing, or nothing is left to compare.
         CheckpointNotFoundError: Nothing is committed there.
         CorruptCheckpointError: Bytes that had to be read are not those that were committed.
         CollectiveTimeoutError: Ranks did not answer in time.
@@ -200,10 +201,17 @@ def prove(
         return _digests_of_rank(own)
 
     def compared(shown: list[bytes]) -> bytes:
-        selection = Selection.of(only, exclude)
+        selection, seen = Selection.of(only, exclude), dict[str, None]()
+
+        def selects(name: str) -> bool:
+            seen[name] = None
+            return selection is None or selection.selects(name)
+
         with opened(checkpoint_id, storage_options) as reader:
-            selects = selection.selects if selection is not None else lambda _: True
-            return _compare_ranks(shown, reader, selects).to_json().encode()
+            proof = _compare_ranks(shown, reader, selects)
+        if selection is not None:
+            check_patterns(selection, list(seen))
+        return proof.to_json().encode()
 
     return Proof.of_json(ranks.reduce_broadcast("prove", local, compared).decode())
 

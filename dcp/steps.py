@@ -362,6 +362,14 @@ class StepFolders:
         """Return the step's folder; nothing is touched."""
         return self.root.store(self.name(step))
 
+    def check_run(self) -> None:
+        """Raise OptionError for a checkpoint in the place of a run, in which no step would ever be."""
+        place = self.root.place
+        if any(map(place.version, (MANIFEST_NAME, METADATA_NAME))) and not self.committed():
+            raise OptionError(
+                f"{place.url} is a checkpoint, and no run: give the folder that its steps are in"
+            )
+
     # -- which there are -------------------------------------------------------------------------------------
 
     def folders(self) -> dict[int, SmallFiles]:

@@ -27,7 +27,7 @@ from typing import Any, Final
 from dcp.calls.plain_errors import plain_errors
 from dcp.steps import StepFolders, StepState, whole_step
 from dcp.storage.closable import Closable
-from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
+from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
@@ -73,12 +73,10 @@ class WatchedStep:
 
 @dataclass(eq=False)
 class Watch(Closable, Iterator[WatchedStep]):
-    """The result of `watch`: an iterator, and a context manager that lets go of the consumer's name.
-    ``place`` is that of the run."""
+    """The result of `watch`: an iterator, and a context manager that lets go of the consumer's name."""
 
     _folders: StepFolders
     _cursor: Cursor
-    _place: Store
     _interval_seconds: float
     _since: int
     _once: bool
@@ -145,11 +143,7 @@ class Watch(Closable, Iterator[WatchedStep]):
         Raises OptionError for a checkpoint in the place of a run, in which no step would ever be.
         """
         if not self.has_found_run and self._folders.root.place.exists():
-            marks = (MANIFEST_NAME, METADATA_NAME)
-            if any(self._place.version(mark) for mark in marks) and not self._folders.committed():
-                raise OptionError(
-                    f"{self._place.url} is a checkpoint, and no run: give the folder that its steps are in"
-                )
+            self._folders.check_run()
             self.has_found_run = self._cursor.claim(self._stop)
         elif not self.has_found_run and not self._warned:
             self._warned = True
@@ -263,7 +257,7 @@ def watch(
     else:
         place = OpenWith(storage_options if type_of_place(place_text(cursor)).takes_options else None)(cursor)
     reader = Cursor(place, consumer)
-    return Watch(folders, reader, opener(root), interval_seconds, whole_step(since), once)
+    return Watch(folders, reader, interval_seconds, whole_step(since), once)
 
 
 _LEASE_SECONDS: Final = 30.0

@@ -96,8 +96,10 @@ class LoadEngine(ABC):
             try:
                 while not self._attempt(target, filled, attempts):
                     attempts += 1
-            except BaseException:
+            except BaseException as error:
                 target.take_back()
+                if self.storage is not None and (url := self.storage.store.url) not in str(error):
+                    error.add_note(f"The checkpoint is {url}.")
                 raise
             if target.gives_back and not self._has_given_back:
 

@@ -126,6 +126,9 @@ class Restoring:
             self.skipped[step] = reason
             self.partial.append(step)
         if not self.skipped:
+            with raise_on_all_ranks(self.ranks):
+                if self.ranks.is_coordinator:
+                    self.folders.check_run()
             return None
         steps = sorted(self.skipped, reverse=True)
         listed = "\n".join(f"  step {step}: {self.skipped[step]}" for step in steps)

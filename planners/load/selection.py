@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict, get_args
 
 from dcp.storage.engine.requests import Verify
-from dcp.storage.errors import MissingKeyError, OptionError, PlanError
+from dcp.storage.errors import MissingKeyError, OptionError, PlanError, check_flags
 from dcp.storage.near_names import close_to
 
 if TYPE_CHECKING:  # maps are made of what this folder finds
@@ -270,6 +270,7 @@ class LoadOptions:
             value, choices = getattr(self, name), get_args(kind)
             if value is not None and value not in choices:
                 raise OptionError(f'{name} must be "{choices[0]}" or "{choices[1]}", not {value!r}')
+        check_flags(allow_partial_load=self.allow_partial_load, weights_only=self.weights_only)
         Selection.of(self.only, self.exclude)
         renamer(self.rename)
 

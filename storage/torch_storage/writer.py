@@ -36,7 +36,13 @@ from dcp.storage.engine.write import (
     WriteOutcome,
     data_file_name,
 )
-from dcp.storage.errors import CheckpointConflictError, CheckpointError, OptionError, PlanError
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    OptionError,
+    PlanError,
+    check_flags,
+)
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.geometry.strides import Int64
 from dcp.storage.stores import OpenStore, open_store
@@ -133,6 +139,9 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
                 "this writer stores the dcp format; give dcp.save torch's own FileSystemWriter for "
                 f"{serialization_format}"
             )
+        check_flags(
+            sync_files=sync_files, overwrite=overwrite, torch_compatible=torch_compatible, digests=digests
+        )
         self.path = path
         self.single_file_per_rank = single_file_per_rank
         self.sync_files = sync_files
