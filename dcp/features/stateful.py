@@ -159,6 +159,9 @@ class _Objects(Target):
 
     def give_back(self, call: LoadCall | None) -> None:
         """As in `Target`."""
+        if not self._stateful and type(self.state_dict) is dict:
+            self.state_dict.update(self._plain)  # and what a planner has added to it
+            return
         untouched, new = frozenset[str](), list[str]()
         if call is not None and self._stateful:
             untouched, new = call.untouched_keys, [*chain(*(each.new for each in call.features.part))]
