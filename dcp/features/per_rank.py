@@ -66,7 +66,8 @@ class PerRankValues(LoadFeature):
         if index.provenance.get("world_size") in (None, call.world_size):
             kept -= stored
         self.kept = tuple(sorted(kept))
-        self.whole = [name for name in rescaled if self._rules[name].rule != "keep"]
+        rules = self._rules
+        self.whole = [name for name in rescaled if rules[name].rule != "keep"]
         self.made = [fqn for fqn, name in owners.items() if name in self.whole]
         left = {fqn for fqn, name in owners.items() if name in kept or name in rescaled}
         if left:
@@ -79,10 +80,10 @@ class PerRankValues(LoadFeature):
         be of another number of ranks.
         """
         copies = self._copies = list[tuple[str, torch.Tensor, torch.Tensor]]()
-        apart = dict(values)
+        apart, rules = dict(values), self._rules
         for fqn, name in self.call.flat.owners.items():
             value = values.get(fqn)
-            if (self._may_be_kept or name in self._rules) and isinstance(value, torch.Tensor):
+            if (self._may_be_kept or name in rules) and isinstance(value, torch.Tensor):
                 # what lies outside of the boxes of a CheckpointableTensor is kept as well
                 apart[fqn] = with_claim(value.detach().clone(), claim_of(value))
                 copies.append((fqn, value, apart[fqn]))
@@ -107,8 +108,9 @@ class PerRankValues(LoadFeature):
         wanted = {name: self.rescaled[name] for name in self.whole}
         state, paths = read_whole([_GLOB.sub(r"[\g<0>]", holder) for holder, _ in wanted.values()])
         ready, ranks = list[tuple[Rescale, Any]](), (self.call.rank, self.call.world_size)
+        rules = self._rules
         for name, place in wanted.items():
-            target = self._rules[name]
+            target = rules[name]
             ready.append((target, rescaled_value(name, target.rule, _states(*place, state, paths), *ranks)))
         self._ready = ready
 

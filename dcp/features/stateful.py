@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final
@@ -81,7 +82,8 @@ class _Objects(Target):
     """
 
     gives_back = True
-    made: frozenset[str] = frozenset()
+    made: AbstractSet[str] = frozenset()
+    _made: set[str]
     _stateful: Collection[Any] = ()
     _lost: frozenset[str] = frozenset()
     _index: CheckpointIndex
@@ -135,7 +137,7 @@ class _Objects(Target):
         values = list(map(self.state_dict.__getitem__, self._keys))
         self._plain.update(zip(self._keys, values, strict=True))
         self._stateful = dict.fromkeys(stateful_keys(self._keys, values))
-        self.made = frozenset()
+        self.made = self._made = set()
         if self._stateful:
             self.has_objects = True
             self._index, self._rank = index_of(), rank
@@ -157,6 +159,9 @@ class _Objects(Target):
 
     def give_back(self, call: LoadCall | None) -> None:
         """As in `Target`."""
+        if not self._stateful and type(self.state_dict) is dict:
+            self.state_dict.update(self._plain)  # and what a planner has added to it
+            return
         untouched, new = frozenset[str](), list[str]()
         if call is not None and self._stateful:
             untouched, new = call.untouched_keys, [*chain(*(each.new for each in call.features.part))]
@@ -224,7 +229,7 @@ class _Objects(Target):
         ):
             return state
         full = state_dict_with_state(value, state, optimizers, str(key), self._is_stored, self._index)
-        self.made |= _flat(key, full).keys() - flat.keys()
+        self._made |= _flat(key, full).keys() - flat.keys()
         return full
 
     def _stored_beside(self, index: CheckpointIndex, fqn: str, keys: Iterable[str]) -> list[str]:
@@ -333,7 +338,7 @@ class _Objects(Target):
         if type(fresh) is torch.Tensor and not fresh.is_meta:  # one that has grown, such as a history
             if fresh.shape == stored.shape:
                 return fresh
-            self.made |= {stored.name}
+            self._made.add(stored.name)
             return fresh.new_empty(stored.shape)
         if kind in (OTHER, *_CONTAINERS) and not _names_parameters_inside(fresh):
             return self._new(stored, stored.name, every=True)
@@ -408,7 +413,7 @@ class _Objects(Target):
                 return _NOTHING
             if stored.shape is None:
                 return None
-            self.made |= {stored.name}
+            self._made.add(stored.name)
             return torch.empty(stored.shape, dtype=stored.dtype)
         if isinstance(stored, list):
             items = [self._new(item, f"{name}.{at}", every=every) for at, item in enumerate(stored)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from reprlib import Repr
@@ -106,7 +107,7 @@ class Target:
         self._given = frozenset(state_dict if isinstance(state_dict, Mapping) else ())
 
     @property
-    def made(self) -> frozenset[str]:
+    def made(self) -> AbstractSet[str]:
         """Entries whose tensors were made for this load, and are lost with a load that fails."""
         return frozenset(self.state_dict) - self._given
 

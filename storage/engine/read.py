@@ -76,13 +76,14 @@ class _Worker:
         try:
             for request in requests:
                 handle, streaming = self.engine.handle(request.file), _StreamingRead(request, self)
+                fetched_bytes = streaming.size_bytes
                 if not streaming.follows:
                     streaming.read_whole(handle)
                 elif self.engine.profile.scatter:
                     handle.receive(streaming, request.begin)
                 else:
-                    streaming.read_pieces(handle)
-                self.stats.bytes_read += streaming.size_bytes
+                    fetched_bytes = streaming.read_pieces(handle)
+                self.stats.bytes_read += fetched_bytes
                 streaming.check()
                 if on_bytes is not None:
                     on_bytes(streaming.size_bytes)
@@ -125,13 +126,17 @@ class _StreamingRead:
             yield from self._received(piece)
             position = piece.offset + piece.size_bytes
 
-    def read_pieces(self, handle: ReadHandle) -> None:
-        """Read the pieces, and nothing between them: where a request costs next to nothing."""
+    def read_pieces(self, handle: ReadHandle) -> int:
+        """Read the pieces, and nothing between them: where a request costs next to nothing. Returns their
+        bytes."""
+        fetched_bytes = 0
         for piece in self._pieces:
             offset = piece.offset
             for memory in self._received(piece):
                 handle.preadv([memory], offset)
                 offset += len(memory)
+            fetched_bytes += piece.size_bytes
+        return fetched_bytes
 
     def read_whole(self, handle: ReadHandle) -> None:
         """Read all of it before anything is handed out."""
