@@ -48,6 +48,21 @@ def product(a: int, b: int) -> int:
     return total
 
 
+@lru_cache(maxsize=8)
+def _lists(factor: int) -> list[list[int]]:
+    """`_table` as Python's ints: half a millisecond to make, a twentieth of `product` to use."""
+    rows = _table(factor).view(np.uint8).reshape(BLOCK_BYTES, 256, BLOCK_BYTES)
+    return [[int.from_bytes(one.tobytes(), "big") for one in row] for row in rows]
+
+
+def _scaled(value: int, factor: int) -> int:
+    """`product` for few factors that come again and again."""
+    total = 0
+    for row, byte in zip(_lists(factor), value.to_bytes(BLOCK_BYTES, "big"), strict=True):
+        total ^= row[byte]
+    return total
+
+
 @lru_cache(maxsize=4096)
 def power(base: int, exponent: int) -> int:
     """Return ``base`` to a power of 0 and above."""
@@ -186,8 +201,11 @@ _ENCRYPTED_COUNTER: Final = 0x58E2FCCEFA7E3061367F1D57A4E7455A
 # -- boxes ---------------------------------------------------------------------------------------------------
 
 
-_STEP_BYTES: Final = 4 << 20
-"""Of a long run this much at a time: less costs more products, more does not stay in the cache."""
+_STEP_BYTES: Final = 1 << 20
+"""Of a long run this much at a time, as a save shows it: what was read from memory once is still in the cache
+behind it."""
+
+_STEP_POWER: Final = power(KEY, _STEP_BYTES // BLOCK_BYTES)
 
 _ROWS_BYTES: Final = 256 << 10
 """Runs shorter than this are collected, many at a time."""
@@ -282,7 +300,9 @@ class OrderedSum:
         if end < self._end:
             value = product(power(KEY, self._end - end), value)
         elif self._value and end > self._end:
-            self._value = product(power(KEY, end - self._end), self._value)
+            factor = power(KEY, end - self._end)
+            make = _scaled if factor == _STEP_POWER else product
+            self._value = make(self._value, factor)
         self._value ^= value
         self._end = max(self._end, end)
 

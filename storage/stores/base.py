@@ -626,6 +626,10 @@ class ReadOnlyStore(Store):
         """Refuse it, as all that writes."""
         raise self._refused("mkdir", self.url)
 
+    def remove_root(self) -> None:
+        """Refuse it."""
+        raise self._refused("rmdir", self.url)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreType:

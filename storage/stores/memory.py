@@ -49,6 +49,9 @@ class MemoryStore(Store):
         with _GUARD:
             self._files = _FOLDERS.setdefault(name, {})
 
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError(f"{self.url} is in the memory of this process: a copy would be another folder")
+
     def list(self) -> list[FileInfo]:
         """Return a snapshot; files that are being written are listed with their size so far."""
         with _GUARD:

@@ -232,7 +232,7 @@ class BufferPool:
     def start_afresh(self) -> None:
         """Forget all, in a forked child: the lock may be held by a thread that does not exist here, and
         buffers that were out belong to handles of the parent, which give nothing back here."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may run what gives a buffer back, wherever it is held
         self._free: list[mmap.mmap] = []
         self._out: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
@@ -422,13 +422,10 @@ class PosixWriteHandle(WriteHandle):
         self._limit_bytes = _BUFFER_BYTES if self._is_durable else _GATHER_BYTES
 
     def _await_oldest(self) -> mmap.mmap:
-        future, buffer = self._in_flight.popleft()
-        try:
-            result_of(future)
-        except BaseException:
-            _POOL.give(buffer)
-            raise
-        return buffer
+        """Wait for the oldest buffer under way. Until it is written it stays among those, so that an
+        interrupted wait leaves it to `abort`, which waits before others may have it."""
+        result_of(self._in_flight[0][0])
+        return self._in_flight.popleft()[1]
 
     def _write_now(self, parts: Sequence[bytes | memoryview]) -> None:
         """Append what was gathered, and ``parts``; continues short writes (signals, nearly full disks)."""
