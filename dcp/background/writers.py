@@ -96,8 +96,9 @@ class SaveFuture(Future[Metadata], AsyncSaveResponse):
     def abort(self) -> None:
         """Call the save off as `cancel` does, without waiting for the end, for which `exception` waits."""
         self.abort_event.set()
-        if self.on_abort is not None:
-            self.on_abort()
+        on_abort = self.on_abort  # the end of the save, which may come now, takes it away
+        if on_abort is not None:
+            on_abort()
 
 
 def own_client(store: Any) -> Any:

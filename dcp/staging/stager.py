@@ -119,7 +119,7 @@ class DefaultStager(TorchDefaultStager):
         self._most = arenas
         self._changed = threading.Condition()
         self._free: list[HostArena] = []
-        self._taken: dict[object, HostArena | None] = {}
+        self._taken: set[object] = set()  # not the arenas: one that is never given back goes with its views
         self._closed = False
         self._copying = 0
         self._changers: list[int] = []
@@ -143,6 +143,7 @@ class DefaultStager(TorchDefaultStager):
         if len(self._results) == self._most:
             self._results.popleft().release()
         begun, turn = time.perf_counter(), object()
+        arena: HostArena | None = None
         self._begin(turn, timeout_seconds)
         try:
             copied: Callable[..., Any]
@@ -152,20 +153,20 @@ class DefaultStager(TorchDefaultStager):
             else:  # the tree copies what is not strided
                 tree = StateTree(local, type_check=self._type_check)
                 memory, copied, fqns = tree.memory, tree.copied, tree.fqns
-            arena = self._arena(turn, "shared" if shared else "private", memory)
+            arena = self._arena("shared" if shared else "private", memory)
             copying = Copying(self._copier, arena, memory)
             staged = StagedState(
                 local=copied(memory=copying.layout.memory),
                 arena=arena,
                 layout=copying.layout,
-                give_back=partial(self._give_back, turn),
+                give_back=partial(self._give_back, turn, arena),
             )
             finish = partial(self._finish, copying, staged, fqns, begun)
             if overlap:
                 self._background.submit(finish)
         except BaseException:
             self._end_copying()
-            self._give_back(turn)
+            self._give_back(turn, arena)
             raise
         if not overlap:
             finish()
@@ -200,9 +201,9 @@ class DefaultStager(TorchDefaultStager):
                     timeout_seconds=timeout_seconds,
                 )
             self._copying += 1
-            self._taken[turn] = None
+            self._taken.add(turn)
 
-    def _arena(self, turn: object, kind: ArenaKind, memory: LocalMemory) -> HostArena:
+    def _arena(self, kind: ArenaKind, memory: LocalMemory) -> HostArena:
         """Take an arena that is free, the one given back last, since its views may fit."""
         # page-locked for sources on a device
         pinned = (
@@ -216,16 +217,16 @@ class DefaultStager(TorchDefaultStager):
                 if arena is not None:
                     arena.close()
                 arena = HostArena(kind, page_locked=pinned)
-            self._taken[turn] = arena
             return arena
 
-    def _give_back(self, turn: object) -> None:
+    def _give_back(self, turn: object, arena: HostArena | None) -> None:
         with self._changed:
-            arena = self._taken.pop(turn, None)
-            if arena is not None and self._closed:
-                arena.close()
-            elif arena is not None:
-                self._free.append(arena)
+            if turn in self._taken and arena is not None:
+                if self._closed:
+                    arena.close()
+                else:
+                    self._free.append(arena)
+            self._taken.discard(turn)
             self._changed.notify_all()
 
     def _end_copying(self) -> None:
