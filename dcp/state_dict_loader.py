@@ -133,8 +133,8 @@ def load(
         CheckpointConflictError: It was replaced again and again while it was being read.
         StorageError: The storage cannot be read.
         UnsafeObjectError: A value needs ``weights_only=False``.
-        PlanError: An option cannot be meant, a pattern matches nothing, or the ranks called different
-            operations.
+        PlanError: A pattern of ``only`` or ``exclude`` matches nothing, or the ranks called different
+            operations; `OptionError`, which is one, for an option that cannot be meant.
         CollectiveTimeoutError: Ranks did not answer in time.
 
         These and others of `dcp.errors` are raised on all ranks alike. After an error the tensors of
