@@ -100,6 +100,8 @@ def load_engine(
     planner or reader does not know.
     """
     ours = planner if isinstance(planner, DefaultLoadPlanner) else None
+    if ours is None and not callable(getattr(planner, "set_up_planner", None)):
+        raise OptionError(f"planner must be a LoadPlanner, such as dcp.DefaultLoadPlanner(), not {planner!r}")
     storage = reader if isinstance(reader, FileSystemReader) else None
     if options.verify is not None and storage is None:
         raise CheckpointError(

@@ -142,6 +142,8 @@ def _grace_of(grace: Grace | None, *, handle_sigterm: bool) -> dict[int | str, f
                 raise OptionError("grace_seconds of SIGTERM means nothing with handle_sigterm=False")
             found[notice] = seconds
         elif isinstance(notice, str | os.PathLike) and isinstance(path := os.fspath(notice), str):
+            if path in signal.Signals.__members__:
+                raise OptionError(f"grace_seconds: {path!r} is text; a signal is signal.{path}")
             if not path or "\0" in path or Path(path).is_dir():
                 raise OptionError(
                     f"grace_seconds: {path!r} is no path of a file; name the file that will appear"

@@ -216,6 +216,15 @@ class CheckpointManager:
                 if (given := {**alike, "verify_saved": verify_saved}[option]) not in get_args(choices):
                     known = ", ".join(repr(choice) for choice in get_args(choices))
                     raise OptionError(f"{option} must be one of {known}, not {given!r}")
+            if not callable(self._make_writer):
+                raise OptionError(
+                    f"writer must be a function of a path that makes a storage, such as "
+                    f"partial(dcp.FileSystemWriter, sync_files=False), not {writer!r}"
+                )
+            if stager is not None and not callable(getattr(stager, "stage", None)):
+                raise OptionError(
+                    f"stager must have a method stage(), as dcp.staging.DefaultStager, not {stager!r}"
+                )
             if keep is not None and not isinstance(keep, Retention):
                 raise OptionError(f"keep must be a Retention, such as Retention(last=3), not {keep!r}")
             weight_map = None if map is None else WeightMap.of(map)  # a file is read once

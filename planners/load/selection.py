@@ -217,7 +217,7 @@ LoadDtype = Literal["exact", "cast"]
 Unexpected = Literal["error", "ignore"]
 """What to do about entries of the checkpoint that nobody takes, below what was asked for."""
 
-_CHOICES: Final = {"dtype": LoadDtype, "per_rank": PerRankLoad, "unexpected": Unexpected}
+_CHOICES: Final = {"verify": Verify, "dtype": LoadDtype, "per_rank": PerRankLoad, "unexpected": Unexpected}
 
 OF_PLANNERS: Final = (
     *("dtype", "allow_partial_load", "weights_only", "only", "exclude", "rename", "per_rank", "unexpected"),
@@ -269,7 +269,8 @@ class LoadOptions:
         for name, kind in _CHOICES.items():
             value, choices = getattr(self, name), get_args(kind)
             if value is not None and value not in choices:
-                raise OptionError(f'{name} must be "{choices[0]}" or "{choices[1]}", not {value!r}')
+                known = " or ".join(f'"{choice}"' for choice in choices)
+                raise OptionError(f"{name} must be {known}, not {value!r}")
         check_flags(allow_partial_load=self.allow_partial_load, weights_only=self.weights_only)
         Selection.of(self.only, self.exclude)
         renamer(self.rename)
