@@ -33,7 +33,6 @@ from dcp.storage.errors import (
     OptionError,
     PlanError,
     StorageError,
-    check_flags,
 )
 from dcp.storage.formats.opening import Source, open_source
 from dcp.storage.formats.registry import target_named, target_names
@@ -126,7 +125,9 @@ def convert(
         StorageError: The storage failed; `StorageFullError` where it is full.
     """
     begun = time.perf_counter()
-    check_flags(overwrite=overwrite, drop_objects=drop_objects, resume=resume)
+    for name, value in {"overwrite": overwrite, "drop_objects": drop_objects, "resume": resume}.items():
+        if isinstance(value, str):  # "no" would count as True
+            raise OptionError(f"{name} must be True or False, not {value!r}")
     place = place_of(target, to, OpenWith(target_options))
     if not (overwrite or resume or place.is_begun):
         place.refuse_existing()  # before anything is read; else it may be what a killed run has made

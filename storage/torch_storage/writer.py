@@ -41,7 +41,6 @@ from dcp.storage.errors import (
     CheckpointError,
     OptionError,
     PlanError,
-    check_flags,
 )
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.geometry.strides import Int64
@@ -139,9 +138,10 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
                 "this writer stores the dcp format; give dcp.save torch's own FileSystemWriter for "
                 f"{serialization_format}"
             )
-        check_flags(
-            sync_files=sync_files, overwrite=overwrite, torch_compatible=torch_compatible, digests=digests
-        )
+        flags = {"sync_files": sync_files, "overwrite": overwrite, "torch_compatible": torch_compatible}
+        for name, value in {**flags, "digests": digests}.items():
+            if isinstance(value, str):  # "no" would count as True
+                raise OptionError(f"{name} must be True or False, not {value!r}")
         self.path = path
         self.single_file_per_rank = single_file_per_rank
         self.sync_files = sync_files
