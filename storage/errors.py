@@ -177,6 +177,13 @@ class PlanError(CheckpointError, ValueError):
     type_name: str = ""
 
 
+def check_flags(**flags: object) -> None:
+    """Raise OptionError for text where True or False is expected: "no" would count as True."""
+    for name, value in flags.items():
+        if isinstance(value, str):
+            raise OptionError(f"{name} must be True or False, not {value!r}")
+
+
 class OptionError(PlanError, TypeError):
     """An argument or an option that cannot be: of a wrong type, out of its range, or not with another one."""
 

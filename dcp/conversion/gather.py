@@ -55,9 +55,15 @@ class Wanted(NamedTuple):
     position: int = 0
 
 
-_Box = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Elements that are copied from the bytes of a read to a buffer: the places of the first one, from and to
-where; lengths; strides from and to there. In bytes; the source's slowest dimension is the first."""
+class _Box(NamedTuple):
+    """Elements that are copied from the bytes of a read to a buffer: the first from ``begin`` to ``target``.
+    Places and strides are in bytes; the source's slowest dimension is the first."""
+
+    begin: int
+    target: int
+    lengths: tuple[int, ...]
+    strides: tuple[int, ...]
+    target_strides: tuple[int, ...]
 
 
 class _Read(NamedTuple):
@@ -111,7 +117,7 @@ class RangeReader:
             low, high = want.first - source.target, want.last - source.target
             for part in parts_between(source.lengths, source.target_strides, low, high):
                 box = _box_of(source, part, want.first, want.itemsize)
-                if box[2]:
+                if box.lengths:
                     yield from self._strided(want, source, box)
                 else:
                     size = math.prod(count for _, count in part) * want.itemsize
@@ -120,7 +126,7 @@ class RangeReader:
     def _run(self, want: Wanted, source: SourcePart, box: _Box, size: int) -> Iterator[_Read]:
         limit = SCRATCH_BYTES if not self.profile.scatter else BLOCK_BYTES
         for at in range(0, size, limit):
-            count, begin, to = min(limit, size - at), box[0] + at, box[1] + at
+            count, begin, to = min(limit, size - at), box.begin + at, box.target + at
             place = source.file, source.payload_offset + begin, count, source.chunk, begin
             yield _Read(*place, want.target[to : to + count], want.copy, want.position + to)
 
@@ -139,7 +145,7 @@ class RangeReader:
                 begin = begin // BLOCK_BYTES * BLOCK_BYTES
                 end = min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, source.payload_bytes)
             to = target + sum(map(mul, part.offsets, target_strides))
-            own = part.begin - begin, to, part.lengths, strides, target_strides
+            own = _Box(part.begin - begin, to, part.lengths, strides, target_strides)
             place = source.file, source.payload_offset + begin, end - begin, chunk, begin
             yield _Read(*place, want.target, itemsize=itemsize, box=own)
 
@@ -222,11 +228,11 @@ def _box_of(source: SourcePart, part: Sequence[AxisPart], first: int, itemsize: 
             sources.append(s)
             targets.append(t)
     if not lengths:
-        return begin, target, (), (), ()
+        return _Box(begin, target, (), (), ())
     if run > itemsize:  # the innermost run is a dimension of its own again
         lengths.insert(0, run // itemsize)
         sources.insert(0, itemsize)
         targets.insert(0, itemsize)
     order = sorted(range(len(lengths)), key=lambda d: (-sources[d], -d))
     lengths, sources, targets = ([column[d] for d in order] for column in (lengths, sources, targets))
-    return begin, target, tuple(lengths), tuple(sources), tuple(targets)
+    return _Box(begin, target, tuple(lengths), tuple(sources), tuple(targets))

@@ -33,6 +33,7 @@ from dcp.storage.errors import (
     OptionError,
     PlanError,
     StorageError,
+    check_flags,
 )
 from dcp.storage.formats.opening import Source, open_source
 from dcp.storage.formats.registry import target_named, target_names
@@ -125,9 +126,7 @@ def convert(
         StorageError: The storage failed; `StorageFullError` where it is full.
     """
     begun = time.perf_counter()
-    for name, value in {"overwrite": overwrite, "drop_objects": drop_objects, "resume": resume}.items():
-        if isinstance(value, str):  # "no" would count as True
-            raise OptionError(f"{name} must be True or False, not {value!r}")
+    check_flags(overwrite=overwrite, drop_objects=drop_objects, resume=resume)
     place = place_of(target, to, OpenWith(target_options))
     if not (overwrite or resume or place.is_begun):
         place.refuse_existing()  # before anything is read; else it may be what a killed run has made
@@ -254,6 +253,7 @@ def merge(
         StorageError: The storage failed.
     """
     begun = time.perf_counter()
+    check_flags(overwrite=overwrite, drop_objects=drop_objects, resume=resume)
     if run is None:
         if last is not None or decay is not None:
             raise OptionError("last and decay are about the steps of a run, which is missing")

@@ -44,9 +44,16 @@ class BadElements(NamedTuple):
     kind: int
 
 
-_Step = tuple[TaskCopy, int, int, memoryview, int, list[_Array]]
-"""A copy, the first of some elements of it and the one behind the last, the place for their bytes but the
-first few, how many these are, and what was read, by gather."""
+class _Step(NamedTuple):
+    """Elements ``first`` to ``last`` of a copy: the place for their bytes but the first ``skip``, and what is
+    read for them, by gather."""
+
+    copy: TaskCopy
+    first: int
+    last: int
+    place: memoryview
+    skip: int
+    read: list[_Array]
 
 
 class Sums:
@@ -81,7 +88,7 @@ class Sums:
                 array for number in range(len(copy.terms)) for array in self._want(copy, number, first, end)
             ]
             part = place[begin - low : stop - low]
-            self._steps.append((copy, first, end, part, begin - first * size, read))
+            self._steps.append(_Step(copy, first, end, part, begin - first * size, read))
         self._done.append(done)
 
     def flush(self) -> None:
@@ -91,7 +98,7 @@ class Sums:
             self._carry_out(*step)
         for done in self._done:
             done()
-        newest = self._steps[-1][0].copy if self._steps else -1
+        newest = self._steps[-1].copy.copy if self._steps else -1
         self._rights = {key: array for key, array in self._rights.items() if key[0] == newest}
         self._used, self._steps, self._wanted, self._done = 0, [], [], []
 

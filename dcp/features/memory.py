@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -133,13 +133,32 @@ def _materialise(value: Any) -> Any:
 # -- memory with several names -------------------------------------------------------------------------------
 
 
+class _Shared(NamedTuple):
+    """A box of a destination that has memory in common with those of ``fqns``, and what was loaded for it.
+
+    ``is_filled``: another entry is loaded into the very same elements.
+    """
+
+    fqns: Sequence[str]
+    target: torch.Tensor
+    loaded: torch.Tensor
+    is_filled: bool
+
+
+class _FilledBox(NamedTuple):
+    """What one row of a load plan fills: a chunk, offsets in it and in the destination, sizes."""
+
+    chunk: int
+    stored: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
 class SharedMemory(LoadFeature):
     """Loads apart what shares memory, and puts it there once it is known to be the same."""
 
     name = "shared_memory"
-    _shared: Sequence[tuple[Sequence[str], torch.Tensor, torch.Tensor, bool]] = ()
-    """Entries of a destination, a box of it, what was loaded for that, and whether another entry is loaded
-    into the very same elements."""
+    _shared: Sequence[_Shared] = ()
 
     def boxes(
         self, memory: LocalMemory, pieces: Pieces, index: CheckpointIndex, held: HeldBoxes
@@ -153,7 +172,7 @@ class SharedMemory(LoadFeature):
         groups = _groups(pieces, memory, held)
         if not groups:
             return memory
-        tensors, shared = list(memory.tensors), list[tuple[Sequence[str], torch.Tensor, torch.Tensor, bool]]()
+        tensors, shared = list(memory.tensors), list[_Shared]()
         order = np.argsort(pieces.dests, kind="stable")
         begins = np.searchsorted(pieces.dests[order], np.arange(len(tensors) + 1))
         for group in groups:
@@ -163,15 +182,17 @@ class SharedMemory(LoadFeature):
                 continue
             group = sorted(group) if is_same else _sharing(tensors, group)
             if is_same:
-                filled = [sum(prod(sizes) for *_, sizes in boxes[dest]) for dest in group]
+                filled = [sum(prod(box.sizes) for box in boxes[dest]) for dest in group]
                 is_same = filled == [tensors[dest].numel() for dest in group]
             fqns = [_fqn(held, dest) for dest in group]
             for dest in group[1:] if is_same else group:
                 target = tensors[dest]
                 loaded = tensors[dest] = torch.empty(target.shape, dtype=target.dtype, device="cpu")
-                for *_, offsets, sizes in boxes[dest]:
-                    own, other = (narrow(tensor.detach(), offsets, sizes) for tensor in (target, loaded))
-                    shared.append((fqns, own, other, is_same))
+                for box in boxes[dest]:
+                    own, other = (
+                        narrow(tensor.detach(), box.offsets, box.sizes) for tensor in (target, loaded)
+                    )
+                    shared.append(_Shared(fqns, own, other, is_same))
         self._shared = shared
         return LocalMemory.of(tensors) if shared else memory
 
@@ -182,11 +203,11 @@ class SharedMemory(LoadFeature):
         shared, self._shared = self._shared, ()
         if not shared:
             return
-        for _, target, loaded, is_filled in shared:
-            if not is_filled:
-                as_copied(target).copy_(as_copied(loaded))
+        for each in shared:
+            if not each.is_filled:
+                as_copied(each.target).copy_(as_copied(each.loaded))
         differing = {
-            tuple(fqns) for fqns, own, loaded, _ in shared if not torch.equal(_bytes(own), _bytes(loaded))
+            tuple(each.fqns) for each in shared if not torch.equal(_bytes(each.target), _bytes(each.loaded))
         }
         if differing:
             shown = "; ".join(listed(fqns, most=_MAX_LISTED) for fqns in sorted(differing)[:_MAX_LISTED])
@@ -204,27 +225,27 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # of one element any stride is dense
 
 
-def _boxes(pieces: Pieces, rows: Int64) -> list[tuple[int, Any, Any, Any]]:
-    """Return what ``rows`` of a destination fill: chunks, offsets in them and in the destination, sizes."""
-    found = list[tuple[int, Any, Any, Any]]()
+def _boxes(pieces: Pieces, rows: Int64) -> list[_FilledBox]:
+    """Return what ``rows`` of a load plan fill."""
+    found = list[_FilledBox]()
     for row in rows.tolist():
         box = slice(int(pieces.box_start[row]), int(pieces.box_start[row + 1]))
         stored, offsets, sizes = (
             tuple(each[box].tolist())
             for each in (pieces.storage_offsets, pieces.dest_offsets, pieces.lengths)
         )
-        found.append((int(pieces.chunks[row]), stored, offsets, sizes))
+        found.append(_FilledBox(int(pieces.chunks[row]), stored, offsets, sizes))
     return found
 
 
-def _source(index: CheckpointIndex, boxes: Sequence[tuple[int, Any, Any, Any]]) -> Any:
+def _source(index: CheckpointIndex, boxes: Sequence[_FilledBox]) -> Any:
     """Return what is equal for destinations that get the same stored elements at the same places."""
-    chunks = [chunk for chunk, *_ in boxes]
+    chunks = [box.chunk for box in boxes]
     places = (index.chunk_files, index.record_offsets, index.payload_offsets)
     return (
         *(place[chunks].tobytes() for place in places),
         *(index.payload_strides.get(chunk) for chunk in chunks),
-        *(each for _, *box in boxes for each in box),
+        *(each for box in boxes for each in (box.stored, box.offsets, box.sizes)),
     )
 
 

@@ -87,20 +87,35 @@ class _SourceFacts(NamedTuple):
         return cls(codes, pointers, is_contiguous, is_lazy, is_cpu, is_cut, is_nowhere, is_foreign)
 
 
+class _Kind(NamedTuple):
+    """What tensors have in common which differ in name, dtype and memory only.
+
+    ``counts`` are of dimensions, boxes, local tensors, and two flags: sharded, replicated. ``box_sources``
+    says which of the local tensors has each box. Integers of one kind, or as columns of all tensors.
+    """
+
+    counts: Any
+    shape: Any
+    offsets: Any
+    sizes: Any
+    local_offsets: Any
+    box_sources: Any
+    source_ndims: Any
+    source_shapes: Any
+
+
 @dataclass(eq=False)
 class _Builder:
     """Takes tensors one by one; ``problems`` begin with the row at which they were met.
 
     ``forms`` are numbers in ``kinds`` by row, ``known`` those of the boxes that many tensors share, which it
-    keeps. A kind has what tensors have in common which differ in name, dtype and memory only: counts (of
-    dimensions, boxes, local tensors, and two flags: sharded, replicated), shape, the boxes' offsets, sizes
-    and local offsets, which of the local tensors has each box, and the dimensions and shapes of these.
+    keeps.
     """
 
     loading: bool
     fqns: list[str] = field(default_factory=list)
     forms: list[int] = field(default_factory=list)
-    kinds: list[tuple[Sequence[int], ...]] = field(default_factory=list)
+    kinds: list[_Kind] = field(default_factory=list)
     known: dict[Any, tuple[Any, int]] = field(default_factory=dict)
     requires_grad: list[bool] = field(default_factory=list)
     sources: list[torch.Tensor] = field(default_factory=list)
@@ -132,7 +147,7 @@ class _Builder:
         sources, boxes = local.sources, local.boxes
         offsets, sizes, inner = zip(*boxes, strict=True) if boxes else ((), (), ())
         shapes = list(map(attrgetter("shape"), sources))
-        made: tuple[Sequence[int], ...] = (
+        kind = _Kind(
             (len(local.shape), len(boxes), len(sources), local.sharded, local.replicated),
             local.shape,
             list(chain.from_iterable(offsets)),
@@ -142,7 +157,7 @@ class _Builder:
             list(map(len, shapes)),
             list(chain.from_iterable(shapes)),
         )
-        self.kinds.append(made)
+        self.kinds.append(kind)
         return len(self.kinds) - 1
 
     def note(self, problem: str) -> None:
@@ -151,11 +166,9 @@ class _Builder:
     def finish(self) -> RankState:
         """Make the columns; PlanError if anything cannot be stored."""
         forms = np.array(self.forms, np.int64)
-        columns_of_kinds = zip(*self.kinds, strict=True) if self.kinds else repeat((), 8)
-        counts, shape, *boxes, box_sources, source_ndims, source_shapes = map(
-            _of_all, columns_of_kinds, repeat(forms)
-        )
-        ndims, box_counts, sources, sharded, replicated = counts.reshape(-1, 5).T
+        by_kind = zip(*self.kinds, strict=True) if self.kinds else repeat((), len(_Kind._fields))
+        found = _Kind._make(map(_of_all, by_kind, repeat(forms)))
+        ndims, box_counts, sources, sharded, replicated = found.counts.reshape(-1, 5).T
         rows = np.arange(len(forms))
         item_tensors, source_rows = np.repeat(rows, box_counts), np.repeat(rows, sources)
         source_start = starts(sources)
@@ -169,12 +182,12 @@ class _Builder:
             dtype_codes=codes,
             requires_grad=np.array(self.requires_grad, np.uint8),
             shape_start=starts(ndims),
-            shape_values=shape,
+            shape_values=found.shape,
             item_tensors=item_tensors,
-            item_offsets=boxes[0],
-            item_sizes=boxes[1],
-            item_local_offsets=boxes[2],
-            item_sources=source_start[item_tensors] + box_sources,
+            item_offsets=found.offsets,
+            item_sizes=found.sizes,
+            item_local_offsets=found.local_offsets,
+            item_sources=source_start[item_tensors] + found.box_sources,
             item_sharded=sharded[item_tensors].astype(np.uint8),
             item_digests=np.zeros(count, np.uint64),
             item_ties=np.full(count, -1, np.int64),
@@ -182,7 +195,7 @@ class _Builder:
             stride_orders={} if facts.is_contiguous.all() else self._stride_orders(source_rows, facts),
         )
         is_plain = facts.is_contiguous & ~facts.is_lazy & facts.is_cpu
-        shapes = starts(source_ndims), source_shapes
+        shapes = starts(found.source_ndims), found.source_shapes
         memory = LocalMemory(self.sources, is_plain, facts.pointers, facts.codes, *shapes)
         others = replicated[item_tensors].astype(np.uint8)
         return RankState(columns, memory, list(self.objects.values()), others)

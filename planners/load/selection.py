@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict, get_args
 
 from dcp.storage.engine.requests import Verify
-from dcp.storage.errors import MissingKeyError, OptionError, PlanError
+from dcp.storage.errors import MissingKeyError, OptionError, PlanError, check_flags
 from dcp.storage.near_names import close_to
 
 if TYPE_CHECKING:  # maps are made of what this folder finds
@@ -271,9 +271,7 @@ class LoadOptions:
             if value is not None and value not in choices:
                 known = " or ".join(f'"{choice}"' for choice in choices)
                 raise OptionError(f"{name} must be {known}, not {value!r}")
-        for name in ("allow_partial_load", "weights_only"):
-            if isinstance(value := getattr(self, name), str):  # "no" would count as True
-                raise OptionError(f"{name} must be True or False, not {value!r}")
+        check_flags(allow_partial_load=self.allow_partial_load, weights_only=self.weights_only)
         Selection.of(self.only, self.exclude)
         renamer(self.rename)
 

@@ -250,15 +250,15 @@ class WriteHandle:
 
     def _append(self, view: memoryview) -> None:
         """Take in some bytes."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has neither write() nor _append()")
 
     def _complete(self) -> None:
         """Make the file."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has neither finish() nor _complete()")
 
     def _throw_away(self) -> None:
         """Throw away what was written."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has neither abort() nor _throw_away()")
 
 
 @dataclass(frozen=True, slots=True)

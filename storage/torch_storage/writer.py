@@ -41,6 +41,7 @@ from dcp.storage.errors import (
     CheckpointError,
     OptionError,
     PlanError,
+    check_flags,
 )
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.geometry.strides import Int64
@@ -138,10 +139,9 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
                 "this writer stores the dcp format; give dcp.save torch's own FileSystemWriter for "
                 f"{serialization_format}"
             )
-        flags = {"sync_files": sync_files, "overwrite": overwrite, "torch_compatible": torch_compatible}
-        for name, value in {**flags, "digests": digests}.items():
-            if isinstance(value, str):  # "no" would count as True
-                raise OptionError(f"{name} must be True or False, not {value!r}")
+        check_flags(
+            sync_files=sync_files, overwrite=overwrite, torch_compatible=torch_compatible, digests=digests
+        )
         self.path = path
         self.single_file_per_rank = single_file_per_rank
         self.sync_files = sync_files

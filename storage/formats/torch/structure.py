@@ -28,7 +28,7 @@ import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -69,10 +69,17 @@ _FREE_ENTRIES: Final = 4096
 _FREE_BYTES: Final = 1 << 20
 _PLAIN_ATOMS: Final = frozenset((type(None), bool, int, float, complex, str, bytes))
 _OPENED: Final = (list, tuple, DequePickle)
-_Facts = tuple[bool, bool, int]
-"""Of a container: whether it is opened in a list that has it, whether even in a tuple, its bytes at least."""
 
 _NAMED_KEYS: Final = frozenset((type(None), bool, int, float, str, bytes))
+
+
+class _Facts(NamedTuple):
+    """Of a container: it ``opens`` in a list that has it, ``must_open`` even in a tuple; its bytes at
+    least."""
+
+    opens: bool
+    must_open: bool
+    size_bytes: int
 
 
 class _FileFlattener:
@@ -99,7 +106,7 @@ class _FileFlattener:
 
     def run(self, root: Any) -> None:
         """Flatten the decoded pickle ``root``."""
-        if isinstance(root, dict) or (type(root) in _OPENED and self._facts_of(root, 0)[0]):
+        if isinstance(root, dict) or (type(root) in _OPENED and self._facts_of(root, 0).opens):
             self._open("", (), root, 0)
         else:
             name = "tensor" if isinstance(root, TensorPickle) else "value"
@@ -127,9 +134,9 @@ class _FileFlattener:
                 size_bytes += len(item) + 1 if kind is str or kind is bytes else 1
             elif isinstance(item, (dict, list, tuple)):
                 facts = self._facts_of(item, depth + 1)
-                opens |= facts[0] or isinstance(item, dict)
-                must_open |= facts[1]
-                size_bytes += facts[2]
+                opens |= facts.opens or isinstance(item, dict)
+                must_open |= facts.must_open
+                size_bytes += facts.size_bytes
                 needs = needs or self._needs.get(id(item))
             elif isinstance(item, TensorPickle) or getattr(item, "is_tensor", False):
                 opens = must_open = True
@@ -143,7 +150,7 @@ class _FileFlattener:
             needs = needs or (None if nameless is None else f"{kind_of(nameless)} as a key")
         if needs is not None:
             self._needs[id(value)] = needs
-        return must_open if isinstance(value, tuple) else opens, must_open, size_bytes
+        return _Facts(must_open if isinstance(value, tuple) else opens, must_open, size_bytes)
 
     # -- entries ---------------------------------------------------------------------------------------------
 
@@ -157,7 +164,7 @@ class _FileFlattener:
             self._name(fqn, path)
             self.tensors[fqn] = value
         elif isinstance(value, dict) or (
-            isinstance(value, (list, tuple)) and self._facts_of(value, depth)[0]
+            isinstance(value, (list, tuple)) and self._facts_of(value, depth).opens
         ):
             self._open(fqn, path, value, depth)
         else:
@@ -192,7 +199,7 @@ class _FileFlattener:
             self.structure["values"][fqn] = SIZE
             value = tuple(value)
         elif isinstance(value, (list, tuple)):
-            size_bytes, needs = self._facts_of(value, 0)[2], self._needs.get(id(value))
+            size_bytes, needs = self._facts_of(value, 0).size_bytes, self._needs.get(id(value))
         elif type(value) not in _PLAIN_ATOMS:
             size_bytes = leaf_bytes(value)
             needs = kind_of(value) if size_bytes is None else None
@@ -258,7 +265,7 @@ class _FileFlattener:
         metadata = state.get("_metadata") if isinstance(state, dict) else None
         if not isinstance(metadata, dict):
             return {}
-        size_bytes = self._facts_of(metadata, 0)[2]
+        size_bytes = self._facts_of(metadata, 0).size_bytes
         if size_bytes > self._bytes_left:
             raise CheckpointFormatError("the pickle repeats its values to many times its own length")
         self._bytes_left -= size_bytes
