@@ -317,7 +317,7 @@ class ReadProfile:
     """
 
     threads: int | None = None
-    request_bytes: int = 4 << 20
+    request_bytes: int = 8 << 20
     join_below_bytes: int = 64 << 10
     gap_bytes: int = 16 << 10
     scatter: bool = False
