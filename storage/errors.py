@@ -64,7 +64,7 @@ class CheckpointError(Exception):
     """
 
     alternative: str = ""
-    """What the ``argument`` would do instead; the message ends with both."""
+    """What the ``argument`` would do instead; the message has both."""
     argument: str = ""
     """An argument in Python, such as "overwrite=True", that lets it pass."""
     committed: bool = False
@@ -81,14 +81,14 @@ class CheckpointError(Exception):
 
     def __init__(self, message: str = "", **facts: Any) -> None:
         self.__dict__.update(facts)
-        if self.argument and not message.endswith(self._ending):
+        if self.argument and self._ending not in message:  # an error of a rank has it in the middle
             message += self._ending
         super().__init__(message)
 
     @property
     def finding(self) -> str:
         """Return the message without what an argument would do: for whoever asked in another way."""
-        return str(self).removesuffix(self._ending)
+        return str(self).replace(self._ending, "", 1)
 
     @property
     def _ending(self) -> str:
