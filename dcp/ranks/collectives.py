@@ -448,7 +448,8 @@ class Ranks:
             self._note_given_up(missing, what)
             error = CollectiveTimeoutError(
                 f"{self.operation} failed in step {step!r}: {what}. All ranks have to call "
-                f"{self.operation}; if one has died, restart the job from the last committed checkpoint",
+                f"{self.operation}; if one has died, restart the job from the last committed checkpoint, "
+                "since this process group cannot be used any more",
                 step=step,
                 ranks=missing,
                 reporting_rank=self.rank,
