@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from dcp.quantized_hf_storage import (
         QuantizedHuggingFaceStorageReader as QuantizedHuggingFaceStorageReader,
     )
-    from dcp.ranks.exchanges import RankFailedError as RankFailedError
+    from dcp.ranks.failures import RankFailedError as RankFailedError
     from dcp.state_dict_loader import load as load
     from dcp.state_dict_loader import load_state_dict as load_state_dict
     from dcp.state_dict_loader import read as read
@@ -82,7 +82,7 @@ _NAMES = {
         "CorruptCheckpointError",
         "MissingKeyError",
     ),
-    "dcp.ranks.exchanges": ("RankFailedError",),
+    "dcp.ranks.failures": ("RankFailedError",),
     "dcp.filesystem": ("FileSystemReader", "FileSystemWriter"),
     "dcp.hf_storage": ("HuggingFaceStorageReader", "HuggingFaceStorageWriter"),
     "dcp.inspection.checkpoints": ("open_index",),

@@ -10,13 +10,13 @@ from dcp.storage import errors as _errors
 from dcp.storage.errors import *  # noqa: F403 - all of them
 
 if TYPE_CHECKING:
-    from dcp.ranks.exchanges import RankFailedError as RankFailedError
+    from dcp.ranks.failures import RankFailedError as RankFailedError
 else:
 
     def __getattr__(name: str) -> object:
         if name != "RankFailedError":
             raise AttributeError(f"module 'dcp.errors' has no attribute {name!r}")
-        return import_module("dcp.ranks.exchanges").RankFailedError
+        return import_module("dcp.ranks.failures").RankFailedError
 
 
 __all__: list[str] = []

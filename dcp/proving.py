@@ -29,8 +29,9 @@ from dcp.planners.per_rank import rank_holder, rank_number
 from dcp.planners.rank_state import RankState, encoded_object
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.weight_maps.weight_map import WeightMap
-from dcp.ranks.collectives import Ranks, begin, check_same_checkpoint, raise_on_all_ranks
-from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
+from dcp.ranks.agreement import begin, check_same_checkpoint, raise_on_all_ranks
+from dcp.ranks.collectives import Ranks
+from dcp.ranks.failures import DEFAULT_TIMEOUT_SECONDS
 from dcp.storage.digests import (
     KEY,
     SUM_BYTES,

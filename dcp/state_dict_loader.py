@@ -22,8 +22,9 @@ from dcp.loading.load import ReadDtype, Whole
 from dcp.planners.load.selection import LoadKeywords, LoadOptions, Patterns, Rename, check_names
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
-from dcp.ranks.collectives import Ranks, raise_on_all_ranks
-from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
+from dcp.ranks.agreement import raise_on_all_ranks
+from dcp.ranks.collectives import Ranks
+from dcp.ranks.failures import DEFAULT_TIMEOUT_SECONDS
 from dcp.storage.engine.requests import Verify
 from dcp.storage.errors import OptionError
 

@@ -38,8 +38,9 @@ from dcp.features.plan_cache import PlanCache, cache_of, remembering
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
-from dcp.ranks.collectives import Ranks, raise_on_all_ranks
-from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
+from dcp.ranks.agreement import raise_on_all_ranks
+from dcp.ranks.collectives import Ranks
+from dcp.ranks.failures import DEFAULT_TIMEOUT_SECONDS
 from dcp.saving.save import SaveOptions, SaveOutcome, SavingRank
 from dcp.steps import patterns_of_part
 from dcp.storage.torch_storage.writer import FileSystemWriter

@@ -31,7 +31,7 @@ from dcp.background.writers import own_client
 from dcp.progress import Progress
 from dcp.ranks.channel import Channel
 from dcp.ranks.collectives import Ranks
-from dcp.ranks.exchanges import decode_failure, failure_of
+from dcp.ranks.failures import decode_failure, failure_of
 from dcp.saving.save import Save, SaveOutcome, agreeing_seconds
 from dcp.storage.errors import (
     CheckpointConflictError,

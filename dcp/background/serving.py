@@ -32,7 +32,7 @@ from dcp.features.plan_cache import PlanCache, remembering
 from dcp.planners.rank_state import RankState
 from dcp.progress import Progress, ProgressCallback
 from dcp.ranks.collectives import Ranks
-from dcp.ranks.exchanges import Presence, RankFailedError, decode_failure
+from dcp.ranks.failures import Presence, RankFailedError, decode_failure
 from dcp.saving.save import Save, SaveOptions, agreeing_seconds
 from dcp.storage.errors import CollectiveTimeoutError
 

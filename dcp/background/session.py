@@ -33,9 +33,10 @@ from dcp.calls.arguments import stateful_to_plain, with_own_id, works_alone
 from dcp.engines import make_save, refused_save
 from dcp.planners.rank_state import RankState
 from dcp.progress import harmless
+from dcp.ranks.agreement import begin, raise_on_all_ranks
 from dcp.ranks.channel import Channel
-from dcp.ranks.collectives import Ranks, begin, raise_on_all_ranks
-from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
+from dcp.ranks.collectives import Ranks
+from dcp.ranks.failures import DEFAULT_TIMEOUT_SECONDS
 from dcp.saving.save import Save, SaveOptions, SavingRank
 from dcp.staging.guard import check_staged, sample_state
 from dcp.staging.stager import DefaultStager, StagedState

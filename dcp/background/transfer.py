@@ -41,7 +41,7 @@ from dcp.background.link import Connection, watch_process
 from dcp.planners.columns import SaveColumns, SaveObjects
 from dcp.planners.layout.local_tensor import ShardClaim, claim_of, with_claim
 from dcp.planners.rank_state import RankState
-from dcp.ranks.exchanges import RankFailedError, pack_failure
+from dcp.ranks.failures import RankFailedError, pack_failure
 from dcp.saving.save import Save
 from dcp.storage import torch_compat
 from dcp.storage.errors import CheckpointError, WriterProcessError

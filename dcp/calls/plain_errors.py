@@ -3,7 +3,7 @@
 A traceback is the call and the message, without the frames in between.
 
 The error is the one that was raised, with its class and its facts. What caused it is still there as its
-``__context__``, and by rank in the ``failures`` of a `dcp.ranks.exchanges.RankFailedError`. Where the
+``__context__``, and by rank in the ``failures`` of a `dcp.ranks.failures.RankFailedError`. Where the
 environment has ``DCP_DEBUG``, nothing is left out.
 """
 

@@ -40,7 +40,7 @@ from dcp.planners.flatten import (
 )
 from dcp.planners.load.selection import LoadOptions, Selection, renamer
 from dcp.planners.per_rank import rank_holder, rank_key
-from dcp.ranks.exchanges import causes_of
+from dcp.ranks.failures import causes_of
 from dcp.storage.errors import CheckpointError, OptionError, PlanError, UnexpectedKeyError
 from dcp.storage.formats.container_notes import STRUCTURE_VERSION, empty_dicts, notes_by_path
 from dcp.storage.formats.index import CheckpointIndex

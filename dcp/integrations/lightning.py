@@ -21,7 +21,7 @@ from dcp.manager.catalog import CatalogRegistration
 from dcp.manager.saving import Mode
 from dcp.planners.load.selection import LoadKeywords
 from dcp.planners.per_rank import PerRank
-from dcp.ranks.exchanges import causes_of
+from dcp.ranks.failures import causes_of
 from dcp.state_dict import get_model_state_dict, set_model_state_dict
 from dcp.state_dict_loader import load, read
 from dcp.storage.formats.container_notes import NO_PLAIN_KEY, plain_key

@@ -8,7 +8,7 @@ from typing import Any
 
 from dcp.integrations.trainer_state import package_of
 from dcp.manager.manager import CheckpointManager
-from dcp.ranks.exchanges import RankFailedError
+from dcp.ranks.failures import RankFailedError
 from dcp.state_dict_saver import SaveFuture
 from dcp.storage.errors import CheckpointError, OptionError
 

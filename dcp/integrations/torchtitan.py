@@ -20,7 +20,7 @@ from dcp.integrations.random_state import RandomState
 from dcp.integrations.trainer_state import package_of
 from dcp.manager.manager import CheckpointManager as Manager
 from dcp.manager.retention import Retention
-from dcp.ranks.exchanges import causes_of
+from dcp.ranks.failures import causes_of
 from dcp.state_dict_loader import load
 from dcp.state_dict_saver import save
 

@@ -32,7 +32,7 @@ from dcp.manager.catalog import CatalogRegistration, Registrar, registration_of
 from dcp.manager.removal import remove_checkpoint
 from dcp.manager.saving import Mode
 from dcp.ranks.collectives import Ranks
-from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
+from dcp.ranks.failures import DEFAULT_TIMEOUT_SECONDS
 from dcp.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from dcp.state_dict_saver import AsyncCheckpointerType, async_save, save
 from dcp.storage.stores.opening import OpenWith

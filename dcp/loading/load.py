@@ -24,8 +24,9 @@ from dcp.loading.feature import Features, LoadFeature, LoadReport, Target, View
 from dcp.planners.load.plan import LoadPlan
 from dcp.planners.load.selection import LoadOptions, Matches, check_matches
 from dcp.progress import reporting
-from dcp.ranks.collectives import Ranks, begin, check_same_checkpoint, raise_on_all_ranks
-from dcp.ranks.exchanges import causes_of, is_damage
+from dcp.ranks.agreement import begin, check_same_checkpoint, raise_on_all_ranks
+from dcp.ranks.collectives import Ranks
+from dcp.ranks.failures import causes_of, is_damage
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.errors import CheckpointConflictError, CheckpointError, StorageError
 from dcp.storage.formats.container_notes import notes_by_path

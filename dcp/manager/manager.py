@@ -40,8 +40,9 @@ from dcp.manager.saving import (
 from dcp.planners.load.selection import LoadKeywords
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
-from dcp.ranks.collectives import Ranks, raise_on_all_ranks
-from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
+from dcp.ranks.agreement import raise_on_all_ranks
+from dcp.ranks.collectives import Ranks
+from dcp.ranks.failures import DEFAULT_TIMEOUT_SECONDS
 from dcp.saving.save import SaveOptions
 from dcp.state_dict_loader import load_with
 from dcp.state_dict_saver import AsyncCheckpointerType

@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 from dcp.loading.feature import LoadReport
 from dcp.planners.load.selection import LoadKeywords, check_names
 from dcp.planners.weight_maps.weight_map import WeightMap
-from dcp.ranks.collectives import Ranks, begin, raise_on_all_ranks, retried
-from dcp.ranks.exchanges import causes_of, is_damage
+from dcp.ranks.agreement import begin, raise_on_all_ranks
+from dcp.ranks.collectives import Ranks, retried
+from dcp.ranks.failures import causes_of, is_damage
 from dcp.steps import StepFolders, partial_of, whole_step
 from dcp.storage.errors import (
     CheckpointConflictError,

@@ -4,10 +4,6 @@ Payloads are packed bytes in uint8 tensors, on gloo or on any other backend. Eve
 rank's outcome, so one rank's exception becomes the same typed error on all of them. When a rank dies or
 stays away, the others agree through the group's key-value store on who is missing, and raise an error that
 names it.
-
-In the first step of an operation (`begin`) all ranks say which one it is, in which manner, and where: ranks
-in different operations take different steps, and would wait for each other until their timeout, or take each
-other's messages for something else.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from hashlib import blake2b
@@ -30,10 +26,9 @@ import msgpack
 import torch.distributed as dist
 
 from dcp.ranks.channel import Channel
-from dcp.ranks.exchanges import (
+from dcp.ranks.failures import (
     DEFAULT_TIMEOUT_SECONDS,
     Presence,
-    RankFailedError,
     decode_failure,
     failure_of,
     grace_seconds,
@@ -43,7 +38,6 @@ from dcp.storage.errors import (
     CheckpointError,
     CollectiveTimeoutError,
     OptionError,
-    PlanError,
     SaveAbortedError,
 )
 
@@ -101,7 +95,7 @@ class Ranks:
     group's key-value store, and ``key`` a prefix for keys in it that is this operation's alone, the same on
     all ranks.
 
-    Steps raise on all ranks alike (see `dcp.ranks.exchanges`): the failing rank's own exception there, its
+    Steps raise on all ranks alike (see `dcp.ranks.failures`): the failing rank's own exception there, its
     description elsewhere. Once ``abort`` is set, the next step fails on this rank, and so on all; the
     coordinator looks whether it is set on any rank before it reduces. With one rank nothing is packed: a step
     returns what its functions return. With ``is_within`` it also raises what they raise, because it is taken
@@ -593,151 +587,6 @@ def _content(message: bytes) -> bytes:
 def _answer(failures: Mapping[int, bytes]) -> bytes:
     """Pack failures by rank, as the one answer to all ranks."""
     return _FAILED + bytes(msgpack.packb(failures))
-
-
-_MAX_VALUE = 1000
-"""Characters of an option, and then a digest: patterns may be many."""
-
-
-def begin(
-    ranks: Ranks,
-    place: Callable[[], str],
-    *,
-    manner: Sequence[str] = (),
-    options: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
-    kinds: Callable[[], Mapping[str, str]] | None = None,
-) -> tuple[str, ...]:
-    """Return what ``place`` gives on each rank: the id. That may differ, where disks have other names on some
-    hosts.
-
-    ``manner`` is whatever decides which steps follow, ``options`` what else must be the same for the outcome
-    to be one, or gives that. ``kinds`` says what a rank has for a key; keys may differ.
-    Raises PlanError on all ranks where they take part in different operations, go about one differently, or
-    have other options or kinds, and what ``place`` raises on any of them.
-    """
-
-    def part() -> bytes:
-        given = options() if callable(options) else options or {}
-        if ranks.world_size == 1:
-            return place().encode("utf-8", "surrogatepass")
-        shown = {name: _shown(value) for name, value in given.items()}
-        found = dict(kinds()) if kinds is not None else {}
-        own = ranks.operation, ", ".join(manner), place(), shown, found
-        return bytes(msgpack.packb(own, unicode_errors="surrogatepass"))
-
-    found = ranks.all_gather("begin", part, alike=True)
-    if ranks.world_size == 1:
-        return (found[0].decode("utf-8", "surrogatepass"),)
-    parts = [msgpack.unpackb(data, unicode_errors="surrogatepass") for data in found]
-    own = parts[ranks.coordinator]
-    if any(part != own for part in parts):  # there may be very many kinds
-        _check_alike(ranks, *zip(*parts, strict=True))
-    return tuple(part[2] for part in parts)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    if len(text) <= _MAX_VALUE:
-        return text
-    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-    return f"{text[:_MAX_VALUE]}... ({digest})"
-
-
-def _check_alike(
-    ranks: Ranks,
-    operations: Sequence[str],
-    manners: Sequence[str],
-    places: Sequence[str],
-    options: Sequence[Mapping[str, str]],
-    kinds: Sequence[Mapping[str, str]],
-) -> None:
-    """Raise PlanError on all ranks for what is not the same on all of them; each is given by rank."""
-    what, advice = "called different operations", "All ranks of a process group must call the same function"
-    if len(set(operations)) == 1:
-        what = f"{ranks.operation} in different ways"
-        advice = "Give all ranks the same options, and planners and storages of one kind"
-    pairs = [*zip(operations, manners, strict=True)]
-    odd = [rank for rank, pair in enumerate(pairs) if pair != pairs[ranks.coordinator]]
-    calls = [
-        f"{operation}{f' {place}' if place else ''}{f' ({manner})' if manner else ''}"
-        for (operation, manner), place in zip(pairs, places, strict=True)
-    ]
-    refuse_odd(ranks, "begin", odd, f"the ranks {what}: {by_rank(calls)}. {advice}.")
-    for name in dict.fromkeys(name for own in options for name in own):
-        values = [f"{name}={own.get(name, 'not given')}" for own in options]
-        what = f"the option {name!r} is not the same on all ranks"
-        _check_same(ranks, values, what, "Give all ranks the same")
-    for key in dict.fromkeys(key for own in kinds for key in own):
-        values = [own.get(key, "") for own in kinds]
-        what = f"{key!r} is not of one kind on all ranks"
-        advice = "Give all ranks the same object for it, or leave the key out where a rank has nothing of it"
-        _check_same(ranks, values, what, advice, fqns=[key])
-
-
-def _check_same(ranks: Ranks, texts: Sequence[str], what: str, advice: str, **facts: Any) -> None:
-    """Raise PlanError where the ranks that have something do not have the same."""
-    common = texts[ranks.coordinator] or next(filter(None, texts), "")
-    odd = [rank for rank, text in enumerate(texts) if text not in ("", common)]
-    if odd:
-        refuse_odd(ranks, "begin", odd, f"{what}: {by_rank(texts)}. {advice}", **facts)
-
-
-def refuse_odd(ranks: Ranks, step: str, odd: Sequence[int], text: str, **facts: Any) -> None:
-    """Raise PlanError on all ranks if there are ``odd`` ones."""
-    if odd:
-        error = PlanError(text, ranks=[*odd], **facts)
-        raise failure_of(step, dict.fromkeys(odd, error), ranks.rank, None)
-
-
-@contextlib.contextmanager
-def raise_on_all_ranks(ranks: Ranks) -> Iterator[None]:
-    """Raise on all ranks, in their `begin`, what this rank raises before it comes there.
-
-    Where they all fail, as by an argument that is wrong everywhere, each raises its own exception.
-    """
-    try:
-        yield
-    except Exception as error:
-        own = error
-        if ranks.world_size > 1:
-
-            def fail() -> str:
-                raise own
-
-            try:
-                begin(ranks, fail)
-            except RankFailedError as failure:
-                if len(failure.ranks) < ranks.world_size:
-                    raise
-        raise
-
-
-def check_same_checkpoint(ranks: Ranks, places: Sequence[str], fingerprint: Callable[[], bytes]) -> None:
-    """Raise PlanError on all ranks unless the checkpoint that they load is the same on all of them.
-
-    ``places`` is what `begin` gave, ``fingerprint`` what the checkpoint there is known by: asked for only
-    where the places differ, because a mount may have another name on another host.
-    """
-    if len(set(places)) > 1:
-        prints = ranks.all_gather("compare", fingerprint, alike=True)
-        odd = [rank for rank, found in enumerate(prints) if found != prints[ranks.coordinator]]
-        text = f"the ranks load different checkpoints: {by_rank(places)}. Give all of them one id"
-        refuse_odd(ranks, "compare", odd, text)
-
-
-def by_rank(texts: Sequence[str]) -> str:
-    """Return which ranks have which of ``texts``, by the first rank; a few of them."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        if not text:
-            continue
-        ranks_of.setdefault(text, []).append(rank)
-    shown = []
-    for text, ranks in [*ranks_of.items()][:6]:
-        more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
-        shown.append(f"rank {', '.join(map(str, ranks[:4]))}{more}: {text}")
-    more = f"; {len(ranks_of) - 6} others" if len(ranks_of) > 6 else ""
-    return "; ".join(shown) + more
 
 
 def retried(

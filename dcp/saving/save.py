@@ -32,8 +32,9 @@ from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.planners.value_digests import ReplicaCheck
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback, reporting
-from dcp.ranks.collectives import Codec, Ranks, begin, by_rank, refuse_odd, retried
-from dcp.ranks.exchanges import DEFAULT_TIMEOUT_SECONDS
+from dcp.ranks.agreement import begin, by_rank, refuse_odd
+from dcp.ranks.collectives import Codec, Ranks, retried
+from dcp.ranks.failures import DEFAULT_TIMEOUT_SECONDS
 from dcp.saving.feature import SaveFeature, asked, features_by_method
 from dcp.storage.engine.write import Observer, WriteColumns, WriteOutcome, assemble_index
 from dcp.storage.errors import (

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.quantized_hf_storage import (
 from dcp.loading.feature import LoadFeature, Target
 from dcp.loading.load import LoadEngine, read_whole
 from dcp.planners.load.selection import LoadOptions
-from dcp.ranks.collectives import begin, check_same_checkpoint
+from dcp.ranks.agreement import begin, check_same_checkpoint
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, PlanError
 from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.torch_compat import weight_scales

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict, get_args
 
 from dcp.storage.engine.requests import Verify
-from dcp.storage.errors import MissingKeyError, OptionError, PlanError, check_flags
+from dcp.storage.errors import MissingKeyError, OptionError, PlanError
 from dcp.storage.near_names import close_to
 
 if TYPE_CHECKING:  # maps are made of what this folder finds
@@ -217,7 +217,16 @@ LoadDtype = Literal["exact", "cast"]
 Unexpected = Literal["error", "ignore"]
 """What to do about entries of the checkpoint that nobody takes, below what was asked for."""
 
-_CHOICES: Final = {"verify": Verify, "dtype": LoadDtype, "per_rank": PerRankLoad, "unexpected": Unexpected}
+_FLAG: Final = Literal[True, False]
+
+_CHOICES: Final = {
+    "verify": Verify,
+    "dtype": LoadDtype,
+    "per_rank": PerRankLoad,
+    "unexpected": Unexpected,
+    "allow_partial_load": _FLAG,
+    "weights_only": _FLAG,  # "no" would count as True
+}
 
 OF_PLANNERS: Final = (
     *("dtype", "allow_partial_load", "weights_only", "only", "exclude", "rename", "per_rank", "unexpected"),
@@ -269,9 +278,8 @@ class LoadOptions:
         for name, kind in _CHOICES.items():
             value, choices = getattr(self, name), get_args(kind)
             if value is not None and value not in choices:
-                known = " or ".join(f'"{choice}"' for choice in choices)
+                known = " or ".join(f'"{one}"' if isinstance(one, str) else str(one) for one in choices)
                 raise OptionError(f"{name} must be {known}, not {value!r}")
-        check_flags(allow_partial_load=self.allow_partial_load, weights_only=self.weights_only)
         Selection.of(self.only, self.exclude)
         renamer(self.rename)
 

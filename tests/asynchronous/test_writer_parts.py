@@ -14,7 +14,7 @@ from dcp.background import transfer
 from dcp.background.process_writer import Ending, verdict
 from dcp.background.transfer import error_to_data
 from dcp.errors import CheckpointError, ReplicaMismatchError, StorageError
-from dcp.ranks.exchanges import failure_of
+from dcp.ranks.failures import failure_of
 from dcp.staging import DefaultStager
 
 
