@@ -146,7 +146,7 @@ class _Shared(NamedTuple):
 
 
 class _FilledBox(NamedTuple):
-    """What one row of a load plan fills: a chunk, offsets in it and in the destination, sizes."""
+    """A part that one row of a load plan fills: a chunk, offsets in it and in the destination, sizes."""
 
     chunk: int
     stored: tuple[int, ...]

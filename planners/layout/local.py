@@ -88,7 +88,7 @@ class _SourceFacts(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What tensors have in common which differ in name, dtype and memory only.
+    """The common part of tensors that differ in name, dtype and memory only.
 
     ``counts`` are of dimensions, boxes, local tensors, and two flags: sharded, replicated. ``box_sources``
     says which of the local tensors has each box. Integers of one kind, or as columns of all tensors.
