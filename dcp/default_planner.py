@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from dcp.calls.torch_names import names_of
 from dcp.features.registry import features_of
 from dcp.loading.call import LoadCall
-from dcp.loading.feature import Features, LoadFeature
+from dcp.loading.feature import LoadFeature, load_features
 from dcp.planners.flatten import set_element
 from dcp.planners.layout.local_tensor import BoxLookup
 from dcp.planners.load.selection import (
@@ -157,7 +157,7 @@ class DefaultLoadPlanner(torch_planner.DefaultLoadPlanner):
             if world_size is None:
                 world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
             rank = current_rank() if self.rank is None else self.rank
-            features = Features(features_of(LoadFeature), options)
+            features = load_features(features_of(LoadFeature), options)
             opens = partial(LoadCall, features=features, rank=rank, world_size=world_size)
         return opens(
             state_dict,

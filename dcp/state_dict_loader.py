@@ -12,14 +12,14 @@ import torch
 from torch.distributed.checkpoint.storage import StorageReader
 from typing_extensions import Unpack, deprecated
 
-from dcp.calls.arguments import check_top_level, choose_reader, takes_storage_second, works_alone
+from dcp.calls.arguments import choose_reader, takes_storage_second, works_alone
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.torch_names import names_of
 from dcp.default_planner import DefaultLoadPlanner
-from dcp.engines import load_engine
+from dcp.engines.run import load_engine, load_with
 from dcp.loading.feature import LoadReport, Target
 from dcp.loading.load import ReadDtype, Whole
-from dcp.planners.load.selection import LoadKeywords, LoadOptions, Patterns, Rename, check_names
+from dcp.planners.load.selection import LoadKeywords, LoadOptions, Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
 from dcp.ranks.agreement import raise_on_all_ranks
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.planner import LoadPlanner
 
-__all__ = ["LoadKeywords", "load", "load_state_dict", "load_with", "read"]
+__all__ = ["LoadKeywords", "load", "load_state_dict", "read"]
 
 if not TYPE_CHECKING:
     __getattr__ = names_of("state_dict_loader")
@@ -155,38 +155,6 @@ def load(
         timeout_seconds=timeout_seconds,
         storage_options=storage_options,
     )
-
-
-def load_with(
-    state_dict: dict[str, Any],
-    given: LoadKeywords,
-    *,
-    checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_reader: StorageReader | None = None,
-    planner: LoadPlanner | None = None,
-    process_group: ProcessGroup | None = None,
-    no_dist: bool = False,
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-    storage_options: Mapping[str, Any] | None = None,
-    filled: set[str] | None = None,
-) -> LoadReport:
-    """`load`, for those that try again: ``filled`` are entries that a load which failed may have filled, as
-    for `dcp.loading.load.LoadEngine.load`."""
-    check_names("load", given)
-    alone = works_alone(process_group, no_dist=no_dist, operation="load")
-    ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="load")
-    with raise_on_all_ranks(ranks):
-        chosen: dict[str, Any] = {**given}
-        if (weights := given.get("map")) is not None:
-            chosen["map"] = WeightMap.of(weights)
-        options = LoadOptions(**chosen)
-        reader = choose_reader(storage_reader, checkpoint_id, storage_options)
-        planner = DefaultLoadPlanner() if planner is None else planner
-        engine = load_engine(reader, planner, ranks, options)
-        if not isinstance(state_dict, dict):
-            check_top_level(state_dict)
-        target: Target = engine.features.through("target", Target, Target(state_dict))
-    return engine.load(target, filled)
 
 
 @plain_errors

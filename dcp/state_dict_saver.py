@@ -8,9 +8,7 @@ them, by torch's protocol (`dcp.engines`).
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -26,22 +24,16 @@ from dcp.background.writers import SaveFuture
 from dcp.calls.arguments import (
     choose_writer,
     refuse_a_place,
-    stateful_to_plain,
     takes_storage_second,
     with_own_id,
-    works_alone,
 )
 from dcp.calls.plain_errors import plain_errors
 from dcp.calls.torch_names import names_of
-from dcp.engines import make_save
-from dcp.features.plan_cache import PlanCache, cache_of, remembering
-from dcp.planners.save.planner import DefaultSavePlanner
+from dcp.engines.run import save_with
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
-from dcp.ranks.agreement import raise_on_all_ranks
-from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import DEFAULT_TIMEOUT_SECONDS
-from dcp.saving.save import SaveOptions, SaveOutcome, SavingRank
+from dcp.saving.save import SaveOptions
 from dcp.steps import patterns_of_part
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
@@ -143,54 +135,6 @@ def save(
         storage_options=storage_options,
     )
     return metadata
-
-
-def save_with(
-    state_dict: dict[str, Any],
-    options: SaveOptions,
-    *,
-    checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_writer: StorageWriter | None = None,
-    planner: SavePlanner | None = None,
-    process_group: ProcessGroup | None = None,
-    no_dist: bool = False,
-    map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    coordinator: int = 0,
-    has_stateful: bool = True,
-    abort: threading.Event | None = None,
-    cache: PlanCache | None = None,
-) -> tuple[Metadata, SaveOutcome]:
-    """Save, and return what the save did on this rank as well.
-
-    Without ``has_stateful`` all values are saved as they are; ``abort``, which another thread sets on any
-    rank, calls it off. ``cache`` keeps the plan, in place of one for the given writer or planner.
-    """
-    ranks = Ranks(
-        process_group,
-        use_dist=not works_alone(process_group, no_dist=no_dist, operation="save"),
-        coordinator=coordinator,
-        timeout_seconds=options.timeout_seconds,
-        operation="save",
-        abort=abort,
-    )
-    with raise_on_all_ranks(ranks):
-        writer = choose_writer(storage_writer, checkpoint_id, storage_options)
-        if map is not None:
-            options = replace(options, map=WeightMap.of(map))
-        save = make_save(writer, planner, options)
-    if cache is None and storage_writer is not None:
-        cache = cache_of(storage_writer)
-    elif cache is None and isinstance(planner, DefaultSavePlanner) and planner.enable_plan_caching:
-        cache = cache_of(planner)
-    if cache is not None:
-        save = remembering(save, cache)
-
-    def given() -> Any:
-        state = stateful_to_plain(state_dict) if has_stateful else state_dict
-        return save.held(state, SavingRank(ranks.rank, ranks.world_size, ranks.is_coordinator))
-
-    return save.run(given, ranks)
 
 
 @plain_errors

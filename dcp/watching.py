@@ -26,7 +26,6 @@ from typing import Any, Final
 
 from dcp.calls.plain_errors import plain_errors
 from dcp.steps import StepFolders, StepState, whole_step
-from dcp.storage.closable import Closable
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -38,7 +37,7 @@ from dcp.storage.errors import (
     UnsupportedFormatError,
 )
 from dcp.storage.stores import type_of_place
-from dcp.storage.stores.base import Store, Version, place_text
+from dcp.storage.stores.base import Closable, Store, Version, place_text
 from dcp.storage.stores.opening import OpenWith, SmallFiles
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """Yield the interpreter's cyclic collection waits for the end of the block, unless it was off before.
+    """Put off the interpreter's cyclic collection until the end of the block, unless it was off before.
 
     It is that of all threads, so the block is to take tenths of a second at most.
     """

@@ -27,7 +27,7 @@ from torch.distributed import Store, TCPStore
 from dcp.background.link import LOOPBACK, Connection
 from dcp.background.transfer import TrainerMemory, error_to_data, unpack
 from dcp.background.writers import RefusedWriter, raise_error
-from dcp.engines import refused_save
+from dcp.engines.run import refused_save
 from dcp.features.plan_cache import PlanCache, remembering
 from dcp.planners.rank_state import RankState
 from dcp.progress import Progress, ProgressCallback

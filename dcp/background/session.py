@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 
 from dcp.background.writers import RefusedWriter, SaveFuture, ThreadWriter, own_client
 from dcp.calls.arguments import stateful_to_plain, with_own_id, works_alone
-from dcp.engines import make_save, refused_save
+from dcp.engines.run import make_save, refused_save
 from dcp.planners.rank_state import RankState
 from dcp.progress import harmless
 from dcp.ranks.agreement import begin, raise_on_all_ranks

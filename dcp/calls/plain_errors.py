@@ -1,4 +1,4 @@
-"""Errors of public functions, with short tracebacks, and of features, with their names.
+"""Errors of public functions, with short tracebacks.
 
 A traceback is the call and the message, without the frames in between.
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType, TracebackType
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 from dcp.storage.errors import CheckpointError, RemoteError
 
@@ -116,27 +116,3 @@ def whole_tracebacks() -> Iterator[None]:
 
 def _debugging() -> bool:
     return _whole.get() or bool(os.environ.get(DEBUG_VARIABLE))
-
-
-def ask(name: str, method: str, function: Callable[..., Any], kind: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``function``, the ``method`` of the feature ``name``, and return its result, which must be a
-    ``kind``.
-
-    What is no error of this package is raised as a CheckpointError that has the name, and so is a result of
-    another type.
-    """
-    try:
-        result = function(*args, **kwargs)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise refused(name, method, f"{type(error).__name__}: {error}") from error
-    if not isinstance(result, kind):
-        wanted = getattr(kind, "__name__", str(kind))
-        raise refused(name, method, f"it returned {type(result).__name__}, and {wanted} is wanted")
-    return result
-
-
-def refused(name: str, method: str, why: str) -> CheckpointError:
-    """Make the error for what the ``method`` of the feature ``name`` did."""
-    return CheckpointError(f"feature {name!r}, {method}: {why}")

@@ -56,7 +56,6 @@ from dcp.conversion.running import (
 )
 from dcp.conversion.targets.job import ConversionOptions, LayoutJob, Planned, TargetPlace
 from dcp.progress import ProgressCallback, reporting
-from dcp.storage.closable import Closable
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.requests import Verify
@@ -67,6 +66,7 @@ from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
 from dcp.storage.formats.opening import Source, complete_index, open_index
 from dcp.storage.formats.registry import DCP, SAFETENSORS
 from dcp.storage.packing import pack, unpack
+from dcp.storage.stores.base import Closable
 
 BATCH_BYTES: Final = 512 << 20
 """Of what a batch of a job writes, about: enough that a process for it does not count beside it."""

@@ -89,7 +89,7 @@ class RangeReader:
     def __init__(self, store: Store, files: Mapping[int, tuple[str, int]], *, verify: bool) -> None:
         self._verify = verify
         self.profile = store.read_profile
-        self._files = OpenFiles(store, files.__getitem__)
+        self._files = OpenFiles(store, files)
         self.close = self._files.close
         self.bytes_read = 0
         self.sources: list[Fragment] = []

@@ -31,7 +31,6 @@ from dcp.conversion.gather import RangeReader, Wanted
 from dcp.conversion.layout import Copies, Hole, SourceColumns, TargetLayout, TaskCopies, TaskCopy, TermColumns
 from dcp.conversion.sums import NOT_FINITE, BadElements, Sums
 from dcp.planners.garbage_collection import garbage_collection_paused
-from dcp.storage.closable import Closable
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.requests import ReadStats, Verify
 from dcp.storage.engine.source import Fragment, Fragments, within_blocks
@@ -50,7 +49,7 @@ from dcp.storage.formats.plain import encode_plain
 from dcp.storage.geometry.strides import Int64, starts
 from dcp.storage.near_names import listed
 from dcp.storage.packing import pack, unpack
-from dcp.storage.stores.base import Buffer, ReadHandle, Store, WriteHandle
+from dcp.storage.stores.base import Buffer, Closable, ReadHandle, Store, WriteHandle
 from dcp.storage.stores.posix.files import PosixWriteHandle, step
 from dcp.version import __version__
 

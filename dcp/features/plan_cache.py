@@ -210,14 +210,14 @@ class _RememberingSave(ColumnSave):
         save_id = self.steps.reduce_broadcast("digests", self._offer, self._compare).decode("ascii")
         self.times["digests"] = time.perf_counter() - begun - self.times["local_plan"]
         if save_id:
-            return lambda: (save_id, self.cache.writes, b"")
+            return lambda: RankPlan(save_id, self.cache.writes)
         planned: Callable[[], RankPlan] = self.steps.reduce_scatter(
             "plan", self.local_plan, self._plan_all, sent=self.parts, reply=self.plans
         )
 
         def received() -> RankPlan:
             plan = planned()
-            self.cache.receive(*plan[1:], check=self.check)
+            self.cache.receive(plan.writes, plan.kept, check=self.check)
             return plan
 
         return received
@@ -241,4 +241,4 @@ class _RememberingSave(ColumnSave):
     def _plan_all(self, parts: list[SaveColumns]) -> list[RankPlan]:
         plans = self.global_plan(parts, with_sets=True)
         kept = [] if self.planned is None else self.cache.planned(self.planned)
-        return [(save_id, writes, mine) for (save_id, writes, _), mine in zip(plans, kept, strict=True)]
+        return [plan._replace(kept=mine) for plan, mine in zip(plans, kept, strict=True)]

@@ -164,7 +164,7 @@ class _Objects(Target):
             return
         untouched, new = frozenset[str](), list[str]()
         if call is not None and self._stateful:
-            untouched, new = call.untouched_keys, [*chain(*(each.new for each in call.features.part))]
+            untouched, new = call.untouched_keys, [*chain(*(each.new for each in call.features.all))]
         for key in self._keys:
             if key not in self._stateful:
                 self.state_dict[key] = self._plain[key]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import chain, compress, filterfalse
+from itertools import chain, compress
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
-from dcp.loading.feature import Features, View
+from dcp.calls.features import Features
+from dcp.loading.feature import LoadFeature, View
 from dcp.planners.by_value import has_plain_types, like
 from dcp.planners.columns import HeldBoxes
 from dcp.planners.flatten import Flat, flatten, set_element
@@ -62,7 +63,7 @@ class LoadCall:
         self,
         root: dict[str, Any],
         options: LoadOptions,
-        features: Features,
+        features: Features[LoadFeature],
         *,
         rank: int,
         world_size: int,
@@ -88,15 +89,12 @@ class LoadCall:
         self._unasked, self._must_fill, self._defers_values = unasked, must_fill, defers_values
         self._waiting: set[str] | None = None
         self._later: list[tuple[Sequence[str], Sequence[Any]]] = []
-        features.part = features.all
+        features.resting = ()
         for feature in features.all:
             feature.call = self
             feature.later = feature.made = feature.new = feature.whole = ()
-        idle = []
-        for feature, takes_part in features.having("takes_part"):
-            if not takes_part(bool):
-                idle.append(feature)
-        features.part = list(filterfalse(idle.__contains__, features.all))
+        asked = list(features.having("takes_part"))
+        features.resting = [feature for feature, takes_part in asked if not takes_part(bool)]
         features.each("state")
 
     def flattened(self, *, legacy: bool = False) -> Flat:
@@ -163,7 +161,7 @@ class LoadCall:
             self._note(plan)
             self._waiting = set()
             if self._defers_values:
-                later = map(attrgetter("later"), self.features.part)
+                later = map(attrgetter("later"), self.features.all)
                 self._waiting.update(object_fqns, chain.from_iterable(later))
                 memory = self.features.through("boxes", LocalMemory, memory, plan.pieces, index, held)
             return plan, held, memory
@@ -250,7 +248,7 @@ class LoadCall:
         if self.values is self.flat.values:
             return frozenset()
         tops = self.flat.paths
-        made = (fqn for feature in self.features.part for fqn in feature.made)
+        made = (fqn for feature in self.features.all for fqn in feature.made)
         touched, every = (
             {str(tops[fqn][0]) if fqn in tops else fqn for fqn in fqns}
             for fqns in ([*self.values, *made], self.flat.values)

@@ -11,18 +11,16 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from reprlib import Repr
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from dcp.calls.plain_errors import ask
+from dcp.calls.features import Feature, Features, ask
 from dcp.planners.columns import HeldBoxes
 from dcp.planners.load.selection import LoadOptions
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.requests import ByteRuns, Pieces, ReadStats
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.index import CheckpointIndex, Path
-from dcp.storage.packing import pack
 from dcp.storage.tensors import LocalMemory
 from dcp.storage.torch_storage.destinations import Filled, classify
 
@@ -135,20 +133,16 @@ class Target:
         """
 
 
-class LoadFeature:
+class LoadFeature(Feature):
     """One feature in one load, on one rank; made without arguments, and given the ``options`` of the load.
 
     Methods are listed in the order in which they are called, each of all features before the next; `names`
     and `entries` may be called twice in one plan. All run in
     steps that ranks take together, so that an error is raised on all of them. From `takes_part` on, ``call``
     is the load: where a plan fails and other states are tried, these are called again with another one.
-    """
 
-    name: ClassVar[str] = ""
-    """Stands for the feature in messages."""
-    option: ClassVar[str] = ""
-    """The option of `dcp.load` without which the feature has no part; "" for none. Given means not None, so
-    that False counts."""
+    An option that makes the feature have a part counts as given where it is not None, so that False counts.
+    """
 
     options: LoadOptions
     call: LoadCall
@@ -164,10 +158,6 @@ class LoadFeature:
     def target(self, target: Target) -> Target:
         """Return another target, as one that has objects among its values."""
         return target
-
-    def agreed(self) -> dict[str, Any]:
-        """Return options that must be the same on all ranks, by the names that a caller knows."""
-        return {}
 
     def beside(self, reader: FileSystemReader) -> Any:
         """On the coordinator: plain data that `view` needs, of other files of the checkpoint's folder."""
@@ -233,50 +223,16 @@ class LoadFeature:
         are given their state after it."""
 
 
-class Features:
-    """The features of one load, in their order; ``names`` are of all, also of those that have no part in it.
-
-    What one raises that is no error of this package is a CheckpointError with its name.
-    """
-
-    def __init__(self, kinds: Sequence[type[LoadFeature]], options: LoadOptions) -> None:
-        self.names, self.all = list[str](), list[LoadFeature]()
-        for kind in kinds:
-            self.names.append(kind.name)
-            option = kind.option
-            if not option or ask(kind.name, "option", getattr, object, options, option) is not None:
-                feature = ask(kind.name, "__init__", kind, LoadFeature)
-                feature.options = options
-                self.all.append(feature)
-        self.part = self.all
-        """Those that have a part in the present call; before there is one, all."""
-
-    def having(self, method: str, *, idle: bool = False) -> Iterator[tuple[LoadFeature, Callable[..., Any]]]:
-        """Features with a ``method`` of their own, if ``idle`` also those without a part, and a function that
-        calls it; its first argument is the type of the result."""
-        for feature in self.all if idle else self.part:
-            if getattr(type(feature), method) is not getattr(LoadFeature, method):
-                yield feature, partial(ask, feature.name, method, getattr(feature, method))
-
-    def each(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Call ``method`` of each."""
-        for _, call in self.having(method):
-            call(object, *args, **kwargs)
-
-    def through(self, method: str, kind: Any, value: Any, *args: Any) -> Any:
-        """Return ``value`` of type ``kind``, as the last one sees it."""
-        for _, call in self.having(method):
-            value = call(kind, value, *args)
-        return value
-
-    def packed(self, method: str, *args: Any, **kwargs: Any) -> bytes:
-        """Return what ``method`` of each gives, packed, by name; empty where none gives anything."""
-        found = {}
-        for feature, call in self.having(method):
-            own = call(object, *args, **kwargs)
-            if own is not None:
-                found[feature.name] = ask(feature.name, method, pack, bytes, own)
-        return pack(found) if found else b""
+def load_features(kinds: Sequence[type[LoadFeature]], options: LoadOptions) -> Features[LoadFeature]:
+    """Make the features that have a part in a load with ``options``."""
+    made = []
+    for kind in kinds:
+        option = kind.option
+        if not option or ask(kind.name, "option", getattr, object, options, option) is not None:
+            feature = ask(kind.name, "__init__", kind, LoadFeature)
+            feature.options = options
+            made.append(feature)
+    return Features(LoadFeature, made, [kind.name for kind in kinds])
 
 
 @dataclass

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dcp.calls.plain_errors import refused
+from dcp.calls.features import Features
 from dcp.conversion.entries import Entries, choose_entries
 from dcp.loading.call import LoadCall
-from dcp.loading.feature import Features, LoadFeature, LoadReport, Target, View
+from dcp.loading.feature import LoadFeature, LoadReport, Target, View, load_features
 from dcp.planners.load.plan import LoadPlan
 from dcp.planners.load.selection import LoadOptions, Matches, check_matches
 from dcp.progress import reporting
@@ -74,7 +74,7 @@ class LoadEngine(ABC):
         self.ranks, self.planner, self.storage = ranks, planner, storage
         self._given = options
         self.options = options if planner is None else options.over(planner)
-        self.features = Features(features, self.options)
+        self.features = load_features(features, self.options)
 
     @abstractmethod
     def run(self, target: Target) -> None:
@@ -121,7 +121,7 @@ class LoadEngine(ABC):
         self.report, self.call = LoadReport(attempts=attempts), None
         planner, ranks, storage = self.planner, self.ranks, self.storage
         must_fill = frozenset(filled)
-        self.features.part = self.features.all
+        self.features.resting = ()
         if planner is not None:
             opens = partial(
                 LoadCall,
@@ -189,13 +189,7 @@ class LoadEngine(ABC):
                 found[name] = patterns[0] if len(patterns) == 1 else patterns
         if storage is not None:
             found["verify"] = options.verify or storage.verify
-        found["features"] = self.features.names
-        for feature, ask in self.features.having("agreed"):
-            own = ask(dict)
-            if odd := [key for key in own if not isinstance(key, str) or key in found]:
-                raise refused(feature.name, "agreed", f"{odd[0]!r} is another option's name, or no name")
-            found |= own
-        return found
+        return self.features.agreed(found)
 
     def fit(self, target: Target, plan: Callable[[], object]) -> None:
         """Call ``plan``, which asks ``target`` for the state, until it succeeds or nothing else may fit."""
@@ -242,8 +236,9 @@ class ColumnLoad(LoadEngine):
         self._target, self._view, self._ready = target, None, None
         begun = time.perf_counter()
         storage.reset()  # it may have served another load, before another save
-        agreed = self.agreed if ranks.world_size > 1 else None
-        places = begin(ranks, partial(attrgetter("place.url"), storage), options=agreed, kinds=target.kinds)
+        places = begin(
+            ranks, partial(attrgetter("place.url"), storage), options=self.agreed, kinds=target.kinds
+        )
         shared = ranks.broadcast("index", self._read_index)
         size = _LENGTH_BYTES + int.from_bytes(shared[:_LENGTH_BYTES], "big")
         self._beside = unpack(shared[_LENGTH_BYTES:size]) if size > _LENGTH_BYTES else {}
@@ -446,7 +441,7 @@ def read_whole(
     index = view.index
     state = whole.state(lambda: index, call.rank)
     options = LoadOptions(rename=whole.stored, weights_only=call.options.weights_only)
-    features = Features((), options)
+    features = Features(LoadFeature)
     part = LoadCall(state, options, features, rank=call.rank, world_size=call.world_size, flattens=False)
     plan, _, memory = part.plan(index)
     read_into(engine, *view.reads(engine, plan.pieces, memory), memory.tensors)

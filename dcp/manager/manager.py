@@ -16,11 +16,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, get_args
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp.background.session import AsyncSession, own_channel
 from dcp.background.writers import SaveFuture
 from dcp.calls.arguments import with_options, works_alone
 from dcp.calls.plain_errors import plain_errors
+from dcp.engines.run import load_with
 from dcp.manager.after_commit import AfterCommit, Check
 from dcp.manager.catalog import CatalogRegistration, Registrar, registration_of
 from dcp.manager.coordination import Grace, Notices, StepCoordinator
@@ -44,8 +46,6 @@ from dcp.ranks.agreement import raise_on_all_ranks
 from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import DEFAULT_TIMEOUT_SECONDS
 from dcp.saving.save import SaveOptions
-from dcp.state_dict_loader import load_with
-from dcp.state_dict_saver import AsyncCheckpointerType
 from dcp.steps import StepFolders, whole_step
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError, PlanError
 from dcp.storage.stores.opening import OpenWith

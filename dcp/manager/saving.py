@@ -24,11 +24,11 @@ from torch.distributed.tensor import DTensor
 from dcp.background.session import AsyncSession
 from dcp.background.writers import RefusedWriter, SaveFuture, SaveOutcome
 from dcp.calls.arguments import check_top_level
+from dcp.engines.run import save_with
 from dcp.features.plan_cache import PlanCache
 from dcp.manager.coordination import Reason, StepCoordinator
 from dcp.manager.events import Events
 from dcp.saving.save import SaveOptions
-from dcp.state_dict_saver import save_with
 from dcp.steps import PARTIAL, whole_step
 from dcp.storage.errors import (
     CheckpointError,

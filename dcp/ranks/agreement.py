@@ -40,9 +40,9 @@ def begin(
     """
 
     def part() -> bytes:
-        given = options() if callable(options) else options or {}
         if ranks.world_size == 1:
             return place().encode("utf-8", "surrogatepass")
+        given = options() if callable(options) else options or {}
         shown = {name: _shown(value) for name, value in given.items()}
         found = dict(kinds()) if kinds is not None else {}
         own = ranks.operation, ", ".join(manner), place(), shown, found

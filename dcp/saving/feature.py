@@ -7,12 +7,11 @@ loop, a thread and a writer process. The core imports none of them.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from dcp.calls.plain_errors import ask, refused
+from dcp.calls.features import Feature, Features, ask, refused
 from dcp.planners.columns import SaveColumns
 from dcp.planners.rank_state import RankState
 from dcp.storage.engine.write import Observer, WriteColumns
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from dcp.saving.save import SaveOptions, SavingRank
     from dcp.storage.torch_storage.writer import FileSystemWriter
 
-_METHODS: Final = ("agreed", "held", "explained", "groups", "observer", "manifest")
-
 _FACTS: Final = frozenset(
     {"assemble_seconds", "dcphub_version", "durable", "rank_seconds", "rank_traffic", "replaced_files"}
     | {"resumed_from", "save_id", "structure", "time", "torch_version", "world_size"}
@@ -34,7 +31,7 @@ _FACTS: Final = frozenset(
 
 
 @dataclass(frozen=True)
-class SaveFeature:
+class SaveFeature(Feature):
     """One feature in one save.
 
     Methods are listed in the order in which they are called; `held` comes first where the state is staged.
@@ -42,16 +39,6 @@ class SaveFeature:
 
     options: SaveOptions
     writer: FileSystemWriter
-
-    name: ClassVar[str] = ""
-    """Stands for the feature in messages between ranks."""
-
-    option: ClassVar[str] = ""
-    """The option of a save or its storage without which the feature has no part in it."""
-
-    def agreed(self) -> dict[str, Any]:
-        """Return options that must be the same on all ranks, by the names that a caller knows."""
-        return {}
 
     def held(self, local: RankState, at: SavingRank) -> RankState:
         """Return another view of what this rank has."""
@@ -80,28 +67,17 @@ class SaveFeature:
         return index
 
 
-def asked(feature: SaveFeature, method: str, kind: Any, *args: Any) -> Any:
-    """Call a feature's method, whose result must be a ``kind``."""
-    return ask(feature.name, method, getattr(feature, method), kind, *args)
-
-
-def features_by_method(
+def save_features(
     kinds: Sequence[type[SaveFeature]], options: SaveOptions, writer: FileSystemWriter
-) -> dict[str, list[SaveFeature]]:
-    """Make the features that have a part in a save: by each method those that have one of their own, in
-    their order."""
-    found: dict[str, list[SaveFeature]] = defaultdict(list)
+) -> Features[SaveFeature]:
+    """Make the features that have a part in a save."""
+    made = []
     for kind in kinds:
         if kind.name in _FACTS:
             raise refused(kind.name, "name", "the provenance has a fact of each save under it: rename it")
-        if kind.option:
-            owner = options if hasattr(options, kind.option) else writer
-            if not hasattr(owner, kind.option):
-                raise refused(kind.name, "option", f"neither a save nor its writer has {kind.option!r}")
-            if not getattr(owner, kind.option):
-                continue
-        feature = ask(kind.name, "__init__", kind, SaveFeature, options, writer)
-        for method in _METHODS:
-            if getattr(kind, method) is not getattr(SaveFeature, method):
-                found[method].append(feature)
-    return found
+        owner = options if hasattr(options, kind.option) else writer
+        if kind.option and not hasattr(owner, kind.option):
+            raise refused(kind.name, "option", f"neither a save nor its writer has {kind.option!r}")
+        if not kind.option or getattr(owner, kind.option):
+            made.append(ask(kind.name, "__init__", kind, SaveFeature, options, writer))
+    return Features(SaveFeature, made, [kind.name for kind in kinds])

@@ -1,7 +1,7 @@
 """One save: begin, plan, write, commit.
 
 `Save` has the steps in their order. What each of them does on columns is `ColumnSave`, by planners and
-storages of other packages `dcp.torch_protocol.save`; `dcp.engines` chooses, once a save. The training
+storages of other packages `dcp.engines.protocol_save`; `dcp.engines` chooses, once a save. The training
 loop runs a save itself, the thread writer in the background, the process writer in a process to which the
 save travels.
 """
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp.calls.plain_errors import ask, refused
+from dcp.calls.features import Features, ask, refused
 from dcp.planners.columns import SaveColumns, decode_save_columns, encode_save_columns
 from dcp.planners.rank_state import RankState
 from dcp.planners.save.global_plan import GlobalSavePlan, plan_save
@@ -35,7 +35,7 @@ from dcp.progress import ProgressCallback, reporting
 from dcp.ranks.agreement import begin, by_rank, refuse_odd
 from dcp.ranks.collectives import Codec, Ranks, retried
 from dcp.ranks.failures import DEFAULT_TIMEOUT_SECONDS
-from dcp.saving.feature import SaveFeature, asked, features_by_method
+from dcp.saving.feature import SaveFeature, save_features
 from dcp.storage.engine.write import Observer, WriteColumns, WriteOutcome, assemble_index
 from dcp.storage.errors import (
     CheckpointConflictError,
@@ -281,15 +281,20 @@ def agreeing_seconds(timeout_seconds: float) -> float:
     return min(_LONGEST_AGREEING_SECONDS, timeout_seconds / 4)
 
 
-RankPlan = tuple[str, WriteColumns, bytes]
-"""The id of the save, the rows that one rank has to write, and what it keeps of the plan."""
+class RankPlan(NamedTuple):
+    """The id of the save, the rows that one rank has to write, and what it keeps of the plan."""
+
+    save_id: str
+    writes: WriteColumns
+    kept: bytes = b""
+
 
 _ROWS: Final = attrgetter(*(each.name for each in fields(WriteColumns)))
 
 
 def _decode_plan(data: bytes) -> RankPlan:
     save_id, rows, kept = unpack(data)
-    return save_id, WriteColumns(*rows), kept
+    return RankPlan(save_id, WriteColumns(*rows), kept)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -307,17 +312,17 @@ class ColumnSave(Save):
     kinds: Sequence[type[SaveFeature]] = ()
 
     on_columns: ClassVar = True
-    plans: ClassVar = Codec(lambda plan: pack((plan[0], _ROWS(plan[1]), plan[2])), _decode_plan)
+    plans: ClassVar = Codec(lambda plan: pack(plan._replace(writes=_ROWS(plan.writes))), _decode_plan)
     outcomes: ClassVar = Codec(lambda done: pack(vars(done)), lambda data: WriteOutcome(**unpack(data)))
 
-    features: dict[str, list[SaveFeature]] = field(init=False)
+    features: Features[SaveFeature] = field(init=False)
     local: RankState | None = field(init=False)
     planned: GlobalSavePlan | None = field(init=False)
     check: ReplicaCheck = field(init=False)
     parts: Codec = field(init=False)
 
     def __post_init__(self) -> None:
-        self.features = features_by_method(self.kinds, self.options, self.storage)
+        self.features = save_features(self.kinds, self.options, self.storage)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("planner", "features")}
@@ -334,22 +339,14 @@ class ColumnSave(Save):
             state_dict=state, storage_meta=self.storage.storage_meta(), is_coordinator=at.is_coordinator
         )
         local = planner.create_local_columns(digests=False)
-        for feature in self.features["held"]:
-            local = asked(feature, "held", RankState, local, at)
-        return local
+        held: RankState = self.features.through("held", RankState, local, at)
+        return held
 
     # -- begin -----------------------------------------------------------------------------------------------
 
     def agreed(self) -> dict[str, Any]:
         """Return the options of the save, its storage, its planner and its features, and their names."""
-        found = super().agreed()
-        found["features"] = list(map(attrgetter("name"), self.kinds))
-        for feature in self.features["agreed"]:
-            for name, value in asked(feature, "agreed", dict).items():
-                if not isinstance(name, str) or name in found:
-                    raise refused(feature.name, "agreed", f"{name!r} is another option's name, or no name")
-                found[name] = value
-        return found
+        return self.features.agreed(super().agreed())
 
     # -- plan ------------------------------------------------------------------------------------------------
 
@@ -402,25 +399,25 @@ class ColumnSave(Save):
                 with_sets=with_sets,
             )
         except PlanError as error:
-            for feature in self.features["explained"]:
-                better = asked(feature, "explained", PlanError | None, error, parts)
+            for _, call in self.features.having("explained"):
+                better = call(PlanError | None, error, parts)
                 if better is not None:
                     raise better from error
             raise
         self.times["global_plan"] = time.perf_counter() - begun
-        return [(self.storage.save_id, writes, b"") for writes in self.planned.writes]
+        return [RankPlan(self.storage.save_id, writes) for writes in self.planned.writes]
 
     # -- write -----------------------------------------------------------------------------------------------
 
     def write(self, plan: RankPlan) -> WriteOutcome:
         """Write the rows of ``plan``, seen by the features' observers."""
         local, storage, ranks = self.local_state(), self.storage, self.ranks
-        storage.save_id, columns, _ = plan
+        storage.save_id, columns = plan.save_id, plan.writes
         begun = time.perf_counter()
         memory, objects = local.memory, local.encoded_objects(columns.objects)
         groups, observers = self._groups(local), dict[str, Observer]()
-        for feature in self.features["observer"]:
-            observer = asked(feature, "observer", Observer | None, local, columns)
+        for feature, call in self.features.having("observer"):
+            observer = call(Observer | None, local, columns)
             if observer is not None:
                 observer.name, observers[feature.name] = feature.name, observer
         total = int(columns.payload_bytes(memory.dtype_codes)[columns.own_rows].sum())
@@ -443,8 +440,8 @@ class ColumnSave(Save):
     def _groups(self, local: RankState) -> Int64 | None:
         """Return the number of the file of each local tensor, by the first feature that has any."""
         count = len(local.memory.tensors)
-        for feature in self.features["groups"]:
-            numbers = asked(feature, "groups", np.ndarray | None, local)
+        for feature, call in self.features.having("groups"):
+            numbers = call(np.ndarray | None, local)
             if numbers is None:
                 continue
             if numbers.shape != (count,):
@@ -462,10 +459,10 @@ class ColumnSave(Save):
             raise PlanError("the save was not planned")
         index = assemble_index(plan.index, plan.writes, outcomes)
         rows = np.concatenate(list(map(attrgetter("chunks"), plan.writes)))
-        for feature in self.features["manifest"]:
+        for feature, call in self.features.having("manifest"):
             before, name = dict(index.provenance), feature.name
             found = [outcome.found.get(name) for outcome in outcomes]
-            index = asked(feature, "manifest", CheckpointIndex, index, rows, found)
+            index = call(CheckpointIndex, index, rows, found)
             changed = {*before, *index.provenance} - {name}
             if any(before.get(key) != index.provenance.get(key) for key in changed):
                 raise refused(name, "manifest", "the provenance changed under another name than its own")

@@ -59,7 +59,7 @@ def deal_boxes(
     Returns the item that writes each box, those that are split, and the bytes by rank that this makes.
     """
     owners = items.first.copy()
-    shared = np.diff(items.box_start) > 1
+    shared = np.diff(items.member_start) > 1
     own_bytes = np.bincount(items.ranks[owners[~shared]], weights=nbytes[~shared], minlength=world_size)
     loads: list[int] = own_bytes.astype(np.int64).tolist()
     split: dict[int, list[tuple[int, Part]]] = {}
@@ -71,7 +71,7 @@ def deal_boxes(
     order = order[~np.isin(order, followers)]
     # boxes to split come first, being the largest; tied ones are few
     special = np.isin(order, list(clusters)) | (nbytes[order] > (split_bytes or np.inf))
-    ranks, start = items.ranks[items.members].tolist(), items.box_start.tolist()
+    ranks, start = items.ranks[items.members].tolist(), items.member_start.tolist()
     sizes = nbytes.tolist()
     for box, is_special in zip(order.tolist(), special.tolist(), strict=True):
         if is_special:
@@ -130,7 +130,7 @@ def _parts_of(
     """Deal a box, or tied boxes, which go to the same ranks: in parts in order of their rows, or in one where
     it is not cut."""
     item = int(items.first[cluster[0]])
-    sizes = items.sizes[items.start[item] : items.start[item + 1]].tolist()
+    sizes = items.sizes[items.box_start[item] : items.box_start[item + 1]].tolist()
     holders: list[int] = _common_ranks(items, cluster).tolist()
     if split_bytes is not None and nbytes > split_bytes and len(holders) > 1:
         parts = _split(sizes, nbytes, holders, loads, split_bytes)
@@ -200,10 +200,10 @@ def _chunks(items: Items, owners: Int64, split: Split) -> tuple[Int64, Int64, In
     chunk_items, begin = np.repeat(owners, counts), starts(counts)
     for box, parts in split.items():
         chunk_items[begin[box] : begin[box + 1]] = [item for item, _ in parts]
-    start = starts(items.start[chunk_items + 1] - items.start[chunk_items])
-    offsets = gather_rows(items.offsets, items.start, chunk_items)
-    sizes = gather_rows(items.sizes, items.start, chunk_items)
-    local_offsets = gather_rows(items.local_offsets, items.start, chunk_items)
+    start = starts(items.box_start[chunk_items + 1] - items.box_start[chunk_items])
+    offsets = gather_rows(items.offsets, items.box_start, chunk_items)
+    sizes = gather_rows(items.sizes, items.box_start, chunk_items)
+    local_offsets = gather_rows(items.local_offsets, items.box_start, chunk_items)
     for box, parts in split.items():
         for number, (_, (_, dim, first, end)) in enumerate(parts):
             place = start[begin[box] + number] + dim
@@ -341,7 +341,7 @@ def replica_sets(
     plan compares."""
     known = items.digests[items.members] != 0
     members, count = items.members[known], len(items.first)
-    groups, ranks = np.repeat(np.arange(count), np.diff(items.box_start))[known], items.ranks[members]
+    groups, ranks = np.repeat(np.arange(count), np.diff(items.member_start))[known], items.ranks[members]
     if ((groups[1:] == groups[:-1]) & (ranks[1:] == ranks[:-1])).any():
         return None
     compared = [np.flatnonzero(columns.objects.digests) for columns in all_columns]

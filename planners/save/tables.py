@@ -194,14 +194,14 @@ class Items:
     """The boxes of all ranks, one after the other: rank, row in that rank's columns, global tensor row, box;
     and what its columns ``item_*`` have.
 
-    The distinct boxes, by tensor and position: those who hold box b are items ``members[box_start[b]:
-    box_start[b + 1]]``, ascending by rank; the ``first`` is one item of each.
+    The distinct boxes, by tensor and position: those who hold box b are items ``members[member_start[b]:
+    member_start[b + 1]]``, ascending by rank; the ``first`` is one item of each.
     """
 
     ranks: Int64
     rows: Int64
     tensors: Int64
-    start: Int64
+    box_start: Int64
     volumes: Int64
     offsets: Int64
     sizes: Int64
@@ -210,16 +210,16 @@ class Items:
     digests: npt.NDArray[np.uint64]
     ties: Int64
     members: Int64 = field(default_factory=_NO_ROWS)
-    box_start: Int64 = field(default_factory=_NO_ROWS)
+    member_start: Int64 = field(default_factory=_NO_ROWS)
     first: Int64 = field(default_factory=_NO_ROWS)
 
     def of_box(self, box: int) -> Int64:
         """Return the items of a distinct box."""
-        return self.members[self.box_start[box] : self.box_start[box + 1]]
+        return self.members[self.member_start[box] : self.member_start[box + 1]]
 
     def box_text(self, item: int) -> str:
         """Write a box as ``[0:4, 2:3]``, for messages."""
-        begin, end = self.start[item], self.start[item + 1]
+        begin, end = self.box_start[item], self.box_start[item + 1]
         pairs = zip(self.offsets[begin:end].tolist(), self.sizes[begin:end].tolist(), strict=True)
         return "[" + ", ".join(f"{offset}:{offset + size}" for offset, size in pairs) + "]"
 
@@ -231,7 +231,7 @@ def gather_items(
     own_rows = list(map(attrgetter("item_tensors"), all_columns))
     counts = list(map(len, own_rows))
     mapped = np.concatenate(list(map(np.take, tensor_rows, own_rows)))
-    start = starts(tensors.ndims[mapped])
+    box_start = starts(tensors.ndims[mapped])
     joined: dict[str, Any] = {}
     for name in ("offsets", "sizes", "local_offsets", "sources", "digests", "ties"):
         joined[name] = np.concatenate([*map(attrgetter(f"item_{name}"), all_columns)])
@@ -239,8 +239,8 @@ def gather_items(
         np.repeat(np.arange(len(counts)), counts),
         np.concatenate(list(map(np.arange, counts))),
         mapped,
-        start,
-        row_products(joined["sizes"], start),
+        box_start,
+        row_products(joined["sizes"], box_start),
         **joined,
     )
 
@@ -254,7 +254,7 @@ def find_boxes(items: Items, chosen: Int64, tensors: CheckpointIndex, volumes: I
         places = shape_start[1:][ndims >= back] - back
         strides[places] = strides[places + 1] * shape_values[places + 1]
     rows = items.tensors[chosen]
-    inner = gather_rows(items.offsets, items.start, chosen) * gather_rows(strides, shape_start, rows)
+    inner = gather_rows(items.offsets, items.box_start, chosen) * gather_rows(strides, shape_start, rows)
     keys = starts(np.maximum(volumes, 1))[rows] + row_sums(inner, starts(ndims[rows]))
     order = np.argsort(keys, kind="stable")
     members, keys = chosen[order], keys[order]
@@ -262,13 +262,13 @@ def find_boxes(items: Items, chosen: Int64, tensors: CheckpointIndex, volumes: I
     new[1:] = keys[1:] != keys[:-1]
     # equal beginnings with different sizes are different boxes; that they overlap is found later
     same = np.flatnonzero(~new)
-    counts = items.start[members[same] + 1] - items.start[members[same]]
-    here = gather_rows(items.sizes, items.start, members[same])
-    before = gather_rows(items.sizes, items.start, members[same - 1])
+    counts = items.box_start[members[same] + 1] - items.box_start[members[same]]
+    here = gather_rows(items.sizes, items.box_start, members[same])
+    before = gather_rows(items.sizes, items.box_start, members[same - 1])
     new[same] = row_sums((here != before).astype(np.int64), starts(counts)) > 0
     first = np.flatnonzero(new)
-    box_start = np.append(first, len(members))
-    return replace(items, members=members, box_start=box_start, first=members[first])
+    member_start = np.append(first, len(members))
+    return replace(items, members=members, member_start=member_start, first=members[first])
 
 
 MAX_LISTED = 20
@@ -365,7 +365,7 @@ def check_bounds(items: Items, tensors: CheckpointIndex) -> tuple[npt.NDArray[np
     """Return (items inside of their tensors, what is wrong with the others)."""
     limits = gather_rows(tensors.shape_values, tensors.shape_start, items.tensors)
     bad = (items.offsets < 0) | (items.sizes < 0) | (items.sizes > limits - items.offsets)
-    inside = row_sums(bad.astype(np.int64), items.start) == 0
+    inside = row_sums(bad.astype(np.int64), items.box_start) == 0
     problems = []
     for item in np.flatnonzero(~inside).tolist():
         tensor = int(items.tensors[item])
@@ -381,7 +381,7 @@ def check_boxes(items: Items, tensors: CheckpointIndex, volumes: Int64, *, compl
     first, box_tensors = items.first, items.tensors[items.first]
     several = first[np.bincount(box_tensors, minlength=len(tensors.fqns))[box_tensors] > 1]
     problems, overlapped = [], set[int]()
-    for group in by_ndim(several, items.start, items.offsets, items.sizes):
+    for group in by_ndim(several, items.box_start, items.offsets, items.sizes):
         boxes = BoxSet(items.tensors[group.rows], group.offsets, group.offsets + group.sizes)
         for i, j in zip(*(side.tolist() for side in overlapping_pairs(boxes)), strict=True):
             one, other = int(group.rows[i]), int(group.rows[j])
@@ -407,9 +407,9 @@ def check_replica_digests(items: Items, tensors: CheckpointIndex) -> list[tuple[
     if len(items.members) == len(items.first):
         return []
     digests = items.digests[items.members]
-    highest = np.maximum.reduceat(digests, items.box_start[:-1])
+    highest = np.maximum.reduceat(digests, items.member_start[:-1])
     known = np.where(digests == 0, np.uint64(2**64 - 1), digests)
-    lowest = np.minimum.reduceat(known, items.box_start[:-1])
+    lowest = np.minimum.reduceat(known, items.member_start[:-1])
     mismatches = []
     for box in np.flatnonzero((highest != 0) & (highest != lowest)).tolist():
         members = items.of_box(box)

@@ -21,7 +21,6 @@ from typing import get_args
 import numpy as np
 import numpy.typing as npt
 
-from dcp.storage.closable import Closable
 from dcp.storage.engine.memory import ScratchBuffers, item_dtype, item_view, view
 from dcp.storage.engine.requests import (
     CHEAP_GAP_BYTES,
@@ -46,7 +45,7 @@ from dcp.storage.errors import CorruptCheckpointError, OptionError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.geometry.strides import BoxPart, Int64, box_parts, reaches
-from dcp.storage.stores.base import ReadHandle, Store
+from dcp.storage.stores.base import Closable, ReadHandle, Store
 from dcp.storage.threads import work_off
 
 _STEP_BYTES = 1 << 20
@@ -238,7 +237,9 @@ class ReadEngine(Closable):
         self._crc_start = item_view(index.crc_start)
         self._crcs = item_view(index.crcs)
         self._fragments = Fragments(limit=_MAX_FRAGMENTS)
-        self._files = OpenFiles(store, lambda file: (index.files[file], int(index.file_sizes[file])))
+        self._files = OpenFiles(
+            store, dict(enumerate(zip(index.files, index.file_sizes.tolist(), strict=True)))
+        )
         self.handle = self._files.handle
         self.payloads = Payloads(index, self.handle, self._fetch if self.joins else None)
 

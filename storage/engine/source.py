@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import resource
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -345,12 +345,14 @@ class OpenFiles:
     """Files by number, as many open as the process can afford. ``facts`` has name and committed size of a
     number, the size `UNKNOWN` where none was noted. Thread-safe."""
 
-    def __init__(self, store: Store, facts: Callable[[int], tuple[str, int]]) -> None:
+    def __init__(self, store: Store, facts: Mapping[int, tuple[str, int]]) -> None:
         self._store = store
         self._facts = facts
         self._handles: dict[int, ReadHandle] = {}
         self._gates: dict[int, threading.Lock] = {}
-        self._max_handles = _max_open_files()
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        # a quarter of what the process may open: a checkpoint of many ranks has more files than that
+        self._max_handles = max(8, (limit if limit != resource.RLIM_INFINITY else 1 << 20) // 4)
         self._lock = threading.Lock()
 
     def __contains__(self, file: int) -> bool:
@@ -376,7 +378,7 @@ class OpenFiles:
         with gate:
             handle = self._handles.get(file)
             if handle is None:
-                handle = self._open(*self._facts(file))
+                handle = self._open(*self._facts[file])
                 with self._lock:
                     if len(self._handles) >= self._max_handles:
                         # Dropped, not closed: another thread may be reading it; the last to let go closes.
@@ -414,9 +416,3 @@ class OpenFiles:
                 "refers to it; restore the file or take another checkpoint",
                 path=path,
             ) from error
-
-
-def _max_open_files() -> int:
-    """Return a quarter of what the process may open: a checkpoint of many ranks has more files than that."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return max(8, (limit if limit != resource.RLIM_INFINITY else 1 << 20) // 4)

@@ -158,20 +158,23 @@ def assemble_index(
         encoded += outcome.object_values
     rows = np.concatenate(list(map(attrgetter("chunks"), writes)))
     tables = list(map(attrgetter("chunks"), outcomes))
-    chunks = _scattered(len(planned.chunk_files), rows, tables, first_files)
-    if (chunks[0] < 0).any():
-        missing = int(np.flatnonzero(chunks[0] < 0)[0])
+    chunk_files, record_offsets, record_lengths, payload_offsets, payload_lengths, crc_counts = _scattered(
+        len(planned.chunk_files), rows, tables, first_files
+    )
+    if (chunk_files < 0).any():
+        missing = int(np.flatnonzero(chunk_files < 0)[0])
         fqn = planned.fqns[int(planned.chunk_tensors[missing])]
         raise PlanError(f"no rank wrote chunk {planned.box(missing)} of {fqn!r}", fqn=fqn)
-    crc_start = starts(chunks[5])
+    crc_start = starts(crc_counts)
     crcs = np.zeros(int(crc_start[-1]), np.uint32)
     written = np.concatenate(list(map(attrgetter("crcs"), outcomes)))
-    crcs[expand_ranges(crc_start[:-1][rows], chunks[5][rows])] = written
+    crcs[expand_ranges(crc_start[:-1][rows], crc_counts[rows])] = written
     values = planned.objects
     rows = np.concatenate(list(map(attrgetter("object_rows"), writes)))
-    objects = _scattered(len(values), rows, list(map(attrgetter("objects"), outcomes)), first_files)
-    if (objects[0] < 0).any():
-        fqn = values.fqns[int(np.flatnonzero(objects[0] < 0)[0])]
+    tables = list(map(attrgetter("objects"), outcomes))
+    value_files, offsets, lengths, object_crcs = _scattered(len(values), rows, tables, first_files)
+    if (value_files < 0).any():
+        fqn = values.fqns[int(np.flatnonzero(value_files < 0)[0])]
         raise PlanError(f"no rank wrote object {fqn!r}", fqn=fqn)
     plain, numbers = np.full(len(values), -1, np.int64), dict[bytes, int]()
     for row, value in zip(rows.tolist(), encoded, strict=True):
@@ -179,21 +182,21 @@ def assemble_index(
             plain[row] = numbers.setdefault(value, len(numbers))
     return replace(
         planned,
-        chunk_files=chunks[0],
-        record_offsets=chunks[1],
-        record_lengths=chunks[2],
-        payload_offsets=chunks[3],
-        payload_lengths=chunks[4],
+        chunk_files=chunk_files,
+        record_offsets=record_offsets,
+        record_lengths=record_lengths,
+        payload_offsets=payload_offsets,
+        payload_lengths=payload_lengths,
         crc_start=crc_start,
         crcs=crcs,
         files=files,
         file_sizes=np.array(file_sizes, np.int64),
         objects=replace(
             values,
-            files=objects[0],
-            offsets=objects[1],
-            lengths=objects[2],
-            crcs=objects[3],
+            files=value_files,
+            offsets=offsets,
+            lengths=lengths,
+            crcs=object_crcs,
             plain=plain,
             values=list(numbers),
         ),

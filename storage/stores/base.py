@@ -24,7 +24,6 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from dcp.storage.closable import Closable
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointFormatError,
@@ -144,6 +143,20 @@ class Views:
     def buffers(self) -> Iterator[memoryview]:
         """Yield each of the views."""
         return iter(self._views)
+
+
+class Closable(ABC):
+    """Holds something until `close`, which a ``with`` block calls at its end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what is held."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 class ReadHandle(Closable):

@@ -22,7 +22,6 @@ import numpy as np
 
 from dcp.inspection.values.elements import Array, stored_dtype
 from dcp.planners.load.selection import Patterns, Selection
-from dcp.storage.closable import Closable
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.requests import BoxRequest, ByteRuns, Elements, Verify, put_at
 from dcp.storage.errors import CorruptCheckpointError, PlanError
@@ -32,7 +31,7 @@ from dcp.storage.formats.opening import open_source
 from dcp.storage.formats.torch.archive import Window, locate_payload
 from dcp.storage.geometry.boxes import Box, contiguous_position, disjoint, range_boxes, split_box
 from dcp.storage.geometry.strides import dense_order
-from dcp.storage.stores.base import Store
+from dcp.storage.stores.base import Closable, Store
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.threads import WorkerThreads
 

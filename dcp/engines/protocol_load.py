@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.quantized_hf_storage import (
     QuantizedHuggingFaceStorageReader as TorchQuantizedReader,
 )
 
+from dcp.engines.protocol_calls import PICKLED, call_with_optional, one_each
 from dcp.loading.feature import LoadFeature, Target
 from dcp.loading.load import LoadEngine, read_whole
 from dcp.planners.load.selection import LoadOptions
@@ -25,7 +26,6 @@ from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, Corrupt
 from dcp.storage.formats.native.manifest import encode_manifest
 from dcp.storage.torch_compat import weight_scales
 from dcp.storage.torch_storage.metadata import index_from_metadata
-from dcp.torch_protocol.calls import PICKLED, call_with_optional, one_each
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
@@ -109,7 +109,7 @@ class ProtocolLoad(LoadEngine):
             ours.check_chosen()
             if isinstance(reader, TorchQuantizedReader):
                 call.scales = weight_scales(reader)
-            rescaled = [name for feature in self.features.part for name in feature.whole]
+            rescaled = [name for feature in self.features.all for name in feature.whole]
             if rescaled and self.storage is None:
                 raise PlanError(
                     f"{type(reader).__name__} cannot read the states of all ranks, which rescaling "
@@ -123,7 +123,7 @@ class ProtocolLoad(LoadEngine):
         plan = self._planner.finish_plan(self._share())
         self._reader.read_data(plan, self._planner).wait()
         call, storage = self.call, self.storage
-        if call is not None and storage is not None and any(feature.whole for feature in self.features.part):
+        if call is not None and storage is not None and any(feature.whole for feature in self.features.all):
             with storage.engine(storage.read_index(), self.options.verify) as engine:
                 self.features.each("loaded", partial(read_whole, call, storage, engine))
         if call is not None:

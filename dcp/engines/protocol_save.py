@@ -16,13 +16,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from dcp.engines.protocol_calls import PICKLED, call_with_optional, one_each
 from dcp.planners.save.planner import DefaultSavePlanner
 from dcp.saving.foreign_values import warn_of_foreign
 from dcp.saving.save import Save, SavingRank
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.opening import open_index
 from dcp.storage.torch_storage.metadata import LazyMetadata
-from dcp.torch_protocol.calls import PICKLED, call_with_optional, one_each
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,33 +1,132 @@
-"""The one place that decides how a save or load is done.
+"""Run a save or load by the way that suits its planner and storage.
 
-On columns, where planner and storage are ours and no step of theirs is overridden; else by torch's protocol,
-with objects for all of them.
+The one place that chooses: columns, where planner and storage are ours and no step of theirs is overridden;
+else torch's protocol, with objects for all of them.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from dcp.calls.arguments import (
+    check_top_level,
+    choose_reader,
+    choose_writer,
+    stateful_to_plain,
+    works_alone,
+)
 from dcp.default_planner import DefaultLoadPlanner
+from dcp.engines.protocol_load import ProtocolLoad
+from dcp.engines.protocol_save import ProtocolSave
+from dcp.features.plan_cache import PlanCache, cache_of, remembering
 from dcp.features.registry import LoadFeature, SaveFeature, features_of
+from dcp.loading.feature import LoadReport, Target
 from dcp.loading.load import ColumnLoad, LoadEngine
-from dcp.planners.load.selection import OF_PLANNERS, LoadOptions
+from dcp.planners.load.selection import OF_PLANNERS, LoadKeywords, LoadOptions, check_names
 from dcp.planners.save.planner import DefaultSavePlanner
-from dcp.saving.save import ColumnSave, Save
+from dcp.planners.weight_maps.weight_map import WeightMap
+from dcp.ranks.agreement import raise_on_all_ranks
+from dcp.ranks.collectives import Ranks
+from dcp.ranks.failures import DEFAULT_TIMEOUT_SECONDS
+from dcp.saving.save import ColumnSave, Save, SaveOptions, SaveOutcome, SavingRank
 from dcp.storage.errors import CheckpointError, OptionError
 from dcp.storage.torch_storage.reader import FileSystemReader
 from dcp.storage.torch_storage.writer import FileSystemWriter
-from dcp.torch_protocol.load import ProtocolLoad
-from dcp.torch_protocol.save import ProtocolSave
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
-    from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
-    from dcp.ranks.collectives import Ranks
-    from dcp.saving.save import SaveOptions
 
+def save_with(
+    state_dict: dict[str, Any],
+    options: SaveOptions,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    map: WeightMap | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    coordinator: int = 0,
+    has_stateful: bool = True,
+    abort: threading.Event | None = None,
+    cache: PlanCache | None = None,
+) -> tuple[Metadata, SaveOutcome]:
+    """Save, and return what the save did on this rank as well.
+
+    Without ``has_stateful`` all values are saved as they are; ``abort``, which another thread sets on any
+    rank, calls it off. ``cache`` keeps the plan, in place of one for the given writer or planner.
+    """
+    ranks = Ranks(
+        process_group,
+        use_dist=not works_alone(process_group, no_dist=no_dist, operation="save"),
+        coordinator=coordinator,
+        timeout_seconds=options.timeout_seconds,
+        operation="save",
+        abort=abort,
+    )
+    with raise_on_all_ranks(ranks):
+        writer = choose_writer(storage_writer, checkpoint_id, storage_options)
+        if map is not None:
+            options = replace(options, map=WeightMap.of(map))
+        save = make_save(writer, planner, options)
+    if cache is None and storage_writer is not None:
+        cache = cache_of(storage_writer)
+    elif cache is None and isinstance(planner, DefaultSavePlanner) and planner.enable_plan_caching:
+        cache = cache_of(planner)
+    if cache is not None:
+        save = remembering(save, cache)
+
+    def given() -> Any:
+        state = stateful_to_plain(state_dict) if has_stateful else state_dict
+        return save.held(state, SavingRank(ranks.rank, ranks.world_size, ranks.is_coordinator))
+
+    return save.run(given, ranks)
+
+
+def load_with(
+    state_dict: dict[str, Any],
+    given: LoadKeywords,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    storage_options: Mapping[str, Any] | None = None,
+    filled: set[str] | None = None,
+) -> LoadReport:
+    """`load`, for those that try again: ``filled`` are entries that a load which failed may have filled, as
+    for `dcp.loading.load.LoadEngine.load`."""
+    check_names("load", given)
+    alone = works_alone(process_group, no_dist=no_dist, operation="load")
+    ranks = Ranks(process_group, use_dist=not alone, timeout_seconds=timeout_seconds, operation="load")
+    with raise_on_all_ranks(ranks):
+        chosen: dict[str, Any] = {**given}
+        if (weights := given.get("map")) is not None:
+            chosen["map"] = WeightMap.of(weights)
+        options = LoadOptions(**chosen)
+        reader = choose_reader(storage_reader, checkpoint_id, storage_options)
+        planner = DefaultLoadPlanner() if planner is None else planner
+        engine = load_engine(reader, planner, ranks, options)
+        if not isinstance(state_dict, dict):
+            check_top_level(state_dict)
+        target: Target = engine.features.through("target", Target, Target(state_dict))
+    return engine.load(target, filled)
+
+
+# -- the way -------------------------------------------------------------------------------------------------
 
 _STEPS: Final[dict[type, str]] = {
     DefaultSavePlanner: "create_local_columns create_local_plan create_global_plan finish_plan resolve_data "
