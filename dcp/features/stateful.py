@@ -2,66 +2,44 @@
 
 An object that was just made may have less state than one that was saved: an empty dict or list, None where a
 tensor was. What it is given by ``load_state_dict()`` is what was saved, so that its own state, which is
-what a load fills, is changed first where the form differs. Its tensors stay where both have one, so that
-they keep their sharding and device. What names the parameters of a model or an optimizer stays as it is: what
-is missing or left over there is an error.
+what a load fills, is changed first where the form differs (`dcp.features.stored_form`). Its tensors stay
+where both have one, so that they keep their sharding and device. What is missing or left over in the state
+of a model or an optimizer is an error.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from dcp.calls.arguments import stateful_keys
 from dcp.calls.plain_errors import warn_caller
-from dcp.features.entries import is_optimizer_dict, optimizer_dicts
+from dcp.features.entries import optimizer_dicts
 from dcp.features.optimizer_state import optimizers_without_state, state_dict_with_state
+from dcp.features.stored_form import StoredForm, keys_with_empty
 from dcp.loading.call import LoadCall
 from dcp.loading.feature import LoadFeature, Target
 from dcp.planners.flatten import (
-    FACTS,
     LIST,
     MAPPING,
-    OTHER,
-    PER_RANK,
-    TENSOR,
     flatten,
-    is_closed,
     kind_of,
 )
 from dcp.planners.load.selection import LoadOptions, Selection, renamer
-from dcp.planners.per_rank import rank_holder, rank_key
 from dcp.ranks.failures import causes_of
 from dcp.storage.errors import CheckpointError, OptionError, PlanError, UnexpectedKeyError
-from dcp.storage.formats.container_notes import STRUCTURE_VERSION, empty_dicts, notes_by_path
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.torch.structure import restore_structure
 from dcp.storage.near_names import listed
-from dcp.storage.tensors import torch_dtype
 from dcp.storage.torch_compat import copies_in_state
 
 _MAX_LISTED = 5
 _KINDS = {MAPPING: "a dict", LIST: "a list"}
-_NOTHING: Final = object()
-_CONTAINERS = (MAPPING, LIST)
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """An entry of the checkpoint; ``shape`` and ``dtype`` are None for values that are no tensors."""
-
-    name: str
-    shape: tuple[int, ...] | None = None
-    dtype: torch.dtype | None = None
 
 
 class StatefulObjects(LoadFeature):
@@ -87,7 +65,6 @@ class _Objects(Target):
     _stateful: Collection[Any] = ()
     _lost: frozenset[str] = frozenset()
     _index: CheckpointIndex
-    _rank: int
 
     def __init__(self, state_dict: dict[str, Any], options: LoadOptions) -> None:
         super().__init__(state_dict)
@@ -140,13 +117,22 @@ class _Objects(Target):
         self.made = self._made = set()
         if self._stateful:
             self.has_objects = True
-            self._index, self._rank = index_of(), rank
+            self._index = index_of()
             for key in self._stateful:
                 self._plain[key] = self._state_of(key, self._plain[key])
-            with_empty = () if self._misfits else _keys_with_empty(self._index)
+            with_empty = () if self._misfits else keys_with_empty(self._index)
+            form = StoredForm(
+                self._index,
+                rank,
+                self._selects,
+                self._selection is None,
+                self._renamed,
+                self._lost,
+                self._made,
+            )
             for key in self._stateful:
                 if self._misfits or str(key) in with_empty:
-                    self._plain[key] = self._fitted(key, self.state_dict[key], self._plain[key])
+                    self._plain[key] = form.fitted(key, self.state_dict[key], self._plain[key])
         # A scheduler adds settings to parameter groups ("initial_lr"). If those were lost that the checkpoint
         # has and the state lacks, one that is made after the load would begin with the present rate.
         for begin, optimizer in optimizer_dicts(self._plain, ""):
@@ -282,149 +268,6 @@ class _Objects(Target):
     def _selects(self, fqn: str) -> bool:
         return self._selection is None or self._selection.selects(fqn)
 
-    # -- states in the stored form ---------------------------------------------------------------------------
-
-    def _fitted(self, key: Any, holder: Any, state: Any) -> Any:
-        """Return ``state``, which ``holder`` at ``key`` of the top level gave, in the stored form.
-
-        Containers that change are copies, for they may be the object's own. Only what no rank takes (`_lost`)
-        is added to dicts and lists that have entries, since what this rank lacks may be another one's.
-        """
-        if isinstance(holder, Optimizer):
-            return state
-        index, top = self._index, str(key)
-        known = index.planner_data if isinstance(index.planner_data, Mapping) else {}
-        paths = {  # in the order of the state that was saved
-            name: path
-            for name, path in known.items()
-            if isinstance(path, tuple)
-            and path[:1] == (top,)
-            and (name in index.position or name in index.objects.position)
-            and (self._renamed is None or self._renamed(name) == name)
-        }
-        tree = restore_structure(_structure(index), paths, self._entry)
-        for name, stored in tree.items() if isinstance(tree, Mapping) else ():
-            if str(name) == top:
-                return self._fit(state, stored, top, holder)
-        return state
-
-    def _entry(self, name: str) -> _Entry:
-        row = self._index.position.get(name)
-        if row is None:
-            return _Entry(name)
-        return _Entry(name, self._index.shape(row), torch_dtype(int(self._index.dtype_codes[row])))
-
-    def _fit(self, fresh: Any, stored: Any, name: str, holder: Any = None) -> Any:
-        kind = kind_of(type(fresh))
-        if type(stored) is _Entry:
-            return self._fit_entry(fresh, kind, stored)
-        if kind == PER_RANK:
-            return self._fit_own(fresh, stored, name)
-        if kind == MAPPING and isinstance(stored, Mapping):
-            return self._fit_mapping(fresh, stored, name, holder)
-        if kind == LIST and isinstance(stored, list):
-            return self._fit_list(fresh, stored, name)
-        if kind not in (OTHER, *_CONTAINERS) or _names_parameters_inside(fresh):
-            return fresh
-        made = self._new(stored, name, every=True)
-        return fresh if made is _NOTHING else made
-
-    def _fit_entry(self, fresh: Any, kind: int, stored: _Entry) -> Any:
-        if not self._selects(stored.name):
-            return fresh
-        if stored.shape is None:
-            is_value = kind == OTHER or (kind == LIST and is_closed(fresh))
-            return fresh if is_value or kind == PER_RANK or _names_parameters_inside(fresh) else None
-        if type(fresh) is torch.Tensor and not fresh.is_meta:  # one that has grown, such as a history
-            if fresh.shape == stored.shape:
-                return fresh
-            self._made.add(stored.name)
-            return fresh.new_empty(stored.shape)
-        if kind in (OTHER, *_CONTAINERS) and not _names_parameters_inside(fresh):
-            return self._new(stored, stored.name, every=True)
-        return fresh
-
-    def _fit_own(self, fresh: Any, stored: Any, name: str) -> Any:
-        """Return a `PerRank` value, of which this rank's part counts."""
-        key = rank_key(self._rank)
-        if not isinstance(stored, Mapping) or key not in stored:
-            return fresh
-        value = self._fit(fresh.value, stored[key], f"{name}.{key}")
-        return fresh if value is fresh.value else replace(fresh, value=value)
-
-    def _fit_mapping(
-        self, fresh: Mapping[Any, Any], stored: Mapping[Any, Any], name: str, holder: Any
-    ) -> Any:
-        if is_optimizer_dict(fresh):
-            return fresh
-        fixed = isinstance(holder, Module) or _is_of_module(fresh)
-        drops = not fixed and "." in name and self._selection is None and _is_data(fresh) and _is_data(stored)
-        twins = {str(key): twin for key, twin in stored.items()}
-        kept = {key: value for key, value in fresh.items() if not drops or str(key) in twins}
-        children = {
-            key: value
-            if str(key) not in twins or (fixed and kind_of(type(value)) == TENSOR)
-            else self._fit(value, twins[str(key)], f"{name}.{key}")
-            for key, value in kept.items()
-        }
-        own = set(map(str, children))
-        has_numbers = bool(fresh) and {int}.issuperset(map(type, fresh))
-        added = {}
-        for key, twin in {} if fixed else stored.items():
-            if str(key) not in own and (made := self._new(twin, f"{name}.{key}")) is not _NOTHING:
-                # torch's own checkpoints have the strings of keys only
-                is_number = has_numbers and type(key) is str and key.lstrip("-").isdecimal()
-                added[int(key) if is_number else key] = made
-        if not added and len(children) == len(fresh) and all(children[key] is fresh[key] for key in children):
-            return fresh
-        children |= added
-        if added:
-            place = {part: number for number, part in enumerate(twins)}
-            children = dict(sorted(children.items(), key=lambda item: place.get(str(item[0]), len(place))))
-        return _with_entries(fresh, children)
-
-    def _fit_list(self, fresh: list[Any], stored: list[Any], name: str) -> Any:
-        """Return a list: as long as the stored one, unless models or optimizers are in it."""
-        pairs = enumerate(zip(fresh, stored, strict=False))
-        items = [self._fit(value, twin, f"{name}.{number}") for number, (value, twin) in pairs]
-        if _names_parameters_inside(fresh):
-            items += fresh[len(items) :]
-        else:
-            every = is_closed(fresh)
-            left = enumerate(stored[len(items) :], len(items))
-            made = [self._new(twin, f"{name}.{number}", every=every) for number, twin in left]
-            if _NOTHING in made:
-                made = []
-            if self._selection is not None:
-                made += fresh[len(items) :]
-            items += made
-        same = len(items) == len(fresh) and all(new is old for new, old in zip(items, fresh, strict=True))
-        return fresh if same else items
-
-    def _new(self, stored: Any, name: str, *, every: bool = False) -> Any:
-        """Return new containers and tensors for what is stored, as far as it is lost, or ``every``;
-        `_NOTHING` where none of it is.
-
-        Values of single ranks, and the parts of tensors made of other tensors, are no entries of a dict for
-        the object.
-        """
-        if type(stored) is _Entry:
-            if not (every or stored.name in self._lost) or not self._selects(stored.name):
-                return _NOTHING
-            if stored.shape is None:
-                return None
-            self._made.add(stored.name)
-            return torch.empty(stored.shape, dtype=stored.dtype)
-        if isinstance(stored, list):
-            items = [self._new(item, f"{name}.{at}", every=every) for at, item in enumerate(stored)]
-            return _NOTHING if _NOTHING in items else items
-        if _is_made_of_parts(stored) or any(rank_holder(f".{key}") is not None for key in stored):
-            return _NOTHING
-        children = {key: self._new(value, f"{name}.{key}", every=every) for key, value in stored.items()}
-        children = {key: value for key, value in children.items() if value is not _NOTHING}
-        is_wanted = children or (not stored and self._selects(name))
-        return _with_entries(stored, children) if is_wanted else _NOTHING
-
 
 def _flat(key: Any, state: Any) -> dict[str, Any]:
     return flatten({key: state}).values
@@ -443,65 +286,3 @@ def _copies(state: Mapping[Any, Any], prefix: str = "", depth: int = 2) -> Itera
 
 def _are(names: Sequence[str]) -> str:
     return f"{listed(names, most=_MAX_LISTED)} {'is' if len(names) == 1 else 'are'}"
-
-
-def _keys_with_empty(index: CheckpointIndex) -> frozenset[str]:
-    """Return keys of the top level that have an empty dict below them."""
-    noted = notes_by_path(_structure(index))
-    return frozenset(str(path[0]) for path in empty_dicts(noted, ()) if len(path) > 1)
-
-
-def _structure(index: CheckpointIndex) -> dict[str, Any] | None:
-    """Return the notes on containers, of a version that is known."""
-    structure = index.provenance.get("structure")
-    known = isinstance(structure, dict) and structure.get("version") == STRUCTURE_VERSION
-    return structure if known else None
-
-
-def _with_entries(mapping: Mapping[Any, Any], entries: Mapping[Any, Any]) -> Any:
-    """Return a copy of a mapping, of its class if that can be changed, that has other entries."""
-    if not isinstance(mapping, MutableMapping):
-        return dict(entries)
-    made = copy.copy(mapping)
-    made.clear()
-    for key, value in entries.items():  # not update(), by which a Counter counts
-        made[key] = value
-    return made
-
-
-def _is_of_module(mapping: Mapping[Any, Any]) -> bool:
-    """Return whether a dict has the parameters of a model by their names."""
-    return hasattr(mapping, "_metadata") or any(
-        isinstance(key, str) and "." in key and kind_of(type(value)) == TENSOR
-        for key, value in mapping.items()
-    )
-
-
-def _names_parameters_inside(value: Any) -> bool:
-    """Return whether the state of a model or an optimizer is in ``value``."""
-    if isinstance(value, Mapping):
-        if is_optimizer_dict(value) or _is_of_module(value):
-            return True
-        value = list(value.values())
-    return kind_of(type(value)) == LIST and any(
-        kind_of(type(item)) in _CONTAINERS and _names_parameters_inside(item) for item in value
-    )
-
-
-def _is_data(value: Any) -> bool:
-    """Return whether there are values alone in it, and no tensors."""
-    if type(value) is _Entry:
-        return value.shape is None
-    kind = kind_of(type(value))
-    if kind == MAPPING:
-        return all(map(_is_data, value.values()))
-    return all(map(_is_data, value)) if kind == LIST else kind == OTHER
-
-
-def _is_made_of_parts(stored: Mapping[Any, Any]) -> bool:
-    facts = stored.get(FACTS)
-    return (
-        type(facts) is _Entry
-        and facts.shape is None
-        and any(type(part) is _Entry and part.shape is not None for part in stored.values())
-    )
