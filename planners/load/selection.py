@@ -55,6 +55,10 @@ class Selection:
             raise OptionError("only=[] selects nothing; leave it out to load everything")
         return cls(chosen, {} if exclude is None else _globs("exclude", exclude))
 
+    def __str__(self) -> str:
+        given = (("only", self.only or ()), ("exclude", self.exclude))
+        return " and ".join(f"{option} {', '.join(globs)}" for option, globs in given if globs)
+
     def selects(self, key: str) -> bool:
         """Return whether the entry of this flat key is to be loaded."""
         if self.only is not None and not any(regex.match(key) for regex in self.only.values()):
