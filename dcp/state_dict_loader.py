@@ -105,7 +105,8 @@ def load(
             is, and `Stateful` objects of which nothing can be selected are not asked for their state.
         exclude: The same for what is not loaded; it may also name what the checkpoint alone has.
         rename: From the state dict's keys to the checkpoint's: ``{r"^module\\.": ""}`` takes away a prefix
-            that the checkpoint lacks; several keys may get one entry. Views of a parameter can be loaded from
+            that the checkpoint lacks; several keys may get one entry. Expressions that change no name are a
+            warning. Views of a parameter can be loaded from
             entries of their own (``qkv[:n]`` from ``q``) as long as they are views: ``chunk``, ``split`` and
             indexing of a DTensor copy where they communicate, and the copy is filled, not the parameter;
             nothing tells one from the other.
@@ -113,7 +114,7 @@ def load(
             "llama:hf-to-titan", a TOML or JSON file, its data, or a `dcp.weight_map`. What is fused, split or
             permuted is read from where it is into where it belongs, however either is sharded. The names of
             all else, as of ``rename``, ``only`` and `LoadReport`, are those behind the map. Tensors that no
-            rule knows stay as they are.
+            rule knows stay as they are; a warning says so where that is all of them.
         per_rank: "exact" (default) wants each rank's own `PerRank` values; "keep" lets them be as they are,
             on all ranks, where another number of ranks saved the checkpoint, or it has none of them. A
             warning names what is kept, and what is left of ranks that are not there any more.

@@ -35,6 +35,7 @@ from dcp.progress import ProgressCallback
 from dcp.ranks.failures import DEFAULT_TIMEOUT_SECONDS
 from dcp.saving.save import SaveOptions
 from dcp.steps import patterns_of_part
+from dcp.storage.errors import check_flags
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def save(
             map says how many there are. What is not below the key of a map that is ``below`` one is saved as
             it is. What is permuted within a box is copied for the save.
         apart: Parts, as "optimizer" or globs on names, that get files of their own: one more a rank and part.
-            They are the same on all ranks.
+            They are the same on all ranks. A part without tensors is a warning.
             `dcp prune` drops them by removing those files, and writes nothing anew.
         timeout_seconds: The longest wait for other ranks.
         user_metadata: Plain data that is kept in the manifest.
@@ -203,6 +204,7 @@ def async_save(
     session = default_session(process_group, no_dist=no_dist, kind=async_checkpointer_type)
     with session.raise_on_all_ranks():
         refuse_a_place("async_save", state_dict)
+        check_flags(overlap=overlap)
         if storage_writer is not None:
             given, storage_writer = storage_writer, with_own_id(storage_writer)
             if storage_writer is given:

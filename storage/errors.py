@@ -29,6 +29,7 @@ This module imports neither torch nor another module of this package.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 __all__ = [
@@ -182,6 +183,13 @@ def check_flags(**flags: object) -> None:
     for name, value in flags.items():
         if isinstance(value, str):
             raise OptionError(f"{name} must be True or False, not {value!r}")
+
+
+def check_numbers(**numbers: object) -> None:
+    """Raise OptionError for what is neither None nor a number."""
+    for name, value in numbers.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+            raise OptionError(f"{name} must be a number, not {value!r}")
 
 
 class OptionError(PlanError, TypeError):

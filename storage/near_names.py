@@ -47,6 +47,12 @@ def close_to(text: str, texts: Iterable[str], *, most: int = 3) -> list[str]:
     return [originals[other] for other in difflib.get_close_matches(lowered, few, n=most)]
 
 
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return the end of a sentence on ``name``: which of ``names`` it may stand for, if any."""
+    near = close_to(name, names, most=1)
+    return f". Did you mean {near[0]!r}?" if near else ""
+
+
 def listed(names: Sequence[str], *, most: int = 3, show: Callable[[str], str] = repr) -> str:
     """List the first ``most`` of ``names``, and count the others."""
     first = ", ".join(map(show, names[:most]))

@@ -149,11 +149,12 @@ class _SentSave:
     future: SaveFuture
     child: WriterProcess | None = None
     released: bool = False
+    ending: Ending | None = None
     reply: dict[str, Any] = field(default_factory=dict)
 
     def has_ended(self) -> bool:
         """Tell whether its writer has said so, or is gone."""
-        return bool(self.reply) or (self.child is not None and bool(self.child.end))
+        return self.ending is not None or (self.child is not None and bool(self.child.end))
 
     def abort(self) -> None:
         """Have its writer call it off, where it has got it."""
@@ -254,8 +255,11 @@ class ProcessWriter:
             if callable(progress := save.order.options.progress):
                 progress(Progress(**body["progress"]))
             return
+        ending = Ending(**body["ending"])  # here, where what cannot be understood ends the process
+        if ending.error:
+            error_from_data(ending.error, self._rank)
         with self._changed:
-            save.reply = body
+            save.ending, save.reply = ending, body
             self._changed.notify_all()
 
     # -- one save after the other (in the thread of this object) ---------------------------------------------
@@ -341,8 +345,8 @@ class ProcessWriter:
         while True:
             with self._changed:
                 self._changed.wait_for(save.has_ended, look_seconds)
-                if save.reply:
-                    return Ending(**save.reply["ending"])
+                if save.ending is not None:
+                    return save.ending
                 if save.child is not None and save.child.end:
                     return Ending(died=save.child.end)
                 if not save.payload.done.done():

@@ -183,6 +183,8 @@ def works_alone(process_group: ProcessGroup | None, *, no_dist: bool, operation:
     and for a save by one of several processes (``WORLD_SIZE``) without a group. A load by such a one warns; a
     read gives each of them the same.
     """
+    if isinstance(no_dist, str):  # "false" would count as True
+        raise OptionError(f"no_dist must be True or False, not {no_dist!r}")
     if no_dist:
         return True
     if dist.is_available() and dist.is_initialized():

@@ -10,7 +10,9 @@ environment has ``DCP_DEBUG``, nothing is left out.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,17 +22,22 @@ from types import FrameType, TracebackType
 from typing import Final, ParamSpec, TypeVar
 
 from dcp.storage.errors import CheckpointError, RemoteError
+from dcp.storage.near_names import did_you_mean
 
 DEBUG_VARIABLE: Final = "DCP_DEBUG"
 
 _whole: ContextVar[bool] = ContextVar("whole_tracebacks", default=False)
+
+_UNKNOWN: Final = re.compile(r"got an unexpected keyword argument '(\w+)'$")
+"""The end of a message to which Python 3.13 adds the same itself."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def plain_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate ``function`` so that errors of this package show their message and the line that called it."""
+    """Decorate ``function`` so that errors of this package show their message and the line that called it,
+    and Python's of an unknown argument the one that may be meant."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -41,6 +48,11 @@ def plain_errors(function: Callable[P, R]) -> Callable[P, R]:
                 raise
             shorten(error)
             raise error from error.__cause__
+        except TypeError as error:
+            known, unknown = inspect.signature(function).parameters, _UNKNOWN.search(str(error))
+            if unknown is not None and unknown[1] in kwargs and unknown[1] not in known:
+                error.args = (f"{error}{did_you_mean(unknown[1], known)}",)
+            raise
 
     return call
 

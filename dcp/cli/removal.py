@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from typer import Argument, Option
@@ -11,7 +12,7 @@ from typer import Argument, Option
 from dcp.cli import printing
 from dcp.cli.common import STORAGE, URIS, Answer, Call, Strings, storage_options
 from dcp.cli.printing import counted
-from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError
+from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
 
 if TYPE_CHECKING:
     from dcp.manager.dropping import Drop
@@ -118,7 +119,7 @@ def prune(
         places = _places(uri, retention, options, has_rules=bool(last or every_steps))
         if not places and not call.json:
             printing.line(f"{uri}: has nothing to drop")
-        return call.each(places, dropped, _print_drop)
+        return call.each(places, dropped, partial(_print_drop, part or []))
 
     found = [one for some in call.each(uris, pruned, lambda _: None) for one in some]
     if any(one.outcome == "dropped" for one, _ in found) and not (yes or call.json):
@@ -145,25 +146,31 @@ def _places(
     uri: str, retention: Retention, options: str | None, *, has_rules: bool
 ) -> list[tuple[Store, tuple[Part, ...]]]:
     from dcp.manager.dropping import to_prune
-    from dcp.storage.formats.opening import has_checkpoint
+    from dcp.storage.formats.opening import has_checkpoint, naming_near_places
     from dcp.storage.stores.opening import OpenWith
 
     opener = OpenWith(storage_options(uri, options))
-    if not has_rules and not has_checkpoint(opener(uri)):
-        raise OptionError(
-            f"{uri} is no checkpoint; of a run say how many steps keep the part, as by --last 2"
-        )
-    return to_prune(uri, retention, open_store=opener)
+    with naming_near_places(uri, opener):
+        if has_rules:
+            return to_prune(uri, retention, open_store=opener)
+        store = opener(uri)
+        if not has_checkpoint(store):
+            raise CheckpointNotFoundError(
+                f"{uri} is no checkpoint; of a run say how many steps keep the part, as by --last 2",
+                path=store.url,
+            )
+        return [(store, retention.dropping)]
 
 
-def _print_drop(dropped: tuple[Drop, bool]) -> None:
+def _print_drop(wanted: list[str], dropped: tuple[Drop, bool]) -> None:
     found, is_done = dropped
     names, files = ", ".join(part.name for part in found.parts), counted(len(found.files), "file")
     shared = printing.size(found.shared_bytes)
     if found.outcome == "pinned":
         shown = "is pinned and stays whole; CheckpointManager.unpin releases it"
     elif found.outcome == "absent":
-        shown = "has nothing to drop" + (f"; removed {files} of an earlier prune" if found.files else "")
+        shown = "has nothing to drop" + (f": no name matches {', '.join(wanted)}" if wanted else "")
+        shown += f"; removed {files} of an earlier prune" if found.files else ""
     elif found.outcome == "shared":
         shown = f"keeps its {names}: {shared} in files with what stays; --rewrite frees them"
     else:

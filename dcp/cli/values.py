@@ -474,7 +474,7 @@ def verify(
             )
 
     reports = call.each(uris, verified, _print_report)
-    data = [asdict(report) | {"ok": report.ok} for report in reports]
+    data = [{"url": report.url, "ok": report.ok} | asdict(report) for report in reports]
     return Answer(data, status=0 if all(report.ok for report in reports) else EXIT_FINDINGS)
 
 

@@ -126,7 +126,7 @@ def convert(
         StorageError: The storage failed; `StorageFullError` where it is full.
     """
     begun = time.perf_counter()
-    check_flags(overwrite=overwrite, drop_objects=drop_objects, resume=resume)
+    check_flags(overwrite=overwrite, drop_objects=drop_objects, resume=resume, progress=progress)
     place = place_of(target, to, OpenWith(target_options))
     if not (overwrite or resume or place.is_begun):
         place.refuse_existing()  # before anything is read; else it may be what a killed run has made
@@ -253,7 +253,7 @@ def merge(
         StorageError: The storage failed.
     """
     begun = time.perf_counter()
-    check_flags(overwrite=overwrite, drop_objects=drop_objects, resume=resume)
+    check_flags(overwrite=overwrite, drop_objects=drop_objects, resume=resume, progress=progress)
     if run is None:
         if last is not None or decay is not None:
             raise OptionError("last and decay are about the steps of a run, which is missing")

@@ -8,6 +8,7 @@ for.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import accumulate, filterfalse
@@ -20,7 +21,10 @@ from dcp.planners.flatten import LIST, MAPPING, PER_RANK, check_facts, is_closed
 from dcp.planners.load.plan import OTHER_GROUPS, is_group
 from dcp.storage.errors import UnexpectedKeyError, UnsafeObjectError
 from dcp.storage.formats.index import CheckpointIndex, Path
+from dcp.storage.formats.torch.python_values import decode_value
 from dcp.storage.near_names import listed
+
+logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 10
 _MAX_REFUSED = 20
@@ -45,8 +49,31 @@ class LegacyKeys(LoadFeature):
             return
         legacy, current = call.flattened(legacy=True), call.flat.values
         others = {fqn: value for fqn, value in legacy.values.items() if fqn not in current}
-        if any(name in tensors or name in values for name in map(call.stored, call.selected(others))):
+        stored = map(call.stored, call.selected(others))
+        if any(name in tensors or (name in values and _may_be_dict(index, name)) for name in stored):
             call.flat = legacy
+
+
+class Renames(LoadFeature):
+    """Warns of regular expressions that match no key of the state dict of any rank."""
+
+    name = option = "rename"
+
+    def findings(self, *, is_shared: bool) -> bool | None:
+        """Return whether they change a name here; None for a function, which need not change any."""
+        names = self.call.names or {}
+        is_function = not isinstance(self.options.rename, Mapping)
+        return None if is_function else any(map(str.__ne__, names, names.values()))
+
+    def judge(self, found: Sequence[Any]) -> None:
+        """Log the warning, on one rank."""
+        if self.call.rank == 0 and all(one is False for one in found):
+            logger.warning(
+                "rename=%r changes no name of the state dict: these are regular expressions on flat keys, "
+                "such as %r",
+                self.options.rename,
+                next(iter(self.call.flat.values), ""),
+            )
 
 
 class TrustedValues(LoadFeature):
@@ -145,6 +172,12 @@ class Strictness(LoadFeature):
             ordered = sorted(names)
             gone = {ordered[row] for row in rows.tolist()}
             raise _unexpected_keys(names, [name for name in names if name in gone], unmapped)
+
+
+def _may_be_dict(index: CheckpointIndex, name: str) -> bool:
+    """Return False for a value that is none: what pickles hold is not known before they are read."""
+    plain = index.objects.plain[index.objects.position[name]]
+    return plain < 0 or isinstance(decode_value(index.objects.values[plain]), Mapping)
 
 
 def _names_of(index: CheckpointIndex) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,11 @@ import numpy as np
 from dcp.planners.load.selection import Selection
 from dcp.planners.rank_state import RankState
 from dcp.saving.feature import SaveFeature
+from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.geometry.strides import Int64
+from dcp.storage.near_names import listed
+
+logger = logging.getLogger(__name__)
 
 
 class Parts(SaveFeature):
@@ -36,3 +42,17 @@ class Parts(SaveFeature):
         found = np.zeros(len(local.memory.tensors), np.int64)
         found[columns.item_sources] = numbers[columns.item_tensors]
         return found
+
+    def manifest(self, index: CheckpointIndex, rows: Int64, found: Sequence[Any]) -> CheckpointIndex:
+        """Return the same. Warns of a part that has nothing; those of a manager are of its rules, for steps
+        that may lack them."""
+        for patterns in self.options.apart if self.options.step is None else ():
+            selection = Selection.of(patterns, None)
+            if selection is not None and not any(map(selection.selects, index.fqns)):
+                logger.warning(
+                    "apart: no tensor matches %s, so that nothing has files of its own; patterns are shell "
+                    "globs on flat keys, such as %r",
+                    listed(patterns, most=len(patterns)),
+                    next(iter(index.fqns), ""),
+                )
+        return index

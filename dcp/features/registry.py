@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, Final, TypeVar
 
 from dcp.features.digests import Digests
-from dcp.features.entries import LegacyKeys, Strictness, Subclasses, TrustedValues
+from dcp.features.entries import LegacyKeys, Renames, Strictness, Subclasses, TrustedValues
 from dcp.features.foreign_values import ForeignValues
 from dcp.features.memory import MetaTensors, SharedMemory
 from dcp.features.parts import Parts
@@ -42,6 +42,7 @@ LOAD_FEATURES: list[type[LoadFeature]] = [
     StatefulObjects,
     MetaTensors,
     LegacyKeys,
+    Renames,
     TrustedValues,
     SharedMemory,
     Subclasses,

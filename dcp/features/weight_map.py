@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from dcp.loading.feature import LoadFeature, View
+from dcp.loading.feature import LoadFeature, LoadReport, View
 from dcp.planners.weight_maps.axes import model_config
 from dcp.planners.weight_maps.mapped_index import map_all
 from dcp.planners.weight_maps.pieces import StoredPiece, StoredTensors
@@ -22,6 +23,8 @@ from dcp.storage.geometry.boxes import Box
 from dcp.storage.tensors import LocalMemory, narrow
 from dcp.storage.torch_storage.destinations import Filled, refuse_shared
 from dcp.storage.torch_storage.reader import FileSystemReader
+
+logger = logging.getLogger(__name__)
 
 
 class LoadedMap(LoadFeature):
@@ -51,6 +54,16 @@ class LoadedMap(LoadFeature):
     def view(self, view: View, beside: Any) -> View:
         """Return the checkpoint through the map."""
         return MappedView(view.index, self._weights.beside(json.loads(beside)))
+
+    def done(self, report: LoadReport, *, is_coordinator: bool) -> None:
+        """Warn of a map none of whose rules knows a tensor of the checkpoint."""
+        view = self.call.view
+        if is_coordinator and view is not None and view.unmapped and view.unmapped >= {*view.index.fqns}:
+            logger.warning(
+                "map: no rule of %s knows a tensor of the checkpoint, such as %r: all are loaded as they are",
+                self._weights.label,
+                view.index.fqns[0],
+            )
 
 
 class MappedView(View):

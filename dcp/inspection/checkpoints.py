@@ -129,12 +129,11 @@ def list_checkpoints(
     quick: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[CheckpointSummary]:
-    """List the checkpoints in a folder, by step and name; one alone if ``checkpoint_id`` is a checkpoint
-    itself.
+    """List the checkpoints in a folder, by step and name, and the folder if it is a checkpoint itself.
 
     Listed are its folders, and weights without a commit, of any format: of the folder and of those in it, and
-    the folder's single files. Folders without files of a checkpoint are left out. An unreadable checkpoint is
-    listed as such.
+    the single files of a folder that is no checkpoint. Folders without files of a checkpoint are left out. An
+    unreadable checkpoint is listed as such.
 
     Args:
         checkpoint_id: The path or URL of the folder.
@@ -163,10 +162,8 @@ def _list(checkpoint_id: str | os.PathLike[str], opener: OpenWith, *, quick: boo
         return [one for one in found if one is not None]
     files = store.list()
     own = _save(store, files, quick=quick)  # no row for a place that cannot be listed itself
-    if own is not None:
-        return [own]
     root = open_parent_folder(checkpoint_id, open_store=opener)
-    if not root.place.exists():
+    if own is None and not root.place.exists():
         raise CheckpointNotFoundError(f"{root.url}: no such folder", path=root.url)
 
     def of_folder(name: str, listing: list[FileInfo] | None) -> CheckpointSummary | None:
@@ -180,12 +177,12 @@ def _list(checkpoint_id: str | os.PathLike[str], opener: OpenWith, *, quick: boo
     def of_file(file: FileInfo) -> CheckpointSummary | None:
         return _weight_file(store, file, quick=quick) if quick or _is_weight_file(store, file) else None
 
-    # the weights of the folder itself: as a whole, and the files beside them one by one
-    whole = _weights(store, files, quick=quick)
+    # what the folder itself is, or its weights as a whole, and the files beside these one by one
+    whole = own or _weights(store, files, quick=quick)
     is_readable = whole is not None and whole.state != "unreadable"
     known = [file.name for file in _folder_weights(files)] if is_readable else []
     jobs = [partial(of_folder, *folder) for folder in root.listings().items()]
-    for file in files:
+    for file in files if own is None else ():
         is_shown = not file.name.startswith(".") and file.name not in known
         if is_shown and file.name.lower().endswith(file_suffixes()):
             jobs.append(partial(of_file, file))

@@ -186,7 +186,8 @@ def committed_beside(
     """List the other committed checkpoints in the folder of ``place``, newest first."""
     folder, name = os.path.split(os.fspath(place))
     listed = list_checkpoints(folder or ".", storage_options=storage_options)
-    whole = [each for each in listed if each.state == "committed" and each.name != name]
+    itself = os.path.basename(os.path.abspath(folder))  # noqa: PTH100, PTH119 - may be a URL
+    whole = [each for each in listed if each.state == "committed" and each.name not in (name, itself)]
     whole.sort(key=lambda each: each.committed_seconds or 0.0, reverse=True)
     return [os.path.join(folder, each.name) for each in whole]  # noqa: PTH118 - may be a URL
 

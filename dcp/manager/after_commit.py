@@ -333,7 +333,7 @@ class AfterCommit:
     def _look_again(self, step: int, reason: str) -> None:
         """Verify a checkpoint that some rank could not read."""
         try:
-            problem = self._verify(step, "full")
+            problem = self._verify(step, "full", is_known=True)
         except CheckpointNotFoundError:
             return
         finally:
@@ -347,9 +347,9 @@ class AfterCommit:
                 reason,
             )
 
-    def _verify(self, step: int, check: Check) -> str | None:
+    def _verify(self, step: int, check: Check, *, is_known: bool = False) -> str | None:
         """Verify, note and tell. Returns what is wrong, "" if nothing is, and None where another commit is
-        there by now, of which the files are."""
+        there by now, of which the files are. ``is_known``: the log has the damage already."""
         begun = time.monotonic()
         store = self._folders.store(step)
         commit = read_commit(store)
@@ -371,7 +371,8 @@ class AfterCommit:
         if problem is None:
             self._events.emit("verified", step, seconds=seconds, check=check)
             return ""
-        self._events.emit("verify_failed", step, seconds=seconds, error=problem, damaged=True)
+        level = logging.INFO if is_known else None
+        self._events.emit("verify_failed", step, seconds=seconds, error=problem, level=level, damaged=True)
         return problem
 
     @staticmethod

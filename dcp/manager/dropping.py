@@ -119,8 +119,9 @@ def drop_parts(
     freed, rewritten, copies = _size(before, gone), 0, list[str]()
     shared, shared_bytes = _shared(index, after, names)
     if rewrite:
-        rewritten = _size(before, shared) - shared_bytes
-        gone, freed, copies, shared_bytes = [*gone, *shared], freed + shared_bytes, shared, 0
+        rewritten = sum(_layout(*_records(after, name)[2:])[-1] for name in shared)
+        gone, copies, shared_bytes = [*gone, *shared], shared, 0
+        freed = _size(before, gone) - rewritten
     drop = Drop(
         url=store.url,
         outcome="dropped" if gone or rewrite else "shared",
@@ -307,10 +308,7 @@ def _with_copies(
     try:
         for name in shared:
             number = index.files.index(name)
-            chunks = np.flatnonzero(index.chunk_files == number)
-            objects = np.flatnonzero(values.files == number)
-            begins = np.concatenate([index.record_offsets[chunks], values.offsets[objects]])
-            lengths = np.concatenate([index.record_lengths[chunks], values.lengths[objects]])
+            chunks, objects, begins, lengths = _records(index, name)
             copied.append(data_file_name(0, number, save_id))
             runs, moved, sizes[number] = _copy(store, name, copied[-1], begins, lengths)
             shift = moved[np.searchsorted(runs, begins, side="right") - 1]
@@ -335,28 +333,45 @@ def _with_copies(
     return found, tuple(copied)
 
 
-def _copy(store: Store, name: str, target: str, begins: Int64, lengths: Int64) -> tuple[Int64, Int64, int]:
-    """Copy ranges of a file, those that touch as one run: (where the runs began, by how much each is moved,
-    the size of the copy)."""
+def _records(index: CheckpointIndex, name: str) -> tuple[Int64, Int64, Int64, Int64]:
+    """Return the chunks and the values in a file, and the begins and lengths of all their ranges."""
+    number, values = index.files.index(name), index.objects
+    chunks = np.flatnonzero(index.chunk_files == number)
+    objects = np.flatnonzero(values.files == number)
+    begins = np.concatenate([index.record_offsets[chunks], values.offsets[objects]])
+    lengths = np.concatenate([index.record_lengths[chunks], values.lengths[objects]])
+    return chunks, objects, begins, lengths
+
+
+def _layout(begins: Int64, lengths: Int64) -> tuple[Int64, Int64, Int64, int]:
+    """Lay out the copy of ranges of a file, those that touch as one run: (the runs' begins, their ends, where
+    each goes, the size of the copy)."""
     order = np.argsort(begins, kind="stable")
     begins, ends = begins[order], np.maximum.accumulate((begins + lengths)[order])
     first = np.flatnonzero(np.concatenate([[True], begins[1:] > ends[:-1]]))
     runs, stops = begins[first], np.concatenate([ends[first[1:] - 1], ends[-1:]])
-    moved = np.zeros(len(runs), np.int64)
-    total = int((stops - runs).sum()) + _ALIGNED_BYTES * len(runs)
+    places, size = np.zeros(len(runs), np.int64), 0
+    for at, (begin, end) in enumerate(zip(runs.tolist(), stops.tolist(), strict=True)):
+        places[at] = size + (begin - size) % _ALIGNED_BYTES
+        size = int(places[at]) + end - begin
+    return runs, stops, places, size
+
+
+def _copy(store: Store, name: str, target: str, begins: Int64, lengths: Int64) -> tuple[Int64, Int64, int]:
+    """Copy ranges of a file as `_layout` has them: (where the runs began, by how much each is moved, the size
+    of the copy)."""
+    runs, stops, places, size = _layout(begins, lengths)
     with (
         store.open_read(name) as source,
-        store.create(target, durable=True, expected_bytes=total) as copy,
+        store.create(target, durable=True, expected_bytes=size) as copy,
     ):
-        for at, (begin, end) in enumerate(zip(runs.tolist(), stops.tolist(), strict=True)):
-            gap = (begin - copy.position) % _ALIGNED_BYTES
-            if gap:
-                copy.write(bytes(gap))
-            moved[at] = copy.position - begin
+        for begin, end, place in zip(runs.tolist(), stops.tolist(), places.tolist(), strict=True):
+            if place > copy.position:
+                copy.write(bytes(place - copy.position))
             for position in range(begin, end, _PIECE_BYTES):
                 copy.write(source.pread(min(_PIECE_BYTES, end - position), position))
-        size = copy.finish()
-    return runs, moved, size
+        copy.finish()
+    return runs, places - runs, size
 
 
 def _verify(store: Store, index: CheckpointIndex, copied: Sequence[str]) -> None:
@@ -383,24 +398,23 @@ def _verify(store: Store, index: CheckpointIndex, copied: Sequence[str]) -> None
 def to_prune(
     uri: str, retention: Retention, *, open_store: OpenStore = open_store
 ) -> list[tuple[Store, tuple[Part, ...]]]:
-    """Return what is to be dropped at ``uri``, oldest step first: of a checkpoint its parts, of a run those
-    that ``retention`` does not keep. Nothing is changed.
+    """Return what is to be dropped at ``uri``, oldest step first: of a run the parts that ``retention`` does
+    not keep, also where a checkpoint lies beside its steps; of a checkpoint alone its parts. Nothing is
+    changed.
 
-    Raises OptionError for a run without rules, `CheckpointNotFoundError` where there is neither.
+    Raises `CheckpointNotFoundError` where there is neither.
     """
     store = open_store(uri)
+    folders = steps_of(open_parent_folder(uri, open_store=open_store))
+    if states := folders.survey():
+        planned = plan(retention, states, time.time())
+        return [(folders.store(step), parts) for step, parts in planned.drop.items()]
     if has_checkpoint(store):
         return [(store, retention.dropping)]
-    root = open_parent_folder(uri, open_store=open_store)
-    folders = steps_of(root)
-    states = folders.survey()
-    if not states:
-        raise CheckpointNotFoundError(
-            f"{store.url} is no checkpoint, and has none in folders that are called by their steps",
-            path=store.url,
-        )
-    planned = plan(retention, states, time.time())
-    return [(folders.store(step), parts) for step, parts in planned.drop.items()]
+    raise CheckpointNotFoundError(
+        f"{store.url} is no checkpoint, and has none in folders that are called by their steps",
+        path=store.url,
+    )
 
 
 def steps_of(root: ParentFolder) -> StepFolders:

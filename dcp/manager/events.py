@@ -97,12 +97,14 @@ class Events:
         seconds: Mapping[str, float] | None = None,
         size_bytes: int = 0,
         error: BaseException | str | None = None,
+        level: int | None = None,
         **data: str | int | float | bool,
     ) -> None:
-        """Tell everybody; never raises because of who listens."""
+        """Tell everybody; never raises because of who listens. ``level`` is that of the log record, where
+        trouble is not to be a warning."""
         text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
         event = Event(kind, step, self._rank, dict(seconds or {}), size_bytes, text, data, time.time())
-        self._log(event)
+        self._log(event, level)
         self._telling.work = kind if kind not in _NOT_WITHIN_WORK else None
         try:
             for tell in self._callbacks:
@@ -121,10 +123,11 @@ class Events:
                 f"{call} in a callback of the event {kind!r} would wait for itself; do it in the loop"
             )
 
-    def _log(self, event: Event) -> None:
+    def _log(self, event: Event, level: int | None) -> None:
         """Write one record whose ``extra`` has the event's fields, for handlers that write structured
         logs."""
-        level = logging.WARNING if event.kind in _TROUBLE or event.error is not None else logging.INFO
+        if level is None:
+            level = logging.WARNING if event.kind in _TROUBLE or event.error is not None else logging.INFO
         if not logger.isEnabledFor(level):
             return
         details = [f"{name} {spent:.3f} s" for name, spent in event.seconds.items()]

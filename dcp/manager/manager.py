@@ -47,7 +47,14 @@ from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import DEFAULT_TIMEOUT_SECONDS
 from dcp.saving.save import SaveOptions
 from dcp.steps import StepFolders, whole_step
-from dcp.storage.errors import CheckpointError, CheckpointNotFoundError, OptionError, PlanError
+from dcp.storage.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    OptionError,
+    PlanError,
+    check_flags,
+    check_numbers,
+)
 from dcp.storage.stores.opening import OpenWith
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
@@ -213,6 +220,14 @@ class CheckpointManager:
             "agree_every_steps": agree_every_steps,
         }
         with raise_on_all_ranks(ranks):
+            check_flags(save_first=save_first, handle_sigterm=handle_sigterm, progress=progress)
+            check_numbers(
+                every_steps=every_steps,
+                every_seconds=every_seconds,
+                agree_every_steps=agree_every_steps,
+                retries=retries,
+                retry_pause_seconds=retry_pause_seconds,
+            )
             for option, choices in _CHOICES.items():
                 if (given := {**alike, "verify_saved": verify_saved}[option]) not in get_args(choices):
                     known = ", ".join(repr(choice) for choice in get_args(choices))
@@ -352,7 +367,7 @@ class CheckpointManager:
                 save raised (see ``on_failure``).
             PlanError: ``state_dict`` is no dict.
             OptionError: A metric is no number, or ``user_metadata`` no plain data.
-            OptionError: ``step`` is no whole number from 0.
+            OptionError: ``step`` is no whole number from 0, or a flag neither True nor False.
         """
         self._check_open()
         self._events.refuse_to_wait("save()")
@@ -369,6 +384,7 @@ class CheckpointManager:
 
         def prepare() -> tuple[FileSystemWriter, dict[str, Any]]:
             try:
+                check_flags(overlap=overlap)
                 check_state(state_dict, self._saved_first)
                 described = user_metadata_of(step, metrics, self._run, user_metadata)
                 writer = self._make_writer(self._folders.checkpoint_id(step))

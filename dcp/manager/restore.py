@@ -113,7 +113,7 @@ class Restoring:
         while found := self._first(lambda step: step not in self.skipped):
             step = int(found)
             # a load that leaves entries as they are which the checkpoint lacks would say nothing
-            reason = self._partial(step) if self.options.get("allow_partial_load") else ""
+            reason = self._agreed_lack(step) if self.options.get("allow_partial_load") else ""
             if not reason:
                 try:
                     return self._load(step)
@@ -121,7 +121,7 @@ class Restoring:
                     if is_unusable(error):
                         self.skipped[step] = self._skip(step, error)
                         continue
-                    reason = self._partial(step) if _is_missing(error) else ""
+                    reason = self._agreed_lack(step) if _is_missing(error) else ""
                     if not reason:
                         raise
             self.skipped[step] = reason
@@ -196,24 +196,15 @@ class Restoring:
             raise
 
     def _skip(self, step: int, error: CheckpointError) -> str:
-        """Tell about a step that cannot be used; why, in one line."""
+        """Have the damage of a step that cannot be used noted; return the reason, in one line."""
         vanished = not self.ranks.broadcast("look", lambda: b"\x01" if self._is_committed(step) else b"")
         reason = " ".join(str(causes_of(error)[0]).split())[:_MAX_REASON_CHARACTERS]
-        reason = "it is not there any more" if vanished else reason
-        logger.warning("%s cannot be restored: %s", self.folders.checkpoint_id(step), reason)
         if not vanished and self.on_damage is not None:
             try:
                 self.on_damage(step, error)
             except Exception:  # one rank's trouble with noting it must not part it from the others
                 logger.exception("the damage of %s could not be noted", self.folders.checkpoint_id(step))
-        return reason
-
-    def _partial(self, step: int) -> str:
-        """Return why a checkpoint that is not the whole state is passed over; "" if it is."""
-        reason = self._agreed_lack(step)
-        if reason:
-            logger.warning("%s is passed over: %s", self.folders.checkpoint_id(step), reason)
-        return reason
+        return "it is not there any more" if vanished else reason
 
     def _agreed_lack(self, step: int) -> str:
         return self.ranks.broadcast("parts", lambda: self._lack(step).encode()).decode()

@@ -36,6 +36,7 @@ from dcp.storage.errors import (
     CorruptCheckpointError,
     OptionError,
     PlanError,
+    check_flags,
 )
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
@@ -212,6 +213,7 @@ class StepSaver:
         or because of the call.
         """
         try:
+            check_flags(last=last, force=force)
             step = whole_step(step)
         except OptionError as error:
             if self.coordinator.refuse(error, saves=last or force):

@@ -45,6 +45,7 @@ from dcp.storage.errors import (
     SaveAbortedError,
     StorageError,
     StorageFullError,
+    check_flags,
 )
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import MAX_PLAIN_SECTION_BYTES
@@ -85,7 +86,9 @@ class SaveOptions:
     later without rewriting the rest. On columns only; those of a manager have no effect elsewhere."""
 
     def check(self) -> None:
-        """Raise OptionError for user metadata that no manifest can hold: now, not after all was written."""
+        """Raise OptionError for text as a flag, and for user metadata that no manifest can hold: now, not
+        after all was written."""
+        check_flags(use_collectives=self.use_collectives, progress=self.progress)
         if not isinstance(self.user_metadata, Mapping):
             raise OptionError(f"user_metadata must be a dict, not a {type(self.user_metadata).__name__}")
         for key, value in self.user_metadata.items():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict, ge
 
 from dcp.storage.engine.requests import Verify
 from dcp.storage.errors import MissingKeyError, OptionError, PlanError
-from dcp.storage.near_names import close_to
+from dcp.storage.near_names import close_to, did_you_mean
 
 if TYPE_CHECKING:  # maps are made of what this folder finds
     from dcp.planners.weight_maps.weight_map import WeightMap
@@ -54,6 +54,10 @@ class Selection:
         if chosen == {}:
             raise OptionError("only=[] selects nothing; leave it out to load everything")
         return cls(chosen, {} if exclude is None else _globs("exclude", exclude))
+
+    def __str__(self) -> str:
+        given = (("only", self.only or ()), ("exclude", self.exclude))
+        return " and ".join(f"{option} {', '.join(globs)}" for option, globs in given if globs)
 
     def selects(self, key: str) -> bool:
         """Return whether the entry of this flat key is to be loaded."""
@@ -226,6 +230,7 @@ _CHOICES: Final = {
     "unexpected": Unexpected,
     "allow_partial_load": _FLAG,
     "weights_only": _FLAG,  # "no" would count as True
+    "progress": _FLAG,  # or a function
 }
 
 OF_PLANNERS: Final = (
@@ -254,7 +259,8 @@ def check_names(function: str, options: LoadKeywords) -> None:
     """Raise TypeError, as Python does, for an argument that ``function`` does not have."""
     for name in options:
         if name not in LoadKeywords.__annotations__:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+            meant = did_you_mean(name, LoadKeywords.__annotations__)
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{meant}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,7 +283,7 @@ class LoadOptions:
         """Raise OptionError for what cannot be meant."""
         for name, kind in _CHOICES.items():
             value, choices = getattr(self, name), get_args(kind)
-            if value is not None and value not in choices:
+            if value is not None and value not in choices and not callable(value):
                 known = " or ".join(f'"{one}"' if isinstance(one, str) else str(one) for one in choices)
                 raise OptionError(f"{name} must be {known}, not {value!r}")
         Selection.of(self.only, self.exclude)

@@ -451,6 +451,12 @@ def index_of_file(store: Store, name: str) -> CheckpointIndex:
     Raises CheckpointNotFoundError if it is absent.
     """
     with store.open_read(name) as handle:
+        if name.endswith(DATA_SUFFIX):
+            raise CheckpointNotFoundError(
+                f"{store.path_of(name)} is a data file of a checkpoint, and no checkpoint: give its folder, "
+                f"{store.url}",
+                path=store.path_of(name),
+            )
         one = _format_of_file(name, handle.pread(min(BEGIN_BYTES, handle.size_bytes), 0))
         with _read_as(one, store.path_of(name)):
             read_file = found(one.read_file or "")

@@ -140,7 +140,11 @@ class FileSystemWriter(NoFileSystem, StorageWriter, BlockingAsyncStager):
                 f"{serialization_format}"
             )
         check_flags(
-            sync_files=sync_files, overwrite=overwrite, torch_compatible=torch_compatible, digests=digests
+            single_file_per_rank=single_file_per_rank,
+            sync_files=sync_files,
+            overwrite=overwrite,
+            torch_compatible=torch_compatible,
+            digests=digests,
         )
         self.path = path
         self.single_file_per_rank = single_file_per_rank

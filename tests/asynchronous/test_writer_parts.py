@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from dcp.background import transfer
+import dcp
+from dcp.background import link, transfer
 from dcp.background.process_writer import Ending, verdict
 from dcp.background.transfer import error_to_data
 from dcp.errors import CheckpointError, ReplicaMismatchError, StorageError
@@ -74,3 +79,21 @@ def test_all_ranks_make_the_same_of_all_endings(
         else:
             names = {cls.__name__ for cls in type(error).__mro__}
             assert {"RankFailedError", expected[0]} <= names
+
+
+def test_a_reply_that_cannot_be_understood_costs_one_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error says so; the next one has a new process."""
+
+    def unpackb(data: bytes, **how: Any) -> Any:
+        return msgpack.unpackb(data, **how) | {"ending": {"ended": True}}
+
+    kind = dcp.AsyncCheckpointerType.PROCESS
+    save = partial(dcp.async_save, {"a": torch.ones(2)}, no_dist=True, async_checkpointer_type=kind)
+    with monkeypatch.context() as patch:
+        patch.setattr(link, "msgpack", SimpleNamespace(packb=msgpack.packb, unpackb=unpackb))
+        with pytest.raises(dcp.errors.WriterProcessError, match="could not be understood and was killed: Ty"):
+            save(checkpoint_id=tmp_path / "1").result(240)
+    save(checkpoint_id=tmp_path / "2").result(240)
+    assert dcp.read(tmp_path / "2")["a"].sum() == 2

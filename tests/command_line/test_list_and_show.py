@@ -162,8 +162,11 @@ def test_show_tree_sums_by_module(ours: Path) -> None:
 
 
 def test_show_of_what_is_not_committed_fails_with_one_line(tmp_path: Path) -> None:
-    """Data files without a manifest are no checkpoint: status 3, and the message says what is missing."""
+    """Data files are no checkpoint, alone or without a manifest: status 3, and the message says what is
+    missing."""
     folder = save_ours(tmp_path / "x")
+    one_file = run("verify", data_file(folder))
+    assert one_file.status == 3 and f"no checkpoint: give its folder, {folder}\n" in one_file.err
     for name in ("manifest.msgpack", ".metadata"):
         (folder / name).unlink()
     failed = run("show", folder)

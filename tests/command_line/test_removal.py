@@ -215,9 +215,14 @@ def test_gc_leaves_alone_what_it_cannot_read(tmp_path: Path) -> None:
 
 
 def test_prune_drops_the_optimizer_only_if_asked_to(tmp_path: Path) -> None:
-    """Of a run the older steps lose it; a dry run lists what would be freed, and touches nothing."""
+    """Of a run the older steps lose it, also with a checkpoint beside them; a dry run lists what would be
+    freed, and touches nothing."""
     for step in (5, 10, 15):
         save_apart(tmp_path / f"step-{step}", step)
+    save_ours(tmp_path)
+    assert run("ls", tmp_path).out.startswith(f"{tmp_path}: 4 checkpoints")
+    assert "absent holds no checkpoint: it does not exist" in run("prune", tmp_path / "absent").err
+    assert "to drop: no name matches x.*" in run("prune", tmp_path / "step-5", "--part", "x.*").out
     (tmp_path / "logs").mkdir()
     before = content(tmp_path)
     planned = run("prune", tmp_path, "--last", "1")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,39 @@ def test_storages_in_each_others_place_are_no_damage(tmp_path: Path) -> None:
         dcp.save({"a": torch.ones(2)}, storage_writer=reader, no_dist=True)  # type: ignore[arg-type]
     with pytest.raises(dcp.CheckpointError, match="the class FileSystemWriter; make one"):
         dcp.save({"a": torch.ones(2)}, storage_writer=dcp.FileSystemWriter)  # type: ignore[arg-type]
+
+
+def test_text_is_no_flag_and_a_wrong_name_has_a_suggestion(tmp_path: Path) -> None:
+    """Whatever is called: "no" would count as True."""
+    state = {"a": torch.ones(2)}
+    dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    manager = dcp.CheckpointManager(tmp_path / "run", no_dist=True)
+    save, load, async_save = (
+        partial(each, state, checkpoint_id=tmp_path / "c") for each in (dcp.save, dcp.load, dcp.async_save)
+    )
+    convert: Any = partial(dcp.convert, tmp_path / "c", tmp_path / "x.pt", to="torch")
+    doors: dict[Any, str] = {save: "no_dist use_collectives progress", load: "no_dist progress"}
+    doors |= {async_save: "no_dist overlap progress", convert: "progress overwrite"}
+    doors |= {partial(manager.save, 1, state): "force last overlap"}
+    for call, flags in doors.items():
+        for flag in flags.split():
+            with pytest.raises(dcp.errors.OptionError, match=f"^{flag} must be True or False, not 'no'"):
+                call(**{flag: "no"})
+        with pytest.raises(TypeError, match=f"'{flag}s'. Did you mean '{flag}'"):
+            call(**{f"{flag}s": False})
+    manager.close()
+
+
+def test_options_that_match_nothing_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, in a warning; a dict in the place of a value is refused."""
+    dcp.save({"a": torch.ones(2), "d": 1}, checkpoint_id=tmp_path, apart="x.*", no_dist=True)
+    state: dict[str, Any] = {"a": torch.zeros(2), "d": 0}
+    dcp.load(state, checkpoint_id=tmp_path, rename={"^x": "", "^y": ""}, no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path, map="llama:hf-to-titan", no_dist=True)
+    told = ["apart: no tensor matches 'x.*'", "rename={'^x': '', '^y': ''}", "map: no rule of llama"]
+    assert all(map(str.startswith, caplog.messages, told)) and len(caplog.messages) == 3
+    with pytest.raises(dcp.errors.PlanError, match=r"Missing key.*'d\.n'"):
+        dcp.load({"d": {"n": 0}}, checkpoint_id=tmp_path, no_dist=True)
 
 
 def test_without_torch_the_extra_is_named() -> None:

@@ -28,6 +28,7 @@ def report_of(folder: Path) -> Any:
     told = run("verify", folder, "--json")
     (report,) = told.json
     assert told.status == (0 if report["ok"] else 1), told.err
+    assert [*report][:2] == ["url", "ok"]
     return report
 
 

@@ -101,8 +101,10 @@ def test_a_file_of_both_stays_unless_it_may_be_rewritten(
     done = prune(tmp_path)
     assert (done["outcome"], done["freed_bytes"], sizes(tmp_path)) == ("shared", 0, before)
     assert parts_there(tmp_path) == stock_sees(tmp_path) == "whole"
+    (told,) = command("prune", tmp_path, "--rewrite", "--json").json
     done = prune(tmp_path, "--rewrite")
     left = sum(sizes(tmp_path).values())
+    assert done == told | {"outcome": "dropped", "done": True, "parts": done["parts"]}
     assert (done["freed_bytes"], done["rewritten_bytes"]) == (sum(before.values()) - left, left)
     assert parts_there(tmp_path) == stock_sees(tmp_path) == "weights" and is_sound(tmp_path)
     index = dcp.open_index(tmp_path)

@@ -124,8 +124,8 @@ def test_nothing_committed_is_a_fresh_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_step_is_passed_over(tmp_path: Path, how: str) -> None:
-    """The older one is loaded whole; the damaged one is an event, with the reason."""
+def test_a_damaged_step_is_passed_over(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The older one is loaded whole; the damaged one is an event, with the reason, and one warning."""
     save_steps(tmp_path, 1, 2)
     DAMAGE[how](folder_of(tmp_path, 2))
     state, seen = version_state(0), Recorder()
@@ -134,6 +134,7 @@ def test_a_damaged_step_is_passed_over(tmp_path: Path, how: str) -> None:
     ((step, reason),) = restored.skipped
     assert step == 2 and str(folder_of(tmp_path, 2)) in reason
     assert seen.steps("skipped_damaged") == seen.steps("verify_failed") == [2]
+    assert [getattr(record, "dcp_event", record.message) for record in caplog.records] == ["skipped_damaged"]
 
 
 def test_steps_that_are_all_damaged_are_no_fresh_start(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def diff(
         tensors = _names(first.index.fqns, second.index.fqns, selection, renamed)
         objects = _names(_object_names(first.index), _object_names(second.index), selection, renamed)
         if not tensors and not objects and selection is not None:  # patterns are easily mistyped
-            where = f"{first.name}, {second.name}: only={only!r}, exclude={exclude!r}"
+            where = f"{first.name}, {second.name}: the patterns ({selection})"
             raise PlanError(f"{where} select nothing; patterns are shell globs such as 'model.*'")
         found = _compare_tensors(first, second, tensors, progress, values=values)
         changed_objects = _compare_objects(first, second, objects, values=values)

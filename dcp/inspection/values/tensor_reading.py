@@ -225,8 +225,8 @@ class TensorReader(Closable):
         rows = [row for row, fqn in enumerate(self.index.fqns) if selection is None or selection.selects(fqn)]
         if not rows and selection is not None:
             raise PlanError(
-                f"{self.name}: only={only!r}, exclude={exclude!r} select none of its "
-                f"{self.index.tensor_count} tensors; patterns are shell globs such as 'model.*' or '*.bias'"
+                f"{self.name}: the patterns ({selection}) select none of its {self.index.tensor_count} "
+                "tensors; patterns are shell globs such as 'model.*' or '*.bias'"
             )
         return rows
 
