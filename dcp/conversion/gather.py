@@ -25,7 +25,7 @@ from dcp.storage.engine.requests import coalesce, span_bytes
 from dcp.storage.engine.source import Fragment, OpenFiles, within_blocks
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.geometry.strides import AxisPart, box_parts, is_sparse, parts_between
-from dcp.storage.stores.base import Store
+from dcp.storage.stores.base import ReadHandle, Store
 from dcp.storage.threads import work_off
 
 SCRATCH_BYTES: Final = 8 << 20
@@ -113,22 +113,19 @@ class RangeReader:
     # -- what to read ----------------------------------------------------------------------------------------
 
     def _reads(self, want: Wanted) -> Iterator[_Read]:
+        limit = SCRATCH_BYTES if not self.profile.scatter else BLOCK_BYTES
         for source in want.sources:
             low, high = want.first - source.target, want.last - source.target
             for part in parts_between(source.lengths, source.target_strides, low, high):
                 box = _box_of(source, part, want.first, want.itemsize)
-                if box.lengths:
+                if not box.strides == box.target_strides == (want.itemsize,):
                     yield from self._strided(want, source, box)
-                else:
-                    size = math.prod(count for _, count in part) * want.itemsize
-                    yield from self._run(want, source, box, size)
-
-    def _run(self, want: Wanted, source: SourcePart, box: _Box, size: int) -> Iterator[_Read]:
-        limit = SCRATCH_BYTES if not self.profile.scatter else BLOCK_BYTES
-        for at in range(0, size, limit):
-            count, begin, to = min(limit, size - at), box.begin + at, box.target + at
-            place = source.file, source.payload_offset + begin, count, source.chunk, begin
-            yield _Read(*place, want.target[to : to + count], want.copy, want.position + to)
+                    continue
+                size = box.lengths[0] * want.itemsize
+                for at in range(0, size, limit):
+                    count, begin, to = min(limit, size - at), box.begin + at, box.target + at
+                    place = source.file, source.payload_offset + begin, count, source.chunk, begin
+                    yield _Read(*place, want.target[to : to + count], want.copy, want.position + to)
 
     def _strided(self, want: Wanted, source: SourcePart, box: _Box) -> Iterator[_Read]:
         # Of a large transposed tensor each window has a little of everything. Reading all between, again for
@@ -154,26 +151,22 @@ class RangeReader:
     def _work(self, groups: Iterator[list[_Read]]) -> None:
         scratch = SCRATCH.get()
         for group in groups:
-            if len(group) == 1 and group[0].box is None:
-                self._read_in_place(group[0])
+            handle, read, size = self._files.handle(group[0].file), group[0], span_bytes(group)
+            if len(group) > 1 or read.box is not None:
+                if size > len(scratch):
+                    scratch = SCRATCH.get(size)
+                self._read_apart(handle, group, scratch[:size])
                 continue
-            size = span_bytes(group)
-            if size > len(scratch):
-                scratch = SCRATCH.get(size)
-            self._read_apart(group, scratch[:size])
+            step = _STEP_BYTES if not self.profile.scatter else size
+            for at in range(0, size, step):
+                part = read.target[at : at + step]
+                handle.preadv([part], read.offset + at)
+                self._note(read, part, at)
         SCRATCH.put(scratch)
 
-    def _read_in_place(self, read: _Read) -> None:
-        handle = self._files.handle(read.file)
-        step = _STEP_BYTES if not self.profile.scatter else read.size_bytes
-        for at in range(0, read.size_bytes, step):
-            part = read.target[at : at + step]
-            handle.preadv([part], read.offset + at)
-            self._note(read, part, at)
-
-    def _read_apart(self, group: Sequence[_Read], scratch: memoryview) -> None:
+    def _read_apart(self, handle: ReadHandle, group: Sequence[_Read], scratch: memoryview) -> None:
         begin = group[0].offset
-        self._files.handle(group[0].file).preadv([scratch], begin)
+        handle.preadv([scratch], begin)
         for read in group:
             data = scratch[read.offset - begin : read.offset - begin + read.size_bytes]
             self._note(read, data, 0)
@@ -205,8 +198,7 @@ _PLACE: Final = attrgetter("file", "offset")
 
 def _box_of(source: SourcePart, part: Sequence[AxisPart], first: int, itemsize: int) -> _Box:
     """Return ``part`` of the axes of ``source``, from its payload to a buffer that begins with element
-    ``first`` of the copy. Dimensions that lie together on both sides are one; what is one range of bytes
-    on both has no lengths."""
+    ``first`` of the copy. Dimensions that lie together on both sides are one."""
     begin, target = source.begin, (source.target - first) * itemsize
     lengths: list[int] = []
     sources: list[int] = []
@@ -227,12 +219,11 @@ def _box_of(source: SourcePart, part: Sequence[AxisPart], first: int, itemsize: 
             lengths.append(n)
             sources.append(s)
             targets.append(t)
-    if not lengths:
-        return _Box(begin, target, (), (), ())
-    if run > itemsize:  # the innermost run is a dimension of its own again
+    if run > itemsize or not lengths:  # the innermost run is a dimension of its own again
         lengths.insert(0, run // itemsize)
         sources.insert(0, itemsize)
         targets.insert(0, itemsize)
-    order = sorted(range(len(lengths)), key=lambda d: (-sources[d], -d))
-    lengths, sources, targets = ([column[d] for d in order] for column in (lengths, sources, targets))
+    if len(lengths) > 1:
+        order = sorted(range(len(lengths)), key=lambda d: (-sources[d], -d))
+        lengths, sources, targets = ([column[d] for d in order] for column in (lengths, sources, targets))
     return _Box(begin, target, tuple(lengths), tuple(sources), tuple(targets))

@@ -395,16 +395,18 @@ def _allocate(path: Path, size: int) -> None:
 
 def fill_holes(folder: Path, layout: TargetLayout, checks: ResultChecks) -> None:
     """Write checksums into the files, and make each of these durable."""
-    holes = defaultdict(list)
-    crcs = {copy: checks.whole(copy).to_bytes(4, "little") for copy in {hole.copy for hole in layout.holes}}
-    for hole in layout.holes:
-        holes[hole.file].append((hole.offset, hole.copy))
+    holes = defaultdict[int, list[tuple[int, bytes]]](list)
+    crcs: dict[int, bytes] = {}
+    for copy, file, offset in layout.holes:
+        if copy not in crcs:
+            crcs[copy] = checks.whole(copy).to_bytes(4, "little")
+        holes[file].append((offset, crcs[copy]))
     for file, name in enumerate(layout.file_names):
         with step(announce, "holes", folder / name):
             descriptor = os.open(folder / name, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                for offset, copy in sorted(holes[file]):
-                    os.pwrite(descriptor, crcs[copy], offset)
+                for offset, crc in sorted(holes[file]):
+                    os.pwrite(descriptor, crc, offset)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)

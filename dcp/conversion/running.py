@@ -154,7 +154,10 @@ def make_tasks(
     copies = layout.copies
     source_codes = dtype_codes[copies.tensors].astype(np.int64)
     for file, (name, size) in enumerate(zip(layout.file_names, layout.file_sizes, strict=True)):
-        literals = layout.literals.of_file(file)
+        own = np.flatnonzero(layout.literals.files == file)
+        own = own[np.argsort(layout.literals.offsets[own], kind="stable")]
+        data = map(layout.literals.data.__getitem__, own.tolist())
+        literals = list(zip(layout.literals.offsets[own].tolist(), data, strict=True))
         rows = np.flatnonzero((copies.files == file) & (copies.size_bytes > 0))
         rows = rows[np.argsort(copies.offsets[rows], kind="stable")]
         begins, ends = copies.offsets[rows], copies.offsets[rows] + copies.size_bytes[rows]
@@ -163,11 +166,11 @@ def make_tasks(
         cuts = [0, size] if by_file else sorted({*range(0, size, TASK_BYTES), *many, size, 0})
         for begin, end in pairwise(cuts):
             chosen = rows[np.searchsorted(ends, begin, "right") : np.searchsorted(begins, end, "left")]
-            own = TaskCopies.of(copies, chosen, source_codes, sources, terms)
+            made = TaskCopies.of(copies, chosen, source_codes, sources, terms)
             parts = tuple(literals_between(literals, begin, end))
-            numbers = np.unique(own.sources.rows[:, 1]).tolist()
+            numbers = np.unique(made.sources.rows[:, 1]).tolist()
             files = {number: (index.files[number], int(index.file_sizes[number])) for number in numbers}
-            tasks.append(Task(len(tasks), name, size, begin, end, parts, own, files, holes))
+            tasks.append(Task(len(tasks), name, size, begin, end, parts, made, files, holes))
     return tasks
 
 
@@ -175,10 +178,10 @@ def literals_between(
     literals: Sequence[tuple[int, bytes]], begin: int, end: int
 ) -> Iterator[tuple[int, bytes]]:
     """Yield (offset, bytes) of what literals, in their order, have of bytes ``begin`` to ``end``."""
-    first = bisect_right(literals, begin, key=lambda one: one[0] + len(one[1]))
+    first = max(0, bisect_right(literals, begin, key=itemgetter(0)) - 1)
     for offset, data in literals[first : bisect_left(literals, end, key=itemgetter(0))]:
-        low = max(begin, offset)
-        yield low, data[low - offset : end - offset]
+        if (low := max(begin, offset)) < offset + len(data):
+            yield low, data[low - offset : end - offset]
 
 
 def make_batches(tasks: Sequence[Task], batch_bytes: int) -> list[TaskBatch]:
@@ -282,7 +285,8 @@ class ResultChecks(SourceChecks):
             raise CheckpointError(
                 f"{missing} blocks of the output were not written; this is an error of dcphub"
             )
-        refuse_faults(self.faults, self._engine.index)
+        if self.faults:
+            refuse_faults(self.faults, self._engine.index)
 
     def blocks(self, copy: int) -> Int64:
         """Return CRC-32 of each block of a copy."""
@@ -301,14 +305,11 @@ class FaultySumsError(PlanError):
 
 
 def refuse_faults(faults: Iterable[BadElements], index: CheckpointIndex) -> None:
-    """Raise FaultySumsError that names all tensors of ``faults``, by the source's ``index``; fine without
-    any."""
+    """Raise FaultySumsError that names all tensors of ``faults``, by the source's ``index``."""
     counts: Counter[tuple[str, int]] = Counter()
     for fault in faults:
         row = int(index.chunk_tensors[fault.chunk])
         counts[index.fqns[row].partition("/")[2], fault.kind] += fault.elements
-    if not counts:
-        return
     shown = [
         f"{name!r} ({count:,} {'NaN or infinite' if kind == NOT_FINITE else 'too large for its dtype'})"
         for (name, kind), count in sorted(counts.items())
@@ -569,8 +570,8 @@ class SourceChangedError(CheckpointConflictError):
 def source_mark(store: Store, index: CheckpointIndex, to: str) -> str:
     """Return a text that changes with the source's files, and with how this version converts to ``to``."""
     names = frozenset(index.files)
-    files = sorted((info for info in store.list() if info.name in names), key=attrgetter("name"))
-    facts = [(info.name, info.size_bytes, info.modified_seconds) for info in files]
+    found = (info for info in store.list() if info.name in names)
+    facts = sorted(map(attrgetter("name", "size_bytes", "modified_seconds"), found))
     sizes = [TASK_BYTES, TASK_COPIES, WINDOW_BYTES]
     head = [__version__, store.url, to, *sizes, index.provenance.get("save_id"), facts]
     return hashlib.sha256(encode_plain(head, limit_bytes=1 << 30) or b"").hexdigest()
@@ -666,6 +667,7 @@ def _comparison(batch: TaskBatch, engine: ReadEngine) -> Callable[[TaskResult], 
         if batch.is_all:  # no other batch reads the rest of a block, or makes the rest of the target
             if verifies:
                 checks.finish(chunks.tolist())
-            refuse_faults(result.faults, engine.index)
+            if result.faults:
+                refuse_faults(result.faults, engine.index)
 
     return check

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp.planners.save.planner import DefaultSavePlanner
-from dcp.saving.foreign_values import warn_of_foreign
 from dcp.saving.save import Save, SavingRank
+from dcp.saving.trust_warnings import warn_of_foreign
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.opening import open_index
 from dcp.storage.torch_storage.metadata import LazyMetadata

@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from dcp.conversion.entries import Entries
 from dcp.conversion.hf_folder import ADAPTER_CONFIG, HfFolder, known_files
 from dcp.conversion.layout import Copies, Literal, Literals, TargetLayout
 from dcp.conversion.targets.job import LayoutJob, Planned
+from dcp.inspection.entries import Entries
 from dcp.planners.weight_maps.axes import CONFIG
 from dcp.storage.errors import CheckpointFormatError, OptionError, PlanError, UnsupportedFormatError
 from dcp.storage.formats import dtypes

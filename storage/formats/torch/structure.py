@@ -317,7 +317,7 @@ def restore_structure(structure: Any, paths: Mapping[str, Path], value_of: Calla
         if path[-1] in node:
             raise CheckpointFormatError(f"two values stand at {path!r:.200}")
         node[path[-1]] = value_of(fqn)
-    for path in empty_dicts(notes, ()):
+    for path in empty_dicts(notes, ()) if notes else ():
         node = _node_at(tree, path)
         if type(node.setdefault(path[-1], _Node())) is not _Node:
             raise CheckpointFormatError(f"two values stand at {path!r:.200}")
@@ -342,7 +342,7 @@ def _node_at(tree: _Node, path: Path) -> _Node:
 
 def _build(tree: _Node, path: Path, notes: Mapping[Path, Mapping[str, Any]]) -> Any:
     note = notes.get(path, {})
-    is_list = bool(tree) and all(type(part) is int for part in tree)
+    is_list = bool(tree) and {int}.issuperset(map(type, tree))
     kind, most = note.get("kind", "list" if is_list else "dict"), note.get("maxlen")
     children = {
         part: _build(child, (*path, part), notes) if type(child) is _Node else child
