@@ -40,7 +40,7 @@ from dcp.storage.formats.container_notes import (
     notes_by_path,
     original_keys,
 )
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, Path, WholeTensor
+from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, Path, WholeTensor
 from dcp.storage.formats.pickle.classes import DEFAULT_DICT, FACTORIES, DefaultDictPickle, DequePickle
 from dcp.storage.formats.pickle.decoder import BuiltDict
 from dcp.storage.formats.plain import MAX_FOREIGN_PLAIN_BYTES, encode_plain
@@ -460,25 +460,10 @@ def _index(flat: _FileFlattener, archive: TorchArchive, size_bytes: int, name: s
         record_offsets=np.array(records, dtype=np.int64),
         record_lengths=np.array(record_lengths, dtype=np.int64),
         payload_lengths=np.array(lengths, dtype=np.int64),
-        objects=_objects(flat.values),
+        objects=ObjectColumns.of_plain(flat.values),
         stride_orders=orders,
         payload_strides=strides,
         record_crcs=crcs,
         planner_data=flat.paths,
         provenance={"structure": flat.structure} | refused,
-    )
-
-
-def _objects(values: Mapping[str, bytes]) -> ObjectColumns:
-    count = len(values)
-    encoded: dict[bytes, int] = {}
-    plain = [encoded.setdefault(value, len(encoded)) for value in values.values()]
-    return ObjectColumns(
-        fqns=list(values),
-        files=np.full(count, UNKNOWN, dtype=np.int64),
-        offsets=np.zeros(count, dtype=np.int64),
-        lengths=np.zeros(count, dtype=np.int64),
-        crcs=np.full(count, UNKNOWN, dtype=np.int64),
-        plain=np.array(plain, dtype=np.int64),
-        values=list(encoded),
     )
