@@ -83,19 +83,21 @@ class ConversionOptions:
     arithmetic: Arithmetic | None = None
     hf: HfFolder | None = None
 
-    def with_template(self, hf: HfFolder) -> ConversionOptions:
-        """Return them with what ``hf`` has beside weights; its configuration is also the map's."""
-        known = config_of(hf.files[CONFIG], f"{CONFIG} of {hf.url}") if CONFIG in hf.files else {}
+    def with_hf(
+        self, hf: HfFolder | str | os.PathLike[str] | None, also: Sequence[str] = ()
+    ) -> ConversionOptions:
+        """Return them with what a template, or the arguments ``hf`` and ``hf_also`` of `dcp.convert`, have
+        beside weights; its configuration is also the map's."""
+        if hf is None:
+            if also:
+                raise OptionError("hf_also= requires hf=")
+            return self
+        template = hf if isinstance(hf, HfFolder) else read_hf_folder(hf, also)
+        known: Mapping[str, Any] = {}
+        if CONFIG in template.files:
+            known = config_of(template.files[CONFIG], f"{CONFIG} of {template.url}")
         maps = tuple(one and replace(one, config={**known, **one.config}) for one in self.weight_maps)
-        return replace(self, hf=hf, weight_maps=maps)
-
-    def with_hf(self, hf: str | os.PathLike[str] | None, also: Sequence[str]) -> ConversionOptions:
-        """Return them with the arguments ``hf`` and ``hf_also`` of `dcp.convert`."""
-        if hf is not None:
-            return self.with_template(read_hf_folder(hf, also))
-        if also:
-            raise OptionError("hf_also= requires hf=")
-        return self
+        return replace(self, hf=template, weight_maps=maps)
 
 
 @dataclass(frozen=True)

@@ -343,7 +343,7 @@ class TargetKind(Kind[T]):
         from dcp.conversion.driver import Conversion
 
         params = self.params.model_validate(shared["params"])
-        options = params.options() if template is None else params.options().with_template(template)
+        options = params.options().with_hf(template)
         root = _root(context, params)
         roots, source = self.open(context, shared["subject"])
         target, attempt = _target(root, params), shared["attempt"]
