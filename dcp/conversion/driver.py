@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.conversion.executors import run_all
+from dcp.conversion.gather import TaskResult
 from dcp.conversion.layout import (
     Copies,
     Hole,
@@ -49,7 +50,6 @@ from dcp.conversion.running import (
     SourceChangedError,
     Task,
     TaskBatch,
-    TaskResult,
     make_batches,
     make_tasks,
     run_batch,

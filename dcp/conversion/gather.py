@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from dataclasses import dataclass, field
+from itertools import chain, starmap
 from operator import attrgetter, mul
 from typing import Any, Final, NamedTuple
 
@@ -23,8 +24,10 @@ from dcp.storage.engine.memory import item_dtype
 from dcp.storage.engine.read import SCRATCH
 from dcp.storage.engine.requests import coalesce, span_bytes
 from dcp.storage.engine.source import Fragment, OpenFiles, within_blocks
+from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.geometry.strides import AxisPart, box_parts, is_sparse, parts_between
+from dcp.storage.packing import pack, unpack
 from dcp.storage.stores.base import ReadHandle, Store
 from dcp.storage.threads import work_off
 
@@ -82,18 +85,69 @@ class _Read(NamedTuple):
     box: _Box | None = None
 
 
-class RangeReader:
-    """Reads from files of one source, each (name, size in bytes) by number. ``bytes_read`` and the checksums
-    of ``sources``, and of ``targets`` to which bytes go as they are, are of all that was read."""
+class BadElements(NamedTuple):
+    """So many ``elements`` of a copy are no numbers, or infinite, or too large for its type (``kind``);
+    ``chunk`` is one of the source that they were made of."""
 
-    def __init__(self, store: Store, files: Mapping[int, tuple[str, int]], *, verify: bool) -> None:
+    copy: int
+    chunk: int
+    elements: int
+    kind: int
+
+
+@dataclass
+class TaskResult:
+    """The result of a task or a batch of them: checksums of what it read and wrote, by payload and by copy.
+    ``faults`` are of what was computed, which may then not be published. Pickled as it is packed."""
+
+    number: int
+    bytes_read: int = 0
+    sources: list[Fragment] = field(default_factory=list)
+    targets: list[Fragment] = field(default_factory=list)
+    faults: list[BadElements] = field(default_factory=list)
+
+    def add(self, other: TaskResult) -> None:
+        """Take what another task did, too."""
+        self.bytes_read += other.bytes_read
+        self.sources += other.sources
+        self.targets += other.targets
+        self.faults += other.faults
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TaskResult.decode, (self.encode(),)
+
+    def encode(self) -> bytes:
+        """Pack it: differences from row to row, because neighbours hardly differ."""
+        columns = []
+        for found in (self.sources, self.targets, self.faults):
+            rows = np.array(found, np.int64).reshape(-1, 4)
+            columns.append(np.diff(rows, axis=0, prepend=np.int64(0)).T)
+        return pack([self.number, self.bytes_read, *columns])
+
+    @classmethod
+    def decode(cls, data: bytes) -> TaskResult:
+        """Return the inverse of `encode`. Raises CheckpointFormatError for anything else."""
+        try:
+            number, bytes_read, *columns = unpack(data)
+            sources, targets, faults = (np.cumsum(one.T, axis=0).tolist() for one in columns)
+            parts = list(starmap(Fragment, sources)), list(starmap(Fragment, targets))
+            return cls(number, bytes_read, *parts, list(starmap(BadElements, faults)))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CheckpointFormatError("what was noted of a conversion is not to be read") from error
+
+
+class RangeReader:
+    """Reads for task ``number`` from files of one source, each (name, size in bytes) by number. Its
+    ``result`` gets the checksums of all that was read, and of what goes to the target as it is."""
+
+    def __init__(
+        self, store: Store, number: int, files: Mapping[int, tuple[str, int]], *, verify: bool
+    ) -> None:
         self._verify = verify
         self.profile = store.read_profile
         self._files = OpenFiles(store, files.__getitem__)
         self.close = self._files.close
-        self.bytes_read = 0
-        self.sources: list[Fragment] = []
-        self.targets: list[Fragment] = []
+        self.result = TaskResult(number)
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Fill all targets."""
@@ -106,7 +160,7 @@ class RangeReader:
             join_below_bytes=profile.join_below_bytes,
         )
         groups = list(joined)
-        self.bytes_read += sum(map(span_bytes, groups))
+        self.result.bytes_read += sum(map(span_bytes, groups))
         threads = min(8, profile.threads or 8, len(groups)) if profile.scatter else 1
         work_off(groups, threads, self._work, "dcp-convert")
 
@@ -188,9 +242,9 @@ class RangeReader:
         for begin, end in within_blocks(len(data), own if verify else copied, other):
             crc = crc32(data[begin:end])
             if verify:
-                self.sources.append(Fragment(read.chunk, own + begin, own + end, crc))
+                self.result.sources.append(Fragment(read.chunk, own + begin, own + end, crc))
             if read.copy >= 0:
-                self.targets.append(Fragment(read.copy, copied + begin, copied + end, crc))
+                self.result.targets.append(Fragment(read.copy, copied + begin, copied + end, crc))
 
 
 _PLACE: Final = attrgetter("file", "offset")

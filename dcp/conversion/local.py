@@ -18,10 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from dcp.conversion.gather import TaskResult
 from dcp.conversion.hf_folder import HF_NAMES
 from dcp.conversion.layout import TargetLayout
 from dcp.conversion.publishing import MAX_LEDGER_BYTES, Publisher, framed, header, parse
-from dcp.conversion.running import ResultChecks, TaskBatch, TaskResult, announce
+from dcp.conversion.running import ResultChecks, TaskBatch, announce
 from dcp.conversion.targets.job import TargetPlace
 from dcp.storage import commit
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME

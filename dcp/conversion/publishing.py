@@ -24,8 +24,9 @@ from typing import Any, Final
 import msgpack
 import numpy as np
 
+from dcp.conversion.gather import TaskResult
 from dcp.conversion.layout import TargetLayout
-from dcp.conversion.running import ResultChecks, TaskBatch, TaskResult, announce
+from dcp.conversion.running import ResultChecks, TaskBatch, announce
 from dcp.conversion.targets.job import TargetPlace, is_written_under
 from dcp.inspection.values.digests import sums_of
 from dcp.inspection.values.tensor_reading import TensorReader

@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp.conversion.casting import TOO_LARGE, narrowed, stored_dtype, widened
-from dcp.conversion.gather import RangeReader, Wanted
+from dcp.conversion.gather import BadElements, RangeReader, Wanted
 from dcp.conversion.layout import SourcePart, TaskCopy, Term
 from dcp.storage.formats import dtypes
 
@@ -35,23 +35,13 @@ NOT_FINITE: Final = 0
 OUT_OF_RANGE: Final = 1
 
 
-class BadElements(NamedTuple):
-    """So many ``elements`` of a copy are no numbers, or infinite, or too large for its type (``kind``);
-    ``chunk`` is one of the source that they were made of."""
-
-    copy: int
-    chunk: int
-    elements: int
-    kind: int
-
-
 class Sums:
-    """Adds up copies in the type of code ``accumulate``; `flush` ends what `add` has begun. ``faults`` gets
-    what cannot be."""
+    """Adds up copies in the type of code ``accumulate``; `flush` ends what `add` has begun. The
+    reader's result gets what cannot be."""
 
-    def __init__(self, reader: RangeReader, accumulate: int, faults: list[BadElements]) -> None:
+    def __init__(self, reader: RangeReader, accumulate: int) -> None:
         self._reader = reader
-        self._faults = faults
+        self._faults = reader.result.faults
         kind = stored_dtype(accumulate)
         self._sum, self._product, self._values = (np.empty(_BLOCK, kind) for _ in range(3))
         self._limit = _STEP_OF_REQUESTS_BYTES if reader.profile.scatter else _STEP_BYTES

@@ -279,7 +279,7 @@ class TargetKind(Kind[T]):
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
         from dcp.conversion import driver
-        from dcp.conversion.running import TaskResult
+        from dcp.conversion.gather import TaskResult
         from dcp.conversion.targets.job import Planned
 
         shared = plan_data["shared"]
