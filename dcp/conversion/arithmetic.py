@@ -10,8 +10,8 @@ from fractions import Fraction
 from numbers import Real
 from typing import Any, Final, SupportsFloat
 
-from dcp.conversion.casting import check_castable
 from dcp.storage.errors import OptionError
+from dcp.storage.formats.dtypes import check_castable
 from dcp.storage.near_names import listed
 
 MAX_SOURCES: Final = 1_000

@@ -16,15 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.inspection.values import elements
-from dcp.storage.errors import OptionError
 from dcp.storage.formats import dtypes
 
 _Array = npt.NDArray[Any]
-
-_NAMES: Final = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-
-CASTABLE: Final = frozenset(dtypes.BY_NAME[name].code for name in _NAMES)
-"""Codes of the types that can be cast to each other."""
 
 TOO_LARGE: Final[dict[int, float]] = {
     dtypes.BY_NAME[name].code: limit
@@ -38,15 +32,6 @@ TOO_LARGE: Final[dict[int, float]] = {
     }.items()
 }
 """The smallest number that rounds to none of a type, by its code."""
-
-
-def check_castable(name: object) -> int:
-    """Return the code of the dtype called ``name`` (``torch.`` before it is fine); PlanError if there is
-    no cast."""
-    text = str(name).removeprefix("torch.")
-    if text not in _NAMES:
-        raise OptionError(f"dtype must be one of {', '.join(_NAMES)}, not {text!r}")
-    return dtypes.BY_NAME[text].code
 
 
 def stored_dtype(code: int) -> np.dtype[Any]:

@@ -27,8 +27,8 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dcp.conversion.entries import mapped_entries
 from dcp.conversion.executors import run_all
+from dcp.conversion.gather import TaskResult
 from dcp.conversion.layout import (
     Copies,
     Hole,
@@ -45,21 +45,29 @@ from dcp.conversion.merging import merge_entries, merge_origin
 from dcp.conversion.publishing import Publisher, StoredPublisher
 from dcp.conversion.running import (
     BatchSettings,
+    FaultySumsError,
     ResultChecks,
+    SourceChangedError,
     Task,
     TaskBatch,
-    TaskResult,
     make_batches,
     make_tasks,
     run_batch,
     source_mark,
 )
 from dcp.conversion.targets.job import ConversionOptions, LayoutJob, Planned, TargetPlace
+from dcp.inspection.entries import mapped_entries
 from dcp.progress import ProgressCallback, reporting
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.requests import Verify
-from dcp.storage.errors import CheckpointConflictError, CheckpointError, CheckpointFormatError, OptionError
+from dcp.storage.errors import (
+    CheckpointConflictError,
+    CheckpointError,
+    CheckpointFormatError,
+    CorruptCheckpointError,
+    OptionError,
+)
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.native.manifest import decode_manifest, encode_manifest
@@ -116,8 +124,9 @@ class Conversion(Closable):
 
     ``attempt`` is 16 hexadecimal digits, new for each preparation and the same in all stages after it; such a
     target is never replaced, and its stages may be of several processes. Without it all stages are of this
-    object, and a ledger beside the target has what is done. Use as a context manager. Raises what
-    `dcp.convert` raises, and SourceChangedError.
+    object, and a ledger beside the target has what is done, which ``resume`` takes from there. Use as a
+    context manager, which removes, on a failure or an interruption, what the next run could not resume.
+    Raises what `dcp.convert` raises, and SourceChangedError.
     """
 
     def __init__(
@@ -130,6 +139,7 @@ class Conversion(Closable):
         attempt: str = "",
         overwrite: bool = False,
         verify: Verify = "blocks",
+        resume: bool = True,
     ) -> None:
         self._source, self._members = source, source.members or (source,)
         _refuse_itself(self._members, target)
@@ -139,7 +149,20 @@ class Conversion(Closable):
         self._publisher = _publisher(self.place, save_id, overwrite=overwrite)
         self._engine = ReadEngine(source.store, complete_index(source.store, source.index), verify=verify)
         self._checks: ResultChecks | None = None
-        self.has_progress = False
+        self._resumes, self._has_progress = resume, False
+
+    def __exit__(self, *exc: object) -> None:
+        error, publisher = exc[1], self._publisher
+        # Whatever was read wrong, and when: nothing of it may be believed the next time.
+        is_wrong = isinstance(error, CorruptCheckpointError | SourceChangedError | FaultySumsError)
+        # Files in a store, which are whole, stay: another conversion could be writing them, too.
+        is_useless = self.place.path is not None and not (self._resumes and self._has_progress)
+        try:
+            is_given_up = error is not None and (is_wrong or is_useless)
+            if is_given_up and publisher.has_begun and not self.place.attempt:
+                publisher.discard(0)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Close the ledger and the source's files."""
@@ -148,9 +171,9 @@ class Conversion(Closable):
 
     # -- the stages ------------------------------------------------------------------------------------------
 
-    def prepare(self, *, batch_bytes: int = 0, resume: bool = True) -> tuple[Planned, list[TaskBatch]]:
-        """Plan, and reserve the space where that can be done: the batches that are left, with ``resume``
-        without those that an earlier run has done.
+    def prepare(self, *, batch_bytes: int = 0) -> tuple[Planned, list[TaskBatch]]:
+        """Plan, and reserve the space where that can be done: the batches that are left, without those that
+        are resumed.
 
         Raises CheckpointConflictError if something is at the target.
         """
@@ -158,7 +181,9 @@ class Conversion(Closable):
         mark = source_mark(engine.store, engine.index, self._options.to)
         planned, codes, sources, terms = self._plan(publisher.save_id)
         identity = _fingerprint(mark, planned.layout, sources, terms, by_file=by_file)
-        layout, done = publisher.begin(planned.layout, identity + ("" if resume else publisher.save_id))
+        layout, done = publisher.begin(
+            planned.layout, identity + ("" if self._resumes else publisher.save_id)
+        )
         tasks = make_tasks(engine.index, layout, codes, sources, terms, by_file=by_file)
         batches = make_batches(tasks, batch_bytes)
         planned = replace(
@@ -170,11 +195,11 @@ class Conversion(Closable):
             inode=publisher.inode,
         )
         self._checks = ResultChecks(engine, layout.copies)
-        left = {batch.number: batch for batch in batches}
+        left = dict(enumerate(batches))  # by their numbers
         for result in done:
             left.pop(result.number, None)
             self._checks.take(replace(result, bytes_read=0))  # by another run
-        self.has_progress = bool(done)
+        self._has_progress = bool(done)
         if left and self.place.path is not None and not publisher.overwrite:
             self.place.refuse_existing()  # with something left to do it is not what an earlier run made
         return planned, list(left.values())
@@ -229,7 +254,7 @@ class Conversion(Closable):
 
             def take(batch: TaskBatch, result: TaskResult) -> None:
                 publisher.append(result, batch)
-                self.has_progress = True
+                self._has_progress = True
                 if checks is not None:
                     checks.take(result)
                 if on_bytes is not None:
@@ -276,11 +301,6 @@ class Conversion(Closable):
         publisher.clear(prepared.batch_count)
         return self._report(prepared, checks, tasks=prepared.batch_count)
 
-    def discard(self) -> None:
-        """Remove what this object has begun."""
-        if self._publisher.has_begun:
-            self._publisher.discard(0)
-
     # -- one that was finished -------------------------------------------------------------------------------
 
     def of_finished(self) -> ConversionReport | None:
@@ -312,6 +332,7 @@ class Conversion(Closable):
 
     def _report(self, planned: Planned, checks: ResultChecks, **facts: Any) -> ConversionReport:
         layout, index, stats = planned.layout, planned.layout.index, checks.stats
+        copies = layout.tensor_copies
         return ConversionReport(
             source=self._source.name,
             target=self.place.url,
@@ -324,7 +345,7 @@ class Conversion(Closable):
             blocks_unverified=stats.blocks_unverified,
             dropped_objects=planned.dropped,
             unmerged=planned.unmerged,
-            checksums={fqn: checks.whole(copy) for fqn, copy in layout.tensor_copies.items()},
+            checksums=dict(zip(copies, map(checks.whole, copies.values()), strict=True)),
             **facts,
         )
 
@@ -370,8 +391,9 @@ def discard_attempt(target: TargetPlace, attempt: str, batches: int) -> None:
 
 def _refuse_itself(members: Sequence[Source], place: TargetPlace) -> None:
     """Raise OptionError if ``place`` is where the source is, or a file of it."""
+    real = place.store.url if place.path is None else os.path.realpath(place.store.url)
     for member in members:
-        if _real(member.store.url) != _real(place.store.url):
+        if member.store.url != place.store.url and os.path.realpath(member.store.url) != real:
             continue
         if member.file == place.file_name:
             problem = f"source and target are both {place.url}"
@@ -382,11 +404,6 @@ def _refuse_itself(members: Sequence[Source], place: TargetPlace) -> None:
         else:
             continue
         raise OptionError(f"{problem}; convert to another place", path=place.url)
-
-
-def _real(url: str) -> str:
-    """Return the URL or path without links, which lead to the same folder another way."""
-    return url if "://" in url else os.path.realpath(url)
 
 
 def _fingerprint(

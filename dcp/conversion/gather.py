@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from dataclasses import dataclass, field
+from itertools import chain, starmap
 from operator import attrgetter, mul
 from typing import Any, Final, NamedTuple
 
@@ -23,9 +24,11 @@ from dcp.storage.engine.memory import item_dtype
 from dcp.storage.engine.read import SCRATCH
 from dcp.storage.engine.requests import coalesce, span_bytes
 from dcp.storage.engine.source import Fragment, OpenFiles, within_blocks
+from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.checksums import BLOCK_BYTES, crc32
 from dcp.storage.geometry.strides import AxisPart, box_parts, is_sparse, parts_between
-from dcp.storage.stores.base import Store
+from dcp.storage.packing import pack, unpack
+from dcp.storage.stores.base import ReadHandle, Store
 from dcp.storage.threads import work_off
 
 SCRATCH_BYTES: Final = 8 << 20
@@ -82,18 +85,69 @@ class _Read(NamedTuple):
     box: _Box | None = None
 
 
-class RangeReader:
-    """Reads from files of one source, each (name, size in bytes) by number. ``bytes_read`` and the checksums
-    of ``sources``, and of ``targets`` to which bytes go as they are, are of all that was read."""
+class BadElements(NamedTuple):
+    """So many ``elements`` of a copy are no numbers, or infinite, or too large for its type (``kind``);
+    ``chunk`` is one of the source that they were made of."""
 
-    def __init__(self, store: Store, files: Mapping[int, tuple[str, int]], *, verify: bool) -> None:
+    copy: int
+    chunk: int
+    elements: int
+    kind: int
+
+
+@dataclass
+class TaskResult:
+    """The result of a task or a batch of them: checksums of what it read and wrote, by payload and by copy.
+    ``faults`` are of what was computed, which may then not be published. Pickled as it is packed."""
+
+    number: int
+    bytes_read: int = 0
+    sources: list[Fragment] = field(default_factory=list)
+    targets: list[Fragment] = field(default_factory=list)
+    faults: list[BadElements] = field(default_factory=list)
+
+    def add(self, other: TaskResult) -> None:
+        """Take what another task did, too."""
+        self.bytes_read += other.bytes_read
+        self.sources += other.sources
+        self.targets += other.targets
+        self.faults += other.faults
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TaskResult.decode, (self.encode(),)
+
+    def encode(self) -> bytes:
+        """Pack it: differences from row to row, because neighbours hardly differ."""
+        columns = []
+        for found in (self.sources, self.targets, self.faults):
+            rows = np.array(found, np.int64).reshape(-1, 4)
+            columns.append(np.diff(rows, axis=0, prepend=np.int64(0)).T)
+        return pack([self.number, self.bytes_read, *columns])
+
+    @classmethod
+    def decode(cls, data: bytes) -> TaskResult:
+        """Return the inverse of `encode`. Raises CheckpointFormatError for anything else."""
+        try:
+            number, bytes_read, *columns = unpack(data)
+            sources, targets, faults = (np.cumsum(one.T, axis=0).tolist() for one in columns)
+            parts = list(starmap(Fragment, sources)), list(starmap(Fragment, targets))
+            return cls(number, bytes_read, *parts, list(starmap(BadElements, faults)))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CheckpointFormatError("what was noted of a conversion is not to be read") from error
+
+
+class RangeReader:
+    """Reads for task ``number`` from files of one source, each (name, size in bytes) by number. Its
+    ``result`` gets the checksums of all that was read, and of what goes to the target as it is."""
+
+    def __init__(
+        self, store: Store, number: int, files: Mapping[int, tuple[str, int]], *, verify: bool
+    ) -> None:
         self._verify = verify
         self.profile = store.read_profile
         self._files = OpenFiles(store, files)
         self.close = self._files.close
-        self.bytes_read = 0
-        self.sources: list[Fragment] = []
-        self.targets: list[Fragment] = []
+        self.result = TaskResult(number)
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Fill all targets."""
@@ -106,29 +160,26 @@ class RangeReader:
             join_below_bytes=profile.join_below_bytes,
         )
         groups = list(joined)
-        self.bytes_read += sum(map(span_bytes, groups))
+        self.result.bytes_read += sum(map(span_bytes, groups))
         threads = min(8, profile.threads or 8, len(groups)) if profile.scatter else 1
         work_off(groups, threads, self._work, "dcp-convert")
 
     # -- what to read ----------------------------------------------------------------------------------------
 
     def _reads(self, want: Wanted) -> Iterator[_Read]:
+        limit = SCRATCH_BYTES if not self.profile.scatter else BLOCK_BYTES
         for source in want.sources:
             low, high = want.first - source.target, want.last - source.target
             for part in parts_between(source.lengths, source.target_strides, low, high):
                 box = _box_of(source, part, want.first, want.itemsize)
-                if box.lengths:
+                if not box.strides == box.target_strides == (want.itemsize,):
                     yield from self._strided(want, source, box)
-                else:
-                    size = math.prod(count for _, count in part) * want.itemsize
-                    yield from self._run(want, source, box, size)
-
-    def _run(self, want: Wanted, source: SourcePart, box: _Box, size: int) -> Iterator[_Read]:
-        limit = SCRATCH_BYTES if not self.profile.scatter else BLOCK_BYTES
-        for at in range(0, size, limit):
-            count, begin, to = min(limit, size - at), box.begin + at, box.target + at
-            place = source.file, source.payload_offset + begin, count, source.chunk, begin
-            yield _Read(*place, want.target[to : to + count], want.copy, want.position + to)
+                    continue
+                size = box.lengths[0] * want.itemsize
+                for at in range(0, size, limit):
+                    count, begin, to = min(limit, size - at), box.begin + at, box.target + at
+                    place = source.file, source.payload_offset + begin, count, source.chunk, begin
+                    yield _Read(*place, want.target[to : to + count], want.copy, want.position + to)
 
     def _strided(self, want: Wanted, source: SourcePart, box: _Box) -> Iterator[_Read]:
         # Of a large transposed tensor each window has a little of everything. Reading all between, again for
@@ -154,26 +205,22 @@ class RangeReader:
     def _work(self, groups: Iterator[list[_Read]]) -> None:
         scratch = SCRATCH.get()
         for group in groups:
-            if len(group) == 1 and group[0].box is None:
-                self._read_in_place(group[0])
+            handle, read, size = self._files.handle(group[0].file), group[0], span_bytes(group)
+            if len(group) > 1 or read.box is not None:
+                if size > len(scratch):
+                    scratch = SCRATCH.get(size)
+                self._read_apart(handle, group, scratch[:size])
                 continue
-            size = span_bytes(group)
-            if size > len(scratch):
-                scratch = SCRATCH.get(size)
-            self._read_apart(group, scratch[:size])
+            step = _STEP_BYTES if not self.profile.scatter else size
+            for at in range(0, size, step):
+                part = read.target[at : at + step]
+                handle.preadv([part], read.offset + at)
+                self._note(read, part, at)
         SCRATCH.put(scratch)
 
-    def _read_in_place(self, read: _Read) -> None:
-        handle = self._files.handle(read.file)
-        step = _STEP_BYTES if not self.profile.scatter else read.size_bytes
-        for at in range(0, read.size_bytes, step):
-            part = read.target[at : at + step]
-            handle.preadv([part], read.offset + at)
-            self._note(read, part, at)
-
-    def _read_apart(self, group: Sequence[_Read], scratch: memoryview) -> None:
+    def _read_apart(self, handle: ReadHandle, group: Sequence[_Read], scratch: memoryview) -> None:
         begin = group[0].offset
-        self._files.handle(group[0].file).preadv([scratch], begin)
+        handle.preadv([scratch], begin)
         for read in group:
             data = scratch[read.offset - begin : read.offset - begin + read.size_bytes]
             self._note(read, data, 0)
@@ -195,9 +242,9 @@ class RangeReader:
         for begin, end in within_blocks(len(data), own if verify else copied, other):
             crc = crc32(data[begin:end])
             if verify:
-                self.sources.append(Fragment(read.chunk, own + begin, own + end, crc))
+                self.result.sources.append(Fragment(read.chunk, own + begin, own + end, crc))
             if read.copy >= 0:
-                self.targets.append(Fragment(read.copy, copied + begin, copied + end, crc))
+                self.result.targets.append(Fragment(read.copy, copied + begin, copied + end, crc))
 
 
 _PLACE: Final = attrgetter("file", "offset")
@@ -205,8 +252,7 @@ _PLACE: Final = attrgetter("file", "offset")
 
 def _box_of(source: SourcePart, part: Sequence[AxisPart], first: int, itemsize: int) -> _Box:
     """Return ``part`` of the axes of ``source``, from its payload to a buffer that begins with element
-    ``first`` of the copy. Dimensions that lie together on both sides are one; what is one range of bytes
-    on both has no lengths."""
+    ``first`` of the copy. Dimensions that lie together on both sides are one."""
     begin, target = source.begin, (source.target - first) * itemsize
     lengths: list[int] = []
     sources: list[int] = []
@@ -227,12 +273,11 @@ def _box_of(source: SourcePart, part: Sequence[AxisPart], first: int, itemsize: 
             lengths.append(n)
             sources.append(s)
             targets.append(t)
-    if not lengths:
-        return _Box(begin, target, (), (), ())
-    if run > itemsize:  # the innermost run is a dimension of its own again
+    if run > itemsize or not lengths:  # the innermost run is a dimension of its own again
         lengths.insert(0, run // itemsize)
         sources.insert(0, itemsize)
         targets.insert(0, itemsize)
-    order = sorted(range(len(lengths)), key=lambda d: (-sources[d], -d))
-    lengths, sources, targets = ([column[d] for d in order] for column in (lengths, sources, targets))
+    if len(lengths) > 1:
+        order = sorted(range(len(lengths)), key=lambda d: (-sources[d], -d))
+        lengths, sources, targets = ([column[d] for d in order] for column in (lengths, sources, targets))
     return _Box(begin, target, tuple(lengths), tuple(sources), tuple(targets))

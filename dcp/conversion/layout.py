@@ -60,12 +60,6 @@ class Literals:
     def __iter__(self) -> Iterator[Literal]:
         return starmap(Literal, zip(self.files.tolist(), self.offsets.tolist(), self.data, strict=True))
 
-    def of_file(self, file: int) -> list[tuple[int, bytes]]:
-        """Return (offset, data) of those of one file, in its order."""
-        rows = np.flatnonzero(self.files == file)
-        rows = rows[np.argsort(self.offsets[rows], kind="stable")]
-        return list(zip(self.offsets[rows].tolist(), map(self.data.__getitem__, rows.tolist()), strict=True))
-
 
 class Hole(NamedTuple):
     """Four bytes of a literal, at ``offset`` of file number ``file``: the CRC-32 of copy number ``copy``."""
@@ -104,9 +98,6 @@ class Copies:
         box_sizes = gather_rows(index.shape_values, index.shape_start, rows)
         box_start = starts(index.ndims[rows])
         return cls(rows, box_start, np.zeros_like(box_sizes), box_sizes, *columns)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,20 +262,6 @@ class SourceColumns:
         for begin, end in pairwise(bounds):
             yield tuple(found[begin - low : end - low])
 
-    def chunks_of(self, first: int, last: int) -> Int64:
-        """Return the chunks of the numbers ``first`` to ``last``."""
-        return np.unique(self.chunks[self.start[first] : self.start[last]])
-
-    @property
-    def is_sequential(self) -> bool:
-        """Return whether rows of each copy follow one another in the stored payloads, so that a range of a
-        copy is a few ranges of payloads."""
-        counts = np.diff(self.axis_start)
-        wide = self.axes[:, 0] > 1
-        rows = np.repeat(np.arange(len(counts)), counts)[wide]
-        steps = self.axes[:, 1][wide]
-        return not ((rows[1:] == rows[:-1]) & (steps[1:] > steps[:-1])).any()
-
 
 @dataclass(frozen=True, eq=False)
 class TermColumns:
@@ -356,21 +333,19 @@ class TaskCopies:
         columns = [rows, copies.offsets[rows], sizes, codes[rows], target_codes, padded]
         return cls(np.column_stack(columns), own, summed)
 
-    @cached_property
-    def _ends(self) -> Int64:
-        ends: Int64 = self.rows[:, 1] + self.rows[:, 2]
-        return ends
-
     def rows_between(self, begin: int, end: int) -> tuple[int, int]:
         """Return the first and the one behind the last that reach into bytes ``begin`` to ``end`` of the
         file."""
-        first = int(np.searchsorted(self._ends, begin, "right"))
-        return first, max(first, int(np.searchsorted(self.rows[:, 1], end, "left")))
+        begins = self.rows[:, 1]
+        first = int(np.searchsorted(begins, begin, "right"))
+        if first and int(self.rows[first - 1, 1:3].sum()) > begin:
+            first -= 1
+        return first, max(first, int(np.searchsorted(begins, end, "left")))
 
     def end_of(self, begin: int, count: int) -> int | None:
         """Return the end of the window from byte ``begin`` on that ``count`` copies reach into; None if
         these are all that are left."""
-        last = int(np.searchsorted(self._ends, begin, "right")) + count
+        last = self.rows_between(begin, begin)[0] + count
         return int(self.rows[last, 1]) if last < len(self.rows) else None
 
     def between(self, begin: int, end: int) -> Iterator[TaskCopy]:
@@ -429,7 +404,7 @@ def sum_sources(
     made of them, added in the type of code ``accumulate``; else as `copy_sources`."""
     counts = terms.start[copies.tensors + 1] - terms.start[copies.tensors]
     own = expand_ranges(terms.start[copies.tensors], counts)
-    copy_of = np.repeat(np.arange(len(copies)), counts)
+    copy_of = np.repeat(np.arange(len(counts)), counts)
     gathers = _gathers(copies, terms, own, copy_of)
     codes = np.array([tensor.dtype_code for tensor in mapped]) if mapped else engine.index.dtype_codes
     ranks = terms.ranks[own]
@@ -495,7 +470,7 @@ def copy_sources(
         axes = [column[order] for column in axes]
     *axes, offsets = axes
     places = stored.begins, row_sums(offsets * axes[2], axis_start)
-    start = starts(np.bincount(wanted, minlength=len(copies)))
+    start = starts(np.bincount(wanted, minlength=len(copies.tensors)))
     return SourceColumns.of(engine, start, stored.chunks, places, axis_start, *axes)
 
 

@@ -13,15 +13,16 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from dcp.conversion.gather import TaskResult
 from dcp.conversion.hf_folder import HF_NAMES
 from dcp.conversion.layout import TargetLayout
 from dcp.conversion.publishing import MAX_LEDGER_BYTES, Publisher, framed, header, parse
-from dcp.conversion.running import ResultChecks, TaskBatch, TaskResult, announce
+from dcp.conversion.running import ResultChecks, TaskBatch, announce
 from dcp.conversion.targets.job import TargetPlace
 from dcp.storage import commit
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME
@@ -65,84 +66,104 @@ _OUTDATED: Final = "outdated"
 """The same once something else is in its place."""
 
 
-class LocalLedger:
-    """A file in the folder where the output is built, locked while a process is at it.
+class LocalPublisher(Publisher):
+    """Of a target at ``place.path``: files are made with their sizes, and tasks write ranges of them.
 
-    ``save_id`` is that of the first run, ``done`` are its batches' results, ``inode`` is of the folder that
-    becomes the target, by which it is known under any name. For the `output` alone it need not be open.
+    They are in ``folder``, the work folder of the place, with the ledger: a file that is locked while a
+    process is at it. ``inode`` is of the folder that becomes the target, by which it is known under any name.
     """
 
-    def __init__(self, folder: Path, save_id: str = "") -> None:
-        self.save_id = save_id
-        self.inode: int | None = None
-        self.done: list[bytes] = []
-        self._folder = folder
-        self._path = folder / LEDGER_NAME
+    def __init__(
+        self, place: TargetPlace, save_id: str, *, overwrite: bool = False, folder: Path | None = None
+    ) -> None:
+        super().__init__(place, save_id, overwrite=overwrite)
+        self._target = Path(place.url)
+        self._folder = folder or place.work_folder
+        self._ledger = self._folder / LEDGER_NAME
         self._descriptor = -1
 
     @property
-    def output(self) -> Path:
+    def output(self) -> PosixStore:
         """The folder beside the ledger in which the files are built: of no other conversion, ever."""
-        return self._folder / f"output-{self.save_id}"
+        return PosixStore(self._folder / f"output-{self.save_id}")
 
-    def open(self, fingerprint: str) -> bool:
-        """Lock it; whether it is of the conversion ``fingerprint``, which is resumed then.
+    # -- the ledger ------------------------------------------------------------------------------------------
+
+    def lock(self, fingerprint: str) -> tuple[str, int | None, list[bytes]] | None:
+        """Lock the ledger; return what it has of the conversion ``fingerprint``, which is resumed then: save
+        id, inode and results of its batches; None if it is of another.
 
         The folder is made if it is not there; a replacement that was interrupted is undone. Raises
         CheckpointConflictError where another process is at it.
         """
         announce("mkdir", self._folder)
-        with step(None, "open", self._path):
+        with step(None, "open", self._ledger):
             for _ in range(_ATTEMPTS):
                 if self._hold():
                     break
                 self.close()
             else:
                 raise StorageError(
-                    f"{self._path} is removed or replaced as soon as it is made, so that no process can be "
+                    f"{self._ledger} is removed or replaced as soon as it is made, so that no process can be "
                     "kept from converting to the same target",
-                    path=str(self._path),
+                    path=str(self._ledger),
                     op="lock",
                 )
             settle(self._folder)
             size = min(os.fstat(self._descriptor).st_size, MAX_LEDGER_BYTES)
             noted = parse(os.pread(self._descriptor, size, 0), fingerprint)
             if noted is None:
-                return False
-            self.save_id, self.inode, self.done, end = noted
+                return None
+            save_id, inode, done, end = noted
             os.ftruncate(self._descriptor, end)
             os.lseek(self._descriptor, end, os.SEEK_SET)
-            if self.output.is_dir() and (inode := self.output.stat().st_ino) != self.inode:
+            output = self._folder / f"output-{save_id}"
+            if output.is_dir() and (own := output.stat().st_ino) != inode:
                 # A copy of the folder, such as a restored one: the old inode may be of something else now.
-                self.forget()
-                self.inode = inode
-                self._write(header(fingerprint, self.save_id, inode) + b"".join(map(framed, self.done)))
-        return True
+                self._forget()
+                inode = own
+                self._note(header(fingerprint, save_id, inode) + b"".join(map(framed, done)))
+        return save_id, inode, done
 
-    def begin(self, fingerprint: str, save_id: str) -> None:
-        """Begin anew, under the lock, before anything is written; what another conversion has left goes."""
-        self.forget()
-        self.save_id, self.done = save_id, []
-        with step(None, "open", self._path):
-            self._clear()
-            self.output.mkdir(exist_ok=True)
-            self.inode = self.output.stat().st_ino
-            self._write(header(fingerprint, save_id, self.inode))
+    def _hold(self) -> bool:
+        """Make and lock the file; False where who held it has just removed it: such a lock says nothing."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._ledger, flags, 0o666)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.close()
+                raise CheckpointConflictError(
+                    f"another process is converting to the same target now (it holds {self._ledger}); wait "
+                    "for it, or stop it",
+                    path=str(self._ledger),
+                ) from None
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                warn_once(self._folder.parent, error, WITHOUT_LOCKS)
+            return is_named(self._ledger, self._descriptor)
+        except (FileNotFoundError, FileExistsError):
+            is_none = os.path.lexists(self._folder) and not self._folder.is_dir()
+            if is_none or not self._folder.parent.is_dir():
+                raise
+            return False
 
-    def append(self, result: bytes) -> None:
-        """Note that a batch is done. Not durable on its own: losing entries costs work, not correctness."""
-        with step(announce, "ledger", self._path):
-            self._write(framed(result))
+    def append(self, result: TaskResult, batch: TaskBatch) -> None:
+        """As `Publisher.append`. Not durable on its own: losing entries costs work, not correctness."""
+        with step(announce, "ledger", self._ledger):
+            self._note(framed(result.encode()))
 
-    def sync(self) -> None:
-        """Make the entries durable, where it is open."""
-        if self._descriptor >= 0:
-            with step(announce, "fsync", self._path):
-                os.fsync(self._descriptor)
+    def _note(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Drop all entries, durably: what lies beside them is about to be something else."""
-        with step(announce, "forget", self._path):
+        with step(announce, "forget", self._ledger):
             os.ftruncate(self._descriptor, 0)
             os.fsync(self._descriptor)
             os.lseek(self._descriptor, 0, os.SEEK_SET)
@@ -154,124 +175,88 @@ class LocalLedger:
             with suppress(OSError):  # closed all the same; entries that are lost cost work, not correctness
                 os.close(descriptor)
 
-    def remove(self) -> None:
+    def clear(self, batches: int = 0) -> None:
         """Remove the folder with all that is left in it; best effort, the conversion has its outcome."""
         announce("remove", self._folder)
         with suppress(OSError, CheckpointError):
-            self._clear()
-            self._path.unlink()  # last: as long as it is there, no other process begins
+            self._empty()
+            self._ledger.unlink()  # last: as long as it is there, no other process begins
         self.close()
         with suppress(OSError):  # only now: NFS and FUSE keep a removed file in the folder while it is open
             self._folder.rmdir()
 
-    def _hold(self) -> bool:
-        """Make and lock the file; False where who held it has just removed it: such a lock says nothing."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self._path, flags, 0o666)
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self.close()
-                raise CheckpointConflictError(
-                    f"another process is converting to the same target now (it holds {self._path}); wait for "
-                    "it, or stop it",
-                    path=str(self._path),
-                ) from None
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-                warn_once(self._folder.parent, error, WITHOUT_LOCKS)
-            return is_named(self._path, self._descriptor)
-        except (FileNotFoundError, FileExistsError):
-            is_none = os.path.lexists(self._folder) and not self._folder.is_dir()
-            if is_none or not self._folder.parent.is_dir():
-                raise
-            return False
+    discard = clear
 
-    def _clear(self) -> None:
+    def _empty(self) -> None:
         """Remove what lies beside the ledger, unless it is the only copy of something."""
         settle(self._folder)
         # Not `shutil.rmtree`, which refuses folders whose inode numbers change.
         for path in sorted(self._folder.rglob("*"), reverse=True):  # a folder behind what is in it
             if path.is_dir() and not path.is_symlink():
                 path.rmdir()
-            elif path != self._path:
+            elif path != self._ledger:
                 path.unlink()
 
-    def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._descriptor, view) :]
-
-
-class LocalPublisher(Publisher):
-    """Of a target at ``place.path``: files are made with their sizes, and tasks write ranges of them."""
-
-    def __init__(self, place: TargetPlace, save_id: str, *, overwrite: bool = False) -> None:
-        super().__init__(place, save_id, overwrite=overwrite)
-        self._target = Path(place.url)
-        self._ledger = LocalLedger(place.work_folder, save_id)
-
-    def close(self) -> None:
-        """Release the lock."""
-        self._ledger.close()
-
-    def append(self, result: TaskResult, batch: TaskBatch) -> None:
-        """As `Publisher.append`."""
-        self._ledger.append(result.encode())
-
-    @property
-    def output(self) -> PosixStore:
-        """The folder beside the target."""
-        return PosixStore(self._ledger.output)
+    # -- beginning -------------------------------------------------------------------------------------------
 
     def begin(self, layout: TargetLayout, fingerprint: str) -> tuple[TargetLayout, list[TaskResult]]:
         """As `Publisher.begin`."""
-        place, ledger = self.place, self._ledger
+        place = self.place
         PosixStore(self._target.parent).make_root()
-        is_known = ledger.open(fingerprint)
+        noted = self.lock(fingerprint)
         try:
             if layout.index is not None and self.overwrite and place.exists():
                 # What the commit compares with is taken before anything is written.
                 self._previous = commit.previous_state(place.store, commit.Names())
         except BaseException:
-            if not is_known:
-                ledger.remove()
+            if noted is None:
+                self.clear()
             raise
-        found = self._built(layout) if is_known else None
+        found = None if noted is None else self._built(layout, *noted)
         if found is None:
             try:
                 if not self.overwrite:
                     place.refuse_existing()
-                ledger.begin(fingerprint, self.save_id)
-                _reserve(ledger.output, layout)
+                self._begin_anew(layout, fingerprint)
             except BaseException:
-                ledger.remove()
+                self.clear()
                 raise
-        self.has_begun, self.inode = True, ledger.inode
+        self.has_begun = True
         if place.file_name is not None:
-            with step(None, "stat", path := ledger.output / place.file_name):
+            with step(None, "stat", path := Path(self.output.path_of(place.file_name))):
                 self.inode = path.stat().st_ino
         return found or (layout, [])
 
-    def _built(self, layout: TargetLayout) -> tuple[TargetLayout, list[TaskResult]] | None:
+    def _begin_anew(self, layout: TargetLayout, fingerprint: str) -> None:
+        """Make the files, under the lock; what another conversion has left goes before that."""
+        output = Path(self.output.url)
+        self._forget()
+        with step(None, "open", self._ledger):
+            self._empty()
+            output.mkdir(exist_ok=True)
+            self.inode = output.stat().st_ino
+            self._note(header(fingerprint, self.save_id, self.inode))
+        _reserve(output, layout)
+
+    def _built(
+        self, layout: TargetLayout, save_id: str, inode: int | None, done: list[bytes]
+    ) -> tuple[TargetLayout, list[TaskResult]] | None:
         """Return what an earlier run has made if it is there: beside the target or, of a folder, if it was
         killed after that, under its name. What replaces another is rather made again."""
-        ledger, new = self._ledger, self.save_id
-        found = self._resumed(layout, ledger.save_id, ledger.done)
+        found, new = self._resumed(layout, save_id, done), self.save_id
         if found is None:
             return None
-        paths = [ledger.output / name for name in found[0].file_names]
+        self.save_id, self.inode = save_id, inode
+        paths = map(Path, map(self.output.path_of, found[0].file_names))
         sizes = zip(paths, found[0].file_sizes, strict=True)
         is_built = all(path.is_file() and path.stat().st_size == size for path, size in sizes)
-        self.save_id = ledger.save_id
         is_renamed = self.place.file_name is None and not self.overwrite
-        if is_built or (is_renamed and self.is_published(found[0], ledger.inode)):
+        if is_built or (is_renamed and self.is_published(found[0], inode)):
             return found
         self.save_id = new
         return None
+
+    # -- publishing ------------------------------------------------------------------------------------------
 
     def is_published(self, layout: TargetLayout, inode: int | None) -> bool:
         """As `Publisher.is_published`."""
@@ -281,7 +266,7 @@ class LocalPublisher(Publisher):
         return super().is_published(layout, inode)
 
     def _publish(self, layout: TargetLayout, checks: ResultChecks, index: CheckpointIndex | None) -> None:
-        output, target, previous = self._ledger.output, self._target, self._previous
+        output, target, previous = Path(self.output.url), self._target, self._previous
         fill_holes(output, layout, checks)
         with step(None, "list", output):
             half_written = list(output.rglob(f"{TEMPORARY_PREFIX}*"))
@@ -302,14 +287,16 @@ class LocalPublisher(Publisher):
             index = replace(index, torch_metadata_crc=crc32(metadata))
             self._write(output, MANIFEST_NAME, encode_manifest(index))
         PosixStore(output).sync()
-        self._ledger.sync()  # a run that finds the target knows by it that all of this one is done
+        if self._descriptor >= 0:
+            with step(announce, "fsync", self._ledger):
+                os.fsync(self._descriptor)  # a run that finds the target knows that all of this one is done
         announce("publish", target)
         try:
             if self.place.file_name is not None:
                 rename(output / self.place.file_name, target, overwrite=self.overwrite)
             elif self.overwrite and target.is_dir() and any(target.iterdir()):
                 keep_others(output, target, layout)
-                self._ledger.forget()  # a resumed run would take the old files for its own
+                self._forget()  # a resumed run would take the old files for its own
                 self.has_begun = False  # what is aside from now on may be the only copy: the next run looks
                 move_late(exchange(output, target), target, layout)
             else:
@@ -352,11 +339,18 @@ class LocalPublisher(Publisher):
             commit.discard(store, self.save_id, commit.Names())
             raise
 
-    def clear(self, batches: int) -> None:
-        """As `Publisher.clear`."""
-        self._ledger.remove()
 
-    discard = clear
+def remove_work_folder(folder: Path) -> bool:
+    """Put back what was to be replaced, and remove what a conversion has left in its work folder, under the
+    ledger's lock. Return False where a process is at it, or something else is in its place: all stays."""
+    place = TargetPlace(str(folder), PosixStore(folder), None, None)  # whose target it was nothing says
+    with closing(LocalPublisher(place, "", folder=folder)) as publisher:
+        try:
+            publisher.lock("")
+        except CheckpointConflictError:
+            return False
+        publisher.clear()
+    return True
 
 
 # -- files ---------------------------------------------------------------------------------------------------
@@ -395,16 +389,18 @@ def _allocate(path: Path, size: int) -> None:
 
 def fill_holes(folder: Path, layout: TargetLayout, checks: ResultChecks) -> None:
     """Write checksums into the files, and make each of these durable."""
-    holes = defaultdict(list)
-    crcs = {copy: checks.whole(copy).to_bytes(4, "little") for copy in {hole.copy for hole in layout.holes}}
-    for hole in layout.holes:
-        holes[hole.file].append((hole.offset, hole.copy))
+    holes = defaultdict[int, list[tuple[int, bytes]]](list)
+    crcs: dict[int, bytes] = {}
+    for copy, file, offset in layout.holes:
+        if copy not in crcs:
+            crcs[copy] = checks.whole(copy).to_bytes(4, "little")
+        holes[file].append((offset, crcs[copy]))
     for file, name in enumerate(layout.file_names):
         with step(announce, "holes", folder / name):
             descriptor = os.open(folder / name, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                for offset, copy in sorted(holes[file]):
-                    os.pwrite(descriptor, crcs[copy], offset)
+                for offset, crc in sorted(holes[file]):
+                    os.pwrite(descriptor, crc, offset)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)

@@ -13,9 +13,8 @@ import numpy.typing as npt
 
 from dcp.conversion.adapters import LowRank, low_ranks
 from dcp.conversion.arithmetic import Arithmetic
-from dcp.conversion.casting import CASTABLE
-from dcp.conversion.entries import Entries, TargetDtype, TensorEntry, mapped_entries
 from dcp.conversion.layout import TensorTerms
+from dcp.inspection.entries import Entries, TargetDtype, TensorEntry, mapped_entries
 from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns
 from dcp.planners.weight_maps.axes import model_config
 from dcp.planners.weight_maps.mapped_index import map_sources
@@ -23,6 +22,7 @@ from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.errors import PlanError
 from dcp.storage.formats import dtypes
+from dcp.storage.formats.dtypes import CASTABLE
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening import Source, complete_index
 from dcp.storage.geometry.strides import Int64, gather_rows, row_sums, starts

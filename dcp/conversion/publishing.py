@@ -24,8 +24,9 @@ from typing import Any, Final
 import msgpack
 import numpy as np
 
+from dcp.conversion.gather import TaskResult
 from dcp.conversion.layout import TargetLayout
-from dcp.conversion.running import ResultChecks, TaskBatch, TaskResult, announce
+from dcp.conversion.running import ResultChecks, TaskBatch, announce
 from dcp.conversion.targets.job import TargetPlace, is_written_under
 from dcp.inspection.values.digests import sums_of
 from dcp.inspection.values.tensor_reading import TensorReader
@@ -154,7 +155,8 @@ class Publisher(ABC):
         where it is local. Raises CheckpointConflictError if something else has come into being."""
         if not self.is_published(layout, inode):
             try:
-                self._publish(layout, checks, self._final_index(layout, checks))
+                index = None if layout.index is None else self._final_index(layout, layout.index, checks)
+                self._publish(layout, checks, index)
             except (CheckpointError, OSError) as error:
                 is_committed = isinstance(error, CheckpointError) and error.committed
                 if is_committed or not self.is_published(layout, inode):  # by a quicker attempt
@@ -217,13 +219,13 @@ class Publisher(ABC):
         index = replace(layout.index, files=names, provenance=provenance)
         return replace(layout, file_names=names, index=index), done
 
-    def _final_index(self, layout: TargetLayout, checks: ResultChecks) -> CheckpointIndex | None:
+    def _final_index(
+        self, layout: TargetLayout, index: CheckpointIndex, checks: ResultChecks
+    ) -> CheckpointIndex:
         """Return the index of a ``dcp`` target with the checksums of its blocks and, where the source has
         digests, those of the tensors that are not as it has them: of what was written, which is read."""
-        index, copies = layout.index, layout.chunk_copies
-        if index is None or copies is None:
-            return None
-        blocks = [checks.blocks(copy) for copy in copies.tolist()]
+        copies = layout.chunk_copies.tolist() if layout.chunk_copies is not None else ()
+        blocks = [checks.blocks(copy) for copy in copies]
         crcs = np.concatenate([np.zeros(0, np.uint32), *blocks]).astype(np.uint32)
         index = replace(index, crc_start=starts([len(block) for block in blocks]), crcs=crcs)
         if not (rows := [row for row, total in enumerate(index.digests) if not total]):

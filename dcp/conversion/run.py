@@ -16,11 +16,11 @@ from dcp.calls.plain_errors import plain_errors
 from dcp.conversion.adapters import open_adapter
 from dcp.conversion.arithmetic import Arithmetic, Weight, weights_of_adapters, weights_of_sources
 from dcp.conversion.driver import Conversion, ConversionReport
-from dcp.conversion.entries import TargetDtype
 from dcp.conversion.executors import check_executor
 from dcp.conversion.merging import open_joined
-from dcp.conversion.running import FaultySumsError, SourceChangedError
+from dcp.conversion.running import SourceChangedError
 from dcp.conversion.targets.job import Chunks, ConversionOptions, TargetPlace, place_of
+from dcp.inspection.entries import TargetDtype
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.progress import ProgressCallback
@@ -46,6 +46,9 @@ _NAME: Final = "step-{step:08d}"
 _MAX_LISTED: Final = 10
 
 _Place = str | os.PathLike[str]
+_How = tuple[str | Executor, int | None, bool, Verify, bool | ProgressCallback | None, bool]
+"""The arguments ``executor``, ``workers``, ``overwrite``, ``verify``, ``progress`` and ``resume``."""
+
 Map = WeightMap | Mapping[str, Any] | str | os.PathLike[str]
 
 
@@ -131,30 +134,12 @@ def convert(
     if not (overwrite or resume or place.is_begun):
         place.refuse_existing()  # before anything is read; else it may be what a killed run has made
     maps = () if map is None else (WeightMap.of(map),)
-    options = ConversionOptions(
-        to=to,
-        files=files,
-        chunks=chunks,
-        shard_bytes=shard_bytes,
-        drop_objects=drop_objects,
-        only=only,
-        exclude=exclude,
-        rename=rename,
-        dtype=dtype,
-        weight_maps=maps,
-    )
-    return _run(
-        partial(open_source, source, open_store=OpenWith(storage_options)),
-        place,
-        options.with_hf(hf, hf_also),
-        begun,
-        executor=executor,
-        workers=workers,
-        overwrite=overwrite,
-        verify=verify,
-        progress=progress,
-        resume=resume,
-    )
+    chosen = ConversionOptions(
+        to, only, exclude, rename, dtype, maps, files, chunks, shard_bytes, drop_objects
+    ).with_hf(hf, hf_also)
+    reopen = partial(open_source, source, open_store=OpenWith(storage_options))
+    how: _How = executor, workers, overwrite, verify, progress, resume
+    return _run(reopen, place, chosen, how, begun)
 
 
 @plain_errors
@@ -254,48 +239,26 @@ def merge(
     """
     begun = time.perf_counter()
     check_flags(overwrite=overwrite, drop_objects=drop_objects, resume=resume, progress=progress)
-    if run is None:
-        if last is not None or decay is not None:
-            raise OptionError("last and decay are about the steps of a run, which is missing")
-        given = _places("sources", sources)
-    elif sources or weights is not None or formula is not None or last is None:
+    if run is None and (last is not None or decay is not None):
+        raise OptionError("last and decay are about the steps of a run, which is missing")
+    if run is not None and (sources or weights is not None or formula is not None or last is None):
         raise OptionError("run: goes with last, and not with sources, weights or a formula")
+    if run is None or last is None:
+        given = _places("sources", sources)
     else:
         given = last_steps(run, last, name=name, storage_options=storage_options)
-    own = weights_of_sources(len(given), weights, formula, decay)
-    added = _places("adapters", adapters)
+    own, added = weights_of_sources(len(given), weights, formula, decay), _places("adapters", adapters)
     maps = _maps(map, len(given), len(added))
     arithmetic = Arithmetic(own, weights_of_adapters(len(added), adapter_weights), accumulate)
     members = [partial(open_source, one, open_store=_opened(one, storage_options)) for one in given]
     members += [partial(open_adapter, one, open_store=_opened(one, storage_options)) for one in added]
-    reopen = partial(open_joined, members)
     kind = to or _format_of(place_text(target), members[0])
     place = place_of(target, kind, OpenWith(target_options))
-    options = ConversionOptions(
-        to=kind,
-        files=files,
-        chunks=chunks,
-        shard_bytes=shard_bytes,
-        drop_objects=drop_objects,
-        only=only,
-        exclude=exclude,
-        rename=rename,
-        dtype=dtype,
-        weight_maps=maps,
-        arithmetic=arithmetic,
-    )
-    report = _run(
-        reopen,
-        place,
-        options.with_hf(hf, hf_also),
-        begun,
-        executor=executor,
-        workers=workers,
-        overwrite=overwrite,
-        verify=verify,
-        progress=progress,
-        resume=resume,
-    )
+    chosen = ConversionOptions(
+        kind, only, exclude, rename, dtype, maps, files, chunks, shard_bytes, drop_objects, arithmetic
+    ).with_hf(hf, hf_also)
+    how: _How = executor, workers, overwrite, verify, progress, resume
+    report = _run(partial(open_joined, members), place, chosen, how, begun)
     shown = zip([*given, *added], [*own, *arithmetic.adapter_weights], strict=True)
     return replace(report, weights=tuple(shown))
 
@@ -383,38 +346,27 @@ def _problem(steps: StepFolders, step: int) -> str:
 
 
 def _run(
-    reopen: Callable[[], Source],
-    place: TargetPlace,
-    options: ConversionOptions,
-    begun: float,
-    *,
-    executor: str | Executor,
-    workers: int | None,
-    overwrite: bool,
-    verify: Verify,
-    progress: bool | ProgressCallback | None,
-    resume: bool,
+    reopen: Callable[[], Source], place: TargetPlace, options: ConversionOptions, how: _How, begun: float
 ) -> ConversionReport:
     """Carry out the conversion of what ``reopen`` opens, here and in other processes; ``begun`` is when it
     was asked for, of `time.perf_counter`."""
+    executor, workers, overwrite, verify, progress, resume = how
     check_executor(executor, workers)
     source = reopen()
+    checks: dict[str, Any] = {"overwrite": overwrite, "verify": verify, "resume": resume}
     with (
         _source_changes_reported(source, reopen),
-        Conversion(
-            source, place, options, open_source=reopen, overwrite=overwrite, verify=verify
-        ) as conversion,
+        Conversion(source, place, options, open_source=reopen, **checks) as conversion,
     ):
         if resume and not (overwrite or place.is_begun) and place.exists():
             if (finished := conversion.of_finished()) is not None:
                 return replace(finished, seconds={"total": time.perf_counter() - begun})
             place.refuse_existing()
-        with _clearing_up(conversion, resume=resume):
-            prepared, batches = conversion.prepare(resume=resume)
-            planned, left = time.perf_counter(), len(batches)
-            conversion.carry_out(prepared.source_mark, batches, executor, workers, progress)
-            copied = time.perf_counter()
-            report = conversion.publish(prepared)
+        prepared, batches = conversion.prepare()
+        planned, left = time.perf_counter(), len(batches)
+        conversion.carry_out(prepared.source_mark, batches, executor, workers, progress)
+        copied = time.perf_counter()
+        report = conversion.publish(prepared)
     ended = time.perf_counter()
     seconds = {"plan": planned - begun, "copy": copied - planned, "publish": ended - copied}
     seconds["total"] = ended - begun
@@ -438,19 +390,3 @@ def _source_changes_reported(found: Source, reopen: Callable[[], Source]) -> Ite
             "dropped; convert it again",
             path=found.name,
         ) from error
-
-
-@contextmanager
-def _clearing_up(conversion: Conversion, *, resume: bool) -> Iterator[None]:
-    """Remove, on a failure or an interruption, what the next run could not resume."""
-    try:
-        yield
-    except (CorruptCheckpointError, SourceChangedError, FaultySumsError):
-        # Whatever was read wrong, and when: nothing of it may be believed the next time.
-        conversion.discard()
-        raise
-    except BaseException:
-        # Files in a store, which are whole, stay: another conversion could be writing them, too.
-        if conversion.place.path is not None and not (resume and conversion.has_progress):
-            conversion.discard()
-        raise

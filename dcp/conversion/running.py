@@ -16,9 +16,9 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, starmap
+from itertools import pairwise
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, Final
@@ -27,9 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.conversion.casting import cast
-from dcp.conversion.gather import RangeReader, Wanted
+from dcp.conversion.gather import BadElements, RangeReader, TaskResult, Wanted
 from dcp.conversion.layout import Copies, Hole, SourceColumns, TargetLayout, TaskCopies, TaskCopy, TermColumns
-from dcp.conversion.sums import NOT_FINITE, BadElements, Sums
+from dcp.conversion.sums import NOT_FINITE, Sums
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.engine.requests import ReadStats, Verify
@@ -37,7 +37,6 @@ from dcp.storage.engine.source import Fragment, Fragments, within_blocks
 from dcp.storage.errors import (
     CheckpointConflictError,
     CheckpointError,
-    CheckpointFormatError,
     PlanError,
     StorageError,
 )
@@ -48,7 +47,6 @@ from dcp.storage.formats.opening import Source, complete_index
 from dcp.storage.formats.plain import encode_plain
 from dcp.storage.geometry.strides import Int64, starts
 from dcp.storage.near_names import listed
-from dcp.storage.packing import pack, unpack
 from dcp.storage.stores.base import Buffer, Closable, ReadHandle, Store, WriteHandle
 from dcp.storage.stores.posix.files import PosixWriteHandle, step
 from dcp.version import __version__
@@ -93,47 +91,6 @@ class TaskBatch:
     is_all: bool
 
 
-@dataclass
-class TaskResult:
-    """The result of a task or a batch of them: checksums of what it read and wrote, by payload and by copy.
-    ``faults`` are of what was computed, which may then not be published. Pickled as it is packed."""
-
-    number: int
-    bytes_read: int = 0
-    sources: list[Fragment] = field(default_factory=list)
-    targets: list[Fragment] = field(default_factory=list)
-    faults: list[BadElements] = field(default_factory=list)
-
-    def add(self, other: TaskResult) -> None:
-        """Take what another task did, too."""
-        self.bytes_read += other.bytes_read
-        self.sources += other.sources
-        self.targets += other.targets
-        self.faults += other.faults
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TaskResult.decode, (self.encode(),)
-
-    def encode(self) -> bytes:
-        """Pack it: differences from row to row, because neighbours hardly differ."""
-        columns = []
-        for found in (self.sources, self.targets, self.faults):
-            rows = np.array(found, np.int64).reshape(-1, 4)
-            columns.append(np.diff(rows, axis=0, prepend=np.int64(0)).T)
-        return pack([self.number, self.bytes_read, *columns])
-
-    @classmethod
-    def decode(cls, data: bytes) -> TaskResult:
-        """Return the inverse of `encode`. Raises CheckpointFormatError for anything else."""
-        try:
-            number, bytes_read, *columns = unpack(data)
-            sources, targets, faults = (np.cumsum(one.T, axis=0).tolist() for one in columns)
-            parts = list(starmap(Fragment, sources)), list(starmap(Fragment, targets))
-            return cls(number, bytes_read, *parts, list(starmap(BadElements, faults)))
-        except (ValueError, TypeError, AttributeError) as error:
-            raise CheckpointFormatError("what was noted of a conversion is not to be read") from error
-
-
 # -- making tasks --------------------------------------------------------------------------------------------
 
 
@@ -153,7 +110,10 @@ def make_tasks(
     copies = layout.copies
     source_codes = dtype_codes[copies.tensors].astype(np.int64)
     for file, (name, size) in enumerate(zip(layout.file_names, layout.file_sizes, strict=True)):
-        literals = layout.literals.of_file(file)
+        own = np.flatnonzero(layout.literals.files == file)
+        own = own[np.argsort(layout.literals.offsets[own], kind="stable")]
+        data = map(layout.literals.data.__getitem__, own.tolist())
+        literals = list(zip(layout.literals.offsets[own].tolist(), data, strict=True))
         rows = np.flatnonzero((copies.files == file) & (copies.size_bytes > 0))
         rows = rows[np.argsort(copies.offsets[rows], kind="stable")]
         begins, ends = copies.offsets[rows], copies.offsets[rows] + copies.size_bytes[rows]
@@ -162,11 +122,11 @@ def make_tasks(
         cuts = [0, size] if by_file else sorted({*range(0, size, TASK_BYTES), *many, size, 0})
         for begin, end in pairwise(cuts):
             chosen = rows[np.searchsorted(ends, begin, "right") : np.searchsorted(begins, end, "left")]
-            own = TaskCopies.of(copies, chosen, source_codes, sources, terms)
+            made = TaskCopies.of(copies, chosen, source_codes, sources, terms)
             parts = tuple(literals_between(literals, begin, end))
-            numbers = np.unique(own.sources.rows[:, 1]).tolist()
+            numbers = np.unique(made.sources.rows[:, 1]).tolist()
             files = {number: (index.files[number], int(index.file_sizes[number])) for number in numbers}
-            tasks.append(Task(len(tasks), name, size, begin, end, parts, own, files, holes))
+            tasks.append(Task(len(tasks), name, size, begin, end, parts, made, files, holes))
     return tasks
 
 
@@ -174,10 +134,10 @@ def literals_between(
     literals: Sequence[tuple[int, bytes]], begin: int, end: int
 ) -> Iterator[tuple[int, bytes]]:
     """Yield (offset, bytes) of what literals, in their order, have of bytes ``begin`` to ``end``."""
-    first = bisect_right(literals, begin, key=lambda one: one[0] + len(one[1]))
+    first = max(0, bisect_right(literals, begin, key=itemgetter(0)) - 1)
     for offset, data in literals[first : bisect_left(literals, end, key=itemgetter(0))]:
-        low = max(begin, offset)
-        yield low, data[low - offset : end - offset]
+        if (low := max(begin, offset)) < offset + len(data):
+            yield low, data[low - offset : end - offset]
 
 
 def make_batches(tasks: Sequence[Task], batch_bytes: int) -> list[TaskBatch]:
@@ -281,7 +241,8 @@ class ResultChecks(SourceChecks):
             raise CheckpointError(
                 f"{missing} blocks of the output were not written; this is an error of dcphub"
             )
-        refuse_faults(self.faults, self._engine.index)
+        if self.faults:
+            refuse_faults(self.faults, self._engine.index)
 
     def blocks(self, copy: int) -> Int64:
         """Return CRC-32 of each block of a copy."""
@@ -300,14 +261,11 @@ class FaultySumsError(PlanError):
 
 
 def refuse_faults(faults: Iterable[BadElements], index: CheckpointIndex) -> None:
-    """Raise FaultySumsError that names all tensors of ``faults``, by the source's ``index``; fine without
-    any."""
+    """Raise FaultySumsError that names all tensors of ``faults``, by the source's ``index``."""
     counts: Counter[tuple[str, int]] = Counter()
     for fault in faults:
         row = int(index.chunk_tensors[fault.chunk])
         counts[index.fqns[row].partition("/")[2], fault.kind] += fault.elements
-    if not counts:
-        return
     shown = [
         f"{name!r} ({count:,} {'NaN or infinite' if kind == NOT_FINITE else 'too large for its dtype'})"
         for (name, kind), count in sorted(counts.items())
@@ -417,34 +375,29 @@ class ComparedFile(WriteHandle):
 
 
 class TaskReader(Closable):
-    """The bytes of ``task`` from its ``begin`` on, window by window. Use as a context manager; for one thread
-    at a time."""
+    """The bytes of ``task`` from its ``begin`` on, window by window; ``result`` has the checksums of all that
+    was read and made so far, and faults. Use as a context manager; for one thread at a time."""
 
     def __init__(self, store: Store, task: Task, *, verify: bool) -> None:
         self.position = task.begin
         self._task = task
-        self._reader = RangeReader(store, task.source_files, verify=verify)
+        self._reader = RangeReader(store, task.number, task.source_files, verify=verify)
+        self.result = self._reader.result
         self._holes = sorted(task.holes, key=attrgetter("offset"))
         self._seen = 0
         self._fragments: dict[int, list[Fragment]] = {}
-        self._faults: list[BadElements] = []
         terms = task.copies.terms
-        self._sums = None if terms is None else Sums(self._reader, terms.accumulate, self._faults)
+        self._sums = None if terms is None else Sums(self._reader, terms.accumulate)
 
     def close(self) -> None:
         """Close the source's files."""
         self._reader.close()
 
-    def result(self) -> TaskResult:
-        """Return checksums of all that was read and made so far, and its faults."""
-        reader = self._reader
-        return TaskResult(self._task.number, reader.bytes_read, reader.sources, reader.targets, self._faults)
-
     def take_sources(self) -> list[Fragment]:
         """Return checksums of what was read since the last call; those of what is made are dropped."""
-        found, self._reader.sources = self._reader.sources, []
+        found, self.result.sources = self.result.sources, []
         if not self._holes:
-            self._reader.targets = []
+            self.result.targets = []
         return found
 
     def fill(self, buffer: memoryview) -> None:
@@ -504,14 +457,14 @@ class TaskReader(Closable):
     def _note(self, copy: int, position: int, data: memoryview) -> None:
         for begin, end in within_blocks(len(data), position):
             crc = crc32(data[begin:end])
-            self._reader.targets.append(Fragment(copy, position + begin, position + end, crc))
+            self.result.targets.append(Fragment(copy, position + begin, position + end, crc))
 
     def _fill_holes(self, buffer: memoryview, begin: int, end: int) -> None:
         """Put checksums into a file that is written front to back: the copies of its holes stand before
         them."""
-        for fragment in self._reader.targets[self._seen :]:
+        for fragment in self.result.targets[self._seen :]:
             self._fragments.setdefault(fragment.owner, []).append(fragment)
-        self._seen = len(self._reader.targets)
+        self._seen = len(self.result.targets)
         first = bisect_left(self._holes, begin, key=lambda hole: hole.offset + 3)
         for hole in self._holes[first : bisect_left(self._holes, end, key=attrgetter("offset"))]:
             crc = position = 0
@@ -550,12 +503,11 @@ def _run_task(
             sink.write(buffer)
             if on_bytes is not None:
                 on_bytes(size)
-        result = reader.result()
         if check is not None:
-            check(result)
+            check(reader.result)
         announce("finish", task.name)
     announce("finished", task.name)
-    return result
+    return reader.result
 
 
 # -- a batch of them -----------------------------------------------------------------------------------------
@@ -568,8 +520,8 @@ class SourceChangedError(CheckpointConflictError):
 def source_mark(store: Store, index: CheckpointIndex, to: str) -> str:
     """Return a text that changes with the source's files, and with how this version converts to ``to``."""
     names = frozenset(index.files)
-    files = sorted((info for info in store.list() if info.name in names), key=attrgetter("name"))
-    facts = [(info.name, info.size_bytes, info.modified_seconds) for info in files]
+    found = (info for info in store.list() if info.name in names)
+    facts = sorted(map(attrgetter("name", "size_bytes", "modified_seconds"), found))
     sizes = [TASK_BYTES, TASK_COPIES, WINDOW_BYTES]
     head = [__version__, store.url, to, *sizes, index.provenance.get("save_id"), facts]
     return hashlib.sha256(encode_plain(head, limit_bytes=1 << 30) or b"").hexdigest()
@@ -665,6 +617,7 @@ def _comparison(batch: TaskBatch, engine: ReadEngine) -> Callable[[TaskResult], 
         if batch.is_all:  # no other batch reads the rest of a block, or makes the rest of the target
             if verifies:
                 checks.finish(chunks.tolist())
-            refuse_faults(result.faults, engine.index)
+            if result.faults:
+                refuse_faults(result.faults, engine.index)
 
     return check

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from dcp.conversion.casting import TOO_LARGE, narrowed, stored_dtype, widened
-from dcp.conversion.gather import RangeReader, Wanted
+from dcp.conversion.gather import BadElements, RangeReader, Wanted
 from dcp.conversion.layout import SourcePart, TaskCopy, Term
 from dcp.storage.formats import dtypes
 
@@ -34,43 +35,22 @@ NOT_FINITE: Final = 0
 OUT_OF_RANGE: Final = 1
 
 
-class BadElements(NamedTuple):
-    """So many ``elements`` of a copy are no numbers, or infinite, or too large for its type (``kind``);
-    ``chunk`` is one of the source that they were made of."""
-
-    copy: int
-    chunk: int
-    elements: int
-    kind: int
-
-
-class _Step(NamedTuple):
-    """Elements ``first`` to ``last`` of a copy: the place for their bytes but the first ``skip``, and what is
-    read for them, by gather."""
-
-    copy: TaskCopy
-    first: int
-    last: int
-    place: memoryview
-    skip: int
-    read: list[_Array]
-
-
 class Sums:
-    """Adds up copies in the type of code ``accumulate``; `flush` ends what `add` has begun. ``faults`` gets
-    what cannot be."""
+    """Adds up copies in the type of code ``accumulate``; `flush` ends what `add` has begun. The
+    reader's result gets what cannot be."""
 
-    def __init__(self, reader: RangeReader, accumulate: int, faults: list[BadElements]) -> None:
+    def __init__(self, reader: RangeReader, accumulate: int) -> None:
         self._reader = reader
-        self._faults = faults
+        self._faults = reader.result.faults
         kind = stored_dtype(accumulate)
         self._sum, self._product, self._values = (np.empty(_BLOCK, kind) for _ in range(3))
         self._limit = _STEP_OF_REQUESTS_BYTES if reader.profile.scatter else _STEP_BYTES
         self._memory = np.empty(self._limit, np.uint8)
         self._used = 0
-        self._steps: list[_Step] = []
+        self._steps: list[Callable[[], None]] = []
         self._wanted: list[Wanted] = []
         self._done: list[Callable[[], None]] = []
+        self._newest = -1
         self._rights: dict[tuple[int, int], _Array] = {}
 
     def add(self, copy: TaskCopy, place: memoryview, low: int, done: Callable[[], None]) -> None:
@@ -88,18 +68,17 @@ class Sums:
                 array for number in range(len(copy.terms)) for array in self._want(copy, number, first, end)
             ]
             part = place[begin - low : stop - low]
-            self._steps.append(_Step(copy, first, end, part, begin - first * size, read))
+            step = partial(self._carry_out, copy, first, end, part, begin - first * size, read)
+            self._steps.append(step)
+            self._newest = copy.copy
         self._done.append(done)
 
     def flush(self) -> None:
         """Read and add what is wanted."""
         self._reader.read(self._wanted)
-        for step in self._steps:
-            self._carry_out(*step)
-        for done in self._done:
-            done()
-        newest = self._steps[-1].copy.copy if self._steps else -1
-        self._rights = {key: array for key, array in self._rights.items() if key[0] == newest}
+        for act in (*self._steps, *self._done):
+            act()
+        self._rights = {key: array for key, array in self._rights.items() if key[0] == self._newest}
         self._used, self._steps, self._wanted, self._done = 0, [], [], []
 
     # -- what to read ----------------------------------------------------------------------------------------
@@ -136,6 +115,7 @@ class Sums:
     def _carry_out(
         self, copy: TaskCopy, first: int, last: int, place: memoryview, skip: int, read: list[_Array]
     ) -> None:
+        """Add up elements ``first`` to ``last``, and put all their bytes but the first ``skip`` in place."""
         size = dtypes.BY_CODE[copy.target_code].itemsize
         target = np.frombuffer(place, np.uint8)
         for begin in range(0, last - first, _BLOCK):

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp.engines.protocol_calls import PICKLED, call_with_optional, one_each
 from dcp.planners.save.planner import DefaultSavePlanner
-from dcp.saving.foreign_values import warn_of_foreign
 from dcp.saving.save import Save, SavingRank
+from dcp.saving.trust_warnings import warn_of_foreign
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.opening import open_index
 from dcp.storage.torch_storage.metadata import LazyMetadata

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dcp.planners.rank_state import RankState
 from dcp.saving.feature import SaveFeature
-from dcp.saving.foreign_values import warn_of_foreign
+from dcp.saving.trust_warnings import warn_of_foreign
 
 if TYPE_CHECKING:
     from dcp.saving.save import SavingRank

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dcp.calls.features import Features
-from dcp.conversion.entries import Entries, choose_entries
+from dcp.inspection.entries import Entries, choose_entries
 from dcp.loading.call import LoadCall
 from dcp.loading.feature import LoadFeature, LoadReport, Target, View, load_features
 from dcp.planners.load.plan import LoadPlan
@@ -409,7 +409,7 @@ class Whole(Target):
             return torch.Size(value) if kinds.get(fqn) == "torch.Size" and isinstance(value, tuple) else value
 
         paths = entries.paths
-        found = restore_structure(structure, paths | _gaps(entries, structure), value_of)
+        found = restore_structure(structure, {**paths, **_gaps(entries, structure)}, value_of)
         return found if isinstance(found, dict) else {fqn: value_of(fqn) for fqn in paths}
 
 

@@ -20,19 +20,18 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
-from dcp.conversion.local import LEDGER_NAME, LocalLedger, only_copies, refusal_to_put_back
+from dcp.conversion.local import LEDGER_NAME, only_copies, refusal_to_put_back, remove_work_folder
 from dcp.conversion.targets.job import is_written_under
 from dcp.manager.dropping import OWN_ASIDE, finish_drop, owner_of
 from dcp.steps import Commit, Deleting, Notes, read_commit, read_notes, update_notes
 from dcp.storage.commit import abort_uploads, unfinished_uploads
 from dcp.storage.commit_names import DATA_NAME, MANIFEST_NAME, METADATA_NAME, NOTES_NAME, is_commit_object
 from dcp.storage.errors import (
-    CheckpointConflictError,
     CheckpointError,
     CheckpointFormatError,
     CheckpointNotFoundError,
@@ -396,14 +395,7 @@ def remove_leftovers(store: Store, left: Leftovers, before_seconds: float, *, up
     if left.kind == "removal":
         files = finish_removal(store, time.time()).files
     elif left.kind in ("conversion", "replacement"):
-        files = len(left.files)
-        with closing(LocalLedger(Path(left.url))) as ledger:
-            try:  # under the ledger's own lock: one at work stays. What was to be replaced is put back
-                ledger.open("")
-            except CheckpointConflictError:
-                files = 0
-            else:
-                ledger.remove()
+        files = len(left.files) if remove_work_folder(Path(left.url)) else 0
     elif left.kind == "abandoned":
         files = remove_abandoned(store, before_seconds).files
     else:

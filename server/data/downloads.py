@@ -86,8 +86,8 @@ def plan_download(
     Raises PlanError for what such a file cannot hold, and for globs that match nothing.
     """
     # Only here: a service is to answer soon after its start.
-    from dcp.conversion.entries import choose_entries
     from dcp.conversion.targets.job import ConversionOptions, LayoutJob
+    from dcp.inspection.entries import choose_entries
     from dcp.planners.garbage_collection import garbage_collection_paused
     from dcp.server.data.sending.planned import PlannedBody
     from dcp.storage.engine.read import ReadEngine

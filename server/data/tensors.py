@@ -9,7 +9,6 @@ from typing import Final
 
 import numpy as np
 
-from dcp.conversion.casting import CASTABLE
 from dcp.conversion.layout import Copies, Literals, TargetLayout
 from dcp.conversion.layout import Literal as LiteralBytes
 from dcp.inspection.values.elements import decode, stored_dtype
@@ -21,7 +20,7 @@ from dcp.server.data.slices import TensorFormat
 from dcp.server.problems import UnprocessableError
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.dtypes import Dtype
+from dcp.storage.formats.dtypes import CASTABLE, Dtype
 from dcp.storage.formats.safetensors import HeaderTensor, header_order, safetensors_header
 
 __all__ = ["PlannedTensor", "plan_tensor"]

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Final
+
+from dcp.storage.errors import OptionError
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +62,17 @@ _TABLE = (
 BY_CODE = MappingProxyType({dtype.code: dtype for dtype in _TABLE})
 BY_NAME = MappingProxyType({dtype.name: dtype for dtype in _TABLE})
 BY_STORAGE_CLASS = MappingProxyType({d.storage_class: d for d in _TABLE if d.storage_class})
+
+_CASTABLE: Final = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+CASTABLE: Final = frozenset(BY_NAME[name].code for name in _CASTABLE)
+"""Codes of the types that conversions and `dcp.read` cast to each other."""
+
+
+def check_castable(name: object) -> int:
+    """Return the code of the dtype called ``name`` (``torch.`` before it is fine). OptionError if there is
+    no cast."""
+    text = str(name).removeprefix("torch.")
+    if text not in _CASTABLE:
+        raise OptionError(f"dtype must be one of {', '.join(_CASTABLE)}, not {text!r}")
+    return BY_NAME[text].code

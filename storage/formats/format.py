@@ -50,10 +50,6 @@ class Target:
     as_file: Literal["always", "by name", "never"] = "never"
     last_file: str | None = None
 
-    def lay_out(self, job: Any) -> Any:
-        """Return the layout of one target."""
-        return found(self.layout)(job)
-
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Format:

@@ -75,6 +75,15 @@ class ObjectColumns:
     plain: Int64 = field(default_factory=_NO_INT64)
     values: Sequence[bytes] = ()
 
+    @classmethod
+    def of_plain(cls, encoded: Mapping[str, bytes]) -> ObjectColumns:
+        """Return values that are plain data alone, by name as they are encoded."""
+        numbers: dict[bytes, int] = {}
+        plain = [numbers.setdefault(value, len(numbers)) for value in encoded.values()]
+        nothing, unknown = np.zeros(len(plain), np.int64), np.full(len(plain), UNKNOWN, np.int64)
+        columns = unknown, nothing, nothing, unknown, np.array(plain, np.int64)
+        return cls(list(encoded), *columns, list(numbers))
+
     def __len__(self) -> int:
         return len(self.fqns)
 

@@ -4,16 +4,13 @@
 Specification: https://github.com/huggingface/safetensors#format. An 8-byte little-endian length, that many
 bytes of JSON, then the tensors' bytes, C-ordered and little-endian, without holes or overlaps. The format
 holds named tensors and strings, nothing else. What else a checkpoint has (values, nesting, ties) goes into
-one string of ``__metadata__`` under `EXTRAS_KEY`, which other readers pass over. Torch-free.
+one string of ``__metadata__`` (`dcp.storage.formats.safetensors_extras`). Torch-free.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import json
 import math
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -25,7 +22,6 @@ import numpy as np
 from dcp.storage.errors import CheckpointFormatError, PlanError, UnsupportedFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import MAX_DIMENSIONS, CheckpointIndex, WholeTensor
-from dcp.storage.formats.plain import decode_plain, encode_plain
 from dcp.storage.formats.registry import SAFETENSORS
 from dcp.storage.near_names import listed
 
@@ -275,9 +271,6 @@ def _shard_offsets(entries: Mapping[str, SafetensorsEntry], sharding: str, name:
     return np.array(offsets, dtype=np.int64)
 
 
-EXTRAS_KEY: Final = "dcphub"
-MAX_EXTRAS_BYTES: Final = 64 << 20
-
 _ORDER: Final = (
     *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
     *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
@@ -349,33 +342,6 @@ def safetensors_header(tensors: Sequence[HeaderTensor], metadata: Mapping[str, s
             "make smaller shards"
         )
     return len(text).to_bytes(8, "little") + text
-
-
-def encode_extras(extras: Mapping[str, Any]) -> str:
-    """Return plain data as one string; PlanError if it is not plain, or more than MAX_EXTRAS_BYTES."""
-    data = encode_plain(dict(extras), limit_bytes=MAX_EXTRAS_BYTES)
-    if data is None:
-        raise PlanError(
-            "values and nesting of the checkpoint are too large for the metadata of a safetensors file"
-        )
-    return base64.b64encode(zlib.compress(data)).decode("ascii")
-
-
-def decode_extras(text: str) -> dict[str, Any]:
-    """Return the inverse of `encode_extras`; CheckpointFormatError for anything else, in bounded memory."""
-    try:
-        stream = zlib.decompressobj()
-        data = stream.decompress(base64.b64decode(text, validate=True), MAX_EXTRAS_BYTES)
-    except (binascii.Error, ValueError, zlib.error) as error:
-        raise CheckpointFormatError(
-            f"the safetensors metadata {EXTRAS_KEY!r} is malformed: {error}"
-        ) from error
-    if not stream.eof:
-        raise CheckpointFormatError(f"the safetensors metadata {EXTRAS_KEY!r} is too large")
-    value = decode_plain(data, limit_bytes=MAX_EXTRAS_BYTES)
-    if not isinstance(value, dict):
-        raise CheckpointFormatError(f"the safetensors metadata {EXTRAS_KEY!r} is not a dict")
-    return value
 
 
 def _is_text(name: str) -> bool:

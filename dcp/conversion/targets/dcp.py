@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from dcp.conversion.entries import Entries, Value
 from dcp.conversion.layout import Copies, Hole, Literal, Literals, TargetLayout
 from dcp.conversion.targets.job import Chunks, LayoutJob, Planned
+from dcp.inspection.entries import Entries, Value
 from dcp.storage.engine.write import data_file_name
 from dcp.storage.errors import OptionError
 from dcp.storage.formats.checksums import crc32

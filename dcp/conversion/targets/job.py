@@ -13,14 +13,13 @@ import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from dcp.conversion.arithmetic import Arithmetic
-from dcp.conversion.entries import Entries, TargetDtype, Value
 from dcp.conversion.hf_folder import HfFolder, read_hf_folder
-from dcp.conversion.layout import TargetLayout, payload_crcs
+from dcp.conversion.layout import TargetLayout
+from dcp.inspection.entries import Entries, TargetDtype, Value
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename
 from dcp.planners.weight_maps.axes import CONFIG, config_of
@@ -36,6 +35,7 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.dtypes import Dtype
+from dcp.storage.formats.format import found
 from dcp.storage.formats.index import UNKNOWN
 from dcp.storage.formats.native.record import object_record
 from dcp.storage.formats.plain import encode_plain
@@ -64,38 +64,40 @@ files."""
 class ConversionOptions:
     """The options of `dcp.convert` that decide what the target holds.
 
-    ``to`` is the `Target.name`; those up to ``hf``, whose files are beside the weights, are each for the
-    formats that have a use for it. With ``arithmetic`` the conversion is a `dcp.merge`, whose source is
-    several as one (`dcp.conversion.merging`). ``weight_maps`` is one for all sources, or one for each;
-    empty without any.
+    ``to`` is the `Target.name`; ``files`` to ``drop_objects``, and ``hf``, whose files are beside the
+    weights, are each for the formats that have a use for it. With ``arithmetic`` the conversion is a
+    `dcp.merge`, whose source is several as one (`dcp.conversion.merging`). ``weight_maps`` is one for all
+    sources, or one for each; empty without any.
     """
 
     to: str
-    files: int = 1
-    chunks: Chunks = "keep"
-    shard_bytes: int | None = None
-    drop_objects: bool = False
-    hf: HfFolder | None = None
     only: Patterns | None = None
     exclude: Patterns | None = None
     rename: Rename | None = None
     dtype: TargetDtype = None
     weight_maps: tuple[WeightMap | None, ...] = ()
+    files: int = 1
+    chunks: Chunks = "keep"
+    shard_bytes: int | None = None
+    drop_objects: bool = False
     arithmetic: Arithmetic | None = None
+    hf: HfFolder | None = None
 
-    def with_template(self, hf: HfFolder) -> ConversionOptions:
-        """Return them with what ``hf`` has beside weights; its configuration is also the map's."""
-        known = config_of(hf.files[CONFIG], f"{CONFIG} of {hf.url}") if CONFIG in hf.files else {}
+    def with_hf(
+        self, hf: HfFolder | str | os.PathLike[str] | None, also: Sequence[str] = ()
+    ) -> ConversionOptions:
+        """Return them with what a template, or the arguments ``hf`` and ``hf_also`` of `dcp.convert`, have
+        beside weights; its configuration is also the map's."""
+        if hf is None:
+            if also:
+                raise OptionError("hf_also= requires hf=")
+            return self
+        template = hf if isinstance(hf, HfFolder) else read_hf_folder(hf, also)
+        known: Mapping[str, Any] = {}
+        if CONFIG in template.files:
+            known = config_of(template.files[CONFIG], f"{CONFIG} of {template.url}")
         maps = tuple(one and replace(one, config={**known, **one.config}) for one in self.weight_maps)
-        return replace(self, hf=hf, weight_maps=maps)
-
-    def with_hf(self, hf: str | os.PathLike[str] | None, also: Sequence[str]) -> ConversionOptions:
-        """Return them with the arguments ``hf`` and ``hf_also`` of `dcp.convert`."""
-        if hf is not None:
-            return self.with_template(read_hf_folder(hf, also))
-        if also:
-            raise OptionError("hf_also= requires hf=")
-        return self
+        return replace(self, hf=template, weight_maps=maps)
 
 
 @dataclass(frozen=True)
@@ -139,35 +141,32 @@ class LayoutJob:
     @garbage_collection_paused()
     def plan(self) -> Planned:
         """Lay out the target. PlanError, with names, for values that it cannot hold and must not drop."""
-        planned: Planned = target_named(self.options.to)[1].lay_out(self)
+        planned: Planned = found(target_named(self.options.to)[1].layout)(self)
         planned.layout.check()
         return planned
-
-    @cached_property
-    def crcs(self) -> Mapping[int, int]:
-        """The source's checksums of whole tensors, by row; none where they are not compared."""
-        return payload_crcs(self.entries.index) if self.is_compared else {}
 
     def contents(self, *, is_plain_only: bool) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Return (values by name, names of those dropped), as `kept`. ``is_plain_only``: plain data is all
         that there is room for."""
-        found: dict[str, Any] = {}
+        contents: dict[str, Any] = {}
         refused: dict[str, str] = {}
         for value in self.entries.values:
             try:
                 content = self.value(value.row)
                 if is_plain_only and encode_plain(content, limit_bytes=_MAX_VALUE_BYTES) is None:
                     raise CheckpointFormatError("is no plain data, or too large")
-                found[value.fqn] = content
+                contents[value.fqn] = content
             except CheckpointFormatError as error:
                 refused[value.fqn] = str(error)
-        return found, self.kept(refused)[1]
+        return contents, self.kept(refused)[1]
 
     def kept(self, refused: Mapping[str, str]) -> tuple[list[Value], tuple[str, ...]]:
         """Return (values that stay, names of those dropped), which are those of ``refused`` and what the
         source itself refuses. PlanError that lists these unless they may be dropped."""
         refused = {**self.entries.refused, **refused}
-        if refused and not self.options.drop_objects:
+        if not refused:
+            return [*self.entries.values], ()
+        if not self.options.drop_objects:
             shown = listed([f"{fqn!r} ({why})" for fqn, why in refused.items()], most=_MAX_LISTED, show=str)
             raise PlanError(
                 f"{len(refused)} of the values cannot be converted to {self.options.to}: {shown}. Exclude "

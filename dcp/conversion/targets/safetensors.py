@@ -15,27 +15,22 @@ from typing import Any, Final
 
 import numpy as np
 
-from dcp.conversion.entries import Entries
 from dcp.conversion.hf_folder import ADAPTER_CONFIG, HfFolder, known_files
 from dcp.conversion.layout import Copies, Literal, Literals, TargetLayout
 from dcp.conversion.targets.job import LayoutJob, Planned
+from dcp.inspection.entries import Entries
 from dcp.planners.weight_maps.axes import CONFIG
-from dcp.storage.errors import CheckpointFormatError, OptionError, PlanError, UnsupportedFormatError
+from dcp.storage.errors import OptionError, PlanError
 from dcp.storage.formats import dtypes
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, Path
-from dcp.storage.formats.plain import encode_plain
 from dcp.storage.formats.registry import WEIGHT_MAP_NAME
 from dcp.storage.formats.safetensors import (
-    EXTRAS_KEY,
     HeaderTensor,
-    decode_extras,
-    encode_extras,
     header_order,
     safetensors_header,
 )
+from dcp.storage.formats.safetensors_extras import EXTRAS_KEY, EXTRAS_VERSION, OWN_KEYS, encode_extras
 from dcp.storage.formats.weights_folder import MAX_WEIGHT_MAP_BYTES
 from dcp.storage.geometry.strides import starts
-from dcp.storage.stores.base import Store
 
 DEFAULT_SHARD_BYTES: Final = 5_000_000_000
 """As in huggingface_hub."""
@@ -175,13 +170,6 @@ def _index(tensors: Sequence[HeaderTensor], shards: Sequence[Sequence[int]], nam
     return encoded
 
 
-_VERSION: Final = 1
-_MAX_VALUE_BYTES: Final = 64 << 20
-_COMPARED_BYTES: Final = 4 << 20
-_OWN_KEYS: Final = frozenset({EXTRAS_KEY, "format"})
-"""Keys of a file's metadata that are not the user's."""
-
-
 def _extras(entries: Entries, contents: Mapping[str, Any]) -> dict[str, Any]:
     """Return what is kept besides tensors, values by name among that; empty for a flat dict of tensors."""
     order, structure = list(entries.paths), entries.structure()
@@ -200,111 +188,8 @@ def _extras(entries: Entries, contents: Mapping[str, Any]) -> dict[str, Any]:
         "user": {key: value for key, value in entries.index.user.items() if not _is_text(key, value)},
     }
     found = {name: value for name, value in found.items() if value}
-    return {"version": _VERSION, "order": order, **found} if found else {}
+    return {"version": EXTRAS_VERSION, "order": order, **found} if found else {}
 
 
 def _is_text(key: object, value: object) -> bool:
-    return isinstance(key, str) and isinstance(value, str) and key not in _OWN_KEYS
-
-
-def with_extras(store: Store, index: CheckpointIndex) -> CheckpointIndex:
-    """Return ``index`` with what `_extras` kept; itself where there is nothing.
-
-    Raises CheckpointFormatError for extras that are malformed. Names noted as tied are tied if their bytes
-    are still equal, which is looked at.
-    """
-    texts = [index.user.get(EXTRAS_KEY)]
-    by_file = index.provenance.get("file_metadata")
-    if isinstance(by_file, dict):
-        texts += [note.get(EXTRAS_KEY) for note in by_file.values() if isinstance(note, dict)]
-    text = next((text for text in texts if isinstance(text, str)), None)
-    user = {key: value for key, value in index.user.items() if key not in _OWN_KEYS}
-    if text is None:
-        return replace(index, user=user) if len(user) < len(index.user) else index
-    extras = decode_extras(text)
-    if extras.get("version") != _VERSION:
-        raise UnsupportedFormatError(
-            f"{store.url}: the metadata {EXTRAS_KEY!r} is of another version than {_VERSION}: it was written "
-            "by a newer dcphub; read it with one"
-        )
-    paths = _checked(extras, "paths", dict)
-    known = {*index.fqns, *_checked(extras, "values", dict)}
-    order = [fqn for fqn in _checked(extras, "order", list) if fqn in known]
-    order += [fqn for fqn in known.difference(order) if isinstance(fqn, str)]
-    grads = set(_checked(extras, "requires_grad", list))
-    provenance = {name: value for name, value in index.provenance.items() if name != "file_metadata"}
-    if "structure" in extras:
-        provenance["structure"] = extras["structure"]
-    index = replace(
-        index,
-        objects=_objects(_checked(extras, "values", dict)),
-        planner_data={fqn: _path(fqn, paths) for fqn in order},
-        requires_grad=np.array([fqn in grads for fqn in index.fqns], dtype=np.uint8),
-        provenance=provenance,
-        user=user | _checked(extras, "user", dict),
-    )
-    index.check()
-    return _tied(store, index, _checked(extras, "ties", dict))
-
-
-def _checked(extras: Mapping[str, Any], name: str, kind: type) -> Any:
-    value = extras.get(name, kind())
-    if not isinstance(value, kind):
-        raise CheckpointFormatError(f"{name} of the metadata {EXTRAS_KEY!r} is no {kind.__name__}")
-    return value
-
-
-def _path(fqn: str, paths: Mapping[str, Any]) -> Path:
-    path = paths.get(fqn, (fqn,))
-    if not isinstance(path, tuple) or not path or not all(type(part) in (str, int) for part in path):
-        raise CheckpointFormatError(f"the path of {fqn!r} in the metadata {EXTRAS_KEY!r} is malformed")
-    return path
-
-
-def _objects(values: Mapping[str, Any]) -> ObjectColumns:
-    encoded: dict[bytes, int] = {}
-    plain = []
-    for fqn, value in values.items():
-        data = encode_plain(value, limit_bytes=_MAX_VALUE_BYTES)
-        if data is None or not isinstance(fqn, str):
-            raise CheckpointFormatError(f"a value of the metadata {EXTRAS_KEY!r} is malformed")
-        plain.append(encoded.setdefault(data, len(encoded)))
-    count = len(plain)
-    return ObjectColumns(
-        fqns=list(values),
-        files=np.full(count, UNKNOWN, np.int64),
-        offsets=np.zeros(count, np.int64),
-        lengths=np.zeros(count, np.int64),
-        crcs=np.full(count, UNKNOWN, np.int64),
-        plain=np.array(plain, np.int64),
-        values=list(encoded),
-    )
-
-
-def _tied(store: Store, index: CheckpointIndex, ties: Mapping[str, str]) -> CheckpointIndex:
-    columns = {
-        name: getattr(index, name).copy()
-        for name in ("chunk_files", "record_offsets", "record_lengths", "payload_offsets")
-    }
-    for second, first in ties.items():
-        rows = [index.position.get(name) for name in (first, second)]
-        if None in rows:
-            continue
-        one, other = (index.chunks(row) for row in rows if row is not None)
-        alike = len(one) == len(other) == 1 and index.dtype(rows[0]) == index.dtype(rows[1])  # type: ignore[arg-type]
-        if alike and index.box(one[0]) == index.box(other[0]) and _are_equal(store, index, one[0], other[0]):
-            for column in columns.values():
-                column[other[0]] = column[one[0]]
-    return replace(index, **columns)
-
-
-def _are_equal(store: Store, index: CheckpointIndex, one: int, other: int) -> bool:
-    names = [index.files[int(index.chunk_files[chunk])] for chunk in (one, other)]
-    begins = [int(index.payload_offsets[chunk]) for chunk in (one, other)]
-    size = int(index.payload_lengths[one])
-    with store.open_read(names[0]) as first, store.open_read(names[1]) as second:
-        for at in range(0, size, _COMPARED_BYTES):
-            count = min(_COMPARED_BYTES, size - at)
-            if first.pread(count, begins[0] + at) != second.pread(count, begins[1] + at):
-                return False
-    return True
+    return isinstance(key, str) and isinstance(value, str) and key not in OWN_KEYS

@@ -9,21 +9,25 @@ containers and keys.
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Collection
 from itertools import repeat
 from typing import Any, Final
 
 import numpy as np
 
-from dcp.conversion.layout import Copies, Hole, Literals, TargetLayout
+from dcp.conversion.layout import Copies, Hole, Literals, TargetLayout, payload_crcs
 from dcp.conversion.targets.job import LayoutJob, Planned, torch_allows
 from dcp.storage.errors import PlanError
 from dcp.storage.formats.native.record import ALIGNMENT_BYTES
 from dcp.storage.formats.torch.archive import MAX_FILE_ENTRIES
 from dcp.storage.formats.torch.pickle_reader import MAX_FILE_PICKLE_BYTES, SizePickle
 from dcp.storage.formats.torch.structure import restore_structure
-from dcp.storage.formats.torch.writer import PickledTensor, TensorRef, ZipLayout, encode_torch_pickle
+from dcp.storage.formats.torch.writer import (
+    PickledTensor,
+    Storages,
+    TensorRef,
+    ZipLayout,
+    encode_torch_pickle,
+)
 from dcp.storage.near_names import listed
 
 logger = logging.getLogger(__name__)
@@ -50,13 +54,11 @@ def lay_out(job: LayoutJob) -> Planned:
             contents[fqn] = SizePickle(value)
     flags = index.requires_grad.tolist()
     facts = zip(entries.tensors, entries.elements.tolist(), entries.shapes, strict=True)
-    for (row, fqn, _, code, storage), elements, shape in facts:
+    for (row, fqn, code, storage), elements, shape in facts:
         contents[fqn] = TensorRef(code, str(storage), elements, shape, bool(flags[row]))
     paths = {fqn: path for fqn, path in entries.paths.items() if fqn in contents}
     nested = restore_structure(notes or None, paths, contents.__getitem__)
-    # Storages are numbered as torch.load comes across them: it may compute their places from that.
-    storages: dict[str | PickledTensor, str] = {}
-    _number(nested, storages)
+    storages: Storages = {}
     pickled = encode_torch_pickle(nested, storages)
     if len(storages) + _OTHER_ENTRIES > MAX_FILE_ENTRIES or len(pickled) > MAX_FILE_PICKLE_BYTES:
         raise PlanError(
@@ -100,9 +102,7 @@ def _warn_of_distrusted(contents: dict[str, Any], notes: dict[str, Any]) -> None
         )
 
 
-def _add_storages(
-    archive: ZipLayout, job: LayoutJob, storages: Collection[str | PickledTensor]
-) -> tuple[Copies, dict[int, int]]:
+def _add_storages(archive: ZipLayout, job: LayoutJob, storages: Storages) -> tuple[Copies, dict[int, int]]:
     """Add storages to ``archive``, and return their copies, in ``archive``, and their numbers by entry.
     What is copied as it is and has a known checksum needs no hole."""
     entries, index = job.entries, job.entries.index
@@ -120,7 +120,8 @@ def _add_storages(
     holes = np.full(len(storages), -1, np.int64)
     sizes[list(literal)] = list(map(len, literal.values()))
     sizes[places] = entries.size_bytes[numbers]
-    crcs = np.array(list(map(job.crcs.get, rows.tolist(), repeat(-1))), np.int64)
+    stored = payload_crcs(index) if job.is_compared else {}
+    crcs = np.array(list(map(stored.get, rows.tolist(), repeat(-1))), np.int64)
     crcs[index.dtype_codes[rows] != codes] = -1
     holes[places] = np.where(crcs < 0, np.arange(len(numbers)), -1)
     known[places] = np.maximum(crcs, 0)
@@ -128,13 +129,3 @@ def _add_storages(
     files = np.zeros(len(numbers), np.int64)
     copies = Copies.of_tensors(index, rows, codes, files, offsets, sizes[places])
     return copies, dict(zip(numbers, range(len(numbers)), strict=True))
-
-
-def _number(value: Any, storages: dict[str | PickledTensor, str]) -> None:
-    """Number the storages of a nested state dict in the order in which their tensors are pickled."""
-    if isinstance(value, TensorRef | PickledTensor):
-        key = value.key if isinstance(value, TensorRef) else value
-        storages.setdefault(key, str(len(storages)))
-    elif isinstance(value, dict | list | tuple | deque):
-        for item in value.values() if isinstance(value, dict) else value:
-            _number(item, storages)

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp.calls.plain_errors import plain_errors
-from dcp.inspection.checkpoints import first_of_ties
+from dcp.inspection.entries import first_of_ties
 from dcp.inspection.values.elements import Array, decode, is_integral, is_opaque, stored_dtype
 from dcp.inspection.values.tensor_reading import ReportBytes, TensorReader, Tile, opened
 from dcp.planners.load.selection import Patterns

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from dcp.conversion.layout import TargetLayout, copy_sources
+from dcp.conversion.layout import SourceColumns, TargetLayout, copy_sources
 from dcp.conversion.running import SourceChecks, TaskReader, make_tasks
 from dcp.inspection.values.elements import Array
 from dcp.inspection.values.tensor_reading import Slices, TensorReader
@@ -57,7 +57,7 @@ class PlannedBody(Body):
         self._index = engine.index
         sources = copy_sources(engine, layout.copies)
         (self._task,) = make_tasks(self._index, layout, self._index.dtype_codes, sources, by_file=True)
-        in_order = sources.is_sequential
+        in_order = _is_sequential(sources)
         self._can_seek = in_order and not layout.holes
         self._window_bytes = bodies.part_bytes_of(self._store) if in_order else _TURNED_PART_BYTES
 
@@ -77,7 +77,8 @@ class PlannedBody(Body):
             engine = stack.enter_context(ReadEngine(self._store, self._index, verify="blocks"))
             first = begin if self._can_seek else 0
             copies = self._task.copies
-            chunks = copies.sources.chunks_of(*copies.rows_between(first, end))
+            bounds = copies.sources.start[[*copies.rows_between(first, end)]]
+            chunks = np.unique(copies.sources.chunks[slice(*bounds)])
             engine.resolve(chunks)
             reader = stack.enter_context(
                 TaskReader(self._store, replace(self._task, begin=first, end=end), verify=True)
@@ -101,6 +102,16 @@ class PlannedBody(Body):
                 if at >= begin:
                     step = bodies.part_bytes_of(self._store)
                     yield from (window[low : low + step] for low in range(0, len(window), step))
+
+
+def _is_sequential(sources: SourceColumns) -> bool:
+    """Whether rows of each copy follow one another in the stored payloads, so that a range of a copy is a few
+    ranges of payloads."""
+    counts = np.diff(sources.axis_start)
+    wide = sources.axes[:, 0] > 1
+    rows = np.repeat(np.arange(len(counts)), counts)[wide]
+    steps = sources.axes[:, 1][wide]
+    return not ((rows[1:] == rows[:-1]) & (steps[1:] > steps[:-1])).any()
 
 
 class ArrayBody(Body):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import Field, model_validator
 from sqlalchemy import Connection, select
 
-from dcp.conversion.casting import check_castable
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.labelling.lineage import LineageKind
 from dcp.server.database.tables import checkpoints, roots
@@ -32,6 +31,7 @@ from dcp.server.scanning.facts import facts_of_source
 from dcp.server.security.principal import Principal, Scope
 from dcp.server.settings import Settings
 from dcp.storage.errors import PlanError
+from dcp.storage.formats.dtypes import check_castable
 from dcp.storage.formats.registry import SAFETENSORS, target_named
 
 if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
@@ -279,7 +279,7 @@ class TargetKind(Kind[T]):
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
         from dcp.conversion import driver
-        from dcp.conversion.running import TaskResult
+        from dcp.conversion.gather import TaskResult
         from dcp.conversion.targets.job import Planned
 
         shared = plan_data["shared"]
@@ -343,7 +343,7 @@ class TargetKind(Kind[T]):
         from dcp.conversion.driver import Conversion
 
         params = self.params.model_validate(shared["params"])
-        options = params.options() if template is None else params.options().with_template(template)
+        options = params.options().with_hf(template)
         root = _root(context, params)
         roots, source = self.open(context, shared["subject"])
         target, attempt = _target(root, params), shared["attempt"]

@@ -40,7 +40,7 @@ from dcp.storage.formats.container_notes import (
     notes_by_path,
     original_keys,
 )
-from dcp.storage.formats.index import UNKNOWN, CheckpointIndex, ObjectColumns, Path, WholeTensor
+from dcp.storage.formats.index import CheckpointIndex, ObjectColumns, Path, WholeTensor
 from dcp.storage.formats.pickle.classes import DEFAULT_DICT, FACTORIES, DefaultDictPickle, DequePickle
 from dcp.storage.formats.pickle.decoder import BuiltDict
 from dcp.storage.formats.plain import MAX_FOREIGN_PLAIN_BYTES, encode_plain
@@ -317,7 +317,7 @@ def restore_structure(structure: Any, paths: Mapping[str, Path], value_of: Calla
         if path[-1] in node:
             raise CheckpointFormatError(f"two values stand at {path!r:.200}")
         node[path[-1]] = value_of(fqn)
-    for path in empty_dicts(notes, ()):
+    for path in empty_dicts(notes, ()) if notes else ():
         node = _node_at(tree, path)
         if type(node.setdefault(path[-1], _Node())) is not _Node:
             raise CheckpointFormatError(f"two values stand at {path!r:.200}")
@@ -342,7 +342,7 @@ def _node_at(tree: _Node, path: Path) -> _Node:
 
 def _build(tree: _Node, path: Path, notes: Mapping[Path, Mapping[str, Any]]) -> Any:
     note = notes.get(path, {})
-    is_list = bool(tree) and all(type(part) is int for part in tree)
+    is_list = bool(tree) and {int}.issuperset(map(type, tree))
     kind, most = note.get("kind", "list" if is_list else "dict"), note.get("maxlen")
     children = {
         part: _build(child, (*path, part), notes) if type(child) is _Node else child
@@ -460,25 +460,10 @@ def _index(flat: _FileFlattener, archive: TorchArchive, size_bytes: int, name: s
         record_offsets=np.array(records, dtype=np.int64),
         record_lengths=np.array(record_lengths, dtype=np.int64),
         payload_lengths=np.array(lengths, dtype=np.int64),
-        objects=_objects(flat.values),
+        objects=ObjectColumns.of_plain(flat.values),
         stride_orders=orders,
         payload_strides=strides,
         record_crcs=crcs,
         planner_data=flat.paths,
         provenance={"structure": flat.structure} | refused,
-    )
-
-
-def _objects(values: Mapping[str, bytes]) -> ObjectColumns:
-    count = len(values)
-    encoded: dict[bytes, int] = {}
-    plain = [encoded.setdefault(value, len(encoded)) for value in values.values()]
-    return ObjectColumns(
-        fqns=list(values),
-        files=np.full(count, UNKNOWN, dtype=np.int64),
-        offsets=np.zeros(count, dtype=np.int64),
-        lengths=np.zeros(count, dtype=np.int64),
-        crcs=np.full(count, UNKNOWN, dtype=np.int64),
-        plain=np.array(plain, dtype=np.int64),
-        values=list(encoded),
     )

@@ -64,37 +64,38 @@ class PickledTensor:
     data: bytes
     requires_grad: bool = False
 
-    def ref(self, key: str) -> TensorRef:
-        """Return the tensor, stored as ``key``."""
-        elements = len(self.data) // dtypes.BY_CODE[self.dtype_code].itemsize
-        return TensorRef(self.dtype_code, key, elements, self.sizes, requires_grad=self.requires_grad)
+
+Storages = dict[str | PickledTensor, str]
+"""Names of storages, by the key of `TensorRef`s, or the tensor that one is of alone."""
 
 
-def encode_torch_pickle(value: Any, keys: Mapping[Any, str] | None = None) -> bytes:
+def encode_torch_pickle(value: Any, storages: Storages) -> bytes:
     """Return the pickle of ``value``: dict, OrderedDict (also with ``_metadata``), Counter, list, tuple, set,
     None, bool, int, float, complex, str, bytes, `SizePickle` and `TensorRef`, nested, torch's dtypes and
     devices as `Dtype` and `DevicePickle`, deques and defaultdicts of all these, and what is harmless
-    (`python_values`). ``keys`` names the storages of every `PickledTensor` in it, and anew those of
-    `TensorRef`s that it has. PlanError for anything else."""
-    writer = _PickleWriter(keys or {})
+    (`python_values`). PlanError for anything else.
+
+    ``storages`` gets those of all `TensorRef`s and `PickledTensor`s, numbered as torch.load comes across
+    them, which may compute their places from that."""
+    writer = _PickleWriter(storages)
     writer.write(value, 0)
     return b"\x80\x02" + b"".join(writer.parts) + b"."
 
 
 class _PickleWriter:
-    def __init__(self, keys: Mapping[Any, str]) -> None:
+    def __init__(self, storages: Storages) -> None:
         self.parts: list[bytes] = []
-        self._keys = keys
+        self._storages = storages
 
     def write(self, value: Any, depth: int) -> None:
         atom = _ATOMS.get(type(value))
         if atom is not None:
             self.parts.append(atom(value))
         elif type(value) is TensorRef:
-            self.parts += _tensor(value, self._keys.get(value.key, value.key))
+            self._write_tensor(*value)
         elif type(value) is PickledTensor:
-            key = self._keys[value]
-            self.parts += _tensor(value.ref(key), key)
+            elements = len(value.data) // dtypes.BY_CODE[value.dtype_code].itemsize
+            self._write_tensor(value.dtype_code, value, elements, value.sizes, value.requires_grad)
         elif type(value) is dtypes.Dtype:
             self.parts.append(b"ctorch\n" + value.name.encode() + b"\n")
         elif type(value) is DevicePickle:
@@ -115,7 +116,7 @@ class _PickleWriter:
                 else:
                     self.write(key, depth)
                 if type(item) is TensorRef:  # the most there is
-                    self.parts += _tensor(item, self._keys.get(item.key, item.key))
+                    self._write_tensor(*item)
                 else:
                     self.write(item, depth)
             put(b"u")
@@ -145,6 +146,18 @@ class _PickleWriter:
             put(b"u")
         else:
             raise PlanError(f"a {kind.__name__} cannot be written to a torch.save file without torch")
+
+    def _write_tensor(
+        self,
+        code: int,
+        key: str | PickledTensor,
+        elements: int,
+        sizes: tuple[int, ...],
+        requires_grad: bool,
+    ) -> None:
+        before, after = _tensor_parts(code, elements, sizes, requires_grad)
+        name = self._storages.setdefault(key, str(len(self._storages)))
+        self.parts += (before, _text(name), after)
 
     def _write_all(self, items: Any, depth: int) -> None:
         for item in items:
@@ -177,12 +190,6 @@ _ATOMS: Final[Mapping[type, Callable[[Any], bytes]]] = {
     str: _text,
     bytes: _binary,
 }
-
-
-def _tensor(tensor: TensorRef, key: str) -> tuple[bytes, bytes, bytes]:
-    code, _, elements, sizes, requires_grad = tensor
-    before, after = _tensor_parts(code, elements, sizes, requires_grad)
-    return before, _text(key), after
 
 
 @lru_cache(maxsize=256)
@@ -227,10 +234,6 @@ class ZipLayout:
         self._directory_bytes = self._count = 0
         self._directory_holes: list[tuple[int, int]] = []
 
-    def add(self, name: str, data: bytes) -> None:
-        """Add an entry whose contents are ``data``."""
-        self._place(name, len(data), -1, crc32(data), data)
-
     def reserve(
         self, folder: str, sizes: Int64, keys: Int64, crcs: Int64, contents: Mapping[int, bytes] = _NOTHING
     ) -> Int64:
@@ -242,13 +245,16 @@ class ZipLayout:
         begins = []
         rows = zip(sizes.tolist(), keys.tolist(), crcs.tolist(), strict=True)
         for number, (size, key, crc) in enumerate(rows):
-            data = contents.get(number)
-            crc = crc32(data) if data is not None else crc if size else 0
-            begins.append(self._place(f"{folder}/{number}", size, key, crc, data))
+            begins.append(self.add(f"{folder}/{number}", contents.get(number), size, key, crc))
         return np.array(begins, np.int64)
 
-    def _place(self, name: str, size: int, key: int, crc: int, data: bytes | None) -> int:
-        """Lay out one entry, whose ``data`` are None where they are to come; return where they begin."""
+    def add(self, name: str, data: bytes | None, size: int = 0, key: int = -1, crc: int = 0) -> int:
+        """Add an entry whose contents are ``data`` or, where these are None, ``size`` bytes to come, as of
+        `reserve`. Return where they begin."""
+        if data is not None:
+            size, crc = len(data), crc32(data)
+        elif not size:
+            crc = 0
         encoded = f"{self._folder}/{name}".encode()
         offset, name_bytes, short = self.size_bytes, len(encoded), min(size, record.UNSET_32)
         flags = (record.DESCRIPTOR_FLAG if size else 0) | (0 if encoded.isascii() else _UTF8_FLAG)

@@ -1,11 +1,12 @@
-"""Entries of a conversion: what is taken from a checkpoint, under which names, cast to what, tied to what.
+"""Entries of a checkpoint that are read or converted: which are chosen, under which names, cast to what, and
+which tensors share their bytes.
 
-A target's layout is made from `Entries` alone, so that every option works alike for all formats.
+A conversion's layout is made from `Entries` alone, so that every option works alike for all formats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -14,8 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dcp.conversion.casting import CASTABLE, check_castable
-from dcp.inspection.checkpoints import first_of_ties
 from dcp.planners.garbage_collection import garbage_collection_paused
 from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns, renamer
 from dcp.planners.weight_maps.mapped_index import map_index
@@ -23,6 +22,7 @@ from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.weight_map import WeightMap
 from dcp.storage.errors import CheckpointFormatError, PlanError, UnsupportedFormatError
 from dcp.storage.formats.container_notes import STRUCTURE_VERSION
+from dcp.storage.formats.dtypes import CASTABLE, check_castable
 from dcp.storage.formats.index import CheckpointIndex, Path, itemsizes
 from dcp.storage.geometry.strides import Int64, row_products
 from dcp.storage.stores.base import Store
@@ -34,28 +34,26 @@ _MAX_LISTED = 10
 
 
 class TensorEntry(NamedTuple):
-    """One tensor of the output: the source's row, its new name and path, its dtype code there, and the entry
-    whose bytes it shares (its own number if none before it)."""
+    """One tensor of the output: the source's row, its new name, its dtype code there, and the entry whose
+    bytes it shares (its own number if none before it)."""
 
     tensor: int
     fqn: str
-    path: Path
     dtype_code: int
     tied_to: int
 
 
 class Value(NamedTuple):
-    """One value that is no tensor: its row in the source's objects."""
+    """One value that is no tensor: its row in the source's objects, and its new name."""
 
     row: int
     fqn: str
-    path: Path
 
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """The entries that are converted, in the order of the source's state dict. ``source_names`` gives the
-    names there.
+    """The entries that are chosen. ``paths`` are those of both by new name, in the order of the source's
+    state dict, where it has noted that. ``source_names`` gives the names there.
 
     ``refused`` are values of the source that may not be decoded, by new name, with what they need.
     ``empty`` are the paths of the source's empty containers that are chosen and not renamed.
@@ -64,6 +62,7 @@ class Entries:
     index: CheckpointIndex
     tensors: Sequence[TensorEntry]
     values: Sequence[Value]
+    paths: Mapping[str, Path] = field(default_factory=dict)
     source_names: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     empty: frozenset[Path] = frozenset()
@@ -87,7 +86,7 @@ class Entries:
     @cached_property
     def codes(self) -> Int64:
         """The dtype code in the target of each entry's tensor."""
-        return np.array(list(map(itemgetter(3), self.tensors)), np.int64)
+        return np.array(list(map(itemgetter(2), self.tensors)), np.int64)
 
     @cached_property
     def elements(self) -> Int64:
@@ -98,19 +97,6 @@ class Entries:
     def size_bytes(self) -> Int64:
         """The size in the target of each entry's tensor."""
         return self.elements * itemsizes(self.codes.astype(np.uint8))
-
-    @cached_property
-    def paths(self) -> dict[str, Path]:
-        """Paths by new name, in the order of the source's state dict, where it tells that."""
-        paths = {entry.fqn: entry.path for entry in self.tensors}
-        paths |= {value.fqn: value.path for value in self.values}
-        known = _known_paths(self.index)
-        if known is None:
-            return paths
-        if known.keys() == paths.keys() and not self.is_renamed:
-            return dict(known)
-        new_names = {self.source_names[name]: name for name in paths}
-        return {new_names[name]: paths[new_names[name]] for name in known if name in new_names} | paths
 
     def structure(self) -> dict[str, Any] | None:
         """Return the source's notes on those containers that hold what is converted."""
@@ -125,8 +111,8 @@ class Entries:
         known = structure.get("values", {})
         if not isinstance(known, dict):
             raise CheckpointFormatError("the notes on the structure of the checkpoint are malformed")
-        paths = [*(entry.path for entry in self.tensors), *(value.path for value in self.values)]
-        if len(paths) == self.index.tensor_count + len(self.index.objects) and not self.is_renamed:
+        paths, is_renamed = self.paths.values(), list(self.source_names) != [*self.source_names.values()]
+        if len(paths) == self.index.tensor_count + len(self.index.objects) and not is_renamed:
             return structure
         children: dict[Path, set[str]] = {}
         for path in [*paths, *self.empty]:
@@ -146,11 +132,6 @@ class Entries:
         kinds = {name: known[old] for name, old in self.source_names.items() if old in known}
         return {"version": STRUCTURE_VERSION, "containers": containers, "values": kinds}
 
-    @property
-    def is_renamed(self) -> bool:
-        """Return whether any name differs from the source's."""
-        return list(self.source_names) != list(self.source_names.values())
-
 
 @garbage_collection_paused()
 def choose_entries(
@@ -167,26 +148,23 @@ def choose_entries(
     unread = unread if isinstance(unread, dict) else {}
     names = [*index.fqns, *index.objects.fqns, *unread]
     selection, renaming = Selection.of(only, exclude), renamer(rename)
-    containers = _empty_containers(index)
+    known = _known_paths(index)
+    containers = _empty_containers(index, known)
     if selection is not None:
-        check_patterns(selection, [*names, *map(_name, containers)])
-    chosen = names if selection is None else [name for name in names if selection.selects(name)]
-    new_names = dict(zip(chosen, map(renaming, chosen) if renaming else chosen, strict=True))
+        check_patterns(selection, [*names, *containers.values()])
+        names = list(filter(selection.selects, names))
+        containers = {path: name for path, name in containers.items() if selection.selects(name)}
+    new_names = dict(zip(names, map(renaming, names) if renaming else names, strict=True))
     if len(set(new_names.values())) < len(new_names) or "" in new_names.values():
         _refuse_names(new_names)
-    paths = _known_paths(index) or {}
-    tensors = _tensors(index, new_names, paths, dtype)
-    values = [
-        Value(row, new_names[name], _path(name, new_names[name], paths.get(name)))
-        for row, name in enumerate(index.objects.fqns)
-        if name in new_names
-    ]
-    refused = {new_names[name]: f"needs {need}" for name, need in unread.items() if name in new_names}
-    empty = {path: _name(path) for path in containers}
-    empty = {path: name for path, name in empty.items() if selection is None or selection.selects(name)}
-    kept = frozenset(path for path, name in empty.items() if renaming is None or renaming(name) == name)
+    tensors = _tensors(index, new_names, dtype)
+    objects = enumerate(index.objects.fqns)
+    values = [Value(row, new_names[name]) for row, name in objects if name in new_names]
+    paths = _paths(new_names, {*map(itemgetter(1), tensors), *map(itemgetter(1), values)}, known or {})
     source_names = dict(zip(new_names.values(), new_names, strict=True))
-    return Entries(index, tensors, values, source_names, refused, kept)
+    refused = {new_names[name]: f"needs {need}" for name, need in unread.items() if name in new_names}
+    empty = frozenset(path for path, name in containers.items() if not renaming or renaming(name) == name)
+    return Entries(index, tensors, values, paths, source_names, refused, empty)
 
 
 def mapped_entries(
@@ -205,21 +183,16 @@ def mapped_entries(
         return choose_entries(index, only=only, exclude=exclude, **named), None
     mapped = map_index(index, store, weights, only, exclude)
     entries = choose_entries(mapped.index, **named)
-    chosen = [value for value in entries.values if value.row in mapped.objects]
-    return replace(entries, values=chosen), mapped.tensors
+    values = [value for value in entries.values if value.row in mapped.objects]
+    kept = {one.fqn for part in (entries.tensors, values) for one in part}
+    paths = {fqn: path for fqn, path in entries.paths.items() if fqn in kept}
+    return replace(entries, values=values, paths=paths), mapped.tensors
 
 
-def _tensors(
-    index: CheckpointIndex, new_names: Mapping[str, str], paths: Mapping[str, Path], dtype: TargetDtype
-) -> list[TensorEntry]:
+def _tensors(index: CheckpointIndex, new_names: Mapping[str, str], dtype: TargetDtype) -> list[TensorEntry]:
     """Return the entries of those that have new names; by column, because there may be very many."""
-    rows = [row for row, name in enumerate(index.fqns) if name in new_names]
+    rows = np.flatnonzero([*map(new_names.__contains__, index.fqns)]).tolist()
     names = index.fqns if len(rows) == len(index.fqns) else [index.fqns[row] for row in rows]
-    new = list(map(new_names.__getitem__, names))
-    if new == names:
-        own = [paths.get(name) or (name,) for name in names]
-    else:
-        own = [_path(*one, paths.get(one[0])) for one in zip(names, new, strict=True)]
     codes = index.dtype_codes[np.array(rows, np.int64)].tolist()
     if dtype is not None:
         codes = _cast(names, codes, dtype)
@@ -228,7 +201,7 @@ def _tensors(
         numbers: dict[tuple[int, int], int] = {}
         for number, key in enumerate(zip(codes, firsts, strict=True)):
             tied_to[number] = numbers.setdefault(key, number)
-    return list(map(TensorEntry, rows, new, own, codes, tied_to))
+    return list(map(TensorEntry, rows, map(new_names.__getitem__, names), codes, tied_to))
 
 
 def _cast(names: Sequence[str], codes: Sequence[int], dtype: str | Mapping[str, str]) -> list[int]:
@@ -248,19 +221,15 @@ def _cast(names: Sequence[str], codes: Sequence[int], dtype: str | Mapping[str, 
     return found
 
 
-def _name(path: Path) -> str:
-    return ".".join(map(str, path))
-
-
-def _empty_containers(index: CheckpointIndex) -> list[Path]:
-    """Return their paths, from notes that may come from a stranger."""
+def _empty_containers(index: CheckpointIndex, known: Mapping[str, Path] | None) -> dict[Path, str]:
+    """Return their names by path, from notes that may come from a stranger."""
     structure = index.provenance.get("structure")
     containers = structure.get("containers") if isinstance(structure, dict) else None
-    known = _known_paths(index)
-    if known is None or not isinstance(containers, list):
-        return []
+    if known is None or not isinstance(containers, list) or not containers:
+        return {}
     parents = {path[:depth] for path in known.values() for depth in range(len(path))}
-    return [path for path in map(_noted_path, containers) if path and path not in parents]
+    empty = (path for path in map(_noted_path, containers) if path and path not in parents)
+    return {path: ".".join(map(str, path)) for path in empty}
 
 
 def _noted_path(note: Any) -> Path | None:
@@ -286,17 +255,26 @@ def _known_paths(index: CheckpointIndex) -> Mapping[str, Path] | None:
     """Return the paths that the source has noted of all entries; None where it has none, or any is
     malformed."""
     known = index.planner_data
-    if isinstance(known, Mapping) and all(isinstance(path, tuple) and path for path in known.values()):
-        return known
-    return None
+    if not isinstance(known, Mapping):
+        return None
+    return known if {tuple}.issuperset(map(type, known.values())) and all(known.values()) else None
 
 
-def _path(name: str, new: str, path: Path | None) -> Path:
+def _paths(
+    new_names: Mapping[str, str], chosen: Collection[str], known: Mapping[str, Path]
+) -> dict[str, Path]:
+    """Return the paths of ``chosen`` by new name, those that are ``known`` first."""
+    found = {}
+    for name in {**dict.fromkeys(known), **new_names}:
+        new = new_names.get(name, "")
+        if new in chosen:
+            path = known.get(name, (name,))
+            found[new] = path if name == new else _renamed(path, new)
+    return found
+
+
+def _renamed(path: Path, new: str) -> Path:
     """Return the path of a renamed entry: containers whose names are unchanged stay, the rest is one key."""
-    if path is None:
-        return (new,)
-    if name == new:
-        return path
     kept, prefix = 0, ""
     for part in path[:-1]:
         longer = f"{prefix}{part}."
@@ -307,3 +285,47 @@ def _path(name: str, new: str, path: Path | None) -> Path:
     if isinstance(path[kept], int) and rest.isdecimal():
         return (*path[:kept], int(rest))
     return (*path[:kept], rest)
+
+
+# -- ties ----------------------------------------------------------------------------------------------------
+
+
+def first_of_ties(index: CheckpointIndex, rows: list[int]) -> list[int]:
+    """Return for each of the tensors ``rows`` the first one among them that has the same bytes of the same
+    files."""
+    if len(index.payload_offsets) < len(index.chunk_files):
+        return rows  # their places are not known
+    stored = np.flatnonzero(np.diff(index.chunk_start) > 0)
+    chunks = index.chunk_start[stored]
+    offsets = index.payload_offsets[chunks]
+    places = np.where(offsets < 0, index.record_offsets[chunks], offsets)
+    order = np.lexsort((places, index.chunk_files[chunks]))
+    files, places = index.chunk_files[chunks][order], places[order]
+    same = np.zeros(len(stored) + 1, bool)
+    same[1:-1] = (files[1:] == files[:-1]) & (places[1:] == places[:-1])
+    if not same.any():
+        return rows
+    tied = set(stored[order][same[1:] | same[:-1]].tolist())  # if all of their bytes are the same
+    firsts: dict[tuple[Any, ...], int] = {}
+    return [firsts.setdefault(_identity(index, row), row) if row in tied else row for row in rows]
+
+
+def _identity(index: CheckpointIndex, row: int) -> tuple[Any, ...]:
+    """Return a key that is equal for tensors that share all of their bytes, and for no others."""
+    chunks = index.chunks(row)
+    rows = slice(chunks.start, chunks.stop)
+    if not int(index.payload_lengths[rows].sum()):
+        return (row,)
+    offsets = index.payload_offsets[rows]
+    places = np.where(offsets < 0, index.record_offsets[rows], offsets)
+    boxes = slice(int(index.box_start[chunks.start]), int(index.box_start[chunks.stop]))
+    strides = index.payload_strides
+    return (
+        int(index.dtype_codes[row]),
+        index.shape(row),
+        index.chunk_files[rows].tobytes(),
+        places.tobytes(),
+        index.chunk_offsets[boxes].tobytes(),
+        index.chunk_sizes[boxes].tobytes(),
+        tuple(strides.get(chunk) for chunk in chunks) if strides else None,
+    )
