@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 from dcp.storage.stores import Store, open_store
 from dcp.storage.stores.contract import pattern_bytes
+from dcp.storage.stores.objects import bucket
 from tests.support.processes import open_files
 from tests.support.s3 import raw_s3
 
@@ -75,6 +78,17 @@ def test_what_is_used_stays_open(s3_server: Any, s3_root: str) -> None:
     gc.collect()
     assert handle.pread(5, 0) == b"12345"
     handle.close()
+
+
+def test_idle_connections_are_not_used_again(s3_server: Any, s3_root: str, monkeypatch: Any) -> None:
+    """What has been silent for long may be forgotten on the way, and would be waited for."""
+    connected = Mock(side_effect=socket.socket.connect)
+    monkeypatch.setattr(socket.socket, "connect", lambda *to: connected(*to))
+    store = _store(s3_server, s3_root, token=90)
+    for kept_seconds, count in ((60.0, 1), (0.0, 3)):
+        monkeypatch.setattr(bucket, "_KEPT_SECONDS", kept_seconds)
+        assert [store.stat("absent"), store.stat("absent")] == [None, None]
+        assert connected.call_count == count
 
 
 def test_a_child_leaves_the_connections_of_its_parent_alone(s3_server: Any, s3_root: str) -> None:

@@ -40,6 +40,8 @@ _SLOWEST_BYTES_PER_SECOND: Final = 16 << 10
 _STEP_BYTES: Final = 1 << 20
 """After so many bytes a thread looks whether it was called off, and says how far it is."""
 _LOOK_SECONDS: Final = 0.5
+_KEPT_SECONDS: Final = 30.0
+"""A connection whose last request is older is not used again: on the way it may be forgotten by now."""
 
 
 class _Attempt:
@@ -251,6 +253,13 @@ def _leavable(pool: Any, wait_seconds: float) -> Any:
     """Return a kind of urllib3's connection pools whose connections serve an `_Attempt`."""
 
     class Connection(pool.ConnectionCls):  # type: ignore[misc]
+        used_seconds = 0.0
+
+        @property
+        def is_connected(self) -> bool:  # urllib3 asks before it uses one again
+            is_fresh = time.monotonic() - self.used_seconds < _KEPT_SECONDS
+            return is_fresh and bool(super().is_connected)
+
         def connect(self) -> None:
             super().connect()
             self.sock.settimeout(wait_seconds)  # else a body had to go out in the time to connect
@@ -258,6 +267,7 @@ def _leavable(pool: Any, wait_seconds: float) -> Any:
 
         def request(self, *args: Any, body: Any = None, headers: Any, **options: Any) -> None:
             _CURRENT.get().hold(self.sock)
+            self.used_seconds = time.monotonic()
             # Bodies follow at once: a service that does not want one says so in the answer.
             headers.pop("Expect", None)
             body = body.getbuffer() if isinstance(body, io.BytesIO) else body

@@ -404,6 +404,7 @@ class PartsWriteHandle(WriteHandle):
             refused = {Failure.MISSING, Failure.CONDITION}
             answer = self._store.requests.run("complete_upload", self._key, complete, answers=refused)
             etag = str(answer["ETag"])
+        self._state = "finished"  # nothing is left to abort, whatever comes now
         self._part = None
         self._abort_strangers()
         return etag

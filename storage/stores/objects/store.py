@@ -135,13 +135,14 @@ class Shared:
     """A client, and the threads that carry its requests.
 
     ``heeds_conditions``: whether the service heeds the condition of creating (True) and of replacing (False),
-    where that was tried out.
+    where that was tried out, by one thread at a time.
     """
 
     client: Any
     options: ObjectOptions
     threads: ThreadPoolExecutor
     heeds_conditions: dict[bool, bool] = field(default_factory=dict)
+    trying: threading.Lock = field(default_factory=threading.Lock)
 
     def part(self, size_bytes: int, *, is_first: bool) -> Part | None:
         """Return memory for a part of a file; None for another than the first one if those of all files take
@@ -451,9 +452,11 @@ class ObjectStore(Store):
         except RequestError as error:  # of the client itself, which cannot say what service it talks to
             raise StorageError(f"{self.url}: {error}", path=self.url, op="publish") from error
         if known is None:
-            heeds = self.shared().heeds_conditions
-            if creates not in heeds:
-                heeds[creates] = self._heeds_condition(ABSENT if creates else f'"{"0" * 32}"')
+            shared = self.shared()
+            heeds = shared.heeds_conditions
+            with shared.trying:
+                if creates not in heeds:
+                    heeds[creates] = self._heeds_condition(ABSENT if creates else f'"{"0" * 32}"')
             known = heeds[creates]
         if not known:
             what = "create a file only if it is absent" if creates else "compare before it replaces a file"
