@@ -48,7 +48,7 @@ from dcp.storage.geometry.strides import BoxPart, Int64, box_parts, reaches
 from dcp.storage.stores.base import Closable, ReadHandle, Store
 from dcp.storage.threads import work_off
 
-_STEP_BYTES = 1 << 20
+_STEP_BYTES = 2 << 20
 """Bytes that are received before they are hashed, and that are received for nothing at a time."""
 
 SCRATCH = ScratchBuffers(4 * BLOCK_BYTES)
