@@ -85,9 +85,17 @@ def _failed(observer: Observer, method: str, error: Exception) -> CheckpointErro
     return CheckpointError(f"feature {name!r}, {method}: {type(error).__name__}: {error}")
 
 
+_CHUNK_FIELDS: Final = (
+    "chunk_files",
+    "record_offsets",
+    "record_lengths",
+    "payload_offsets",
+    "payload_lengths",
+)
 CHUNK_COLUMNS: Final = 5
 """Of each chunk: offset and length of its record, offset and length of its payload, number of block CRCs."""
 
+_OBJECT_FIELDS: Final = ("files", "offsets", "lengths", "crcs")
 OBJECT_COLUMNS: Final = 3
 """Of each object: offset, length, CRC-32."""
 
@@ -158,11 +166,10 @@ def assemble_index(
         encoded += outcome.object_values
     rows = np.concatenate(list(map(attrgetter("chunks"), writes)))
     tables = list(map(attrgetter("chunks"), outcomes))
-    chunk_files, record_offsets, record_lengths, payload_offsets, payload_lengths, crc_counts = _scattered(
-        len(planned.chunk_files), rows, tables, first_files
-    )
-    if (chunk_files < 0).any():
-        missing = int(np.flatnonzero(chunk_files < 0)[0])
+    *places, crc_counts = _scattered(len(planned.chunk_files), rows, tables, first_files)
+    chunks = dict(zip(_CHUNK_FIELDS, places, strict=True))
+    if (chunks["chunk_files"] < 0).any():
+        missing = int(np.flatnonzero(chunks["chunk_files"] < 0)[0])
         fqn = planned.fqns[int(planned.chunk_tensors[missing])]
         raise PlanError(f"no rank wrote chunk {planned.box(missing)} of {fqn!r}", fqn=fqn)
     crc_start = starts(crc_counts)
@@ -172,9 +179,9 @@ def assemble_index(
     values = planned.objects
     rows = np.concatenate(list(map(attrgetter("object_rows"), writes)))
     tables = list(map(attrgetter("objects"), outcomes))
-    value_files, offsets, lengths, object_crcs = _scattered(len(values), rows, tables, first_files)
-    if (value_files < 0).any():
-        fqn = values.fqns[int(np.flatnonzero(value_files < 0)[0])]
+    objects = dict(zip(_OBJECT_FIELDS, _scattered(len(values), rows, tables, first_files), strict=True))
+    if (objects["files"] < 0).any():
+        fqn = values.fqns[int(np.flatnonzero(objects["files"] < 0)[0])]
         raise PlanError(f"no rank wrote object {fqn!r}", fqn=fqn)
     plain, numbers = np.full(len(values), -1, np.int64), dict[bytes, int]()
     for row, value in zip(rows.tolist(), encoded, strict=True):
@@ -182,24 +189,12 @@ def assemble_index(
             plain[row] = numbers.setdefault(value, len(numbers))
     return replace(
         planned,
-        chunk_files=chunk_files,
-        record_offsets=record_offsets,
-        record_lengths=record_lengths,
-        payload_offsets=payload_offsets,
-        payload_lengths=payload_lengths,
+        **chunks,
         crc_start=crc_start,
         crcs=crcs,
         files=files,
         file_sizes=np.array(file_sizes, np.int64),
-        objects=replace(
-            values,
-            files=value_files,
-            offsets=offsets,
-            lengths=lengths,
-            crcs=object_crcs,
-            plain=plain,
-            values=list(numbers),
-        ),
+        objects=replace(values, **objects, plain=plain, values=list(numbers)),
     )
 
 
