@@ -175,9 +175,11 @@ class Strictness(LoadFeature):
 
 
 def _may_be_dict(index: CheckpointIndex, name: str) -> bool:
-    """Return False for a value that is none: what pickles hold is not known before they are read."""
-    plain = index.objects.plain[index.objects.position[name]]
-    return plain < 0 or isinstance(decode_value(index.objects.values[plain]), Mapping)
+    """Return False for a value that is none: what pickles hold is not known before they are read, nor what
+    torch's metadata have by name alone."""
+    objects = index.objects
+    plain = objects.plain[objects.position[name]] if objects.values else -1
+    return plain < 0 or isinstance(decode_value(objects.values[plain]), Mapping)
 
 
 def _names_of(index: CheckpointIndex) -> list[str]:
