@@ -12,6 +12,7 @@ from typer import Argument, Option
 from dcp.cli import printing
 from dcp.cli.common import STORAGE, URIS, Answer, Call, Strings, storage_options
 from dcp.cli.printing import counted
+from dcp.steps import patterns_of_part
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ def _places(
         store = opener(uri)
         if not has_checkpoint(store):
             raise CheckpointNotFoundError(
-                f"{uri} is no checkpoint; of a run say how many steps keep the part, as by --last 2",
+                f"{uri} is no checkpoint; of a run say how many steps keep the part, as by --last 2.",
                 path=store.url,
             )
         return [(store, retention.dropping)]
@@ -169,7 +170,8 @@ def _print_drop(wanted: list[str], dropped: tuple[Drop, bool]) -> None:
     if found.outcome == "pinned":
         shown = "is pinned and stays whole; CheckpointManager.unpin releases it"
     elif found.outcome == "absent":
-        shown = "has nothing to drop" + (f": no name matches {', '.join(wanted)}" if wanted else "")
+        globs = [glob for name in wanted for glob in patterns_of_part(name)]
+        shown = "has nothing to drop" + (f": no name matches {', '.join(globs)}" if globs else "")
         shown += f"; removed {files} of an earlier prune" if found.files else ""
     elif found.outcome == "shared":
         shown = f"keeps its {names}: {shared} in files with what stays; --rewrite frees them"

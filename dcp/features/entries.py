@@ -60,10 +60,11 @@ class Renames(LoadFeature):
     name = option = "rename"
 
     def findings(self, *, is_shared: bool) -> bool | None:
-        """Return whether they change a name here; None for a function, which need not change any."""
-        names = self.call.names or {}
-        is_function = not isinstance(self.options.rename, Mapping)
-        return None if is_function else any(map(str.__ne__, names, names.values()))
+        """Return whether they change a name here; None without any, and for a function, which need not
+        change one."""
+        names, given = self.call.names or {}, self.options.rename
+        is_given = isinstance(given, Mapping) and bool(given)
+        return any(map(str.__ne__, names, names.values())) if is_given else None
 
     def judge(self, found: Sequence[Any]) -> None:
         """Log the warning, on one rank."""

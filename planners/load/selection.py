@@ -283,7 +283,8 @@ class LoadOptions:
         """Raise OptionError for what cannot be meant."""
         for name, kind in _CHOICES.items():
             value, choices = getattr(self, name), get_args(kind)
-            if value is not None and value not in choices and not callable(value):
+            is_function = name == "progress" and callable(value)
+            if value is not None and value not in choices and not is_function:
                 known = " or ".join(f'"{one}"' if isinstance(one, str) else str(one) for one in choices)
                 raise OptionError(f"{name} must be {known}, not {value!r}")
         Selection.of(self.only, self.exclude)

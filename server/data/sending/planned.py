@@ -105,8 +105,8 @@ class PlannedBody(Body):
 
 
 def _is_sequential(sources: SourceColumns) -> bool:
-    """Whether rows of each copy follow one another in the stored payloads, so that a range of a copy is a few
-    ranges of payloads."""
+    """Return whether rows of each copy follow one another in the stored payloads, so that a range of a copy
+    is a few ranges of payloads."""
     counts = np.diff(sources.axis_start)
     wide = sources.axes[:, 0] > 1
     rows = np.repeat(np.arange(len(counts)), counts)[wide]
