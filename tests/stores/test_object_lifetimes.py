@@ -14,7 +14,6 @@ from unittest.mock import Mock
 
 from dcp.storage.stores import Store, open_store
 from dcp.storage.stores.contract import pattern_bytes
-from dcp.storage.stores.objects import bucket
 from tests.support.processes import open_files
 from tests.support.s3 import raw_s3
 
@@ -84,9 +83,9 @@ def test_idle_connections_are_not_used_again(s3_server: Any, s3_root: str, monke
     """What has been silent for long may be forgotten on the way, and would be waited for."""
     connected = Mock(side_effect=socket.socket.connect)
     monkeypatch.setattr(socket.socket, "connect", lambda *to: connected(*to))
-    store = _store(s3_server, s3_root, token=90)
-    for kept_seconds, count in ((60.0, 1), (0.0, 3)):
-        monkeypatch.setattr(bucket, "_KEPT_SECONDS", kept_seconds)
+    store, now = _store(s3_server, s3_root, token=90), time.monotonic
+    for silent_seconds, count in ((0.0, 1), (60.0, 2)):
+        monkeypatch.setattr(time, "monotonic", lambda seconds=silent_seconds: now() + seconds)
         assert [store.stat("absent"), store.stat("absent")] == [None, None]
         assert connected.call_count == count
 
