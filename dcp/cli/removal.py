@@ -12,7 +12,6 @@ from typer import Argument, Option
 from dcp.cli import printing
 from dcp.cli.common import STORAGE, URIS, Answer, Call, Strings, storage_options
 from dcp.cli.printing import counted
-from dcp.steps import patterns_of_part
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
 
 if TYPE_CHECKING:
@@ -164,6 +163,8 @@ def _places(
 
 
 def _print_drop(wanted: list[str], dropped: tuple[Drop, bool]) -> None:
+    from dcp.steps import patterns_of_part
+
     found, is_done = dropped
     names, files = ", ".join(part.name for part in found.parts), counted(len(found.files), "file")
     shared = printing.size(found.shared_bytes)

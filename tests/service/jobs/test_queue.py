@@ -265,6 +265,7 @@ def test_a_worker_that_stops_gives_back_what_it_has(database: Database, tmp_path
     job_id = put(database, tmp_path, "write", "wait:go")
     with working(job_settings(database, tmp_path, shutdown_seconds=0.2)):
         until(lambda: pids_of(tmp_path, "task 1"), "the second task")
+        until(lambda: tasks_of(database, job_id)[0].state == "succeeded", "the first one's end")
     assert state_of(database, job_id).state == "running"
     found = [(task.state, task.attempt) for task in tasks_of(database, job_id)]
     assert found == [("succeeded", 0), ("queued", 0)]
