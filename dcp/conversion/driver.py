@@ -332,7 +332,6 @@ class Conversion(Closable):
 
     def _report(self, planned: Planned, checks: ResultChecks, **facts: Any) -> ConversionReport:
         layout, index, stats = planned.layout, planned.layout.index, checks.stats
-        copies = layout.tensor_copies
         return ConversionReport(
             source=self._source.name,
             target=self.place.url,
@@ -345,7 +344,7 @@ class Conversion(Closable):
             blocks_unverified=stats.blocks_unverified,
             dropped_objects=planned.dropped,
             unmerged=planned.unmerged,
-            checksums=dict(zip(copies, map(checks.whole, copies.values()), strict=True)),
+            checksums={fqn: checks.whole(copy) for fqn, copy in layout.tensor_copies.items()},
             **facts,
         )
 

@@ -67,7 +67,7 @@ _OUTDATED: Final = "outdated"
 
 
 class LocalPublisher(Publisher):
-    """Of a target at ``place.path``: files are made with their sizes, and tasks write ranges of them.
+    """Publishes a target at ``place.path``: files are made with their sizes, tasks write ranges of them.
 
     They are in ``folder``, the work folder of the place, with the ledger: a file that is locked while a
     process is at it. ``inode`` is of the folder that becomes the target, by which it is known under any name.

@@ -249,7 +249,8 @@ _EXPECTED: Final = "of bytes: "
 
 
 class StoredPublisher(Publisher):
-    """Of a target behind a store: each task writes a whole file, and the one that completes them is last.
+    """Publishes a target behind a store: each task writes a whole file, and the one that completes them is
+    last.
 
     The ledger is a small object beside the output, replaced with each batch that is done. Two processes at
     once cannot be distinguished by it: files of one name are refused by the store. An attempt has one for

@@ -557,10 +557,10 @@ class Ranks:
         try:
             if self._presence.has("abort"):
                 raise self._lost_error(reason)
-            told = self.store.get(self._group_key) if self.store.check([self._group_key]) else b""
+            noted = self.store.get(self._group_key) if self.store.check([self._group_key]) else b""
         except RuntimeError:
             raise self._lost_error(reason) from None
-        serial, _, operation = told.decode().partition(" ")
+        serial, _, operation = noted.decode().partition(" ")
         if operation and int(serial) < self._serial and self._channel is not None:
             # given up by ranks that this one had no need of any more
             self._note_given_up([], "other ranks left it before its end", operation)

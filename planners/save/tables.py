@@ -182,11 +182,11 @@ def describe_sides(values: Sequence[tuple[int, int]]) -> str:
     for value, rank in values:
         sides[value].append(rank)
     words = chain(("one value", "another"), repeat("yet another"))
-    told = [
+    sides_named = [
         f"{rank_list(side)} ha{'ve' if len(side) > 1 else 's'} {word}"
         for side, word in zip(sides.values(), words, strict=False)
     ]
-    return listed(told, most=4, show=str)
+    return listed(sides_named, most=4, show=str)
 
 
 @dataclass(frozen=True, eq=False)

@@ -127,7 +127,7 @@ def _read_weight_map(store: Store, name: str, suffix: str) -> _Weights:
 
 
 def _check_numbers(store: Store, files: Iterable[str]) -> None:
-    """Of ``model-00001-of-00003.safetensors`` all three must be there, since no list of them is."""
+    """Require all three where there is a ``model-00001-of-00003.safetensors``, since no list of them is."""
     numbers: dict[tuple[str, int, str], set[int]] = {}
     for name in files:
         match = _NUMBERED.fullmatch(name)

@@ -409,7 +409,7 @@ class StoreContract:
         assert store.delete_if("m", second)
 
     def test_create_only_race(self, store: Store) -> None:
-        """Of eight threads that publish one new name, exactly one wins, and its content stays."""
+        """Exactly one of eight threads that publish one new name wins, and its content stays."""
         for turn in range(5):
             winners = _race(8, partial(self._try_create, store, f"m{turn}"))
             assert len(winners) == 1

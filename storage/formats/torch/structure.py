@@ -74,7 +74,7 @@ _NAMED_KEYS: Final = frozenset((type(None), bool, int, float, str, bytes))
 
 
 class _Facts(NamedTuple):
-    """Of a container: it ``opens`` in a list that has it, ``must_open`` even in a tuple; its bytes at
+    """Facts of a container: it ``opens`` in a list that has it, ``must_open`` even in a tuple; its bytes at
     least."""
 
     opens: bool
