@@ -299,7 +299,7 @@ def die_while_writing(rank: int, world_size: int, root: Path, victims: tuple[int
 
 
 WRITER_PHASES = {
-    "during the write": ("write", 2, 1),
+    "during the write": ("write", 1, 1),
     "before the plan": ("make_root", 1, 0),
     "before the commit": ("publish", 1, 0),
 }
