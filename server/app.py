@@ -17,6 +17,8 @@ from starlette.routing import BaseRoute
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from dcp.server import monitoring
+from dcp.server.core.web import routes_of
+from dcp.server.features import features
 from dcp.server.http import documentation
 from dcp.server.http.access import check_routes
 from dcp.server.http.context import Service
@@ -37,7 +39,7 @@ from dcp.server.pages import app as pages
 from dcp.server.routes.administration import audit, health, keys, metrics, retention, rules, webhooks, whoami
 from dcp.server.routes.catalog import checkpoints, deletion, labels, lineage, roots, runs, search
 from dcp.server.routes.data import diffs, downloads, drawings, fitting, shards, stats, tensors
-from dcp.server.routes.jobs import drift, jobs, verification
+from dcp.server.routes.jobs import jobs, verification
 from dcp.server.settings import Settings
 from dcp.version import __version__
 
@@ -54,7 +56,6 @@ _ROUTERS: Final[tuple[APIRouter, ...]] = (
     diffs.router,
     downloads.router,
     drawings.router,
-    drift.router,
     fitting.router,
     jobs.router,
     keys.router,
@@ -74,7 +75,9 @@ _ROUTERS: Final[tuple[APIRouter, ...]] = (
 """Below `API`."""
 
 _ROUTES: Final[list[BaseRoute]] = [
-    route for router in (*_OUTSIDE, *_ROUTERS, *pages.ROUTERS, health.welcome) for route in router.routes
+    *(route for router in (*_OUTSIDE, *_ROUTERS) for route in router.routes),
+    *routes_of(features()),
+    *(route for router in (*pages.ROUTERS, health.welcome) for route in router.routes),
 ]
 """In the order in which they are looked through for each request; of "/" browsers get the page."""
 

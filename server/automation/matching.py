@@ -16,7 +16,7 @@ from dcp.server.catalog.errors import CatalogError, MissingError
 from dcp.server.catalog.events import CatalogEvent
 from dcp.server.catalog.name_patterns import matches
 from dcp.server.database.tables import jobs, lineage
-from dcp.server.jobs.kinds import KINDS
+from dcp.server.features import kinds as all_kinds
 from dcp.server.jobs.kinds.convert import target_dedup_key
 from dcp.server.jobs.ledger import submit_or_join
 from dcp.server.problems import ProblemError
@@ -95,8 +95,8 @@ def _act(
                 return 0
             params: Any = action.params(found.id, _fields(found))
         else:
-            params = KINDS[action.kind].params.model_validate({"checkpoint_id": found.id})
-        spec = KINDS[action.kind].specify(connection, params, caller, settings)
+            params = all_kinds()[action.kind].params.model_validate({"checkpoint_id": found.id})
+        spec = all_kinds()[action.kind].specify(connection, params, caller, settings)
         job_id, is_new = submit_or_join(connection, spec, now)
     except (CatalogError, ProblemError, ValueError) as error:
         detail = {"action": action.kind, "problem": _told(error)}

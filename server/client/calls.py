@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any, Generic, TypedDict, TypeVar
 from urllib.parse import quote
 
-from dcp.server.client.decoding import decode
 from dcp.server.client.errors import AnswerError
 from dcp.server.records.administration import TensorBytes, Whoami
+from dcp.server.features.drift.records import RunDrift
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registered
 from dcp.server.records.contents import (
     Diff,
@@ -28,7 +28,8 @@ from dcp.server.records.contents import (
     TreeNode,
     Verification,
 )
-from dcp.server.records.drawings import RunDrift, SavePhases, ShardMap, TensorGrid, TensorStatistics
+from dcp.server.records.documents import record_of
+from dcp.server.records.drawings import SavePhases, ShardMap, TensorGrid, TensorStatistics
 from dcp.server.records.jobs import Job, JobLogLine, JobTask, JobThroughput
 from dcp.server.records.labels import Alias, Lineage, Series
 from dcp.server.records.roots import Root
@@ -199,6 +200,14 @@ def _items(document: Any) -> list[Any]:
     if not isinstance(items, list):
         raise AnswerError("the service answered with no list")
     return items
+
+
+def decode(kind: type[T], document: Any) -> T:
+    """The record that an answer has. Raises AnswerError."""
+    try:
+        return record_of(kind, document)
+    except ValueError as error:
+        raise AnswerError(f"the service answered with what is no {kind.__name__}: {error}") from error
 
 
 def one(kind: type[T]) -> Callable[[Any], T]:

@@ -64,7 +64,7 @@ from dcp.server.settings import Settings
 
 __all__ = ["DEFAULT_KINDS", "Worker"]
 
-DEFAULT_KINDS: Final = "dcp.server.jobs.kinds:KINDS"
+DEFAULT_KINDS: Final = "dcp.server.features:kinds"
 _KILL_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 0.5
 _MOST_PAUSE_SECONDS: Final = 0.1

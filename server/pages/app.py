@@ -23,7 +23,7 @@ from dcp.server.pages.routes import (
     sign_in,
 )
 from dcp.server.pages.routes.administration import audit, keys
-from dcp.server.pages.routes.comparing import diff, drift, will_it_load
+from dcp.server.pages.routes.comparing import diff, will_it_load
 from dcp.server.pages.routes.values import changes, layers, tensors
 
 __all__ = ["ROUTERS", "install"]
@@ -36,7 +36,6 @@ ROUTERS: Final[tuple[APIRouter, ...]] = (
     changes.router,
     checkpoints.router,
     diff.router,
-    drift.router,
     search.router,
     jobs.router,
     keys.router,

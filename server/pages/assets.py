@@ -14,6 +14,7 @@ from typing import Final
 
 from fastapi import APIRouter, Response
 
+from dcp.server.features import features
 from dcp.server.http.dependencies import public
 from dcp.server.http.middleware.authentication import STATIC_PREFIX
 from dcp.server.problems import NotFoundError
@@ -42,14 +43,19 @@ class Asset:
 
 @cache
 def assets() -> Mapping[str, Asset]:
-    """All files, by their paths below ``static/``; licences are for those who have the package."""
-    found = {}
-    for path in sorted(_FOLDER.rglob("*")):
-        if path.suffix in _TYPES:
-            body = path.read_bytes()
-            digest = hashlib.sha256(body).hexdigest()[:16]
-            found[path.relative_to(_FOLDER).as_posix()] = Asset(body, _TYPES[path.suffix], digest)
-    return found
+    """All files, those of features too, by their paths below ``static/``; licences are for those who have the package."""
+    folders = [_FOLDER, *(feature.folder / "static" for feature in features())]
+    return {
+        path.relative_to(folder).as_posix(): _read(path)
+        for folder in folders
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in _TYPES
+    }
+
+
+def _read(path: Path) -> Asset:
+    body = path.read_bytes()
+    return Asset(body, _TYPES[path.suffix], hashlib.sha256(body).hexdigest()[:16])
 
 
 def asset_url(name: str) -> str:

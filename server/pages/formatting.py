@@ -91,12 +91,17 @@ def edge_text(value: float) -> str:
     )
 
 
-def time_text(moment: str | None) -> str:
-    """``2026-01-31 12:00:00 UTC`` of a time as the API has it."""
-    return _UNKNOWN if moment is None else f"{moment[:10]} {moment[11:19]} UTC"
+Moment = datetime | str
+"""A time in UTC, or as the API has it."""
 
 
-def ago_text(moment: str | None, now_seconds: float) -> str:
+def time_text(moment: Moment | None) -> str:
+    """``2026-01-31 12:00:00 UTC``."""
+    text = moment.isoformat() if isinstance(moment, datetime) else moment
+    return _UNKNOWN if text is None else f"{text[:10]} {text[11:19]} UTC"
+
+
+def ago_text(moment: Moment | None, now_seconds: float) -> str:
     """``3 h ago``."""
     if moment is None:
         return "never"
@@ -115,8 +120,9 @@ def _span(seconds: float) -> str:
     return f"{seconds / unit_seconds:.1f} y"
 
 
-def _seconds_of(moment: str) -> float:
-    return datetime.fromisoformat(moment).astimezone(UTC).timestamp()
+def _seconds_of(moment: Moment) -> float:
+    found = moment if isinstance(moment, datetime) else datetime.fromisoformat(moment)
+    return found.astimezone(UTC).timestamp()
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -134,7 +140,7 @@ def seconds_text(seconds: float | None) -> str:
     return f"{minutes} min {rest:02d} s" if rest else f"{minutes} min"
 
 
-def between_text(start: str | None, end: str | None) -> str:
+def between_text(start: Moment | None, end: Moment | None) -> str:
     """How long it was from one time to another."""
     if start is None or end is None:
         return _UNKNOWN

@@ -10,8 +10,9 @@ from urllib.parse import urlencode
 
 from fastapi import Request
 from fastapi.responses import HTMLResponse
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import BaseLoader, ChoiceLoader, Environment, FileSystemLoader, PrefixLoader, StrictUndefined
 
+from dcp.server.features import features
 from dcp.server.pages.assets import asset_url
 from dcp.server.pages.formatting import FILTERS, visible
 from dcp.server.pages.tokens import VISIT_COOKIE, form_token, is_visit, set_cookie
@@ -39,7 +40,7 @@ _HEADERS: Final = {
 @cache
 def _environment() -> Environment:
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        loader=ChoiceLoader([FileSystemLoader(Path(__file__).parent / "templates"), _of_features()]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -48,8 +49,13 @@ def _environment() -> Environment:
         finalize=visible,
     )
     environment.filters.update(FILTERS)
-    environment.globals.update(asset=asset_url, version=__version__)
+    environment.globals.update(asset=asset_url, links=_links, version=__version__)
     return environment
+
+
+def _of_features() -> BaseLoader:
+    """Templates of features, each by the name of its feature and a slash before its own."""
+    return PrefixLoader({one.name: FileSystemLoader(one.folder / "templates") for one in features()})
 
 
 def page(request: Request, template: str, status_code: int = 200, **values: Any) -> HTMLResponse:
@@ -80,6 +86,12 @@ def page(request: Request, template: str, status_code: int = 200, **values: Any)
     if is_new:
         set_cookie(request, answer, VISIT_COOKIE, visit)
     return answer
+
+
+def _links(place: str, number: int) -> list[tuple[str, str]]:
+    """Labels and paths of the links that features put on a page, such as the one of a run."""
+    found = [link for feature in features() for link in feature.links if link.on == place]
+    return [(link.label, link.path.format(id=number)) for link in found]
 
 
 def _here(request: Request) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, Union
 from pydantic import Field, create_model
 
 from dcp.server.inputs import Request
-from dcp.server.jobs.kinds import KINDS
+from dcp.server.features import kinds as all_kinds
 from dcp.server.jobs.ledger import JobEventRow
 from dcp.server.records import jobs as records
 from dcp.server.schemas.common import Answer, rfc3339
@@ -51,7 +51,7 @@ def _new_job(name: str, params: type) -> type[_AnyJob]:
 if TYPE_CHECKING:
     NewJob = _AnyJob
 else:
-    _MODELS: Final = tuple(_new_job(name, KINDS[name].params) for name in sorted(KINDS))
+    _MODELS: Final = tuple(_new_job(name, all_kinds()[name].params) for name in sorted(all_kinds()))
     NewJob = Annotated[Union[_MODELS], Field(discriminator="kind")]  # noqa: UP007 - of a tuple
 """The body that submits a job: one of the kinds with its parameters."""
 

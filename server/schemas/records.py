@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar, get_args, get_origin
@@ -12,7 +14,7 @@ from dcp.server.formats import FormatName
 from dcp.server.records.declaring import RecordField, Shown, fields_of, moment
 from dcp.server.schemas.common import Answer, rfc3339_of
 
-__all__ = ["RecordAnswer", "answers"]
+__all__ = ["RecordAnswer", "answer_model", "answer_of", "answers"]
 
 R = TypeVar("R", bound="RecordAnswer")
 
@@ -72,19 +74,39 @@ def answers(record: type[Any]) -> Callable[[type[R]], type[R]]:
     """A class decorator: the model has the fields of the record, all of which every answer has."""
 
     def made(answer: type[R]) -> type[R]:
-        fields = fields_of(record)
-        types: dict[str, Any] = {field.name: (_type(field), _described(field)) for field in fields}
-        model = create_model(
-            answer.__name__, __base__=answer, __module__=answer.__module__, __doc__=answer.__doc__, **types
-        )
-        model.record = record
-        model.members = fields
-        writers = {field.name: _writer(field.hint) for field in fields}
-        model.written = tuple((name, write) for name, write in writers.items() if write is not None)
+        model = _made(record, answer, answer.__name__, answer.__doc__)
         _ANSWERS[record] = model
         return model
 
     return made
+
+
+def _made(record: type[Any], base: type[R], name: str, doc: str | None) -> type[R]:
+    fields = fields_of(record)
+    types: dict[str, Any] = {field.name: (_type(field), _described(field)) for field in fields}
+    model = create_model(name, __base__=base, __module__=base.__module__, __doc__=doc, **types)
+    model.record = record
+    model.members = fields
+    writers = {field.name: _writer(field.hint) for field in fields}
+    model.written = tuple((name, write) for name, write in writers.items() if write is not None)
+    return model
+
+
+def answer_model(returned: Any) -> Any:
+    """The model of what a route returns: made of a record where it is one, else as it is."""
+    if not (isinstance(returned, type) and dataclasses.is_dataclass(returned)):
+        return returned
+    found = _ANSWERS.get(returned)
+    if found is None:
+        summary = inspect.cleandoc(returned.__doc__ or "").partition("\n\n")[0]
+        found = _ANSWERS[returned] = _made(returned, RecordAnswer, returned.__name__, summary)
+    return found
+
+
+def answer_of(found: Any) -> Any:
+    """What a route returned as its answer: of a record its model, else as it is."""
+    model = _ANSWERS.get(type(found))
+    return found if model is None else model.of(found)
 
 
 def _described(field: RecordField) -> Any:
@@ -111,7 +133,7 @@ def _json_type(hint: Any, literal: Any = None) -> Any:
         return literal
     if hint is datetime:
         return str
-    return _ANSWERS.get(hint, hint)
+    return answer_model(hint)
 
 
 def _writer(hint: Any) -> Callable[[Any], Any] | None:
@@ -122,8 +144,8 @@ def _writer(hint: Any) -> Callable[[Any], Any] | None:
     if get_origin(hint) is tuple:
         write = _writer(get_args(hint)[0])
         return _in_order if write is None else lambda items: [write(item) for item in items]
-    answer = _ANSWERS.get(hint)
-    return None if answer is None else answer.of
+    answer = answer_model(hint)
+    return None if answer is hint else answer.of
 
 
 def _in_order(items: Any) -> list[Any]:

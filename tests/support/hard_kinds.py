@@ -16,7 +16,7 @@ from typing import Final
 from dcp.conversion import driver, running
 from dcp.conversion.running import observers
 from dcp.server.automation.schedules import built_in_schedules
-from dcp.server.jobs.kinds import KINDS
+from dcp.server.features import kinds
 from dcp.server.jobs.ledger import Backoff
 from dcp.server.jobs.worker import Worker
 from dcp.server.settings import Settings
@@ -47,6 +47,6 @@ def serve(settings: Settings, hard: str, gate: str = "/nonexistent") -> None:
     os.environ.update(DCP_TEST_HARD=hard, DCP_TEST_GATE=gate)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    kinds = "tests.support.hard_kinds:KINDS" if hard else "dcp.server.jobs.kinds:KINDS"
+    kinds = "tests.support.hard_kinds:KINDS" if hard else "dcp.server.features:kinds"
     periodic = built_in_schedules(settings) if hard == "small" else ()
     Worker(settings, kinds=kinds, schedules=periodic, backoff=Backoff(0.05, 0.2)).run(stop)

@@ -127,7 +127,7 @@ def working(
 def served_by(settings: Settings) -> AbstractContextManager[Worker]:
     """A worker as an operator starts it: with all kinds of jobs and all periodic work."""
     schedules = built_in_schedules(settings)
-    return working(settings, kinds="dcp.server.jobs.kinds:KINDS", own_executor=True, schedules=schedules)
+    return working(settings, kinds="dcp.server.features:kinds", own_executor=True, schedules=schedules)
 
 
 def _serve(settings: Settings) -> None:

@@ -19,7 +19,7 @@ from dcp.server.database.engine import Database
 from dcp.server.jobs import ledger
 from dcp.server.jobs.executors.subprocess_main import error_of
 from dcp.server.jobs.kind import JobContext
-from dcp.server.jobs.kinds import KINDS
+from dcp.server.features import kinds
 from dcp.server.jobs.ledger.states import Claim, JobRow
 from dcp.server.roots import Roots
 from dcp.server.scanning.scanner import Scanner
@@ -66,7 +66,7 @@ class KindRuns:
 
     def carry_out(self, made: Claim) -> Any:
         """What a subprocess would answer: a result, or an exception."""
-        kind, job, task = KINDS[made.job.kind], made.job, made.task
+        kind, job, task = kinds()[made.job.kind], made.job, made.task
         try:
             params = kind.params.model_validate(_json(job.params))
             prepared = {}
@@ -120,7 +120,7 @@ class KindRuns:
         def act(connection: Any) -> None:
             if isinstance(answer, Exception):
                 error = error_of(answer)
-                if not KINDS[made.job.kind].waits:
+                if not kinds()[made.job.kind].waits:
                     error = replace(error, is_environment=False)
                 ledger.fail(connection, made.held, error, now)
             elif made.phase == "plan":
@@ -129,7 +129,7 @@ class KindRuns:
                 ledger.complete_task(connection, made.held, answer, now)
             elif made.phase == "publish":
                 job = ledger.complete_publish(connection, made.held, answer, now)
-                KINDS[job.kind].record(connection, job, answer)
+                kinds()[job.kind].record(connection, job, answer)
             else:
                 ledger.complete_discard(connection, made.held, now)
 

@@ -23,6 +23,7 @@ from dcp.server.client.results import array_of, ended, joined_diff, joined_stati
 from dcp.server.client.synchronous.admin import Administration
 from dcp.server.client.synchronous.connection import Pages
 from dcp.server.records.administration import TensorBytes, Whoami
+from dcp.server.features.drift.records import RunDrift
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registered
 from dcp.server.records.contents import (
     Diff,
@@ -36,7 +37,7 @@ from dcp.server.records.contents import (
     TreeNode,
     Verification,
 )
-from dcp.server.records.drawings import RunDrift, SavePhases, ShardMap, TensorGrid, TensorStatistics
+from dcp.server.records.drawings import SavePhases, ShardMap, TensorGrid, TensorStatistics
 from dcp.server.records.jobs import Job, JobEvent, JobLogLine, JobTask, JobThroughput
 from dcp.server.records.labels import Alias, Lineage, Series
 from dcp.server.records.roots import Root

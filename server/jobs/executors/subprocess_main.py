@@ -74,9 +74,10 @@ class Setup:
 
 
 def load_kinds(name: str) -> Mapping[str, Kind[Any]]:
-    """The kinds that ``module:attribute`` names."""
+    """The kinds that ``module:attribute`` names: a mapping, or a function that returns one."""
     module, _, attribute = name.partition(":")
-    kinds: Mapping[str, Kind[Any]] = getattr(importlib.import_module(module), attribute)
+    found = getattr(importlib.import_module(module), attribute)
+    kinds: Mapping[str, Kind[Any]] = found() if callable(found) else found
     return kinds
 
 

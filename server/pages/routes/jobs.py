@@ -14,7 +14,7 @@ from dcp.server.catalog.details import keys_of
 from dcp.server.http.dependencies import Author, Caller, Db, Page, PageParams, ServiceDep, requires
 from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.inputs import Name
-from dcp.server.jobs.kinds import KINDS
+from dcp.server.features import kinds as all_kinds
 from dcp.server.jobs.ledger import jobs_of_key
 from dcp.server.pages.queries import READ, pages_router
 from dcp.server.pages.rendering import page
@@ -57,7 +57,7 @@ def jobs_page(
         names=_names(found.items, database, caller),
         outcomes=_outcomes(found.items, database),
         next_cursor=found.next_cursor,
-        kinds=sorted(KINDS),
+        kinds=sorted(all_kinds()),
         state=state,
         kind=kind,
         scans=scans,
@@ -69,7 +69,7 @@ def job_page(job_id: IdPath, request: Request, service: ServiceDep, database: Db
     """One job: state, progress, what it is about, what came of it, its tasks."""
     job = api.get_job(job_id, database, caller)
     tasks = api.list_job_tasks(job_id, database, caller, PageParams(_MAX_TASKS, None))
-    kind = KINDS.get(job.kind)
+    kind = all_kinds().get(job.kind)
     sources = _sources_of(job)
     return page(
         request,

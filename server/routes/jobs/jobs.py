@@ -17,7 +17,7 @@ from dcp.server.http.idempotent_transaction import IdempotentDep
 from dcp.server.http.routers import api_router
 from dcp.server.inputs import MAX_ID, Name
 from dcp.server.jobs import ledger
-from dcp.server.jobs.kinds import KINDS
+from dcp.server.features import kinds as all_kinds
 from dcp.server.jobs.ledger import JobFilter, JobRow
 from dcp.server.jobs.watching import log_line, throughput_of
 from dcp.server.problems import ForbiddenError, UnprocessableError
@@ -69,7 +69,7 @@ _OVER: dict[int | str, dict[str, Any]] = {
 
 
 def _check_scope(caller: Principal, kind: str) -> None:
-    scope: Scope = KINDS[kind].scope if kind in KINDS else "admin"
+    scope: Scope = all_kinds()[kind].scope if kind in all_kinds() else "admin"
     if not caller.may(scope):
         raise ForbiddenError(f"a job of the kind {kind!r} needs a key with the scope {scope!r}", scope=scope)
 
@@ -86,7 +86,7 @@ def submit_job(
     _check_scope(author.principal, body.kind)
     if body.priority > 0 and not author.principal.may("admin"):
         raise ForbiddenError("a priority above 0 needs a key with the scope 'admin'", scope="admin")
-    kind = KINDS[body.kind]
+    kind = all_kinds()[body.kind]
 
     def submit(connection: Connection) -> JobAnswer:
         spec = kind.specify(connection, body.params, author.principal, service.settings)
@@ -137,9 +137,9 @@ def list_jobs(
 
 def _check_kinds(kinds: Iterable[str]) -> None:
     for kind in kinds:
-        if kind not in KINDS:
+        if kind not in all_kinds():
             raise UnprocessableError(
-                f"there is no kind of job {kind!r}: {', '.join(sorted(KINDS))}", field="kind"
+                f"there is no kind of job {kind!r}: {', '.join(sorted(all_kinds()))}", field="kind"
             )
 
 

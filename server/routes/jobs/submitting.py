@@ -11,7 +11,7 @@ from dcp.server.http.context import Service
 from dcp.server.http.dependencies import Writer
 from dcp.server.http.idempotent_transaction import IdempotentTransaction
 from dcp.server.jobs import ledger
-from dcp.server.jobs.kinds import KINDS
+from dcp.server.features import kinds as all_kinds
 from dcp.server.jobs.ledger import JobSpec
 from dcp.server.problems import TooManyRequestsError
 from dcp.server.schemas.jobs import JobAnswer
@@ -35,7 +35,7 @@ def submit_kind(
     """
 
     def submit(connection: Connection) -> JobAnswer:
-        spec = KINDS[kind].specify(connection, params, author.principal, service.settings)
+        spec = all_kinds()[kind].specify(connection, params, author.principal, service.settings)
         return submit_new(connection, spec, service, author, response)
 
     return transact(submit)

@@ -14,9 +14,6 @@ from dcp.server.schemas.queries import MAX_PAGE, Query
 from dcp.server.schemas.records import RecordAnswer, answers
 
 __all__ = [
-    "DriftAnswer",
-    "DriftLayerAnswer",
-    "DriftStepAnswer",
     "GridAnswer",
     "GridValue",
     "PhaseRowAnswer",
@@ -104,18 +101,3 @@ class GridAnswer(RecordAnswer):
 @answers(drawings.TensorStatistics)
 class TensorStatisticsAnswer(RecordAnswer):
     """Statistics of one tensor's values."""
-
-
-@answers(drawings.DriftStep)
-class DriftStepAnswer(RecordAnswer):
-    """Two neighbouring steps."""
-
-
-@answers(drawings.DriftLayer)
-class DriftLayerAnswer(RecordAnswer):
-    """The tensors of one layer, by step."""
-
-
-@answers(drawings.RunDrift)
-class DriftAnswer(RecordAnswer):
-    """How the tensors of a run change from step to step."""

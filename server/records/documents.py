@@ -1,4 +1,4 @@
-"""From JSON to data classes by their annotations, such that a later version of the service may say more."""
+"""Records of JSON documents, by their annotations, such that a later version of the service may say more."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from datetime import datetime
 from functools import cache
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from dcp.server.client.errors import AnswerError
-
-__all__ = ["decode"]
+__all__ = ["record_of"]
 
 T = TypeVar("T")
 _Decoder = Callable[[Any], Any]
 
 
-def decode(kind: type[T], document: Any) -> T:
-    """An instance of the data class ``kind``. Members that it has not are passed over; those that have no
-    default must be there. Raises AnswerError."""
+def record_of(kind: type[T], document: Any, **given: Any) -> T:
+    """A record of ``document``, a JSON object, with the fields that are ``given`` as they are.
+
+    Members that the record has not are passed over; those without a default must be there. Raises ValueError.
+    """
     if not isinstance(document, Mapping):
-        raise AnswerError(f"the service answered with no {kind.__name__}")
-    values: dict[str, Any] = {}
+        raise ValueError(f"not a {kind.__name__} but {type(document).__name__}")
+    values = dict(given)
     for name, decoder, is_needed in _fields(cast(Any, kind)):
+        if name in given:
+            continue
         if name in document:
             try:
                 values[name] = decoder(document[name])
             except (TypeError, ValueError) as error:
-                raise AnswerError(f"{kind.__name__}.{name} of the answer: {error}") from error
+                raise ValueError(f"{kind.__name__}.{name}: {error}") from error
         elif is_needed:
-            raise AnswerError(f"the service answered with a {kind.__name__} without {name}")
+            raise ValueError(f"{kind.__name__} without {name}")
     return kind(**values)
 
 
@@ -59,7 +61,7 @@ def _decoder(hint: Any) -> _Decoder:
     if hint is datetime:
         return lambda value: datetime.fromisoformat(_typed(value, str))
     if dataclasses.is_dataclass(hint):
-        return lambda value: decode(hint, value)  # type: ignore[arg-type]
+        return lambda value: record_of(hint, value)  # type: ignore[arg-type]
     if hint in (int, str, bool):
         return lambda value: _typed(value, hint)
     if hint is float:

@@ -1,0 +1,1 @@
+"""The core of the service: what every feature plugs into, and which knows none of them."""

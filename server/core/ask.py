@@ -1,0 +1,115 @@
+"""`Ask`: one request, with all that a function of a feature needs to answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+from fastapi import Request, Response
+from pydantic import BaseModel
+from sqlalchemy import Connection
+
+from dcp.server.http.context import Service
+from dcp.server.http.dependencies import Writer
+from dcp.server.http.idempotent_transaction import IdempotentTransaction
+from dcp.server.jobs.ledger import find_job, jobs_of_key
+from dcp.server.problems import UnauthorizedError
+from dcp.server.roots import Roots
+from dcp.server.routes.jobs.submitting import submit_kind
+from dcp.server.schemas.jobs import JobAnswer
+from dcp.server.security.principal import Principal
+from dcp.server.settings import Settings
+
+__all__ = ["Ask", "ask_of"]
+
+A = TypeVar("A", bound=BaseModel)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Ask:
+    """A request: who asks, what they may see, and the database, roots and jobs of the service.
+
+    A function of a feature names a parameter of this type. ``response`` takes headers of the answer.
+    """
+
+    def __init__(self, request: Request, response: Response) -> None:
+        self.request = request
+        self.response = response
+        self.service = cast(Service, request.app.state.service)
+
+    @property
+    def caller(self) -> Principal:
+        """The key that asks. Raises UnauthorizedError where a public route is called without one."""
+        principal = getattr(self.request.state, "principal", None)
+        if not isinstance(principal, Principal):
+            raise UnauthorizedError("send a key: Authorization: Bearer dcp_...")
+        return principal
+
+    @property
+    def visible(self) -> frozenset[str] | None:
+        """The names of the roots that the caller may see; None for all."""
+        return self.caller.roots
+
+    @property
+    def settings(self) -> Settings:
+        """The settings of the service."""
+        return self.service.settings
+
+    @property
+    def roots(self) -> Roots:
+        """The configured roots, whatever the caller may see."""
+        return self.service.roots
+
+    @property
+    def now(self) -> float:
+        """The time, in seconds since the epoch."""
+        return self.service.clock()
+
+    @property
+    def author(self) -> Writer:
+        """The caller, for what is changed and audited."""
+        address = None if self.request.client is None else self.request.client.host
+        request_id = getattr(self.request.state, "request_id", None)
+        return Writer(self.caller, self.now, request_id, address)
+
+    def reading(self) -> AbstractContextManager[Connection]:
+        """A connection that only reads, for several queries that are to agree."""
+        return self.service.database.read()
+
+    def find(self, query: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run one query of the catalog, a function whose first argument is a connection."""
+        with self.reading() as connection:
+            return query(connection, *args, **kwargs)
+
+    def transact(self, act: Callable[[Connection], A]) -> A:
+        """Run ``act``, which writes and makes the answer, in one transaction; it is repeated where another
+        one was in its way. With an ``Idempotency-Key`` the answer is kept in the same transaction."""
+        return IdempotentTransaction(self.service.database, self.request, self.response)(act)
+
+    def submit(self, kind: str, params: BaseModel) -> JobAnswer:
+        """Submit a job; an unfinished one that does the same is returned instead. Raises what the kind
+        refuses: what the caller may not see is not found."""
+        return submit_kind(
+            kind,
+            params,
+            self.service,
+            self.author,
+            IdempotentTransaction(self.service.database, self.request, self.response),
+            self.response,
+        )
+
+    def last_job(self, kind: str, dedup_key: str, after: int = 0) -> JobAnswer | None:
+        """The newest job with this key and a number above ``after``, for a page that waits for it."""
+        with self.reading() as connection:
+            last, _ = jobs_of_key(connection, kind, dedup_key, self.visible)
+            if last is None or last <= after:
+                return None
+            job = find_job(connection, last, self.visible, whole=False)
+        return None if job is None else JobAnswer.of(job)
+
+
+async def ask_of(request: Request, response: Response) -> Any:
+    """The dependency behind a parameter of the type `Ask`."""
+    return Ask(request, response)

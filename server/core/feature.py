@@ -1,0 +1,126 @@
+"""Features: what the service does beside its core, each declared as one value.
+
+A feature is a module or a folder with a `Feature` named ``feature``. Its decorators declare routes of the API,
+pages and forms; its job kinds are in ``kinds``. The features of the service stand in
+`dcp.server.features.FEATURES`; another package's come by the entry point group ``dcphub.features``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+if TYPE_CHECKING:
+    from dcp.server.jobs.kind import Kind
+    from dcp.server.security.principal import Scope
+
+__all__ = ["Feature", "Link", "Page", "Route"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+LinkedFrom = Literal["run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """An operation of the API below ``/api/v1``. ``handle`` returns a record or an answer."""
+
+    method: str
+    path: str
+    handle: Callable[..., Any]
+    scope: Scope
+    tag: str
+    status: int
+    errors: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page, or without a ``template`` the target of a form.
+
+    ``handle`` of a page returns the values of its template; that of a form the path to show next.
+    """
+
+    method: Literal["GET", "POST"]
+    path: str
+    handle: Callable[..., Any]
+    scope: Scope
+    template: str
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A link to ``path`` on the page of each run; ``{id}`` in it is the run's id."""
+
+    on: LinkedFrom
+    label: str
+    path: str
+
+
+@dataclass(slots=True)
+class Feature:
+    """One feature. ``name`` is also the folder of its templates: those beside the module ``module``.
+
+    ``web``: the module that declares its routes and pages, imported by processes that serve HTTP alone; not
+    needed where the module of the feature declares them.
+    """
+
+    name: str
+    module: str
+    kinds: Sequence[Kind[Any]] = ()
+    web: str = ""
+    links: Sequence[Link] = ()
+    routes: list[Route] = field(default_factory=list)
+    pages: list[Page] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the module, with ``templates`` and ``static``."""
+        return Path(str(importlib.import_module(self.module).__file__)).parent
+
+    def load(self) -> Feature:
+        """Import what declares routes and pages."""
+        if self.web:
+            importlib.import_module(self.web)
+        return self
+
+    def get(
+        self, path: str, *, tag: str, scope: Scope = "read", errors: Sequence[int] = (404,)
+    ) -> Callable[[F], F]:
+        """Declare that GET of ``path`` below ``/api/v1`` is answered by the function."""
+        return self._route("GET", path, scope, tag, 200, errors)
+
+    def post(
+        self, path: str, *, tag: str, scope: Scope, status: int = 200, errors: Sequence[int] = (404,)
+    ) -> Callable[[F], F]:
+        """Declare that POST to ``path`` below ``/api/v1`` is answered by the function."""
+        return self._route("POST", path, scope, tag, status, errors)
+
+    def _route(
+        self, method: str, path: str, scope: Scope, tag: str, status: int, errors: Sequence[int]
+    ) -> Callable[[F], F]:
+        def declare(handle: F) -> F:
+            self.routes.append(Route(method, path, handle, scope, tag, status, errors))
+            return handle
+
+        return declare
+
+    def page(self, path: str, template: str, *, scope: Scope = "read") -> Callable[[F], F]:
+        """Declare a page: ``template`` of this feature, filled with the values that the function returns."""
+
+        def declare(handle: F) -> F:
+            self.pages.append(Page("GET", path, handle, scope, template))
+            return handle
+
+        return declare
+
+    def form(self, path: str, *, scope: Scope) -> Callable[[F], F]:
+        """Declare the target of a form. Its token is checked; the function returns the path to show next."""
+
+        def declare(handle: F) -> F:
+            self.pages.append(Page("POST", path, handle, scope, ""))
+            return handle
+
+        return declare

@@ -1,0 +1,98 @@
+"""Features in the application: routes of FastAPI made of what features declare."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any
+
+from fastapi import Depends, Request, Response
+from fastapi.responses import RedirectResponse
+from fastapi.routing import APIRoute
+from starlette.routing import BaseRoute
+
+from dcp.server.core.ask import Ask, ask_of
+from dcp.server.core.feature import Feature, Page, Route
+from dcp.server.http.dependencies import requires
+from dcp.server.http.routers import api_router
+from dcp.server.pages.queries import pages_router
+from dcp.server.pages.rendering import page
+from dcp.server.pages.tokens import FormDep
+from dcp.server.schemas.common import problems
+from dcp.server.schemas.records import answer_model, answer_of
+
+__all__ = ["routes_of"]
+
+
+def routes_of(features: Iterable[Feature]) -> list[BaseRoute]:
+    """The routes of the API, pages and forms that ``features`` declare."""
+    api, pages = api_router(), pages_router()
+    for feature in features:
+        for route in feature.load().routes:
+            _add_route(api, route)
+        for declared in feature.pages:
+            _add_page(pages, feature, declared)
+    return [*api.routes, *pages.routes]
+
+
+def _add_route(router: Any, route: Route) -> None:
+    signature = _signature(route.handle)
+    model = answer_model(signature.return_annotation)
+
+    @functools.wraps(route.handle)
+    def handle(*args: Any, **kwargs: Any) -> Any:
+        return answer_of(route.handle(*args, **kwargs))
+
+    _declare(handle, signature.replace(return_annotation=model))
+    router.add_api_route(
+        route.path,
+        handle,
+        methods=[route.method],
+        status_code=route.status,
+        tags=[route.tag],
+        dependencies=[requires(route.scope)],
+        responses=problems(*route.errors),
+    )
+
+
+def _add_page(router: Any, feature: Feature, declared: Page) -> None:
+    signature = _signature(declared.handle)
+    extra = inspect.Parameter("request", inspect.Parameter.KEYWORD_ONLY, annotation=Request)
+    if declared.template:
+
+        def answer(found: Any, request: Request) -> Response:
+            if isinstance(found, Response):
+                return found
+            return page(request, f"{feature.name}/{declared.template}", **found)
+
+    else:
+        extra = inspect.Parameter("form_", inspect.Parameter.KEYWORD_ONLY, annotation=FormDep)
+
+        def answer(found: Any, _form: Any) -> Response:
+            return found if isinstance(found, Response) else RedirectResponse(found, 303)
+
+    @functools.wraps(declared.handle)
+    def handle(*args: Any, **kwargs: Any) -> Response:
+        given = kwargs.pop(extra.name)
+        return answer(declared.handle(*args, **kwargs), given)
+
+    parameters = [*signature.parameters.values(), extra]
+    _declare(handle, signature.replace(parameters=parameters, return_annotation=Response))
+    router.add_api_route(
+        declared.path, handle, methods=[declared.method], dependencies=[requires(declared.scope)]
+    )
+
+
+def _signature(handle: Callable[..., Any]) -> inspect.Signature:
+    found = inspect.signature(handle, eval_str=True)
+    parameters = [
+        one.replace(annotation=Annotated[Ask, Depends(ask_of)]) if one.annotation is Ask else one
+        for one in found.parameters.values()
+    ]
+    return found.replace(parameters=parameters)
+
+
+def _declare(handle: Any, signature: inspect.Signature) -> None:
+    handle.__signature__ = signature
+    del handle.__wrapped__  # FastAPI would look at the annotations of what is wrapped

@@ -1,0 +1,18 @@
+"""Drift: changes of a run's layers from step to step, found by a job and drawn as a heat map."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dcp.server.core.feature import Feature, Link
+from dcp.server.features.drift.job import DriftKind
+
+__all__ = ["feature"]
+
+feature: Final = Feature(
+    "drift",
+    __name__,
+    kinds=[DriftKind()],
+    web="dcp.server.features.drift.web",
+    links=[Link("run", "What changes from step to step", "/runs/{id}/drift")],
+)

@@ -1,0 +1,95 @@
+"""The drift of a run: JSON, the job that finds it, and the page with its heat map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import Query
+from pydantic import BaseModel, ConfigDict, Field
+
+from dcp.server.catalog.contents.layers import is_of_optimizer
+from dcp.server.catalog.runs import get_run
+from dcp.server.core.ask import Ask
+from dcp.server.features.drift import feature
+from dcp.server.features.drift.job import DriftParams
+from dcp.server.features.drift.picture import DriftValue, drift_picture
+from dcp.server.features.drift.records import DriftLayer, RunDrift
+from dcp.server.jobs.ledger import latest_success
+from dcp.server.problems import NotFoundError
+from dcp.server.records.declaring import moment
+from dcp.server.records.documents import record_of
+from dcp.server.schemas.common import IdPath
+from dcp.server.schemas.jobs import JobAnswer
+
+
+@feature.get("/runs/{run_id}/drift", tag="runs")
+def get_run_drift(run_id: IdPath, ask: Ask) -> RunDrift:
+    """As a job has found it last; not found before the first one, and once that job is forgotten."""
+    ask.find(get_run, run_id, ask.visible)
+    found = _found(run_id, ask)
+    if found is None:
+        raise NotFoundError(f"no drift of run {run_id} is kept; POST here to compute it")
+    return found
+
+
+def _found(run_id: int, ask: Ask) -> RunDrift | None:
+    job = ask.find(latest_success, "drift", "run_id", run_id, ask.visible)
+    if job is None or job.result is None:
+        return None
+    return record_of(RunDrift, job.result, job_id=job.id, created_at=moment(job.created_seconds))
+
+
+@feature.post("/runs/{run_id}/drift", tag="runs", scope="read", status=202, errors=(404, 409))
+def compute_run_drift(run_id: IdPath, ask: Ask) -> JobAnswer:
+    """Have it computed of up to 50 steps, by a job; `POST /jobs` with the kind `drift` chooses them."""
+    return ask.submit("drift", DriftParams(run_id=run_id))
+
+
+class DriftView(BaseModel):
+    """Which value is shown, of which names; of ``count`` layers from ``first`` on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    value: DriftValue = "relative_l2"
+    of: Literal["weights", "all"] = "weights"
+    first: Annotated[int, Field(ge=0, le=10**6)] = 0
+    count: Annotated[int, Field(ge=1, le=10**6)] | None = None
+    done: Annotated[str, Field(max_length=32)] | None = None
+
+
+@feature.page("/runs/{run_id}/drift", "drift.html")
+def drift_page(run_id: IdPath, view: Annotated[DriftView, Query()], ask: Ask) -> dict[str, Any]:
+    """What a job found last, and one that is at work on it."""
+    run = ask.find(get_run, run_id, ask.visible)
+    drift = _found(run_id, ask)
+    layers = _of(drift, view)
+    return {
+        "twin": f"/api/v1/runs/{run_id}/drift" if drift else f"/api/v1/runs/{run_id}",
+        "run": run,
+        "view": view,
+        "drift": drift,
+        "picture": drift and drift_picture(layers, len(drift.steps), view.value, view.first, view.count),
+        "layer_count": len(layers),
+        "has_optimizer": drift is not None and len(_weights(drift)) not in (0, len(drift.layers)),
+        "lost": [one for one in drift.steps if one.problem] if drift else [],
+        "job": ask.last_job("drift", DriftParams(run_id=run_id).dedup_key, drift.job_id if drift else 0),
+    }
+
+
+def _of(drift: RunDrift | None, view: DriftView) -> Sequence[DriftLayer]:
+    if drift is None:
+        return ()
+    return _weights(drift) or drift.layers if view.of == "weights" else drift.layers
+
+
+def _weights(drift: RunDrift) -> list[DriftLayer]:
+    """Without what optimizers keep: moments move by much more than weights, and would outshine them."""
+    return [one for one in drift.layers if not is_of_optimizer(one.name)]
+
+
+@feature.form("/runs/{run_id}/drift", scope="read")
+def compute_drift_form(run_id: IdPath, ask: Ask) -> str:
+    """Have it found out, of up to 50 steps."""
+    compute_run_drift(run_id, ask)
+    return f"/runs/{run_id}/drift"
