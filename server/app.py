@@ -1,85 +1,43 @@
-"""The application: middleware, routes, errors, documentation. Nothing happens at import time.
-
-Of an owner of further routes this needs one line: the module in `_ROUTERS`.
-"""
+"""The application: the core, and the features that plug into it. Nothing happens at import time."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from functools import cache
-from typing import Final
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from dcp.server import monitoring
+from dcp.server.core import monitoring
+from dcp.server.core.http import documentation
+from dcp.server.core.http.access import check_routes
+from dcp.server.core.http.context import Service
+from dcp.server.core.http.handlers import install_handlers
+from dcp.server.core.http.large_bodies import LargeBodies
+from dcp.server.core.http.lifespan import lifespan
+from dcp.server.core.http.middleware.authentication import AuthenticationMiddleware
+from dcp.server.core.http.middleware.compression import CompressionMiddleware
+from dcp.server.core.http.middleware.hosts import HostMiddleware
+from dcp.server.core.http.middleware.idempotency import IdempotencyMiddleware
+from dcp.server.core.http.middleware.limits import LimitMiddleware
+from dcp.server.core.http.middleware.methods import MethodMiddleware
+from dcp.server.core.http.middleware.requests import RequestMiddleware
+from dcp.server.core.http.paths import Paths
+from dcp.server.core.http.readiness import Readiness
+from dcp.server.core.http.routers import API, operation_id
+from dcp.server.core.pages import assets
+from dcp.server.core.pages.problems import problem_page
+from dcp.server.core.pages.rendering import environment_of
+from dcp.server.core.settings import Settings
 from dcp.server.core.web import routes_of
-from dcp.server.features import features
-from dcp.server.http import documentation
-from dcp.server.http.access import check_routes
-from dcp.server.http.context import Service
-from dcp.server.http.handlers import install_handlers
-from dcp.server.http.large_bodies import LargeBodies
-from dcp.server.http.lifespan import lifespan
-from dcp.server.http.middleware.authentication import AuthenticationMiddleware
-from dcp.server.http.middleware.compression import CompressionMiddleware
-from dcp.server.http.middleware.hosts import HostMiddleware
-from dcp.server.http.middleware.idempotency import IdempotencyMiddleware
-from dcp.server.http.middleware.limits import LimitMiddleware
-from dcp.server.http.middleware.methods import MethodMiddleware
-from dcp.server.http.middleware.requests import RequestMiddleware
-from dcp.server.http.paths import Paths
-from dcp.server.http.readiness import Readiness
-from dcp.server.http.routers import API, operation_id
-from dcp.server.pages import app as pages
-from dcp.server.routes.administration import audit, health, keys, metrics, retention, rules, webhooks, whoami
-from dcp.server.routes.catalog import checkpoints, deletion, labels, lineage, roots, runs, search
-from dcp.server.routes.data import diffs, downloads, drawings, fitting, shards, stats, tensors
-from dcp.server.routes.jobs import jobs, verification
-from dcp.server.settings import Settings
+from dcp.server.features import features, kinds
 from dcp.version import __version__
 
 __all__ = ["API", "create_app"]
-
-_OUTSIDE: Final[tuple[APIRouter, ...]] = (health.router, metrics.router, documentation.router)
-"""Not below `API`."""
-
-_ROUTERS: Final[tuple[APIRouter, ...]] = (
-    audit.router,
-    search.router,
-    checkpoints.router,
-    deletion.router,
-    diffs.router,
-    downloads.router,
-    drawings.router,
-    fitting.router,
-    jobs.router,
-    keys.router,
-    labels.router,
-    lineage.router,
-    retention.router,
-    roots.router,
-    rules.router,
-    runs.router,
-    shards.router,
-    stats.router,
-    tensors.router,
-    verification.router,
-    webhooks.router,
-    whoami.router,
-)
-"""Below `API`."""
-
-_ROUTES: Final[list[BaseRoute]] = [
-    *(route for router in (*_OUTSIDE, *_ROUTERS) for route in router.routes),
-    *routes_of(features()),
-    *(route for router in (*pages.ROUTERS, health.welcome) for route in router.routes),
-]
-"""In the order in which they are looked through for each request; of "/" browsers get the page."""
 
 
 def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) -> FastAPI:
@@ -87,13 +45,13 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
 
     Its `Service` is ``app.state.service``. Raises ValueError if a route does not say who may use it.
     """
-    service = Service.from_settings(settings, clock)
+    service = Service.from_settings(settings, clock, kinds())
     app = FastAPI(
         title="dcphub",
         version=__version__,
         summary="A catalog of checkpoints, and jobs on them.",
         lifespan=lifespan,
-        routes=_ROUTES,
+        routes=_routes(),
         openapi_url=None,  # ours are offline, and declare their access as all routes do
         docs_url=None,
         redoc_url=None,
@@ -106,7 +64,9 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
     app.state.large_bodies = LargeBodies()
     app.state.readiness = Readiness(service)
     install_handlers(app)
-    pages.install(app)
+    app.state.assets = assets.Assets(features())
+    app.state.templates = environment_of(features(), app.state.assets)
+    app.state.problem_page = problem_page
     check_routes(app)
     documentation.install(app)
     monitoring.install(app, service.database)  # outermost of all, so that it sees what the others answer
@@ -114,8 +74,14 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
 
 
 @cache
+def _routes() -> list[BaseRoute]:
+    """In the order in which they are looked through for each request."""
+    return [*documentation.router.routes, *assets.router.routes, *routes_of(features())]
+
+
+@cache
 def _paths() -> Paths:
-    return Paths(iter_route_contexts(_ROUTES))
+    return Paths(iter_route_contexts(_routes()))
 
 
 def _middleware(service: Service) -> list[Middleware]:

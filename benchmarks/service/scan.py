@@ -23,11 +23,11 @@ import numpy as np
 from pydantic import SecretStr
 
 from dcp.manager.catalog import CatalogRegistration, Registrar
+from dcp.server.core.roots import Roots
+from dcp.server.core.settings import RootSettings, Settings
 from dcp.server.database.engine import Database
 from dcp.server.database.migrations import upgrade
-from dcp.server.roots import Roots
-from dcp.server.scanning.scanner import Scanner
-from dcp.server.settings import RootSettings, Settings
+from dcp.server.features.scan.scanner import Scanner
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex

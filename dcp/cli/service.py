@@ -27,8 +27,8 @@ from dcp.cli.printing import describe_time
 
 if TYPE_CHECKING:
     from dcp.server.catalog.roots import RootRow
+    from dcp.server.core.settings import Settings
     from dcp.server.database.engine import Database
-    from dcp.server.settings import Settings
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:@+=-]{0,127}")
@@ -68,7 +68,7 @@ def _settings(config: Path | None, **flags: Any) -> Settings:
     them."""
     from pydantic import ValidationError
 
-    from dcp.server.settings import CONFIG_VARIABLE, DEFAULT_CONFIG, Settings
+    from dcp.server.core.settings import CONFIG_VARIABLE, DEFAULT_CONFIG, Settings
 
     if config is not None:
         if not config.is_file():
@@ -128,9 +128,9 @@ def worker(
     SIGTERM and SIGINT; what it was doing is done by another one.
     """
     settings = _settings(config, database_url=database, concurrency=concurrency)
-    from dcp.server.automation.schedules import built_in_schedules
-    from dcp.server.jobs.worker import Worker
+    from dcp.server.core.jobs.worker import Worker
     from dcp.server.process.logs import configure_logs
+    from dcp.server.process.schedules import built_in_schedules
 
     configure_logs(settings)
     stop = threading.Event()
@@ -159,9 +159,9 @@ def _opened(settings: Settings, *, with_tables: bool = True, is_made: bool = Fal
     ``with_tables``: those of this version. SQLite gets them, as from `dcp serve`; for another one the line
     says what to do. ``is_made``: also where there is no file yet.
     """
+    from dcp.server.core.problems import ProblemError
     from dcp.server.database import migrations
     from dcp.server.database.engine import Database, DatabaseUnavailableError
-    from dcp.server.problems import ProblemError
 
     try:
         with closing(Database(settings.database_url.get_secret_value(), pool_size=2)) as opened:
@@ -218,8 +218,8 @@ def _create(
     """Make a key and print it, for the only time. It is on stdout alone, so that it can be piped."""
     lasts_seconds = None if expires is None else _duration(expires)
     from dcp.server.catalog import audit
-    from dcp.server.security import keys
-    from dcp.server.security.principal import Scope
+    from dcp.server.core.security import keys
+    from dcp.server.core.security.principal import Scope
 
     scopes: list[Any] = scope or ["read"]
     _check_names("--scope", scopes, get_args(Scope))
@@ -257,7 +257,7 @@ def _duration(text: str) -> float:
 
 def _list_keys(settings: Settings = _SETTINGS) -> Answer:
     """All keys, revoked and expired ones too, without what they are made of."""
-    from dcp.server.security import keys
+    from dcp.server.core.security import keys
 
     with _opened(settings) as opened, opened.read() as connection:
         records = keys.list_keys(connection)
@@ -286,7 +286,7 @@ def _revoke(
 ) -> None:
     """End a key, at once and for ever."""
     from dcp.server.catalog import audit
-    from dcp.server.security import keys
+    from dcp.server.core.security import keys
 
     now_seconds = time.time()
     with _opened(settings) as opened, opened.write() as connection:
@@ -343,9 +343,9 @@ def _accept(
     """
     from dcp.server.catalog import audit
     from dcp.server.catalog.roots import list_roots
-    from dcp.server.roots import Roots
-    from dcp.server.scanning.scanner import Scanner
-    from dcp.server.settings import RootSettings
+    from dcp.server.core.roots import Roots
+    from dcp.server.core.settings import RootSettings
+    from dcp.server.features.scan.scanner import Scanner
 
     with _opened(settings) as opened:
         with opened.read() as connection:

@@ -12,8 +12,8 @@ from typing import Any, Final, Literal, get_args
 
 from dcp.server.catalog.contents.structures import StructureFacts
 from dcp.server.catalog.errors import InvalidQueryError
+from dcp.server.catalog.formats import catalog_formats
 from dcp.server.catalog.values import check_key, check_label, clean_integer, clean_json, clean_text
-from dcp.server.formats import catalog_formats
 from dcp.server.records.checkpoints import CheckpointDetail, State, Verification
 from dcp.server.records.declaring import OwnColumn, fields_of
 

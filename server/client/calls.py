@@ -13,8 +13,8 @@ from typing import Any, Generic, TypedDict, TypeVar
 from urllib.parse import quote
 
 from dcp.server.client.errors import AnswerError
-from dcp.server.records.administration import TensorBytes, Whoami
 from dcp.server.features.drift.records import RunDrift
+from dcp.server.records.administration import TensorBytes, Whoami
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registered
 from dcp.server.records.contents import (
     Diff,

@@ -10,16 +10,16 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 from sqlalchemy import Connection
 
-from dcp.server.http.context import Service
-from dcp.server.http.dependencies import Writer
-from dcp.server.http.idempotent_transaction import IdempotentTransaction
-from dcp.server.jobs.ledger import find_job, jobs_of_key
-from dcp.server.problems import UnauthorizedError
-from dcp.server.roots import Roots
-from dcp.server.routes.jobs.submitting import submit_kind
-from dcp.server.schemas.jobs import JobAnswer
-from dcp.server.security.principal import Principal
-from dcp.server.settings import Settings
+from dcp.server.core.http.context import Service
+from dcp.server.core.http.dependencies import Writer
+from dcp.server.core.http.idempotent_transaction import IdempotentTransaction
+from dcp.server.core.jobs.answers import JobAnswer
+from dcp.server.core.jobs.ledger import find_job, jobs_of_key
+from dcp.server.core.jobs.submitting import submit_kind
+from dcp.server.core.problems import UnauthorizedError
+from dcp.server.core.roots import Roots
+from dcp.server.core.security.principal import Principal
+from dcp.server.core.settings import Settings
 
 __all__ = ["Ask", "ask_of"]
 

@@ -1,21 +1,24 @@
 """Features: what the service does beside its core, each declared as one value.
 
-A feature is a module or a folder with a `Feature` named ``feature``. Its decorators declare routes of the API,
-pages and forms; its job kinds are in ``kinds``. The features of the service stand in
-`dcp.server.features.FEATURES`; another package's come by the entry point group ``dcphub.features``.
+A feature is a module or a folder with a `Feature` named ``feature``. Its decorators declare routes of the
+API, pages and forms; its job kinds are in ``kinds``. Those of the service stand in
+`dcp.server.features.FEATURES`; those of other packages come by the entry point group
+``dcphub.service_features``.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
-    from dcp.server.jobs.kind import Kind
-    from dcp.server.security.principal import Scope
+    from fastapi import APIRouter
+
+    from dcp.server.core.jobs.kind import Kind
+    from dcp.server.core.security.principal import Scope
 
 __all__ = ["Feature", "Link", "Page", "Route"]
 
@@ -63,14 +66,14 @@ class Link:
 class Feature:
     """One feature. ``name`` is also the folder of its templates: those beside the module ``module``.
 
-    ``web``: the module that declares its routes and pages, imported by processes that serve HTTP alone; not
-    needed where the module of the feature declares them.
+    ``web``: the modules below ``module`` that declare its routes and pages, imported by processes that serve
+    HTTP alone; not needed where the module of the feature declares them.
     """
 
     name: str
     module: str
     kinds: Sequence[Kind[Any]] = ()
-    web: str = ""
+    web: Sequence[str] = ()
     links: Sequence[Link] = ()
     routes: list[Route] = field(default_factory=list)
     pages: list[Page] = field(default_factory=list)
@@ -80,11 +83,11 @@ class Feature:
         """The folder of the module, with ``templates`` and ``static``."""
         return Path(str(importlib.import_module(self.module).__file__)).parent
 
-    def load(self) -> Feature:
-        """Import what declares routes and pages."""
-        if self.web:
-            importlib.import_module(self.web)
-        return self
+    def load(self) -> list[APIRouter]:
+        """Import what declares routes and pages. Returns the routers of FastAPI that modules of ``web`` have
+        as ``router``, for what declarations cannot say."""
+        modules = [importlib.import_module(f"{self.module}.{name}") for name in self.web]
+        return [module.router for module in modules if hasattr(module, "router")]
 
     def get(
         self, path: str, *, tag: str, scope: Scope = "read", errors: Sequence[int] = (404,)

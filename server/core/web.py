@@ -4,36 +4,38 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any
 
 from fastapi import Depends, Request, Response
 from fastapi.responses import RedirectResponse
-from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
+from dcp.server.core.answers import problems
 from dcp.server.core.ask import Ask, ask_of
 from dcp.server.core.feature import Feature, Page, Route
-from dcp.server.http.dependencies import requires
-from dcp.server.http.routers import api_router
-from dcp.server.pages.queries import pages_router
-from dcp.server.pages.rendering import page
-from dcp.server.pages.tokens import FormDep
-from dcp.server.schemas.common import problems
-from dcp.server.schemas.records import answer_model, answer_of
+from dcp.server.core.http.dependencies import requires
+from dcp.server.core.http.routers import api_router
+from dcp.server.core.pages.queries import pages_router
+from dcp.server.core.pages.rendering import page
+from dcp.server.core.pages.tokens import FormDep
+from dcp.server.core.record_answers import answer_model, answer_of
 
 __all__ = ["routes_of"]
 
 
 def routes_of(features: Iterable[Feature]) -> list[BaseRoute]:
     """The routes of the API, pages and forms that ``features`` declare."""
-    api, pages = api_router(), pages_router()
+    found: list[BaseRoute] = []
     for feature in features:
-        for route in feature.load().routes:
+        routers = feature.load()
+        api, pages = api_router(), pages_router()
+        for route in feature.routes:
             _add_route(api, route)
         for declared in feature.pages:
             _add_page(pages, feature, declared)
-    return [*api.routes, *pages.routes]
+        found += [route for router in (api, pages, *routers) for route in router.routes]
+    return found
 
 
 def _add_route(router: Any, route: Route) -> None:
@@ -59,23 +61,18 @@ def _add_route(router: Any, route: Route) -> None:
 def _add_page(router: Any, feature: Feature, declared: Page) -> None:
     signature = _signature(declared.handle)
     extra = inspect.Parameter("request", inspect.Parameter.KEYWORD_ONLY, annotation=Request)
-    if declared.template:
-
-        def answer(found: Any, request: Request) -> Response:
-            if isinstance(found, Response):
-                return found
-            return page(request, f"{feature.name}/{declared.template}", **found)
-
-    else:
+    if not declared.template:
         extra = inspect.Parameter("form_", inspect.Parameter.KEYWORD_ONLY, annotation=FormDep)
-
-        def answer(found: Any, _form: Any) -> Response:
-            return found if isinstance(found, Response) else RedirectResponse(found, 303)
 
     @functools.wraps(declared.handle)
     def handle(*args: Any, **kwargs: Any) -> Response:
         given = kwargs.pop(extra.name)
-        return answer(declared.handle(*args, **kwargs), given)
+        found = declared.handle(*args, **kwargs)
+        if isinstance(found, Response):
+            return found
+        if declared.template:
+            return page(given, f"{feature.name}/{declared.template}", **found)
+        return RedirectResponse(found, 303)
 
     parameters = [*signature.parameters.values(), extra]
     _declare(handle, signature.replace(parameters=parameters, return_annotation=Response))

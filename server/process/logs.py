@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import structlog
 
-from dcp.server.problems import BrokenBodyError
-from dcp.server.security.redaction import redact
-from dcp.server.settings import Settings
+from dcp.server.core.problems import BrokenBodyError
+from dcp.server.core.security.redaction import redact
+from dcp.server.core.settings import Settings
 
 __all__ = ["configure_logs"]
 

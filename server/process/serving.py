@@ -19,16 +19,16 @@ import structlog
 import uvicorn
 
 from dcp.server.app import create_app
+from dcp.server.core.http.context import Service
+from dcp.server.core.http.readiness import prepare_database
+from dcp.server.core.monitoring.processes import shared_folder
+from dcp.server.core.problems import UnavailableError
+from dcp.server.core.roots import Roots
+from dcp.server.core.settings import Settings
 from dcp.server.database.engine import DatabaseUnavailableError
-from dcp.server.http.context import Service
-from dcp.server.http.readiness import prepare_database
-from dcp.server.monitoring.processes import shared_folder
-from dcp.server.problems import UnavailableError
 from dcp.server.process.heads import TimedHeads
 from dcp.server.process.logs import configure_logs
 from dcp.server.process.worker_beside import worker_beside
-from dcp.server.roots import Roots
-from dcp.server.settings import Settings
 from dcp.storage.errors import CheckpointError
 
 __all__ = ["PortError", "app_of_environment", "flags_environment", "serve"]

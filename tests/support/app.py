@@ -13,9 +13,9 @@ from fastapi.testclient import TestClient
 from pydantic import SecretStr
 
 from dcp.server.app import create_app
-from dcp.server.security.keys import create_key
-from dcp.server.security.principal import Scope
-from dcp.server.settings import Settings
+from dcp.server.core.security.keys import create_key
+from dcp.server.core.security.principal import Scope
+from dcp.server.core.settings import Settings
 from tests.support.databases import migrated_sqlite
 
 __all__ = ["App", "running_app"]

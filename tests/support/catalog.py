@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 from fastapi.testclient import TestClient
 
-from dcp.server.automation.periodic import consume_events, submit_due
+from dcp.server.features.rules.periodic import consume_events, submit_due
 from tests.support.app import App, running_app
 from tests.support.catalog_roots import write_manifest
 from tests.support.databases import MakeDatabase

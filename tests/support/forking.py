@@ -37,7 +37,7 @@ PRELOADED: Final = [
     "dcp.filesystem",
     "dcp.manager.manager",
     "dcp.server.client",
-    "dcp.server.jobs.worker",
+    "dcp.server.core.jobs.worker",
     "dcp.server.process.serving",
     "tests.support.crashes",
     "tests.support.programs",

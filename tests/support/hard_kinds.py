@@ -15,13 +15,13 @@ from typing import Final
 
 from dcp.conversion import driver, running
 from dcp.conversion.running import observers
-from dcp.server.automation.schedules import built_in_schedules
+from dcp.server.core.jobs.ledger import Backoff
+from dcp.server.core.jobs.worker import Worker
+from dcp.server.core.settings import Settings
 from dcp.server.features import kinds
-from dcp.server.jobs.ledger import Backoff
-from dcp.server.jobs.worker import Worker
-from dcp.server.settings import Settings
+from dcp.server.process.schedules import built_in_schedules
 
-__all__ = ["KINDS", "serve"]
+__all__ = ["kinds", "serve"]
 
 _HARD: Final = os.environ.get("DCP_TEST_HARD", "")
 _GATE: Final = Path(os.environ.get("DCP_TEST_GATE", "/nonexistent"))
@@ -47,6 +47,6 @@ def serve(settings: Settings, hard: str, gate: str = "/nonexistent") -> None:
     os.environ.update(DCP_TEST_HARD=hard, DCP_TEST_GATE=gate)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    kinds = "tests.support.hard_kinds:KINDS" if hard else "dcp.server.features:kinds"
+    named = "tests.support.hard_kinds:kinds" if hard else "dcp.server.features:kinds"
     periodic = built_in_schedules(settings) if hard == "small" else ()
-    Worker(settings, kinds=kinds, schedules=periodic, backoff=Backoff(0.05, 0.2)).run(stop)
+    Worker(settings, kinds=named, schedules=periodic, backoff=Backoff(0.05, 0.2)).run(stop)

@@ -8,18 +8,18 @@ from typing import Any, Final
 
 from sqlalchemy import Table, delete, select, update
 
-from dcp.server.automation.schedules import built_in_schedules
 from dcp.server.catalog.audit import audit_page
 from dcp.server.catalog.events import emit
+from dcp.server.core.jobs.schedules import ScheduleContext
+from dcp.server.core.settings import Settings
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import deliveries, events, metadata, roots, webhooks
-from dcp.server.jobs.schedules import ScheduleContext
-from dcp.server.settings import Settings
-from dcp.server.webhooks import deliver_due, hooks, ledger
-from dcp.server.webhooks.delivering import Deliverer
-from dcp.server.webhooks.hooks import ALL_EVENTS, Hook, HookChange, NewHook
-from dcp.server.webhooks.ledger import MAX_ATTEMPTS, RETRY_SECONDS, DeliveryRow
-from dcp.server.webhooks.signing import SignatureError, verify
+from dcp.server.features.webhooks import hooks, ledger
+from dcp.server.features.webhooks.delivering import Deliverer, deliver_due
+from dcp.server.features.webhooks.hooks import ALL_EVENTS, Hook, HookChange, NewHook
+from dcp.server.features.webhooks.ledger import MAX_ATTEMPTS, RETRY_SECONDS, DeliveryRow
+from dcp.server.features.webhooks.signing import SignatureError, verify
+from dcp.server.process.schedules import built_in_schedules
 from tests.support.app import App
 from tests.support.catalog_rows import add_checkpoint
 

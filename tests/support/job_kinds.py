@@ -16,8 +16,7 @@ from typing import Any, ClassVar, Final
 from pydantic import BaseModel
 from sqlalchemy import Connection, insert
 
-from dcp.server.database.tables import audit
-from dcp.server.jobs.kind import (
+from dcp.server.core.jobs.kind import (
     JobContext,
     JobPlan,
     Kind,
@@ -26,9 +25,10 @@ from dcp.server.jobs.kind import (
     TaskSpec,
     TransientJobError,
 )
-from dcp.server.jobs.ledger.states import JobRow, JobSpec, Json
-from dcp.server.security.principal import Principal, Scope
-from dcp.server.settings import Settings
+from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
+from dcp.server.core.security.principal import Principal, Scope
+from dcp.server.core.settings import Settings
+from dcp.server.database.tables import audit
 
 __all__ = ["KINDS", "NO_KINDS", "TEST_KINDS", "log_lines", "note"]
 

@@ -17,12 +17,9 @@ from typing import Any, Final
 from pydantic import SecretStr
 from sqlalchemy import func, select, update
 
-from dcp.server.automation.schedules import built_in_schedules
-from dcp.server.database.engine import Database
-from dcp.server.database.tables import audit, jobs, tasks
-from dcp.server.jobs.executors.executor import Executor
-from dcp.server.jobs.executors.opening import open_executor
-from dcp.server.jobs.ledger import (
+from dcp.server.core.jobs.executors.executor import Executor
+from dcp.server.core.jobs.executors.opening import open_executor
+from dcp.server.core.jobs.ledger import (
     Backoff,
     JobEventRow,
     JobRow,
@@ -34,9 +31,12 @@ from dcp.server.jobs.ledger import (
     request_cancel,
     submit,
 )
-from dcp.server.jobs.schedules import PeriodicWork
-from dcp.server.jobs.worker import Worker
-from dcp.server.settings import Settings
+from dcp.server.core.jobs.schedules import PeriodicWork
+from dcp.server.core.jobs.worker import Worker
+from dcp.server.core.settings import Settings
+from dcp.server.database.engine import Database
+from dcp.server.database.tables import audit, jobs, tasks
+from dcp.server.process.schedules import built_in_schedules
 from tests.support.forking import forkserver_context
 from tests.support.job_kinds import TEST_KINDS, log_lines
 

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from dcp.server.catalog.roots import sync_roots
+from dcp.server.core.jobs import ledger
+from dcp.server.core.jobs.executors.subprocess_main import error_of
+from dcp.server.core.jobs.kind import JobContext
+from dcp.server.core.jobs.ledger.states import Claim, JobRow
+from dcp.server.core.roots import Roots
+from dcp.server.core.settings import Settings
 from dcp.server.database.engine import Database
-from dcp.server.jobs import ledger
-from dcp.server.jobs.executors.subprocess_main import error_of
-from dcp.server.jobs.kind import JobContext
 from dcp.server.features import kinds
-from dcp.server.jobs.ledger.states import Claim, JobRow
-from dcp.server.roots import Roots
-from dcp.server.scanning.scanner import Scanner
-from dcp.server.settings import Settings
+from dcp.server.features.scan.scanner import Scanner
 
 __all__ = ["KindRuns"]
 

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from sqlalchemy import delete, func, select
 
-from dcp.server.database.engine import Database
-from dcp.server.database.tables import job_events, jobs, tasks
-from dcp.server.jobs import ledger
-from dcp.server.jobs.ledger import (
+from dcp.server.core.jobs import ledger
+from dcp.server.core.jobs.ledger import (
     Backoff,
     Claim,
     FailureFacts,
@@ -24,7 +22,9 @@ from dcp.server.jobs.ledger import (
     StaleFenceError,
     TaskSpec,
 )
-from dcp.server.problems import ConflictError
+from dcp.server.core.problems import ConflictError
+from dcp.server.database.engine import Database
+from dcp.server.database.tables import job_events, jobs, tasks
 from tests.support.examples import examples
 
 __all__ = ["run_any_order"]

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import SecretStr
 
 from dcp.server.app import create_app
-from dcp.server.settings import Settings
+from dcp.server.core.settings import Settings
 
 __all__ = ["PROMISED", "breaks", "document", "facts"]
 

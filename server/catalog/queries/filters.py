@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Final, Literal, Self, get_args
 
 from dcp.server.catalog.errors import InvalidQueryError
+from dcp.server.catalog.formats import catalog_formats
 from dcp.server.catalog.name_patterns import check_pattern
 from dcp.server.catalog.values import check_label
-from dcp.server.formats import catalog_formats
 from dcp.server.records.checkpoints import State, Verification
 
 __all__ = ["CheckpointFilter", "MetricCondition", "Sort"]

@@ -23,8 +23,8 @@ from dcp.server.client.calls import (
 from dcp.server.client.downloads import OnBytes
 from dcp.server.client.events import EventStream
 from dcp.server.client.results import array_of, ended, joined_diff, joined_statistics, late, next_pause
-from dcp.server.records.administration import TensorBytes, Whoami
 from dcp.server.features.drift.records import RunDrift
+from dcp.server.records.administration import TensorBytes, Whoami
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registered
 from dcp.server.records.contents import (
     Diff,

@@ -22,8 +22,8 @@ from dcp.server.client.events import EventStream
 from dcp.server.client.results import array_of, ended, joined_diff, joined_statistics, late, next_pause
 from dcp.server.client.synchronous.admin import Administration
 from dcp.server.client.synchronous.connection import Pages
-from dcp.server.records.administration import TensorBytes, Whoami
 from dcp.server.features.drift.records import RunDrift
+from dcp.server.records.administration import TensorBytes, Whoami
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registered
 from dcp.server.records.contents import (
     Diff,

@@ -13,6 +13,6 @@ feature: Final = Feature(
     "drift",
     __name__,
     kinds=[DriftKind()],
-    web="dcp.server.features.drift.web",
+    web=["web"],
     links=[Link("run", "What changes from step to step", "/runs/{id}/drift")],
 )

@@ -15,14 +15,14 @@ from dcp.server.catalog.contents.layers import in_order, layer_of
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.queries.timeline import steps_of_run
 from dcp.server.catalog.runs import get_run
-from dcp.server.inputs import MAX_ID
-from dcp.server.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
-from dcp.server.jobs.kinds.shared.parameters import Globs, Parameters
-from dcp.server.jobs.kinds.shared.subjects import Subject, find_subject, open_source, storage_errors
-from dcp.server.jobs.ledger.states import JobSpec, Json
-from dcp.server.problems import ProblemError
-from dcp.server.security.principal import Principal, Scope
-from dcp.server.settings import Settings
+from dcp.server.core.inputs import MAX_ID
+from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
+from dcp.server.core.jobs.ledger.states import JobSpec, Json
+from dcp.server.core.jobs.parameters import Globs, Parameters
+from dcp.server.core.jobs.subjects import Subject, find_subject, open_source, storage_errors
+from dcp.server.core.problems import ProblemError
+from dcp.server.core.security.principal import Principal, Scope
+from dcp.server.core.settings import Settings
 
 if TYPE_CHECKING:
     from dcp.inspection.values.difference import Difference

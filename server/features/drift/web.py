@@ -10,17 +10,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dcp.server.catalog.contents.layers import is_of_optimizer
 from dcp.server.catalog.runs import get_run
+from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
+from dcp.server.core.jobs.answers import JobAnswer
+from dcp.server.core.jobs.ledger import latest_success
+from dcp.server.core.problems import NotFoundError
 from dcp.server.features.drift import feature
 from dcp.server.features.drift.job import DriftParams
 from dcp.server.features.drift.picture import DriftValue, drift_picture
 from dcp.server.features.drift.records import DriftLayer, RunDrift
-from dcp.server.jobs.ledger import latest_success
-from dcp.server.problems import NotFoundError
 from dcp.server.records.declaring import moment
 from dcp.server.records.documents import record_of
-from dcp.server.schemas.common import IdPath
-from dcp.server.schemas.jobs import JobAnswer
 
 
 @feature.get("/runs/{run_id}/drift", tag="runs")

@@ -50,7 +50,7 @@ def test_the_client_imports_nothing_of_the_service() -> None:
     """Needs httpx, and neither the service's parts nor their dependencies, nor torch, nor numpy."""
     code = (
         "import sys, dcp.server.client;"
-        "bad = {'torch', 'numpy', 'fastapi', 'pydantic', 'sqlalchemy', 'dcp.server.settings'};"
+        "bad = {'torch', 'numpy', 'fastapi', 'pydantic', 'sqlalchemy', 'dcp.server.core.settings'};"
         "ours = {m for m in sys.modules if m.startswith('dcp.server.') and '.client' not in m"
         " and not m.startswith('dcp.server.records')};"
         "found = (bad & set(sys.modules)) | ours; print(found); sys.exit(bool(found))"

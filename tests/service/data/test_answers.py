@@ -16,9 +16,8 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from dcp.server.data.downloads import PlannedDownload, Plans
-from dcp.server.data.sending.bodies import Body, empty_part
-from dcp.server.data.sending.responses import (
+from dcp.server.core.data.sending.bodies import Body, empty_part
+from dcp.server.core.data.sending.responses import (
     BodyResponse,
     ByteRange,
     PlannedResponse,
@@ -26,11 +25,12 @@ from dcp.server.data.sending.responses import (
     choose_range,
     disposition,
 )
-from dcp.server.http.handlers import install_handlers
-from dcp.server.http.middleware.requests import RequestMiddleware
-from dcp.server.problems import RangeError
+from dcp.server.core.http.handlers import install_handlers
+from dcp.server.core.http.middleware.requests import RequestMiddleware
+from dcp.server.core.problems import RangeError
+from dcp.server.core.settings import Settings
+from dcp.server.features.downloads.plans import PlannedDownload, Plans
 from dcp.server.process.logs import configure_logs
-from dcp.server.settings import Settings
 from tests.support.service import wait_until
 from tests.support.sockets import listening
 

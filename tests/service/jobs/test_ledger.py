@@ -12,22 +12,22 @@ from typing import Any, Final
 import pytest
 from sqlalchemy import insert, select
 
-from dcp.server.automation.schedules import built_in_schedules
 from dcp.server.catalog.roots import sync_roots
-from dcp.server.database.engine import Database
-from dcp.server.database.tables import schedules
-from dcp.server.jobs import ledger
-from dcp.server.jobs.kind import (
+from dcp.server.core.jobs import ledger
+from dcp.server.core.jobs.kind import (
     PermanentJobError,
     TransientJobError,
     UnavailableJobError,
     is_environment,
     is_retryable,
 )
-from dcp.server.jobs.ledger import Backoff, FailureFacts, Held, JobSpec, StaleFenceError, TaskSpec
-from dcp.server.jobs.schedules import PeriodicWork, ScheduleContext, Scheduler
-from dcp.server.problems import ConflictError, NotFoundError, UnavailableError
-from dcp.server.settings import RootSettings
+from dcp.server.core.jobs.ledger import Backoff, FailureFacts, Held, JobSpec, StaleFenceError, TaskSpec
+from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext, Scheduler
+from dcp.server.core.problems import ConflictError, NotFoundError, UnavailableError
+from dcp.server.core.settings import RootSettings
+from dcp.server.database.engine import Database
+from dcp.server.database.tables import schedules
+from dcp.server.process.schedules import built_in_schedules
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError, StorageError, StorageFullError
 from tests.support.job_workers import job_settings, until
 from tests.support.ledger_model import run_any_order

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel, SecretStr
 from pydantic_core import PydanticUndefined
 
-from dcp.server.settings import CONFIG_VARIABLE, RootSettings, Settings
+from dcp.server.core.settings import CONFIG_VARIABLE, RootSettings, Settings
 from tests.service.operations.test_monitoring import fill
 from tests.support.app import running_app
 from tests.support.catalog import API, Catalog

@@ -10,10 +10,10 @@ from sqlalchemy import inspect, text
 from sqlalchemy.exc import DBAPIError
 
 from dcp.server.catalog.contents.verifications import get_statistics, statistics_tensors
+from dcp.server.core.jobs.ledger import get_job, task_results
 from dcp.server.database import migrations
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import metadata
-from dcp.server.jobs.ledger import get_job, task_results
 
 pytestmark = pytest.mark.each_database  # their SQL differs
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dcp.inspection.values.statistics import Summary
-from dcp.server.jobs.kinds.shared.numbers import statistics_json
-from dcp.server.pages.drawings.marks import mark_of
+from dcp.server.core.pages.marks import mark_of
+from dcp.server.features.statistics.documents import statistics_json
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.support.catalog_rows import add_checkpoint
 from tests.support.page_rows import end_sessions, posted_paths
 from tests.support.pages import Browser, PageText, faults_of
 
-STATIC = Path(__file__).parents[3] / "server/pages/static"
+STATIC = Path(__file__).parents[3] / "server/core/pages/static"
 API = "/api/v1"
 SESSION_COOKIE = "dcphub_session"
 HTML = {"accept": "text/html"}

@@ -11,11 +11,17 @@ from collections.abc import Callable
 import pytest
 from pydantic import ValidationError
 
-from dcp.server.settings import Settings
-from dcp.server.webhooks.addresses import Allowed, RefusedUrlError, WebhookUrl, parse_url, permitted_addresses
-from dcp.server.webhooks.sealing import SEALED_PREFIX, Sealer, SealError
-from dcp.server.webhooks.sending import ReceiverAnswer, SendError, post
-from dcp.server.webhooks.signing import SignatureError, check_secret, headers_for, new_secret, verify
+from dcp.server.core.settings import Settings
+from dcp.server.features.webhooks.addresses import (
+    Allowed,
+    RefusedUrlError,
+    WebhookUrl,
+    parse_url,
+    permitted_addresses,
+)
+from dcp.server.features.webhooks.sealing import SEALED_PREFIX, Sealer, SealError
+from dcp.server.features.webhooks.sending import ReceiverAnswer, SendError, post
+from dcp.server.features.webhooks.signing import SignatureError, check_secret, headers_for, new_secret, verify
 from tests.support.receivers import CERTIFICATES, Receiver, drip, raw_server
 
 NOTHING = Allowed()

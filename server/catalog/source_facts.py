@@ -1,0 +1,298 @@
+"""What the catalog keeps of a checkpoint, taken from its index and the listing of its files alone.
+
+Pure: nothing is opened here. Foreign data is taken as far as the catalog has a place for it: steps of a
+hundred digits, metrics that are NaN, and times after the end of time come from files that anybody may have
+written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any, Final
+
+from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
+from dcp.server.catalog.facts import END_OF_TIME, CheckpointFacts, FoundState
+from dcp.server.catalog.formats import format_in_catalog
+from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
+from dcp.storage.digests import digest_of_all
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.opening import Source
+from dcp.storage.formats.registry import DCP, by_precedence, file_names, formats, is_of_files
+from dcp.storage.formats.views import dropped_from
+from dcp.storage.stores.base import FileInfo
+
+__all__ = [
+    "content_digest_of",
+    "facts_of_parts",
+    "facts_of_source",
+    "facts_without_index",
+    "fingerprint_of",
+    "marks_of",
+    "step_of_name",
+    "structure_of",
+]
+
+_LARGEST_STEP: Final = (1 << 63) - 1
+_STEP: Final = re.compile(
+    r"(?:^|step|iter|iteration|update|batch|epoch|checkpoint|ckpt|snapshot|save|state|model|weight)s?"
+    r"[^A-Za-z0-9]*([0-9]+)(?:\.[A-Za-z]+)?$",
+    re.IGNORECASE,
+)
+"""A number after a word that trainers put before a step, or by itself: not that of a seed or a version."""
+_REVISION: Final = re.compile(r"[0-9a-f]{40}")
+_METRIC: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:@+=-]{0,127}")
+_MAX_METRICS: Final = 1000
+_KEPT_PROVENANCE: Final = (
+    "save_id",
+    "torch_version",
+    "dcphub_version",
+    "world_size",
+    "sharded",
+    "checkpoint_id",
+    "resumed_from",
+)
+_MAX_PHASES: Final = 64
+_MAX_MAP: Final = 256
+
+
+def structure_of(index: CheckpointIndex) -> StructureFacts:
+    """Names, kinds, shapes and dtypes of all tensors and values; some microseconds for each."""
+    objects = (StructureTensor(fqn, "object", None, None, 0) for fqn in index.objects.fqns)
+    return StructureFacts.of([*_tensors(index), *objects])
+
+
+def content_digest_of(index: CheckpointIndex) -> str | None:
+    """One digest for all tensors, by their names; None where the manifest does not have all of theirs."""
+    if not len(index.digests) or not all(index.digests):
+        return None
+    return digest_of_all((fqn, index.digest(row) or "") for row, fqn in enumerate(index.fqns))
+
+
+def _tensors(index: CheckpointIndex) -> Iterator[StructureTensor]:
+    bounds, sizes = index.shape_start.tolist(), index.shape_values.tolist()
+    codes, itemsizes = index.dtype_codes.tolist(), index.itemsizes.tolist()
+    names = {code: index.dtype(codes.index(code)).name for code in set(codes)}
+    for fqn, code, itemsize, (begin, end) in zip(index.fqns, codes, itemsizes, pairwise(bounds), strict=True):
+        shape = tuple(sizes[begin:end])
+        yield StructureTensor(fqn, "tensor", names[code], shape, math.prod(shape) * itemsize)
+
+
+def facts_of_source(
+    root: str,
+    key: str,
+    source: Source,
+    listing: Sequence[FileInfo] | None = None,
+    *,
+    observed_seconds: float,
+    marks: Sequence[FileInfo] | None = None,
+    fingerprint: str | None = None,
+) -> CheckpointFacts:
+    """The facts of an opened checkpoint. ``listing`` is that of the folder, which is asked for if None.
+
+    ``marks`` and their ``fingerprint`` must be from before it was opened, so that a change in between shows;
+    without ``marks`` they are those of ``listing``.
+    """
+    index = source.index
+    files = list(source.store.list() if listing is None else listing)
+    if marks is None:
+        marks = marks_of(files, source.file)
+        fingerprint = fingerprint_of(marks)
+    present = {info.name: info for info in files}
+    sizes = [
+        size if size != UNKNOWN else present[name].size_bytes if name in present else 0
+        for name, size in zip(index.files, index.file_sizes.tolist(), strict=True)
+    ]
+    return facts_of_parts(
+        root,
+        key,
+        format=index.format,
+        provenance=index.provenance,
+        user=index.user,
+        structure=structure_of(index),
+        content_digest=content_digest_of(index),
+        fingerprint=fingerprint,
+        bytes=sum(sizes),
+        file_count=len(index.files),
+        modified_seconds=max((info.modified_seconds for info in marks), default=0.0),
+        observed_seconds=observed_seconds,
+    )
+
+
+def facts_of_parts(
+    root: str,
+    key: str,
+    *,
+    format: str,
+    provenance: Mapping[str, Any],
+    user: Mapping[str, Any],
+    structure: StructureFacts,
+    content_digest: str | None = None,
+    fingerprint: str | None,
+    bytes: int,
+    file_count: int,
+    modified_seconds: float,
+    observed_seconds: float,
+) -> CheckpointFacts:
+    """The facts of what an index says, in whatever way that was read."""
+    own = {} if is_of_files(format) else user  # there it is text that others wrote, by names of their own
+    step = own.get("step")
+    world_size = provenance.get("world_size")
+    resumed_from = provenance.get("resumed_from")
+    noted = own.get("metrics")
+    metrics = _metrics(noted)
+    complete = isinstance(noted, dict) and len(metrics) == len(noted)
+    return CheckpointFacts(
+        root=root,
+        key=key,
+        format=format_in_catalog(format),
+        observed_seconds=observed_seconds,
+        committed_seconds=_time(provenance.get("time"), modified_seconds),
+        step=step if type(step) is int and 0 <= step <= _LARGEST_STEP else step_of_name(key),
+        save_id=_save_id(provenance),
+        resumed_from=_save_id(resumed_from) if isinstance(resumed_from, dict) else None,
+        fingerprint=fingerprint,
+        content_digest=content_digest,
+        bytes=bytes,
+        file_count=file_count,
+        world_size=world_size if type(world_size) is int and world_size > 0 else None,
+        structure=structure,
+        metrics=metrics,
+        user_metadata={name: value for name, value in user.items() if name != "metrics" or not complete},
+        provenance=_provenance(provenance),
+    )
+
+
+def facts_without_index(
+    root: str,
+    key: str,
+    state: FoundState,
+    files: Sequence[FileInfo],
+    *,
+    observed_seconds: float,
+    fingerprint: str | None = None,
+    problem: str | None = None,
+) -> CheckpointFacts:
+    """The facts of one whose index cannot be read ("unreadable", ``problem`` says why), or of data that
+    nothing has committed ("incomplete"): a save is under way, or was killed. ``files`` is what there is of
+    it."""
+    return CheckpointFacts(
+        root=root,
+        key=key,
+        format=_guessed_format(files),
+        observed_seconds=observed_seconds,
+        state=state,
+        committed_seconds=_time(None, max((info.modified_seconds for info in files), default=0.0)),
+        step=step_of_name(key),
+        fingerprint=fingerprint,
+        bytes=sum(info.size_bytes for info in files),
+        file_count=len(files),
+        problem=problem,
+    )
+
+
+def step_of_name(key: str) -> int | None:
+    """The number at the end of the last part of ``key``, before a suffix, where it is all of that or stands
+    after a word for steps; None without one, and of a revision of a model hub."""
+    name = key.rpartition("/")[2]
+    match = None if _REVISION.fullmatch(name) else _STEP.search(name)
+    return None if match is None or len(match[1]) > 18 else int(match[1])
+
+
+def marks_of(listing: Iterable[FileInfo], file: str | None = None) -> list[FileInfo]:
+    """The files of a folder that change whenever the checkpoint in it does: its commit objects, of weights
+    without one all of them, or the one ``file``."""
+    if file is not None:
+        return [info for info in listing if info.name == file]
+    files = list(listing)
+    for is_mark in (_is_whole_commit, is_commit_object, _is_weight):
+        marks = [info for info in files if is_mark(info.name)]
+        if marks:
+            return marks
+    return []
+
+
+def _is_whole_commit(name: str) -> bool:
+    return name in (MANIFEST_NAME, METADATA_NAME)
+
+
+def _is_weight(name: str) -> bool:
+    return file_names().in_folders.fullmatch(name) is not None
+
+
+def fingerprint_of(marks: Iterable[FileInfo]) -> str:
+    """A digest of names, sizes and times."""
+    lines = sorted(f"{info.name}\0{info.size_bytes}\0{info.modified_seconds!r}\n" for info in marks)
+    return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _save_id(told: Mapping[str, Any]) -> str | None:
+    save_id = told.get("save_id")
+    return save_id if type(save_id) is str and 0 < len(save_id) <= 64 else None
+
+
+def _provenance(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """Small facts as they are; of the timings of thousands of ranks the slowest of each phase."""
+    kept = {name: provenance[name] for name in _KEPT_PROVENANCE if provenance.get(name) is not None}
+    if isinstance(weights := provenance.get("map"), str):
+        kept["map"] = weights[:_MAX_MAP]
+    slowest: dict[str, float] = {}
+    ranks = provenance.get("rank_seconds")
+    for figures in ranks if isinstance(ranks, list) else ():
+        for name, value in figures.items() if isinstance(figures, dict) else ():
+            if type(name) is str and type(value) is float and value > slowest.get(name, -1.0):
+                slowest[name] = value
+    dropped = dropped_from(provenance)
+    if dropped:
+        kept["dropped"] = [
+            {
+                "name": part.name,
+                "patterns": list(part.patterns),
+                "at": _moment(part.seconds),
+                "tensors": part.tensors,
+                "objects": part.objects,
+                "bytes": part.bytes,
+            }
+            for part in dropped[:_MAX_PHASES]
+        ]
+    if slowest:
+        kept["slowest_rank_seconds"] = dict(list(slowest.items())[:_MAX_PHASES])
+    return kept
+
+
+def _moment(seconds: float) -> str | None:
+    return datetime.fromtimestamp(seconds, UTC).isoformat() if 0 < seconds < END_OF_TIME else None
+
+
+def _metrics(noted: Any) -> dict[str, float]:
+    """The metrics that a table, a cursor and JSON can hold: finite numbers, by names as the catalog takes
+    them."""
+    found: dict[str, float] = {}
+    for name, value in noted.items() if isinstance(noted, dict) else ():
+        if type(name) is not str or not _METRIC.fullmatch(name) or len(found) >= _MAX_METRICS:
+            continue
+        if type(value) is float and math.isfinite(value):
+            found[name] = value
+        elif type(value) is int and abs(value) < 1 << 1023:
+            found[name] = float(value)
+    return found
+
+
+def _time(value: Any, otherwise: float) -> float | None:
+    """``value`` if it is a time, else ``otherwise``; None where that is none either, so that what is found
+    today on a storage without times does not count as fifty years old."""
+    if type(value) is float and 0 < value < END_OF_TIME:
+        return value
+    return min(otherwise, END_OF_TIME) if otherwise > 0 else None
+
+
+def _guessed_format(files: Sequence[FileInfo]) -> str:
+    names = [info.name for info in files]
+    for one in by_precedence(formats()):
+        if any(one.is_in_folder(name) or one.has_suffix(name) for name in names):
+            return one.name
+    return DCP.name

@@ -1,0 +1,263 @@
+"""What routes ask for: the service, its database and roots, who asks, and with which scope.
+
+Every route says who may: ``dependencies=[requires("read")]``, or ``dependencies=[public]``. `create_app`
+refuses an application with a route that does not. Below ``/api/`` nobody comes without a valid key (see
+`dcp.server.core.http.middleware.authentication`), so that `public` is for what lies outside.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Final, Union, cast, get_args, get_origin
+
+from fastapi import Depends, Header, Query, Request
+from fastapi.dependencies.models import Dependant
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from dcp.server.catalog.labelling.labels import Change
+from dcp.server.core.http.context import Service
+from dcp.server.core.problems import (
+    ForbiddenError,
+    NotFoundError,
+    PreconditionFailedError,
+    PreconditionRequiredError,
+    UnauthorizedError,
+    UnprocessableError,
+)
+from dcp.server.core.roots import Roots
+from dcp.server.core.security.principal import Principal, Scope
+from dcp.server.database.engine import Database
+
+__all__ = [
+    "MAX_PAGE",
+    "Author",
+    "Caller",
+    "Db",
+    "IfMatch",
+    "Page",
+    "PageParams",
+    "Precondition",
+    "Public",
+    "Requires",
+    "ServiceDep",
+    "Writer",
+    "check_visible",
+    "public",
+    "requires",
+]
+
+MAX_PAGE: Final = 500
+
+# All are coroutines, because FastAPI sends other functions to a thread, each by itself.
+
+
+async def _service(request: Request) -> Service:
+    return cast(Service, request.app.state.service)
+
+
+async def _database(request: Request) -> Database:
+    return cast(Service, request.app.state.service).database
+
+
+async def _roots(request: Request) -> Roots:
+    return cast(Service, request.app.state.service).roots
+
+
+async def _caller(request: Request) -> Principal:
+    principal = getattr(request.state, "principal", None)
+    if not isinstance(principal, Principal):
+        raise UnauthorizedError("send a key: Authorization: Bearer dcp_...")
+    return principal
+
+
+ServiceDep = Annotated[Service, Depends(_service)]
+Db = Annotated[Database, Depends(_database)]
+Caller = Annotated[Principal, Depends(_caller)]
+
+
+@dataclass(frozen=True, slots=True)
+class Requires:
+    """The dependency behind `requires`; the walk over all routes looks for it."""
+
+    scope: Scope
+    all_roots: bool = False
+
+    async def __call__(self, caller: Caller, request: Request) -> None:
+        """Raises `ForbiddenError`, and `UnprocessableError` for a query that is unknown or twice there."""
+        _check_query(request)
+        if not caller.may(self.scope):
+            raise ForbiddenError(f"this needs a key with the scope {self.scope!r}", scope=self.scope)
+        if self.all_roots and caller.roots is not None:
+            raise ForbiddenError("this needs a key for all roots", scope=self.scope)
+
+
+@dataclass(frozen=True, slots=True)
+class Public:
+    """The dependency behind `public`."""
+
+    async def __call__(self, request: Request) -> None:
+        """Everybody may. Raises `UnprocessableError` for a query that says something twice, or unknown."""
+        _check_query(request)
+
+
+def _check_query(request: Request) -> None:
+    """Of a parameter that is no list, one value would count, and nobody says which; one that the API does not
+    know would count for nothing. Pages see to theirs."""
+    counts = Counter(name for name, _ in request.query_params.multi_items())
+    if not counts:
+        return
+    is_list = _parameters_of(request.scope["route"])
+    is_api = request.url.path.startswith("/api/")
+    wrong = {name: "there is no such parameter" for name in counts if is_api and name not in is_list}
+    several = (name for name, count in counts.items() if count > 1 and not is_list.get(name))
+    wrong = dict.fromkeys(several, "given more than once") | wrong
+    if wrong:
+        found = [{"location": ["query", name], "message": why} for name, why in list(wrong.items())[:20]]
+        name, why = next(iter(wrong.items()))
+        raise UnprocessableError(f"query.{name}: {why}"[:500], errors=found)
+
+
+def _parameters_of(route: APIRoute) -> dict[str, bool]:
+    """The query parameters of a route, and which of them may be given several times."""
+    found: dict[str, bool] = {}
+    for field in _query_fields(route.dependant):
+        model = field.field_info.annotation
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            fields = model.model_fields.items()
+            found |= {own.alias or name: _is_list(own.annotation) for name, own in fields}
+        else:
+            found[field.alias] = _is_list(model)
+    return found
+
+
+def _query_fields(dependant: Dependant) -> Iterator[Any]:
+    yield from dependant.query_params
+    for inner in dependant.dependencies:
+        yield from _query_fields(inner)
+
+
+def _is_list(annotation: Any) -> bool:
+    kind = get_origin(annotation) or annotation
+    if kind in (Union, UnionType, Annotated):
+        return any(_is_list(part) for part in get_args(annotation))
+    return isinstance(kind, type) and issubclass(kind, list | tuple | set | frozenset)
+
+
+def requires(scope: Scope, *, all_roots: bool = False) -> Any:
+    """In a route's ``dependencies``: only for keys with this scope (or "admin").
+
+    ``all_roots``: not for a key that is restricted to some, since what it does concerns all of them.
+    """
+    return Depends(Requires(scope, all_roots))
+
+
+public: Final[Any] = Depends(Public())
+"""In a route's ``dependencies``: for everybody."""
+
+
+def check_visible(caller: Principal, root: str) -> None:
+    """Raises `NotFoundError` if the key is not for this root: it learns nothing of others, not even names."""
+    if not caller.may_see(root):
+        raise NotFoundError(f"there is no root {root!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Precondition:
+    """The ``If-Match`` of a request: None without the header, ``*`` for whatever is there."""
+
+    header: str | None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the request has the header."""
+        return self.header is not None
+
+    def version(self, prefix: str) -> int | None:
+        """The version that is expected of the resource whose tags are ``"{prefix}-{version}"``.
+
+        None: any will do. Raises `PreconditionFailedError` if none of the tags can be one of the resource.
+        """
+        if self.header is None or self.header.strip() == "*":
+            return None
+        for tag in self.header.split(","):
+            match = re.fullmatch(rf'"{re.escape(prefix)}-([0-9]{{1,9}})"', tag.strip(" \t"))
+            if match is not None:
+                return int(match[1])
+        raise PreconditionFailedError("If-Match names no state of this resource; read it again")
+
+    def nothing(self, detail: str) -> None:
+        """What it is about does not exist, so that no tag is its. Raises `PreconditionFailedError`."""
+        if self.is_given:
+            raise PreconditionFailedError(detail)
+
+    def required(self) -> None:
+        """Raises `PreconditionRequiredError` if the request has no ``If-Match``."""
+        if not self.is_given:
+            raise PreconditionRequiredError("send If-Match with the ETag of what you have read, or *")
+
+
+async def _precondition(
+    if_match: Annotated[
+        str | None,
+        Header(max_length=1024, description='An ETag such as "c12-3", or *; 412 if it changed since.'),
+    ] = None,
+) -> Precondition:
+    return Precondition(if_match)
+
+
+IfMatch = Annotated[Precondition, Depends(_precondition)]
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Who changes something, and by which request: for the audit log."""
+
+    principal: Principal
+    now_seconds: float
+    request_id: str | None
+    address: str | None
+
+    def change(self, expected_version: int | None) -> Change:
+        """For the functions of the catalog; ``expected_version`` None is any."""
+        return Change(
+            actor=self.principal.name,
+            now=self.now_seconds,
+            expected_version=expected_version,
+            visible=self.principal.roots,
+            request_id=self.request_id,
+            address=self.address,
+        )
+
+
+async def _author(request: Request, caller: Caller, service: ServiceDep) -> Writer:
+    address = None if request.client is None else request.client.host
+    return Writer(caller, service.clock(), getattr(request.state, "request_id", None), address)
+
+
+Author = Annotated[Writer, Depends(_author)]
+
+
+@dataclass(frozen=True, slots=True)
+class PageParams:
+    """``limit`` rows after ``cursor``, which is the ``next_cursor`` of the page before."""
+
+    limit: int
+    cursor: str | None
+
+
+async def _page(
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description="Rows of a page at most.")] = 50,
+    cursor: Annotated[
+        str | None,
+        Query(min_length=1, max_length=2048, description="The next_cursor of the page before."),
+    ] = None,
+) -> PageParams:
+    return PageParams(limit, cursor)
+
+
+Page = Annotated[PageParams, Depends(_page)]

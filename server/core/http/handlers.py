@@ -1,0 +1,168 @@
+"""Every error as a problem document: ours, the framework's, the database's, and what nobody expected."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any, Final, cast
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from dcp.server.catalog.errors import (
+    CatalogError,
+    ChangedError,
+    InvalidQueryError,
+    MissingError,
+    ProtectedError,
+    StateError,
+)
+from dcp.server.core.answers import PROBLEM_MEDIA_TYPE
+from dcp.server.core.inputs import is_clean
+from dcp.server.core.problems import (
+    BadRequestError,
+    ConflictError,
+    ForbiddenError,
+    NotFoundError,
+    PreconditionFailedError,
+    ProblemError,
+    UnavailableError,
+    UnprocessableError,
+)
+from dcp.server.core.roots import storage_problem
+from dcp.server.database.engine import DatabaseUnavailableError
+from dcp.storage.errors import CheckpointError
+
+__all__ = ["install_handlers", "method_problem", "problem_of", "problem_response", "wants_page"]
+
+_MAX_ERRORS: Final = 20
+_log = structlog.get_logger(__name__)
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Let ``app`` answer errors of routes so. What escapes them is for the outermost middleware."""
+    app.add_exception_handler(ProblemError, _answer)
+    app.add_exception_handler(RequestValidationError, _answer)
+    app.add_exception_handler(HTTPException, _answer)
+    app.add_exception_handler(CatalogError, _answer)
+    app.add_exception_handler(DatabaseUnavailableError, _answer)
+    app.add_exception_handler(CheckpointError, _answer)
+    app.add_exception_handler(OSError, _answer)
+
+
+async def _answer(request: Request, error: Exception) -> Response:
+    # the framework names the methods of the first route of the path only
+    is_method = isinstance(error, HTTPException) and error.status_code == 405
+    problem = method_problem(request.scope) if is_method else problem_of(error)
+    return problem_response(problem, request.scope)
+
+
+def method_problem(scope: Any) -> ProblemError:
+    """405, with the methods that the path has."""
+    allowed = scope["app"].state.paths.methods(scope["path"])
+    return problem_of(HTTPException(405, headers={"Allow": ", ".join(sorted(allowed))}))
+
+
+def problem_of(error: Exception) -> ProblemError:
+    """The problem that ``error`` is to whoever asked."""
+    if isinstance(error, ProblemError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _validation_problem(error)
+    if isinstance(error, HTTPException):
+        return _http_problem(error)
+    if isinstance(error, CatalogError):
+        return _catalog_problem(error)
+    if isinstance(error, DatabaseUnavailableError):
+        _log.warning("database unavailable", error=str(error))
+        return UnavailableError("the database cannot be reached, is full or locked; it may be asked again")
+    if isinstance(error, CheckpointError | OSError):
+        _log.warning("storage failed", error=repr(error))
+        return storage_problem(error)
+    return ProblemError("an error of the service; its log has more under this request's id")
+
+
+def _catalog_problem(error: CatalogError) -> ProblemError:
+    detail = str(error)
+    if isinstance(error, MissingError):
+        return NotFoundError(detail)
+    if isinstance(error, ChangedError):
+        return PreconditionFailedError(detail)
+    if isinstance(error, StateError):
+        return ConflictError(detail, state=error.state)
+    if isinstance(error, ProtectedError):
+        return ForbiddenError(detail, scope="admin")
+    if isinstance(error, InvalidQueryError):
+        found = {"location": [error.field], "message": _shown(detail)}
+        return UnprocessableError(_shown(detail), errors=[found])
+    return UnprocessableError(_shown(detail))
+
+
+def problem_response(problem: ProblemError, scope: Any) -> Response:
+    """The answer: a document, or for a browser the page that ``app.state.problem_page`` makes."""
+    as_page = getattr(getattr(scope.get("app"), "state", None), "problem_page", None)
+    if as_page is not None and wants_page(scope):
+        return cast(Response, as_page(problem, scope))
+    path = str(scope.get("path", ""))
+    body = problem.document(path if is_clean(path) else None)
+    request_id = scope.get("state", {}).get("request_id")
+    if request_id is not None:
+        body["request_id"] = request_id
+    return JSONResponse(body, problem.status, problem.headers, PROBLEM_MEDIA_TYPE)
+
+
+def wants_page(scope: Any) -> bool:
+    """Whether this is asked for by a browser that shows pages, which names HTML; others take anything."""
+    return not scope["path"].startswith("/api/") and "text/html" in Headers(scope=scope).get("accept", "")
+
+
+def _validation_problem(error: RequestValidationError) -> ProblemError:
+    errors = error.errors()
+    found = [
+        {"location": [_place(part) for part in item["loc"]], "message": str(item["msg"])}
+        for item in errors[:_MAX_ERRORS]
+    ]
+    where = ".".join(str(part) for part in found[0]["location"])
+    detail = f"{where}: {found[0]['message']}"
+    if any(item["type"] == "json_invalid" for item in errors):
+        return BadRequestError(f"the body is not JSON ({detail})")
+    if len(errors) > 1:
+        detail += f" (and {len(errors) - 1} more)"
+    return UnprocessableError(_shown(detail), errors=found)
+
+
+def _place(part: Any) -> str | int:
+    return part if isinstance(part, int) else _shown(str(part))
+
+
+def _shown(text: str) -> str:
+    # names of members come from whoever asked, and half a surrogate pair cannot be sent back
+    return text[:500].encode("utf-8", "replace").decode()
+
+
+class _FrameworkProblem(ProblemError):
+    def __init__(self, error: HTTPException) -> None:
+        phrase = HTTPStatus(error.status_code).phrase
+        super().__init__(str(error.detail or phrase), headers=error.headers)
+        self._values = {
+            "type": f"/problems/{phrase.lower().replace(' ', '-')}",
+            "title": phrase,
+            "status": error.status_code,
+        }
+
+    def document(self, instance: str | None = None) -> dict[str, Any]:
+        return super().document(instance) | self._values
+
+
+def _http_problem(error: HTTPException) -> ProblemError:
+    if error.status_code == 400:
+        return BadRequestError(str(error.detail))
+    if error.status_code == 404:
+        return NotFoundError("there is nothing at this path")
+    problem = _FrameworkProblem(error)
+    problem.status = error.status_code  # type: ignore[misc]
+    return problem

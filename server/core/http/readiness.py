@@ -1,0 +1,227 @@
+"""Check the database, which decides whether the service is ready, and the roots, which do not.
+
+A balancer that took a service out because of one root would take away the catalog of all of them. Each thing
+is looked at by a thread of its own, one at a time and not more often than every other second: the answer
+comes in time although what is looked at hangs, and says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from importlib import resources
+from typing import Annotated, Final
+
+import structlog
+from fastapi import Depends, Request
+from sqlalchemy import inspect, text
+
+from dcp.server.catalog.errors import MissingError
+from dcp.server.catalog.roots import has_living, root_row, sync_roots
+from dcp.server.core.http.context import Service
+from dcp.server.core.problems import UnavailableError
+from dcp.server.core.roots import StorageRoot
+from dcp.server.database.engine import Database, DatabaseUnavailableError
+
+__all__ = ["OK", "Readiness", "ReadinessDep", "needed_revision", "prepare_database"]
+
+OK: Final = "ok"
+_FRESH_SECONDS: Final = 2.0
+_PATIENCE_SECONDS: Final = 5.0
+_EMPTY: Final = "empty"
+"""Fine, unless the catalog knows checkpoints in it."""
+_NOT_MOUNTED: Final = "it is empty, and the catalog knows checkpoints in it: is its disk mounted?"
+_OTHER_PLACE: Final = (
+    "none of the checkpoints that the catalog knows was found in it; dcp roots list says more"
+)
+_NO_ANSWER: Final = "does not answer"
+_NAME: Final = ".dcp-readiness"
+"""Of a file that there is not: to ask for it is the cheapest question that a storage has to answer."""
+
+_log = structlog.get_logger(__name__)
+
+
+class Readiness:
+    """The checks of one service, by name: "ok", or what is wrong, without places and secrets."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._lock = threading.Lock()
+        self._is_prepared = False
+        patience_seconds = min(_PATIENCE_SECONDS, service.settings.request_seconds / 2)
+        self._database = _Probe("database", self._look_at_database, patience_seconds)
+        self._roots = {
+            root.name: _Probe(f"root {root.name}", partial(_look_at_root, root), patience_seconds)
+            for root in service.roots
+        }
+        self._catalog = _Probe("catalog", self._look_at_catalog, patience_seconds)
+        self._empty: frozenset[str] = frozenset()
+        self._doubts: dict[str, str] = {}
+
+    async def check(self) -> dict[str, str]:
+        """Check what the service cannot do without: its database. Waits for no root."""
+        return {"database": await self._database.ask()}
+
+    async def check_roots(self) -> dict[str, str]:
+        """Check all roots at one time, by name; then what the catalog knows of them, if it answers."""
+        found = await asyncio.gather(*(probe.ask() for probe in self._roots.values()))
+        results = dict(zip(self._roots, found, strict=True))
+        self._empty = frozenset(name for name, result in results.items() if result == _EMPTY)
+        await self._catalog.ask()
+        doubts = self._doubts
+        return {
+            name: doubts.get(name, OK) if result in (OK, _EMPTY) else result
+            for name, result in results.items()
+        }
+
+    def prepare(self) -> str | None:
+        """Bring the database up to date where the settings allow that; what is missing, or None.
+
+        Raises `DatabaseUnavailableError`. Once all is well nothing more is done.
+        """
+        with self._lock:
+            if not self._is_prepared:
+                problem = prepare_database(self._service)
+                if problem is not None:
+                    return problem
+                self._is_prepared = True
+        return None
+
+    def _look_at_database(self) -> str:
+        try:
+            self._service.database.ping()
+            return self.prepare() or OK
+        except DatabaseUnavailableError as error:
+            _log.warning("database unavailable", error=str(error))
+            return "cannot be reached, is full or locked"
+
+    def _look_at_catalog(self) -> str:
+        doubts = {}
+        with suppress(DatabaseUnavailableError), self._service.database.read() as connection:
+            for name in self._roots:
+                with suppress(MissingError):
+                    if root_row(connection, name).is_other_place:
+                        doubts[name] = _OTHER_PLACE
+                    elif name in self._empty and has_living(connection, name):
+                        doubts[name] = _NOT_MOUNTED
+            self._doubts = doubts
+        return OK
+
+
+async def _readiness(request: Request) -> Readiness:
+    readiness: Readiness = request.app.state.readiness
+    return readiness
+
+
+ReadinessDep = Annotated[Readiness, Depends(_readiness)]
+
+
+def prepare_database(service: Service) -> str | None:
+    """Migrate SQLite if ``migrate`` is set; else only look. What is to be done by the operator, or None.
+
+    The roots of the settings are made known to the catalog. Raises `DatabaseUnavailableError`.
+    """
+    database = service.database
+    if _revision(database) != needed_revision():
+        # here, because alembic takes a third of a second and 15 MB, and is hardly ever needed
+        from dcp.server.database import migrations
+
+        if not (service.settings.migrate and database.dialect == "sqlite"):
+            return (
+                f"at revision {migrations.current(database)}, and not at {migrations.head()}: dcp db upgrade"
+            )
+        before = migrations.upgrade(database)
+        after = migrations.current(database)
+        if before is None:
+            _log.info("new database", file=database.url.database, revision=after)
+        else:
+            _log.info("database upgraded", before=before, after=after)
+    urls = {root.name: root.url for root in service.roots}
+    database.transact(lambda connection: sync_roots(connection, urls, now=service.clock()))
+    return None
+
+
+def needed_revision() -> str:
+    """The newest migration, by the names of their files: v0001_first.py."""
+    folder = resources.files("dcp.server.database") / "migrations" / "versions"
+    names = [re.fullmatch(r"v(\d{4})_\w+\.py", entry.name) for entry in folder.iterdir()]
+    return max(name[1] for name in names if name is not None)
+
+
+def _revision(database: Database) -> str | None:
+    with database.read() as connection:
+        if not inspect(connection).has_table("alembic_version"):
+            return None
+        return connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
+
+
+def _look_at_root(root: StorageRoot) -> str:
+    try:
+        root.check_there()
+        if root.path is None:
+            root.store("").stat(_NAME)
+        return _EMPTY if root.is_empty() else OK
+    except UnavailableError as error:
+        return error.detail
+    except Exception as error:  # noqa: BLE001 - whatever a storage raises, it is not ready
+        _log.warning("root unavailable", root=root.name, error=repr(error))
+        return "unavailable"
+
+
+class _Probe:
+    """Asks ``look`` in a thread, never in two."""
+
+    def __init__(self, name: str, look: Callable[[], str], patience_seconds: float) -> None:
+        self._name = name
+        self._patience_seconds = patience_seconds
+        self._look = look
+        self._lock = threading.Lock()
+        self._result = ""
+        self._until_seconds = 0.0
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
+        self._is_running = False
+        self._hangs_from_seconds = 0.0
+
+    async def ask(self) -> str:
+        """What it found, at most some seconds ago. Nobody waits for what is known to hang."""
+        done = asyncio.Event()
+        with self._lock:
+            if time.monotonic() < self._until_seconds:
+                return self._result
+            if self._is_running and time.monotonic() >= self._hangs_from_seconds:
+                return _NO_ANSWER
+            self._waiting.append((asyncio.get_running_loop(), done))
+            if not self._is_running:
+                self._is_running = True
+                self._hangs_from_seconds = time.monotonic() + self._patience_seconds
+                threading.Thread(target=self._run, name=f"probe {self._name}", daemon=True).start()
+        try:
+            await asyncio.wait_for(done.wait(), self._patience_seconds)
+        except TimeoutError:
+            return _NO_ANSWER
+        return self._result
+
+    def _run(self) -> None:
+        result = "failed"
+        try:
+            result = self._look()
+        finally:
+            with self._lock:
+                self._result = result
+                self._until_seconds = time.monotonic() + _FRESH_SECONDS
+                self._is_running = False
+                waiting, self._waiting = self._waiting, []
+            _wake(waiting)
+
+
+def _wake(waiting: Iterable[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+    for loop, event in waiting:
+        try:
+            loop.call_soon_threadsafe(event.set)
+        except RuntimeError:  # its loop has ended, and nobody waits any more
+            continue

@@ -1,0 +1,303 @@
+"""The processes that carry out what jobs consist of: a warm one that forks, and its children.
+
+The warm one has imported what the kinds need and nothing else happens in it: no thread, no file, no
+connection. So a child is there in milliseconds instead of the second or two that the imports take, begins
+with clean memory, and may be killed at any instant. When the warm one ends, its children are killed by the
+kernel; it ends when the worker does, however that ends.
+
+On its control socket, one packet each: ``{"start": N}`` with a socket for child N, ``{"kill": N}``; back come
+``{"started": N, "pid": P}`` and ``{"ended": N, "status": S}``, with S as `os.waitpid` has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import pickle
+import resource
+import selectors
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from pydantic import SecretStr, ValidationError
+from sqlalchemy.exc import SQLAlchemyError
+
+from dcp.server.core.jobs.executors.subprocess_messages import Order, receive_message, send_message
+from dcp.server.core.jobs.kind import (
+    JobContext,
+    Kind,
+    PermanentJobError,
+    TransientJobError,
+    is_environment,
+    is_retryable,
+)
+from dcp.server.core.jobs.ledger.states import FailureFacts
+from dcp.server.core.problems import ProblemError
+from dcp.server.core.roots import storage_problem
+from dcp.server.core.settings import Settings
+from dcp.storage.errors import CheckpointError
+
+__all__ = ["CONTROL_BYTES", "NO_DATABASE", "TOO_MUCH_MEMORY", "Setup", "error_of", "load_kinds", "serve"]
+
+CONTROL_BYTES: Final = 4096
+NO_DATABASE: Final = SecretStr("sqlite:////dev/null/none")
+TOO_MUCH_MEMORY: Final = "TaskMemoryError"
+_PR_SET_PDEATHSIG: Final = 1
+_MEMORY_SLACK_BYTES: Final = 1 << 30
+_PROGRESS_SECONDS: Final = 0.2
+_MAX_DETAIL_CHARACTERS: Final = 4000
+_EXPECTED: Final = (ProblemError, CheckpointError, OSError, PermanentJobError, TransientJobError)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the warm process is told first. ``kinds`` names a mapping of kinds: ``module:attribute``."""
+
+    settings: Settings = field(repr=False)
+    kinds: str
+
+    @cached_property
+    def without_database(self) -> Settings:
+        """For kinds that have no business with it."""
+        return self.settings.model_copy(update={"database_url": NO_DATABASE})
+
+
+def load_kinds(name: str) -> Mapping[str, Kind[Any]]:
+    """The kinds that ``module:attribute`` names: a mapping, or a function that returns one."""
+    module, _, attribute = name.partition(":")
+    found = getattr(importlib.import_module(module), attribute)
+    kinds: Mapping[str, Kind[Any]] = found() if callable(found) else found
+    return kinds
+
+
+def serve(control_fd: int) -> None:
+    """Be the warm process until the other end of the control socket is closed."""
+    control = socket.socket(fileno=control_fd)
+    with socket.socket(fileno=_receive_fd(control)) as setup_socket, setup_socket.makefile("rb") as stream:
+        setup: Setup = pickle.load(stream)  # from the worker, which started this
+    kinds = load_kinds(setup.kinds)
+    for module in {name for kind in kinds.values() for name in kind.preload}:
+        importlib.import_module(module)
+    if any(root.url.startswith("s3") for root in setup.settings.roots.values()):
+        with contextlib.suppress(ImportError):  # whoever opens it says what is missing
+            _prepare_s3()
+    os.dup2(2, 1)  # what a library prints belongs to the log
+    gc.collect()
+    gc.freeze()  # so that collections in the children do not copy pages
+    _Warm(control, setup, kinds).run()
+
+
+def _prepare_s3() -> None:
+    """Import and read here what the first client of a process needs: most of half a second for each child."""
+    import dcp.storage.stores.objects.s3  # noqa: F401
+    from dcp.storage.stores.objects.bucket import read_descriptions
+
+    read_descriptions()
+
+
+def _receive_fd(control: socket.socket) -> int:
+    _, fds, _, _ = socket.recv_fds(control, CONTROL_BYTES, 1)
+    if not fds:
+        raise EOFError("no socket came with the setup")
+    return fds[0]
+
+
+class _Warm:
+    """Forks, reaps and kills; the only one who may kill a child, because it knows whether it still is one."""
+
+    def __init__(self, control: socket.socket, setup: Setup, kinds: Mapping[str, Kind[Any]]) -> None:
+        self._control = control
+        self._setup = setup
+        self._kinds = kinds
+        self._pids: dict[int, int] = {}
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._wake, self._woken = socket.socketpair()
+        for end in (self._wake, self._woken):
+            end.setblocking(False)
+
+    def run(self) -> None:
+        signal.set_wakeup_fd(self._woken.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGINT, signal.SIGTERM):  # the worker says when it is over
+            signal.signal(number, signal.SIG_IGN)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(self._wake, selectors.EVENT_READ)
+            while True:
+                ready = {key.fileobj for key, _ in selector.select()}
+                if self._wake in ready:
+                    self._wake.recv(CONTROL_BYTES)
+                    self._reap()
+                if self._control in ready and not self._obey():
+                    break
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        for pid in self._pids.values():
+            _kill(pid)
+        for pid in self._pids.values():  # so that none of them is left when this process is gone
+            os.waitpid(pid, 0)
+
+    def _obey(self) -> bool:
+        try:
+            data, fds, _, _ = socket.recv_fds(self._control, CONTROL_BYTES, 1)
+        except ConnectionResetError:  # the worker died with something unread
+            return False
+        if not data:
+            return False
+        message = json.loads(data)
+        if "start" in message:
+            self._start(message["start"], fds[0])
+        elif (pid := self._pids.get(message["kill"])) is not None:
+            _kill(pid)
+        return True
+
+    def _start(self, number: int, fd: int) -> None:
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(fd)
+            self._say({"ended": number, "status": None, "error": f"fork: {error.strerror}"})
+            return
+        if pid == 0:
+            self._be_child(fd, parent)
+        os.close(fd)
+        self._pids[number] = pid
+        self._say({"started": number, "pid": pid})
+
+    def _reap(self) -> None:
+        for number, pid in list(self._pids.items()):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                del self._pids[number]
+                self._say({"ended": number, "status": status})
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        try:
+            self._control.send(json.dumps(message).encode())
+        except OSError:  # the worker is gone; the loop notices
+            return
+
+    def _be_child(self, fd: int, parent: int) -> NoReturn:
+        code = 1
+        try:
+            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() == parent:  # else it has died before the kernel knew what we want then
+                os.setsid()
+                signal.set_wakeup_fd(-1)
+                for number in (signal.SIGCHLD, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_DFL)
+                for end in (self._control, self._wake, self._woken):
+                    end.close()
+                with socket.socket(fileno=fd) as connection:
+                    _work(connection, self._setup, self._kinds)
+                code = 0
+        except BaseException:  # noqa: BLE001 - a forked child must not return into its parent's code
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+
+def _kill(pid: int) -> None:
+    for kill in (os.killpg, os.kill):  # before it has a group of its own there is none of that number
+        try:
+            kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _work(connection: socket.socket, setup: Setup, kinds: Mapping[str, Kind[Any]]) -> None:
+    order = Order.from_document(receive_message(connection))
+    _limit_memory(order.memory_bytes)
+    try:
+        answer: dict[str, Any] = {"result": _carry_out(connection, order, setup, kinds)}
+        send_message(connection, answer)
+    except Exception as error:  # noqa: BLE001 - it is the answer
+        if not isinstance(error, _EXPECTED):
+            traceback.print_exc()  # may be a mistake of ours: the log shows where
+        send_message(connection, {"error": error_of(error, order.memory_bytes).document()})
+
+
+def _limit_memory(memory_bytes: int) -> None:
+    """The worker watches what is resident; this stops what grows faster than it looks."""
+    if memory_bytes:
+        limit = memory_bytes + _MEMORY_SLACK_BYTES
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        if hard == resource.RLIM_INFINITY or hard > limit:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def _carry_out(
+    connection: socket.socket, order: Order, setup: Setup, kinds: Mapping[str, Kind[Any]]
+) -> Mapping[str, Any]:
+    kind = kinds[order.kind]
+    context = JobContext(
+        settings=setup.settings if kind.needs_database else setup.without_database,
+        job_id=order.job_id,
+        task_number=order.task_number,
+        attempt_name=order.attempt_name,
+        work_folder=Path(order.work_folder),
+        prepared=order.prepared,
+    )
+    if order.phase == "plan":
+        plan = kind.plan(context, kind.params.model_validate(order.params))
+        specs = [{"payload": dict(spec.payload), "weight_bytes": spec.weight_bytes} for spec in plan.tasks]
+        return {"plan_data": dict(plan.plan_data), "tasks": specs}
+    if order.phase == "task":
+        return kind.run_task(context, order.payload, _Reporting(connection))
+    if order.phase == "publish":
+        return kind.publish(context, order.plan_data, order.results)
+    if order.plan_data:
+        kind.discard(context, order.plan_data)
+    if kind.leaves_plans:
+        kind.clear_plans(context, kind.params.model_validate(order.params))
+    return {}
+
+
+class _Reporting:
+    """Tells the worker how far it is, a few times a second; from one thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._told_seconds = 0.0
+
+    def __call__(self, done_bytes: int) -> None:
+        now = time.monotonic()
+        if now - self._told_seconds >= _PROGRESS_SECONDS:
+            self._told_seconds = now
+            send_message(self._connection, {"done_bytes": int(done_bytes)})
+
+
+def error_of(error: BaseException, memory_bytes: int = 0) -> FailureFacts:
+    """What the ledger keeps of an exception."""
+    if isinstance(error, MemoryError):
+        return FailureFacts(
+            type=TOO_MUCH_MEMORY,
+            detail=f"it needs more memory than task_memory_bytes={memory_bytes} allows",
+            is_retryable=False,
+        )
+    if isinstance(error, ProblemError | CheckpointError | OSError):
+        detail = storage_problem(error).detail  # without places and secrets
+    elif isinstance(error, ValidationError):
+        detail = f"the parameters do not fit: {error.error_count()} of them"
+    elif isinstance(error, SQLAlchemyError):
+        detail = f"the database refused it: {type(error).__name__}"  # without the statement's parameters
+    else:
+        detail = str(error)
+    return FailureFacts(
+        type=type(error).__name__,
+        detail=detail[:_MAX_DETAIL_CHARACTERS] or type(error).__name__,
+        is_retryable=is_retryable(error),
+        is_environment=is_environment(error),
+    )

@@ -1,0 +1,302 @@
+"""Subprocesses of a worker: started warm, watched for memory and time, killed at once, never left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import selectors
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from dcp.server.core.jobs.executors.subprocess_main import CONTROL_BYTES, TOO_MUCH_MEMORY, Setup
+from dcp.server.core.jobs.executors.subprocess_messages import Messages, Order, send_message
+from dcp.server.core.jobs.executors.work_folders import WorkFolders
+from dcp.server.core.jobs.ledger.states import FailureFacts, Json
+
+__all__ = ["ProcessOutcome", "TaskProcess", "WarmProcessPool", "resident_bytes"]
+
+_START: Final = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+    "from dcp.server.core.jobs.executors.subprocess_main import serve; serve(0)"
+)
+_LOOK_SECONDS: Final = 0.1
+_DEATH_SECONDS: Final = 5.0
+_ONE_THREAD: Final = dict.fromkeys(
+    ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
+)
+"""A process with other threads must not be forked; and as many tasks run as there are to be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessOutcome:
+    """How it ended: a result, an error, or killed by order (neither)."""
+
+    result: Json | None = None
+    error: FailureFacts | None = None
+
+
+class TaskProcess:
+    """One subprocess at its one order."""
+
+    def __init__(
+        self,
+        number: int,
+        order: Order,
+        connection: socket.socket,
+        on_progress: Callable[[int], None],
+        on_done: Callable[[ProcessOutcome], None],
+    ) -> None:
+        self.number = number
+        self.order = order
+        self.pid: int | None = None
+        self.is_killed = False
+        self.error: FailureFacts | None = None  # why it was killed
+        self.result: Json | None = None
+        self.connection = connection
+        self.messages = Messages(connection)
+        self.on_progress = on_progress
+        self.on_done = on_done
+        self.until_seconds = time.monotonic() + order.seconds if order.seconds else float("inf")
+        self.is_over = False
+
+    def outcome(self, status: int | None) -> ProcessOutcome:
+        """What it comes to, now that it has ended with ``status``."""
+        if self.result is not None and status == 0:  # it was quicker than whoever killed it
+            return ProcessOutcome(result=self.result)
+        if self.error is not None:
+            return ProcessOutcome(error=self.error)
+        if self.is_killed:
+            return ProcessOutcome()
+        return ProcessOutcome(error=_died(status))
+
+
+def _died(status: int | None) -> FailureFacts:
+    if status is None:
+        how = "could not be started, or was lost with the process that it came from"
+    elif (code := os.waitstatus_to_exitcode(status)) < 0:
+        how = f"was killed by signal {-code}" + (" (often for want of memory)" if code == -9 else "")
+    else:
+        how = f"ended with exit code {code} and no answer"
+    return FailureFacts(type="TaskProcessError", detail=f"the subprocess {how}")
+
+
+class WarmProcessPool:
+    """Subprocesses that are forked from a warm one, which the first `start` starts. Safe from any thread.
+
+    ``on_progress`` and ``on_done`` are called from one thread of the pool, and must be quick. `close`
+    kills what still runs.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._folders = WorkFolders(setup.settings.work_folder)
+        self._sweeper = ThreadPoolExecutor(1, thread_name_prefix="dcp-sweep")
+        self._lock = threading.Lock()
+        self._warm: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._children: dict[int, TaskProcess] = {}
+        self._number = 0
+        self._selector = selectors.DefaultSelector()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def warm(self) -> None:
+        """Start the warm process, so that the first `start` need not wait for what it imports."""
+        with self._lock:
+            if not self._is_closed:
+                self._ready()
+
+    def start(
+        self, order: Order, on_progress: Callable[[int], None], on_done: Callable[[ProcessOutcome], None]
+    ) -> TaskProcess:
+        """Have it done. Whatever goes wrong with it is told to ``on_done``."""
+        if self._is_closed:
+            raise RuntimeError("the pool is closed")
+        order = replace(order, work_folder=str(self._folders.make()))
+        ours, theirs = socket.socketpair()
+        with theirs, self._lock:
+            if self._is_closed:
+                ours.close()
+                raise RuntimeError("the pool is closed")
+            control = self._ready()
+            self._number += 1
+            child = TaskProcess(self._number, order, ours, on_progress, on_done)
+            self._children[child.number] = child
+            self._selector.register(ours, selectors.EVENT_READ, child)
+            with suppress(OSError):  # the warm process has died: the watching thread sees that, and tells
+                socket.send_fds(control, [json.dumps({"start": child.number}).encode()], [theirs.fileno()])
+        with suppress(OSError):  # the child has died
+            send_message(ours, order.document())
+        return child
+
+    def kill(self, child: TaskProcess, error: FailureFacts | None = None) -> None:
+        """End it now; ``error`` is why, where it is its own fault."""
+        with self._lock:
+            if child.is_over or child.is_killed:
+                return
+            child.is_killed = True
+            child.error = error
+            if self._control is not None:
+                with suppress(OSError):
+                    self._control.send(json.dumps({"kill": child.number}).encode())
+
+    def close(self) -> None:
+        """Kill all; `on_done` of each is called before this returns."""
+        with self._lock:
+            self._is_closed = True
+            children = list(self._children.values())
+            control, self._control = self._control, None
+            if control is not None:
+                control.shutdown(socket.SHUT_RDWR)  # ends the warm process, and that ends them
+        for child in children:
+            child.is_killed = True
+        if self._thread is not None:
+            self._thread.join()
+        if self._warm is not None:
+            self._warm.wait()
+        self._selector.close()
+        self._sweeper.shutdown()
+        self._folders.close()
+
+    # -- the warm process --
+
+    def _ready(self) -> socket.socket:
+        if self._control is not None:
+            return self._control
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-c", _START, json.dumps(sys.path)]
+        with theirs:
+            self._warm = subprocess.Popen(
+                command, stdin=theirs.fileno(), env=_environment(), start_new_session=True
+            )
+        reading, writing = socket.socketpair()
+        with reading, writing:
+            socket.send_fds(ours, [b"{}"], [reading.fileno()])
+            writing.sendall(pickle.dumps(self._setup))
+        self._control = ours
+        self._selector.register(ours, selectors.EVENT_READ, None)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="dcp-warm-pool", daemon=True)
+            self._thread.start()
+        return ours
+
+    def _watch(self) -> None:
+        while True:
+            for key, _ in self._selector.select(_LOOK_SECONDS):
+                if key.data is None:
+                    self._hear(key.fileobj)
+                else:
+                    self._read(key.data)
+            with self._lock:
+                children = list(self._children.values())
+                if self._is_closed and not children:
+                    return
+            for child in children:
+                self._look_after(child)
+
+    def _hear(self, control: Any) -> None:
+        """What the warm process says; at its end all of its children are dead."""
+        try:
+            data = control.recv(CONTROL_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            self._lost(control)
+            return
+        message = json.loads(data)
+        if "started" in message:
+            with self._lock:
+                if (child := self._children.get(message["started"])) is not None:
+                    child.pid = message["pid"]
+        elif (ended := self._children.get(message["ended"])) is not None:
+            self._end(ended, message["status"])
+
+    def _lost(self, control: socket.socket) -> None:
+        with self._lock:
+            self._selector.unregister(control)
+            control.close()
+            if self._control is control:
+                self._control = None  # the next start makes another one
+            children = list(self._children.values())
+            warm = self._warm
+        if warm is not None:
+            warm.wait()
+        until = time.monotonic() + _DEATH_SECONDS
+        for child in children:
+            while child.pid is not None and _lives(child.pid) and time.monotonic() < until:
+                time.sleep(_LOOK_SECONDS / 10)  # the kernel has killed it
+            self._end(child, None)
+
+    def _read(self, child: TaskProcess) -> None:
+        try:
+            messages, is_open = child.messages.read()
+        except ValueError:
+            messages, is_open = [], False
+            self.kill(child, FailureFacts(type="TaskProcessError", detail="the subprocess sent no message"))
+        for message in messages:
+            if "done_bytes" in message:
+                child.on_progress(int(message["done_bytes"]))
+            elif "error" in message:
+                child.error = FailureFacts(**message["error"])
+            elif "result" in message:
+                child.result = message["result"]
+        if not is_open:
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(child.connection)
+
+    def _end(self, child: TaskProcess, status: int | None) -> None:
+        self._read(child)  # what it said last
+        with self._lock:
+            child.is_over = True
+            del self._children[child.number]
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(child.connection)
+        child.connection.close()
+        self._sweeper.submit(shutil.rmtree, child.order.work_folder, True)
+        child.on_done(child.outcome(status))
+
+    def _look_after(self, child: TaskProcess) -> None:
+        if child.pid is None or child.is_over:
+            return
+        most = child.order.memory_bytes
+        if most and resident_bytes(child.pid) > most:
+            detail = f"it took more memory than task_memory_bytes={most} allows"
+            self.kill(child, FailureFacts(type=TOO_MUCH_MEMORY, detail=detail, is_retryable=False))
+        elif time.monotonic() > child.until_seconds:
+            detail = f"it took longer than task_seconds={child.order.seconds:g}"
+            self.kill(child, FailureFacts(type="TaskTimeoutError", detail=detail))
+
+
+def _lives(pid: int) -> bool:
+    """Whether there is such a process that is not only waiting to be reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def _environment() -> dict[str, str]:
+    """Without the service's own settings, which have secrets that most kinds have no business with."""
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("DCP_SERVER_")}
+    return plain | _ONE_THREAD
+
+
+def resident_bytes(pid: int) -> int:
+    """What a process holds in memory or swap that is not of a file; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    parts = (line.split() for line in lines if line.startswith(("RssAnon:", "RssShmem:", "VmSwap:")))
+    return sum(int(part[1]) for part in parts) * 1024

@@ -1,0 +1,305 @@
+"""Claims on the ledger: what is taken next, for how long, and what becomes of what was taken by the dead.
+
+A claim is a lease and a fence: the lease says until when nobody else takes it, the fence, one higher with
+each claim, that only the last one who took it may complete it. So a worker that was stopped for an hour and
+wakes up changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, Connection, Row, and_, func, not_, or_, select, text, true, update
+
+from dcp.server.core.jobs.ledger.rows import by_priority, emit, lock_job, task_of_row
+from dcp.server.core.jobs.ledger.states import Claim, Held, JobRow, Phase
+from dcp.server.database.tables import jobs, tasks
+
+__all__ = ["NO_LIMITS", "ClaimLimits", "claim", "has_work", "renew", "stopped"]
+
+_AT_WORK: Final = ("planning", "running", "publishing")
+_FOUND: Final[Sequence[ColumnElement[Any]]] = (jobs.c.id, jobs.c.priority, jobs.c.created_by, jobs.c.root_id)
+_CLAIMS_LOCK: Final = 7_218_330_041
+"""PostgreSQL's advisory lock of claims: they are short, and in turn they need not look around for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimLimits:
+    """``by_kind``: how many phases and tasks of one kind may run at a time, over all workers; of other kinds
+    any number. ``only``: the kinds that the one who claims can do; None is all."""
+
+    by_kind: Mapping[str, int] = field(default_factory=dict)
+    only: frozenset[str] | None = None
+
+
+NO_LIMITS: Final = ClaimLimits()
+_Share = tuple[str, int | None]
+"""Who made a job, and the number of its root: these have equal shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Claimable:
+    phase: Phase
+    job_id: int
+    priority: int
+    share: _Share
+    task_id: int | None = None
+
+
+def has_work(connection: Connection, now: float, limits: ClaimLimits = NO_LIMITS) -> bool:
+    """Whether `claim` would find something: asked without a lock, so that idle workers disturb nobody."""
+    return _next(connection, now, limits) is not None
+
+
+def claim(
+    connection: Connection, owner: str, now: float, lease_seconds: float, limits: ClaimLimits = NO_LIMITS
+) -> Claim | None:
+    """The next thing to do, for ``owner`` alone until the lease is over; None if there is nothing.
+
+    First what clears away, then by priority; in one priority for the key and root with the least at work, so
+    that all have a fair share; of these what is begun before what is not, and by turn.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _CLAIMS_LOCK})
+    candidate = _next(connection, now, limits)
+    if candidate is None:
+        return None
+    job = lock_job(connection, candidate.job_id)
+    again = _next(connection, now, limits, only_job=job.id)
+    if again is None:  # it was cancelled, or another change was quicker: the next call finds something else
+        return None
+    lease = {"lease_owner": owner, "lease_until_seconds": now + lease_seconds}
+    if again.phase == "task":
+        return _claim_task(connection, job, again, lease)
+    return _claim_phase(connection, job, again.phase, lease, now)
+
+
+def _claim_task(
+    connection: Connection, job: JobRow, candidate: _Claimable, lease: Mapping[str, Any]
+) -> Claim:
+    row = connection.execute(
+        update(tasks)
+        .where(tasks.c.id == candidate.task_id)
+        .values(state="running", fence=tasks.c.fence + 1, done_bytes=0, **lease)
+        .returning(tasks)
+    ).one()
+    return Claim(phase="task", job=job, task=task_of_row(row), fence=row.fence)
+
+
+def _claim_phase(
+    connection: Connection, job: JobRow, phase: Phase, lease: Mapping[str, Any], now: float
+) -> Claim:
+    values: dict[str, Any] = {"fence": jobs.c.fence + 1, **lease}
+    if phase == "plan":
+        values |= {"state": "planning"}
+        if job.started_seconds is None:
+            values["started_seconds"] = now
+        emit(connection, job.id, "state", now, state="planning")
+    fence = connection.execute(
+        update(jobs).where(jobs.c.id == job.id).values(**values).returning(jobs.c.fence)
+    ).scalar_one()
+    return Claim(phase=phase, job=lock_job(connection, job.id), task=None, fence=fence)
+
+
+# -- candidates ----------------------------------------------------------------------------------------------
+
+
+def _next(
+    connection: Connection, now: float, limits: ClaimLimits, *, only_job: int | None = None
+) -> _Claimable | None:
+    known: ColumnElement[bool] = true()
+    if limits.only is not None:
+        known = jobs.c.kind.in_(sorted(limits.only))
+    if only_job is not None:
+        known = and_(known, jobs.c.id == only_job)
+    if (ending := _ending(connection, now, known)) is not None:
+        return ending
+    allowed = and_(known, _allowed(connection, limits))
+    found = [
+        *_phase(connection, "publish", "publishing", now, allowed),
+        *_tasks(connection, now, allowed),
+        *_phase(connection, "plan", "queued", now, allowed),
+    ]
+    if len(found) < 2 and not (only_job is None and any(one.phase == "plan" for one in found)):
+        best = found[0] if found else None
+    else:
+        best = _fairest(connection, found, now, allowed)
+    return _with_task(connection, best, now) if best is not None and best.phase == "task" else best
+
+
+def _fairest(
+    connection: Connection, found: list[_Claimable], now: float, allowed: ColumnElement[bool]
+) -> _Claimable:
+    """The first of those with the least at work, also of queued jobs behind the one whose turn it is."""
+    at_work = _at_work(connection)
+    best = min(found, key=lambda one: (-one.priority, at_work[one.share]))
+    while any(one.phase == "plan" for one in found) and (count := at_work[best.share]):
+        busy = [_is_of(share) for share, many in at_work.items() if many >= count]
+        behind = _phase(connection, "plan", "queued", now, and_(allowed, not_(or_(*busy))))
+        if not behind or behind[0].priority < best.priority:
+            break
+        (best,) = behind
+    return best
+
+
+def _is_of(share: _Share) -> ColumnElement[bool]:
+    created_by, root_id = share
+    return and_(jobs.c.created_by == created_by, jobs.c.root_id.is_not_distinct_from(root_id))
+
+
+def _ending(connection: Connection, now: float, known: ColumnElement[bool]) -> _Claimable | None:
+    """A job that was given up, and of which nothing runs any more."""
+    running = select(tasks.c.id).where(tasks.c.job_id == jobs.c.id, tasks.c.state == "running")
+    for state in ("running", "publishing"):
+        query = by_priority(
+            select(*_FOUND).where(
+                jobs.c.state == state,
+                or_(jobs.c.cancel_seconds.is_not(None), jobs.c.error.is_not(None)),
+                jobs.c.lease_owner.is_(None),
+                jobs.c.not_before_seconds <= now,
+                ~running.exists(),
+                known,
+            )
+        )
+        if (row := connection.execute(query.limit(1)).one_or_none()) is not None:
+            return _claimable("discard", row)
+    return None
+
+
+def _phase(
+    connection: Connection, phase: Phase, state: str, now: float, allowed: ColumnElement[bool]
+) -> list[_Claimable]:
+    conditions = (
+        jobs.c.state == state,
+        jobs.c.lease_owner.is_(None),
+        jobs.c.cancel_seconds.is_(None),
+        jobs.c.error.is_(None),
+        jobs.c.not_before_seconds <= now,
+        allowed,
+    )
+    # Two steps, each along the index: sorting by priority downwards and turn upwards is along none.
+    first = by_priority(select(jobs.c.priority).where(*conditions))
+    priority = connection.execute(first.limit(1)).scalar_one_or_none()
+    if priority is None:
+        return []
+    query = select(*_FOUND).where(*conditions, jobs.c.priority == priority).order_by(jobs.c.turn, jobs.c.id)
+    return [_claimable(phase, row) for row in connection.execute(query.limit(1))]
+
+
+def _tasks(connection: Connection, now: float, allowed: ColumnElement[bool]) -> list[_Claimable]:
+    """The jobs that have a task to be done, of the highest priority, by turn; without the task."""
+    query = (
+        select(*_FOUND)
+        .where(
+            jobs.c.state == "running",
+            jobs.c.cancel_seconds.is_(None),
+            jobs.c.error.is_(None),
+            jobs.c.not_before_seconds <= now,
+            select(tasks.c.id).where(*_is_due(jobs.c.id, now)).exists(),
+            allowed,
+        )
+        .order_by(jobs.c.priority.desc(), jobs.c.turn, jobs.c.id)
+    )
+    found = [_claimable("task", row) for row in connection.execute(query)]
+    return [one for one in found if one.priority == found[0].priority]
+
+
+def _with_task(connection: Connection, found: _Claimable, now: float) -> _Claimable:
+    query = select(tasks.c.id).where(*_is_due(found.job_id, now)).order_by(tasks.c.number).limit(1)
+    return replace(found, task_id=connection.execute(query).scalar_one())
+
+
+def _is_due(job_id: ColumnElement[int] | int, now: float) -> tuple[ColumnElement[bool], ...]:
+    return tasks.c.job_id == job_id, tasks.c.state == "queued", tasks.c.not_before_seconds <= now
+
+
+def _claimable(phase: Phase, row: Row[Any]) -> _Claimable:
+    return _Claimable(phase, row.id, row.priority, (row.created_by, row.root_id))
+
+
+def _at_work(connection: Connection) -> Counter[_Share]:
+    """How many phases and tasks of each share are leased."""
+    # Counted here, and in order of the index: else SQLite goes along all jobs there are to find these few.
+    share = select(jobs.c.created_by, jobs.c.root_id)
+    leased = [share.where(jobs.c.state == state, jobs.c.lease_owner.is_not(None)) for state in _AT_WORK]
+    of_tasks = share.select_from(tasks).join(jobs, tasks.c.job_id == jobs.c.id)
+    found: Counter[_Share] = Counter()
+    for query in (*map(by_priority, leased), of_tasks.where(tasks.c.state == "running")):
+        found.update((row.created_by, row.root_id) for row in connection.execute(query))
+    return found
+
+
+def _allowed(connection: Connection, limits: ClaimLimits) -> ColumnElement[bool]:
+    if not limits.by_kind:
+        return true()
+    full = [kind for kind, most in limits.by_kind.items() if _running(connection, kind) >= most]
+    return jobs.c.kind.not_in(full) if full else true()
+
+
+def _running(connection: Connection, kind: str) -> int:
+    """Leased phases and tasks of a kind."""
+    of_jobs = select(func.count()).where(jobs.c.kind == kind, jobs.c.lease_owner.is_not(None))
+    of_tasks = (
+        select(func.count())
+        .select_from(tasks)
+        .join(jobs, tasks.c.job_id == jobs.c.id)
+        .where(tasks.c.state == "running", jobs.c.kind == kind)
+    )
+    return connection.execute(of_jobs).scalar_one() + connection.execute(of_tasks).scalar_one()
+
+
+# -- while it is held ----------------------------------------------------------------------------------------
+
+
+def renew(
+    connection: Connection,
+    owner: str,
+    held: Mapping[Held, int | None],
+    now: float,
+    lease_seconds: float,
+) -> frozenset[Held]:
+    """Begin the leases anew, with the bytes that are done where that is known; those that are lost."""
+    lost = set()
+    for one in sorted(held, key=lambda one: (one.job_id, one.task_id or 0)):
+        values: dict[str, Any] = {"lease_until_seconds": now + lease_seconds}
+        if one.task_id is None:
+            statement = update(jobs).where(jobs.c.id == one.job_id, jobs.c.fence == one.fence)
+            statement = statement.where(jobs.c.lease_owner == owner)
+        else:
+            if (done_bytes := held[one]) is not None:
+                values["done_bytes"] = done_bytes
+            statement = update(tasks).where(tasks.c.id == one.task_id, tasks.c.fence == one.fence)
+            statement = statement.where(
+                tasks.c.job_id == one.job_id, tasks.c.state == "running", tasks.c.lease_owner == owner
+            )
+        if connection.execute(statement.values(**values)).rowcount != 1:
+            lost.add(one)
+    return frozenset(lost)
+
+
+def stopped(connection: Connection, held: Iterable[Held]) -> frozenset[Held]:
+    """The claims that are to be given up: lost to others, or of a job that was cancelled or failed."""
+    wanted = list(held)
+    if not wanted:
+        return frozenset()
+    ending = or_(jobs.c.cancel_seconds.is_not(None), jobs.c.error.is_not(None))
+    job_ids = {one.job_id for one in wanted}
+    goes_on: set[Held] = set()
+    query = select(jobs.c.id, jobs.c.fence).where(
+        jobs.c.id.in_(job_ids),
+        jobs.c.lease_owner.is_not(None),
+        or_(jobs.c.state != "planning", ~ending),  # what clears away goes on
+    )
+    goes_on.update(Held(row.id, None, row.fence) for row in connection.execute(query))
+    task_ids = {one.task_id for one in wanted if one.task_id is not None}
+    if task_ids:
+        of_tasks = (
+            select(tasks.c.job_id, tasks.c.id, tasks.c.fence)
+            .join(jobs, tasks.c.job_id == jobs.c.id)
+            .where(tasks.c.id.in_(task_ids), tasks.c.state == "running", ~ending)
+        )
+        goes_on.update(Held(row.job_id, row.id, row.fence) for row in connection.execute(of_tasks))
+    return frozenset(one for one in wanted if one not in goes_on)

@@ -1,0 +1,283 @@
+"""What the ledger is asked: jobs, their tasks, progress and events. Nothing here changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy import BigInteger, ColumnElement, Connection, and_, cast, func, or_, select
+
+from dcp.server.core.jobs.ledger.rows import (
+    KEY_END,
+    event_of_row,
+    is_planned,
+    job_of_row,
+    progress_of,
+    select_jobs,
+    select_tasks,
+    task_of_row,
+)
+from dcp.server.core.jobs.ledger.states import JobEventRow, JobRow, Json, TaskRow
+from dcp.server.core.problems import NotFoundError
+from dcp.server.core.security.principal import SYSTEM
+from dcp.server.database.documents import read_document
+from dcp.server.database.sql import items_of
+from dcp.server.database.tables import checkpoints, job_events, jobs, roots, tasks
+from dcp.server.records.jobs import JobProgress, JobState
+
+__all__ = [
+    "JobFilter",
+    "active_progress",
+    "all_events_after",
+    "count_queued",
+    "find_job",
+    "get_job",
+    "job_events_after",
+    "jobs_of_key",
+    "last_event_id",
+    "latest_events",
+    "latest_success",
+    "list_jobs",
+    "list_tasks",
+    "payload_of",
+    "plan_of",
+    "progress_of",
+    "task_documents",
+    "task_results",
+    "tasks_begun_seconds",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFilter:
+    """Which jobs; what is not given does not matter. ``checkpoint_id``: those about this one. ``own_scans``:
+    also those scans that the service makes by itself."""
+
+    states: frozenset[JobState] = frozenset()
+    kinds: frozenset[str] = frozenset()
+    root: str | None = None
+    checkpoint_id: int | None = None
+    created_by: str | None = None
+    own_scans: bool = True
+
+
+def get_job(connection: Connection, job_id: int, visible: frozenset[str] | None = None) -> JobRow:
+    """The job; raises NotFoundError also where its root, or that of one of its checkpoints, is not
+    ``visible``."""
+    job = find_job(connection, job_id, visible)
+    if job is None:
+        raise NotFoundError(f"there is no job {job_id}")
+    return job
+
+
+def find_job(
+    connection: Connection, job_id: int, visible: frozenset[str] | None = None, *, whole: bool = True
+) -> JobRow | None:
+    """As `get_job`; None if there is none. Unless ``whole``, of a large result what is short of it."""
+    query = select_jobs().where(jobs.c.id == job_id, *_seen(visible))
+    row = connection.execute(query).one_or_none()
+    if row is None:
+        return None
+    job = job_of_row(row)
+    if job.document_id is None or not whole:
+        return job
+    return replace(job, result=read_document(connection, job.document_id), is_result_whole=True)
+
+
+def latest_success(
+    connection: Connection, kind: str, param: str, value: int, visible: frozenset[str] | None = None
+) -> JobRow | None:
+    """The newest job of a kind that has succeeded and whose parameter is ``value``, with its whole result;
+    None if there is none that may be seen."""
+    query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
+    wanted = (jobs.c.kind == kind, jobs.c.state == "succeeded", jobs.c.params[param].as_integer() == value)
+    query = query.where(*wanted, *_seen(visible)).order_by(jobs.c.id.desc()).limit(1)
+    number = connection.execute(query).scalar()
+    return None if number is None else find_job(connection, number, visible)
+
+
+def jobs_of_key(
+    connection: Connection, kind: str, dedup_key: str, visible: frozenset[str] | None = None
+) -> tuple[int | None, int | None]:
+    """Of the jobs with this key that may be seen, the last one, and the last one that succeeded."""
+    query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
+    query = query.where(jobs.c.kind == kind, *_seen(visible)).order_by(jobs.c.id.desc()).limit(1)
+    ended = jobs.c.dedup_key.startswith(f"{dedup_key}{KEY_END}", autoescape=True)
+    last = query.where(or_(jobs.c.dedup_key == dedup_key, ended))
+    succeeded = query.where(jobs.c.state == "succeeded", ended)
+    return connection.execute(last).scalar(), connection.execute(succeeded).scalar()
+
+
+def list_jobs(
+    connection: Connection,
+    wanted: JobFilter = JobFilter(),
+    *,
+    before_id: int | None = None,
+    limit: int = 50,
+    visible: frozenset[str] | None = None,
+) -> list[JobRow]:
+    """The newest first; the next page has those before the last one's id. Of large results they have what is
+    short."""
+    conditions = [*_seen(visible)]
+    if before_id is not None:
+        conditions.append(jobs.c.id < before_id)
+    if wanted.states:
+        conditions.append(jobs.c.state.in_(sorted(wanted.states)))
+    if wanted.kinds:
+        conditions.append(jobs.c.kind.in_(sorted(wanted.kinds)))
+    if wanted.root is not None:
+        conditions.append(roots.c.name == wanted.root)
+    if wanted.checkpoint_id is not None:
+        conditions.append(jobs.c.checkpoint_id == wanted.checkpoint_id)
+    if wanted.created_by is not None:
+        conditions.append(jobs.c.created_by == wanted.created_by)
+    conditions += _wanted_scans(wanted.own_scans)
+    query = select_jobs().where(*conditions).order_by(jobs.c.id.desc()).limit(limit)
+    rows = connection.execute(query)
+    return [job_of_row(row) for row in rows]
+
+
+def count_queued(connection: Connection, created_by: str, most: int) -> int:
+    """How many jobs of one who submits them are queued; counts up to ``most``."""
+    queued = select(jobs.c.id).where(jobs.c.created_by == created_by, jobs.c.state == "queued").limit(most)
+    return connection.execute(select(func.count()).select_from(queued.subquery())).scalar_one()
+
+
+def list_tasks(
+    connection: Connection, job_id: int, *, after_number: int = -1, limit: int = 100
+) -> list[TaskRow]:
+    """Tasks of a job by number, behind ``after_number``: how far they are, not what they do. There are none
+    before it is planned."""
+    query = (
+        select_tasks()
+        .where(tasks.c.job_id == job_id, tasks.c.number > after_number, is_planned())
+        .order_by(tasks.c.number)
+        .limit(limit)
+    )
+    return [task_of_row(row) for row in connection.execute(query)]
+
+
+def plan_of(connection: Connection, job_id: int) -> Json | None:
+    """What publishing the job needs; None if it has not been planned."""
+    found: Json | None = connection.execute(select(jobs.c.plan).where(jobs.c.id == job_id)).scalar()
+    return found
+
+
+def payload_of(connection: Connection, task: TaskRow) -> Json:
+    """All that a claimed task needs: what the plan has for every task, and its own."""
+    shared = connection.execute(select(jobs.c.plan["shared"]).where(jobs.c.id == task.job_id)).scalar()
+    return {**(shared or {}), **task.payload}
+
+
+def task_results(connection: Connection, job_id: int) -> tuple[Json, ...]:
+    """What the tasks of a job have found, in order: for whoever publishes it. It may be much, so that it is
+    read where nobody waits for the end of the transaction."""
+    query = select(tasks.c.result, tasks.c.document_id).where(tasks.c.job_id == job_id)
+    return tuple(
+        row.result or {} if row.document_id is None else read_document(connection, row.document_id)
+        for row in connection.execute(query.order_by(tasks.c.number)).all()
+    )
+
+
+def task_documents(connection: Connection, job_id: int) -> list[int | None]:
+    """The documents of what `task_results` returns; None for small results."""
+    query = select(tasks.c.document_id).where(tasks.c.job_id == job_id).order_by(tasks.c.number)
+    return list(connection.execute(query).scalars())
+
+
+def job_events_after(
+    connection: Connection, job_id: int, after_id: int = 0, *, limit: int = 500
+) -> Sequence[JobEventRow]:
+    """What happened to the job since the event ``after_id``, in order."""
+    query = (
+        select(job_events)
+        .where(job_events.c.job_id == job_id, job_events.c.id > after_id)
+        .order_by(job_events.c.id)
+        .limit(limit)
+    )
+    return [event_of_row(row) for row in connection.execute(query)]
+
+
+def latest_events(
+    connection: Connection, job_id: int, before_id: int | None = None, *, limit: int = 100
+) -> Sequence[JobEventRow]:
+    """The last things that happened to the job, or the last ones before an event, in order."""
+    query = select(job_events).where(job_events.c.job_id == job_id).order_by(job_events.c.id.desc())
+    if before_id is not None:
+        query = query.where(job_events.c.id < before_id)
+    return [event_of_row(row) for row in connection.execute(query.limit(limit))][::-1]
+
+
+def tasks_begun_seconds(connection: Connection, job_id: int) -> float | None:
+    """When the tasks of the job were begun last; None before that."""
+    begun = job_events.c.data["state"].as_string() == "running"
+    query = select(job_events.c.at_seconds).where(
+        job_events.c.job_id == job_id, job_events.c.kind == "state", begun
+    )
+    return connection.execute(query.order_by(job_events.c.id.desc()).limit(1)).scalar()
+
+
+def last_event_id(connection: Connection) -> int:
+    """The number of the last event of any job; 0 if nothing happened yet."""
+    return connection.execute(select(func.max(job_events.c.id))).scalar() or 0
+
+
+def all_events_after(
+    connection: Connection,
+    after_id: int,
+    visible: frozenset[str] | None = None,
+    *,
+    own_scans: bool = False,
+    limit: int = 500,
+) -> Sequence[JobEventRow]:
+    """What happened to jobs that may be seen since the event ``after_id``, in the order of the events' ids.
+    On PostgreSQL the events of several jobs may become visible in another order."""
+    query = select(job_events).join_from(job_events, jobs, jobs.c.id == job_events.c.job_id)
+    query = query.outerjoin(roots, roots.c.id == jobs.c.root_id)
+    query = query.where(job_events.c.id > after_id, *_seen(visible), *_wanted_scans(own_scans))
+    return [event_of_row(row) for row in connection.execute(query.order_by(job_events.c.id).limit(limit))]
+
+
+def active_progress(
+    connection: Connection,
+    visible: frozenset[str] | None = None,
+    *,
+    own_scans: bool = False,
+    limit: int = 100,
+) -> dict[int, JobProgress]:
+    """How far the jobs are whose tasks run and that may be seen; the newest of them."""
+    query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
+    query = query.where(jobs.c.state == "running", *_seen(visible), *_wanted_scans(own_scans))
+    numbers = connection.execute(query.order_by(jobs.c.id.desc()).limit(limit)).scalars().all()
+    return progress_of(connection, numbers)
+
+
+def _wanted_scans(own_scans: bool) -> list[ColumnElement[Any]]:
+    return [] if own_scans else [or_(jobs.c.kind != "scan", jobs.c.created_by != SYSTEM.name)]
+
+
+def _seen(visible: frozenset[str] | None) -> list[ColumnElement[Any]]:
+    if visible is None:
+        return []
+    names = sorted(visible)
+    root_ids = select(roots.c.id).where(roots.c.name.in_(names)).scalar_subquery()
+    inside = select(checkpoints.c.id).where(checkpoints.c.root_id.in_(root_ids))
+    subject = inside.where(checkpoints.c.id == jobs.c.checkpoint_id).exists()
+    # A difference tells of two checkpoints; the row names the second one only.
+    first = inside.where(checkpoints.c.id == jobs.c.params["a"].as_integer()).exists()
+    return [
+        and_(
+            roots.c.name.in_(names),
+            or_(jobs.c.checkpoint_id.is_(None), subject),
+            or_(jobs.c.kind != "diff", first),
+            *(or_(jobs.c.kind != "merge", _all_inside(name, root_ids)) for name in ("sources", "adapters")),
+        )
+    ]
+
+
+def _all_inside(param: str, root_ids: Any) -> ColumnElement[bool]:
+    """Whether none of the checkpoints that a parameter lists is in another root."""
+    listed = items_of(jobs.c.params[param])
+    found = select(checkpoints.c.id).where(checkpoints.c.id == cast(listed.c.value, BigInteger))
+    return ~found.where(checkpoints.c.root_id.not_in(root_ids)).correlate(jobs).exists()

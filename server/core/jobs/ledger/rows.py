@@ -1,0 +1,282 @@
+"""Rows of the ledger, and the steps that all of its transitions share.
+
+Whatever changes a job or one of its tasks locks the job's row first: so the last two tasks cannot both miss
+that they are the last, and the events of a job are numbered in the order in which they become visible.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any, Final
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    Select,
+    case,
+    delete,
+    func,
+    insert,
+    null,
+    select,
+    update,
+)
+
+from dcp.server.core.jobs.ledger.states import (
+    FailureFacts,
+    Held,
+    JobEventRow,
+    JobRow,
+    Json,
+    StaleFenceError,
+    TaskRow,
+)
+from dcp.server.core.problems import NotFoundError
+from dcp.server.database.documents import ensure_document
+from dcp.server.database.tables import job_events, jobs, roots, tasks
+from dcp.server.records.jobs import FINAL_STATES, JobProgress, JobState
+
+__all__ = [
+    "NO_LEASE",
+    "by_priority",
+    "emit",
+    "event_of_row",
+    "finish",
+    "forget_tasks",
+    "held_job",
+    "held_task",
+    "is_large",
+    "is_planned",
+    "job_of_row",
+    "lock_job",
+    "progress_of",
+    "select_jobs",
+    "select_tasks",
+    "short_result",
+    "task_of_row",
+]
+
+NO_LEASE: Final[dict[str, Any]] = {"lease_owner": None, "lease_until_seconds": None}
+KEY_END: Final = "\n"
+_MAX_RESULT_BYTES: Final = 2048
+_MAX_VALUE_BYTES: Final = 256
+
+
+def select_jobs() -> Select[Any]:
+    """Jobs with the names of their roots; without their plans, which may be large."""
+    columns = [column for column in jobs.c if column is not jobs.c.plan]
+    named = select(*columns, roots.c.name.label("root"))
+    return named.outerjoin_from(jobs, roots, jobs.c.root_id == roots.c.id)
+
+
+def select_tasks() -> Select[Any]:
+    """Tasks: how far they are, not what they do and have found."""
+    unread = ("payload", "result")
+    return select(*(null().label(one.name) if one.name in unread else one for one in tasks.c))
+
+
+def by_priority(query: Select[Any]) -> Select[Any]:
+    """Jobs of one state, the highest priority first: along the index of both, whatever a planner believes of
+    how many there are in that state."""
+    return query.order_by(jobs.c.state.desc(), jobs.c.priority.desc())
+
+
+def is_planned() -> ColumnElement[bool]:
+    """Of a task: that all of them are there."""
+    return select(jobs.c.id).where(jobs.c.id == tasks.c.job_id, jobs.c.state != "planning").exists()
+
+
+def job_of_row(row: Row[Any]) -> JobRow:
+    """A row of `select_jobs`."""
+    return JobRow(
+        id=row.id,
+        kind=row.kind,
+        state=row.state,
+        priority=row.priority,
+        params=row.params,
+        root=row.root,
+        checkpoint_id=row.checkpoint_id,
+        created_by=row.created_by,
+        created_seconds=row.created_seconds,
+        started_seconds=row.started_seconds,
+        finished_seconds=row.finished_seconds,
+        not_before_seconds=row.not_before_seconds,
+        attempt=row.attempt,
+        max_attempts=row.max_attempts,
+        cancel_seconds=row.cancel_seconds,
+        progress=row.progress,
+        result=row.result,
+        is_result_whole=row.document_id is None,
+        document_id=row.document_id,
+        error=row.error,
+        waiting=row.waiting,
+        dedup_key=None if row.dedup_key is None else row.dedup_key.partition(KEY_END)[0],
+    )
+
+
+def task_of_row(row: Row[Any]) -> TaskRow:
+    """A row of ``tasks``."""
+    return TaskRow(
+        id=row.id,
+        job_id=row.job_id,
+        number=row.number,
+        state=row.state,
+        payload=row.payload or {},
+        weight_bytes=row.weight_bytes,
+        done_bytes=row.done_bytes,
+        attempt=row.attempt,
+        not_before_seconds=row.not_before_seconds,
+        result=row.result,
+        error=row.error,
+    )
+
+
+def event_of_row(row: Row[Any]) -> JobEventRow:
+    """A row of ``job_events``."""
+    return JobEventRow(id=row.id, job_id=row.job_id, kind=row.kind, data=row.data, at_seconds=row.at_seconds)
+
+
+def lock_job(connection: Connection, job_id: int) -> JobRow:
+    """The job, which nobody else changes before the end of this transaction. Raises NotFoundError."""
+    connection.execute(select(jobs.c.id).where(jobs.c.id == job_id).with_for_update())
+    row = connection.execute(select_jobs().where(jobs.c.id == job_id)).one_or_none()
+    if row is None:
+        raise NotFoundError(f"there is no job {job_id}")
+    return job_of_row(row)
+
+
+def held_job(connection: Connection, held: Held) -> JobRow:
+    """The locked job, if its claim is valid; raises StaleFenceError."""
+    try:
+        job = lock_job(connection, held.job_id)
+    except NotFoundError as error:
+        raise StaleFenceError(f"job {held.job_id} is not there any more") from error
+    lease = connection.execute(select(jobs.c.fence, jobs.c.lease_owner).where(jobs.c.id == job.id)).one()
+    if lease.lease_owner is None or lease.fence != held.fence:
+        raise StaleFenceError(f"job {job.id}: the claim {held.fence} is over; the job is at {lease.fence}")
+    return job
+
+
+def held_task(connection: Connection, held: Held) -> tuple[JobRow, TaskRow]:
+    """The locked job and the task, if the claim is valid; raises StaleFenceError."""
+    try:
+        job = lock_job(connection, held.job_id)
+    except NotFoundError as error:
+        raise StaleFenceError(f"job {held.job_id} is not there any more") from error
+    row = connection.execute(select_tasks().where(tasks.c.id == held.task_id)).one_or_none()
+    if (
+        row is None
+        or row.job_id != job.id
+        or row.state != "running"
+        or row.lease_owner is None
+        or row.fence != held.fence
+    ):
+        raise StaleFenceError(f"task {held.task_id} of job {held.job_id}: the claim {held.fence} is over")
+    return job, task_of_row(row)
+
+
+def forget_tasks(connection: Connection, job: JobRow, first: int = 0) -> None:
+    """From number ``first`` on: the job is to be planned anew, or not at all."""
+    connection.execute(delete(tasks).where(tasks.c.job_id == job.id, tasks.c.number >= first))
+
+
+def emit(connection: Connection, job_id: int, event: str, now: float, **data: Any) -> None:
+    """Note that something happened."""
+    connection.execute(insert(job_events).values(job_id=job_id, kind=event, data=data, at_seconds=now))
+
+
+def _released_key(job: JobRow) -> str | None:
+    """What is kept of a deduplication key at the end: it is found again by `retry`, and in nobody's way."""
+    return None if job.dedup_key is None else f"{job.dedup_key}{KEY_END}{job.id}"
+
+
+def finish(
+    connection: Connection,
+    job: JobRow,
+    state: JobState,
+    now: float,
+    *,
+    result: Json | None = None,
+    document: int | None = None,
+    error: FailureFacts | None = None,
+) -> None:
+    """The end of the job: what is left of its tasks is cancelled, and its key is free again. ``document``:
+    the prepared one of a large result."""
+    if state not in FINAL_STATES:
+        raise ValueError(f"{state} is no end")
+    connection.execute(
+        update(tasks)
+        .where(tasks.c.job_id == job.id, tasks.c.state.in_(("queued", "running")))
+        .values(state="cancelled", **NO_LEASE)
+    )
+    values: dict[str, Any] = {
+        "state": state,
+        "finished_seconds": now,
+        "dedup_key": _released_key(job),
+    } | NO_LEASE
+    values |= {"progress": _progress_document(connection, job.id), "waiting": null()}
+    if result is not None:
+        values["result"] = short_result(result)
+        if is_large(result):
+            values["document_id"] = ensure_document(connection, result, document)
+            # It may have all that its tasks have found, which is not needed twice.
+            nothing = {"result": null(), "document_id": None}
+            connection.execute(update(tasks).where(tasks.c.job_id == job.id).values(**nothing))
+    if error is not None:
+        values["error"] = error.document()
+    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
+    emit(connection, job.id, "state", now, state=state, error=values.get("error", job.error))
+
+
+def short_result(result: Json) -> dict[str, Any]:
+    """What of a result stands in lists: all of a small one, of others what is short."""
+    sizes = {name: _size(value) for name, value in result.items()}
+    if sum(len(name) + size for name, size in sizes.items()) <= _MAX_RESULT_BYTES:
+        return dict(result)
+    return {name: value for name, value in result.items() if sizes[name] <= _MAX_VALUE_BYTES}
+
+
+def is_large(result: Json) -> bool:
+    """Whether it lies in a document, and the row has only what is short of it."""
+    return len(short_result(result)) < len(result)
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, str | list | tuple | dict) and len(value) > _MAX_RESULT_BYTES:
+        return len(value)
+    return len(json.dumps(value))
+
+
+def progress_of(connection: Connection, job_ids: Iterable[int]) -> dict[int, JobProgress]:
+    """The progress by job, as it is now; jobs without tasks, and those that are being planned, are left
+    out."""
+    is_done = tasks.c.state == "succeeded"
+    query = (
+        select(
+            tasks.c.job_id,
+            func.count(),
+            func.sum(case((is_done, 1), else_=0)),
+            func.sum(tasks.c.weight_bytes),
+            func.sum(case((is_done, tasks.c.weight_bytes), else_=tasks.c.done_bytes)),
+        )
+        .where(tasks.c.job_id.in_(list(job_ids)), is_planned())
+        .group_by(tasks.c.job_id)
+    )
+    return {
+        job_id: JobProgress(
+            done_tasks=int(done),
+            total_tasks=int(total),
+            done_bytes=min(int(done_bytes), int(total_bytes)),
+            total_bytes=int(total_bytes),
+        )
+        for job_id, total, done, total_bytes, done_bytes in connection.execute(query)
+    }
+
+
+def _progress_document(connection: Connection, job_id: int) -> Any:
+    """The progress to be kept with a job that has ended; SQL's NULL if it had no tasks."""
+    progress = progress_of(connection, (job_id,)).get(job_id)
+    return null() if progress is None else asdict(progress)

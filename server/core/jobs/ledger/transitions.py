@@ -1,0 +1,332 @@
+"""What becomes of a job: submitted, planned, its tasks done, published, released, cancelled, retried.
+
+queued -> planning -> running (its tasks) -> publishing -> succeeded, failed or cancelled.
+
+Each function is a step of one transaction of the caller's. Whoever completes something names the claim under
+which it was done; if that is not valid any more, StaleFenceError, and nothing changes. A job that was
+cancelled or has failed is *ending*: none of its tasks is claimed any more, those that run are stopped, then
+what they left is discarded, and what its plans left, too; only then it is over. Publishing cannot be
+cancelled once it has begun, because nobody could say any more whether it took place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, Connection, func, insert, null, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import IntegrityError
+
+from dcp.server.core.jobs.ledger.failures import (
+    clear_away,
+    give_up,
+)
+from dcp.server.core.jobs.ledger.rows import (
+    NO_LEASE,
+    emit,
+    finish,
+    forget_tasks,
+    held_job,
+    held_task,
+    is_large,
+    lock_job,
+)
+from dcp.server.core.jobs.ledger.states import (
+    MAX_DEDUP_KEY_CHARACTERS,
+    Held,
+    JobRow,
+    JobSpec,
+    Json,
+    StaleFenceError,
+    TaskSpec,
+)
+from dcp.server.core.problems import ConflictError, NotFoundError
+from dcp.server.database.documents import ensure_document
+from dcp.server.database.engine import Encoded
+from dcp.server.database.tables import jobs, roots, tasks
+
+__all__ = [
+    "add_tasks",
+    "complete_discard",
+    "complete_plan",
+    "complete_publish",
+    "complete_task",
+    "release",
+    "request_cancel",
+    "retry",
+    "submit",
+    "submit_behind",
+    "submit_or_join",
+]
+
+_FENCE_SHIFT: Final = 20
+
+
+def submit(connection: Connection, spec: JobSpec, now: float) -> int:
+    """The id of the new job, or of the unfinished one with the same ``dedup_key``."""
+    return submit_or_join(connection, spec, now)[0]
+
+
+def submit_behind(connection: Connection, spec: JobSpec, now: float) -> int:
+    """Like `submit`, but never one that has begun already, which may have looked before there was anything to
+    see: such a one is followed by one more, however many ask for it meanwhile."""
+    behind = spec
+    while True:
+        number, is_new = submit_or_join(connection, behind, now)
+        waits = (jobs.c.id == number) & (jobs.c.state == "queued") & jobs.c.cancel_seconds.is_(None)
+        if is_new or connection.execute(select(jobs.c.id).where(waits)).first() is not None:
+            return number
+        behind = replace(spec, dedup_key=f"{spec.dedup_key}:{number}")
+
+
+def submit_or_join(connection: Connection, spec: JobSpec, now: float) -> tuple[int, bool]:
+    """The id, and whether it is a new job. Raises NotFoundError if there is no such root."""
+    if spec.dedup_key is not None and len(spec.dedup_key) > MAX_DEDUP_KEY_CHARACTERS:
+        raise ValueError(f"a dedup_key has at most {MAX_DEDUP_KEY_CHARACTERS} characters")
+    root_id = _root_id(connection, spec.root)
+    values = {
+        "kind": spec.kind,
+        "state": "queued",
+        "priority": spec.priority,
+        "params": dict(spec.params),
+        "root_id": root_id,
+        "checkpoint_id": spec.checkpoint_id,
+        "created_by": spec.created_by,
+        "created_seconds": now,
+        "not_before_seconds": spec.not_before_seconds,
+        "max_attempts": spec.max_attempts,
+        "dedup_key": spec.dedup_key,
+        "turn": _turn(connection, spec.created_by, root_id, spec.priority, now),
+    }
+    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+    while True:  # until there is no job with that key, or one that does not end in this instant
+        new = connection.execute(
+            dialect.insert(jobs).values(**values).on_conflict_do_nothing().returning(jobs.c.id)
+        ).scalar_one_or_none()
+        if new is not None:
+            emit(connection, new, "submitted", now, kind=spec.kind, created_by=spec.created_by)
+            return int(new), True
+        query = select(jobs.c.id).where(jobs.c.dedup_key == spec.dedup_key)
+        if (joined := connection.execute(query).scalar_one_or_none()) is not None:
+            return int(joined), False
+
+
+def _turn(connection: Connection, created_by: str, root_id: int | None, priority: int, now: float) -> int:
+    """The place of a new job among those of its priority: behind those of the same key and root, each
+    of which has a turn of its own, and beside the one that is at work now.
+
+    So keys and roots take turns, however many jobs one of them has queued: start-time fair queuing (Goyal,
+    Vin and Cheng, SIGCOMM 1996) with jobs of equal cost.
+    """
+    turn, is_queued = jobs.c.turn, jobs.c.state == "queued"
+    is_at_work = jobs.c.state.in_(("planning", "running", "publishing"))
+    is_own = jobs.c.created_by == created_by, jobs.c.root_id.is_not_distinct_from(root_id)
+
+    def first(order: ColumnElement[int], *conditions: ColumnElement[bool]) -> int | None:
+        query = select(turn).where(jobs.c.priority == priority, *conditions).order_by(order).limit(1)
+        return connection.execute(query).scalar_one_or_none()
+
+    now_served = first(turn.desc(), is_at_work)
+    if now_served is None:
+        now_served = first(turn.asc(), is_queued, jobs.c.not_before_seconds <= now) or 0
+    last = first(turn.desc(), is_queued, *is_own)
+    if last is None:
+        last = first(turn.desc(), is_at_work, *is_own)
+    return now_served if last is None else max(now_served, last + 1)
+
+
+def _root_id(connection: Connection, name: str | None) -> int | None:
+    if name is None:
+        return None
+    found = connection.execute(select(roots.c.id).where(roots.c.name == name)).scalar_one_or_none()
+    if found is None:
+        raise NotFoundError(f"there is no root {name!r}")
+    return int(found)
+
+
+# -- what is done --------------------------------------------------------------------------------------------
+
+
+def add_tasks(connection: Connection, held: Held, specs: Sequence[TaskSpec], first: int) -> None:
+    """Some of a plan, from number ``first`` on: nobody's before `complete_plan`, and gone without it.
+
+    Again is fine, since a connection that is lost may not tell that they are written.
+    """
+    job = held_job(connection, held)
+    forget_tasks(connection, job, first)
+    # Higher than all fences of earlier plans: a row's number may be given out again, a claim never.
+    first_fence = held.fence << _FENCE_SHIFT
+    rows = [
+        {
+            "job_id": job.id,
+            "number": number,
+            "state": "queued",
+            "payload": dict(spec.payload),
+            "weight_bytes": spec.weight_bytes,
+            "fence": first_fence,
+        }
+        for number, spec in enumerate(specs, first)
+    ]
+    if rows:
+        connection.execute(insert(tasks), rows)
+
+
+def complete_plan(
+    connection: Connection,
+    held: Held,
+    plan_data: Json | Encoded,
+    specs: Sequence[TaskSpec],
+    now: float,
+    after: int = 0,
+) -> None:
+    """The job's tasks may be claimed; without any it is published next. ``after`` so many that were added
+    before."""
+    job = held_job(connection, held)
+    plan_data = plan_data if isinstance(plan_data, Encoded) else dict(plan_data)
+    if job.is_ending:
+        clear_away(connection, job, plan=plan_data)
+        return
+    add_tasks(connection, held, specs, after)
+    count = after + len(specs)
+    _move(connection, job, "running" if count else "publishing", now, plan=plan_data, tasks=count)
+
+
+def complete_task(
+    connection: Connection, held: Held, result: Json, now: float, document: int | None = None
+) -> None:
+    """One task is done; behind the last one the job is published. ``document``: see `complete_publish`."""
+    job, task = held_task(connection, held)
+    values: dict[str, Any] = {"result": dict(result)}
+    if is_large(result):
+        values = {"result": null(), "document_id": ensure_document(connection, result, document)}
+    values |= {"state": "succeeded", "done_bytes": task.weight_bytes, "error": null()}
+    connection.execute(update(tasks).where(tasks.c.id == task.id).values(**values, **NO_LEASE))
+    if job.waiting is not None and (now >= job.waiting["next_seconds"] or job.waiting["task"] == task.number):
+        connection.execute(update(jobs).where(jobs.c.id == job.id).values(waiting=null()))
+    left = select(func.count()).where(tasks.c.job_id == job.id, tasks.c.state != "succeeded")
+    if not job.is_ending and connection.execute(left).scalar_one() == 0:
+        _move(connection, job, "publishing", now)
+
+
+def complete_publish(
+    connection: Connection, held: Held, result: Json, now: float, document: int | None = None
+) -> JobRow:
+    """The job has succeeded; what `Kind.record` writes belongs into the same transaction.
+
+    ``document`` has a large result: one that was prepared, or that of a task with the same. Without it all of
+    it is written here, while others wait.
+    """
+    job = held_job(connection, held)
+    if job.state != "publishing" or job.is_ending:
+        raise StaleFenceError(f"job {job.id} is not being published")
+    finish(connection, job, "succeeded", now, result=result, document=document)
+    return lock_job(connection, job.id)
+
+
+def complete_discard(connection: Connection, held: Held, now: float) -> None:
+    """Nothing is left of the job that was given up: it is over."""
+    give_up(connection, held_job(connection, held), now)
+
+
+def _move(connection: Connection, job: JobRow, state: str, now: float, **found: Any) -> None:
+    values: dict[str, Any] = {"state": state, "attempt": 0, "not_before_seconds": 0.0, **NO_LEASE}
+    values["waiting"] = null()
+    event: dict[str, Any] = {"state": state}
+    if "plan" in found:
+        values["plan"] = found["plan"]
+        event["tasks"] = found["tasks"]
+    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
+    emit(connection, job.id, "state", now, **event)
+
+
+# -- what is given back, or asked for -----------------------------------------------------------------------
+
+
+def release(connection: Connection, held: Held, now: float) -> None:
+    """Give a claim back that was stopped, by no fault of its own: it counts as no attempt."""
+    if held.task_id is not None:
+        job, task = held_task(connection, held)
+        state = "cancelled" if job.is_ending else "queued"
+        connection.execute(
+            update(tasks).where(tasks.c.id == task.id).values(state=state, done_bytes=0, **NO_LEASE)
+        )
+        return
+    job = held_job(connection, held)
+    if job.state == "planning" and job.is_ending:
+        clear_away(connection, job)
+        return
+    state = job.state
+    if state == "planning":
+        state = "queued"
+        forget_tasks(connection, job)
+    values: dict[str, Any] = {"state": state, **NO_LEASE}
+    if job.state == "publishing" and not job.is_ending:
+        values["attempt"] = max(job.attempt, 1)  # it counts as begun, and is not cancelled any more
+    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
+    if state != job.state:
+        emit(connection, job.id, "state", now, state=state)
+
+
+def request_cancel(connection: Connection, job_id: int, now: float, actor: str) -> JobRow:
+    """Stop it: at once if nothing was begun, else as soon as the workers hear of it.
+
+    A job that is being stopped or was cancelled already is left as it is. Raises ConflictError if it has
+    ended otherwise, or if publishing has begun.
+    """
+    job = lock_job(connection, job_id)
+    if job.state == "cancelled" or job.is_ending:
+        return job
+    if job.is_final:
+        raise ConflictError(f"job {job_id} has {job.state} already", state=job.state)
+    lease = connection.execute(select(jobs.c.lease_owner).where(jobs.c.id == job_id)).scalar_one()
+    if job.state == "publishing" and (lease is not None or job.attempt > 0):
+        raise ConflictError(f"job {job_id} is being published, which is not stopped", state=job.state)
+    soon = {"cancel_seconds": now, "not_before_seconds": 0.0, "waiting": null()}
+    connection.execute(update(jobs).where(jobs.c.id == job_id).values(**soon))
+    emit(connection, job_id, "cancel_requested", now, actor=actor)
+    if job.state == "queued" and job.started_seconds is None:
+        finish(connection, replace(job, cancel_seconds=now), "cancelled", now)
+    elif job.state == "queued":
+        clear_away(connection, job)
+    return lock_job(connection, job_id)
+
+
+def retry(connection: Connection, job_id: int, now: float, actor: str) -> JobRow:
+    """Begin a failed or cancelled job anew, from its plan on; one that waits for its next attempt is due now.
+
+    Raises ConflictError if it is neither, or if another job does the same by now.
+    """
+    job = lock_job(connection, job_id)
+    if not job.is_final and job.waiting is not None:
+        return _hasten(connection, job, now, actor)
+    if job.state not in ("failed", "cancelled"):
+        raise ConflictError(
+            f"job {job_id} is {job.state}; only failed and cancelled ones are retried, and those that wait"
+        )
+    if job.dedup_key is not None:
+        other = connection.execute(select(jobs.c.id).where(jobs.c.dedup_key == job.dedup_key)).scalar()
+        if other is not None:
+            raise ConflictError(f"job {other} does the same", job_id=other)
+    forget_tasks(connection, job)
+    nothing = dict.fromkeys(("plan", "progress", "result", "document_id", "error", "waiting"), null())
+    anew: dict[str, Any] = {"state": "queued", "attempt": 0, "not_before_seconds": 0.0, **nothing}
+    anew |= {"finished_seconds": None, "cancel_seconds": None, "dedup_key": job.dedup_key}
+    anew["turn"] = _turn(connection, job.created_by, _root_id(connection, job.root), job.priority, now)
+    try:
+        connection.execute(update(jobs).where(jobs.c.id == job_id).values(**anew))
+    except IntegrityError as error:  # one was submitted in this instant
+        raise ConflictError("another job does the same") from error
+    emit(connection, job_id, "state", now, state="queued", retried_by=actor)
+    return lock_job(connection, job_id)
+
+
+def _hasten(connection: Connection, job: JobRow, now: float, actor: str) -> JobRow:
+    waiting = {**(job.waiting or {}), "next_seconds": now}
+    values: dict[str, Any] = {"not_before_seconds": 0.0, "waiting": waiting}
+    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
+    queued = (tasks.c.job_id == job.id) & (tasks.c.state == "queued")
+    connection.execute(update(tasks).where(queued).values(not_before_seconds=0.0))
+    emit(connection, job.id, "retry", now, retried_by=actor, delay_seconds=0.0)
+    return lock_job(connection, job.id)

@@ -1,0 +1,30 @@
+"""What the parameters of several kinds have in common."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated
+
+from pydantic import Field
+
+from dcp.server.core.inputs import MAX_ID, OneLine, Request
+
+__all__ = ["CheckpointId", "Globs", "Parameters", "PlainText"]
+
+
+class Parameters(Request):
+    """Parameters of a job."""
+
+    def digest(self) -> str:
+        """The same for the same parameters: what tells jobs apart that there is to be one of at a time."""
+        document = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(document.encode()).hexdigest()[:40]
+
+
+CheckpointId = Annotated[int, Field(ge=1, le=MAX_ID)]
+
+PlainText = Annotated[OneLine, Field(min_length=1, max_length=1024)]
+
+Globs = Annotated[tuple[PlainText, ...], Field(min_length=1, max_length=256, strict=False)]
+"""Shell globs on the names of tensors and values, as for `dcp.load`."""

@@ -1,0 +1,151 @@
+"""Periodic work that one process at a time does: each is a row with the time when it is due, and a lease."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import structlog
+from sqlalchemy import Connection, or_, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from dcp.server.core.settings import Settings
+from dcp.server.database.engine import Database, DatabaseUnavailableError
+from dcp.server.database.tables import schedules as table
+
+__all__ = ["PeriodicWork", "ScheduleContext", "Scheduler"]
+
+_THREADS: Final = 4
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleContext:
+    """What periodic work gets."""
+
+    settings: Settings
+    database: Database
+    now: float
+    stop: threading.Event
+    """Set when the worker ends: what takes longer than a second or two looks at it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeriodicWork:
+    """``act`` is called every ``interval_seconds``, counted from its end, in a thread of its own.
+
+    Its effects must bear that it is done twice where a process was believed dead. Where ``is_needed`` is
+    given and says no, nothing is written and nobody is disturbed.
+    """
+
+    name: str
+    interval_seconds: float
+    act: Callable[[ScheduleContext], object]
+    is_needed: Callable[[Connection, float], bool] | None = None
+
+
+class Scheduler:
+    """Does what is due, in threads of its own; `tick` is called every now and then."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        database: Database,
+        schedules: Sequence[PeriodicWork],
+        owner: str,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings = settings
+        self._database = database
+        self._schedules = {schedule.name: schedule for schedule in schedules}
+        self._owner = owner
+        self._clock = clock
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="dcp-schedule")
+        self._running: set[str] = set()
+        self._lock = threading.Lock()
+        self._next_renewal = 0.0
+
+    def tick(self) -> None:
+        """Start what is due, and keep the leases of what runs. Raises DatabaseUnavailableError."""
+        now = self._clock()
+        with self._lock:
+            running = set(self._running)
+        self._renew(running, now)
+        for name in self._due(running, now):
+            if self._take(name, now):
+                with self._lock:
+                    self._running.add(name)
+                self._pool.submit(self._act, self._schedules[name], now)
+
+    def close(self) -> None:
+        """Wait for what runs; it is told to stop."""
+        self._stop.set()
+        self._pool.shutdown()
+
+    def _due(self, running: set[str], now: float) -> list[str]:
+        wanted = [name for name in self._schedules if name not in running]
+        with self._database.read() as connection:
+            rows = connection.execute(select(table).where(table.c.name.in_(wanted))).all()
+            known = {row.name for row in rows}
+            due = [name for name in wanted if name not in known]
+            due += [row.name for row in rows if _is_free(row, now)]
+            return [name for name in due if self._is_needed(connection, name, now)]
+
+    def _is_needed(self, connection: Connection, name: str, now: float) -> bool:
+        is_needed = self._schedules[name].is_needed
+        return is_needed is None or is_needed(connection, now)
+
+    def _take(self, name: str, now: float) -> bool:
+        lease = {"lease_owner": self._owner, "lease_until_seconds": now + self._settings.lease_seconds}
+
+        def take(connection: Connection) -> bool:
+            dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+            new = dialect.insert(table).values(name=name, due_seconds=now).on_conflict_do_nothing()
+            connection.execute(new)
+            free = or_(table.c.lease_until_seconds.is_(None), table.c.lease_until_seconds < now)
+            statement = update(table).where(table.c.name == name, table.c.due_seconds <= now, free)
+            return connection.execute(statement.values(**lease)).rowcount == 1
+
+        return self._database.transact(take)
+
+    def _renew(self, running: set[str], now: float) -> None:
+        if not running or now < self._next_renewal:
+            return
+        self._next_renewal = now + self._settings.lease_seconds / 3
+        with self._database.write() as connection:
+            connection.execute(
+                update(table)
+                .where(table.c.name.in_(running), table.c.lease_owner == self._owner)
+                .values(lease_until_seconds=now + self._settings.lease_seconds)
+            )
+
+    def _act(self, schedule: PeriodicWork, now: float) -> None:
+        try:
+            schedule.act(ScheduleContext(self._settings, self._database, now, self._stop))
+        except DatabaseUnavailableError as error:
+            _log.warning("database unavailable", schedule=schedule.name, error=str(error))
+        except Exception:  # noqa: BLE001 - one that fails must not end the others, nor itself for ever
+            _log.exception("periodic work failed", schedule=schedule.name)
+        finally:
+            self._settle(schedule)
+            with self._lock:
+                self._running.discard(schedule.name)
+
+    def _settle(self, schedule: PeriodicWork) -> None:
+        """The next time; where that cannot be written, the lease runs out."""
+        values: dict[str, Any] = {"due_seconds": self._clock() + schedule.interval_seconds}
+        values |= {"lease_owner": None, "lease_until_seconds": None}
+        statement = update(table).where(table.c.name == schedule.name, table.c.lease_owner == self._owner)
+        try:
+            self._database.transact(lambda connection: connection.execute(statement.values(**values)))
+        except DatabaseUnavailableError as error:
+            _log.warning("database unavailable", schedule=schedule.name, error=str(error))
+
+
+def _is_free(row: Any, now: float) -> bool:
+    return row.due_seconds <= now and (row.lease_until_seconds is None or row.lease_until_seconds < now)

@@ -1,0 +1,194 @@
+"""The checkpoint of a job: found in the catalog, opened in the task, compared when it is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from pydantic import BaseModel
+from sqlalchemy import Connection, select
+
+from dcp.server.catalog.checkpoints import get_checkpoint
+from dcp.server.catalog.errors import MissingError, StateError
+from dcp.server.catalog.source_facts import fingerprint_of, marks_of
+from dcp.server.core.jobs.kind import JobContext, PermanentJobError, TransientJobError, UnavailableJobError
+from dcp.server.core.jobs.ledger.states import JobSpec
+from dcp.server.core.problems import ProblemError
+from dcp.server.core.roots import StorageRoot, storage_problem
+from dcp.server.core.security.principal import Principal
+from dcp.server.database.engine import Database, DatabaseUnavailableError
+from dcp.server.database.tables import checkpoints, roots
+from dcp.storage.errors import CheckpointError
+from dcp.storage.formats.opening import Source, SourcePlace, index_at
+
+__all__ = [
+    "Subject",
+    "find_subject",
+    "fingerprint_at",
+    "job_about",
+    "open_database",
+    "open_place",
+    "open_source",
+    "roots_of_committed",
+    "storage_errors",
+    "unchanged",
+]
+
+_CHUNK: Final = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What tasks have to know of a checkpoint: where it is, and which content of it is meant."""
+
+    id: int
+    root: str
+    key: str
+    run: str
+    name: str
+    step: int | None
+    format: str
+    bytes: int
+    save_id: str | None
+    fingerprint: str | None
+    deleted_seconds: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; ``Subject(**data)`` is the inverse."""
+        return asdict(self)
+
+    @property
+    def content(self) -> str | None:
+        """What tells that a checkpoint is still of this content, as far as that shows."""
+        return self.save_id or self.fingerprint
+
+    def is_same(self, row: Mapping[Any, Any]) -> bool:
+        """Whether ``row``, one of `tables.checkpoints`, is still of this content, as far as that shows."""
+        for name, mine in (("save_id", self.save_id), ("fingerprint", self.fingerprint)):
+            if mine is not None and row[name] is not None:
+                return bool(row[name] == mine)
+        return True
+
+
+def job_about(subject: Subject, kind: str, params: BaseModel, caller: Principal, dedup_key: str) -> JobSpec:
+    """A job of ``caller`` about the checkpoint, one at a time with that key."""
+    return JobSpec(
+        kind=kind,
+        params=params.model_dump(mode="json"),
+        created_by=caller.name,
+        root=subject.root,
+        checkpoint_id=subject.id,
+        dedup_key=dedup_key,
+    )
+
+
+def find_subject(
+    connection: Connection,
+    checkpoint_id: int,
+    visible: frozenset[str] | None = None,
+    *,
+    state: str = "committed",
+) -> Subject:
+    """The checkpoint, which must be in ``state``; MissingError or StateError if it is not."""
+    found = get_checkpoint(connection, checkpoint_id, visible)
+    if found.state != state:
+        raise StateError(f"checkpoint {checkpoint_id} is {found.state}, not {state}", state=found.state)
+    return Subject(
+        id=found.id,
+        root=found.root,
+        key=found.key,
+        run=found.run,
+        name=found.name,
+        step=found.step,
+        format=found.format,
+        bytes=found.bytes,
+        save_id=found.save_id,
+        fingerprint=found.fingerprint,
+        deleted_seconds=None if found.deleted_at is None else found.deleted_at.timestamp(),
+    )
+
+
+def roots_of_committed(
+    connection: Connection, numbers: Sequence[int], visible: frozenset[str] | None
+) -> set[str]:
+    """The roots of committed checkpoints, in few queries. MissingError and StateError as `find_subject`."""
+    found: dict[int, tuple[str, str]] = {}
+    for start in range(0, len(numbers), _CHUNK):
+        query = (
+            select(checkpoints.c.id, checkpoints.c.state, roots.c.name)
+            .join(roots, roots.c.id == checkpoints.c.root_id)
+            .where(checkpoints.c.id.in_(numbers[start : start + _CHUNK]))
+        )
+        found |= {number: (state, root) for number, state, root in connection.execute(query)}
+    for number in numbers:
+        state, root = found.get(number, ("", ""))
+        if not state or (visible is not None and root not in visible):
+            raise MissingError("checkpoint", number)
+        if state != "committed":
+            raise StateError(f"checkpoint {number} is {state}, not committed", state=state)
+    return {root for _, root in found.values()}
+
+
+def open_place(context: JobContext, subject: Subject) -> tuple[StorageRoot, SourcePlace]:
+    """The root, and where in it the checkpoint is. PermanentJobError if there is no such root any more."""
+    if subject.root not in context.roots:
+        raise PermanentJobError(f"root {subject.root} is not configured any more")
+    root = context.roots.get(subject.root)
+    with storage_errors(root):
+        return root, root.place(subject.key)
+
+
+def open_source(context: JobContext, subject: Subject) -> tuple[StorageRoot, Source]:
+    """The root, and the checkpoint with its index."""
+    root, place = open_place(context, subject)
+    with storage_errors(root):
+        return root, Source(place.store, index_at(place), f"{root.name}:{subject.key}", place.file)
+
+
+def fingerprint_at(place: SourcePlace) -> str:
+    """What tells whether the checkpoint at ``place`` has changed."""
+    if place.file is not None:
+        info = place.store.stat(place.file)
+        return fingerprint_of([] if info is None else [info])
+    return fingerprint_of(marks_of(place.store.list()))
+
+
+@contextmanager
+def unchanged(place: SourcePlace) -> Iterator[str]:
+    """The fingerprint of what is read in the block; TransientJobError if it is another one at the end."""
+    fingerprint = fingerprint_at(place)
+    yield fingerprint
+    if fingerprint_at(place) != fingerprint:
+        raise TransientJobError("the checkpoint was replaced while it was being read")
+
+
+@contextmanager
+def open_database(context: JobContext) -> Iterator[Database]:
+    """The database, for kinds that need it; UnavailableJobError where it cannot be reached."""
+    database = Database(context.settings.database_url.get_secret_value(), pool_size=2)
+    try:
+        yield database
+    except DatabaseUnavailableError as error:
+        raise UnavailableJobError("the database cannot be reached, is full or locked") from error
+    finally:
+        database.close()
+
+
+@contextmanager
+def storage_errors(*roots: StorageRoot) -> Iterator[None]:
+    """Errors of storage and formats as problems that name roots and keys, and no place outside of them."""
+    try:
+        yield
+    except ProblemError:
+        raise
+    except (CheckpointError, OSError) as error:
+        path = error.path if isinstance(error, CheckpointError) else str(error.filename or "")
+        named = next(
+            (root for root in roots if path.startswith(root.url)), roots[0] if len(roots) == 1 else None
+        )
+        problem = storage_problem(error, root=named, is_known=True)
+        for root in roots:
+            problem.detail = root.hide(problem.detail)
+        raise problem from error

@@ -1,0 +1,464 @@
+"""A worker: claims what is to be done, has it carried out, and tells the ledger what became of it.
+
+One thread does all that touches the ledger. Phases and tasks run elsewhere
+(`dcp.server.core.jobs.executors`), as many at a time as there may be; their ends arrive in a queue. A
+database that is away stops nothing that runs: results are kept until it is back, or until the lease is over
+and somebody else may have the work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import structlog
+from sqlalchemy import Connection
+
+from dcp.server.core.jobs.executors.executor import Executor, Running
+from dcp.server.core.jobs.executors.opening import open_executor
+from dcp.server.core.jobs.executors.subprocess_main import error_of, load_kinds
+from dcp.server.core.jobs.executors.subprocess_messages import Order
+from dcp.server.core.jobs.executors.subprocesses import ProcessOutcome
+from dcp.server.core.jobs.kind import Kind
+from dcp.server.core.jobs.ledger import (
+    DEFAULT_BACKOFF,
+    Backoff,
+    Claim,
+    ClaimLimits,
+    FailureFacts,
+    Held,
+    StaleFenceError,
+    TaskSpec,
+    add_tasks,
+    claim,
+    complete_discard,
+    complete_plan,
+    complete_publish,
+    complete_task,
+    expire_leases,
+    fail,
+    has_expired,
+    has_work,
+    is_large,
+    payload_of,
+    plan_of,
+    release,
+    renew,
+    stopped,
+    task_documents,
+    task_results,
+)
+from dcp.server.core.jobs.ledger.states import Json
+from dcp.server.core.jobs.schedules import PeriodicWork, Scheduler
+from dcp.server.core.settings import Settings
+from dcp.server.database.documents import prepare_document
+from dcp.server.database.engine import Database, DatabaseUnavailableError, Encoded, encode_json
+
+__all__ = ["DEFAULT_KINDS", "Worker"]
+
+DEFAULT_KINDS: Final = "dcp.server.features:kinds"
+_KILL_SECONDS: Final = 5.0
+_LOOK_SECONDS: Final = 0.5
+_MOST_PAUSE_SECONDS: Final = 0.1
+_TRANSACTION_CHARACTERS: Final = 1 << 17  # of a plan: hundredths of a second
+_PROGRESS_SECONDS: Final = 1.0
+_SWEEP_SECONDS: Final = 2.0
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Something that was claimed, until the ledger knows how it ended."""
+
+    claim: Claim
+    renewed_seconds: float  # of the monotonic clock
+    running: Running | None = None
+    done_bytes: int | None = None
+    is_told: bool = True  # whether the ledger knows `done_bytes`
+    outcome: ProcessOutcome | None = None
+    results: tuple[Json, ...] = ()  # of the tasks, where it is published
+    document: int | None = None  # which has the outcome's result, if that is large
+    plan_data: str = ""  # JSON
+    added: int = 0  # tasks of its plan that are written already
+
+
+class Worker:
+    """Does jobs of the ledger until it is told to stop; any number of them may share a database.
+
+    ``schedules`` are what it does periodically, beside jobs. An ``executor`` that is given is not closed, and
+    several may share it; else it is the one of the settings.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        schedules: Sequence[PeriodicWork],
+        kinds: str = DEFAULT_KINDS,
+        backoff: Backoff = DEFAULT_BACKOFF,
+        clock: Callable[[], float] = time.time,
+        executor: Executor | None = None,
+    ) -> None:
+        self.owner = f"{socket.gethostname()[:64]}:{os.getpid()}:{secrets.token_hex(4)}"
+        self._settings = settings
+        self._kinds = load_kinds(kinds)
+        self._limits = ClaimLimits(by_kind=dict(settings.kind_concurrency), only=frozenset(self._kinds))
+        self._own_kinds = frozenset(name for name, kind in self._kinds.items() if kind.has_own_slot)
+        self._backoff = backoff
+        self._clock = clock
+        self._database = Database(
+            settings.database_url.get_secret_value(), pool_size=settings.database_pool_size
+        )
+        self._executor = open_executor(settings, kinds) if executor is None else executor
+        self._owns_executor = executor is None
+        self._scheduler = Scheduler(
+            settings,
+            self._database,
+            schedules,
+            self.owner,
+            clock,
+        )
+        self._entries: dict[Held, _Entry] = {}
+        self._ended: queue.SimpleQueue[tuple[Held, ProcessOutcome]] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._problem: str | None = None
+        self._failing: dict[tuple[str, str | None], FailureFacts] = {}  # as the log knows, by kind and root
+        self._next_sweep = 0.0
+        self._next_renewal = 0.0
+        self._next_progress = 0.0
+
+    def run(self, stop: threading.Event) -> None:
+        """Until ``stop`` is set. Then what runs may finish for a while, and is given back after that."""
+        _log.info("worker started", owner=self.owner, executor=self._settings.executor)
+        threading.Thread(target=self._wake_at, args=(stop,), name="dcp-worker-stop", daemon=True).start()
+        try:
+            while not stop.is_set():
+                self._step(self._expire, self._scheduler.tick, self._look, self._settle, self._fill)
+                self._wait()
+            self._drain()
+        finally:
+            self._scheduler.close()
+            if self._owns_executor:
+                self._executor.close()
+            self._database.close()
+            _log.info("worker stopped", owner=self.owner)
+
+    def _step(self, *parts: Callable[[], None]) -> None:
+        problem = None
+        for part in parts:
+            try:
+                part()
+            except DatabaseUnavailableError as error:
+                problem = str(error)
+            except Exception:  # noqa: BLE001 - whatever it is, the worker goes on and its leases are kept
+                _log.exception("worker failed in a step", part=part.__name__)
+        if problem != self._problem:  # once, and not with each step for an hour
+            self._problem = problem
+            _log.warning("database unavailable" if problem else "database available", error=problem)
+
+    def _wake_at(self, stop: threading.Event) -> None:
+        # Not by who sets it: a signal's handler may run within `clear`, whose lock set() would take again.
+        stop.wait()
+        self._wake.set()
+
+    def _wait(self) -> None:
+        # What runs is looked after more often: cancelling takes effect within two seconds.
+        seconds = self._settings.poll_seconds
+        self._wake.wait(min(seconds, _LOOK_SECONDS) if self._entries else seconds)
+        self._wake.clear()
+
+    def _drain(self) -> None:
+        """Let what runs finish for half of the time that there is, then stop it, and give it back."""
+        self._finish(self._settings.shutdown_seconds / 2)
+        for entry in self._entries.values():
+            self._kill(entry, "the worker stops")
+        self._finish(_KILL_SECONDS)
+
+    def _finish(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while self._entries and time.monotonic() < until:
+            self._step(self._look, self._settle)
+            if self._entries:
+                self._wake.wait(min(0.1, self._settings.poll_seconds))
+                self._wake.clear()
+
+    # -- claims --
+
+    def _fill(self) -> None:
+        """Claim and start as much as there is room for."""
+        while (limits := self._room()) is not None:
+            now = self._clock()
+            with self._database.read() as connection:
+                if not has_work(connection, now, limits):
+                    return
+            begun = time.monotonic()  # before the lease begins: it is over here first
+            made = self._database.transact(partial(self._claim, limits=limits))
+            if made is None:
+                return
+            self._entries[made.held] = _Entry(made, begun)
+            try:
+                self._start(made)
+            except DatabaseUnavailableError:
+                self._ended.put((made.held, ProcessOutcome()))
+                raise
+            except Exception as error:  # noqa: BLE001 - told to the ledger
+                _log.warning("cannot be started", job=made.job.id, phase=made.phase, error=str(error))
+                self._ended.put((made.held, ProcessOutcome(error=error_of(error))))
+
+    def _room(self) -> ClaimLimits | None:
+        """What may be begun now; None for nothing."""
+        in_own_slot = any(entry.claim.job.kind in self._own_kinds for entry in self._entries.values())
+        if len(self._entries) - in_own_slot < self._settings.concurrency:
+            return self._limits
+        if in_own_slot or not self._own_kinds:
+            return None
+        return replace(self._limits, only=self._own_kinds)
+
+    def _claim(self, connection: Connection, limits: ClaimLimits) -> Claim | None:
+        return claim(connection, self.owner, self._clock(), self._settings.lease_seconds, limits)
+
+    def _start(self, made: Claim) -> None:
+        held = made.held
+        plan = None
+        if made.phase in ("publish", "discard"):
+            with self._database.read() as connection:
+                plan = plan_of(connection, made.job.id)
+        is_clean = plan is None and not self._kinds[made.job.kind].leaves_plans
+        if made.phase == "discard" and is_clean:
+            self._ended.put((held, ProcessOutcome(result={})))
+            return
+        order = self._order(made, plan or {})
+        entry = self._entries[held]
+        entry.results = order.results
+
+        def on_progress(done_bytes: int) -> None:
+            entry.done_bytes, entry.is_told = done_bytes, False
+
+        def on_done(outcome: ProcessOutcome) -> None:
+            self._ended.put((held, outcome))
+            self._wake.set()
+
+        entry.running = self._executor.start(order, on_progress, on_done)
+
+    def _order(self, made: Claim, plan: Json) -> Order:
+        job, task = made.job, made.task
+        number = "job" if task is None else str(task.number)
+        prepared: Json = {}
+        payload: Json = {}
+        results: tuple[Json, ...] = ()
+        if task is not None:
+            with self._database.read() as connection:
+                payload = payload_of(connection, task)
+        elif made.phase == "publish":
+            with self._database.read() as connection:
+                results = task_results(connection, job.id)
+        elif made.phase == "plan":
+            kind = self._kinds[job.kind]
+            with self._database.read() as connection:
+                prepared = kind.prepare(connection, kind.params.model_validate(job.params))
+        return Order(
+            kind=job.kind,
+            phase=made.phase,
+            job_id=job.id,
+            attempt_name=f"{job.id}-{int(job.created_seconds * 1e6):x}-{number}-{made.fence}",
+            task_number=None if task is None else task.number,
+            params=job.params if made.phase in ("plan", "discard") else {},
+            prepared=prepared,
+            payload=payload,
+            plan_data=plan,  # a task has what it needs
+            results=results,
+            memory_bytes=self._settings.task_memory_bytes,
+            seconds=self._settings.task_seconds,
+        )
+
+    # -- what runs --
+
+    def _expire(self) -> None:
+        """What workers have left that are not heard of any more."""
+        if (begun := time.monotonic()) < self._next_sweep:
+            return
+        self._next_sweep = begun + min(_SWEEP_SECONDS, self._settings.lease_seconds / 3)
+        now = self._clock()
+        with self._database.read() as connection:
+            if not has_expired(connection, now):
+                return
+        count = self._database.transact(lambda connection: expire_leases(connection, now, self._backoff))
+        if count:
+            _log.warning("leases were over", count=count)
+
+    def _look(self) -> None:
+        """Stop what was cancelled or is ours no longer, and renew the rest."""
+        alive = {held: entry for held, entry in self._entries.items() if entry.outcome is None}
+        over = time.monotonic() - self._settings.lease_seconds
+        for entry in alive.values():
+            if entry.renewed_seconds < over:  # the database was away for so long; others may have it now
+                self._kill(entry, "the lease is over")
+        if not self._entries:
+            return
+        with self._database.read() as connection:
+            for held in stopped(connection, alive):
+                self._kill(alive[held], "cancelled, or claimed by others")
+        self._renew()
+
+    def _renew(self) -> None:
+        begun = time.monotonic()
+        if begun >= self._next_renewal:
+            wanted = {held: entry.done_bytes for held, entry in self._entries.items()}
+        elif begun >= self._next_progress:
+            wanted = {held: entry.done_bytes for held, entry in self._entries.items() if not entry.is_told}
+        else:
+            return
+        if not wanted:
+            return
+        lost = self._database.transact(
+            lambda connection: renew(
+                connection, self.owner, wanted, self._clock(), self._settings.lease_seconds
+            )
+        )
+        for held, done_bytes in wanted.items():
+            entry = self._entries[held]
+            if held in lost:
+                self._kill(entry, "claimed by others")
+            else:
+                entry.renewed_seconds = begun
+                entry.is_told = entry.done_bytes == done_bytes
+        self._next_progress = begun + _PROGRESS_SECONDS
+        if len(wanted) == len(self._entries):
+            self._next_renewal = begun + self._settings.lease_seconds / 3
+
+    def _kill(self, entry: _Entry, why: str) -> None:
+        if entry.running is not None and entry.outcome is None:
+            _log.info("stopped", job=entry.claim.job.id, phase=entry.claim.phase, why=why)
+            entry.running.kill()
+
+    # -- what has ended --
+
+    def _settle(self) -> None:
+        """Tell the ledger how things have ended. What cannot be told is kept for the next time."""
+        while True:
+            try:
+                held, outcome = self._ended.get_nowait()
+            except queue.Empty:
+                break
+            self._entries[held].outcome = outcome
+        for held, entry in list(self._entries.items()):
+            if entry.outcome is None:
+                continue
+            try:
+                self._tell(entry, entry.outcome)
+            except StaleFenceError as error:
+                _log.info("too late", job=held.job_id, error=str(error))
+            except DatabaseUnavailableError:
+                raise
+            except Exception:  # noqa: BLE001 - it is left to its lease, and must not hold up the others
+                _log.exception("cannot be told", job=held.job_id)
+            del self._entries[held]
+
+    def _tell(self, entry: _Entry, outcome: ProcessOutcome) -> None:
+        made, error = entry.claim, outcome.error
+        if outcome.result is not None:
+            result = outcome.result
+            try:
+                self._prepare(entry, result)
+                self._database.transact(lambda connection: self._complete(connection, entry, result))
+                return
+            except (StaleFenceError, DatabaseUnavailableError):
+                raise
+            except Exception as failure:  # noqa: BLE001 - what cannot be recorded has failed
+                _log.exception("cannot be recorded", job=made.job.id, phase=made.phase)
+                error = error_of(failure)
+        if error is None:
+            self._database.transact(lambda connection: release(connection, made.held, self._clock()))
+        else:
+            self._fail(made, error)
+
+    def _prepare(self, entry: _Entry, result: Json) -> None:
+        """Write what is large before the transaction that tells of it, for which others wait."""
+        if entry.claim.phase == "plan":
+            entry.plan_data = encode_json(result["plan_data"])
+            self._add_tasks(entry, result["tasks"])
+        is_result = entry.claim.phase in ("task", "publish")
+        if entry.document is not None or not is_result or not is_large(result):
+            return
+        if result in entry.results:
+            with self._database.read() as connection:
+                known = task_documents(connection, entry.claim.job.id)
+            entry.document = known[entry.results.index(result)]
+        if entry.document is None:
+            entry.document = prepare_document(self._database, result, now=self._clock(), pause=self._pause)
+
+    def _add_tasks(self, entry: _Entry, specs: Sequence[Json]) -> None:
+        """All of a plan's but those of its last transaction."""
+        *batches, _ = _together(specs[entry.added :])
+        for batch in batches:
+            begun = time.monotonic()
+            some = [TaskSpec(**spec) for spec in batch]
+            self._database.transact(partial(add_tasks, held=entry.claim.held, specs=some, first=entry.added))
+            entry.added += len(some)
+            self._pause(min(_MOST_PAUSE_SECONDS, time.monotonic() - begun))
+
+    def _pause(self, seconds: float) -> None:
+        """Between parts of what is large, however long it takes: leases are kept, what is cancelled ends."""
+        time.sleep(seconds)
+        self._look()
+
+    def _fail(self, made: Claim, error: FailureFacts) -> None:
+        self._tell_failed(made, error)
+        if not self._kinds[made.job.kind].waits:
+            error = replace(error, is_environment=False)
+        self._database.transact(
+            lambda connection: fail(connection, made.held, error, self._clock(), self._backoff)
+        )
+
+    def _tell_failed(self, made: Claim, error: FailureFacts) -> None:
+        job = made.job
+        log = _log.warning
+        if not self._kinds[job.kind].waits:  # it is asked for again and again, and fails as often
+            is_told = self._failing.get((job.kind, job.root)) == error
+            self._failing[job.kind, job.root] = error
+            log = _log.debug if is_told else log
+        log(
+            "failed",
+            job=job.id,
+            kind=job.kind,
+            root=job.root,
+            phase=made.phase,
+            type=error.type,
+            error=error.detail,
+            retryable=error.is_retryable,
+        )
+
+    def _complete(self, connection: Connection, entry: _Entry, result: Json) -> None:
+        made, now = entry.claim, self._clock()
+        if made.phase == "plan":
+            specs = [TaskSpec(**spec) for spec in result["tasks"][entry.added :]]
+            complete_plan(connection, made.held, Encoded(entry.plan_data), specs, now, entry.added)
+        elif made.phase == "task":
+            complete_task(connection, made.held, result, now, entry.document)
+        elif made.phase == "publish":
+            job = complete_publish(connection, made.held, result, now, entry.document)
+            kind: Kind[Any] = self._kinds[job.kind]
+            kind.record(connection, job, result)
+            self._failing.pop((job.kind, job.root), None)
+        else:
+            complete_discard(connection, made.held, now)
+
+
+def _together(specs: Sequence[Json]) -> list[Sequence[Json]]:
+    """Those that are written in one transaction, which is short; the last of them may be none."""
+    batches, begin, size = [], 0, 0
+    for end, spec in enumerate(specs, 1):
+        size += len(json.dumps(spec))
+        if size >= _TRANSACTION_CHARACTERS:
+            batches.append(specs[begin:end])
+            begin, size = end, 0
+    return [*batches, specs[begin:]]

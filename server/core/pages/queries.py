@@ -1,0 +1,60 @@
+"""Routes of pages: who sees them, and addresses without the empty fields that forms send."""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeVar
+from urllib.parse import urlencode
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.routing import Match
+from starlette.types import Scope as AsgiScope
+
+from dcp.server.core.http.dependencies import requires
+from dcp.server.core.http.handlers import wants_page
+from dcp.server.core.pages.problems import MovedError
+
+__all__ = ["READ", "BrowserRoute", "pages_router", "query_of"]
+
+Q = TypeVar("Q", bound=BaseModel)
+
+
+async def _tidy(request: Request) -> None:
+    """Raises `MovedError` to the same address without what is empty."""
+    given = request.query_params.multi_items()
+    kept = [(name, value) for name, value in given if value != ""]
+    if len(kept) < len(given) and request.method == "GET":
+        query = urlencode(kept)
+        raise MovedError(request.url.path + (f"?{query}" if query else ""))
+
+
+_TIDY: Final[Any] = Depends(_tidy)
+
+
+def pages_router() -> APIRouter:
+    """For pages that whoever may read sees; forms ask for more."""
+    return APIRouter(dependencies=[_TIDY], include_in_schema=False)
+
+
+class BrowserRoute(APIRoute):
+    """Of a path that answers others with JSON: only for those who show pages."""
+
+    def matches(self, scope: AsgiScope) -> tuple[Match, AsgiScope]:
+        """None for others."""
+        return super().matches(scope) if wants_page(scope) else (Match.NONE, {})
+
+
+def query_of(kind: type[Q], **given: Any) -> Q:
+    """Ask the API for what the address of a page says. Raises RequestValidationError, as the API's own routes
+    do, for what ``kind`` refuses."""
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        found = [{**one, "loc": ("query", *one["loc"])} for one in error.errors(include_url=False)]
+        raise RequestValidationError(found) from None
+
+
+READ: Final[list[Any]] = [requires("read")]
+"""Of a page's ``dependencies``."""

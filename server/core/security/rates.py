@@ -1,0 +1,121 @@
+"""How often one may ask: by key, or by address without one; refused keys by prefix and address, less often.
+
+Counted in the memory of each process: of several API processes each allows as much. It is there to stop a
+runaway script and the guessing of keys, not to bill.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from dcp.server.core.problems import TooManyRequestsError
+
+__all__ = ["RateLimits", "network_of"]
+
+_NOTATION: Final = re.compile(
+    r"\s*(?P<count>[0-9]+)\s*(?:/|per)\s*(?P<many>[0-9]*)\s*(?P<unit>second|minute|hour|day|month|year)s?\s*",
+    re.IGNORECASE,
+)
+_UNIT_SECONDS: Final = {
+    "second": 1.0,
+    "minute": 60.0,
+    "hour": 3_600.0,
+    "day": 86_400.0,
+    "month": 30 * 86_400.0,
+    "year": 360 * 86_400.0,
+}
+_IPV6_PREFIX_BITS: Final = 64
+_MAX_COUNTED: Final = 65_536
+"""Callers that are told apart at one time; whoever comes beyond that empties the counts of ended windows."""
+
+
+class RateLimits:
+    """Limits such as ``600/minute`` or ``10 per 5 minutes``. Raises ValueError for another notation."""
+
+    def __init__(self, rate: str, login_rate: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._requests = _RateWindows(*_parsed(rate), clock)
+        self._refused = _RateWindows(*_parsed(login_rate), clock)
+
+    def count(self, who: str) -> None:
+        """A request of ``who``. Raises `TooManyRequestsError` where it is one too many."""
+        if not self._requests.count(who):
+            raise self._requests.refusal(who, "requests")
+
+    def count_address(self, address: str) -> None:
+        """Count a request without a key, by the network of its address. Raises as `count` does."""
+        self.count(f"address:{network_of(address)}")
+
+    def count_refused(self, address: str, prefix: str) -> None:
+        """Count a request with a key that is not valid, by its prefix and address.
+
+        Raises `TooManyRequestsError` where they are too many, and as `count_address` does, since prefixes can
+        be made up. Called after the key was looked up: a valid key passes, whatever else its address sends.
+        """
+        who = f"{network_of(address)} {prefix}"
+        if not self._refused.count(who):
+            raise self._refused.refusal(who, "keys that are not valid")
+        self.count_address(address)
+
+
+def _parsed(rate: str) -> tuple[int, float]:
+    """How many, in how many seconds."""
+    found = _NOTATION.fullmatch(rate)
+    if found is None or int(found["count"]) == 0 or found["many"] == "0":
+        raise ValueError(f"{rate!r} is no limit such as 600/minute: of a second, minute, hour, day or month")
+    return int(found["count"]), int(found["many"] or 1) * _UNIT_SECONDS[found["unit"].lower()]
+
+
+class _RateWindows:
+    """Fixed windows, which begin with the first request of each caller."""
+
+    def __init__(self, amount: int, window_seconds: float, clock: Callable[[], float]) -> None:
+        self.amount = amount
+        self.window_seconds = window_seconds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._counts: dict[str, tuple[float, int]] = {}  # when the window ends, requests in it
+
+    def count(self, who: str) -> bool:
+        now_seconds = self._clock()
+        with self._lock:
+            if who not in self._counts and len(self._counts) >= _MAX_COUNTED:
+                self._forget(now_seconds)
+            end_seconds, count = self._counts.get(who, (0.0, 0))
+            if now_seconds >= end_seconds:
+                end_seconds, count = now_seconds + self.window_seconds, 0
+            if count >= self.amount:
+                return False
+            self._counts[who] = (end_seconds, count + 1)
+            return True
+
+    def refusal(self, who: str, what: str) -> TooManyRequestsError:
+        with self._lock:
+            end_seconds, _ = self._counts.get(who, (0.0, 0))
+        wait_seconds = max(1, math.ceil(end_seconds - self._clock()))
+        return TooManyRequestsError(
+            f"too many {what}: {self.amount} in {self.window_seconds:g} s are allowed",
+            headers={"Retry-After": str(wait_seconds)},
+        )
+
+    def _forget(self, now_seconds: float) -> None:
+        self._counts = {who: entry for who, entry in self._counts.items() if entry[0] > now_seconds}
+        if len(self._counts) >= _MAX_COUNTED:
+            # from so many addresses at once it is no use to tell them apart
+            self._counts.clear()
+
+
+def network_of(address: str) -> str:
+    """The address; of IPv6 the /64, because one host has all addresses of it."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return address
+    return str(ipaddress.ip_network((parsed, _IPV6_PREFIX_BITS), strict=False))

@@ -1,0 +1,131 @@
+"""``merge``: the weighted sum of checkpoints, under a root. It is a conversion of several as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+from sqlalchemy import Connection
+
+from dcp.conversion.arithmetic import Arithmetic, weights_of_adapters, weights_of_sources
+from dcp.server.catalog.labelling.lineage import LineageKind
+from dcp.server.catalog.queries.timeline import newest_steps
+from dcp.server.catalog.runs import get_run
+from dcp.server.core.jobs.kind import JobContext
+from dcp.server.core.jobs.ledger.states import Json
+from dcp.server.core.jobs.parameters import CheckpointId
+from dcp.server.core.jobs.subjects import Subject, find_subject, open_source, storage_errors
+from dcp.server.core.roots import StorageRoot
+from dcp.server.features.convert.job import TargetKind, TargetParams
+from dcp.storage.errors import PlanError
+
+if TYPE_CHECKING:
+    from dcp.conversion.targets.job import ConversionOptions
+    from dcp.storage.formats.opening import Source
+
+__all__ = ["MergeKind", "MergeParams"]
+
+_Weight = Annotated[float, Field(ge=-1e9, le=1e9)]
+_Weights = Annotated[tuple[_Weight, ...], Field(min_length=1, max_length=64, strict=False)]
+
+
+class MergeParams(TargetParams):
+    """The checkpoints ``sources``, and ``adapters`` in the layout of peft, as `dcp.merge` takes them.
+
+    Instead of sources ``run_id`` and ``last``: the newest steps of a run, whatever these are when the job is
+    planned. At most one of ``weights``, ``formula`` and ``decay``: with the last the first source is the
+    newest. A ``map`` is of all sources, and goes without adapters.
+    """
+
+    sources: Annotated[tuple[CheckpointId, ...], Field(max_length=64, strict=False)] = ()
+    run_id: CheckpointId | None = None
+    last: Annotated[int, Field(ge=1, le=64)] | None = None
+    weights: _Weights | None = None
+    formula: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    adapters: Annotated[tuple[CheckpointId, ...], Field(max_length=64, strict=False)] = ()
+    adapter_weights: _Weights | None = None
+    accumulate: Literal["float32", "float64"] = "float32"
+
+    @model_validator(mode="after")
+    def _window(self) -> Self:
+        if (self.run_id is None) != (self.last is None):
+            raise ValueError("run_id and last: one needs the other")
+        if self.run_id is not None and (self.sources or self.weights is not None or self.formula is not None):
+            raise ValueError("run_id: goes with last, and not with sources, weights or a formula")
+        return self
+
+    @model_validator(mode="after")
+    def _computed(self) -> Self:
+        try:
+            self.arithmetic()
+        except PlanError as error:
+            raise ValueError(str(error)) from None
+        if self.map is not None and self.adapters:
+            raise ValueError("map: adapters are added before it: merge first, then convert")
+        if len({*self.source_ids}) < len(self.source_ids):
+            raise ValueError("sources and adapters must differ from each other")
+        return self
+
+    @property
+    def source_ids(self) -> Sequence[int]:
+        """The numbers of the sources that are said."""
+        return (*self.sources, *self.adapters)
+
+    def arithmetic(self) -> Arithmetic:
+        """What is computed. OptionError for weights that cannot be."""
+        count = self.last or len(self.sources)
+        own = weights_of_sources(count, self.weights, self.formula, self.decay)
+        added = weights_of_adapters(len(self.adapters), self.adapter_weights)
+        return Arithmetic(own, added, self.accumulate)
+
+    def options(self) -> ConversionOptions:
+        """The options of the conversion."""
+        return replace(super().options(), arithmetic=self.arithmetic())
+
+
+class MergeKind(TargetKind[MergeParams]):
+    """Of several checkpoints, which are all its parents."""
+
+    name: ClassVar[str] = "merge"
+    lineage: ClassVar[LineageKind] = "merged_from"
+    done: ClassVar[str] = "checkpoint.merge"
+    params = MergeParams
+
+    def prepare(self, connection: Connection, params: MergeParams) -> Json:
+        """As `Kind.prepare`."""
+        return {"subjects": [one.to_json() for one in self.subjects(connection, params)]}
+
+    def subjects(
+        self, connection: Connection, params: MergeParams, visible: frozenset[str] | None = None
+    ) -> list[Subject]:
+        """As `TargetKind.subjects`; of a run those steps that are the newest now."""
+        numbers = list(params.source_ids)
+        if params.run_id is not None and params.last is not None:
+            get_run(connection, params.run_id, visible)
+            numbers = [*newest_steps(connection, params.run_id, params.last), *numbers]
+        return [find_subject(connection, number, visible) for number in numbers]
+
+    def made_of(self, subject: Json, params: MergeParams) -> list[Json]:
+        """As `TargetKind.made_of`, with the weights."""
+        sums = params.arithmetic()
+        weights = (*sums.weights, *sums.adapter_weights)
+        facts = ({name: one[name] for name in ("id", "root", "key", "step")} for one in subject["subjects"])
+        return [{**one, "weight": weight} for one, weight in zip(facts, weights, strict=True)]
+
+    def open(self, context: JobContext, subject: Json) -> tuple[list[StorageRoot], Source]:
+        """As `TargetKind.open`."""
+        from dcp.conversion.merging import open_joined
+
+        subjects = [Subject(**one) for one in subject["subjects"]]
+        roots = [context.roots.get(name) for name in {one.root for one in subjects} if name in context.roots]
+        members = [partial(_source_of, context, one) for one in subjects]
+        with storage_errors(*roots):
+            return roots, open_joined(members)
+
+
+def _source_of(context: JobContext, subject: Subject) -> Source:
+    return open_source(context, subject)[1]

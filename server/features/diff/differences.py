@@ -1,0 +1,189 @@
+"""What differs between two checkpoints: as far as their indexes tell, or as a job has compared their values.
+
+Nothing here reads a payload.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Final, Literal
+
+from dcp.inspection.values.difference import (
+    ObjectDifference,
+    TensorDifference,
+    TensorFacts,
+    ValueDifference,
+    diff,
+)
+from dcp.inspection.values.tensor_reading import TensorReader
+from dcp.server.catalog.contents.layers import is_of_optimizer
+from dcp.server.core.data.opening import OpenCheckpoint
+from dcp.server.records.contents import Basis, DifferenceOrder
+from dcp.storage.formats.index import CheckpointIndex
+from dcp.storage.formats.torch.python_values import value_text
+
+__all__ = ["ContentDifference", "chosen", "compare", "of_document"]
+
+_KINDS: Final = ("added", "removed", "shape", "dtype", "changed", "undecided")
+_MAX_TEXT: Final = 200
+_TENSOR_BYTES: Final = 1200
+"""Of a tensor that differs, in memory: its name, its facts on both sides, its values."""
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class ContentDifference:
+    """``equal`` counts the tensors in which nothing was found to differ, ``equal_objects`` the values.
+    ``counts`` are of all tensors that differ, by kind, of which ``tensors`` may be the first."""
+
+    basis: Basis
+    tensors: tuple[TensorDifference, ...]
+    objects: tuple[ObjectDifference, ...]
+    object_count: int
+    equal: int
+    equal_objects: int
+    counts: Mapping[str, int]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether more tensors differ than ``tensors`` has."""
+        return sum(self.counts.values()) > len(self.tensors)
+
+    @property
+    def held_bytes(self) -> int:
+        """About how much memory it takes."""
+        return _TENSOR_BYTES * (len(self.tensors) + len(self.objects) + 1)
+
+
+def chosen(
+    found: ContentDifference, kinds: Collection[str], glob: str | None, order: DifferenceOrder
+) -> list[TensorDifference]:
+    """The tensors of these kinds (all if none is given) whose names match, those first that differ most."""
+    tensors = [
+        one
+        for one in found.tensors
+        if (not kinds or one.kind in kinds) and (glob is None or fnmatchcase(one.fqn, glob))
+    ]
+    return tensors if order == "name" else sorted(tensors, key=_ORDERS[order])
+
+
+def _most(amount: Callable[[ValueDifference], float | None]) -> Callable[[TensorDifference], float]:
+    """What is not known comes last."""
+
+    def key(one: TensorDifference) -> float:
+        value = None if one.values is None else amount(one.values)
+        return 1.0 if value is None else -value
+
+    return key
+
+
+def _distance(values: ValueDifference) -> float | None:
+    """What nobody can measure because nothing in it is finite has moved the most."""
+    return math.inf if values.relative_l2 is None and values.nonfinite else values.relative_l2
+
+
+_ORDERS: Final[Mapping[str, Callable[[TensorDifference], Any]]] = {
+    "relative_l2": _most(_distance),
+    "changed": _most(lambda values: values.differing / (values.elements or 1)),
+    "nonfinite": _most(lambda values: values.nonfinite),
+    "weights": lambda one: (is_of_optimizer(one.fqn), _most(_distance)(one)),
+}
+
+
+def of_document(result: Mapping[str, Any]) -> ContentDifference:
+    """What a job has found, as `difference_document` wrote it."""
+    tensors = tuple(map(_known_difference, result["tensors"]))
+    objects = tuple(ObjectDifference(**one) for one in result["objects"])
+    counts = _counts(tensors) | result.get("counts", {})
+    equal, equal_objects = result["equal_tensors"], result["equal_objects"]
+    return ContentDifference("values", tensors, objects, result["object_count"], equal, equal_objects, counts)
+
+
+def _known_difference(one: Mapping[str, Any]) -> TensorDifference:
+    before = _known_facts(one["before"])
+    # most have the same on both sides: of tens of thousands every object less counts
+    after = before if one["before"] == one["after"] else _known_facts(one["after"])
+    values = None if one["values"] is None else ValueDifference(**one["values"])
+    return TensorDifference(one["fqn"], one["kind"], before, after, values)
+
+
+def _known_facts(facts: Mapping[str, Any] | None) -> TensorFacts | None:
+    return None if facts is None else TensorFacts(facts["fqn"], facts["dtype"], tuple(facts["shape"]))
+
+
+def _counts(tensors: Collection[TensorDifference]) -> dict[str, int]:
+    """The counts by kind of difference; every kind is there."""
+    found = dict.fromkeys(_KINDS, 0)
+    for tensor in tensors:
+        found[tensor.kind] += 1
+    return found
+
+
+def _of_indexes(
+    basis: Basis,
+    tensors: tuple[TensorDifference, ...],
+    objects: tuple[ObjectDifference, ...],
+    equal: int,
+    equal_objects: int,
+) -> ContentDifference:
+    shown = tuple(replace(one, before=_text(one.before), after=_text(one.after)) for one in objects)
+    return ContentDifference(basis, tensors, shown, len(objects), equal, equal_objects, _counts(tensors))
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else value_text(value)[:_MAX_TEXT]
+
+
+def compare(a: OpenCheckpoint, b: OpenCheckpoint, basis: Basis | None = None) -> ContentDifference:
+    """``b`` compared with ``a``, the one before; by checksums where both have those in their indexes.
+
+    Raises errors of the checkpoints, and of the storage.
+    """
+    if basis is None:
+        basis = "checksums" if _has_checksums(a.index) and _has_checksums(b.index) else "structure"
+    if basis == "structure":
+        return _by_structure(a.index, b.index)
+    with (
+        TensorReader(a.store, a.index, name="a", threads=1) as first,
+        TensorReader(b.store, b.index, name="b", threads=1) as second,
+    ):
+        found = diff(first, second, values=False)
+    return _of_indexes(basis, found.tensors, found.objects, len(found.equal), found.equal_objects)
+
+
+def _has_checksums(index: CheckpointIndex) -> bool:
+    # Others have a checksum in each record, which would have to be opened, one by one.
+    return bool(len(index.crcs)) or not int(index.payload_lengths.sum())
+
+
+def _by_structure(a: CheckpointIndex, b: CheckpointIndex) -> ContentDifference:
+    tensors = []
+    names = [*a.fqns, *(fqn for fqn in b.fqns if fqn not in a.position)]
+    for fqn in names:
+        before, after = _facts(a, fqn), _facts(b, fqn)
+        if before is None or after is None:
+            kind: Literal["added", "removed", "shape", "dtype"] = "added" if before is None else "removed"
+        elif before.shape != after.shape:
+            kind = "shape"
+        elif before.dtype != after.dtype:
+            kind = "dtype"
+        else:
+            continue
+        tensors.append(TensorDifference(fqn, kind, before, after))
+    mine, theirs = a.objects.position, b.objects.position
+    objects = [ObjectDifference(fqn, "removed") for fqn in mine if fqn not in theirs]
+    objects += [ObjectDifference(fqn, "added") for fqn in theirs if fqn not in mine]
+    return _of_indexes(
+        "structure",
+        tuple(tensors),
+        tuple(objects),
+        len(names) - len(tensors),
+        len(mine.keys() & theirs.keys()),
+    )
+
+
+def _facts(index: CheckpointIndex, fqn: str) -> TensorFacts | None:
+    row = index.position.get(fqn)
+    return None if row is None else TensorFacts(fqn, index.dtype(row).name, index.shape(row))

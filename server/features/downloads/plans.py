@@ -1,0 +1,141 @@
+"""A checkpoint as one file of safetensors or torch.save, laid out before a byte is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+from dcp.server.core.data.opening import OpenCheckpoint
+from dcp.server.core.data.sending.bodies import Body
+from dcp.server.core.data.sending.responses import SMALL_BYTES
+from dcp.server.core.data.sharing import SharedValues, Wanted
+from dcp.storage.formats.registry import target_named
+from dcp.version import __version__
+
+__all__ = [
+    "DownloadOptions",
+    "PlannedDownload",
+    "Plans",
+    "download_etag",
+    "download_name",
+    "is_small_download",
+    "plan_download",
+    "plans_of",
+]
+
+_SMALL_ENTRIES: Final = 1_000
+_AT_ONCE: Final = 2
+_KEPT_BYTES: Final = 96 << 20
+_KEPT: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadOptions:
+    """What is taken, as for `dcp.convert`: globs of names, a dtype to cast to, whether values that are no
+    plain data may be left out."""
+
+    to: str
+    only: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    dtype: str | None = None
+    drop_objects: bool = False
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class PlannedDownload:
+    """A file to be made of ``source``. ``dropped`` names values that are not in it; ``held_bytes`` is about
+    what both take."""
+
+    source: OpenCheckpoint
+    body: Body
+    dropped: tuple[str, ...]
+    held_bytes: int
+
+
+def download_etag(opened: OpenCheckpoint, options: DownloadOptions) -> str:
+    """The entity tag of the very bytes: a layout depends on nothing but the files, the options and the
+    version of ours."""
+    return opened.etag("download", __version__, options)
+
+
+def download_name(opened: OpenCheckpoint, options: DownloadOptions) -> str:
+    """What a client may call the file."""
+    stem = opened.key.rpartition("/")[2]
+    if opened.file is not None:
+        stem = stem.rpartition(".")[0] or stem
+    return f"{stem}{_suffix(options)}"
+
+
+def _suffix(options: DownloadOptions) -> str:
+    return target_named(options.to)[0].suffixes[0]
+
+
+def is_small_download(opened: OpenCheckpoint) -> bool:
+    """Whether planning and sending all of it is a matter of milliseconds."""
+    index = opened.index
+    entries = index.tensor_count + len(index.objects)
+    return entries <= _SMALL_ENTRIES and index.tensor_bytes <= SMALL_BYTES // 4  # a cast may make it larger
+
+
+def plan_download(
+    opened: OpenCheckpoint, options: DownloadOptions, check: Wanted = lambda: None
+) -> PlannedDownload:
+    """The file that ``options`` make of the checkpoint. ``check`` is called between steps, to give up.
+
+    Raises PlanError for what such a file cannot hold, and for globs that match nothing.
+    """
+    # Only here: a service is to answer soon after its start.
+    from dcp.conversion.targets.job import ConversionOptions, LayoutJob
+    from dcp.inspection.entries import choose_entries
+    from dcp.planners.garbage_collection import garbage_collection_paused
+    from dcp.server.core.data.sending.planned import PlannedBody
+    from dcp.storage.engine.read import ReadEngine
+
+    store, index = opened.store, opened.whole_index
+    check()
+    only, exclude = list(options.only) or None, list(options.exclude) or None
+    entries = choose_entries(index, only=only, exclude=exclude, dtype=options.dtype)
+    check()
+    file_name = f"download{_suffix(options)}"
+    with garbage_collection_paused(), ReadEngine(store, index, verify="blocks") as engine:
+        of_target = ConversionOptions(options.to, drop_objects=options.drop_objects)
+        planned = LayoutJob(entries, engine, of_target, file_name, save_id="", is_compared=True).plan()
+        check()
+        body = PlannedBody(engine, planned.layout)
+    return PlannedDownload(opened, body, planned.dropped, opened.held_bytes + body.held_bytes)
+
+
+class Plans:
+    """Plans of downloads by entity tag: each made once however many ask for it, a few at a time.
+
+    A plan of 100,000 tensors is half a second of a processor and tens of MiB; ranges of one download share
+    it, and it is kept while they are asked for. A plan whose last client has gone is given up.
+    """
+
+    def __init__(self, *, kept_bytes: int = _KEPT_BYTES) -> None:
+        self._values = SharedValues[str, PlannedDownload](count=_KEPT, kept_bytes=kept_bytes)
+        self._pools = {
+            is_small: ThreadPoolExecutor(threads, thread_name_prefix="dcp-plan")
+            for is_small, threads in ((False, _AT_ONCE), (True, 2 * _AT_ONCE))
+        }
+
+    def __contains__(self, etag: str) -> bool:
+        """Whether it is there, or being made."""
+        return etag in self._values
+
+    async def get(
+        self, etag: str, make: Callable[[Wanted], PlannedDownload], *, is_small: bool = False
+    ) -> PlannedDownload:
+        """The plan called ``etag``; what ``make`` returns if there is none. Raises what it raises.
+
+        ``make`` runs in a thread; small ones do not wait for others. Cancelled, it is given up, unless others
+        wait for the same.
+        """
+        return await self._values.get_from(self._pools[is_small], etag, make)
+
+
+def plans_of(_service: object) -> Plans:
+    """The plans that requests of one process share: ``service.own(plans_of)``."""
+    return Plans()

@@ -1,0 +1,181 @@
+"""What happens to a job, or to all, as server-sent events: replayed from the ledger, then followed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Final, cast
+
+import anyio
+import structlog
+from fastapi import Header, Request
+from pydantic import BeforeValidator, Field
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import SendTimeoutError
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dcp.server.core.http.context import Service
+from dcp.server.core.inputs import MAX_ID
+from dcp.server.core.jobs.answers import JobEventAnswer
+from dcp.server.core.jobs.following import POLL_SECONDS, AllJobsFeed, Following, JobFeed
+from dcp.server.core.jobs.ledger import get_job, job_events_after, last_event_id
+from dcp.server.core.jobs.ledger.states import JobEventRow
+from dcp.server.core.problems import BrokenBodyError, TooManyRequestsError, UnavailableError
+from dcp.server.core.security.principal import Principal
+from dcp.server.records.jobs import JobProgress
+
+__all__ = ["LastEventId", "all_jobs_stream", "job_stream"]
+
+HEARTBEAT_SECONDS: Final = 15.0
+_GRACE_SECONDS: Final = 2.0
+_SEND_SECONDS: Final = 30.0
+_MAX_STREAM_SECONDS: Final = 3600.0
+_MAX_STREAMS: Final = 256
+_MAX_STREAMS_EACH: Final = 32
+_log = structlog.get_logger(__name__)
+
+
+def _digits(text: str) -> str:
+    if not (text.isascii() and text.isdecimal()):  # pydantic takes "+0.0" and "1_000"
+        raise ValueError("an event's id has digits only")
+    return text
+
+
+LastEventId = Annotated[
+    Annotated[int, Field(ge=0, le=MAX_ID), BeforeValidator(_digits)] | None,
+    Header(alias="Last-Event-ID", description="Of the last event that was seen."),
+]
+
+
+def job_stream(request: Request, service: Service, job_id: int, caller: Principal, after_id: int) -> Response:
+    """The stream behind the event ``after_id``; 204 if the job is over and nothing is left to tell.
+
+    Raises NotFoundError. The stream itself is refused if this process, or this key, has as many as it may.
+    """
+    with service.database.read() as connection:
+        job = get_job(connection, job_id, caller.roots)
+        if after_id and job.is_final and not job_events_after(connection, job_id, after_id, limit=1):
+            return Response(status_code=204)
+    stop = anyio.Event()
+    followed = _feeds(request, service).one.follow(job_id, after_id, caller.key_id)
+    return _stream(request, service, caller, _tell(followed, stop, "events of a job"), stop)
+
+
+def all_jobs_stream(
+    request: Request, service: Service, caller: Principal, after_id: int | None, *, own_scans: bool
+) -> Response:
+    """The stream of all jobs that may be seen behind the event ``after_id``, or from now on. Refused as
+    `job_stream`."""
+    if after_id is None:
+        with service.database.read() as connection:
+            after_id = last_event_id(connection)
+    stop = anyio.Event()
+    feed = _feeds(request, service).all
+    followed = feed.follow(after_id, caller.key_id, caller.roots, own_scans=own_scans)
+    ready = ServerSentEvent(id=str(after_id), event="ready", data="{}")
+    return _stream(request, service, caller, _tell(followed, stop, "events of all jobs", ready), stop)
+
+
+@dataclass(frozen=True, slots=True)
+class _Feeds:
+    """What the streams of a process share; ``open`` are counted by who asked."""
+
+    one: JobFeed
+    all: AllJobsFeed
+    open: Counter[str]
+
+
+def _feeds(request: Request, service: Service) -> _Feeds:
+    state = request.app.state
+    if getattr(state, "job_feeds", None) is None:
+        given = (service.database, service.clock)
+        state.job_feeds = _Feeds(JobFeed(*given), AllJobsFeed(*given), Counter())
+    return cast(_Feeds, state.job_feeds)
+
+
+def _stream(
+    request: Request,
+    service: Service,
+    caller: Principal,
+    events: AsyncIterator[ServerSentEvent],
+    stop: anyio.Event,
+) -> Response:
+    address = None if request.client is None else request.client.host
+    return _Stream(
+        _feeds(request, service).open,
+        caller.identity if caller.key_id is not None else f"address {address}",
+        events,
+        shutdown_event=stop,  # the stream ends whole when the server stops, and is asked for at the next one
+        shutdown_grace_period=_GRACE_SECONDS,
+        ping=HEARTBEAT_SECONDS,
+        send_timeout=_SEND_SECONDS,
+        headers={"Cache-Control": "no-store"},
+        sep="\n",
+    )
+
+
+class _Stream(EventSourceResponse):
+    """Counted in ``streams`` by who asked."""
+
+    def __init__(self, streams: Counter[str], who: str, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._streams = streams
+        self._who = who
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI. Raises UnavailableError and TooManyRequestsError; BrokenBodyError once it has begun."""
+        streams, who = self._streams, self._who
+        if streams.total() >= _MAX_STREAMS:
+            raise UnavailableError("too many streams of events are open; ask for the job itself")
+        if streams[who] >= _MAX_STREAMS_EACH:
+            raise TooManyRequestsError(
+                f"{_MAX_STREAMS_EACH} streams of events are open with this key; end one, or ask for the job",
+                headers={"Retry-After": "10"},
+            )
+        streams[who] += 1
+        try:
+            await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            _log.info("answer broken off", path=scope["path"], error="the client takes no events")
+            raise BrokenBodyError("the client takes no events") from None
+        finally:
+            streams[who] -= 1
+            if not streams[who]:
+                del streams[who]
+
+
+async def _tell(
+    followed: AbstractContextManager[Following], stop: anyio.Event, comment: str, *first: ServerSentEvent
+) -> AsyncIterator[ServerSentEvent]:
+    until = time.monotonic() + _MAX_STREAM_SECONDS
+    yield ServerSentEvent(comment=comment, retry=int(POLL_SECONDS * 1000))
+    for event in first:
+        yield event
+    told: dict[int, JobProgress] = {}
+    with followed as following:
+        while time.monotonic() < until and not stop.is_set():
+            news = await following.take(POLL_SECONDS)
+            if news is None:
+                continue
+            for found in news.events:
+                yield _shown(found)
+            for job_id, progress in news.progress.items():
+                if told.get(job_id) != progress:
+                    data = {"job_id": job_id, **asdict(progress)}
+                    yield ServerSentEvent(event="progress", data=json.dumps(data))
+            told = dict(news.progress)
+            if news.is_last:
+                if news.state is not None:
+                    yield ServerSentEvent(event="end", data=json.dumps({"state": news.state}))
+                return
+
+
+def _shown(event: JobEventRow) -> ServerSentEvent:
+    return ServerSentEvent(
+        id=str(event.id), event=event.kind, data=JobEventAnswer.of(event).model_dump_json()
+    )

@@ -1,0 +1,11 @@
+"""Lineage: what a checkpoint was made of, and what was made of it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dcp.server.core.feature import Feature
+
+__all__ = ["feature"]
+
+feature: Final = Feature("lineage", __name__, web=["api", "pages"])

@@ -1,0 +1,165 @@
+"""``prune``: parts of a checkpoint, such as its optimizer, are dropped, and the rest stays.
+
+How is in `dcp.manager.dropping`. Pinned ones, those that an alias names, and those that another job
+is about are left alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+from sqlalchemy import Connection, select, update
+
+from dcp.manager.retention import part_named
+from dcp.server.catalog import audit
+from dcp.server.catalog.checkpoints import get_checkpoint
+from dcp.server.catalog.errors import StateError
+from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
+from dcp.server.core.jobs.ledger import submit_behind
+from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
+from dcp.server.core.jobs.parameters import CheckpointId, Globs, Parameters
+from dcp.server.core.jobs.subjects import (
+    Subject,
+    find_subject,
+    fingerprint_at,
+    open_place,
+    storage_errors,
+)
+from dcp.server.core.problems import ForbiddenError
+from dcp.server.core.security.principal import Principal, Scope
+from dcp.server.core.settings import Settings
+from dcp.server.database.tables import aliases, checkpoints
+from dcp.server.features.retention.parts import in_use
+from dcp.server.features.scan.asking import scan_spec
+from dcp.storage.stores.base import Store
+
+__all__ = ["PruneKind", "PruneParams", "prune_spec"]
+
+
+class PruneParams(Parameters):
+    """The checkpoint, and what goes: "optimizer", or globs on names. With ``rewrite`` what stays of files
+    that hold both is written anew, so that all of it is freed."""
+
+    checkpoint_id: CheckpointId
+    parts: Globs = ("optimizer",)
+    rewrite: Annotated[bool, Field(description="Write files anew that hold the parts and others.")] = True
+
+
+def prune_spec(subject: Subject, params: PruneParams, created_by: str) -> JobSpec:
+    """The job; there is one of a checkpoint at a time."""
+    return JobSpec(
+        kind="prune",
+        params=params.model_dump(mode="json"),
+        created_by=created_by,
+        root=subject.root,
+        checkpoint_id=subject.id,
+        dedup_key=f"prune:{subject.id}",
+    )
+
+
+class PruneKind(Kind[PruneParams]):
+    """One task, which may be repeated from any point on."""
+
+    name: ClassVar[str] = "prune"
+    scope: ClassVar[Scope] = "delete"
+    params = PruneParams
+    preload: ClassVar[tuple[str, ...]] = ("dcp.manager.dropping",)
+
+    def specify(
+        self, connection: Connection, params: PruneParams, caller: Principal, settings: Settings
+    ) -> JobSpec:
+        """As `Kind.specify`. StateError for one that is held, or that another job is about."""
+        subject = find_subject(connection, params.checkpoint_id, caller.roots)
+        if subject.root not in settings.roots or settings.roots[subject.root].readonly:
+            raise ForbiddenError(f"root {subject.root} is read-only")
+        _check_free(connection, subject.id)
+        return prune_spec(subject, params, caller.name)
+
+    def prepare(self, connection: Connection, params: PruneParams) -> Json:
+        """As `Kind.prepare`."""
+        try:
+            subject = find_subject(connection, params.checkpoint_id)
+            _check_held(connection, subject.id)
+        except StateError as error:
+            raise PermanentJobError(str(error)) from error
+        return subject.to_json()
+
+    def plan(self, context: JobContext, params: PruneParams) -> JobPlan:
+        """As `Kind.plan`."""
+        payload = {"subject": dict(context.prepared), "params": params.model_dump(mode="json")}
+        return JobPlan(
+            tasks=[TaskSpec(payload=payload, weight_bytes=context.prepared["bytes"])],
+            plan_data={"subject": dict(context.prepared)},
+        )
+
+    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
+        """As `Kind.run_task`."""
+        from dcp.manager.dropping import drop_parts
+
+        subject, params = Subject(**payload["subject"]), PruneParams.model_validate(payload["params"])
+        root, place = open_place(context, subject)
+        if root.readonly or place.file is not None:
+            why = f"root {root.name} is read-only" if root.readonly else "it is a file, and no checkpoint"
+            raise PermanentJobError(why)
+        with storage_errors(root):
+            if not _is_meant(place.store, subject, fingerprint_at(place)):
+                raise PermanentJobError("something else was saved in its place")
+            parts = [part_named(name) for name in params.parts]
+            found = drop_parts(place.store, parts, time.time(), rewrite=params.rewrite)
+        return {
+            "outcome": found.outcome,
+            "parts": [asdict(part) for part in found.parts],
+            "files": len(found.files),
+            "freed_bytes": found.freed_bytes,
+            "shared_bytes": found.shared_bytes,
+            "rewritten_bytes": found.rewritten_bytes,
+        }
+
+    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
+        """As `Kind.publish`."""
+        return {**results[0], "subject": dict(plan_data["subject"])}
+
+    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
+        """The audit log says what was freed; a scan reads what is there now."""
+        subject, now = Subject(**result["subject"]), time.time()
+        detail = {name: result[name] for name in ("outcome", "files", "freed_bytes", "rewritten_bytes")}
+        detail |= {"parts": [part["name"] for part in result["parts"]], "job": job.id}
+        about = f"checkpoint:{subject.id}"
+        audit.record(connection, job.created_by, "checkpoint.prune", about, detail, now=now)
+        # So that the scan opens it, however quickly it was done.
+        changed = update(checkpoints).where(checkpoints.c.id == subject.id).values(fingerprint=None)
+        if result["outcome"] == "dropped":
+            connection.execute(changed)
+        submit_behind(connection, scan_spec(subject.root, subject.run, created_by="system"), now)
+
+
+def _check_held(connection: Connection, checkpoint_id: int) -> None:
+    found = get_checkpoint(connection, checkpoint_id)
+    query = select(aliases.c.name).where(aliases.c.checkpoint_id == checkpoint_id).order_by(aliases.c.name)
+    named = connection.execute(query).scalars().first()
+    if found.is_pinned or named is not None:
+        why = "pinned" if found.is_pinned else f"{named!r} of its run"
+        raise StateError(f"checkpoint {checkpoint_id} is {why}: it stays whole", state=found.state)
+
+
+def _check_free(connection: Connection, checkpoint_id: int) -> None:
+    _check_held(connection, checkpoint_id)
+    if in_use(connection, [checkpoint_id]):
+        raise StateError(
+            f"a job is about checkpoint {checkpoint_id} now, and may be reading it: wait for that one",
+            state="committed",
+        )
+
+
+def _is_meant(store: Store, subject: Subject, fingerprint: str) -> bool:
+    """Whether what is there is still what the catalog knows."""
+    from dcp.steps import read_commit
+
+    if subject.save_id is None:
+        return subject.fingerprint in (None, fingerprint)
+    commit = read_commit(store)
+    return commit is not None and commit.save_id == subject.save_id

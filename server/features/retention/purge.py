@@ -1,0 +1,248 @@
+"""``purge``: the bytes of a checkpoint that was deleted by order, and whose grace is over, are removed.
+
+What is removed is what the catalog knows. If something else was saved under the key since, it stays. While a
+purge waits, the checkpoint may be restored, and the job is cancelled; once it has begun it may not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sqlalchemy import Connection, select
+
+from dcp.server.catalog import audit
+from dcp.server.catalog.checkpoints import get_checkpoint, set_state
+from dcp.server.catalog.errors import StateError
+from dcp.server.catalog.roots import root_row
+from dcp.server.catalog.source_facts import fingerprint_of, marks_of
+from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
+from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
+from dcp.server.core.jobs.parameters import CheckpointId, Parameters
+from dcp.server.core.jobs.subjects import (
+    Subject,
+    find_subject,
+    fingerprint_at,
+    open_place,
+    storage_errors,
+)
+from dcp.server.core.problems import ForbiddenError, UnavailableError
+from dcp.server.core.security.principal import Principal, Scope
+from dcp.server.core.settings import Settings
+from dcp.server.database.tables import checkpoints
+from dcp.server.features.retention.deletion import purge_dedup_key
+from dcp.storage.commit_names import is_commit_object
+from dcp.storage.errors import CheckpointFormatError
+from dcp.storage.formats.opening import SourcePlace, index_at
+from dcp.storage.formats.registry import format_of, formats
+from dcp.storage.stores.base import FileInfo, Store
+
+if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
+    from dcp.manager.removal import Removed
+    from dcp.steps import Commit
+
+__all__ = ["PurgeKind", "PurgeParams"]
+
+_Weight = tuple[str, int, float]
+"""Name, size in bytes, time of the last change: which content of a file is meant, as far as that shows."""
+
+
+class PurgeParams(Parameters):
+    """The checkpoint, which is deleted; without ``now`` its grace must be over."""
+
+    checkpoint_id: CheckpointId
+    now: bool = False
+
+
+class PurgeKind(Kind[PurgeParams]):
+    """One task, which may be repeated from any point on."""
+
+    name: ClassVar[str] = "purge"
+    scope: ClassVar[Scope] = "delete"
+    params = PurgeParams
+    preload: ClassVar[tuple[str, ...]] = ("dcp.manager.removal",)
+    max_attempts: ClassVar[int] = 5
+
+    def specify(
+        self, connection: Connection, params: PurgeParams, caller: Principal, settings: Settings
+    ) -> JobSpec:
+        """As `Kind.specify`."""
+        subject = find_subject(connection, params.checkpoint_id, caller.roots, state="deleted")
+        if subject.root in settings.roots and settings.roots[subject.root].readonly:
+            raise ForbiddenError(f"root {subject.root} is read-only")
+        self._check_due(connection, params)
+        return self.spec(subject, params, caller)
+
+    def spec(self, subject: Subject, params: PurgeParams, caller: Principal) -> JobSpec:
+        """The job, without a look at whether the grace is over."""
+        return JobSpec(
+            kind=self.name,
+            params=params.model_dump(mode="json"),
+            created_by=caller.name,
+            root=subject.root,
+            checkpoint_id=subject.id,
+            dedup_key=purge_dedup_key(subject.id),
+            max_attempts=self.max_attempts,
+        )
+
+    def prepare(self, connection: Connection, params: PurgeParams) -> Json:
+        """As `Kind.prepare`."""
+        try:
+            subject = find_subject(connection, params.checkpoint_id, state="deleted")
+            self._check_due(connection, params)
+        except StateError as error:
+            raise PermanentJobError(str(error)) from error
+        return {"subject": subject.to_json(), "in_doubt": root_row(connection, subject.root).lost > 0}
+
+    @staticmethod
+    def _check_due(connection: Connection, params: PurgeParams) -> None:
+        query = select(checkpoints.c.purge_after_seconds).where(checkpoints.c.id == params.checkpoint_id)
+        after = connection.execute(query).scalar_one()
+        if not params.now and after is not None and after > time.time():
+            raise StateError(
+                f"the grace of checkpoint {params.checkpoint_id} is not over yet", state="deleted"
+            )
+
+    def plan(self, context: JobContext, params: PurgeParams) -> JobPlan:
+        """Which files go is decided once: of half of them nobody could tell any more."""
+        subject = Subject(**context.prepared["subject"])
+        root, place = open_place(context, subject)
+        with storage_errors(root):
+            is_there = place.file is not None or bool(place.store.list())
+            if not is_there and (context.prepared["in_doubt"] or root.is_empty()):
+                # What is on the right disk would come back as purged, and nobody would ever remove it.
+                raise UnavailableError(
+                    f"root {root.name} has lost much, or all: is that its storage? dcp roots list says more"
+                )
+            weights = _weights(place, subject)
+        shared = {"subject": subject.to_json(), "weights": weights}
+        return JobPlan(
+            tasks=[TaskSpec(payload=shared, weight_bytes=subject.bytes)], plan_data={"id": subject.id}
+        )
+
+    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
+        """As `Kind.run_task`."""
+        from dcp.manager.removal import Removed
+
+        subject = Subject(**payload["subject"])
+        root, place = open_place(context, subject)
+        if root.readonly:
+            raise PermanentJobError(f"root {root.name} is read-only")
+        with storage_errors(root):
+            if payload["weights"] is None:
+                removed = _remove_commit(place, subject)
+            elif payload["weights"]:
+                removed = _remove_files(place.store, payload["weights"])
+            else:
+                removed = Removed("replaced")
+        return {
+            "outcome": removed.outcome,
+            "files": removed.files,
+            "bytes": removed.size_bytes,
+            "left": list(removed.left[:20]),
+        }
+
+    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
+        """As `Kind.publish`."""
+        return {**results[0], "checkpoint_id": plan_data["id"]}
+
+    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
+        """Purged; or, where it was pinned in its folder, as it was before it was deleted."""
+        number, now = result["checkpoint_id"], time.time()
+        detail = {name: result[name] for name in ("outcome", "files", "bytes")}
+        audit.record(connection, job.created_by, "checkpoint.purge", f"checkpoint:{number}", detail, now=now)
+        if get_checkpoint(connection, number).state != "deleted":  # saved anew, and found by a scan
+            return
+        state, problem = {
+            "deleted": ("purged", None),
+            "absent": ("purged", None),
+            "pinned": ("committed", "it was not purged: its folder says that it is pinned"),
+            "replaced": ("vanished", "it was not purged: something else was saved in its place"),
+        }[result["outcome"]]
+        set_state(
+            connection,
+            number,
+            state,  # type: ignore[arg-type]  # one of the four above
+            actor=job.created_by,
+            now=now,
+            problem=problem,
+        )
+
+
+def _remove_commit(place: SourcePlace, subject: Subject) -> Removed:
+    from dcp.manager.removal import remove_checkpoint
+
+    def is_meant(commit: Commit) -> bool:
+        if subject.save_id is not None:
+            return commit.save_id == subject.save_id
+        if subject.fingerprint is not None:
+            return subject.fingerprint == fingerprint_at(place)
+        return _is_older(marks_of(place.store.list()), subject)
+
+    return remove_checkpoint(place.store, time.time(), is_meant=is_meant)
+
+
+def _weights(place: SourcePlace, subject: Subject) -> list[_Weight] | None:
+    """The files of weights without a commit, the index first; none if others are there.
+
+    None: it has a commit, or had one.
+    """
+    listing, known = {info.name: info for info in place.store.list()}, format_of(subject.format)
+    if place.file is None and (
+        (known is not None and known.has_commit) or any(is_commit_object(name) for name in listing)
+    ):
+        return None
+    marks = [info for name, info in listing.items() if name == place.file]
+    marks = marks if place.file is not None else marks_of(listing.values())
+    if subject.fingerprint is None:
+        is_meant = _is_older(marks, subject)
+    else:
+        is_meant = subject.fingerprint == fingerprint_of(marks)
+    if not is_meant:
+        return []
+    try:
+        names = list(index_at(place).files)
+    except CheckpointFormatError:  # which is why it was deleted
+        names = [info.name for info in marks]
+    indexes = [] if place.file is not None else [name for name in listing if _lists_others(name)]
+    return [_weight(listing[name]) for name in dict.fromkeys([*indexes, *names]) if name in listing]
+
+
+def _lists_others(name: str) -> bool:
+    """Whether a file of weights says which others there are: the first to go."""
+    return any(one.is_in_folder(name) and one.suffixes and not one.has_suffix(name) for one in formats())
+
+
+def _weight(info: FileInfo) -> _Weight:
+    return info.name, info.size_bytes, info.modified_seconds
+
+
+def _is_older(marks: Sequence[FileInfo], subject: Subject) -> bool:
+    """Whether nothing was written since it was deleted: all that tells, where nothing else is known of it."""
+    newest = max((info.modified_seconds for info in marks), default=0.0)
+    return subject.deleted_seconds is not None and newest <= subject.deleted_seconds
+
+
+def _remove_files(store: Store, files: Sequence[_Weight]) -> Removed:
+    """The first one on its own: without the index nothing loads that is not whole any more.
+
+    What was written since the job was planned stays: the next export has the same names and sizes.
+    """
+    from dcp.manager.removal import Removed
+
+    there = {info.name: info for info in store.list()}
+    gone = [
+        weight[0] for weight in files if weight[0] in there and _weight(there[weight[0]]) == tuple(weight)
+    ]
+    if not gone:  # an attempt before this one has come so far, and perhaps removed the folder
+        is_replaced = any(weight[0] in there for weight in files)
+        return Removed("replaced" if is_replaced else "deleted", left=tuple(there))
+    for name in gone[:1]:
+        store.delete(name)
+    store.sync()
+    for error in store.delete_all(gone[1:]).values():
+        raise error
+    store.remove_root()
+    left = tuple(info.name for info in store.list())
+    return Removed("deleted", len(gone), sum(there[name].size_bytes for name in gone), left)

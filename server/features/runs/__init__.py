@@ -1,0 +1,11 @@
+"""Runs: lists, timelines, metrics over steps."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dcp.server.core.feature import Feature
+
+__all__ = ["feature"]
+
+feature: Final = Feature("runs", __name__, web=["api", "pages"])

@@ -1,0 +1,327 @@
+"""Which checkpoints lie below a root: found by names, sizes and times alone; nothing is opened.
+
+What a folder is:
+
+- with a commit object it is a checkpoint;
+- with data files of ours or of stock torch and no commit it is an incomplete one;
+- with files that mark a folder of their format, as weights from model hubs (`model.safetensors`, an index,
+  numbered shards), it is one, too;
+- else its files that are named as single-file checkpoints are one each.
+
+Whatever it is, its subfolders are looked at, because trainers keep steps in the folder of the last model.
+The root itself is never a checkpoint, since it has no key. Hidden folders are passed over, and so is what no
+key can name, which is told. Links are followed as `links` says: into the root only, as in the
+cache of a model hub, and what is found anyway is not found by the name of a link. `.bin` alone says too
+little: such a file counts in a folder of weights only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, Self, TypeAlias
+
+from dcp.server.catalog.source_facts import marks_of
+from dcp.server.core.roots import MAX_KEY_CHARACTERS, StorageRoot, fault_of_key
+from dcp.server.features.scan.links import LinkedFile, LinkedFolder, Links, Refused
+from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME, is_commit_object
+from dcp.storage.errors import CheckpointNotFoundError
+from dcp.storage.formats.registry import file_names
+from dcp.storage.stores.base import FileInfo
+from dcp.storage.stores.posix.files import storage_error
+
+__all__ = ["Candidate", "Left", "PassedOver", "WalkResult", "classify", "is_in", "walk"]
+
+MAX_DEPTH: Final = 24
+
+_TOO_LONG: Final = f"keys of more than {MAX_KEY_CHARACTERS} characters"
+_TOO_DEEP: Final = f"more than {MAX_DEPTH} folders deep"
+
+_PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+@, -]{0,199}(?<!\.)")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """What may be a checkpoint. ``marks`` are the files that its fingerprint is of.
+
+    kind: "commit" (a folder with a commit object), "weights" (a folder of weights), "file" (``key`` is the
+    file), or "incomplete" (data without a commit; ``marks`` are all of it).
+    """
+
+    key: str
+    kind: Literal["commit", "weights", "file", "incomplete"]
+    marks: tuple[FileInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """No further candidate will come whose run is ``run_key``: what is not found by now is not there.
+
+    ``problem``: it could not be listed, so that nothing is known about what is not found.
+    """
+
+    run_key: str
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """What is at ``key`` (which need not be a clean one) is not looked at, and ``why``: words that several
+    share. ``hides``: of what is known at this key or below nothing is known any more."""
+
+    key: str
+    why: str
+    hides: bool = False
+
+
+WalkResult: TypeAlias = Candidate | Left | PassedOver
+
+
+def walk(root: StorageRoot, below: str = "") -> Iterator[WalkResult]:
+    """Everything below ``below`` (a folder's key, or ""); each folder that may hold checkpoints is left once.
+
+    Raises the store's errors: CheckpointNotFoundError if a local root is not there (its disk may be away, and
+    then nothing has vanished).
+    """
+    if root.path is None:
+        yield from _walk_listing(root, below)
+        return
+    path = root.url_of(below)
+    if not os.path.isdir(path):  # noqa: PTH112 - beside os.scandir and os.stat, which take strings
+        raise CheckpointNotFoundError(f"{path}: the root's folder is not there", path=path)
+    yield from _FolderWalk(root.url_of("")).walk(path, below, below.count("/"))
+
+
+def classify(key: str, files: Mapping[str, FileInfo]) -> list[Candidate]:
+    """The candidates that a folder with these ``files`` is or has; the root (``key`` "") is none itself."""
+    infos = list(files.values())
+    commits = [info for info in infos if is_commit_object(info.name)]
+    if key and commits:
+        return [Candidate(key, "commit", tuple(marks_of(infos)))]
+    if key and any(_is_data_file(info.name) for info in infos):
+        return [Candidate(key, "incomplete", tuple(info for info in infos if _is_data_file(info.name)))]
+    if key and any(file_names().mark_folders.fullmatch(info.name) for info in infos):
+        return [Candidate(key, "weights", tuple(marks_of(infos)))]
+    prefix = f"{key}/" if key else ""
+    singles = [info for info in infos if file_names().is_single(info.name) and not info.name.startswith(".")]
+    return [
+        Candidate(prefix + info.name, "file", (info,)) for info in singles if _fault_of(info.name) is None
+    ]
+
+
+# -- local folders -------------------------------------------------------------------------------------------
+
+
+class _FolderWalk:
+    """One walk over the root at ``base``."""
+
+    def __init__(self, base: str) -> None:
+        self._links = Links(base, _is_found_anyway)
+
+    def walk(self, path: str, key: str, depth: int, *, linked: bool = False) -> Iterator[WalkResult]:
+        """The folder ``path`` and all below it, under its ``key``.
+
+        ``linked``: it is behind a link, and not found where it is. Such ones are found once, so that there
+        are no circles.
+        """
+        if linked and not self._links.enter(path):
+            return
+        try:
+            listing = self._listing(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if depth == 0 and not key:
+                raise storage_error(error, "list", path) from error
+            # One that may not be looked into must not keep the others from being found.
+            yield Left(key, f"{type(error).__name__}: {os.strerror(error.errno or 0)}")
+            return
+        prefix = f"{key}/" if key else ""
+        for one in classify(key, listing.files):
+            if one.kind != "file" or one.marks[0].name not in listing.found_anyway:
+                yield one
+        for passed in listing.passed_over:
+            yield PassedOver(prefix + passed.key, passed.why, passed.hides)
+        for name, inner, is_link in listing.folders:
+            yield from self._walk_into(inner, prefix + name, depth, linked=linked or is_link)
+        yield Left(key)
+
+    def _walk_into(self, path: str, key: str, depth: int, *, linked: bool) -> Iterator[WalkResult]:
+        if len(key) > MAX_KEY_CHARACTERS:
+            yield PassedOver(key, _TOO_LONG)
+        elif depth >= MAX_DEPTH:
+            yield PassedOver(key, _TOO_DEEP)
+        elif not linked and (marks := _commit_marks(path)):
+            yield Candidate(key, "commit", marks)
+            if _may_have_folders(path):
+                # but for itself, which is known to be one
+                for found in self.walk(path, key, depth + 1):
+                    if not isinstance(found, Candidate) or found.key != key:
+                        yield found
+        else:
+            yield from self.walk(path, key, depth + 1, linked=linked)
+
+    def _listing(self, path: str) -> _Listing:
+        found = _Listing()
+        with os.scandir(path) as entries:
+            for entry in entries:
+                name, counts = entry.name, _counts(entry.name)
+                if entry.is_symlink():
+                    self._follow(found, entry, counts)
+                elif entry.is_dir(follow_symlinks=False):
+                    if not name.startswith("."):
+                        found.add_folder(name, entry.path)
+                elif counts and entry.is_file(follow_symlinks=False):
+                    try:
+                        status = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
+                    found.add_file(FileInfo(name, status.st_size, status.st_mtime))
+        return found.in_order()
+
+    def _follow(self, found: _Listing, entry: os.DirEntry[str], counts: bool) -> None:
+        name = entry.name
+        if name.startswith(".") and not counts:
+            return
+        target = self._links.resolve(entry.path, name, counts=counts)
+        if isinstance(target, LinkedFolder):
+            found.add_folder(name, target.path, is_link=True)
+        elif isinstance(target, LinkedFile):
+            found.add_file(target.info)
+            if target.is_found_anyway:
+                found.found_anyway.add(name)
+        elif isinstance(target, Refused):
+            found.passed_over.append(PassedOver(name, target.why, target.hides))
+
+
+@dataclass(slots=True)
+class _Listing:
+    """What counts in a folder. Folders are names, paths and whether that is of a link; ``passed_over`` has
+    names for keys."""
+
+    files: dict[str, FileInfo] = field(default_factory=dict)
+    folders: list[tuple[str, str, bool]] = field(default_factory=list)
+    found_anyway: set[str] = field(default_factory=set)
+    passed_over: list[PassedOver] = field(default_factory=list)
+
+    def add_folder(self, name: str, path: str, *, is_link: bool = False) -> None:
+        """Unless no key can name it."""
+        fault = _fault_of(name)
+        if fault is None:
+            self.folders.append((name, path, is_link))
+        else:
+            self.passed_over.append(PassedOver(name, fault))
+
+    def add_file(self, info: FileInfo) -> None:
+        """A single file needs a name that a key can have; others are never named by one."""
+        fault = _fault_of(info.name) if file_names().is_single(info.name) else None
+        if fault is None:
+            self.files[info.name] = info
+        else:
+            self.passed_over.append(PassedOver(info.name, fault))
+
+    def in_order(self) -> Self:
+        """By name."""
+        self.folders.sort()
+        self.passed_over.sort(key=lambda passed: passed.key)
+        self.files = dict(sorted(self.files.items()))
+        return self
+
+
+def _is_found_anyway(key: str, is_file: bool) -> bool:
+    """Whether the walk comes by ``key``, of a folder or a single file, without any link."""
+    folder, _, name = key.rpartition("/")
+    if is_file and (not file_names().is_single(name) or name.startswith(".")):
+        return False
+    folders = folder.split("/") if is_file else key.split("/")
+    return (
+        len(key) <= MAX_KEY_CHARACTERS
+        and len(folders) <= MAX_DEPTH
+        and not any(part.startswith(".") for part in folders)
+        and all(_fault_of(part) is None for part in key.split("/"))
+    )
+
+
+def _may_have_folders(path: str) -> bool:
+    try:
+        # Each subfolder links to its parent. File systems that do not count these say 1.
+        return os.stat(path).st_nlink != 2  # noqa: PTH116 - one for each checkpoint
+    except OSError:
+        return False
+
+
+def _commit_marks(folder: str) -> tuple[FileInfo, ...]:
+    """The commit objects that nearly every checkpoint has, by two requests and no listing."""
+    found = []
+    for name in (METADATA_NAME, MANIFEST_NAME):
+        try:
+            status = os.stat(f"{folder}/{name}", follow_symlinks=False)  # noqa: PTH116 - half of a scan's time
+        except OSError:
+            continue
+        if stat.S_ISREG(status.st_mode):
+            found.append(FileInfo(name, status.st_size, status.st_mtime))
+    return tuple(found)
+
+
+def _counts(name: str) -> bool:
+    """Whether a file of this name says anything about what its folder is; others are not even asked for."""
+    return (
+        is_commit_object(name)
+        or name.endswith(DATA_SUFFIX)
+        or file_names().is_single(name)
+        or file_names().in_folders.fullmatch(name) is not None
+    )
+
+
+def _is_data_file(name: str) -> bool:
+    return name.endswith(DATA_SUFFIX)
+
+
+def _fault_of(name: str) -> str | None:
+    """Why no key can have this part; None if one can."""
+    if _PLAIN_NAME.fullmatch(name):
+        return None
+    fault = fault_of_key(name)
+    return None if fault is None else f"names that are no keys: {fault}"
+
+
+# -- object stores -------------------------------------------------------------------------------------------
+
+
+def _walk_listing(root: StorageRoot, below: str) -> Iterator[WalkResult]:
+    """By one listing, in an order in which all that is below a folder comes together."""
+    runs: list[str] = []
+    for folder in root.walk(below):
+        while runs and not is_in(folder.key, runs[-1]):
+            yield Left(runs.pop())
+        parts = folder.key.split("/") if folder.key else []
+        if any(part.startswith(".") for part in parts):
+            continue
+        why = _why_not(folder.key, parts)
+        if why is not None:
+            if any(_counts(name) for name in folder.files):
+                yield PassedOver(folder.key, why)
+            continue
+        for candidate in classify(folder.key, folder.files):
+            run = candidate.key.rpartition("/")[0]
+            if run not in runs:
+                runs = sorted([*runs, run], key=len)
+            yield candidate
+    while runs:
+        yield Left(runs.pop())
+
+
+def _why_not(key: str, parts: Sequence[str]) -> str | None:
+    if len(key) > MAX_KEY_CHARACTERS:
+        return _TOO_LONG
+    if len(parts) > MAX_DEPTH:
+        return _TOO_DEEP
+    return next((fault for fault in map(_fault_of, parts) if fault is not None), None)
+
+
+def is_in(key: str, folder: str) -> bool:
+    """Whether ``key`` is that of ``folder`` or below it; "" is the root."""
+    return not folder or key == folder or key.startswith(f"{folder}/")

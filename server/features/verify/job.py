@@ -1,0 +1,127 @@
+"""``verify``: every byte of a checkpoint is read and compared with the checksums that were committed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from sqlalchemy import Connection
+
+from dcp.server.catalog import audit
+from dcp.server.catalog.contents.verifications import add_verification
+from dcp.server.catalog.details import lock_checkpoint
+from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
+from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
+from dcp.server.core.jobs.parameters import CheckpointId, Parameters
+from dcp.server.core.jobs.subjects import (
+    Subject,
+    find_subject,
+    job_about,
+    open_place,
+    storage_errors,
+    unchanged,
+)
+from dcp.server.core.roots import StorageRoot
+from dcp.server.core.security.principal import Principal, Scope
+from dcp.server.core.settings import Settings
+
+if TYPE_CHECKING:
+    from dcp.inspection.verification import Finding
+
+__all__ = ["VerifyKind", "VerifyParams"]
+
+_MAX_FINDINGS: Final = 200
+_MAX_MESSAGE: Final = 1000
+
+
+class VerifyParams(Parameters):
+    """The checkpoint."""
+
+    checkpoint_id: CheckpointId
+
+
+class VerifyKind(Kind[VerifyParams]):
+    """One task, which reads with several threads."""
+
+    name: ClassVar[str] = "verify"
+    scope: ClassVar[Scope] = "write"
+    params = VerifyParams
+    preload: ClassVar[tuple[str, ...]] = ("dcp.inspection.verification",)
+
+    def specify(
+        self, connection: Connection, params: VerifyParams, caller: Principal, settings: Settings
+    ) -> JobSpec:
+        """As `Kind.specify`."""
+        subject = find_subject(connection, params.checkpoint_id, caller.roots)
+        return job_about(subject, self.name, params, caller, f"verify:{subject.id}")
+
+    def prepare(self, connection: Connection, params: VerifyParams) -> Json:
+        """As `Kind.prepare`."""
+        return find_subject(connection, params.checkpoint_id).to_json()
+
+    def plan(self, context: JobContext, params: VerifyParams) -> JobPlan:
+        """As `Kind.plan`."""
+        subject = dict(context.prepared)
+        return JobPlan(tasks=[TaskSpec(payload=subject, weight_bytes=subject["bytes"])], plan_data=subject)
+
+    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
+        """As `Kind.run_task`."""
+        from dcp.inspection.verification import verify_place
+
+        root, place = open_place(context, Subject(**payload))
+        begun = time.monotonic()
+        with storage_errors(root), unchanged(place) as fingerprint:
+            report = verify_place(place, progress=lambda done, total: report_progress(done), with_digest=True)
+        shown = sorted(report.findings, key=lambda found: found.is_note)
+        return {
+            "outcome": "good" if report.ok else "damaged",
+            "findings": [_shown(found, root) for found in shown[:_MAX_FINDINGS]],
+            "finding_count": len(shown),
+            "files": report.files,
+            "tensors": report.tensors,
+            "blocks": report.blocks,
+            "checked_bytes": report.bytes,
+            "unchecked_bytes": report.unchecked_bytes,
+            "content_digest": report.digest,
+            "seconds": round(time.monotonic() - begun, 3),
+            "fingerprint": fingerprint,
+        }
+
+    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
+        """As `Kind.publish`."""
+        return {**results[0], "subject": dict(plan_data)}
+
+    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
+        """The verdict counts for the checkpoint only if it is still what was verified."""
+        now, subject = time.time(), Subject(**result["subject"])
+        row = lock_checkpoint(connection, subject.id)
+        add_verification(
+            connection,
+            subject.id,
+            fingerprint=result["fingerprint"],
+            is_same=row["state"] == "committed" and subject.is_same(row),
+            mode="full",
+            outcome=result["outcome"],
+            findings=result["findings"],
+            checked_bytes=result["checked_bytes"],
+            content_digest=result.get("content_digest"),
+            seconds=result["seconds"],
+            job_id=job.id,
+            now=now,
+        )
+        detail = {"outcome": result["outcome"], "job": job.id, "findings": result["finding_count"]}
+        audit.record(
+            connection, job.created_by, "checkpoint.verify", f"checkpoint:{subject.id}", detail, now=now
+        )
+
+
+def _shown(found: Finding, root: StorageRoot) -> dict[str, Any]:
+    return {
+        "kind": found.kind,
+        "message": root.hide(found.message)[:_MAX_MESSAGE],
+        "file": found.file,
+        "fqn": found.fqn,
+        "offset": found.offset,
+        "length": found.length,
+    }

@@ -1,0 +1,101 @@
+"""``shapes``: names, shapes and dtypes of the model that a config.json of Hugging Face describes.
+
+The model is made by another process, without memory for its tensors, within a time, and without code of
+anybody's model: see `dcp.integrations.model_shapes`, which is a program because this service has no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Final
+
+from pydantic import AfterValidator
+from sqlalchemy import Connection
+
+from dcp.server.core.inputs import Plain
+from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
+from dcp.server.core.jobs.ledger.states import JobSpec, Json
+from dcp.server.core.jobs.parameters import CheckpointId, Parameters
+from dcp.server.core.jobs.subjects import find_subject, job_about
+from dcp.server.core.security.principal import Principal, Scope
+from dcp.server.core.settings import Settings
+
+__all__ = ["ShapesKind", "ShapesParams"]
+
+_MAX_CHARACTERS: Final = 1 << 16
+_SECONDS: Final = 900.0
+"""For a machine that has much else to do; the program bounds the time of its processor."""
+
+
+def _bounded(config: Any) -> Any:
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ValueError("a config.json of Hugging Face has a model_type")
+    if len(json.dumps(config)) > _MAX_CHARACTERS:
+        raise ValueError(f"{_MAX_CHARACTERS:,} characters at most")
+    return config
+
+
+class ShapesParams(Parameters):
+    """The model is one that the checkpoint is to be loaded into."""
+
+    checkpoint_id: CheckpointId
+    config: Annotated[Plain, AfterValidator(_bounded)]
+
+
+class ShapesKind(Kind[ShapesParams]):
+    """One task; the result is the job's."""
+
+    name: ClassVar[str] = "shapes"
+    scope: ClassVar[Scope] = "read"
+    params = ShapesParams
+    max_attempts: ClassVar[int] = 1
+
+    def specify(
+        self, connection: Connection, params: ShapesParams, caller: Principal, settings: Settings
+    ) -> JobSpec:
+        """As `Kind.specify`."""
+        subject = find_subject(connection, params.checkpoint_id, caller.roots)
+        return job_about(subject, self.name, params, caller, f"shapes:{params.digest()}")
+
+    def plan(self, context: JobContext, params: ShapesParams) -> JobPlan:
+        """As `Kind.plan`."""
+        return JobPlan(tasks=[TaskSpec(payload={"config": params.config})])
+
+    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
+        """As `Kind.run_task`."""
+        command = [sys.executable, "-m", "dcp.integrations.model_shapes"]
+        try:
+            done = subprocess.run(
+                command,
+                input=json.dumps(payload["config"]),
+                capture_output=True,
+                text=True,
+                timeout=_SECONDS,
+                cwd=context.work_folder,
+                env=_environment(),
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise PermanentJobError(f"making the model took more than {_SECONDS:g} s") from None
+        if done.returncode:
+            raise PermanentJobError(
+                "making the model was ended: it takes more processor time or memory than there is for this"
+            )
+        found: Json = json.loads(done.stdout)
+        if "problem" in found:
+            raise PermanentJobError(found["problem"])
+        return found
+
+    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
+        """As `Kind.publish`."""
+        return {**results[0], "tensor_count": len(results[0]["tensors"])}
+
+
+def _environment() -> dict[str, str]:
+    """What the program needs, and none of the service's secrets."""
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
+    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}

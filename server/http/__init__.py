@@ -1,4 +1,0 @@
-"""What all requests share: who asks and may, errors as problem documents, a POST that is done once.
-
-Each module of `middleware` is a step before the route. What is asked for is in `dcp.server.routes`.
-"""

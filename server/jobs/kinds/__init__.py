@@ -1,1 +1,0 @@
-"""Kinds of jobs, one module each. What several of them need is in `shared`."""

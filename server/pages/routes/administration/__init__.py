@@ -1,1 +1,0 @@
-"""Pages of those who run the service: keys and the audit log. Others are told what they lack."""

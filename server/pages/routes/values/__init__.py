@@ -1,1 +1,0 @@
-"""Pages of values: tensors, layers, and what changed."""

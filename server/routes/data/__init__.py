@@ -1,4 +1,0 @@
-"""Routes of what is in a checkpoint: tensors, slices, files, shards, statistics, differences.
-
-The work is done in `dcp.server.data`.
-"""
