@@ -14,7 +14,9 @@ from dcp.server.core.http.context import Service
 from dcp.server.core.http.dependencies import Writer
 from dcp.server.core.http.idempotent_transaction import IdempotentTransaction
 from dcp.server.core.jobs.answers import JobAnswer
+from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.ledger import find_job, jobs_of_key
+from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.jobs.submitting import submit_kind
 from dcp.server.core.problems import UnauthorizedError
 from dcp.server.core.roots import Roots
@@ -25,6 +27,7 @@ __all__ = ["Ask", "ask_of"]
 
 A = TypeVar("A", bound=BaseModel)
 P = ParamSpec("P")
+M = TypeVar("M", bound=Parameters)
 T = TypeVar("T")
 
 
@@ -88,11 +91,11 @@ class Ask:
         one was in its way. With an ``Idempotency-Key`` the answer is kept in the same transaction."""
         return IdempotentTransaction(self.service.database, self.request, self.response)(act)
 
-    def submit(self, kind: str, params: BaseModel) -> JobAnswer:
+    def submit(self, kind: type[Kind[M]], params: M) -> JobAnswer:
         """Submit a job; an unfinished one that does the same is returned instead. Raises what the kind
         refuses: what the caller may not see is not found."""
         return submit_kind(
-            kind,
+            kind.name,
             params,
             self.service,
             self.author,
@@ -100,10 +103,10 @@ class Ask:
             self.response,
         )
 
-    def last_job(self, kind: str, dedup_key: str, after: int = 0) -> JobAnswer | None:
-        """The newest job with this key and a number above ``after``, for a page that waits for it."""
+    def last_job(self, kind: type[Kind[M]], params: M, after: int = 0) -> JobAnswer | None:
+        """The newest job with these parameters and a number above ``after``, for a page that waits for it."""
         with self.reading() as connection:
-            last, _ = jobs_of_key(connection, kind, dedup_key, self.visible)
+            last, _ = jobs_of_key(connection, kind.dedup_key(params), self.visible)
             if last is None or last <= after:
                 return None
             job = find_job(connection, last, self.visible, whole=False)

@@ -18,7 +18,7 @@ __all__ = ["RecordAnswer", "answer_model", "answer_of", "answers"]
 
 R = TypeVar("R", bound="RecordAnswer")
 
-_ANSWERS: Final[dict[type[Any], type[RecordAnswer]]] = {}
+_ANSWERS: Final[dict[Any, type[RecordAnswer]]] = {}
 """By record: those that others have in them."""
 _ABSENT: Final = object()
 
@@ -81,32 +81,43 @@ def answers(record: type[Any]) -> Callable[[type[R]], type[R]]:
     return made
 
 
-def _made(record: type[Any], base: type[R], name: str, doc: str | None) -> type[R]:
-    fields = fields_of(record)
+def _made(
+    record: type[Any], base: type[R], name: str, doc: str | None, args: tuple[Any, ...] = ()
+) -> type[R]:
+    fields = [_filled(field, args) for field in fields_of(record)]
     types: dict[str, Any] = {field.name: (_type(field), _described(field)) for field in fields}
     model = create_model(name, __base__=base, __module__=base.__module__, __doc__=doc, **types)
     model.record = record
-    model.members = fields
+    model.members = tuple(fields)
     writers = {field.name: _writer(field.hint) for field in fields}
     model.written = tuple((name, write) for name, write in writers.items() if write is not None)
     return model
 
 
+def _filled(field: RecordField, args: tuple[Any, ...]) -> RecordField:
+    """The field of a generic record, of these ``args``."""
+    is_open = bool(getattr(field.hint, "__parameters__", ()))
+    return dataclasses.replace(field, hint=field.hint[args]) if is_open else field
+
+
 def answer_model(returned: Any) -> Any:
-    """The model of what a route returns: made of a record where it is one, else as it is."""
-    if not (isinstance(returned, type) and dataclasses.is_dataclass(returned)):
+    """The model of what a route returns: of a record, such as a ``Page[Run]``, one that is made of it."""
+    record = get_origin(returned) or returned
+    if not (isinstance(record, type) and dataclasses.is_dataclass(record)):
         return returned
     found = _ANSWERS.get(returned)
     if found is None:
-        summary = inspect.cleandoc(returned.__doc__ or "").partition("\n\n")[0]
-        found = _ANSWERS[returned] = _made(returned, RecordAnswer, returned.__name__, summary)
+        args = get_args(returned)
+        summary = inspect.cleandoc(record.__doc__ or "").partition("\n\n")[0]
+        name = "".join(arg.__name__ for arg in args) + record.__name__
+        found = _ANSWERS[returned] = _made(record, RecordAnswer, name, summary, args)
     return found
 
 
-def answer_of(found: Any) -> Any:
-    """What a route returned as its answer: of a record its model, else as it is."""
-    model = _ANSWERS.get(type(found))
-    return found if model is None else model.of(found)
+def answer_of(model: Any, found: Any) -> Any:
+    """What a route returned as its answer: of a record its ``model``, else as it is."""
+    is_record = isinstance(model, type) and issubclass(model, RecordAnswer) and not isinstance(found, model)
+    return model.of(found) if is_record and dataclasses.is_dataclass(found) else found
 
 
 def _described(field: RecordField) -> Any:

@@ -44,7 +44,7 @@ def _add_route(router: Any, route: Route) -> None:
 
     @functools.wraps(route.handle)
     def handle(*args: Any, **kwargs: Any) -> Any:
-        return answer_of(route.handle(*args, **kwargs))
+        return answer_of(model, route.handle(*args, **kwargs))
 
     _declare(handle, signature.replace(return_annotation=model))
     router.add_api_route(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from pydantic import BaseModel
+from pydantic import Field
 from sqlalchemy import Connection, insert
 
 from dcp.server.core.jobs.kind import (
@@ -26,6 +26,7 @@ from dcp.server.core.jobs.kind import (
     TransientJobError,
 )
 from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
+from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.security.principal import Principal, Scope
 from dcp.server.core.settings import Settings
 from dcp.server.database.tables import audit
@@ -48,11 +49,11 @@ def log_lines(folder: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-class MadeParams(BaseModel):
+class MadeParams(Parameters):
     """``acts`` has one for each task; see `_act`."""
 
     folder: str
-    acts: list[str] = []
+    acts: list[str] = Field(default_factory=list)
     plan_act: str = "write"
     publish_act: str = "write"
     payload_bytes: int = 0

@@ -15,11 +15,11 @@ from dcp.server.catalog.values import clean_json, clean_text
 from dcp.server.database.documents import find_item, read_items, write_document
 from dcp.server.database.sql import insert_or_update
 from dcp.server.database.tables import checkpoints, statistics, verifications
+from dcp.server.records.contents import Verification
 from dcp.server.records.declaring import moment
 
 __all__ = [
     "StatisticsRow",
-    "VerificationRow",
     "add_verification",
     "get_statistics",
     "list_verifications",
@@ -30,33 +30,6 @@ __all__ = [
 ]
 
 Outcome = Literal["good", "damaged"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerificationRow:
-    """One verification. ``fingerprint`` is of what was verified; another one now means other content."""
-
-    id: int
-    checkpoint_id: int
-    fingerprint: str | None
-    mode: str
-    outcome: str
-    findings: Any
-    checked_bytes: int
-    seconds: float
-    created_seconds: float
-    job_id: int | None
-
-    def is_of(self, checkpoint: CheckpointDetail) -> bool:
-        """Whether the checkpoint is still what was verified.
-
-        The verdict that it has stands for its content; by fingerprints alone, one that was not known yet, or
-        that changed without the content, would speak against the verdict beside it.
-        """
-        is_verdict = checkpoint.verification != "unverified"
-        if is_verdict and checkpoint.verified_at == moment(self.created_seconds):
-            return True
-        return self.fingerprint is not None and self.fingerprint == checkpoint.fingerprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,16 +132,35 @@ def list_verifications(
     visible: frozenset[str] | None = None,
     *,
     limit: int = 20,
-) -> list[VerificationRow]:
+) -> list[Verification]:
     """The last verifications, newest first; `MissingError` for a checkpoint that may not be seen."""
-    get_checkpoint(connection, checkpoint_id, visible)
+    checkpoint = get_checkpoint(connection, checkpoint_id, visible)
     query = (
         select(verifications)
         .where(verifications.c.checkpoint_id == checkpoint_id)
         .order_by(verifications.c.id.desc())
         .limit(limit)
     )
-    return [VerificationRow(**row._mapping) for row in connection.execute(query)]
+    return [_verification(row, checkpoint) for row in connection.execute(query)]
+
+
+def _verification(row: Any, checkpoint: CheckpointDetail) -> Verification:
+    created_at = moment(row.created_seconds)
+    # The verdict that the checkpoint has stands for its content; by fingerprints alone, one that was not
+    # known yet, or that changed without the content, would speak against the verdict beside it.
+    is_verdict = checkpoint.verification != "unverified" and checkpoint.verified_at == created_at
+    is_same = row.fingerprint is not None and row.fingerprint == checkpoint.fingerprint
+    return Verification(
+        id=row.id,
+        outcome=row.outcome,
+        mode=row.mode,
+        is_current=is_verdict or is_same,
+        findings=row.findings,
+        checked_bytes=row.checked_bytes,
+        seconds=row.seconds,
+        created_at=created_at,
+        job_id=row.job_id,
+    )
 
 
 def set_statistics(

@@ -26,10 +26,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
-from pydantic import BaseModel
 from sqlalchemy import Connection
 
 from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json, TaskSpec
+from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.problems import ProblemError
 from dcp.server.core.roots import Roots
 from dcp.server.core.security.principal import Principal, Scope
@@ -49,7 +49,7 @@ __all__ = [
     "is_retryable",
 ]
 
-P = TypeVar("P", bound=BaseModel)
+P = TypeVar("P", bound=Parameters)
 
 _PASSING_STATUS: Final = frozenset({429, 502, 503, 504})
 _OF_THE_JOB: Final = frozenset(
@@ -146,7 +146,7 @@ class JobPlan:
 
 
 class Kind(ABC, Generic[P]):
-    """A kind of job. One object of it is in the registry `dcp.server.core.jobs.kinds.KINDS`, by its name."""
+    """A kind of job. One object of it is in ``kinds`` of a feature."""
 
     name: ClassVar[str]
     scope: ClassVar[Scope]  # what a key needs to submit one
@@ -157,6 +157,11 @@ class Kind(ABC, Generic[P]):
     leaves_plans: ClassVar[bool] = False  # what its plans reserve is outside of the work folder
     has_own_slot: ClassVar[bool] = False  # one of them runs in each worker beside `concurrency` others
     preload: ClassVar[tuple[str, ...]] = ()  # modules that subprocesses need, and the API process does not
+
+    @classmethod
+    def dedup_key(cls, params: P) -> str:
+        """The key of a job with ``params``: while one is unfinished, another with the same key joins it."""
+        return f"{cls.name}:{params.digest()}"
 
     @abstractmethod
     def specify(self, connection: Connection, params: P, caller: Principal, settings: Settings) -> JobSpec:

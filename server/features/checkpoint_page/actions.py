@@ -30,7 +30,6 @@ from dcp.server.features.labels.answers import AliasChange
 from dcp.server.features.retention import deletion_api
 from dcp.server.features.roots import api as roots_api
 from dcp.server.features.roots.answers import RootAnswer
-from dcp.server.features.verify.job import VerifyParams
 
 __all__ = ["Undo", "router", "undo_of", "writable_roots"]
 
@@ -76,16 +75,6 @@ def _params(model: type[BaseModel], **given: Any) -> Any:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UnprocessableError(f"{where}: {first['msg']}" if where else str(first["msg"])) from None
-
-
-@router.post(_CHECKPOINT + "/verify", dependencies=_WRITE)
-def verify_form(
-    checkpoint_id: IdPath, form: FormDep, service: ServiceDep, author: Author, transact: IdempotentDep
-) -> Response:
-    """Read and compare every byte, as a job."""
-    params = VerifyParams(checkpoint_id=checkpoint_id)
-    job = submit_kind("verify", params, service, author, transact, Response())
-    return RedirectResponse(f"/jobs/{job.id}", 303)
 
 
 @router.post(_CHECKPOINT + "/convert", dependencies=_CONVERT)

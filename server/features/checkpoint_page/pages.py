@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from dcp.planners.weight_maps.weight_map import ready_maps
 from dcp.server.catalog.audit import AuditEntry, last_removal
 from dcp.server.catalog.contents.layers import in_order
+from dcp.server.catalog.contents.verifications import list_verifications
 from dcp.server.core.answers import IdPath
 from dcp.server.core.data.access import DataDep
 from dcp.server.core.http.dependencies import Caller, Db, PageParams, ServiceDep
@@ -21,7 +22,7 @@ from dcp.server.features.checkpoints.answers import CheckpointAnswer, Checkpoint
 from dcp.server.features.checkpoints.queries import CheckpointQuery
 from dcp.server.features.checkpoints.snippets import snippets_of
 from dcp.server.features.diff.changes import changes_below, changes_of_list
-from dcp.server.features.diff.job import DiffParams
+from dcp.server.features.diff.job import DiffKind, DiffParams
 from dcp.server.features.diff.kept import Differences
 from dcp.server.features.downloads import api as downloads_api
 from dcp.server.features.jobs import api as jobs_api
@@ -30,8 +31,7 @@ from dcp.server.features.lineage import api as lineage_api
 from dcp.server.features.roots import api as roots_api
 from dcp.server.features.tensors import api as tensors_api
 from dcp.server.features.tensors.trees import TreePart, parts_of
-from dcp.server.features.verify import api as verification_api
-from dcp.server.features.verify.answers import VerificationAnswer
+from dcp.server.records.contents import Verification
 from dcp.storage.commit_names import METADATA_NAME
 from dcp.storage.formats.registry import target_names
 
@@ -83,7 +83,7 @@ def checkpoint_page(
     roots = {root.name: root for root in roots_api.list_all(service, caller).items}
     jobs = jobs_api.list_jobs(database, caller, PageParams(5, None), _ACTIVE, checkpoint_id=checkpoint_id)
     before = _neighbour(found, database, caller, is_next=False)
-    verifications = verification_api.list_verifications(checkpoint_id, database, caller, 5).items
+    verifications = _verifications(checkpoint_id, database, caller, 5)
     return page(
         request,
         "checkpoint.html",
@@ -156,8 +156,8 @@ def _changes(
     if before is None or view.colour != "change" or of.state != "committed":
         return {"changes": None, "is_cut": False, "change_job": None}
     kept = data.service.own(Differences).kept(before.id, of.id, caller)
-    key = DiffParams(a=before.id, b=of.id).dedup_key
-    job = last_job("diff", key, database, caller, None if kept is None else kept[0].id)
+    key = DiffKind.dedup_key(DiffParams(a=before.id, b=of.id))
+    job = last_job(key, database, caller, None if kept is None else kept[0].id)
     if kept is None:
         return {"changes": None, "is_cut": False, "change_job": job}
     _, found = kept
@@ -165,7 +165,12 @@ def _changes(
     return {"changes": changes, "is_cut": found.is_cut, "change_job": job}
 
 
-def _asker(verifications: list[VerificationAnswer], database: Db, caller: Caller) -> str | None:
+def _verifications(checkpoint_id: int, database: Db, caller: Caller, limit: int) -> list[Verification]:
+    with database.read() as connection:
+        return list_verifications(connection, checkpoint_id, caller.roots, limit=limit)
+
+
+def _asker(verifications: list[Verification], database: Db, caller: Caller) -> str | None:
     """Whose job the newest was: jobs that the catalog refers to are never forgotten."""
     job_id = verifications[0].job_id if verifications else None
     return None if job_id is None else jobs_api.get_job(job_id, database, caller).created_by
@@ -203,7 +208,7 @@ def files_page(
     """Its files, as they are in storage now, and whether stock torch finds what it needs among them."""
     found = api.get_checkpoint(checkpoint_id, database, caller, Response())
     listed = downloads_api.list_files(checkpoint_id, data, caller)
-    verifications = verification_api.list_verifications(checkpoint_id, database, caller, 1).items
+    verifications = _verifications(checkpoint_id, database, caller, 1)
     return page(
         request,
         "files.html",

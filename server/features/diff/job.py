@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from sqlalchemy import Connection
-
-from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
-from dcp.server.core.jobs.ledger.states import JobSpec, Json
+from dcp.server.core.jobs.kind import JobContext, ReportProgress
+from dcp.server.core.jobs.ledger.states import Json
 from dcp.server.core.jobs.parameters import CheckpointId, Globs, Parameters
+from dcp.server.core.jobs.simple_kind import SimpleKind
 from dcp.server.core.jobs.subjects import (
     Subject,
-    find_subject,
-    job_about,
     open_source,
     storage_errors,
 )
-from dcp.server.core.security.principal import Principal, Scope
-from dcp.server.core.settings import Settings
+from dcp.server.core.security.principal import Scope
 from dcp.server.features.statistics.documents import difference_document
 
 __all__ = ["DiffKind", "DiffParams"]
@@ -33,49 +29,32 @@ class DiffParams(Parameters):
     only: Globs | None = None
     exclude: Globs | None = None
 
-    @property
-    def dedup_key(self) -> str:
-        """The key of the job."""
-        return f"diff:{self.digest()}"
 
-
-class DiffKind(Kind[DiffParams]):
-    """One task; the result is the job's."""
+class DiffKind(SimpleKind[DiffParams]):
+    """The difference of two checkpoints."""
 
     name: ClassVar[str] = "diff"
     scope: ClassVar[Scope] = "read"
     params = DiffParams
+    subjects: ClassVar[tuple[str, ...]] = ("a", "b")
     preload: ClassVar[tuple[str, ...]] = (
         "dcp.inspection.values.difference",
         "dcp.inspection.values.tensor_reading",
     )
 
-    def specify(
-        self, connection: Connection, params: DiffParams, caller: Principal, settings: Settings
-    ) -> JobSpec:
-        """As `Kind.specify`."""
-        find_subject(connection, params.a, caller.roots)
-        second = find_subject(connection, params.b, caller.roots)
-        return job_about(second, self.name, params, caller, params.dedup_key)
-
-    def prepare(self, connection: Connection, params: DiffParams) -> Json:
-        """As `Kind.prepare`."""
-        return {name: find_subject(connection, getattr(params, name)).to_json() for name in ("a", "b")}
-
-    def plan(self, context: JobContext, params: DiffParams) -> JobPlan:
-        """As `Kind.plan`."""
-        payload = {**context.prepared, "params": params.model_dump(mode="json")}
-        weight = context.prepared["a"]["bytes"] + context.prepared["b"]["bytes"]
-        return JobPlan(tasks=[TaskSpec(payload=payload, weight_bytes=weight)])
-
-    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
-        """As `Kind.run_task`."""
+    def run(
+        self,
+        context: JobContext,
+        params: DiffParams,
+        subjects: Sequence[Subject],
+        report_progress: ReportProgress,
+    ) -> Json:
+        """As `SimpleKind.run`."""
         from dcp.inspection.values.difference import diff
         from dcp.inspection.values.tensor_reading import TensorReader
 
-        params = DiffParams.model_validate(payload["params"])
-        root_a, a = open_source(context, Subject(**payload["a"]))
-        root_b, b = open_source(context, Subject(**payload["b"]))
+        root_a, a = open_source(context, subjects[0])
+        root_b, b = open_source(context, subjects[1])
         with (
             storage_errors(root_a, root_b),
             TensorReader(a.store, a.index, verify="full", name=a.name) as first,
@@ -89,9 +68,5 @@ class DiffKind(Kind[DiffParams]):
                 exclude=params.exclude,
                 progress=lambda done, total: report_progress(done),
             )
-        contents = {name: Subject(**payload[name]).content for name in ("a", "b")}
+        contents = {"a": subjects[0].content, "b": subjects[1].content}
         return {"a": params.a, "b": params.b, "contents": contents, **difference_document(found)}
-
-    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
-        """As `Kind.publish`."""
-        return dict(results[0])

@@ -12,7 +12,7 @@ from dcp.server.core.jobs.ledger import find_job, get_job, jobs_of_key
 from dcp.server.core.jobs.ledger.states import JobRow
 from dcp.server.core.jobs.subjects import find_subject
 from dcp.server.core.security.principal import Principal
-from dcp.server.features.diff.job import DiffParams
+from dcp.server.features.diff.job import DiffKind, DiffParams
 from dcp.server.records.contents import Basis
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Differences:
                 name: find_subject(connection, number, caller.roots).content
                 for name, number in (("a", a), ("b", b))
             }
-            _, found = jobs_of_key(connection, "diff", DiffParams(a=a, b=b).dedup_key, caller.roots)
+            _, found = jobs_of_key(connection, DiffKind.dedup_key(DiffParams(a=a, b=b)), caller.roots)
             job = None if found is None else find_job(connection, found, whole=False)
         if job is None or job.result is None or job.result.get("contents") != contents:
             return None

@@ -24,7 +24,7 @@ from dcp.server.features.checkpoints import api as checkpoints_api
 from dcp.server.features.checkpoints.answers import CheckpointAnswer
 from dcp.server.features.checkpoints.queries import CheckpointQuery
 from dcp.server.features.diff import api
-from dcp.server.features.diff.job import DiffParams
+from dcp.server.features.diff.job import DiffKind, DiffParams
 from dcp.server.features.jobs.pages import last_job
 from dcp.server.features.tensors import drawings_api
 from dcp.server.features.tensors.answers import DiffAnswer, TensorDifferenceAnswer
@@ -106,7 +106,7 @@ def diff_page(
         nonfinite=_nonfinite(view.a, view.b, found, data, caller),
         order=_order(view, found),
         objects=found.objects[:_OBJECTS],
-        job=last_job("diff", DiffParams(a=view.a, b=view.b).dedup_key, database, caller, found.job_id),
+        job=last_job(DiffKind.dedup_key(DiffParams(a=view.a, b=view.b)), database, caller, found.job_id),
         histograms=None if view.tensor is None else _histograms(view.a, view.b, view.tensor, data, caller),
     )
 

@@ -45,11 +45,6 @@ class DriftParams(Parameters):
     only: Globs | None = None
     exclude: Globs | None = None
 
-    @property
-    def dedup_key(self) -> str:
-        """The key of the job."""
-        return f"drift:{self.digest()}"
-
 
 class DriftKind(Kind[DriftParams]):
     """A task for each two neighbours; the result is a row for each layer."""
@@ -74,7 +69,7 @@ class DriftKind(Kind[DriftParams]):
             params=params.model_dump(mode="json"),
             created_by=caller.name,
             root=run.root,
-            dedup_key=params.dedup_key,
+            dedup_key=self.dedup_key(params),
         )
 
     def prepare(self, connection: Connection, params: DriftParams) -> Json:

@@ -16,7 +16,7 @@ from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.jobs.ledger import latest_success
 from dcp.server.core.problems import NotFoundError
 from dcp.server.features.drift import feature
-from dcp.server.features.drift.job import DriftParams
+from dcp.server.features.drift.job import DriftKind, DriftParams
 from dcp.server.features.drift.picture import DriftValue, drift_picture
 from dcp.server.features.drift.records import DriftLayer, RunDrift
 from dcp.server.records.declaring import moment
@@ -43,7 +43,7 @@ def _found(run_id: int, ask: Ask) -> RunDrift | None:
 @feature.post("/runs/{run_id}/drift", tag="runs", scope="read", status=202, errors=(404, 409))
 def compute_run_drift(run_id: IdPath, ask: Ask) -> JobAnswer:
     """Have it computed of up to 50 steps, by a job; `POST /jobs` with the kind `drift` chooses them."""
-    return ask.submit("drift", DriftParams(run_id=run_id))
+    return ask.submit(DriftKind, DriftParams(run_id=run_id))
 
 
 class DriftView(BaseModel):
@@ -73,7 +73,7 @@ def drift_page(run_id: IdPath, view: Annotated[DriftView, Query()], ask: Ask) ->
         "layer_count": len(layers),
         "has_optimizer": drift is not None and len(_weights(drift)) not in (0, len(drift.layers)),
         "lost": [one for one in drift.steps if one.problem] if drift else [],
-        "job": ask.last_job("drift", DriftParams(run_id=run_id).dedup_key, drift.job_id if drift else 0),
+        "job": ask.last_job(DriftKind, DriftParams(run_id=run_id), drift.job_id if drift else 0),
     }
 
 

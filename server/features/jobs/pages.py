@@ -112,13 +112,11 @@ def _outcomes(jobs: Sequence[JobAnswer], database: Db) -> dict[int, str]:
         return outcomes_of_jobs(connection, [job.id for job in jobs if job.kind == "verify"])
 
 
-def last_job(
-    kind: str, dedup_key: str, database: Db, caller: Caller, shown: int | None = None
-) -> JobAnswer | None:
+def last_job(dedup_key: str, database: Db, caller: Caller, shown: int | None = None) -> JobAnswer | None:
     """The newest job with this key that the caller may see, for a page that waits for it; None where it is
     not newer than the job whose result is ``shown``."""
     with database.read() as connection:
-        last, _ = jobs_of_key(connection, kind, dedup_key, caller.roots)
+        last, _ = jobs_of_key(connection, dedup_key, caller.roots)
     return None if last is None or last <= (shown or 0) else api.get_job(last, database, caller)
 
 

@@ -14,8 +14,8 @@ from dcp.server.core.http.routers import api_router
 from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.jobs.submitting import submit_kind
 from dcp.server.core.problems import NotFoundError
+from dcp.server.features.statistics.answers import StatisticsAnswer
 from dcp.server.features.statistics.job import StatsParams
-from dcp.server.features.verify.answers import StatisticsAnswer
 
 __all__ = ["router"]
 

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from sqlalchemy import Connection
 
 from dcp.server.catalog.contents.verifications import set_statistics
-from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
-from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
+from dcp.server.core.jobs.kind import JobContext, ReportProgress
+from dcp.server.core.jobs.ledger.states import JobRow, Json
 from dcp.server.core.jobs.parameters import CheckpointId, Globs, Parameters
+from dcp.server.core.jobs.simple_kind import SimpleKind
 from dcp.server.core.jobs.subjects import (
     Subject,
-    find_subject,
-    job_about,
     open_place,
     storage_errors,
     unchanged,
 )
-from dcp.server.core.security.principal import Principal, Scope
-from dcp.server.core.settings import Settings
+from dcp.server.core.security.principal import Scope
 from dcp.server.features.statistics.documents import statistics_document
 from dcp.storage.formats.opening import index_at
 
@@ -42,8 +40,8 @@ class StatsParams(Parameters):
         return self.only is None and self.exclude is None
 
 
-class StatsKind(Kind[StatsParams]):
-    """One task; its result is kept with the checkpoint, if it is of all tensors."""
+class StatsKind(SimpleKind[StatsParams]):
+    """Statistics of one checkpoint; the result is kept with the checkpoint, if it is of all tensors."""
 
     name: ClassVar[str] = "stats"
     scope: ClassVar[Scope] = "read"
@@ -53,29 +51,19 @@ class StatsKind(Kind[StatsParams]):
         "dcp.inspection.values.tensor_reading",
     )
 
-    def specify(
-        self, connection: Connection, params: StatsParams, caller: Principal, settings: Settings
-    ) -> JobSpec:
-        """As `Kind.specify`."""
-        subject = find_subject(connection, params.checkpoint_id, caller.roots)
-        return job_about(subject, self.name, params, caller, f"stats:{subject.id}:{params.digest()}")
-
-    def prepare(self, connection: Connection, params: StatsParams) -> Json:
-        """As `Kind.prepare`."""
-        return find_subject(connection, params.checkpoint_id).to_json()
-
-    def plan(self, context: JobContext, params: StatsParams) -> JobPlan:
-        """As `Kind.plan`."""
-        payload = {"subject": dict(context.prepared), "params": params.model_dump(mode="json")}
-        return JobPlan(tasks=[TaskSpec(payload=payload, weight_bytes=context.prepared["bytes"])])
-
-    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
-        """As `Kind.run_task`."""
+    def run(
+        self,
+        context: JobContext,
+        params: StatsParams,
+        subjects: Sequence[Subject],
+        report_progress: ReportProgress,
+    ) -> Json:
+        """As `SimpleKind.run`."""
         from dcp.inspection.values.statistics import statistics
         from dcp.inspection.values.tensor_reading import TensorReader
 
-        params = StatsParams.model_validate(payload["params"])
-        root, place = open_place(context, Subject(**payload["subject"]))
+        (subject,) = subjects
+        root, place = open_place(context, subject)
         with (
             storage_errors(root),
             unchanged(place) as fingerprint,
@@ -89,10 +77,6 @@ class StatsKind(Kind[StatsParams]):
                 progress=lambda done, total: report_progress(done),
             )
         return {**statistics_document(found), "fingerprint": fingerprint}
-
-    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
-        """As `Kind.publish`."""
-        return dict(results[0])
 
     def record(self, connection: Connection, job: JobRow, result: Json) -> None:
         """As `Kind.record`."""

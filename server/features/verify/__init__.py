@@ -9,4 +9,4 @@ from dcp.server.features.verify.job import VerifyKind
 
 __all__ = ["feature"]
 
-feature: Final = Feature("verify", __name__, kinds=[VerifyKind()], web=["api"])
+feature: Final = Feature("verify", __name__, kinds=[VerifyKind()], web=["web"])

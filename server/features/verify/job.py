@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from sqlalchemy import Connection
@@ -11,65 +12,47 @@ from sqlalchemy import Connection
 from dcp.server.catalog import audit
 from dcp.server.catalog.contents.verifications import add_verification
 from dcp.server.catalog.details import lock_checkpoint
-from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
-from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
-from dcp.server.core.jobs.parameters import CheckpointId, Parameters
+from dcp.server.core.jobs.kind import JobContext, ReportProgress
+from dcp.server.core.jobs.ledger.states import JobRow, Json
+from dcp.server.core.jobs.simple_kind import CheckpointParams, SimpleKind
 from dcp.server.core.jobs.subjects import (
     Subject,
-    find_subject,
-    job_about,
     open_place,
     storage_errors,
     unchanged,
 )
 from dcp.server.core.roots import StorageRoot
-from dcp.server.core.security.principal import Principal, Scope
-from dcp.server.core.settings import Settings
+from dcp.server.core.security.principal import Scope
 
 if TYPE_CHECKING:
     from dcp.inspection.verification import Finding
 
-__all__ = ["VerifyKind", "VerifyParams"]
+__all__ = ["VerifyKind"]
 
 _MAX_FINDINGS: Final = 200
 _MAX_MESSAGE: Final = 1000
 
 
-class VerifyParams(Parameters):
-    """The checkpoint."""
-
-    checkpoint_id: CheckpointId
-
-
-class VerifyKind(Kind[VerifyParams]):
-    """One task, which reads with several threads."""
+class VerifyKind(SimpleKind[CheckpointParams]):
+    """The verification of one checkpoint."""
 
     name: ClassVar[str] = "verify"
     scope: ClassVar[Scope] = "write"
-    params = VerifyParams
+    params = CheckpointParams
     preload: ClassVar[tuple[str, ...]] = ("dcp.inspection.verification",)
 
-    def specify(
-        self, connection: Connection, params: VerifyParams, caller: Principal, settings: Settings
-    ) -> JobSpec:
-        """As `Kind.specify`."""
-        subject = find_subject(connection, params.checkpoint_id, caller.roots)
-        return job_about(subject, self.name, params, caller, f"verify:{subject.id}")
-
-    def prepare(self, connection: Connection, params: VerifyParams) -> Json:
-        """As `Kind.prepare`."""
-        return find_subject(connection, params.checkpoint_id).to_json()
-
-    def plan(self, context: JobContext, params: VerifyParams) -> JobPlan:
-        """As `Kind.plan`."""
-        subject = dict(context.prepared)
-        return JobPlan(tasks=[TaskSpec(payload=subject, weight_bytes=subject["bytes"])], plan_data=subject)
-
-    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
-        """As `Kind.run_task`."""
+    def run(
+        self,
+        context: JobContext,
+        params: CheckpointParams,
+        subjects: Sequence[Subject],
+        report_progress: ReportProgress,
+    ) -> Json:
+        """As `SimpleKind.run`; reads with several threads."""
         from dcp.inspection.verification import verify_place
 
-        root, place = open_place(context, Subject(**payload))
+        (subject,) = subjects
+        root, place = open_place(context, subject)
         begun = time.monotonic()
         with storage_errors(root), unchanged(place) as fingerprint:
             report = verify_place(place, progress=lambda done, total: report_progress(done), with_digest=True)
@@ -86,11 +69,8 @@ class VerifyKind(Kind[VerifyParams]):
             "content_digest": report.digest,
             "seconds": round(time.monotonic() - begun, 3),
             "fingerprint": fingerprint,
+            "subject": asdict(subject),
         }
-
-    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
-        """As `Kind.publish`."""
-        return {**results[0], "subject": dict(plan_data)}
 
     def record(self, connection: Connection, job: JobRow, result: Json) -> None:
         """The verdict counts for the checkpoint only if it is still what was verified."""

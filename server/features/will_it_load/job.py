@@ -14,15 +14,14 @@ from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import AfterValidator
-from sqlalchemy import Connection
 
 from dcp.server.core.inputs import Plain
-from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
-from dcp.server.core.jobs.ledger.states import JobSpec, Json
+from dcp.server.core.jobs.kind import JobContext, PermanentJobError, ReportProgress
+from dcp.server.core.jobs.ledger.states import Json
 from dcp.server.core.jobs.parameters import CheckpointId, Parameters
-from dcp.server.core.jobs.subjects import find_subject, job_about
-from dcp.server.core.security.principal import Principal, Scope
-from dcp.server.core.settings import Settings
+from dcp.server.core.jobs.simple_kind import SimpleKind
+from dcp.server.core.jobs.subjects import Subject
+from dcp.server.core.security.principal import Scope
 
 __all__ = ["ShapesKind", "ShapesParams"]
 
@@ -46,32 +45,27 @@ class ShapesParams(Parameters):
     config: Annotated[Plain, AfterValidator(_bounded)]
 
 
-class ShapesKind(Kind[ShapesParams]):
-    """One task; the result is the job's."""
+class ShapesKind(SimpleKind[ShapesParams]):
+    """The shapes of a model."""
 
     name: ClassVar[str] = "shapes"
     scope: ClassVar[Scope] = "read"
     params = ShapesParams
     max_attempts: ClassVar[int] = 1
 
-    def specify(
-        self, connection: Connection, params: ShapesParams, caller: Principal, settings: Settings
-    ) -> JobSpec:
-        """As `Kind.specify`."""
-        subject = find_subject(connection, params.checkpoint_id, caller.roots)
-        return job_about(subject, self.name, params, caller, f"shapes:{params.digest()}")
-
-    def plan(self, context: JobContext, params: ShapesParams) -> JobPlan:
-        """As `Kind.plan`."""
-        return JobPlan(tasks=[TaskSpec(payload={"config": params.config})])
-
-    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
-        """As `Kind.run_task`."""
+    def run(
+        self,
+        context: JobContext,
+        params: ShapesParams,
+        subjects: Sequence[Subject],
+        report_progress: ReportProgress,
+    ) -> Json:
+        """As `SimpleKind.run`; reads nothing of the checkpoint."""
         command = [sys.executable, "-m", "dcp.integrations.model_shapes"]
         try:
             done = subprocess.run(
                 command,
-                input=json.dumps(payload["config"]),
+                input=json.dumps(params.config),
                 capture_output=True,
                 text=True,
                 timeout=_SECONDS,
@@ -88,11 +82,7 @@ class ShapesKind(Kind[ShapesParams]):
         found: Json = json.loads(done.stdout)
         if "problem" in found:
             raise PermanentJobError(found["problem"])
-        return found
-
-    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
-        """As `Kind.publish`."""
-        return {**results[0], "tensor_count": len(results[0]["tensors"])}
+        return {**found, "tensor_count": len(found["tensors"])}
 
 
 def _environment() -> dict[str, str]:

@@ -98,11 +98,11 @@ def latest_success(
 
 
 def jobs_of_key(
-    connection: Connection, kind: str, dedup_key: str, visible: frozenset[str] | None = None
+    connection: Connection, dedup_key: str, visible: frozenset[str] | None = None
 ) -> tuple[int | None, int | None]:
     """Of the jobs with this key that may be seen, the last one, and the last one that succeeded."""
     query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
-    query = query.where(jobs.c.kind == kind, *_seen(visible)).order_by(jobs.c.id.desc()).limit(1)
+    query = query.where(*_seen(visible)).order_by(jobs.c.id.desc()).limit(1)
     ended = jobs.c.dedup_key.startswith(f"{dedup_key}{KEY_END}", autoescape=True)
     last = query.where(or_(jobs.c.dedup_key == dedup_key, ended))
     succeeded = query.where(jobs.c.state == "succeeded", ended)

@@ -1,0 +1,44 @@
+"""Verifications of a checkpoint: listed, and asked for by the API or its page."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Query
+
+from dcp.server.catalog.contents import verifications
+from dcp.server.core.answers import IdPath
+from dcp.server.core.ask import Ask
+from dcp.server.core.jobs.answers import JobAnswer
+from dcp.server.core.jobs.simple_kind import CheckpointParams
+from dcp.server.features.verify import feature
+from dcp.server.features.verify.job import VerifyKind
+from dcp.server.records.contents import Verification
+from dcp.server.records.lists import Items
+
+
+@feature.get("/checkpoints/{checkpoint_id}/verifications", tag="data")
+def list_verifications(
+    checkpoint_id: IdPath, ask: Ask, limit: Annotated[int, Query(ge=1, le=100)] = 20
+) -> Items[Verification]:
+    """The last verifications, newest first."""
+    found = ask.find(verifications.list_verifications, checkpoint_id, ask.visible, limit=limit)
+    return Items(tuple(found))
+
+
+@feature.post(
+    "/checkpoints/{checkpoint_id}/verifications",
+    tag="data",
+    scope="write",
+    status=202,
+    errors=(404, 409, 410),
+)
+def verify_checkpoint(checkpoint_id: IdPath, ask: Ask) -> JobAnswer:
+    """Have every byte read and compared, by a job."""
+    return ask.submit(VerifyKind, CheckpointParams(checkpoint_id=checkpoint_id))
+
+
+@feature.form("/checkpoints/{checkpoint_id}/verify", scope="write")
+def verify_form(checkpoint_id: IdPath, ask: Ask) -> str:
+    """Read and compare every byte, as a job."""
+    return f"/jobs/{verify_checkpoint(checkpoint_id, ask).id}"
