@@ -43,7 +43,8 @@ class Route:
 class Page:
     """A page, or without a ``template`` the target of a form.
 
-    ``handle`` of a page returns the values of its template; that of a form the path to show next.
+    ``handle`` of a page returns the values of its template, or a record, which is the template's ``found``
+    and the answer of the API at the same path; that of a form returns the path to show next.
     """
 
     method: Literal["GET", "POST"]
@@ -51,6 +52,7 @@ class Page:
     handle: Callable[..., Any]
     scope: Scope
     template: str
+    tag: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +112,18 @@ class Feature:
 
         return declare
 
-    def page(self, path: str, template: str, *, scope: Scope = "read") -> Callable[[F], F]:
-        """Declare a page: ``template`` of this feature, filled with the values that the function returns."""
+    def page(self, path: str, template: str, *, scope: Scope = "read", tag: str = "") -> Callable[[F], F]:
+        """Declare a page: ``template`` of this feature, filled with the values that the function returns.
+
+        A function that returns a record answers the API at the same path as well, below ``tag`` of its
+        documentation. Each page links to the JSON at its path, where the feature has such a route, else to
+        the value ``twin``.
+        """
 
         def declare(handle: F) -> F:
-            self.pages.append(Page("GET", path, handle, scope, template))
+            self.pages.append(Page("GET", path, handle, scope, template, tag))
+            if tag:
+                self.routes.append(Route("GET", path, handle, scope, tag, 200, (404,)))
             return handle
 
         return declare

@@ -15,7 +15,7 @@ from dcp.server.core.answers import problems
 from dcp.server.core.ask import Ask, ask_of
 from dcp.server.core.feature import Feature, Page, Route
 from dcp.server.core.http.dependencies import requires
-from dcp.server.core.http.routers import api_router
+from dcp.server.core.http.routers import API, api_router
 from dcp.server.core.pages.queries import pages_router
 from dcp.server.core.pages.rendering import page
 from dcp.server.core.pages.tokens import FormDep
@@ -71,7 +71,8 @@ def _add_page(router: Any, feature: Feature, declared: Page) -> None:
         if isinstance(found, Response):
             return found
         if declared.template:
-            return page(given, f"{feature.name}/{declared.template}", **found)
+            values = {"found": found} if declared.tag else found
+            return page(given, f"{feature.name}/{declared.template}", **{**_twin(feature, given), **values})
         return RedirectResponse(found, 303)
 
     parameters = [*signature.parameters.values(), extra]
@@ -79,6 +80,12 @@ def _add_page(router: Any, feature: Feature, declared: Page) -> None:
     router.add_api_route(
         declared.path, handle, methods=[declared.method], dependencies=[requires(declared.scope)]
     )
+
+
+def _twin(feature: Feature, request: Request) -> dict[str, str]:
+    template = request.scope["route"].path
+    has_twin = any(route.path == template and route.method == "GET" for route in feature.routes)
+    return {"twin": f"{API}{request.url.path}"} if has_twin else {}
 
 
 def _signature(handle: Callable[..., Any]) -> inspect.Signature:
