@@ -1,44 +1,29 @@
-"""What admins do with the service: keys, webhooks, rules, retention; the part of `AsyncClient` for that."""
+"""Administration of the service: keys, webhooks, rules, retention; a part of `AsyncClient`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
-from dcp.server.client import calls, calls_admin
 from dcp.server.client.asynchronous.connection import AsyncHttpConnection, AsyncPages
-from dcp.server.client.calls_admin import PolicyChanges, RuleChanges, WebhookChanges
-from dcp.server.records.administration import (
-    CreatedKey,
-    Delivery,
-    Key,
-    RetentionPolicy,
-    RetentionPreview,
-    RetentionTotals,
-    Rule,
-    Webhook,
-    WebhookSecret,
-)
-from dcp.server.records.jobs import Job
+from dcp.server.client.generated import models, operations
 
 __all__ = ["AsyncAdministration"]
 
 
 class AsyncAdministration(AsyncHttpConnection):
-    """Methods of `AsyncClient`. Changes with an ``etag`` are made only if it is still in that version.
-
-    What answers with a secret is not tried again once it was sent, since its answer is given only once.
-    """
+    """Methods of `AsyncClient`. Those that return a secret are not repeated once they were sent, because the
+    answer is given only once."""
 
     # -- keys ------------------------------------------------------------------------------------------------
 
-    async def keys(self) -> list[Key]:
-        """All keys, revoked and expired ones too."""
-        return await self._send(calls_admin.keys())
+    async def keys(self) -> list[models.Key]:
+        """List all keys, including revoked and expired ones."""
+        return await self._send(operations.list_keys())
 
-    async def key(self, key_id: int) -> Key:
-        """One key."""
-        return await self._send(calls_admin.key(key_id))
+    async def key(self, key_id: int) -> models.Key:
+        """Get one key."""
+        return await self._send(operations.get_key(key_id))
 
     async def create_key(
         self,
@@ -47,56 +32,41 @@ class AsyncAdministration(AsyncHttpConnection):
         scopes: Sequence[str] = ("read",),
         roots: Sequence[str] | None = None,
         expires_in_seconds: float | None = None,
-    ) -> CreatedKey:
-        """Make a key, for some ``roots`` or for all; ``key`` of the answer is it, for the only time."""
-        return await self._send(calls_admin.create_key(name, scopes, roots, expires_in_seconds))
+    ) -> models.CreatedKey:
+        """Create a key for some ``roots`` or for all; only this answer contains it, as ``key``."""
+        options = {"scopes": scopes, "roots": roots, "expires_in_seconds": expires_in_seconds}
+        return await self._send(operations.create_key({"name": name, **options}))
 
-    async def revoke_key(self, key_id: int) -> Key:
-        """End a key at once and for ever; again is fine."""
-        return await self._send(calls_admin.revoke_key(key_id))
+    async def revoke_key(self, key_id: int) -> models.Key:
+        """Revoke a key, at once and for ever."""
+        return await self._send(operations.revoke_key(key_id))
 
     # -- webhooks --------------------------------------------------------------------------------------------
 
-    def webhooks(self, *, page_size: int = 100) -> AsyncPages[Webhook]:
-        """Webhooks by id."""
-        return AsyncPages(self._send, calls_admin.webhooks(), page_size)
+    def webhooks(self, *, page_size: int = 100) -> AsyncPages[models.Webhook]:
+        """List webhooks by id."""
+        return AsyncPages(self._send, operations.list_webhooks(), page_size)
 
-    async def webhook(self, webhook_id: int) -> Webhook:
-        """One webhook."""
-        return await self._send(calls_admin.webhook(webhook_id))
+    async def webhook(self, webhook_id: int) -> models.Webhook:
+        """Get one webhook."""
+        return await self._send(operations.get_webhook(webhook_id))
 
     async def create_webhook(
-        self,
-        url: str,
-        *,
-        events: Sequence[str] | None = None,
-        roots: Sequence[str] | None = None,
-        description: str = "",
-        is_enabled: bool = True,
-        secret: str | None = None,
-    ) -> WebhookSecret:
-        """Have ``url`` told of ``events`` (all of them) in ``roots`` (all); ``secret`` of the answer verifies
-        deliveries, and is shown for the only time."""
-        return await self._send(
-            calls_admin.create_webhook(
-                url=url,
-                events=events,
-                roots=roots,
-                description=description,
-                is_enabled=is_enabled,
-                secret=secret,
-            )
-        )
+        self, url: str, **options: Unpack[models.WebhookOptions]
+    ) -> models.WebhookSecret:
+        """Create a webhook, for all ``events`` in all ``roots`` unless they are given. ``secret`` verifies
+        deliveries; only this answer contains it."""
+        return await self._send(operations.create_webhook({"url": url, **options}))
 
     async def change_webhook(
-        self, webhook_id: int, *, etag: str | None = None, **changes: Unpack[WebhookChanges]
-    ) -> Webhook:
-        """Change what is given, disable it, enable it again."""
-        return await self._send(calls_admin.change_webhook(webhook_id, changes, etag))
+        self, webhook_id: int, *, etag: str | None = None, **changes: Unpack[models.WebhookChanges]
+    ) -> models.Webhook:
+        """Change the given members; disable or enable a webhook."""
+        return await self._send(operations.change_webhook(webhook_id, changes, etag=etag))
 
     async def delete_webhook(self, webhook_id: int, *, etag: str | None = None) -> None:
-        """Remove it, with what is remembered of its deliveries."""
-        await self._send(calls_admin.delete_webhook(webhook_id, etag))
+        """Delete a webhook with its deliveries."""
+        await self._send(operations.delete_webhook(webhook_id, etag=etag))
 
     async def rotate_webhook_secret(
         self,
@@ -105,127 +75,105 @@ class AsyncAdministration(AsyncHttpConnection):
         secret: str | None = None,
         overlap_seconds: float | None = None,
         etag: str | None = None,
-    ) -> WebhookSecret:
-        """A new secret; for ``overlap_seconds`` (a day) deliveries carry signatures of both."""
-        return await self._send(calls_admin.rotate_webhook_secret(webhook_id, secret, overlap_seconds, etag))
+    ) -> models.WebhookSecret:
+        """Set a new secret; for ``overlap_seconds`` (a day) deliveries carry signatures of both."""
+        body = {"secret": secret, "overlap_seconds": overlap_seconds}
+        return await self._send(operations.rotate_webhook_secret(webhook_id, body, etag=etag))
 
-    async def test_webhook(self, webhook_id: int) -> Delivery:
-        """Send it a "webhook.test"."""
-        return await self._send(calls_admin.test_webhook(webhook_id))
+    async def test_webhook(self, webhook_id: int) -> models.Delivery:
+        """Send an event "webhook.test"."""
+        return await self._send(operations.test_webhook(webhook_id))
 
     def deliveries(
         self, webhook_id: int, *, state: str | None = None, page_size: int = 100
-    ) -> AsyncPages[Delivery]:
-        """Its deliveries, newest event first; ``state``: "waiting", "delivered" or "failed"."""
-        return AsyncPages(self._send, calls_admin.deliveries(webhook_id, state), page_size)
+    ) -> AsyncPages[models.Delivery]:
+        """List deliveries, newest event first; ``state``: "waiting", "delivered" or "failed"."""
+        call = operations.list_webhook_deliveries(webhook_id, state=state)
+        return AsyncPages(self._send, call, page_size)
 
-    async def redeliver(self, webhook_id: int, delivery_id: int) -> Delivery:
-        """Send one again, whatever became of it."""
-        return await self._send(calls_admin.redeliver(webhook_id, delivery_id))
+    async def redeliver(self, webhook_id: int, delivery_id: int) -> models.Delivery:
+        """Send a delivery again, in whatever state it is."""
+        return await self._send(operations.redeliver_webhook_delivery(webhook_id, delivery_id))
 
     # -- rules -----------------------------------------------------------------------------------------------
 
-    def rules(self, *, page_size: int = 100) -> AsyncPages[Rule]:
-        """Automation rules by id."""
-        return AsyncPages(self._send, calls_admin.rules(), page_size)
+    def rules(self, *, page_size: int = 100) -> AsyncPages[models.Rule]:
+        """List automation rules by id."""
+        return AsyncPages(self._send, operations.list_rules(), page_size)
 
-    async def rule(self, rule_id: int) -> Rule:
-        """One rule."""
-        return await self._send(calls_admin.rule(rule_id))
+    async def rule(self, rule_id: int) -> models.Rule:
+        """Get one rule."""
+        return await self._send(operations.get_rule(rule_id))
 
     async def create_rule(
-        self,
-        name: str,
-        actions: Sequence[Mapping[str, Any]],
-        *,
-        event: str = "checkpoint.committed",
-        condition: Mapping[str, Any] | None = None,
-        is_enabled: bool = True,
-    ) -> Rule:
-        """Make a rule, for what happens from then on."""
-        return await self._send(
-            calls_admin.create_rule(
-                name=name, actions=actions, event=event, condition=condition, is_enabled=is_enabled
-            )
-        )
+        self, name: str, actions: Sequence[Mapping[str, Any]], **options: Unpack[models.RuleOptions]
+    ) -> models.Rule:
+        """Create a rule for events from now on."""
+        return await self._send(operations.create_rule({"name": name, "actions": actions, **options}))
 
     async def change_rule(
-        self, rule_id: int, *, etag: str | None = None, **changes: Unpack[RuleChanges]
-    ) -> Rule:
-        """Change what is given."""
-        return await self._send(calls_admin.change_rule(rule_id, changes, etag))
+        self, rule_id: int, *, etag: str | None = None, **changes: Unpack[models.RuleChanges]
+    ) -> models.Rule:
+        """Change the given members."""
+        return await self._send(operations.change_rule(rule_id, changes, etag=etag))
 
     async def delete_rule(self, rule_id: int, *, etag: str | None = None) -> None:
-        """Remove it; jobs that it has made go on."""
-        await self._send(calls_admin.delete_rule(rule_id, etag))
+        """Delete a rule; its jobs continue."""
+        await self._send(operations.delete_rule(rule_id, etag=etag))
 
     # -- retention -------------------------------------------------------------------------------------------
 
-    def retention_policies(self, *, page_size: int = 100) -> AsyncPages[RetentionPolicy]:
-        """Retention policies by id."""
-        return AsyncPages(self._send, calls_admin.retention_policies(), page_size)
+    def retention_policies(self, *, page_size: int = 100) -> AsyncPages[models.RetentionPolicy]:
+        """List retention policies by id."""
+        return AsyncPages(self._send, operations.list_retention_policies(), page_size)
 
-    async def retention_policy(self, policy_id: int) -> RetentionPolicy:
-        """One policy."""
-        return await self._send(calls_admin.retention_policy(policy_id))
+    async def retention_policy(self, policy_id: int) -> models.RetentionPolicy:
+        """Get one policy."""
+        return await self._send(operations.get_retention_policy(policy_id))
 
     async def create_retention_policy(
-        self,
-        name: str,
-        root: str,
-        keep: Mapping[str, Any],
-        *,
-        run_glob: str = "*",
-        grace_seconds: float | None = None,
-        interval_seconds: float | None = None,
-        is_enabled: bool = True,
-    ) -> RetentionPolicy:
-        """Make a policy, which is applied at once: look at `preview_retention` before. ``keep`` as
-        `dcp.Retention.to_dict` gives it."""
-        return await self._send(
-            calls_admin.create_retention_policy(
-                name=name,
-                root=root,
-                keep=keep,
-                run_glob=run_glob,
-                grace_seconds=grace_seconds,
-                interval_seconds=interval_seconds,
-                is_enabled=is_enabled,
-            )
-        )
+        self, name: str, root: str, keep: Mapping[str, Any], **options: Unpack[models.PolicyOptions]
+    ) -> models.RetentionPolicy:
+        """Create a policy, which is applied at once: use `preview_retention` before. ``keep`` is what
+        `dcp.Retention.to_dict` returns."""
+        body = {"name": name, "root": root, "keep": keep, **options}
+        return await self._send(operations.create_retention_policy(body))
 
     async def change_retention_policy(
-        self, policy_id: int, *, etag: str | None = None, **changes: Unpack[PolicyChanges]
-    ) -> RetentionPolicy:
-        """Change what is given."""
-        return await self._send(calls_admin.change_retention_policy(policy_id, changes, etag))
+        self, policy_id: int, *, etag: str | None = None, **changes: Unpack[models.PolicyChanges]
+    ) -> models.RetentionPolicy:
+        """Change the given members."""
+        return await self._send(operations.change_retention_policy(policy_id, changes, etag=etag))
 
     async def delete_retention_policy(self, policy_id: int, *, etag: str | None = None) -> None:
-        """Remove it; what it has deleted stays deleted."""
-        await self._send(calls_admin.delete_retention_policy(policy_id, etag))
+        """Delete a policy; deleted checkpoints stay deleted."""
+        await self._send(operations.delete_retention_policy(policy_id, etag=etag))
 
     def preview_retention(
         self, root: str, keep: Mapping[str, Any], *, run_glob: str = "*", page_size: int = 50
-    ) -> AsyncPages[RetentionPreview]:
-        """What a policy would do, run by run, with the reasons; nothing is changed."""
-        return AsyncPages(self._send, calls_admin.preview_retention(root, keep, run_glob), page_size)
+    ) -> AsyncPages[models.RetentionPreview]:
+        """List the decisions of a policy with their reasons, by run; nothing is changed."""
+        call = operations.preview_retention({"root": root, "keep": keep, "run_glob": run_glob})
+        return AsyncPages(self._send, call, page_size)
 
     def preview_retention_policy(
         self, policy_id: int, *, page_size: int = 50
-    ) -> AsyncPages[RetentionPreview]:
-        """What a policy would do now, run by run, with the reasons; nothing is changed."""
-        return AsyncPages(self._send, calls_admin.preview_retention_policy(policy_id), page_size)
+    ) -> AsyncPages[models.RetentionPreview]:
+        """List the decisions of an existing policy with their reasons, by run; nothing is changed."""
+        return AsyncPages(self._send, operations.preview_retention_policy(policy_id), page_size)
 
     async def retention_totals(
         self, root: str, keep: Mapping[str, Any], *, run_glob: str = "*"
-    ) -> RetentionTotals:
-        """What a policy would keep, delete and free, in all; nothing is changed."""
-        return await self._send(calls_admin.retention_totals(root, keep, run_glob))
+    ) -> models.RetentionTotals:
+        """Count all that a policy would keep, delete and free; nothing is changed."""
+        body = {"root": root, "keep": keep, "run_glob": run_glob}
+        return await self._send(operations.preview_retention_totals(body))
 
-    async def retention_policy_totals(self, policy_id: int) -> RetentionTotals:
-        """What a policy would keep, delete and free now, in all; nothing is changed."""
-        return await self._send(calls_admin.retention_policy_totals(policy_id))
+    async def retention_policy_totals(self, policy_id: int) -> models.RetentionTotals:
+        """Count all that an existing policy would keep, delete and free; nothing is changed."""
+        return await self._send(operations.preview_retention_policy_totals(policy_id))
 
-    async def run_retention_policy(self, policy_id: int, *, dry_run: bool = False) -> Job:
-        """Apply it now, by a job; ``dry_run``: its result says what would go, and nothing does."""
-        return await self._send(calls.submit("retention", {"policy_id": policy_id, "dry_run": dry_run}, 0))
+    async def run_retention_policy(self, policy_id: int, *, dry_run: bool = False) -> models.Job:
+        """Apply a policy now, by a job; with ``dry_run`` its result says what would be deleted."""
+        params = {"policy_id": policy_id, "dry_run": dry_run}
+        return await self._send(operations.submit_job({"kind": "retention", "params": params}))

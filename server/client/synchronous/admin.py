@@ -1,45 +1,30 @@
-# Made of asynchronous/admin.py by `make sync-client`: edit that one.
-"""What admins do with the service: keys, webhooks, rules, retention; the part of `Client` for that."""
+# Generated from asynchronous/admin.py by `make client`.
+"""Administration of the service: keys, webhooks, rules, retention; a part of `Client`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
-from dcp.server.client import calls, calls_admin
-from dcp.server.client.calls_admin import PolicyChanges, RuleChanges, WebhookChanges
+from dcp.server.client.generated import models, operations
 from dcp.server.client.synchronous.connection import HttpConnection, Pages
-from dcp.server.records.administration import (
-    CreatedKey,
-    Delivery,
-    Key,
-    RetentionPolicy,
-    RetentionPreview,
-    RetentionTotals,
-    Rule,
-    Webhook,
-    WebhookSecret,
-)
-from dcp.server.records.jobs import Job
 
 __all__ = ["Administration"]
 
 
 class Administration(HttpConnection):
-    """Methods of `Client`. Changes with an ``etag`` are made only if it is still in that version.
-
-    What answers with a secret is not tried again once it was sent, since its answer is given only once.
-    """
+    """Methods of `Client`. Those that return a secret are not repeated once they were sent, because the
+    answer is given only once."""
 
     # -- keys ------------------------------------------------------------------------------------------------
 
-    def keys(self) -> list[Key]:
-        """All keys, revoked and expired ones too."""
-        return self._send(calls_admin.keys())
+    def keys(self) -> list[models.Key]:
+        """List all keys, including revoked and expired ones."""
+        return self._send(operations.list_keys())
 
-    def key(self, key_id: int) -> Key:
-        """One key."""
-        return self._send(calls_admin.key(key_id))
+    def key(self, key_id: int) -> models.Key:
+        """Get one key."""
+        return self._send(operations.get_key(key_id))
 
     def create_key(
         self,
@@ -48,56 +33,39 @@ class Administration(HttpConnection):
         scopes: Sequence[str] = ("read",),
         roots: Sequence[str] | None = None,
         expires_in_seconds: float | None = None,
-    ) -> CreatedKey:
-        """Make a key, for some ``roots`` or for all; ``key`` of the answer is it, for the only time."""
-        return self._send(calls_admin.create_key(name, scopes, roots, expires_in_seconds))
+    ) -> models.CreatedKey:
+        """Create a key for some ``roots`` or for all; only this answer contains it, as ``key``."""
+        options = {"scopes": scopes, "roots": roots, "expires_in_seconds": expires_in_seconds}
+        return self._send(operations.create_key({"name": name, **options}))
 
-    def revoke_key(self, key_id: int) -> Key:
-        """End a key at once and for ever; again is fine."""
-        return self._send(calls_admin.revoke_key(key_id))
+    def revoke_key(self, key_id: int) -> models.Key:
+        """Revoke a key, at once and for ever."""
+        return self._send(operations.revoke_key(key_id))
 
     # -- webhooks --------------------------------------------------------------------------------------------
 
-    def webhooks(self, *, page_size: int = 100) -> Pages[Webhook]:
-        """Webhooks by id."""
-        return Pages(self._send, calls_admin.webhooks(), page_size)
+    def webhooks(self, *, page_size: int = 100) -> Pages[models.Webhook]:
+        """List webhooks by id."""
+        return Pages(self._send, operations.list_webhooks(), page_size)
 
-    def webhook(self, webhook_id: int) -> Webhook:
-        """One webhook."""
-        return self._send(calls_admin.webhook(webhook_id))
+    def webhook(self, webhook_id: int) -> models.Webhook:
+        """Get one webhook."""
+        return self._send(operations.get_webhook(webhook_id))
 
-    def create_webhook(
-        self,
-        url: str,
-        *,
-        events: Sequence[str] | None = None,
-        roots: Sequence[str] | None = None,
-        description: str = "",
-        is_enabled: bool = True,
-        secret: str | None = None,
-    ) -> WebhookSecret:
-        """Have ``url`` told of ``events`` (all of them) in ``roots`` (all); ``secret`` of the answer verifies
-        deliveries, and is shown for the only time."""
-        return self._send(
-            calls_admin.create_webhook(
-                url=url,
-                events=events,
-                roots=roots,
-                description=description,
-                is_enabled=is_enabled,
-                secret=secret,
-            )
-        )
+    def create_webhook(self, url: str, **options: Unpack[models.WebhookOptions]) -> models.WebhookSecret:
+        """Create a webhook, for all ``events`` in all ``roots`` unless they are given. ``secret`` verifies
+        deliveries; only this answer contains it."""
+        return self._send(operations.create_webhook({"url": url, **options}))
 
     def change_webhook(
-        self, webhook_id: int, *, etag: str | None = None, **changes: Unpack[WebhookChanges]
-    ) -> Webhook:
-        """Change what is given, disable it, enable it again."""
-        return self._send(calls_admin.change_webhook(webhook_id, changes, etag))
+        self, webhook_id: int, *, etag: str | None = None, **changes: Unpack[models.WebhookChanges]
+    ) -> models.Webhook:
+        """Change the given members; disable or enable a webhook."""
+        return self._send(operations.change_webhook(webhook_id, changes, etag=etag))
 
     def delete_webhook(self, webhook_id: int, *, etag: str | None = None) -> None:
-        """Remove it, with what is remembered of its deliveries."""
-        self._send(calls_admin.delete_webhook(webhook_id, etag))
+        """Delete a webhook with its deliveries."""
+        self._send(operations.delete_webhook(webhook_id, etag=etag))
 
     def rotate_webhook_secret(
         self,
@@ -106,121 +74,105 @@ class Administration(HttpConnection):
         secret: str | None = None,
         overlap_seconds: float | None = None,
         etag: str | None = None,
-    ) -> WebhookSecret:
-        """A new secret; for ``overlap_seconds`` (a day) deliveries carry signatures of both."""
-        return self._send(calls_admin.rotate_webhook_secret(webhook_id, secret, overlap_seconds, etag))
+    ) -> models.WebhookSecret:
+        """Set a new secret; for ``overlap_seconds`` (a day) deliveries carry signatures of both."""
+        body = {"secret": secret, "overlap_seconds": overlap_seconds}
+        return self._send(operations.rotate_webhook_secret(webhook_id, body, etag=etag))
 
-    def test_webhook(self, webhook_id: int) -> Delivery:
-        """Send it a "webhook.test"."""
-        return self._send(calls_admin.test_webhook(webhook_id))
+    def test_webhook(self, webhook_id: int) -> models.Delivery:
+        """Send an event "webhook.test"."""
+        return self._send(operations.test_webhook(webhook_id))
 
     def deliveries(
         self, webhook_id: int, *, state: str | None = None, page_size: int = 100
-    ) -> Pages[Delivery]:
-        """Its deliveries, newest event first; ``state``: "waiting", "delivered" or "failed"."""
-        return Pages(self._send, calls_admin.deliveries(webhook_id, state), page_size)
+    ) -> Pages[models.Delivery]:
+        """List deliveries, newest event first; ``state``: "waiting", "delivered" or "failed"."""
+        call = operations.list_webhook_deliveries(webhook_id, state=state)
+        return Pages(self._send, call, page_size)
 
-    def redeliver(self, webhook_id: int, delivery_id: int) -> Delivery:
-        """Send one again, whatever became of it."""
-        return self._send(calls_admin.redeliver(webhook_id, delivery_id))
+    def redeliver(self, webhook_id: int, delivery_id: int) -> models.Delivery:
+        """Send a delivery again, in whatever state it is."""
+        return self._send(operations.redeliver_webhook_delivery(webhook_id, delivery_id))
 
     # -- rules -----------------------------------------------------------------------------------------------
 
-    def rules(self, *, page_size: int = 100) -> Pages[Rule]:
-        """Automation rules by id."""
-        return Pages(self._send, calls_admin.rules(), page_size)
+    def rules(self, *, page_size: int = 100) -> Pages[models.Rule]:
+        """List automation rules by id."""
+        return Pages(self._send, operations.list_rules(), page_size)
 
-    def rule(self, rule_id: int) -> Rule:
-        """One rule."""
-        return self._send(calls_admin.rule(rule_id))
+    def rule(self, rule_id: int) -> models.Rule:
+        """Get one rule."""
+        return self._send(operations.get_rule(rule_id))
 
     def create_rule(
-        self,
-        name: str,
-        actions: Sequence[Mapping[str, Any]],
-        *,
-        event: str = "checkpoint.committed",
-        condition: Mapping[str, Any] | None = None,
-        is_enabled: bool = True,
-    ) -> Rule:
-        """Make a rule, for what happens from then on."""
-        return self._send(
-            calls_admin.create_rule(
-                name=name, actions=actions, event=event, condition=condition, is_enabled=is_enabled
-            )
-        )
+        self, name: str, actions: Sequence[Mapping[str, Any]], **options: Unpack[models.RuleOptions]
+    ) -> models.Rule:
+        """Create a rule for events from now on."""
+        return self._send(operations.create_rule({"name": name, "actions": actions, **options}))
 
-    def change_rule(self, rule_id: int, *, etag: str | None = None, **changes: Unpack[RuleChanges]) -> Rule:
-        """Change what is given."""
-        return self._send(calls_admin.change_rule(rule_id, changes, etag))
+    def change_rule(
+        self, rule_id: int, *, etag: str | None = None, **changes: Unpack[models.RuleChanges]
+    ) -> models.Rule:
+        """Change the given members."""
+        return self._send(operations.change_rule(rule_id, changes, etag=etag))
 
     def delete_rule(self, rule_id: int, *, etag: str | None = None) -> None:
-        """Remove it; jobs that it has made go on."""
-        self._send(calls_admin.delete_rule(rule_id, etag))
+        """Delete a rule; its jobs continue."""
+        self._send(operations.delete_rule(rule_id, etag=etag))
 
     # -- retention -------------------------------------------------------------------------------------------
 
-    def retention_policies(self, *, page_size: int = 100) -> Pages[RetentionPolicy]:
-        """Retention policies by id."""
-        return Pages(self._send, calls_admin.retention_policies(), page_size)
+    def retention_policies(self, *, page_size: int = 100) -> Pages[models.RetentionPolicy]:
+        """List retention policies by id."""
+        return Pages(self._send, operations.list_retention_policies(), page_size)
 
-    def retention_policy(self, policy_id: int) -> RetentionPolicy:
-        """One policy."""
-        return self._send(calls_admin.retention_policy(policy_id))
+    def retention_policy(self, policy_id: int) -> models.RetentionPolicy:
+        """Get one policy."""
+        return self._send(operations.get_retention_policy(policy_id))
 
     def create_retention_policy(
-        self,
-        name: str,
-        root: str,
-        keep: Mapping[str, Any],
-        *,
-        run_glob: str = "*",
-        grace_seconds: float | None = None,
-        interval_seconds: float | None = None,
-        is_enabled: bool = True,
-    ) -> RetentionPolicy:
-        """Make a policy, which is applied at once: look at `preview_retention` before. ``keep`` as
-        `dcp.Retention.to_dict` gives it."""
-        return self._send(
-            calls_admin.create_retention_policy(
-                name=name,
-                root=root,
-                keep=keep,
-                run_glob=run_glob,
-                grace_seconds=grace_seconds,
-                interval_seconds=interval_seconds,
-                is_enabled=is_enabled,
-            )
-        )
+        self, name: str, root: str, keep: Mapping[str, Any], **options: Unpack[models.PolicyOptions]
+    ) -> models.RetentionPolicy:
+        """Create a policy, which is applied at once: use `preview_retention` before. ``keep`` is what
+        `dcp.Retention.to_dict` returns."""
+        body = {"name": name, "root": root, "keep": keep, **options}
+        return self._send(operations.create_retention_policy(body))
 
     def change_retention_policy(
-        self, policy_id: int, *, etag: str | None = None, **changes: Unpack[PolicyChanges]
-    ) -> RetentionPolicy:
-        """Change what is given."""
-        return self._send(calls_admin.change_retention_policy(policy_id, changes, etag))
+        self, policy_id: int, *, etag: str | None = None, **changes: Unpack[models.PolicyChanges]
+    ) -> models.RetentionPolicy:
+        """Change the given members."""
+        return self._send(operations.change_retention_policy(policy_id, changes, etag=etag))
 
     def delete_retention_policy(self, policy_id: int, *, etag: str | None = None) -> None:
-        """Remove it; what it has deleted stays deleted."""
-        self._send(calls_admin.delete_retention_policy(policy_id, etag))
+        """Delete a policy; deleted checkpoints stay deleted."""
+        self._send(operations.delete_retention_policy(policy_id, etag=etag))
 
     def preview_retention(
         self, root: str, keep: Mapping[str, Any], *, run_glob: str = "*", page_size: int = 50
-    ) -> Pages[RetentionPreview]:
-        """What a policy would do, run by run, with the reasons; nothing is changed."""
-        return Pages(self._send, calls_admin.preview_retention(root, keep, run_glob), page_size)
+    ) -> Pages[models.RetentionPreview]:
+        """List the decisions of a policy with their reasons, by run; nothing is changed."""
+        call = operations.preview_retention({"root": root, "keep": keep, "run_glob": run_glob})
+        return Pages(self._send, call, page_size)
 
-    def preview_retention_policy(self, policy_id: int, *, page_size: int = 50) -> Pages[RetentionPreview]:
-        """What a policy would do now, run by run, with the reasons; nothing is changed."""
-        return Pages(self._send, calls_admin.preview_retention_policy(policy_id), page_size)
+    def preview_retention_policy(
+        self, policy_id: int, *, page_size: int = 50
+    ) -> Pages[models.RetentionPreview]:
+        """List the decisions of an existing policy with their reasons, by run; nothing is changed."""
+        return Pages(self._send, operations.preview_retention_policy(policy_id), page_size)
 
-    def retention_totals(self, root: str, keep: Mapping[str, Any], *, run_glob: str = "*") -> RetentionTotals:
-        """What a policy would keep, delete and free, in all; nothing is changed."""
-        return self._send(calls_admin.retention_totals(root, keep, run_glob))
+    def retention_totals(
+        self, root: str, keep: Mapping[str, Any], *, run_glob: str = "*"
+    ) -> models.RetentionTotals:
+        """Count all that a policy would keep, delete and free; nothing is changed."""
+        body = {"root": root, "keep": keep, "run_glob": run_glob}
+        return self._send(operations.preview_retention_totals(body))
 
-    def retention_policy_totals(self, policy_id: int) -> RetentionTotals:
-        """What a policy would keep, delete and free now, in all; nothing is changed."""
-        return self._send(calls_admin.retention_policy_totals(policy_id))
+    def retention_policy_totals(self, policy_id: int) -> models.RetentionTotals:
+        """Count all that an existing policy would keep, delete and free; nothing is changed."""
+        return self._send(operations.preview_retention_policy_totals(policy_id))
 
-    def run_retention_policy(self, policy_id: int, *, dry_run: bool = False) -> Job:
-        """Apply it now, by a job; ``dry_run``: its result says what would go, and nothing does."""
-        return self._send(calls.submit("retention", {"policy_id": policy_id, "dry_run": dry_run}, 0))
+    def run_retention_policy(self, policy_id: int, *, dry_run: bool = False) -> models.Job:
+        """Apply a policy now, by a job; with ``dry_run`` its result says what would be deleted."""
+        params = {"policy_id": policy_id, "dry_run": dry_run}
+        return self._send(operations.submit_job({"kind": "retention", "params": params}))

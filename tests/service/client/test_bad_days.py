@@ -53,8 +53,9 @@ def problem(status: int, **more: Any) -> Answer:
 
 def job(state: str, **more: Any) -> dict[str, Any]:
     """A job as the service answers."""
-    given = {"id": 7, "kind": "verify", "state": state, "params": {}, "created_by": "key:a"}
-    return given | {"created_at": "2026-01-01T00:00:00.000Z"} | more
+    given = {"id": 7, "kind": "verify", "state": state, "params": {}, "created_by": "key:a", "priority": 0}
+    ledger = {"created_at": "2026-01-01T00:00:00.000Z", "is_ending": False, "attempt": 0, "max_attempts": 3}
+    return given | ledger | more
 
 
 @pytest.mark.parametrize("first", [problem(503), Answer(202, job("queued"), cut=3)])
