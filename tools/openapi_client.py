@@ -35,6 +35,7 @@ _OPTIONS: Final = {
     "change_retention_policy": "PolicyChanges",
     "change_rule": "RuleChanges",
     "change_webhook": "WebhookChanges",
+    "check_load_of": "LoadOptions",
     "create_retention_policy": "PolicyOptions",
     "create_rule": "RuleOptions",
     "create_webhook": "WebhookOptions",
@@ -239,14 +240,13 @@ class _Operation:
         return f"{kind} | None" if may_be_none and not kind.endswith("None") else kind
 
     def _details(self) -> list[str]:
-        needs_read = (
-            self._operation.get("x-required-scope") == "read" and "200" in self._operation["responses"]
-        )
+        responses, scope = self._operation["responses"], self._operation.get("x-required-scope")
+        only_reads = self._method == "POST" and "200" in responses and scope == "read"
         details = {
             "body=body": self._body and self._method == "PATCH",
             "body=given(body)": self._body and self._method != "PATCH",
             "headers=if_match(etag)": self._has_etag(),
-            "only_reads=True": self._method == "POST" and needs_read and not self._is_paged,
+            "only_reads=True": only_reads and not self._is_paged,
             "has_secret=True": any(each.get("format") == "password" for each in self._members.values()),
         }
         return [text for text, applies in details.items() if applies]

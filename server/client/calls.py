@@ -52,7 +52,7 @@ class Call(Generic[T]):
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether it may be sent again although the first one may have been carried out."""
+        """Whether it may be sent again although the service may have carried it out."""
         return "If-Match" not in self.headers and not self.has_secret
 
     def after(self, cursor: str) -> Call[T]:
@@ -157,7 +157,7 @@ def nothing(document: Any) -> None:
 def _items(document: Any) -> list[Any]:
     items = document.get("items") if isinstance(document, Mapping) else None
     if not isinstance(items, list):
-        raise AnswerError("the service answered with no list")
+        raise AnswerError("the answer of the service is not a list")
     return items
 
 
@@ -170,7 +170,7 @@ def _decode(kind: type[T], document: Any) -> T:
     try:
         return cast(T, _decoder(cast(Any, kind))(document))
     except (TypeError, ValueError) as error:
-        raise AnswerError(f"the service answered with what is no {kind.__name__}: {error}") from error
+        raise AnswerError(f"the answer of the service is not a valid {kind.__name__}: {error}") from error
 
 
 @cache

@@ -57,7 +57,7 @@ class EventStream:
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _MAX_EVENT_BYTES:
-            raise AnswerError("an event of the service has no end")
+            raise AnswerError("an event of the service is too long")
         events = (self._line(line.removesuffix(b"\r").decode(errors="replace")) for line in lines)
         return [event for event in events if event is not None]
 
@@ -68,7 +68,7 @@ class EventStream:
         value = value.removeprefix(" ")
         self._size += len(line)
         if self._size > _MAX_EVENT_BYTES:
-            raise AnswerError("an event of the service has no end")
+            raise AnswerError("an event of the service is too long")
         if name == "data":
             self._data.append(value)
         elif name == "event":
@@ -92,7 +92,7 @@ class EventStream:
         try:
             document = json.loads(text)
         except ValueError as error:
-            raise AnswerError("an event of the service is no JSON") from error
+            raise AnswerError("an event of the service is not JSON") from error
         self.failures = 0
         self.ended = self.ended or kind == "end"
         data = document if isinstance(document, Mapping) else {"value": document}

@@ -94,7 +94,7 @@ def base_url_of(url: str) -> str:
     """Check a URL of a service. Raises ValueError."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{url!r} is no URL of a service, such as https://host:8470")
+        raise ValueError(f"{url!r} is not the URL of a service, such as https://host:8470")
     return url.rstrip("/")
 
 
@@ -103,7 +103,7 @@ def headers_of(key: str | None) -> dict[str, str]:
     headers = {"User-Agent": f"dcphub/{__version__}", "Accept": "application/json"}
     if key:
         if not key.isascii() or not key.isprintable():
-            raise ValueError("the key has characters that no key has")
+            raise ValueError("the key contains invalid characters")
         headers["Authorization"] = f"Bearer {key}"
     return headers
 
@@ -141,7 +141,7 @@ def parsed(call: Call[T], response: httpx.Response) -> T:
         document = response.json()
     except ValueError as error:
         where = f"{call.method} {call.path}"
-        raise AnswerError(f"{where}: {response.status_code}, and the body is no JSON") from error
+        raise AnswerError(f"{where}: {response.status_code}, the body is not JSON") from error
     return call.parse(document)
 
 
@@ -171,7 +171,7 @@ def array_of(data: bytes) -> npt.NDArray[np.generic]:
     try:
         found: npt.NDArray[np.generic] = np.load(io.BytesIO(data), allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise AnswerError(f"the service answered with no array: {error}") from error
+        raise AnswerError(f"the answer of the service is not an array: {error}") from error
     return found
 
 

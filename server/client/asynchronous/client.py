@@ -277,13 +277,9 @@ class AsyncClient(AsyncAdministration):
         self,
         checkpoint_id: int,
         *,
-        state_of: int | None = None,
-        shapes_job: int | None = None,
         tensors: Mapping[str, tuple[Sequence[int] | None, str | None]] | None = None,
         objects: Iterable[str] | None = None,
-        map: str | None = None,
-        inverse: bool = False,
-        below: str | None = None,
+        **options: Unpack[models.LoadOptions],
     ) -> models.LoadCheck:
         """Check by names, shapes and dtypes whether a checkpoint fills a state, and find a ``rename=``.
 
@@ -292,21 +288,11 @@ class AsyncClient(AsyncAdministration):
         values. The load is through the ready weight map ``map``, as in `dcp.weight_map`.
         """
         if tensors is None:
-            return await self._send(
-                operations.check_load_of(
-                    checkpoint_id,
-                    state_of=state_of,
-                    shapes_job=shapes_job,
-                    map=map,
-                    inverse=inverse,
-                    below=below,
-                )
-            )
+            return await self._send(operations.check_load_of(checkpoint_id, **options))
         named = [{"fqn": fqn, "shape": shape, "dtype": dtype} for fqn, (shape, dtype) in tensors.items()]
         state = {"tensors": named, "objects": None if objects is None else list(objects)}
-        return await self._send(
-            operations.check_load_of_state(checkpoint_id, state, map=map, inverse=inverse, below=below)
-        )
+        through: dict[str, Any] = {name: options.get(name) for name in ("map", "inverse", "below")}
+        return await self._send(operations.check_load_of_state(checkpoint_id, state, **through))
 
     async def statistics(self, checkpoint_id: int) -> models.Statistics:
         """Get the statistics of all values that were computed last. Raises NotFoundError before the first
@@ -374,15 +360,15 @@ class AsyncClient(AsyncAdministration):
         """Write the weighted sum of checkpoints by a job; ``params`` are ``weights``, ``formula`` or
         ``decay``, ``adapters`` (their numbers), ``target_root`` and the others of the kind "merge". Without
         ``sources`` it is of a run's newest steps: ``run_id``, and how many are ``last``."""
-        given = {"sources": sources, "target_key": target_key, "to": to, **params}
-        return await self.submit("merge", given, priority=priority)
+        params |= {"sources": sources, "target_key": target_key, "to": to}
+        return await self.submit("merge", params, priority=priority)
 
     async def scan(self, root: str, *, below: str = "", accept_lost: int = 0) -> models.Job:
         """Scan a root, or a folder in it, by a job.
 
         ``accept_lost``: up to so many checkpoints that are not found are gone for good (`Root.lost`).
         """
-        accepted = {"accept_lost": accept_lost} if accept_lost else {}  # which an older service does not know
+        accepted = {"accept_lost": accept_lost} if accept_lost else {}  # unknown to an older service
         return await self.submit("scan", {"root": root, "below": below, **accepted})
 
     def jobs(self, *, page_size: int = 100, **options: Unpack[models.JobQuery]) -> AsyncPages[models.Job]:

@@ -31,7 +31,7 @@ __all__ = ["AsyncHttpConnection", "AsyncPages"]
 T = TypeVar("T")
 
 _STREAM_SILENCE_SECONDS: Final = 60.0
-"""The service sends something each quarter of a minute."""
+"""The service sends something every 15 seconds."""
 _STREAM_FAILURES: Final = 10
 
 
@@ -188,7 +188,7 @@ class AsyncHttpConnection:
                     async for chunk in response.aiter_raw():
                         download.write(chunk)
                 if not download.is_whole:
-                    return TransportError("the service ended its answer")
+                    return TransportError("the service closed the connection")
         except httpx.HTTPError as error:
             return transport_error(error, self.url)
         return None
@@ -203,7 +203,7 @@ class AsyncHttpConnection:
                 return
             place = response.next_request
             if place is None or place.url.scheme not in ("http", "https"):
-                raise AnswerError("the service redirects to nowhere")
+                raise AnswerError("the service redirects to an invalid URL")
             wanted = {
                 name: request.headers[name] for name in ("Range", "If-Range") if name in request.headers
             }

@@ -1207,6 +1207,21 @@ class TensorQuery(TypedDict, total=False):
     dtype: str | None
 
 
+class LoadOptions(TypedDict, total=False):
+    """Options of GET /checkpoints/{checkpoint_id}/will-it-load."""
+
+    state_of: int | None
+    """Of another checkpoint."""
+    shapes_job: int | None
+    """That a job of the kind shapes has found."""
+    map: str | None
+    """A ready weight map to load through."""
+    inverse: bool | None
+    """The map's other way."""
+    below: str | None
+    """What the map's source is below here."""
+
+
 class JobQuery(TypedDict, total=False):
     """Options of GET /jobs."""
 

@@ -267,22 +267,9 @@ def verify_checkpoint(checkpoint_id: int) -> Call[models.Job]:
     return Call("POST", f"/checkpoints/{checkpoint_id}/verifications", one(models.Job))
 
 
-def check_load_of(
-    checkpoint_id: int,
-    *,
-    state_of: int | None = None,
-    shapes_job: int | None = None,
-    map: str | None = None,
-    inverse: bool | None = None,
-    below: str | None = None,
-) -> Call[models.LoadCheck]:
+def check_load_of(checkpoint_id: int, **options: Unpack[models.LoadOptions]) -> Call[models.LoadCheck]:
     """GET /checkpoints/{checkpoint_id}/will-it-load"""
-    return Call(
-        "GET",
-        f"/checkpoints/{checkpoint_id}/will-it-load",
-        one(models.LoadCheck),
-        query(state_of=state_of, shapes_job=shapes_job, map=map, inverse=inverse, below=below),
-    )
+    return Call("GET", f"/checkpoints/{checkpoint_id}/will-it-load", one(models.LoadCheck), query(**options))
 
 
 def check_load_of_state(

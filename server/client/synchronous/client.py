@@ -270,13 +270,9 @@ class Client(Administration):
         self,
         checkpoint_id: int,
         *,
-        state_of: int | None = None,
-        shapes_job: int | None = None,
         tensors: Mapping[str, tuple[Sequence[int] | None, str | None]] | None = None,
         objects: Iterable[str] | None = None,
-        map: str | None = None,
-        inverse: bool = False,
-        below: str | None = None,
+        **options: Unpack[models.LoadOptions],
     ) -> models.LoadCheck:
         """Check by names, shapes and dtypes whether a checkpoint fills a state, and find a ``rename=``.
 
@@ -285,21 +281,11 @@ class Client(Administration):
         values. The load is through the ready weight map ``map``, as in `dcp.weight_map`.
         """
         if tensors is None:
-            return self._send(
-                operations.check_load_of(
-                    checkpoint_id,
-                    state_of=state_of,
-                    shapes_job=shapes_job,
-                    map=map,
-                    inverse=inverse,
-                    below=below,
-                )
-            )
+            return self._send(operations.check_load_of(checkpoint_id, **options))
         named = [{"fqn": fqn, "shape": shape, "dtype": dtype} for fqn, (shape, dtype) in tensors.items()]
         state = {"tensors": named, "objects": None if objects is None else list(objects)}
-        return self._send(
-            operations.check_load_of_state(checkpoint_id, state, map=map, inverse=inverse, below=below)
-        )
+        through: dict[str, Any] = {name: options.get(name) for name in ("map", "inverse", "below")}
+        return self._send(operations.check_load_of_state(checkpoint_id, state, **through))
 
     def statistics(self, checkpoint_id: int) -> models.Statistics:
         """Get the statistics of all values that were computed last. Raises NotFoundError before the first
@@ -367,15 +353,15 @@ class Client(Administration):
         """Write the weighted sum of checkpoints by a job; ``params`` are ``weights``, ``formula`` or
         ``decay``, ``adapters`` (their numbers), ``target_root`` and the others of the kind "merge". Without
         ``sources`` it is of a run's newest steps: ``run_id``, and how many are ``last``."""
-        given = {"sources": sources, "target_key": target_key, "to": to, **params}
-        return self.submit("merge", given, priority=priority)
+        params |= {"sources": sources, "target_key": target_key, "to": to}
+        return self.submit("merge", params, priority=priority)
 
     def scan(self, root: str, *, below: str = "", accept_lost: int = 0) -> models.Job:
         """Scan a root, or a folder in it, by a job.
 
         ``accept_lost``: up to so many checkpoints that are not found are gone for good (`Root.lost`).
         """
-        accepted = {"accept_lost": accept_lost} if accept_lost else {}  # which an older service does not know
+        accepted = {"accept_lost": accept_lost} if accept_lost else {}  # unknown to an older service
         return self.submit("scan", {"root": root, "below": below, **accepted})
 
     def jobs(self, *, page_size: int = 100, **options: Unpack[models.JobQuery]) -> Pages[models.Job]:
