@@ -6,6 +6,7 @@ synchronous client from the asynchronous one.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,24 +14,29 @@ from typing import Final
 
 from dcp.server.app import create_app
 from dcp.server.core.settings import Settings
-from tools.openapi_client import models_and_operations
+from tools.openapi_client import modules
 from tools.synchronous import synchronous
 
 __all__ = ["CLIENT", "generated"]
 
 CLIENT: Final = Path(__file__).parents[1] / "server" / "client"
-_ASYNCHRONOUS: Final = ("admin.py", "client.py", "connection.py")
+_FOLDERS: Final = {"models": "generated", "operations": "generated", "methods": "asynchronous"}
 
 
 def generated() -> dict[Path, str]:
     """The texts of all generated modules, in the style of the repository."""
-    texts = {
-        f"generated/{name}.py": f"# Generated from the OpenAPI document by `make client`.\n{text}"
-        for name, text in models_and_operations(create_app(Settings()).openapi()).items()
+    written = {
+        name: (CLIENT / "asynchronous" / f"{name}.py").read_text() for name in ("client", "connection")
     }
-    for name in _ASYNCHRONOUS:
-        text = synchronous((CLIENT / "asynchronous" / name).read_text())
-        texts[f"synchronous/{name}"] = f"# Generated from asynchronous/{name} by `make client`.\n{text}"
+    functions = re.findall(r"\boperations\.(\w+)\(", written["client"])
+    methods = re.findall(r"\bdef (\w+)\(", written["client"])
+    texts = {
+        f"{_FOLDERS[name]}/{name}.py": f"# Generated from the OpenAPI document by `make client`.\n{text}"
+        for name, text in modules(create_app(Settings()).openapi(), functions, methods).items()
+    }
+    for name, text in (written | {"methods": texts["asynchronous/methods.py"]}).items():
+        head = f"# Generated from asynchronous/{name}.py by `make client`.\n"
+        texts[f"synchronous/{name}.py"] = head + synchronous(text)
     return {CLIENT / name: _formatted(CLIENT / name, text) for name, text in texts.items()}
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Final
 
-__all__ = ["models_and_operations"]
+__all__ = ["modules"]
 
 _API: Final = "/api/v1"
 _SCALARS: Final = {"boolean": "bool", "integer": "int", "null": "None", "number": "float", "string": "str"}
@@ -54,6 +54,23 @@ _OPTIONS: Final = {
     "register_checkpoint": "RegistrationOptions",
 }
 """Typed dictionaries of the optional parameters of an operation, or of the optional members of its body."""
+_METHOD_NAMES: Final = {
+    "cancel_job": "cancel",
+    "change_metrics": "set_metrics",
+    "compute_run_drift": "compute_drift",
+    "delete_checkpoint": "delete",
+    "lookup_checkpoint": "lookup",
+    "pin_checkpoint": "pin",
+    "preview_retention_policy_totals": "retention_policy_totals",
+    "preview_retention_totals": "retention_totals",
+    "redeliver_webhook_delivery": "redeliver",
+    "register_checkpoint": "register",
+    "restore_checkpoint": "restore",
+    "retry_job": "retry",
+    "unpin_checkpoint": "unpin",
+    "verify_checkpoint": "verify",
+}
+"""Methods that are not named as their operation, less "get" and "list"."""
 _IS_FINAL: Final = '''
     @property
     def is_final(self) -> bool:
@@ -69,25 +86,34 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, TypedDict
 '''
-_OPERATIONS: Final = '''"""The operations of the API: each function returns the request."""
-
+_IMPORTS: Final = """
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Unpack
 
+from dcp.server.client.asynchronous.connection import AsyncHttpConnection, AsyncPages
 from dcp.server.client.calls import (
     Call, PagedCall, given, if_match, many, nothing, one, query, segment, with_cursor
 )
 from dcp.server.client.generated import models
+"""
+_OPERATIONS: Final = f'''"""Requests of operations that `AsyncClient` wraps."""
+{_IMPORTS}'''
+_METHODS: Final = f'''"""Operations of the API as methods."""
+{_IMPORTS}
+
+class AsyncMethods(AsyncHttpConnection):
+    """Methods of `AsyncClient` that send one request each."""
 '''
 
 Json = Mapping[str, Any]
 
 
-def models_and_operations(document: Json) -> dict[str, str]:
-    """The texts of the modules "models" and "operations"."""
+def modules(document: Json, functions: Container[str], written: Container[str]) -> dict[str, str]:
+    """The texts of "models", "operations" with a function for each of ``functions``, and "methods" with a
+    method for each other operation, but those that are ``written`` by hand."""
     models = _Models(document["components"]["schemas"])
     operations = [
         _Operation(models, method.upper(), path.removeprefix(_API), operation)
@@ -95,11 +121,17 @@ def models_and_operations(document: Json) -> dict[str, str]:
         for method, operation in sorted(by_method.items())
         if path.startswith(_API)
     ]
-    functions = [operation.function() for operation in operations]
-    options = [operation.typed_dict() for operation in operations if operation.options]
+    called = [each.function() for each in operations if each.name in functions]
+    methods = [
+        textwrap.indent(each.method(), "    ")
+        for each in operations
+        if each.name not in functions and each.method_name not in written
+    ]
+    options = [each.typed_dict() for each in operations if each.options]
     return {
         "models": "\n\n".join([_MODELS, *models.classes(), *options]),
-        "operations": "\n\n".join([_OPERATIONS, *functions]),
+        "operations": "\n\n".join([_OPERATIONS, *called]),
+        "methods": "\n\n".join([_METHODS, *methods]),
     }
 
 
@@ -168,7 +200,9 @@ class _Operation:
     """One operation. ``options``: the name of the typed dictionary of its options."""
 
     def __init__(self, models: _Models, method: str, path: str, operation: Json) -> None:
-        self.options = _OPTIONS.get(operation["operationId"])
+        self.name = operation["operationId"]
+        self.method_name = _METHOD_NAMES.get(self.name, self.name.removeprefix("get_").removeprefix("list_"))
+        self.options = _OPTIONS.get(self.name)
         self._models = models
         self._method = method
         self._path = path
@@ -178,39 +212,40 @@ class _Operation:
         self._is_paged = {"items", "next_cursor"} <= self._members.keys()
         body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
         self._body = models.resolved(body.get("schema", {}))
+        query = self._query()
+        self._in_query = {each["name"]: each["schema"] for each in query}
+        self._in_body = self._body.get("properties", {})
+        self._required = {each["name"] for each in query if each["required"]} | {
+            *self._body.get("required", ())
+        }
 
     def typed_dict(self) -> str:
-        """The optional parameters, or the optional members of the body."""
-        options = {each["name"]: each["schema"] for each in self._optional()}
-        if self._body:
-            required = self._body.get("required", ())
-            options = {name: its for name, its in self._body["properties"].items() if name not in required}
+        """The typed dictionary of its options."""
         members = [
-            f"    {name}: {self._argument(its, may_be_none=self._method != 'PATCH')}\n"
-            f"{_docstring(its.get('description', ''))}"
-            for name, its in options.items()
+            f"    {name}: {self._type(schema, may_be_none=self._method != 'PATCH')}\n"
+            f"{_docstring(schema.get('description', ''))}"
+            for name, schema in self._optional().items()
         ]
         about = _docstring(f"Options of {self._method} {self._path}.")
         return f"class {self.options}(TypedDict, total=False):\n{about}\n{''.join(members)}"
 
     def function(self) -> str:
         """The function that returns the request."""
-        options = self._optional() if self.options and not self._body else []
-        named = [each for each in self._query() if each not in options]
-        keywords = [self._keyword(each) for each in named]
-        keywords += ["etag: str | None = None"] * self._has_etag()
-        arguments = [*self._positional(), *(["*", *keywords] if keywords else [])]
-        given = [f"{each['name']}={each['name']}" for each in named]
-        if options:
-            arguments.append(f"**options: Unpack[models.{self.options}]")
-            given.append("**options")
-        kind, parse, result = self._result()
-        call = ([] if self._is_paged else [f'"{self._method}"']) + [self._url(), parse]
-        call += [f"query({', '.join(given)})"] if given else []
+        kind, _, result = self._result()
+        head = f"def {self.name}({self._arguments([])}) -> {kind}[{result}]:"
+        return f"{head}\n{_docstring(f'{self._method} {self._path}')}    return {self._request()}"
+
+    def method(self) -> str:
+        """The method that sends the request."""
+        about = _docstring(self._operation.get("description", self.name).partition("\n\n")[0])
+        _, _, result = self._result()
+        if not self._is_paged:
+            head = f"async def {self.method_name}(self, {self._arguments([])}) -> {result}:"
+            return f"{head}\n{about}    call = {self._request()}\n    return await self._send(call)"
+        size = f"page_size: int = {500 if '{' in self._path else 100}"
+        head = f"def {self.method_name}(self, {self._arguments([size])}) -> AsyncPages[{result}]:"
         return (
-            f"def {self._operation['operationId']}({', '.join(arguments)}) -> {kind}[{result}]:\n"
-            f"{_docstring(f'{self._method} {self._path}')}"
-            f"    return {kind}({', '.join(call + self._details())})"
+            f"{head}\n{about}    call = {self._request()}\n    return AsyncPages(self._send, call, page_size)"
         )
 
     def _result(self) -> tuple[str, str, str]:
@@ -227,49 +262,76 @@ class _Operation:
             return "Call", f"with_cursor({model})", f"tuple[{model}, str | None]"
         return "Call", f"one({model})", model
 
-    def _positional(self) -> list[str]:
-        places = [f"{each['name']}: {_SCALARS[each['schema']['type']]}" for each in self._parameters("path")]
-        return places + ["body: Mapping[str, Any]"] * bool(self._body)
+    def _arguments(self, keywords: list[str]) -> str:
+        """Required parameters by place, the others by name, besides ``keywords``."""
+        given = self._in_query | self._in_body
+        positional = [f"{each['name']}: {_SCALARS[each['schema']['type']]}" for each in self._places("path")]
+        positional += [f"{name}: {self._type(given[name])}" for name in given if name in self._required]
+        positional += ["body: Mapping[str, Any]"] * bool(self._body and not self._in_body)
+        optional = [name for name in given if name not in self._required and self._is_named(name)]
+        keywords = keywords + [
+            f"{name}: {self._type(given[name], may_be_none=True)} = None" for name in optional
+        ]
+        keywords += ["etag: str | None = None"] * self._has_etag()
+        options = [f"**options: Unpack[models.{self.options}]"] if self.options else []
+        return ", ".join([*positional, *(["*", *keywords] if keywords else []), *options])
 
-    def _keyword(self, parameter: Json) -> str:
-        kind = self._argument(parameter["schema"], may_be_none=not parameter["required"])
-        return f"{parameter['name']}: {kind}{'' if parameter['required'] else ' = None'}"
-
-    def _argument(self, schema: Json, *, may_be_none: bool) -> str:
-        kind = self._models.type_of(schema, is_answer=False)
-        return f"{kind} | None" if may_be_none and not kind.endswith("None") else kind
-
-    def _details(self) -> list[str]:
+    def _request(self) -> str:
+        """The expression that makes the request."""
+        kind, parse, _ = self._result()
         responses, scope = self._operation["responses"], self._operation.get("x-required-scope")
         only_reads = self._method == "POST" and "200" in responses and scope == "read"
-        details = {
-            "body=body": self._body and self._method == "PATCH",
-            "body=given(body)": self._body and self._method != "PATCH",
+        has_secret = any(each.get("format") == "password" for each in self._members.values())
+        query = [f"{name}={name}" for name in self._in_query if self._is_named(name)]
+        query += ["**options"] * bool(self.options and not self._body)
+        parts = {
+            f'"{self._method}"': not self._is_paged,
+            self._url(): True,
+            parse: True,
+            f"query({', '.join(query)})": query,
+            f"body={self._body_text()}": self._body,
             "headers=if_match(etag)": self._has_etag(),
             "only_reads=True": only_reads and not self._is_paged,
-            "has_secret=True": any(each.get("format") == "password" for each in self._members.values()),
+            "has_secret=True": has_secret,
         }
-        return [text for text, applies in details.items() if applies]
+        return f"{kind}({', '.join(text for text, applies in parts.items() if applies)})"
+
+    def _body_text(self) -> str:
+        """The body; without members that are None, unless a change may set them to null."""
+        members = [
+            f'"{name}": {name}' for name in self._in_body if name in self._required or self._is_named(name)
+        ]
+        text = f"{{{', '.join(members + ['**options'] * bool(self.options))}}}" if self._in_body else "body"
+        return text if self._method == "PATCH" and self.options else f"given({text})"
 
     def _url(self) -> str:
         url = self._path
-        for each in self._parameters("path"):
+        for each in self._places("path"):
             if each["schema"]["type"] == "string":
                 url = url.replace(f"{{{each['name']}}}", f"{{segment({each['name']})}}")
         return f'f"{url}"' if "{" in url else f'"{url}"'
 
+    def _type(self, schema: Json, *, may_be_none: bool = False) -> str:
+        kind = self._models.type_of(schema, is_answer=False)
+        return f"{kind} | None" if may_be_none and not kind.endswith("None") else kind
+
+    def _optional(self) -> dict[str, Json]:
+        given = self._in_query | self._in_body
+        return {name: its for name, its in given.items() if name not in self._required and name != "limit"}
+
+    def _is_named(self, name: str) -> bool:
+        """Whether a parameter is an argument of its own."""
+        return not self.options or name not in self._optional()
+
     def _query(self) -> list[Json]:
         left_out = {"cursor", "limit"} if self._is_paged else {"cursor"}
-        found = [each for each in self._parameters("query") if each["name"] not in left_out]
+        found = [each for each in self._places("query") if each["name"] not in left_out]
         return [each for each in found if not each.get("deprecated") and not each["schema"].get("deprecated")]
 
-    def _optional(self) -> list[Json]:
-        return [each for each in self._query() if not each["required"] and each["name"] != "limit"]
-
     def _has_etag(self) -> bool:
-        return any(each["name"] == "if-match" for each in self._parameters("header"))
+        return any(each["name"] == "if-match" for each in self._places("header"))
 
-    def _parameters(self, place: str) -> list[Json]:
+    def _places(self, place: str) -> list[Json]:
         return [each for each in self._operation.get("parameters", ()) if each["in"] == place]
 
 
@@ -295,5 +357,5 @@ def _default(schema: Json, is_required: bool) -> str:
 def _docstring(text: str) -> str:
     if not text:
         return ""
-    filled = textwrap.indent(textwrap.fill(" ".join(text.split()), 100), "    ").strip()
+    filled = textwrap.indent(textwrap.fill(" ".join(text.split()), 96), "    ").strip()
     return f'    """{filled}{" " if filled.endswith(chr(34)) else ""}"""\n'

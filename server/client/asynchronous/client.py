@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 
 import anyio
 
-from dcp.server.client.asynchronous.admin import AsyncAdministration
 from dcp.server.client.asynchronous.connection import AsyncPages
+from dcp.server.client.asynchronous.methods import AsyncMethods
 from dcp.server.client.calls import json_call
 from dcp.server.client.downloads import OnBytes
 from dcp.server.client.events import EventStream, JobEvent
@@ -27,7 +27,7 @@ __all__ = ["AsyncClient"]
 _PAGE_SIZE: Final = 500
 
 
-class AsyncClient(AsyncAdministration):
+class AsyncClient(AsyncMethods):
     """The service at ``url``; a context manager::
 
         async with AsyncClient("https://catalog:8470", key="dcp_...") as client:
@@ -39,74 +39,15 @@ class AsyncClient(AsyncAdministration):
     httpx's. All errors are `dcp.server.client.ClientError`.
 
     Options of methods, with their meanings and defaults, are those of the API. Changes with an ``etag`` are
-    made only if the object is still in that version.
+    made only if the object is still in that version. Requests that return a secret are not repeated once they
+    were sent, because the answer is given only once.
     """
 
     # -- the catalog -----------------------------------------------------------------------------------------
 
-    async def whoami(self) -> models.Whoami:
-        """Get the caller and its scopes."""
-        return await self._send(operations.get_whoami())
-
-    async def roots(self) -> list[models.Root]:
-        """List the roots that the key may see."""
-        return await self._send(operations.list_roots())
-
     async def root(self, name: str) -> models.Root:
         """Get one root."""
         return await self._send(operations.get_root(name))
-
-    def runs(self, *, page_size: int = 100, **options: Unpack[models.RunQuery]) -> AsyncPages[models.Run]:
-        """List runs, the one with the newest checkpoint first."""
-        return AsyncPages(self._send, operations.list_runs(**options), page_size)
-
-    async def run(self, run_id: int) -> models.Run:
-        """Get one run."""
-        return await self._send(operations.get_run(run_id))
-
-    async def run_series(self, run_id: int, metric: str, *, points: int = 200) -> models.Series:
-        """Get a metric over the steps of a run in at most ``points`` points of one or several checkpoints."""
-        return await self._send(operations.get_run_series(run_id, metric=metric, points=points))
-
-    async def run_timeline(self, run_id: int, **options: Unpack[models.TimelineQuery]) -> models.RunTimeline:
-        """Get the checkpoints of a run over its steps in at most ``points`` bins: bytes, seconds of saving,
-        states, aliases, and each ``metric``."""
-        return await self._send(operations.get_run_timeline(run_id, **options))
-
-    async def run_drift(self, run_id: int) -> models.RunDrift:
-        """Get the changes of the tensors between steps, as a job found them last. Raises NotFoundError before
-        the first `compute_drift`."""
-        return await self._send(operations.get_run_drift(run_id))
-
-    async def compute_drift(self, run_id: int) -> models.Job:
-        """Compute the drift of up to 50 steps by a job; `submit` the kind "drift" to choose the steps."""
-        return await self._send(operations.compute_run_drift(run_id))
-
-    async def run_tensor_bytes(
-        self, run_id: int, *, only: str | Sequence[str] = (), below_step: int | None = None
-    ) -> models.TensorBytes:
-        """Get the bytes of the tensors that match ``only`` (by default those of optimizers) in the
-        checkpoints of a run below a step."""
-        return await self._send(operations.get_run_tensor_bytes(run_id, only=only, below_step=below_step))
-
-    def checkpoints(
-        self, *, page_size: int = 100, **query: Unpack[models.CheckpointQuery]
-    ) -> AsyncPages[models.Checkpoint]:
-        """List checkpoints, the newest first or by ``sort``.
-
-        All options must hold: of several formats, states and verifications any, of tags and metrics all.
-        Without ``state`` only committed ones are listed, with "any" all.
-        """
-        return AsyncPages(self._send, operations.list_checkpoints(**query), page_size)
-
-    async def checkpoint(self, checkpoint_id: int) -> models.CheckpointDetail:
-        """Get all that is known of a checkpoint."""
-        return await self._send(operations.get_checkpoint(checkpoint_id))
-
-    async def lookup(self, **query: Unpack[models.LookupQuery]) -> models.CheckpointDetail:
-        """Get the checkpoint of a ``uri`` or ``key``, or that of a ``run`` with a ``step`` or ``alias``; of a
-        run alone the latest step. Of several a committed one is preferred, then the newest."""
-        return await self._send(operations.lookup_checkpoint(**query))
 
     async def checkpoint_facets(
         self, *, values: int = 20, **query: Unpack[models.CheckpointQuery]
@@ -120,91 +61,13 @@ class AsyncClient(AsyncAdministration):
     ) -> list[models.SearchHit]:
         """Search the names of runs, checkpoints, aliases, tags and tensors; the best first, and at most
         ``limit`` of each kind."""
-        return await self._send(operations.search(q=text, kind=kind, limit=limit))
-
-    async def register(self, key: str, **options: Unpack[models.RegistrationOptions]) -> models.Registered:
-        """Make the service look at the checkpoint ``key`` of a ``root``, or below a ``root_url`` in one."""
-        return await self._send(operations.register_checkpoint({"key": key, **options}))
-
-    async def lineage(self, checkpoint_id: int) -> models.Lineage:
-        """Get the ancestors and descendants of a checkpoint."""
-        return await self._send(operations.get_lineage(checkpoint_id))
-
-    # -- labels ----------------------------------------------------------------------------------------------
-
-    async def add_tag(
-        self, checkpoint_id: int, tag: str, *, etag: str | None = None
-    ) -> models.CheckpointDetail:
-        """Add a tag, if the checkpoint does not have it."""
-        return await self._send(operations.add_tag(checkpoint_id, tag, etag=etag))
-
-    async def remove_tag(
-        self, checkpoint_id: int, tag: str, *, etag: str | None = None
-    ) -> models.CheckpointDetail:
-        """Remove a tag, if the checkpoint has it."""
-        return await self._send(operations.remove_tag(checkpoint_id, tag, etag=etag))
-
-    async def pin(self, checkpoint_id: int, *, etag: str | None = None) -> models.CheckpointDetail:
-        """Protect a checkpoint from deletion."""
-        return await self._send(operations.pin_checkpoint(checkpoint_id, etag=etag))
-
-    async def unpin(self, checkpoint_id: int, *, etag: str | None = None) -> models.CheckpointDetail:
-        """Allow the deletion of a checkpoint again."""
-        return await self._send(operations.unpin_checkpoint(checkpoint_id, etag=etag))
-
-    async def set_metrics(
-        self, checkpoint_id: int, metrics: Mapping[str, float | None], *, etag: str | None = None
-    ) -> models.CheckpointDetail:
-        """Set metrics; None removes one."""
-        return await self._send(operations.change_metrics(checkpoint_id, {"metrics": metrics}, etag=etag))
-
-    async def aliases(self, run_id: int) -> list[models.Alias]:
-        """List the aliases of a run."""
-        return await self._send(operations.list_aliases(run_id))
-
-    async def alias(self, run_id: int, name: str) -> models.Alias:
-        """Get one alias."""
-        return await self._send(operations.get_alias(run_id, name))
-
-    async def set_alias(
-        self,
-        run_id: int,
-        name: str,
-        checkpoint_id: int,
-        *,
-        etag: str | None = None,
-        is_protected: bool | None = None,
-    ) -> models.Alias:
-        """Set an alias to a checkpoint. An existing one is moved only with its ``etag``."""
-        body = {"checkpoint_id": checkpoint_id, "is_protected": is_protected}
-        return await self._send(operations.set_alias(run_id, name, body, etag=etag))
+        return await self._send(operations.search(text, kind=kind, limit=limit))
 
     async def delete_alias(self, run_id: int, name: str, *, etag: str) -> None:
         """Remove an alias; the checkpoint stays."""
         await self._send(operations.delete_alias(run_id, name, etag=etag))
 
-    async def delete(
-        self, checkpoint_id: int, *, grace_seconds: float | None = None, etag: str | None = None
-    ) -> models.CheckpointDetail:
-        """Delete a checkpoint: its bytes stay, and it can be restored, until the grace has passed."""
-        call = operations.delete_checkpoint(checkpoint_id, grace_seconds=grace_seconds, etag=etag)
-        return await self._send(call)
-
-    async def restore(self, checkpoint_id: int, *, etag: str | None = None) -> models.CheckpointDetail:
-        """Restore a deleted checkpoint."""
-        return await self._send(operations.restore_checkpoint(checkpoint_id, etag=etag))
-
     # -- contents --------------------------------------------------------------------------------------------
-
-    async def files(self, checkpoint_id: int) -> list[models.File]:
-        """List the files of a checkpoint in its storage."""
-        return await self._send(operations.list_files(checkpoint_id))
-
-    def tensors(
-        self, checkpoint_id: int, *, page_size: int = 500, **options: Unpack[models.TensorQuery]
-    ) -> AsyncPages[models.Tensor]:
-        """List tensors and other values by name."""
-        return AsyncPages(self._send, operations.list_tensors(checkpoint_id, **options), page_size)
 
     def tensor_tree(
         self, checkpoint_id: int, prefix: str = "", *, page_size: int = 500
@@ -221,30 +84,6 @@ class AsyncClient(AsyncAdministration):
         """Read one tensor, or a ``slice`` of it, as a safetensors file in the tensor's own type."""
         call = operations.tensor_data(checkpoint_id, fqn=fqn, slice=slice, format="safetensors")
         return await self._bytes(call)
-
-    def shards(
-        self, checkpoint_id: int, *, glob: str | None = None, page_size: int = 500
-    ) -> AsyncPages[models.ShardedTensor]:
-        """List tensors with their chunks and the ranks that hold them."""
-        return AsyncPages(self._send, operations.list_shards(checkpoint_id, glob=glob), page_size)
-
-    def rank_shares(self, checkpoint_id: int, *, page_size: int = 500) -> AsyncPages[models.RankShare]:
-        """List what each rank wrote."""
-        return AsyncPages(self._send, operations.list_rank_shares(checkpoint_id), page_size)
-
-    async def shard_map(self, checkpoint_id: int, **query: Unpack[models.ShardMapQuery]) -> models.ShardMap:
-        """Get a summary of which rank holds what and where: rows of files by rank, bins of bytes."""
-        return await self._send(operations.get_shard_map(checkpoint_id, **query))
-
-    def stored_chunks(
-        self, checkpoint_id: int, *, page_size: int = 500, **query: Unpack[models.StoredChunksQuery]
-    ) -> AsyncPages[models.StoredChunk]:
-        """List the chunks of `shard_map` by rank, file and place."""
-        return AsyncPages(self._send, operations.list_stored_chunks(checkpoint_id, **query), page_size)
-
-    async def phases(self, checkpoint_id: int, **query: Unpack[models.PhasesQuery]) -> models.SavePhases:
-        """Get the seconds that the phases of the save took, with the ranks in at most ``rows`` rows."""
-        return await self._send(operations.get_phases(checkpoint_id, **query))
 
     async def tensor_grid(
         self,
@@ -270,7 +109,7 @@ class AsyncClient(AsyncAdministration):
     async def diff(self, checkpoint_id: int, before: int, **query: Unpack[models.DiffQuery]) -> models.Diff:
         """Get the differences from the checkpoint ``before``, by structure and checksums; no tensor is read.
         With ``basis="values"`` the differences of values that the job "diff" found last."""
-        call = operations.diff_checkpoints(checkpoint_id, before=before, limit=_PAGE_SIZE, **query)
+        call = operations.diff_checkpoints(checkpoint_id, before, limit=_PAGE_SIZE, **query)
         return joined(await self._parts(call))
 
     async def will_it_load(
@@ -290,27 +129,16 @@ class AsyncClient(AsyncAdministration):
         if tensors is None:
             return await self._send(operations.check_load_of(checkpoint_id, **options))
         named = [{"fqn": fqn, "shape": shape, "dtype": dtype} for fqn, (shape, dtype) in tensors.items()]
-        state = {"tensors": named, "objects": None if objects is None else list(objects)}
         through: dict[str, Any] = {name: options.get(name) for name in ("map", "inverse", "below")}
-        return await self._send(operations.check_load_of_state(checkpoint_id, state, **through))
+        others = None if objects is None else list(objects)
+        call = operations.check_load_of_state(checkpoint_id, named, objects=others, **through)
+        return await self._send(call)
 
     async def statistics(self, checkpoint_id: int) -> models.Statistics:
         """Get the statistics of all values that were computed last. Raises NotFoundError before the first
         `compute_statistics`."""
         call = operations.get_statistics(checkpoint_id, limit=_PAGE_SIZE)
         return joined(await self._parts(call))
-
-    async def compute_statistics(self, checkpoint_id: int) -> models.Job:
-        """Compute statistics of all values by a job."""
-        return await self._send(operations.compute_statistics(checkpoint_id))
-
-    async def verifications(self, checkpoint_id: int) -> list[models.Verification]:
-        """List the last verifications, newest first."""
-        return await self._send(operations.list_verifications(checkpoint_id))
-
-    async def verify(self, checkpoint_id: int) -> models.Job:
-        """Verify every byte by a job."""
-        return await self._send(operations.verify_checkpoint(checkpoint_id))
 
     # -- downloads -------------------------------------------------------------------------------------------
 
@@ -371,33 +199,9 @@ class AsyncClient(AsyncAdministration):
         accepted = {"accept_lost": accept_lost} if accept_lost else {}  # unknown to an older service
         return await self.submit("scan", {"root": root, "below": below, **accepted})
 
-    def jobs(self, *, page_size: int = 100, **options: Unpack[models.JobQuery]) -> AsyncPages[models.Job]:
-        """List jobs, newest first; with ``scans`` also the scans that the service makes by itself."""
-        return AsyncPages(self._send, operations.list_jobs(**options), page_size)
-
-    async def job(self, job_id: int) -> models.Job:
-        """Get one job."""
-        return await self._send(operations.get_job(job_id))
-
-    def job_tasks(self, job_id: int, *, page_size: int = 500) -> AsyncPages[models.JobTask]:
-        """List the tasks of a job."""
-        return AsyncPages(self._send, operations.list_job_tasks(job_id), page_size)
-
-    async def job_throughput(self, job_id: int) -> models.JobThroughput:
-        """Get the rate of a job, and the seconds left."""
-        return await self._send(operations.get_job_throughput(job_id))
-
     async def job_log(self, job_id: int, *, lines: int = 100) -> list[models.JobLogLine]:
         """Get the last events of a job as sentences, in their order; 500 at most."""
         return (await self._send(operations.get_job_log(job_id).page(lines))).items
-
-    async def cancel(self, job_id: int) -> models.Job:
-        """Cancel a job."""
-        return await self._send(operations.cancel_job(job_id))
-
-    async def retry(self, job_id: int) -> models.Job:
-        """Restart a job that has failed or was cancelled."""
-        return await self._send(operations.retry_job(job_id))
 
     async def wait(
         self,
@@ -434,6 +238,40 @@ class AsyncClient(AsyncAdministration):
         with ``scans`` also of those that the service makes by itself."""
         return self._watch(operations.watch_jobs(scans=scans), EventStream(after_id))
 
+    # -- administration --------------------------------------------------------------------------------------
+
+    def deliveries(
+        self, webhook_id: int, *, state: str | None = None, page_size: int = 100
+    ) -> AsyncPages[models.Delivery]:
+        """List deliveries, newest event first; ``state``: "waiting", "delivered" or "failed"."""
+        call = operations.list_webhook_deliveries(webhook_id, state=state)
+        return AsyncPages(self._send, call, page_size)
+
+    async def create_retention_policy(
+        self, name: str, root: str, keep: Mapping[str, Any], **options: Unpack[models.PolicyOptions]
+    ) -> models.RetentionPolicy:
+        """Create a policy, which is applied at once: use `preview_retention` before. ``keep`` is what
+        `dcp.Retention.to_dict` returns."""
+        call = operations.create_retention_policy(name=name, root=root, keep=keep, **options)
+        return await self._send(call)
+
+    def preview_retention(
+        self, root: str, keep: Mapping[str, Any], *, run_glob: str = "*", page_size: int = 50
+    ) -> AsyncPages[models.RetentionPreview]:
+        """List the decisions of a policy with their reasons, by run; nothing is changed."""
+        call = operations.preview_retention(root, keep, run_glob=run_glob)
+        return AsyncPages(self._send, call, page_size)
+
+    def preview_retention_policy(
+        self, policy_id: int, *, page_size: int = 50
+    ) -> AsyncPages[models.RetentionPreview]:
+        """List the decisions of an existing policy with their reasons, by run; nothing is changed."""
+        return AsyncPages(self._send, operations.preview_retention_policy(policy_id), page_size)
+
+    async def run_retention_policy(self, policy_id: int, *, dry_run: bool = False) -> models.Job:
+        """Apply a policy now, by a job; with ``dry_run`` its result says what would be deleted."""
+        return await self.submit("retention", {"policy_id": policy_id, "dry_run": dry_run})
+
     # -- anything else ---------------------------------------------------------------------------------------
 
     async def request(
@@ -445,6 +283,6 @@ class AsyncClient(AsyncAdministration):
         body: Any = None,
         etag: str | None = None,
     ) -> Any:
-        """Send a request for which there is no method, such as ``request("GET", "/audit")`` or one of a
-        feature of another package, and get the JSON of the answer."""
+        """Send a request for which there is no method, such as one of a feature of another package, and get
+        the JSON of the answer: ``request("GET", "/runs/1/nan-counts")``."""
         return await self._send(json_call(method, path, params, body, etag))

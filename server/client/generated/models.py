@@ -171,8 +171,8 @@ class DriftLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftStep:
-    """What differs at ``step`` from ``from_step``, the one before: checkpoints ``b`` and ``a``. ``added``
-    and ``removed`` are tensors. ``problem``: why they could not be compared."""
+    """What differs at ``step`` from ``from_step``, the one before: checkpoints ``b`` and ``a``.
+    ``added`` and ``removed`` are tensors. ``problem``: why they could not be compared."""
 
     a: int
     b: int
@@ -390,8 +390,8 @@ class LineageNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCheck:
-    """Whether a checkpoint fills a state, as far as names, shapes and dtypes tell. `answer`: rename and
-    cast are what has to be given to dcp.load."""
+    """Whether a checkpoint fills a state, as far as names, shapes and dtypes tell. `answer`: rename
+    and cast are what has to be given to dcp.load."""
 
     checkpoint_id: int
     answer: str
@@ -627,8 +627,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDrift:
-    """How the tensors of a run change from step to step, as a job found. ``layers``: 512 rows at most, in
-    which all ``layer_count`` are."""
+    """How the tensors of a run change from step to step, as a job found. ``layers``: 512 rows at most,
+    in which all ``layer_count`` are."""
 
     run_id: int
     job_id: int
@@ -955,8 +955,8 @@ class ValueDifference:
     max_abs: float | None = None
     """The greatest difference; null for bits without a meaning, and where nothing is finite."""
     relative_l2: float | None = None
-    """The L2 norm of the differences divided by that of the tensor before; null if that is 0, and where
-    nothing is finite."""
+    """The L2 norm of the differences divided by that of the tensor before; null if that is 0, and
+    where nothing is finite."""
     nonfinite_after: int = 0
     """NaN or infinite in the tensor after, whether they differ or not."""
 
@@ -1139,21 +1139,22 @@ class DiffQuery(TypedDict, total=False):
     """Options of GET /checkpoints/{checkpoint_id}/diff."""
 
     basis: str | None
-    """values: as the job diff has found last, not found before that; else checksums where both have them
-    in their indexes, else structure."""
+    """values: as the job diff has found last, not found before that; else checksums where both have
+    them in their indexes, else structure."""
     kind: str | Sequence[str] | None
     """All, if not given."""
     glob: str | None
     order: str | None
-    """Those first that differ most; name: as they were saved; weights: by relative_l2, those of optimizers
-    last."""
+    """Those first that differ most; name: as they were saved; weights: by relative_l2, those of
+    optimizers last."""
 
 
 class DownloadQuery(TypedDict, total=False):
     """Options of GET /checkpoints/{checkpoint_id}/download."""
 
     format: str | None
-    """torch is for torch.load(weights_only=True), unless numpy arrays or the like are among the values."""
+    """torch is for torch.load(weights_only=True), unless numpy arrays or the like are among the
+    values."""
     only: str | Sequence[str] | None
     """Globs of names."""
     exclude: str | Sequence[str] | None

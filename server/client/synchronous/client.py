@@ -13,8 +13,8 @@ from dcp.server.client.calls import json_call
 from dcp.server.client.downloads import OnBytes
 from dcp.server.client.events import EventStream, JobEvent
 from dcp.server.client.generated import models, operations
-from dcp.server.client.synchronous.admin import Administration
 from dcp.server.client.synchronous.connection import Pages
+from dcp.server.client.synchronous.methods import Methods
 from dcp.server.client.transport import array_of, joined, next_pause, succeeded, wait_timeout
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ __all__ = ["Client"]
 _PAGE_SIZE: Final = 500
 
 
-class Client(Administration):
+class Client(Methods):
     """The service at ``url``; a context manager::
 
         with Client("https://catalog:8470", key="dcp_...") as client:
@@ -38,74 +38,15 @@ class Client(Administration):
     httpx's. All errors are `dcp.server.client.ClientError`.
 
     Options of methods, with their meanings and defaults, are those of the API. Changes with an ``etag`` are
-    made only if the object is still in that version.
+    made only if the object is still in that version. Requests that return a secret are not repeated once they
+    were sent, because the answer is given only once.
     """
 
     # -- the catalog -----------------------------------------------------------------------------------------
 
-    def whoami(self) -> models.Whoami:
-        """Get the caller and its scopes."""
-        return self._send(operations.get_whoami())
-
-    def roots(self) -> list[models.Root]:
-        """List the roots that the key may see."""
-        return self._send(operations.list_roots())
-
     def root(self, name: str) -> models.Root:
         """Get one root."""
         return self._send(operations.get_root(name))
-
-    def runs(self, *, page_size: int = 100, **options: Unpack[models.RunQuery]) -> Pages[models.Run]:
-        """List runs, the one with the newest checkpoint first."""
-        return Pages(self._send, operations.list_runs(**options), page_size)
-
-    def run(self, run_id: int) -> models.Run:
-        """Get one run."""
-        return self._send(operations.get_run(run_id))
-
-    def run_series(self, run_id: int, metric: str, *, points: int = 200) -> models.Series:
-        """Get a metric over the steps of a run in at most ``points`` points of one or several checkpoints."""
-        return self._send(operations.get_run_series(run_id, metric=metric, points=points))
-
-    def run_timeline(self, run_id: int, **options: Unpack[models.TimelineQuery]) -> models.RunTimeline:
-        """Get the checkpoints of a run over its steps in at most ``points`` bins: bytes, seconds of saving,
-        states, aliases, and each ``metric``."""
-        return self._send(operations.get_run_timeline(run_id, **options))
-
-    def run_drift(self, run_id: int) -> models.RunDrift:
-        """Get the changes of the tensors between steps, as a job found them last. Raises NotFoundError before
-        the first `compute_drift`."""
-        return self._send(operations.get_run_drift(run_id))
-
-    def compute_drift(self, run_id: int) -> models.Job:
-        """Compute the drift of up to 50 steps by a job; `submit` the kind "drift" to choose the steps."""
-        return self._send(operations.compute_run_drift(run_id))
-
-    def run_tensor_bytes(
-        self, run_id: int, *, only: str | Sequence[str] = (), below_step: int | None = None
-    ) -> models.TensorBytes:
-        """Get the bytes of the tensors that match ``only`` (by default those of optimizers) in the
-        checkpoints of a run below a step."""
-        return self._send(operations.get_run_tensor_bytes(run_id, only=only, below_step=below_step))
-
-    def checkpoints(
-        self, *, page_size: int = 100, **query: Unpack[models.CheckpointQuery]
-    ) -> Pages[models.Checkpoint]:
-        """List checkpoints, the newest first or by ``sort``.
-
-        All options must hold: of several formats, states and verifications any, of tags and metrics all.
-        Without ``state`` only committed ones are listed, with "any" all.
-        """
-        return Pages(self._send, operations.list_checkpoints(**query), page_size)
-
-    def checkpoint(self, checkpoint_id: int) -> models.CheckpointDetail:
-        """Get all that is known of a checkpoint."""
-        return self._send(operations.get_checkpoint(checkpoint_id))
-
-    def lookup(self, **query: Unpack[models.LookupQuery]) -> models.CheckpointDetail:
-        """Get the checkpoint of a ``uri`` or ``key``, or that of a ``run`` with a ``step`` or ``alias``; of a
-        run alone the latest step. Of several a committed one is preferred, then the newest."""
-        return self._send(operations.lookup_checkpoint(**query))
 
     def checkpoint_facets(
         self, *, values: int = 20, **query: Unpack[models.CheckpointQuery]
@@ -117,87 +58,13 @@ class Client(Administration):
     def search(self, text: str, *, kind: str | Sequence[str] = (), limit: int = 10) -> list[models.SearchHit]:
         """Search the names of runs, checkpoints, aliases, tags and tensors; the best first, and at most
         ``limit`` of each kind."""
-        return self._send(operations.search(q=text, kind=kind, limit=limit))
-
-    def register(self, key: str, **options: Unpack[models.RegistrationOptions]) -> models.Registered:
-        """Make the service look at the checkpoint ``key`` of a ``root``, or below a ``root_url`` in one."""
-        return self._send(operations.register_checkpoint({"key": key, **options}))
-
-    def lineage(self, checkpoint_id: int) -> models.Lineage:
-        """Get the ancestors and descendants of a checkpoint."""
-        return self._send(operations.get_lineage(checkpoint_id))
-
-    # -- labels ----------------------------------------------------------------------------------------------
-
-    def add_tag(self, checkpoint_id: int, tag: str, *, etag: str | None = None) -> models.CheckpointDetail:
-        """Add a tag, if the checkpoint does not have it."""
-        return self._send(operations.add_tag(checkpoint_id, tag, etag=etag))
-
-    def remove_tag(self, checkpoint_id: int, tag: str, *, etag: str | None = None) -> models.CheckpointDetail:
-        """Remove a tag, if the checkpoint has it."""
-        return self._send(operations.remove_tag(checkpoint_id, tag, etag=etag))
-
-    def pin(self, checkpoint_id: int, *, etag: str | None = None) -> models.CheckpointDetail:
-        """Protect a checkpoint from deletion."""
-        return self._send(operations.pin_checkpoint(checkpoint_id, etag=etag))
-
-    def unpin(self, checkpoint_id: int, *, etag: str | None = None) -> models.CheckpointDetail:
-        """Allow the deletion of a checkpoint again."""
-        return self._send(operations.unpin_checkpoint(checkpoint_id, etag=etag))
-
-    def set_metrics(
-        self, checkpoint_id: int, metrics: Mapping[str, float | None], *, etag: str | None = None
-    ) -> models.CheckpointDetail:
-        """Set metrics; None removes one."""
-        return self._send(operations.change_metrics(checkpoint_id, {"metrics": metrics}, etag=etag))
-
-    def aliases(self, run_id: int) -> list[models.Alias]:
-        """List the aliases of a run."""
-        return self._send(operations.list_aliases(run_id))
-
-    def alias(self, run_id: int, name: str) -> models.Alias:
-        """Get one alias."""
-        return self._send(operations.get_alias(run_id, name))
-
-    def set_alias(
-        self,
-        run_id: int,
-        name: str,
-        checkpoint_id: int,
-        *,
-        etag: str | None = None,
-        is_protected: bool | None = None,
-    ) -> models.Alias:
-        """Set an alias to a checkpoint. An existing one is moved only with its ``etag``."""
-        body = {"checkpoint_id": checkpoint_id, "is_protected": is_protected}
-        return self._send(operations.set_alias(run_id, name, body, etag=etag))
+        return self._send(operations.search(text, kind=kind, limit=limit))
 
     def delete_alias(self, run_id: int, name: str, *, etag: str) -> None:
         """Remove an alias; the checkpoint stays."""
         self._send(operations.delete_alias(run_id, name, etag=etag))
 
-    def delete(
-        self, checkpoint_id: int, *, grace_seconds: float | None = None, etag: str | None = None
-    ) -> models.CheckpointDetail:
-        """Delete a checkpoint: its bytes stay, and it can be restored, until the grace has passed."""
-        call = operations.delete_checkpoint(checkpoint_id, grace_seconds=grace_seconds, etag=etag)
-        return self._send(call)
-
-    def restore(self, checkpoint_id: int, *, etag: str | None = None) -> models.CheckpointDetail:
-        """Restore a deleted checkpoint."""
-        return self._send(operations.restore_checkpoint(checkpoint_id, etag=etag))
-
     # -- contents --------------------------------------------------------------------------------------------
-
-    def files(self, checkpoint_id: int) -> list[models.File]:
-        """List the files of a checkpoint in its storage."""
-        return self._send(operations.list_files(checkpoint_id))
-
-    def tensors(
-        self, checkpoint_id: int, *, page_size: int = 500, **options: Unpack[models.TensorQuery]
-    ) -> Pages[models.Tensor]:
-        """List tensors and other values by name."""
-        return Pages(self._send, operations.list_tensors(checkpoint_id, **options), page_size)
 
     def tensor_tree(
         self, checkpoint_id: int, prefix: str = "", *, page_size: int = 500
@@ -214,30 +81,6 @@ class Client(Administration):
         """Read one tensor, or a ``slice`` of it, as a safetensors file in the tensor's own type."""
         call = operations.tensor_data(checkpoint_id, fqn=fqn, slice=slice, format="safetensors")
         return self._bytes(call)
-
-    def shards(
-        self, checkpoint_id: int, *, glob: str | None = None, page_size: int = 500
-    ) -> Pages[models.ShardedTensor]:
-        """List tensors with their chunks and the ranks that hold them."""
-        return Pages(self._send, operations.list_shards(checkpoint_id, glob=glob), page_size)
-
-    def rank_shares(self, checkpoint_id: int, *, page_size: int = 500) -> Pages[models.RankShare]:
-        """List what each rank wrote."""
-        return Pages(self._send, operations.list_rank_shares(checkpoint_id), page_size)
-
-    def shard_map(self, checkpoint_id: int, **query: Unpack[models.ShardMapQuery]) -> models.ShardMap:
-        """Get a summary of which rank holds what and where: rows of files by rank, bins of bytes."""
-        return self._send(operations.get_shard_map(checkpoint_id, **query))
-
-    def stored_chunks(
-        self, checkpoint_id: int, *, page_size: int = 500, **query: Unpack[models.StoredChunksQuery]
-    ) -> Pages[models.StoredChunk]:
-        """List the chunks of `shard_map` by rank, file and place."""
-        return Pages(self._send, operations.list_stored_chunks(checkpoint_id, **query), page_size)
-
-    def phases(self, checkpoint_id: int, **query: Unpack[models.PhasesQuery]) -> models.SavePhases:
-        """Get the seconds that the phases of the save took, with the ranks in at most ``rows`` rows."""
-        return self._send(operations.get_phases(checkpoint_id, **query))
 
     def tensor_grid(
         self,
@@ -263,7 +106,7 @@ class Client(Administration):
     def diff(self, checkpoint_id: int, before: int, **query: Unpack[models.DiffQuery]) -> models.Diff:
         """Get the differences from the checkpoint ``before``, by structure and checksums; no tensor is read.
         With ``basis="values"`` the differences of values that the job "diff" found last."""
-        call = operations.diff_checkpoints(checkpoint_id, before=before, limit=_PAGE_SIZE, **query)
+        call = operations.diff_checkpoints(checkpoint_id, before, limit=_PAGE_SIZE, **query)
         return joined(self._parts(call))
 
     def will_it_load(
@@ -283,27 +126,16 @@ class Client(Administration):
         if tensors is None:
             return self._send(operations.check_load_of(checkpoint_id, **options))
         named = [{"fqn": fqn, "shape": shape, "dtype": dtype} for fqn, (shape, dtype) in tensors.items()]
-        state = {"tensors": named, "objects": None if objects is None else list(objects)}
         through: dict[str, Any] = {name: options.get(name) for name in ("map", "inverse", "below")}
-        return self._send(operations.check_load_of_state(checkpoint_id, state, **through))
+        others = None if objects is None else list(objects)
+        call = operations.check_load_of_state(checkpoint_id, named, objects=others, **through)
+        return self._send(call)
 
     def statistics(self, checkpoint_id: int) -> models.Statistics:
         """Get the statistics of all values that were computed last. Raises NotFoundError before the first
         `compute_statistics`."""
         call = operations.get_statistics(checkpoint_id, limit=_PAGE_SIZE)
         return joined(self._parts(call))
-
-    def compute_statistics(self, checkpoint_id: int) -> models.Job:
-        """Compute statistics of all values by a job."""
-        return self._send(operations.compute_statistics(checkpoint_id))
-
-    def verifications(self, checkpoint_id: int) -> list[models.Verification]:
-        """List the last verifications, newest first."""
-        return self._send(operations.list_verifications(checkpoint_id))
-
-    def verify(self, checkpoint_id: int) -> models.Job:
-        """Verify every byte by a job."""
-        return self._send(operations.verify_checkpoint(checkpoint_id))
 
     # -- downloads -------------------------------------------------------------------------------------------
 
@@ -364,33 +196,9 @@ class Client(Administration):
         accepted = {"accept_lost": accept_lost} if accept_lost else {}  # unknown to an older service
         return self.submit("scan", {"root": root, "below": below, **accepted})
 
-    def jobs(self, *, page_size: int = 100, **options: Unpack[models.JobQuery]) -> Pages[models.Job]:
-        """List jobs, newest first; with ``scans`` also the scans that the service makes by itself."""
-        return Pages(self._send, operations.list_jobs(**options), page_size)
-
-    def job(self, job_id: int) -> models.Job:
-        """Get one job."""
-        return self._send(operations.get_job(job_id))
-
-    def job_tasks(self, job_id: int, *, page_size: int = 500) -> Pages[models.JobTask]:
-        """List the tasks of a job."""
-        return Pages(self._send, operations.list_job_tasks(job_id), page_size)
-
-    def job_throughput(self, job_id: int) -> models.JobThroughput:
-        """Get the rate of a job, and the seconds left."""
-        return self._send(operations.get_job_throughput(job_id))
-
     def job_log(self, job_id: int, *, lines: int = 100) -> list[models.JobLogLine]:
         """Get the last events of a job as sentences, in their order; 500 at most."""
         return (self._send(operations.get_job_log(job_id).page(lines))).items
-
-    def cancel(self, job_id: int) -> models.Job:
-        """Cancel a job."""
-        return self._send(operations.cancel_job(job_id))
-
-    def retry(self, job_id: int) -> models.Job:
-        """Restart a job that has failed or was cancelled."""
-        return self._send(operations.retry_job(job_id))
 
     def wait(
         self,
@@ -427,6 +235,40 @@ class Client(Administration):
         with ``scans`` also of those that the service makes by itself."""
         return self._watch(operations.watch_jobs(scans=scans), EventStream(after_id))
 
+    # -- administration --------------------------------------------------------------------------------------
+
+    def deliveries(
+        self, webhook_id: int, *, state: str | None = None, page_size: int = 100
+    ) -> Pages[models.Delivery]:
+        """List deliveries, newest event first; ``state``: "waiting", "delivered" or "failed"."""
+        call = operations.list_webhook_deliveries(webhook_id, state=state)
+        return Pages(self._send, call, page_size)
+
+    def create_retention_policy(
+        self, name: str, root: str, keep: Mapping[str, Any], **options: Unpack[models.PolicyOptions]
+    ) -> models.RetentionPolicy:
+        """Create a policy, which is applied at once: use `preview_retention` before. ``keep`` is what
+        `dcp.Retention.to_dict` returns."""
+        call = operations.create_retention_policy(name=name, root=root, keep=keep, **options)
+        return self._send(call)
+
+    def preview_retention(
+        self, root: str, keep: Mapping[str, Any], *, run_glob: str = "*", page_size: int = 50
+    ) -> Pages[models.RetentionPreview]:
+        """List the decisions of a policy with their reasons, by run; nothing is changed."""
+        call = operations.preview_retention(root, keep, run_glob=run_glob)
+        return Pages(self._send, call, page_size)
+
+    def preview_retention_policy(
+        self, policy_id: int, *, page_size: int = 50
+    ) -> Pages[models.RetentionPreview]:
+        """List the decisions of an existing policy with their reasons, by run; nothing is changed."""
+        return Pages(self._send, operations.preview_retention_policy(policy_id), page_size)
+
+    def run_retention_policy(self, policy_id: int, *, dry_run: bool = False) -> models.Job:
+        """Apply a policy now, by a job; with ``dry_run`` its result says what would be deleted."""
+        return self.submit("retention", {"policy_id": policy_id, "dry_run": dry_run})
+
     # -- anything else ---------------------------------------------------------------------------------------
 
     def request(
@@ -438,6 +280,6 @@ class Client(Administration):
         body: Any = None,
         etag: str | None = None,
     ) -> Any:
-        """Send a request for which there is no method, such as ``request("GET", "/audit")`` or one of a
-        feature of another package, and get the JSON of the answer."""
+        """Send a request for which there is no method, such as one of a feature of another package, and get
+        the JSON of the answer: ``request("GET", "/runs/1/nan-counts")``."""
         return self._send(json_call(method, path, params, body, etag))
