@@ -215,16 +215,17 @@ class _Operation:
         query = self._query()
         self._in_query = {each["name"]: each["schema"] for each in query}
         self._in_body = self._body.get("properties", {})
-        self._required = {each["name"] for each in query if each["required"]} | {
-            *self._body.get("required", ())
-        }
+        self._given = self._in_query | self._in_body
+        self._required = [each["name"] for each in query if each["required"]] + self._body.get("required", [])
+        self._optional = [name for name in self._given if name not in self._required]
+        self._in_options = [name for name in self._optional if self.options and name != "limit"]
 
     def typed_dict(self) -> str:
         """The typed dictionary of its options."""
         members = [
-            f"    {name}: {self._type(schema, may_be_none=self._method != 'PATCH')}\n"
-            f"{_docstring(schema.get('description', ''))}"
-            for name, schema in self._optional().items()
+            f"    {name}: {self._type(name, may_be_none=self._method != 'PATCH')}\n"
+            f"{_docstring(self._given[name].get('description', ''))}"
+            for name in self._in_options
         ]
         about = _docstring(f"Options of {self._method} {self._path}.")
         return f"class {self.options}(TypedDict, total=False):\n{about}\n{''.join(members)}"
@@ -253,7 +254,8 @@ class _Operation:
         if not self._answer:
             return "Call", "nothing", "None"
         is_list = "items" in self._members
-        model = f"models.{self._models.use(self._members['items']['items'] if is_list else self._answer)}"
+        schema = self._members["items"]["items"] if is_list else self._answer
+        model = f"{'models.' * ('$ref' in schema)}{self._models.type_of(schema, is_answer=True)}"
         if self._is_paged:
             return "PagedCall", f"one({model})", model
         if is_list:
@@ -264,14 +266,11 @@ class _Operation:
 
     def _arguments(self, keywords: list[str]) -> str:
         """Required parameters by place, the others by name, besides ``keywords``."""
-        given = self._in_query | self._in_body
         positional = [f"{each['name']}: {_SCALARS[each['schema']['type']]}" for each in self._places("path")]
-        positional += [f"{name}: {self._type(given[name])}" for name in given if name in self._required]
+        positional += [f"{name}: {self._type(name)}" for name in self._given if name in self._required]
         positional += ["body: Mapping[str, Any]"] * bool(self._body and not self._in_body)
-        optional = [name for name in given if name not in self._required and self._is_named(name)]
-        keywords = keywords + [
-            f"{name}: {self._type(given[name], may_be_none=True)} = None" for name in optional
-        ]
+        named = [name for name in self._optional if name not in self._in_options]
+        keywords = keywords + [f"{name}: {self._type(name, may_be_none=True)} = None" for name in named]
         keywords += ["etag: str | None = None"] * self._has_etag()
         options = [f"**options: Unpack[models.{self.options}]"] if self.options else []
         return ", ".join([*positional, *(["*", *keywords] if keywords else []), *options])
@@ -282,7 +281,7 @@ class _Operation:
         responses, scope = self._operation["responses"], self._operation.get("x-required-scope")
         only_reads = self._method == "POST" and "200" in responses and scope == "read"
         has_secret = any(each.get("format") == "password" for each in self._members.values())
-        query = [f"{name}={name}" for name in self._in_query if self._is_named(name)]
+        query = [f"{name}={name}" for name in self._in_query if name not in self._in_options]
         query += ["**options"] * bool(self.options and not self._body)
         parts = {
             f'"{self._method}"': not self._is_paged,
@@ -298,9 +297,7 @@ class _Operation:
 
     def _body_text(self) -> str:
         """The body; without members that are None, unless a change may set them to null."""
-        members = [
-            f'"{name}": {name}' for name in self._in_body if name in self._required or self._is_named(name)
-        ]
+        members = [f'"{name}": {name}' for name in self._in_body if name not in self._in_options]
         text = f"{{{', '.join(members + ['**options'] * bool(self.options))}}}" if self._in_body else "body"
         return text if self._method == "PATCH" and self.options else f"given({text})"
 
@@ -311,17 +308,9 @@ class _Operation:
                 url = url.replace(f"{{{each['name']}}}", f"{{segment({each['name']})}}")
         return f'f"{url}"' if "{" in url else f'"{url}"'
 
-    def _type(self, schema: Json, *, may_be_none: bool = False) -> str:
-        kind = self._models.type_of(schema, is_answer=False)
+    def _type(self, name: str, *, may_be_none: bool = False) -> str:
+        kind = self._models.type_of(self._given[name], is_answer=False)
         return f"{kind} | None" if may_be_none and not kind.endswith("None") else kind
-
-    def _optional(self) -> dict[str, Json]:
-        given = self._in_query | self._in_body
-        return {name: its for name, its in given.items() if name not in self._required and name != "limit"}
-
-    def _is_named(self, name: str) -> bool:
-        """Whether a parameter is an argument of its own."""
-        return not self.options or name not in self._optional()
 
     def _query(self) -> list[Json]:
         left_out = {"cursor", "limit"} if self._is_paged else {"cursor"}
