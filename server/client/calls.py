@@ -195,11 +195,9 @@ def _decoder(hint: Any) -> _Decoder:
 
 
 def _object_decoder(kind: Any) -> _Decoder:
-    decoders: dict[str, _Decoder] = {}  # filled at first use: data classes may contain themselves
+    decoders = {name: _decoder(hint) for name, hint in get_type_hints(kind).items()}
 
     def decode(document: Any) -> Any:
-        if not decoders:
-            decoders.update({name: _decoder(hint) for name, hint in get_type_hints(kind).items()})
         members = _typed(document, dict)
         values = {}
         for name, decoder in decoders.items():
