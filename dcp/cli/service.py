@@ -129,8 +129,8 @@ def worker(
     """
     settings = _settings(config, database_url=database, concurrency=concurrency)
     from dcp.server.core.jobs.worker import Worker
+    from dcp.server.features import schedules as schedules_of
     from dcp.server.process.logs import configure_logs
-    from dcp.server.process.schedules import built_in_schedules
 
     configure_logs(settings)
     stop = threading.Event()
@@ -138,7 +138,7 @@ def worker(
         signal.signal(number, lambda _number, _frame: stop.set())
     if until_input_ends:
         threading.Thread(target=_watch_input, args=(stop,), name="input", daemon=True).start()
-    Worker(settings, schedules=built_in_schedules(settings)).run(stop)
+    Worker(settings, schedules=schedules_of(settings)).run(stop)
 
 
 def _watch_input(stop: threading.Event) -> None:

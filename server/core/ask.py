@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from fastapi import Request, Response
-from pydantic import BaseModel
 from sqlalchemy import Connection
 
 from dcp.server.core.http.context import Service
@@ -25,7 +24,6 @@ from dcp.server.core.settings import Settings
 
 __all__ = ["Ask", "ask_of"]
 
-A = TypeVar("A", bound=BaseModel)
 P = ParamSpec("P")
 M = TypeVar("M", bound=Parameters)
 T = TypeVar("T")
@@ -86,10 +84,15 @@ class Ask:
         with self.reading() as connection:
             return query(connection, *args, **kwargs)
 
-    def transact(self, act: Callable[[Connection], A]) -> A:
+    def transact(self, act: Callable[[Connection], T]) -> T:
         """Run ``act``, which writes and makes the answer, in one transaction; it is repeated where another
         one was in its way. With an ``Idempotency-Key`` the answer is kept in the same transaction."""
         return IdempotentTransaction(self.service.database, self.request, self.response)(act)
+
+    def transact_secretly(self, act: Callable[[Connection], T]) -> T:
+        """The same, for an answer with a secret: no ``Idempotency-Key`` keeps it."""
+        self.request.state.is_secret = True
+        return self.service.database.transact(act)
 
     def submit(self, kind: type[Kind[M]], params: M) -> JobAnswer:
         """Submit a job; an unfinished one that does the same is returned instead. Raises what the kind

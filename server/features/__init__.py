@@ -7,15 +7,18 @@ point group ``dcphub.service_features``.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Final
 
 from dcp.server.core.feature import Feature
+from dcp.server.core.jobs.cleaning import CLEAN_UP
 from dcp.server.core.jobs.kind import Kind
+from dcp.server.core.jobs.schedules import PeriodicWork
+from dcp.server.core.settings import Settings
 
-__all__ = ["FEATURES", "features", "kinds"]
+__all__ = ["FEATURES", "features", "kinds", "schedules"]
 
 FEATURES: Final = (
     "audit",
@@ -63,3 +66,8 @@ def kinds() -> Mapping[str, Kind[Any]]:
     """The kinds of jobs of all features, by name."""
     found = [kind for feature in features() for kind in feature.kinds]
     return {kind.name: kind for kind in sorted(found, key=lambda kind: kind.name)}
+
+
+def schedules(settings: Settings) -> Sequence[PeriodicWork]:
+    """Collect the periodic work of all features, and the clean-up of the core."""
+    return [*(work for feature in features() for work in feature.periodic_work(settings)), CLEAN_UP]

@@ -16,9 +16,14 @@ from dcp.server.core.http.dependencies import Caller, Db, requires
 from dcp.server.core.http.routers import api_router
 from dcp.server.core.security.redaction import redact
 from dcp.server.features.checkpoints.queries import RunQuery, TensorBytesQuery, TimelineQuery
-from dcp.server.features.retention.answers import TensorBytesAnswer
-from dcp.server.features.retention.totals import tensor_bytes
-from dcp.server.features.runs.answers import RunAnswer, RunList, SeriesAnswer, TimelineAnswer
+from dcp.server.features.retention.planning import tensor_bytes
+from dcp.server.features.runs.answers import (
+    RunAnswer,
+    RunList,
+    SeriesAnswer,
+    TensorBytesAnswer,
+    TimelineAnswer,
+)
 from dcp.steps import OPTIMIZER
 
 __all__ = ["router"]

@@ -27,7 +27,7 @@ from dcp.server.core.problems import ConflictError, NotFoundError, UnavailableEr
 from dcp.server.core.settings import RootSettings
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import schedules
-from dcp.server.process.schedules import built_in_schedules
+from dcp.server.features import schedules as schedules_of
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError, StorageError, StorageFullError
 from tests.support.job_workers import job_settings, until
 from tests.support.ledger_model import run_any_order
@@ -416,7 +416,7 @@ def test_roots_are_scanned_as_often_as_they_say(database: Database, tmp_path: Pa
         for name, seconds in (("main", 5.0), ("still", 0.0))
     }
     settings = job_settings(database, tmp_path, roots=places)
-    scans = [one for one in built_in_schedules(settings) if one.name.startswith("scan:")]
+    scans = [one for one in schedules_of(settings) if one.name.startswith("scan:")]
     assert [(one.name, one.interval_seconds) for one in scans] == [("scan:main", 5.0)]
     for _ in range(2):
         scans[0].act(ScheduleContext(settings, database, NOW, threading.Event()))
