@@ -345,7 +345,7 @@ def _accept(
     from dcp.server.catalog.roots import list_roots
     from dcp.server.core.roots import Roots
     from dcp.server.core.settings import RootSettings
-    from dcp.server.features.scan.scanner import Scanner
+    from dcp.server.features.scan.scanner import scan_root
 
     with _opened(settings) as opened:
         with opened.read() as connection:
@@ -362,7 +362,7 @@ def _accept(
             return
         # one that `dcp serve` was given as a flag is in the database alone
         place = settings.roots.get(name) or RootSettings(url=row.url)
-        report = Scanner(opened, Roots({name: place})).scan(name, accepted=row.lost)
+        report = scan_root(opened, Roots({name: place}), name, accepted=row.lost)
         if report.lost:
             fail(f"more is missing by now, and nothing was marked: {report.trouble[0]}")
         detail = {"accepted": row.lost, "vanished": report.vanished}

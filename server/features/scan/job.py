@@ -23,7 +23,7 @@ from dcp.server.core.problems import ForbiddenError, NotFoundError
 from dcp.server.core.roots import Roots, check_key
 from dcp.server.core.security.principal import SYSTEM, Principal, Scope
 from dcp.server.core.settings import Settings
-from dcp.server.features.scan.scanner import Scanner
+from dcp.server.features.scan.scanner import scan_root
 
 __all__ = ["ScanKind", "ScanParams", "scan_spec", "scans"]
 
@@ -90,9 +90,10 @@ class ScanKind(Kind[ScanParams]):
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
         with open_database(context) as database, storage_errors(context.roots.get(payload["root"])):
-            scanner = Scanner(database, context.roots)
-            accepted = payload.get("accept_lost", 0)  # planned by a version before it, perhaps
-            return scanner.scan(payload["root"], below=payload["below"], accepted=accepted).document()
+            params = ScanParams.model_validate(payload)
+            return scan_root(
+                database, context.roots, params.root, below=params.below, accepted=params.accept_lost
+            ).document()
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
