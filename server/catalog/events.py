@@ -63,10 +63,10 @@ def emit(
 
 
 def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float | None = None) -> None:
-    """Write events; best as the last thing in a transaction.
+    """Write events; best as the last step of a transaction.
 
-    PostgreSQL gives numbers before it commits. Whoever reads "all after 7" while 8 is committed and 7 is
-    not would never see 7, so writers of events take turns from here to their commit.
+    PostgreSQL assigns ids before it commits. A reader of "all after 6" that sees 8 while 7 is not committed
+    yet would never see 7, so writers of events take turns from here to their commit.
     """
     if not new:
         return
@@ -91,7 +91,7 @@ def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float | No
 def events_after(
     connection: Connection, event_id: int, limit: int = 100, *, kinds: Iterable[str] | None = None
 ) -> list[CatalogEvent]:
-    """The next ``limit`` events after ``event_id``, oldest first; all kinds if none are named."""
+    """List the next ``limit`` events after ``event_id``, oldest first; of all kinds if none are named."""
     query = (
         select(events, roots.c.name.label("root"))
         .outerjoin_from(events, roots, roots.c.id == events.c.root_id)
@@ -115,18 +115,18 @@ def events_after(
 
 
 def last_event_id(connection: Connection) -> int:
-    """The id of the newest event, 0 if there is none."""
+    """Return the id of the newest event, 0 if there is none."""
     return int(connection.execute(select(func.coalesce(func.max(events.c.id), 0))).scalar_one())
 
 
 def position(connection: Connection, consumer: str) -> int:
-    """The id of the last event that ``consumer`` has handled, 0 before the first."""
+    """Return the id of the last event that ``consumer`` has handled, 0 before the first."""
     found = connection.execute(select(consumers.c.event_id).where(consumers.c.name == consumer)).scalar()
     return 0 if found is None else int(found)
 
 
 def lock_position(connection: Connection, consumer: str) -> int:
-    """The same, for this transaction alone: others wait for its end."""
+    """Return the same, and keep other transactions from it until this one ends."""
     insert_missing(connection, consumers, [{"name": consumer, "event_id": 0}])
     query = select(consumers.c.event_id).where(consumers.c.name == consumer)
     return int(connection.execute(query.with_for_update()).scalar_one())

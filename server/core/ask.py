@@ -76,7 +76,7 @@ class Ask:
         return Writer(self.caller, self.now, request_id, address)
 
     def reading(self) -> AbstractContextManager[Connection]:
-        """A connection that only reads, for several queries that are to agree."""
+        """Open a connection that only reads, for several queries that must agree."""
         return self.service.database.read()
 
     def find(self, query: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -90,7 +90,7 @@ class Ask:
         return IdempotentTransaction(self.service.database, self.request, self.response)(act)
 
     def transact_secretly(self, act: Callable[[Connection], T]) -> T:
-        """The same, for an answer with a secret: no ``Idempotency-Key`` keeps it."""
+        """Do the same for an answer with a secret: no ``Idempotency-Key`` keeps it."""
         self.request.state.is_secret = True
         return self.service.database.transact(act)
 
@@ -107,7 +107,7 @@ class Ask:
         )
 
     def last_job(self, kind: type[Kind[M]], params: M, after: int = 0) -> JobAnswer | None:
-        """The newest job with these parameters and a number above ``after``, for a page that waits for it."""
+        """Find the newest job with these parameters and a number above ``after``, for a page that waits."""
         with self.reading() as connection:
             last, _ = jobs_of_key(connection, kind.dedup_key(params), self.visible)
             if last is None or last <= after:
@@ -117,5 +117,5 @@ class Ask:
 
 
 async def ask_of(request: Request, response: Response) -> Any:
-    """The dependency behind a parameter of the type `Ask`."""
+    """Make the value of a parameter of the type `Ask`."""
     return Ask(request, response)

@@ -39,7 +39,7 @@ class Consumer:
     consume: Consume
 
     def work(self, settings: Settings) -> PeriodicWork:
-        """The periodic work of a worker."""
+        """Make the periodic work of a worker."""
         return PeriodicWork(f"events:{self.name}", settings.poll_seconds, self.run, self._is_behind)
 
     def run(self, context: ScheduleContext) -> None:

@@ -183,7 +183,7 @@ class Resource(Generic[R]):
 
 
 def record_of_row(kind: type[R], row: Row[Any], **given: Any) -> R:
-    """A record of the columns of ``row`` that are called as its fields, beside those that are ``given``."""
+    """Make a record of the columns of ``row`` with the names of its fields, and of ``given`` fields."""
     values = dict(given)
     for field in fields_of(kind):
         if field.name not in given:

@@ -122,7 +122,8 @@ class Bench:
         """All of a webhook, oldest event first."""
         query = select(deliveries).where(deliveries.c.webhook_id == hook.id).order_by(deliveries.c.event_id)
         with self.database.read() as connection:
-            return connection.execute(query).all()
+            found: Sequence[Row[Any]] = connection.execute(query).all()
+            return found
 
     def state(self, hook: Any) -> Any:
         """The webhook as it is now."""

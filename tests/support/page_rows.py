@@ -98,9 +98,9 @@ def registered(app: App, key: str) -> int:
     """The id of a checkpoint that is looked at now."""
     of = Registration(root="main", key=key)
     database = app.service.database
-    found = database.transact(observe(database, app.service.roots, of, actor="test")).id
-    assert found is not None
-    return found
+    found = database.transact(observe(database, app.service.roots, of, actor="test"))
+    assert found.id is not None
+    return int(found.id)
 
 
 def posted_paths(app: App) -> set[str]:

@@ -39,7 +39,7 @@ def forget_jobs(connection: Connection, before: float, *, limit: int = 500) -> i
 
 
 def forget_scans(connection: Connection, before: float, *, limit: int = 500) -> int:
-    """The same, only of scans that nobody asked for and that succeeded: there is one a minute."""
+    """Remove periodic scans that succeeded: there is one a minute. Otherwise as `forget_jobs`."""
     return _forget(
         connection,
         limit,

@@ -1,6 +1,6 @@
 """The job ``retention``: applies a policy to all its runs, and its submission at the policy's interval.
 
-Checkpoints are deleted with the policy's grace; parts of others are dropped, which nothing restores.
+Checkpoints are deleted with the policy's grace; parts that are dropped cannot be restored.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RetentionParams(Parameters):
 
 
 def _spec(policy: Policy, created_by: str, *, dry_run: bool = False) -> JobSpec:
-    """The job; a policy has one at a time."""
+    """Make the job; a policy has one at a time."""
     return JobSpec(
         kind="retention",
         params={"policy_id": policy.id, "dry_run": dry_run},

@@ -45,7 +45,7 @@ POLICIES: Final = Resource(
 
 
 def writable_roots(settings: Settings) -> frozenset[str]:
-    """The names of the roots that are configured and not read-only."""
+    """List the names of roots that are configured and not read-only."""
     return frozenset(name for name, root in settings.roots.items() if not root.readonly)
 
 

@@ -107,7 +107,7 @@ def _act(
 
 
 def _is_converted(connection: Connection, found: CheckpointDetail) -> bool:
-    """Whether it is the target of a conversion, or is becoming one: rules would convert without end."""
+    """Return whether it is, or becomes, the target of a conversion: rules would convert without end."""
     made = select(lineage.c.child_id).where(
         lineage.c.child_id == found.id, lineage.c.kind == "converted_from"
     )
@@ -116,7 +116,7 @@ def _is_converted(connection: Connection, found: CheckpointDetail) -> bool:
 
 
 def _fields(found: CheckpointDetail) -> dict[str, object]:
-    """The values of the fields of a target's key."""
+    """Return the values of the fields of a target's key."""
     stem = found.name.rpartition(".")[0] if "." in found.name.lstrip(".") else found.name
     fields = {"root": found.root, "run": found.run, "name": found.name, "stem": stem, "id": found.id}
     return fields if found.step is None else {**fields, "step": found.step}

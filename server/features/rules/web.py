@@ -72,7 +72,7 @@ def delete_rule(rule_id: IdPath, ask: Ask, match: IfMatch) -> None:
 
 
 def _values(body: RuleRequest | RuleChange, ask: Ask) -> dict[str, Any]:
-    """The columns of the fields that are given, checked: a typing error would be refused at each event."""
+    """Check the given fields, which would else be refused at each event, and return their columns."""
     _check_roots(body, ask)
     values = {name: value for name, value in body if value is not None}
     if body.condition is not None:

@@ -110,7 +110,7 @@ class ScanKind(Kind[ScanParams]):
 
 
 def scans(settings: Settings) -> Iterable[PeriodicWork]:
-    """The periodic scans: one of each root that has an interval."""
+    """Make the periodic scans of all roots that have an interval."""
     for name, root in sorted(settings.roots.items()):
         if root.scan_seconds > 0:
             yield PeriodicWork(f"scan:{name}", root.scan_seconds, partial(_submit, root=name))

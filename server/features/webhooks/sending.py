@@ -150,7 +150,7 @@ class Deliverer:
 
 
 def _payload(claim: DeliveryClaim) -> bytes:
-    """The body: the same bytes in each attempt, for it says only what does not change any more."""
+    """Make the body, which is the same in each attempt: it has only facts that do not change any more."""
     event = claim.event
     checkpoint = {
         "id": event.checkpoint_id,

@@ -145,7 +145,7 @@ def _with_secret(hook: Webhook, secret: str) -> WebhookSecret:
 
 
 def _checked(values: dict[str, Any], ask: Ask) -> dict[str, Any]:
-    """The columns of the fields that are given."""
+    """Check the given fields, and return their columns."""
     if "roots" in values:
         _check_roots(values["roots"], ask)
         values["roots"] = values["roots"] and sorted(set(values["roots"]))
