@@ -219,7 +219,7 @@ def _create(
     lasts_seconds = None if expires is None else _duration(expires)
     from dcp.server.catalog import audit
     from dcp.server.core.security import keys
-    from dcp.server.core.security.principal import Scope
+    from dcp.server.records.administration import Scope
 
     scopes: list[Any] = scope or ["read"]
     _check_names("--scope", scopes, get_args(Scope))

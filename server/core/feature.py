@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from dcp.server.core.jobs.kind import Kind
-    from dcp.server.core.security.principal import Scope
     from dcp.server.core.settings import Settings
+    from dcp.server.records.administration import Scope
 
 __all__ = ["Feature", "Link", "Page", "Route"]
 

@@ -13,15 +13,15 @@ from sqlalchemy import Connection, Row, func, select, update
 
 from dcp.manager.retention import Retention
 from dcp.server.catalog.errors import CatalogError
-from dcp.server.catalog.labelling.labels import Change
-from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
-from dcp.server.core.jobs.ledger import submit, submit_or_join
-from dcp.server.core.jobs.ledger.states import JobSpec, Json
+from dcp.server.catalog.labels import Change
+from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress
+from dcp.server.core.jobs.ledger.states import JobSpec, Json, TaskSpec
+from dcp.server.core.jobs.ledger.transitions import submit, submit_or_join
 from dcp.server.core.jobs.parameters import CheckpointId, Parameters
 from dcp.server.core.jobs.schedules import ScheduleContext
 from dcp.server.core.jobs.subjects import find_subject, open_database
 from dcp.server.core.problems import ForbiddenError
-from dcp.server.core.security.principal import SYSTEM, Principal, Scope
+from dcp.server.core.security.principal import SYSTEM, Principal
 from dcp.server.core.settings import Settings
 from dcp.server.database.sql import insert_missing
 from dcp.server.database.tables import checkpoints, jobs, schedules
@@ -29,7 +29,7 @@ from dcp.server.features.retention.deletion import delete_softly
 from dcp.server.features.retention.planning import plan_run, runs_of
 from dcp.server.features.retention.policies import POLICIES, writable_roots
 from dcp.server.features.retention.prune import PruneParams, in_use, prune_spec
-from dcp.server.records.administration import RetentionDecision
+from dcp.server.records.administration import RetentionDecision, Scope
 
 __all__ = ["RetentionKind", "RetentionParams", "is_policy_due", "submit_policies"]
 

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, case, func, or_, select
 
 from dcp.manager.retention import Part, Retention, plan
 from dcp.server.catalog.formats import format_in_catalog
-from dcp.server.catalog.name_patterns import check_pattern, matches
+from dcp.server.catalog.names import check_pattern, matches
 from dcp.server.catalog.runs import get_run
 from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs, structure_tensors
 from dcp.server.records.administration import (

@@ -9,10 +9,11 @@ from sqlalchemy import delete, select
 
 from dcp.manager.retention import Retention
 from dcp.server.catalog.errors import InvalidQueryError
-from dcp.server.catalog.name_patterns import check_pattern
+from dcp.server.catalog.names import check_pattern
 from dcp.server.core.inputs import Finite, Name, Request, Text
-from dcp.server.core.resource import Resource, record_of_row
+from dcp.server.core.resource import Resource
 from dcp.server.core.settings import Settings
+from dcp.server.database.records import record_of_row
 from dcp.server.database.tables import retention_policies, roots, schedules
 from dcp.server.records.administration import RetentionPolicy
 

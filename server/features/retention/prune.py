@@ -15,11 +15,11 @@ from sqlalchemy import Connection, select, update
 
 from dcp.manager.retention import part_named
 from dcp.server.catalog import audit
-from dcp.server.catalog.checkpoints import get_checkpoint
+from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import StateError
-from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
-from dcp.server.core.jobs.ledger import submit_behind
-from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
+from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress
+from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json, TaskSpec
+from dcp.server.core.jobs.ledger.transitions import submit_behind
 from dcp.server.core.jobs.parameters import CheckpointId, Globs, Parameters
 from dcp.server.core.jobs.subjects import (
     Subject,
@@ -29,12 +29,13 @@ from dcp.server.core.jobs.subjects import (
     storage_errors,
 )
 from dcp.server.core.problems import ForbiddenError
-from dcp.server.core.security.principal import Principal, Scope
+from dcp.server.core.security.principal import Principal
 from dcp.server.core.settings import Settings
 from dcp.server.database.tables import checkpoints, jobs
 from dcp.server.features.retention.deletion import alias_of
 from dcp.server.features.retention.policies import writable_roots
 from dcp.server.features.scan.job import scan_spec
+from dcp.server.records.administration import Scope
 from dcp.server.records.jobs import FINAL_STATES
 from dcp.storage.stores.base import Store
 

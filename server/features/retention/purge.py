@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from sqlalchemy import Connection, Select, exists, select
 
 from dcp.server.catalog import audit
-from dcp.server.catalog.checkpoints import get_checkpoint, set_state
+from dcp.server.catalog.checkpoints import set_state
+from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.roots import root_row
 from dcp.server.catalog.source_facts import fingerprint_of, marks_of
-from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
-from dcp.server.core.jobs.ledger import submit_or_join
-from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
+from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress
+from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json, TaskSpec
+from dcp.server.core.jobs.ledger.transitions import submit_or_join
 from dcp.server.core.jobs.parameters import CheckpointId, Parameters
 from dcp.server.core.jobs.schedules import ScheduleContext
 from dcp.server.core.jobs.subjects import (
@@ -30,11 +31,12 @@ from dcp.server.core.jobs.subjects import (
     storage_errors,
 )
 from dcp.server.core.problems import ForbiddenError, UnavailableError
-from dcp.server.core.security.principal import SYSTEM, Principal, Scope
+from dcp.server.core.security.principal import SYSTEM, Principal
 from dcp.server.core.settings import Settings
 from dcp.server.database.tables import checkpoints, jobs, roots
 from dcp.server.features.retention.deletion import purge_dedup_key
 from dcp.server.features.retention.policies import writable_roots
+from dcp.server.records.administration import Scope
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.opening import SourcePlace, index_at

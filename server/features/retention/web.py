@@ -9,8 +9,8 @@ from sqlalchemy import Connection
 
 from dcp.manager.retention import Retention
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
-from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
-from dcp.server.catalog.name_patterns import check_pattern
+from dcp.server.catalog.details import get_checkpoint
+from dcp.server.catalog.names import check_pattern
 from dcp.server.catalog.roots import root_id
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
@@ -29,6 +29,7 @@ from dcp.server.features.retention.policies import (
     writable_roots,
 )
 from dcp.server.records.administration import RetentionPolicy, RetentionPreview, RetentionTotals
+from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.lists import Page
 
 _MAX_GRACE_SECONDS: Final = 3660 * 86_400.0

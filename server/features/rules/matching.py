@@ -9,11 +9,11 @@ from pydantic import ValidationError
 from sqlalchemy import Connection, Row, literal, select
 
 from dcp.server.catalog import audit
-from dcp.server.catalog.checkpoints import CheckpointDetail, get_checkpoint
+from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import CatalogError, MissingError
 from dcp.server.catalog.events import CatalogEvent
-from dcp.server.catalog.name_patterns import matches
-from dcp.server.core.jobs.ledger import submit_or_join
+from dcp.server.catalog.names import matches
+from dcp.server.core.jobs.ledger.transitions import submit_or_join
 from dcp.server.core.jobs.schedules import ScheduleContext
 from dcp.server.core.problems import ProblemError
 from dcp.server.core.security.principal import ALL_SCOPES, Principal
@@ -22,6 +22,7 @@ from dcp.server.features import kinds
 from dcp.server.features.convert.job import target_dedup_key
 from dcp.server.features.rules import feature
 from dcp.server.features.rules.rules import ACTIONS, RULES, Action, Condition, ConvertAction, RuleEvent
+from dcp.server.records.checkpoints import CheckpointDetail
 
 Rule = Row[Any]
 

@@ -11,7 +11,8 @@ from pydantic import Field, TypeAdapter, model_validator
 from dcp.server.catalog.formats import SourceFormat
 from dcp.server.core.inputs import Name
 from dcp.server.core.jobs.parameters import Parameters, PlainText
-from dcp.server.core.resource import Resource, record_of_row
+from dcp.server.core.resource import Resource
+from dcp.server.database.records import record_of_row
 from dcp.server.database.tables import rules
 from dcp.server.features.convert.job import ConvertOptions, ConvertParams
 from dcp.server.records.administration import Rule

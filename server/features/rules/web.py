@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from pydantic import Field
 
-from dcp.server.catalog.name_patterns import check_pattern
+from dcp.server.catalog.names import check_pattern
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import IfMatch

@@ -13,17 +13,18 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.core.inputs import MAX_ID
-from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
-from dcp.server.core.jobs.ledger import submit
-from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
+from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress
+from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json, TaskSpec
+from dcp.server.core.jobs.ledger.transitions import submit
 from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext
 from dcp.server.core.jobs.subjects import open_database, storage_errors
 from dcp.server.core.problems import ForbiddenError, NotFoundError
 from dcp.server.core.roots import Roots, check_key
-from dcp.server.core.security.principal import SYSTEM, Principal, Scope
+from dcp.server.core.security.principal import SYSTEM, Principal
 from dcp.server.core.settings import Settings
 from dcp.server.features.scan.scanner import scan_root
+from dcp.server.records.administration import Scope
 
 __all__ = ["ScanKind", "ScanParams", "scan_spec", "scans"]
 

@@ -6,7 +6,8 @@ from typing import Final, Literal, get_args
 
 from sqlalchemy import Connection, delete, select, update
 
-from dcp.server.core.resource import Resource, record_of_row
+from dcp.server.core.resource import Resource
+from dcp.server.database.records import record_of_row
 from dcp.server.database.tables import deliveries, webhooks
 from dcp.server.features.webhooks.signing import Sealer
 from dcp.server.records.administration import Webhook

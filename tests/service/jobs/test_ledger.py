@@ -21,7 +21,8 @@ from dcp.server.core.jobs.kind import (
     is_environment,
     is_retryable,
 )
-from dcp.server.core.jobs.ledger import Backoff, FailureFacts, Held, JobSpec, StaleFenceError, TaskSpec
+from dcp.server.core.jobs.ledger import FailureFacts
+from dcp.server.core.jobs.ledger.states import Backoff, Held, JobSpec, StaleFenceError, TaskSpec
 from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext, Scheduler
 from dcp.server.core.problems import ConflictError, NotFoundError, UnavailableError
 from dcp.server.core.settings import RootSettings
