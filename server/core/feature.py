@@ -9,7 +9,7 @@ API, pages and forms; its job kinds are in ``kinds``. Those of the service stand
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -66,7 +66,10 @@ class Link:
 
 @dataclass(slots=True)
 class Feature:
-    """One feature. ``name`` is also the folder of its templates: those beside the module ``module``.
+    """One feature, declared in ``module``.
+
+    A package has its templates in the folder ``templates``, scripts and styles in ``static``; a feature of one
+    file has the texts of its templates in the field ``templates``, by name.
 
     ``web``: the modules below ``module`` that declare its routes and pages, imported by processes that serve
     HTTP alone; not needed where the module of the feature declares them.
@@ -77,13 +80,15 @@ class Feature:
     kinds: Sequence[Kind[Any]] = ()
     web: Sequence[str] = ()
     links: Sequence[Link] = ()
+    templates: Mapping[str, str] = field(default_factory=dict)
     routes: list[Route] = field(default_factory=list)
     pages: list[Page] = field(default_factory=list)
 
     @property
-    def folder(self) -> Path:
-        """The folder of the module, with ``templates`` and ``static``."""
-        return Path(str(importlib.import_module(self.module).__file__)).parent
+    def folder(self) -> Path | None:
+        """The folder of a package; None for a feature of one file, whose folder is not its own."""
+        folders = getattr(importlib.import_module(self.module), "__path__", None)
+        return None if folders is None else Path(folders[0])
 
     def load(self) -> list[APIRouter]:
         """Import what declares routes and pages. Returns the routers of FastAPI that modules of ``web`` have
