@@ -68,8 +68,8 @@ class Link:
 class Feature:
     """One feature, declared in ``module``.
 
-    A package has its templates in the folder ``templates``, scripts and styles in ``static``; a feature of one
-    file has the texts of its templates in the field ``templates``, by name.
+    A package has its templates in the folder ``templates``, scripts and styles in ``static``; a feature of
+    one file has the texts of its templates in the field ``templates``, by name.
 
     ``web``: the modules below ``module`` that declare its routes and pages, imported by processes that serve
     HTTP alone; not needed where the module of the feature declares them.
