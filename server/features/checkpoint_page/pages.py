@@ -156,7 +156,7 @@ def _changes(
     if before is None or view.colour != "change" or of.state != "committed":
         return {"changes": None, "is_cut": False, "change_job": None}
     kept = data.service.own(Differences).kept(before.id, of.id, caller)
-    key = DiffKind.dedup_key(DiffParams(a=before.id, b=of.id))
+    key = DiffKind.result_key(DiffParams(a=before.id, b=of.id))
     job = last_job(key, database, caller, None if kept is None else kept[0].id)
     if kept is None:
         return {"changes": None, "is_cut": False, "change_job": job}

@@ -234,6 +234,7 @@ class TargetKind(Kind[T]):
             created_by=caller.name,
             root=target_root,
             checkpoint_id=subject.id,
+            subjects=[one.id for one in subjects],
             dedup_key=target_dedup_key(target_root, params.target_key),
             max_attempts=self.max_attempts,
         )

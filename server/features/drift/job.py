@@ -58,6 +58,11 @@ class DriftKind(Kind[DriftParams]):
         "dcp.inspection.values.tensor_reading",
     )
 
+    @classmethod
+    def result_key(cls, params: DriftParams) -> str:
+        """The run: whatever its last job has compared is shown."""
+        return f"drift:{params.run_id}"
+
     def specify(
         self, connection: Connection, params: DriftParams, caller: Principal, settings: Settings
     ) -> JobSpec:
@@ -70,6 +75,7 @@ class DriftKind(Kind[DriftParams]):
             created_by=caller.name,
             root=run.root,
             dedup_key=self.dedup_key(params),
+            result_key=self.result_key(params),
         )
 
     def prepare(self, connection: Connection, params: DriftParams) -> Json:

@@ -29,6 +29,7 @@ from dcp.server.database.engine import Database
 from dcp.server.database.tables import schedules
 from dcp.server.process.schedules import built_in_schedules
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError, StorageError, StorageFullError
+from tests.support.catalog_rows import add_checkpoint
 from tests.support.job_workers import job_settings, until
 from tests.support.ledger_model import run_any_order
 
@@ -152,6 +153,26 @@ def test_keys_take_turns_at_one_place(steps: Steps) -> None:
         steps.finish(made)
         steps.finish(steps.taken("publish"))
     assert order == [many[0], few[0], many[1], few[1], *many[2:]]
+
+
+# -- keys and roots ------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_visible_with_all_of_its_roots_alone(steps: Steps) -> None:
+    """Of any kind: its own root, and those of all checkpoints that it names; also as the last of its key."""
+    here, there = add_checkpoint(steps.database, "run/a"), add_checkpoint(steps.database, "b", root="other")
+    named: dict[str, Any] = {"kind": "third-party", "root": "main", "checkpoint_id": here, "result_key": "both"}
+    one = steps.add(**named, subjects=[here])
+    steps.finish(steps.taken("plan"))
+    steps.finish(steps.taken("publish"))
+    both = steps.add(**named, subjects=[here, there])
+    rootless = steps.add(subjects=[here])
+    main, all_roots = frozenset({"main"}), frozenset({"main", "other"})
+    for visible, seen in ((main, [one]), (all_roots, [both, one]), (None, [rootless, both, one])):
+        assert [job.id for job in steps.list_jobs(visible=visible)] == seen
+        assert {event.job_id for event in steps.all_events_after(0, visible)} == {*seen}
+    assert steps.last_job("both", main).id == one and steps.last_job("both", all_roots).id == both
+    assert steps.last_job("both", succeeded=True).id == one
 
 
 # -- several at once -----------------------------------------------------------------------------------------

@@ -109,8 +109,8 @@ def clear_away(connection: Connection, job: JobRow, **found: Any) -> None:
 
 def _end(connection: Connection, job: JobRow, error: FailureFacts, now: float, **where: Any) -> None:
     document = error.document() | where
-    values: dict[str, Any] = {"error": document, "attempt": 0, "not_before_seconds": 0.0, **NO_LEASE}
-    values["waiting"] = null()
+    values: dict[str, Any] = {"is_ending": True, "error": document, "waiting": null()}
+    values |= {"attempt": 0, "not_before_seconds": 0.0, **NO_LEASE}
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
     emit(connection, job.id, "ending", now, error=document)
 

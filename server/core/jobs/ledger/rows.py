@@ -57,10 +57,10 @@ __all__ = [
     "select_tasks",
     "short_result",
     "task_of_row",
+    "unfinished_job",
 ]
 
 NO_LEASE: Final[dict[str, Any]] = {"lease_owner": None, "lease_until_seconds": None}
-KEY_END: Final = "\n"
 _MAX_RESULT_BYTES: Final = 2048
 _MAX_VALUE_BYTES: Final = 256
 
@@ -106,6 +106,7 @@ def job_of_row(row: Row[Any]) -> JobRow:
         not_before_seconds=row.not_before_seconds,
         attempt=row.attempt,
         max_attempts=row.max_attempts,
+        is_ending=row.is_ending,
         cancel_seconds=row.cancel_seconds,
         progress=row.progress,
         result=row.result,
@@ -113,7 +114,7 @@ def job_of_row(row: Row[Any]) -> JobRow:
         document_id=row.document_id,
         error=row.error,
         waiting=row.waiting,
-        dedup_key=None if row.dedup_key is None else row.dedup_key.partition(KEY_END)[0],
+        dedup_key=row.dedup_key,
     )
 
 
@@ -146,6 +147,12 @@ def lock_job(connection: Connection, job_id: int) -> JobRow:
     if row is None:
         raise NotFoundError(f"there is no job {job_id}")
     return job_of_row(row)
+
+
+def unfinished_job(connection: Connection, dedup_key: str | None) -> int | None:
+    """The id of the unfinished job with this key."""
+    query = select(jobs.c.id).where(jobs.c.dedup_key == dedup_key, jobs.c.finished_seconds.is_(None))
+    return connection.execute(query).scalar_one_or_none()
 
 
 def held_job(connection: Connection, held: Held) -> JobRow:
@@ -188,11 +195,6 @@ def emit(connection: Connection, job_id: int, event: str, now: float, **data: An
     connection.execute(insert(job_events).values(job_id=job_id, kind=event, data=data, at_seconds=now))
 
 
-def _released_key(job: JobRow) -> str | None:
-    """What is kept of a deduplication key at the end: it is found again by `retry`, and in nobody's way."""
-    return None if job.dedup_key is None else f"{job.dedup_key}{KEY_END}{job.id}"
-
-
 def finish(
     connection: Connection,
     job: JobRow,
@@ -203,8 +205,7 @@ def finish(
     document: int | None = None,
     error: FailureFacts | None = None,
 ) -> None:
-    """The end of the job: what is left of its tasks is cancelled, and its key is free again. ``document``:
-    the prepared one of a large result."""
+    """End the job, and cancel what is left of its tasks. ``document``: the prepared one of a large result."""
     if state not in FINAL_STATES:
         raise ValueError(f"{state} is no end")
     connection.execute(
@@ -215,7 +216,7 @@ def finish(
     values: dict[str, Any] = {
         "state": state,
         "finished_seconds": now,
-        "dedup_key": _released_key(job),
+        "is_ending": False,
     } | NO_LEASE
     values |= {"progress": _progress_document(connection, job.id), "waiting": null()}
     if result is not None:

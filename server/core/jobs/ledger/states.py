@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
@@ -45,8 +45,11 @@ class StaleFenceError(Exception):
 class JobSpec:
     """A job to be done. The higher its ``priority`` (-100 to 100) the sooner.
 
-    ``root`` is the name of the root that it writes to, or reads where it writes to none: keys that may not
-    see that do not see the job. Where ``dedup_key`` is given there is at most one unfinished job with it.
+    ``root`` is the name of the root that it writes to, or reads where it writes to none. The job is about
+    ``checkpoint_id``, and ``subjects`` are ids of all other checkpoints that it names: keys that may not see
+    its root, or that of one of these, do not see the job. Where ``dedup_key`` is given there is at most one
+    unfinished job with it. ``result_key`` finds the last job of several whose results replace each other; it
+    is the ``dedup_key`` unless given.
     """
 
     kind: str
@@ -55,7 +58,9 @@ class JobSpec:
     priority: int = 0
     root: str | None = None
     checkpoint_id: int | None = None
+    subjects: Sequence[int] = ()
     dedup_key: str | None = None
+    result_key: str | None = None
     max_attempts: int = 3
     not_before_seconds: float = 0.0
 
@@ -108,6 +113,7 @@ class JobRow:
     not_before_seconds: float
     attempt: int
     max_attempts: int
+    is_ending: bool  # cancelled or failed, and is being stopped
     cancel_seconds: float | None
     progress: Json | None
     result: Json | None
@@ -121,11 +127,6 @@ class JobRow:
     def is_final(self) -> bool:
         """Whether nothing more happens to it, unless it is retried."""
         return self.state in FINAL_STATES
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether it was cancelled or has failed, and is being stopped."""
-        return not self.is_final and (self.cancel_seconds is not None or self.error is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,11 @@ cancelled once it has begun, because nobody could say any more whether it took p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, func, insert, null, select, update
+from sqlalchemy import ColumnElement, Connection, func, insert, literal, null, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
@@ -32,6 +32,7 @@ from dcp.server.core.jobs.ledger.rows import (
     held_task,
     is_large,
     lock_job,
+    unfinished_job,
 )
 from dcp.server.core.jobs.ledger.states import (
     MAX_DEDUP_KEY_CHARACTERS,
@@ -45,7 +46,7 @@ from dcp.server.core.jobs.ledger.states import (
 from dcp.server.core.problems import ConflictError, NotFoundError
 from dcp.server.database.documents import ensure_document
 from dcp.server.database.engine import Encoded
-from dcp.server.database.tables import jobs, roots, tasks
+from dcp.server.database.tables import checkpoints, job_roots, jobs, roots, tasks
 
 __all__ = [
     "add_tasks",
@@ -98,6 +99,7 @@ def submit_or_join(connection: Connection, spec: JobSpec, now: float) -> tuple[i
         "not_before_seconds": spec.not_before_seconds,
         "max_attempts": spec.max_attempts,
         "dedup_key": spec.dedup_key,
+        "result_key": spec.result_key or spec.dedup_key,
         "turn": _turn(connection, spec.created_by, root_id, spec.priority, now),
     }
     dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
@@ -106,11 +108,20 @@ def submit_or_join(connection: Connection, spec: JobSpec, now: float) -> tuple[i
             dialect.insert(jobs).values(**values).on_conflict_do_nothing().returning(jobs.c.id)
         ).scalar_one_or_none()
         if new is not None:
+            _note_roots(connection, new, root_id, {*spec.subjects, spec.checkpoint_id} - {None})
             emit(connection, new, "submitted", now, kind=spec.kind, created_by=spec.created_by)
             return int(new), True
-        query = select(jobs.c.id).where(jobs.c.dedup_key == spec.dedup_key)
-        if (joined := connection.execute(query).scalar_one_or_none()) is not None:
-            return int(joined), False
+        if (joined := unfinished_job(connection, spec.dedup_key)) is not None:
+            return joined, False
+
+
+def _note_roots(connection: Connection, job_id: int, root_id: int | None, named: Set[int | None]) -> None:
+    if not named:
+        return
+    others = select(literal(job_id), checkpoints.c.root_id).distinct()
+    is_other = checkpoints.c.root_id.is_distinct_from(root_id)
+    others = others.where(checkpoints.c.id.in_(named), is_other)
+    connection.execute(insert(job_roots).from_select(["job_id", "root_id"], others))
 
 
 def _turn(connection: Connection, created_by: str, root_id: int | None, priority: int, now: float) -> int:
@@ -283,11 +294,11 @@ def request_cancel(connection: Connection, job_id: int, now: float, actor: str) 
     lease = connection.execute(select(jobs.c.lease_owner).where(jobs.c.id == job_id)).scalar_one()
     if job.state == "publishing" and (lease is not None or job.attempt > 0):
         raise ConflictError(f"job {job_id} is being published, which is not stopped", state=job.state)
-    soon = {"cancel_seconds": now, "not_before_seconds": 0.0, "waiting": null()}
+    soon = {"is_ending": True, "cancel_seconds": now, "not_before_seconds": 0.0, "waiting": null()}
     connection.execute(update(jobs).where(jobs.c.id == job_id).values(**soon))
     emit(connection, job_id, "cancel_requested", now, actor=actor)
     if job.state == "queued" and job.started_seconds is None:
-        finish(connection, replace(job, cancel_seconds=now), "cancelled", now)
+        finish(connection, job, "cancelled", now)
     elif job.state == "queued":
         clear_away(connection, job)
     return lock_job(connection, job_id)
@@ -306,13 +317,13 @@ def retry(connection: Connection, job_id: int, now: float, actor: str) -> JobRow
             f"job {job_id} is {job.state}; only failed and cancelled ones are retried, and those that wait"
         )
     if job.dedup_key is not None:
-        other = connection.execute(select(jobs.c.id).where(jobs.c.dedup_key == job.dedup_key)).scalar()
+        other = unfinished_job(connection, job.dedup_key)
         if other is not None:
             raise ConflictError(f"job {other} does the same", job_id=other)
     forget_tasks(connection, job)
     nothing = dict.fromkeys(("plan", "progress", "result", "document_id", "error", "waiting"), null())
     anew: dict[str, Any] = {"state": "queued", "attempt": 0, "not_before_seconds": 0.0, **nothing}
-    anew |= {"finished_seconds": None, "cancel_seconds": None, "dedup_key": job.dedup_key}
+    anew |= {"finished_seconds": None, "cancel_seconds": None}
     anew["turn"] = _turn(connection, job.created_by, _root_id(connection, job.root), job.priority, now)
     try:
         connection.execute(update(jobs).where(jobs.c.id == job_id).values(**anew))
