@@ -161,8 +161,8 @@ def test_keys_take_turns_at_one_place(steps: Steps) -> None:
 def test_a_job_is_visible_with_all_of_its_roots_alone(steps: Steps) -> None:
     """Of any kind: its own root, and those of all checkpoints that it names; also as the last of its key."""
     here, there = add_checkpoint(steps.database, "run/a"), add_checkpoint(steps.database, "b", root="other")
-    named: dict[str, Any] = {"kind": "third-party", "root": "main", "checkpoint_id": here, "result_key": "both"}
-    one = steps.add(**named, subjects=[here])
+    named: dict[str, Any] = {"kind": "third-party", "root": "main", "result_key": "both"}
+    one = steps.add(**named, checkpoint_id=here)
     steps.finish(steps.taken("plan"))
     steps.finish(steps.taken("publish"))
     both = steps.add(**named, subjects=[here, there])
