@@ -9,7 +9,7 @@ from sqlalchemy import Connection, Select, select, update
 
 from dcp.server.catalog.errors import ChangedError, MissingError
 from dcp.server.catalog.values import NONFINITE
-from dcp.server.database.records import shown_columns, values_of
+from dcp.server.database.records import record_of_row, shown_columns
 from dcp.server.database.tables import aliases, checkpoints, metadata, metrics, roots, runs, structures, tags
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
 from dcp.steps import PARTIAL, partial_of
@@ -78,8 +78,9 @@ def with_labels(connection: Connection, rows: Sequence[Mapping[Any, Any]]) -> li
 def _made(record: type[C], row: Mapping[Any, Any], labels: Mapping[str, Any]) -> C:
     noted = row[_NOTED_METRICS] if isinstance(row[_NOTED_METRICS], dict) else {}
     missing = noted.keys() - labels["metrics"].keys()
-    return record(
-        **values_of(record, row),
+    return record_of_row(
+        record,
+        row,
         **labels,
         nonfinite_metrics={name: noted[name] for name in sorted(missing) if noted[name] in NONFINITE},
         partial=partial_of({PARTIAL: row[_NOTED_PARTS]}),

@@ -11,7 +11,7 @@ from sqlalchemy import Column, Connection, Select, bindparam, select, tuple_, up
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.name_patterns import check_pattern, contains, matches
-from dcp.server.database.records import shown_columns, values_of
+from dcp.server.database.records import record_of_row, shown_columns
 from dcp.server.database.sql import insert_missing
 from dcp.server.database.tables import checkpoints, metadata, roots, runs
 from dcp.server.records.runs import Run
@@ -110,7 +110,7 @@ def get_run(connection: Connection, run_id: int, visible: frozenset[str] | None 
     row = connection.execute(select_runs(visible).where(runs.c.id == run_id)).one_or_none()
     if row is None:
         raise MissingError("run", run_id)
-    return Run(**values_of(Run, row._mapping))
+    return record_of_row(Run, row)
 
 
 def list_runs(
@@ -132,7 +132,7 @@ def list_runs(
     for each in (column, runs.c.id):
         query = query.order_by(each.desc() if sort.startswith("-") else each.asc())
     rows = connection.execute(query.add_columns(column.label("position")).limit(limit + 1)).mappings().all()
-    found = [Run(**values_of(Run, row)) for row in rows[:limit]]
+    found = [record_of_row(Run, row) for row in rows[:limit]]
     more = len(rows) > limit
     return RunPage(found, encode_cursor(mark, rows[limit - 1]["position"], found[-1].id) if more else None)
 

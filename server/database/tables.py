@@ -329,7 +329,7 @@ jobs: Final = Table(
     Column("lease_until_seconds", Float),
     Column("fence", BigInteger, nullable=False, server_default="0"),
     Column("is_ending", Boolean, nullable=False, server_default=false()),  # cancelled or failed: stops
-    Column("cancel_seconds", Float),  # when cancelling was requested
+    Column("cancel_requested_seconds", Float),
     Column("plan", JSON_DOCUMENT),  # what publishing needs, found out while planning
     Column("progress", JSON_DOCUMENT),
     Column("result", JSON_DOCUMENT),

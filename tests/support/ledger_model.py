@@ -15,7 +15,6 @@ from dcp.server.core.jobs import ledger
 from dcp.server.core.jobs.ledger import (
     Backoff,
     Claim,
-    FailureFacts,
     Held,
     JobRow,
     JobSpec,
@@ -25,6 +24,7 @@ from dcp.server.core.jobs.ledger import (
 from dcp.server.core.problems import ConflictError
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import job_events, jobs, tasks
+from dcp.server.records.jobs import JobFailure
 from tests.support.examples import examples
 
 __all__ = ["run_any_order"]
@@ -120,7 +120,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert job.state in ("succeeded", "failed", "publishing")
             return
         assert after.state == "cancelled" or after.is_ending
-        is_new = job.state == "queued" and job.started_seconds is None
+        is_new = job.state == "queued" and job.started_at is None
         assert (after.state == "cancelled") == (is_new or job.state == "cancelled")
         self.jobs[job.id].is_cancelled = True
 
@@ -138,10 +138,10 @@ class LedgerMachine(RuleBasedStateMachine):
             assert (job.state not in ("failed", "cancelled") and job.waiting is None) or is_taken
             return
         if job.waiting is not None:
-            assert (after.state, after.not_before_seconds) == (job.state, 0.0)
+            assert (after.state, after.not_before) == (job.state, None)
             return
         assert job.state in ("failed", "cancelled") and not is_taken
-        assert after.state == "queued" and after.error is None and after.cancel_seconds is None
+        assert after.state == "queued" and after.error is None and after.cancel_requested_at is None
         if job.dedup_key is not None:
             self.keys[job.dedup_key] = job.id
         known = self.jobs[job.id]
@@ -208,7 +208,7 @@ class LedgerMachine(RuleBasedStateMachine):
         before = self.snapshot()
         for act in (
             lambda: self.complete_claim(one),
-            lambda: self.write(ledger.fail, one.held, FailureFacts(type="X", detail="x"), self.now),
+            lambda: self.write(ledger.fail, one.held, JobFailure(type="X", detail="x"), self.now),
             lambda: self.write(ledger.release, one.held, self.now),
         ):
             with pytest.raises(StaleFenceError):
@@ -223,7 +223,7 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         taken = data.draw(st.sampled_from(self.taken))
         is_retryable = why != "lasting"
-        error = FailureFacts(
+        error = JobFailure(
             type="X", detail="it broke", is_retryable=is_retryable, is_environment=why == "environment"
         )
         self.write(ledger.fail, taken.claim.held, error, self.now, BACKOFF)

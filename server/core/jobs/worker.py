@@ -34,7 +34,6 @@ from dcp.server.core.jobs.ledger import (
     Backoff,
     Claim,
     ClaimLimits,
-    FailureFacts,
     Held,
     StaleFenceError,
     TaskSpec,
@@ -62,6 +61,7 @@ from dcp.server.core.jobs.schedules import PeriodicWork, Scheduler
 from dcp.server.core.settings import Settings
 from dcp.server.database.documents import prepare_document
 from dcp.server.database.engine import Database, DatabaseUnavailableError, Encoded, encode_json
+from dcp.server.records.jobs import JobFailure
 
 __all__ = ["DEFAULT_KINDS", "Worker"]
 
@@ -131,7 +131,7 @@ class Worker:
         self._ended: queue.SimpleQueue[tuple[Held, ProcessOutcome]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._problem: str | None = None
-        self._failing: dict[tuple[str, str | None], FailureFacts] = {}  # as the log knows, by kind and root
+        self._failing: dict[tuple[str, str | None], JobFailure] = {}  # as the log knows, by kind and root
         self._next_sweep = 0.0
         self._next_renewal = 0.0
         self._next_progress = 0.0
@@ -269,7 +269,7 @@ class Worker:
             kind=job.kind,
             phase=made.phase,
             job_id=job.id,
-            attempt_name=f"{job.id}-{int(job.created_seconds * 1e6):x}-{number}-{made.fence}",
+            attempt_name=f"{job.id}-{int(job.created_at.timestamp() * 1e6):x}-{number}-{made.fence}",
             task_number=None if task is None else task.number,
             params=job.params if made.phase in ("plan", "discard") else {},
             prepared=prepared,
@@ -411,7 +411,7 @@ class Worker:
         time.sleep(seconds)
         self._look()
 
-    def _fail(self, made: Claim, error: FailureFacts) -> None:
+    def _fail(self, made: Claim, error: JobFailure) -> None:
         self._tell_failed(made, error)
         if not self._kinds[made.job.kind].waits:
             error = replace(error, is_environment=False)
@@ -419,7 +419,7 @@ class Worker:
             lambda connection: fail(connection, made.held, error, self._clock(), self._backoff)
         )
 
-    def _tell_failed(self, made: Claim, error: FailureFacts) -> None:
+    def _tell_failed(self, made: Claim, error: JobFailure) -> None:
         job = made.job
         log = _log.warning
         if not self._kinds[job.kind].waits:  # it is asked for again and again, and fails as often

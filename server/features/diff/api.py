@@ -89,7 +89,7 @@ def _found(
                 "since; the job diff does it"
             )
         job, found = kept
-        return job.id, found, {"job_id": job.id, "created_at": job.created_seconds}
+        return job.id, found, {"job_id": job.id, "created_at": job.created_at}
     second = data.open(checkpoint_id, caller)
     first = data.open(before, caller)
     found = data.service.own(Differences).of_indexes(first, second, basis)

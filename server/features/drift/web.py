@@ -19,7 +19,6 @@ from dcp.server.features.drift import feature
 from dcp.server.features.drift.job import DriftKind, DriftParams
 from dcp.server.features.drift.picture import DriftValue, drift_picture
 from dcp.server.features.drift.records import DriftLayer, RunDrift
-from dcp.server.records.declaring import moment
 from dcp.server.records.documents import record_of
 
 
@@ -39,7 +38,7 @@ def _found(run_id: int, ask: Ask) -> RunDrift | None:
     )
     if job is None or job.result is None:
         return None
-    return record_of(RunDrift, job.result, job_id=job.id, created_at=moment(job.created_seconds))
+    return record_of(RunDrift, job.result, job_id=job.id, created_at=job.created_at)
 
 
 @feature.post("/runs/{run_id}/drift", tag="runs", scope="read", status=202, errors=(404, 409))

@@ -28,7 +28,6 @@ from dcp.server.core.jobs.ledger.rows import is_large, progress_of
 from dcp.server.core.jobs.ledger.states import (
     Backoff,
     Claim,
-    FailureFacts,
     Held,
     JobEventRow,
     JobRow,
@@ -57,7 +56,6 @@ __all__ = [
     "Backoff",
     "Claim",
     "ClaimLimits",
-    "FailureFacts",
     "Held",
     "JobEventRow",
     "JobFilter",

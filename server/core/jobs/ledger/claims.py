@@ -95,7 +95,7 @@ def _claim_phase(
     values: dict[str, Any] = {"fence": jobs.c.fence + 1, **lease}
     if phase == "plan":
         values |= {"state": "planning"}
-        if job.started_seconds is None:
+        if job.started_at is None:
             values["started_seconds"] = now
         emit(connection, job.id, "state", now, state="planning")
     fence = connection.execute(

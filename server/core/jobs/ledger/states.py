@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from dcp.server.records.jobs import FINAL_STATES, JobState, TaskState
+from dcp.server.records.jobs import Job, JobTask
 
 __all__ = [
     "MAX_DEDUP_KEY_CHARACTERS",
     "Backoff",
     "Claim",
-    "FailureFacts",
     "Held",
     "JobEventRow",
     "JobRow",
@@ -75,75 +74,20 @@ class TaskSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FailureFacts:
-    """Why something failed: the ``type`` of the exception, and a text for whoever made the job.
+class JobRow(Job):
+    """A job in the ledger. ``document_id``: the document with all of a large result."""
 
-    ``is_environment``: neither the job nor its data is at fault, but a machine, a network or a storage.
-    """
-
-    type: str
-    detail: str
-    is_retryable: bool = True
-    is_environment: bool = False
-
-    def document(self) -> dict[str, Any]:
-        """As it is kept."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobRow:
-    """A row of the ledger; ``attempt`` counts those of the present phase that failed or were lost.
-
-    ``waiting`` has `FailureFacts` and ``task`` (its number, or None), ``since_seconds``, ``next_seconds`` and
-    ``count``: why the last attempt failed, where another one is to follow.
-    """
-
-    id: int
-    kind: str
-    state: JobState
-    priority: int
-    params: Json
-    root: str | None
-    checkpoint_id: int | None
-    created_by: str
-    created_seconds: float
-    started_seconds: float | None
-    finished_seconds: float | None
-    not_before_seconds: float
-    attempt: int
-    max_attempts: int
-    is_ending: bool  # cancelled or failed, and is being stopped
-    cancel_seconds: float | None
-    progress: Json | None
-    result: Json | None
-    is_result_whole: bool  # False: a large one, of which this is what is short
-    document_id: int | None  # which has all of a large one
-    error: Json | None
-    waiting: Json | None
+    document_id: int | None
     dedup_key: str | None
 
-    @property
-    def is_final(self) -> bool:
-        """Whether nothing more happens to it, unless it is retried."""
-        return self.state in FINAL_STATES
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskRow:
-    """One task of a job, in the order of ``number``."""
+class TaskRow(JobTask):
+    """A task in the ledger: claimed ones have a payload."""
 
     id: int
     job_id: int
-    number: int
-    state: TaskState
     payload: Json
-    weight_bytes: int
-    done_bytes: int
-    attempt: int
-    not_before_seconds: float
-    result: Json | None
-    error: Json | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
