@@ -15,7 +15,7 @@ from dcp.server.core.http.dependencies import Writer
 from dcp.server.core.http.idempotent_transaction import IdempotentTransaction
 from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.jobs.kind import Kind
-from dcp.server.core.jobs.ledger import last_job
+from dcp.server.core.jobs.ledger.reading import last_job
 from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.jobs.submitting import submit_kind
 from dcp.server.core.problems import UnauthorizedError

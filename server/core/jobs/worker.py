@@ -29,34 +29,19 @@ from dcp.server.core.jobs.executors.subprocess_main import error_of, load_kinds
 from dcp.server.core.jobs.executors.subprocess_messages import Order
 from dcp.server.core.jobs.executors.subprocesses import ProcessOutcome
 from dcp.server.core.jobs.kind import Kind
-from dcp.server.core.jobs.ledger import (
-    DEFAULT_BACKOFF,
-    Backoff,
-    Claim,
-    ClaimLimits,
-    Held,
-    StaleFenceError,
-    TaskSpec,
+from dcp.server.core.jobs.ledger.claims import ClaimLimits, claim, has_work, renew, stopped
+from dcp.server.core.jobs.ledger.failures import DEFAULT_BACKOFF, expire_leases, fail, has_expired
+from dcp.server.core.jobs.ledger.reading import payload_of, plan_of, task_documents, task_results
+from dcp.server.core.jobs.ledger.rows import is_large
+from dcp.server.core.jobs.ledger.states import Backoff, Claim, Held, Json, StaleFenceError, TaskSpec
+from dcp.server.core.jobs.ledger.transitions import (
     add_tasks,
-    claim,
     complete_discard,
     complete_plan,
     complete_publish,
     complete_task,
-    expire_leases,
-    fail,
-    has_expired,
-    has_work,
-    is_large,
-    payload_of,
-    plan_of,
     release,
-    renew,
-    stopped,
-    task_documents,
-    task_results,
 )
-from dcp.server.core.jobs.ledger.states import Json
 from dcp.server.core.jobs.schedules import PeriodicWork, Scheduler
 from dcp.server.core.settings import Settings
 from dcp.server.database.documents import prepare_document

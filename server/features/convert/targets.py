@@ -13,8 +13,8 @@ from dcp.server.catalog.events import emit
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.labelling.lineage import LineageKind, add_lineage
 from dcp.server.catalog.roots import root_id
-from dcp.server.core.jobs.ledger import submit_behind
 from dcp.server.core.jobs.ledger.states import JobRow, Json
+from dcp.server.core.jobs.ledger.transitions import submit_behind
 from dcp.server.database.tables import checkpoints
 from dcp.server.features.scan.asking import scan_spec
 

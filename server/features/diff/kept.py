@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dcp.server.core.data.access import Readable
 from dcp.server.core.data.sharing import SharedValues
 from dcp.server.core.http.context import Service
-from dcp.server.core.jobs.ledger import get_job, last_job
+from dcp.server.core.jobs.ledger.reading import get_job, last_job
 from dcp.server.core.jobs.ledger.states import JobRow
 from dcp.server.core.jobs.subjects import find_subject
 from dcp.server.core.security.principal import Principal

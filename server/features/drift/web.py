@@ -13,7 +13,7 @@ from dcp.server.catalog.runs import get_run
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.jobs.answers import JobAnswer
-from dcp.server.core.jobs.ledger import last_job
+from dcp.server.core.jobs.ledger.reading import last_job
 from dcp.server.core.problems import NotFoundError
 from dcp.server.features.drift import feature
 from dcp.server.features.drift.job import DriftKind, DriftParams

@@ -16,8 +16,8 @@ from dcp.server.core.answers import IdPath
 from dcp.server.core.http.dependencies import Author, Caller, Db, Page, PageParams, ServiceDep, requires
 from dcp.server.core.http.idempotent_transaction import IdempotentDep
 from dcp.server.core.inputs import Name
-from dcp.server.core.jobs import ledger
 from dcp.server.core.jobs.answers import JobAnswer
+from dcp.server.core.jobs.ledger import reading
 from dcp.server.core.pages.queries import READ, pages_router
 from dcp.server.core.pages.rendering import page
 from dcp.server.core.pages.tokens import FormDep
@@ -116,7 +116,7 @@ def last_job(result_key: str, database: Db, caller: Caller, shown: int | None = 
     """The newest job with this key that the caller may see, for a page that waits for it; None where it is
     not newer than the job whose result is ``shown``."""
     with database.read() as connection:
-        job = ledger.last_job(connection, result_key, caller.roots)
+        job = reading.last_job(connection, result_key, caller.roots)
     return None if job is None or job.id <= (shown or 0) else JobAnswer.of(job)
 
 

@@ -8,8 +8,8 @@ from dcp.server.catalog.checkpoints import CheckpointDetail, get_checkpoint, set
 from dcp.server.catalog.details import lock_checkpoint
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.labelling.labels import Change
-from dcp.server.core.jobs.ledger import request_cancel
 from dcp.server.core.jobs.ledger.rows import lock_job, unfinished_job
+from dcp.server.core.jobs.ledger.transitions import request_cancel
 from dcp.server.database.tables import aliases
 
 __all__ = ["delete_softly", "purge_dedup_key", "restore"]

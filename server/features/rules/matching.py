@@ -13,8 +13,8 @@ from dcp.server.catalog.checkpoints import CheckpointDetail, get_checkpoint
 from dcp.server.catalog.errors import CatalogError, MissingError
 from dcp.server.catalog.events import CatalogEvent
 from dcp.server.catalog.name_patterns import matches
-from dcp.server.core.jobs.ledger import submit_or_join
 from dcp.server.core.jobs.ledger.rows import unfinished_job
+from dcp.server.core.jobs.ledger.transitions import submit_or_join
 from dcp.server.core.problems import ProblemError
 from dcp.server.core.security.principal import ALL_SCOPES, Principal
 from dcp.server.core.settings import Settings

@@ -13,7 +13,6 @@ import pytest
 from sqlalchemy import insert, select
 
 from dcp.server.catalog.roots import sync_roots
-from dcp.server.core.jobs import ledger
 from dcp.server.core.jobs.kind import (
     PermanentJobError,
     TransientJobError,
@@ -21,7 +20,8 @@ from dcp.server.core.jobs.kind import (
     is_environment,
     is_retryable,
 )
-from dcp.server.core.jobs.ledger import Backoff, Held, JobSpec, StaleFenceError, TaskSpec
+from dcp.server.core.jobs.ledger import claims, failures, reading, transitions
+from dcp.server.core.jobs.ledger.states import Backoff, Held, JobSpec, StaleFenceError, TaskSpec
 from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext, Scheduler
 from dcp.server.core.problems import ConflictError, NotFoundError, UnavailableError
 from dcp.server.core.settings import RootSettings
@@ -48,10 +48,11 @@ class Steps:
         self.database = database
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        modules = (claims, failures, reading, transitions)
+        act: Any = next(getattr(module, name) for module in modules if hasattr(module, name))
+
         def call(*given: Any, **options: Any) -> Any:
-            return self.database.transact(
-                lambda connection: getattr(ledger, name)(connection, *given, **options)
-            )
+            return self.database.transact(lambda connection: act(connection, *given, **options))
 
         return call
 
