@@ -154,7 +154,7 @@ checkpoints: Final = Table(
     Column("announced", String(64)),  # the content told as committed: its save id, or else its fingerprint
     UniqueConstraint("root_id", "key"),
     # One for each order, and by time within what is often asked for: a page is read from an index, without
-    # sorting and without reading on. `dcp.server.catalog.queries.planning` says which one.
+    # sorting and without reading on. `dcp.server.catalog.listing` says which one.
     Index(None, "committed_seconds", "id"),
     Index(None, "step_order", "id"),
     Index(None, "bytes", "id"),

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, select
 
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.formats import TargetFormat, fault_of_target_name
-from dcp.server.catalog.labelling.lineage import LineageKind
+from dcp.server.catalog.lineage import LineageKind
 from dcp.server.catalog.source_facts import facts_of_source
 from dcp.server.core.inputs import Name
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec

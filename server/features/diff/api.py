@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import Query
 
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
-from dcp.server.catalog.name_patterns import check_pattern
+from dcp.server.catalog.names import check_pattern
 from dcp.server.catalog.values import clean_text
 from dcp.server.core.answers import IdPath, problems
 from dcp.server.core.data.access import DataAccess, DataDep

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 from pydantic import Field
 from sqlalchemy import Connection
 
-from dcp.server.catalog.contents.layers import in_order, layer_of
 from dcp.server.catalog.errors import StateError
-from dcp.server.catalog.queries.timeline import steps_of_run
+from dcp.server.catalog.names import in_order, layer_of
 from dcp.server.catalog.runs import get_run
+from dcp.server.catalog.timeline import steps_of_run
 from dcp.server.core.inputs import MAX_ID
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
 from dcp.server.core.jobs.ledger.states import JobSpec, Json

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from dcp.server.catalog.contents.layers import is_of_optimizer
+from dcp.server.catalog.names import is_of_optimizer
 from dcp.server.catalog.runs import get_run
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog import audit
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
-from dcp.server.catalog.queries.known import check_root
+from dcp.server.catalog.filter_checks import check_root
 from dcp.server.core.answers import IdPath, problems
 from dcp.server.core.http.dependencies import Author, Caller, Db, Page, ServiceDep, Writer, requires
 from dcp.server.core.http.idempotent_transaction import IdempotentDep

@@ -7,7 +7,7 @@ from sqlalchemy import Connection, select
 from dcp.server.catalog.checkpoints import CheckpointDetail, get_checkpoint, set_state
 from dcp.server.catalog.details import lock_checkpoint
 from dcp.server.catalog.errors import StateError
-from dcp.server.catalog.labelling.labels import Change
+from dcp.server.catalog.labels import Change
 from dcp.server.core.jobs.ledger.rows import lock_job, unfinished_job
 from dcp.server.core.jobs.ledger.transitions import request_cancel
 from dcp.server.database.tables import aliases

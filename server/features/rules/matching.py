@@ -12,7 +12,7 @@ from dcp.server.catalog import audit
 from dcp.server.catalog.checkpoints import CheckpointDetail, get_checkpoint
 from dcp.server.catalog.errors import CatalogError, MissingError
 from dcp.server.catalog.events import CatalogEvent
-from dcp.server.catalog.name_patterns import matches
+from dcp.server.catalog.names import matches
 from dcp.server.core.jobs.ledger.rows import unfinished_job
 from dcp.server.core.jobs.ledger.transitions import submit_or_join
 from dcp.server.core.problems import ProblemError
