@@ -247,6 +247,15 @@ class ReadEngine(Closable):
         """Close the files."""
         self._files.close()
 
+    def check_files(self, files: Iterable[int]) -> None:
+        """Raise CorruptCheckpointError unless all of them are there with their committed sizes."""
+
+        def check_some(some: Iterator[int]) -> None:
+            for file in some:
+                self._files.check(file)
+
+        work_off(files, self.threads if self.joins else 1, check_some, "dcp-read")
+
     def resolve(self, chunks: Sequence[int] | Int64) -> None:
         """Find the payloads of ``chunks`` where the index does not say where they are."""
         rows = np.asarray(chunks, np.int64)

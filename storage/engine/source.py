@@ -386,6 +386,15 @@ class OpenFiles:
                     self._handles[file] = handle
         return handle
 
+    def check(self, file: int) -> None:
+        """Raise CorruptCheckpointError unless the file number ``file`` is there with its committed size."""
+        name, expected = self._facts[file]
+        with self.missing_is_damage():
+            found = self._store.stat(name)
+            if found is None:
+                raise self._store.absent(name)
+        self._check_size(name, expected, found.size_bytes)
+
     def _open(self, name: str, expected: int) -> ReadHandle:
         expected_bytes = None if expected == UNKNOWN else expected
         try:
@@ -393,15 +402,20 @@ class OpenFiles:
         except CheckpointNotFoundError:  # a cache of names on a network file system may be behind
             with self.missing_is_damage():
                 handle = self._store.open_read(name, expected_bytes=expected_bytes)
-        if expected not in (UNKNOWN, handle.size_bytes):
-            size = handle.size_bytes
+        try:
+            self._check_size(name, expected, handle.size_bytes)
+        except CorruptCheckpointError:
             handle.close()
+            raise
+        return handle
+
+    def _check_size(self, name: str, expected: int, size: int) -> None:
+        if expected not in (UNKNOWN, size):
             raise CorruptCheckpointError(
                 f"{self._store.url}: data file {name} has {size} bytes, {expected} were committed; "
                 "it was truncated, replaced or extended",
                 path=self._store.path_of(name),
             )
-        return handle
 
     @contextmanager
     def missing_is_damage(self) -> Iterator[None]:
