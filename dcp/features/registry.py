@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, Final, TypeVar
 
 from dcp.features.digests import Digests
-from dcp.features.entries import LegacyKeys, Renames, Strictness, Subclasses, TrustedValues
+from dcp.features.entries import LegacyKeys, OpenedTuples, Renames, Strictness, Subclasses, TrustedValues
 from dcp.features.foreign_values import ForeignValues
 from dcp.features.memory import MetaTensors, SharedMemory
 from dcp.features.parts import Parts
@@ -47,6 +47,7 @@ LOAD_FEATURES: list[type[LoadFeature]] = [
     SharedMemory,
     Subclasses,
     PerRankValues,
+    OpenedTuples,
     Strictness,
 ]
 

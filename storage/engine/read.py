@@ -161,10 +161,8 @@ class _StreamingRead:
     def _received(self, piece: RequestPiece) -> Iterator[memoryview]:
         """Yield the memory of a piece in steps, and hand out what has to be copied."""
         if id(piece) in self._direct:
-            return self._filled(piece, view(piece.address, piece.size_bytes))
-        return self._copied(piece)
-
-    def _copied(self, piece: RequestPiece) -> Iterator[memoryview]:
+            yield from self._filled(piece, view(piece.address, piece.size_bytes))
+            return
         room, address = self._worker.room(self._copied_bytes)
         data = room[: piece.size_bytes]
         yield from self._filled(piece, data)

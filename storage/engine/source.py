@@ -388,34 +388,25 @@ class OpenFiles:
 
     def check(self, file: int) -> None:
         """Raise CorruptCheckpointError unless the file number ``file`` is there with its committed size."""
-        name, expected = self._facts[file]
-        with self.missing_is_damage():
-            found = self._store.stat(name)
-            if found is None:
-                raise self._store.absent(name)
-        self._check_size(name, expected, found.size_bytes)
+        self._open(*self._facts[file], asks=True).close()
 
-    def _open(self, name: str, expected: int) -> ReadHandle:
-        expected_bytes = None if expected == UNKNOWN else expected
+    def _open(self, name: str, expected: int, *, asks: bool = False) -> ReadHandle:
+        """Open a file. ``asks``: also where the store would take its size as given, without a request."""
+        expected_bytes = None if asks or expected == UNKNOWN else expected
         try:
             handle = self._store.open_read(name, expected_bytes=expected_bytes)
         except CheckpointNotFoundError:  # a cache of names on a network file system may be behind
             with self.missing_is_damage():
                 handle = self._store.open_read(name, expected_bytes=expected_bytes)
-        try:
-            self._check_size(name, expected, handle.size_bytes)
-        except CorruptCheckpointError:
+        if expected not in (UNKNOWN, handle.size_bytes):
+            size = handle.size_bytes
             handle.close()
-            raise
-        return handle
-
-    def _check_size(self, name: str, expected: int, size: int) -> None:
-        if expected not in (UNKNOWN, size):
             raise CorruptCheckpointError(
                 f"{self._store.url}: data file {name} has {size} bytes, {expected} were committed; "
                 "it was truncated, replaced or extended",
                 path=self._store.path_of(name),
             )
+        return handle
 
     @contextmanager
     def missing_is_damage(self) -> Iterator[None]:
