@@ -353,11 +353,12 @@ class CheckpointManager:
             state_dict: What `dcp.save` takes: `Stateful` objects (a model and optimizer in one, a data
                 loader), tensors, plain values; `PerRank` around what differs by rank.
             metrics: Numbers by name, also tensors and arrays of no dimension; NaN is allowed. They are stored
-                with the checkpoint and are what `Best` goes by; those of rank 0 count.
+                with the checkpoint and are what `Best` goes by. Those of rank 0 count; others that differ are
+                a warning, once for each name.
             force: Save this step whatever the interval, also a step that is saved already.
             last: This is the last step of the run.
             overlap: Copy the state during the next forward and backward.
-            user_metadata: More plain data to store.
+            user_metadata: More plain data to store; as for ``metrics``, rank 0's.
 
         Returns:
             The save's future, whose ``result()`` waits for the commit, or None if nothing is saved.
