@@ -94,7 +94,7 @@ def _warn_of_notes(ranks: Ranks, noted: Sequence[Mapping[str, str]]) -> None:
             if ranks.is_coordinator:
                 logger.warning(
                     "%s, in the metadata of the save, differs by rank, and rank %d's is stored: %s. Reduce "
-                    "it over the ranks first, or put what each rank is to get back into the state (dcp.PerRank)",
+                    "it over the ranks first, or put what each rank gets back into the state (dcp.PerRank)",
                     name,
                     ranks.rank,
                     by_rank(values),
