@@ -52,10 +52,12 @@ from dcp.storage.errors import (
     CheckpointNotFoundError,
     OptionError,
     PlanError,
+    StorageError,
     check_flags,
     check_numbers,
 )
 from dcp.storage.stores.opening import OpenWith
+from dcp.storage.stores.posix.files import step as storage_step
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
@@ -247,6 +249,12 @@ class CheckpointManager:
             notices = Notices(grace_seconds, handle_sigterm=handle_sigterm)
             self._opener = OpenWith(storage_options)
             self._folders = StepFolders(root, name, open_store=self._opener)
+            place = self._folders.root.local_path
+            if place is not None:
+                with storage_step(None, "stat", place):
+                    is_file = place.is_file()
+                if is_file:
+                    raise StorageError(f"{place} is not a folder, so no checkpoint can be stored in it")
             registration = registration_of(catalog)
         if weight_map is not None:
             alike["map"] = weight_map.mark
