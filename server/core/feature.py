@@ -85,7 +85,10 @@ class Link:
 
 @dataclass(slots=True)
 class Feature:
-    """One feature. ``name`` is also the folder of its templates: those beside the module ``module``.
+    """One feature, declared in ``module``.
+
+    A package has its templates in the folder ``templates``, scripts and styles in ``static``; a feature of
+    one file has the texts of its templates in the field ``templates``, by name.
 
     ``web``: the modules below ``module`` that declare its routes and pages, imported by processes that serve
     HTTP alone; not needed where the module of the feature declares them. ``work``: those that declare
@@ -99,15 +102,17 @@ class Feature:
     web: Sequence[str] = ()
     work: Sequence[str] = ()
     links: Sequence[Link] = ()
+    templates: Mapping[str, str] = field(default_factory=dict)
     routes: list[Route] = field(default_factory=list)
     pages: list[Page] = field(default_factory=list)
     consumers: list[Consumer] = field(default_factory=list)
     schedules: list[Callable[[Settings], Iterable[PeriodicWork]]] = field(default_factory=list)
 
     @property
-    def folder(self) -> Path:
-        """The folder of the module, with ``templates`` and ``static``."""
-        return Path(str(importlib.import_module(self.module).__file__)).parent
+    def folder(self) -> Path | None:
+        """The folder of a package; None for a feature of one file, whose folder is not its own."""
+        folders = getattr(importlib.import_module(self.module), "__path__", None)
+        return None if folders is None else Path(folders[0])
 
     def load(self) -> list[APIRouter]:
         """Import what declares routes and pages. Returns the routers of FastAPI that modules of ``web`` have

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import Header, Query, Request, Response
 from sqlalchemy import Connection
 
+from dcp.server.catalog import listing
 from dcp.server.catalog.details import get_checkpoint as find_checkpoint
 from dcp.server.catalog.filter_checks import check_filter, notes_of
 from dcp.server.catalog.queries import listing

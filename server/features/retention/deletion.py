@@ -77,8 +77,8 @@ def restore(connection: Connection, checkpoint_id: int, change: Change) -> Check
     row = lock_checkpoint(connection, checkpoint_id, change.visible, change.expected_version)
     if row["state"] != "deleted":
         raise StateError(f"checkpoint {checkpoint_id} is {row['state']}, not deleted", state=row["state"])
-    query = select(jobs.c.id).where(jobs.c.dedup_key == purge_dedup_key(checkpoint_id))
-    for job_id in connection.execute(query).scalars().all():
+    job_id = unfinished_job(connection, purge_dedup_key(checkpoint_id))
+    if job_id is not None:
         job = lock_job(connection, job_id)
         if job.state == "queued" and job.attempt == 0:
             request_cancel(connection, job_id, change.at_seconds, change.actor)
