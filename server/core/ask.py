@@ -14,8 +14,7 @@ from dcp.server.core.http.dependencies import Writer
 from dcp.server.core.http.idempotent_transaction import IdempotentTransaction
 from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.jobs.kind import Kind
-from dcp.server.core.jobs.ledger import jobs_of_key
-from dcp.server.core.jobs.ledger.reading import find_job
+from dcp.server.core.jobs.ledger.reading import last_job
 from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.jobs.submitting import submit_kind
 from dcp.server.core.problems import UnauthorizedError
@@ -108,13 +107,10 @@ class Ask:
         )
 
     def last_job(self, kind: type[Kind[M]], params: M, after: int = 0) -> JobAnswer | None:
-        """Find the newest job with these parameters and a number above ``after``, for a page that waits."""
-        with self.reading() as connection:
-            last, _ = jobs_of_key(connection, kind.dedup_key(params), self.visible)
-            if last is None or last <= after:
-                return None
-            job = find_job(connection, last, self.visible, whole=False)
-        return None if job is None else JobAnswer.of(job)
+        """Find the newest job with the result key of ``params`` and a number above ``after``, for a page that
+        waits for it."""
+        job = self.find(last_job, kind.result_key(params), self.visible)
+        return None if job is None or job.id <= after else JobAnswer.of(job)
 
 
 async def ask_of(request: Request, response: Response) -> Any:

@@ -7,6 +7,7 @@ point group ``dcphub.service_features``.
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -17,8 +18,11 @@ from dcp.server.core.jobs.cleaning import CLEAN_UP
 from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.schedules import PeriodicWork
 from dcp.server.core.settings import Settings
+from dcp.storage.errors import CheckpointError
 
-__all__ = ["FEATURES", "features", "kinds", "schedules"]
+__all__ = ["FEATURES", "FeatureError", "features", "kinds", "schedules"]
+
+_GROUP: Final = "dcphub.service_features"
 
 FEATURES: Final = (
     "audit",
@@ -87,3 +91,9 @@ def kinds() -> Mapping[str, Kind[Any]]:
 def schedules(settings: Settings) -> Sequence[PeriodicWork]:
     """Collect the periodic work of all features, and the clean-up of the core."""
     return [*(work for feature in features() for work in feature.periodic_work(settings)), CLEAN_UP]
+
+
+def _check_unique(what: str, names: Sequence[str]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise FeatureError(f"{count} features have a {what} {name!r}; rename one of them")

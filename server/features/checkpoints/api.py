@@ -10,7 +10,6 @@ from sqlalchemy import Connection
 from dcp.server.catalog import listing
 from dcp.server.catalog.details import get_checkpoint as find_checkpoint
 from dcp.server.catalog.filter_checks import check_filter, notes_of
-from dcp.server.catalog.queries import listing
 from dcp.server.core.answers import IdPath, problems
 from dcp.server.core.http.dependencies import Caller, Db, ServiceDep, requires
 from dcp.server.core.http.idempotent_transaction import IdempotentDep

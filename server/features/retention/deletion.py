@@ -15,7 +15,7 @@ from dcp.server.catalog.details import get_checkpoint, lock_checkpoint
 from dcp.server.catalog.errors import CatalogError, StateError
 from dcp.server.catalog.labels import Change
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress
-from dcp.server.core.jobs.ledger.rows import lock_job
+from dcp.server.core.jobs.ledger.rows import lock_job, unfinished_job
 from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
 from dcp.server.core.jobs.ledger.transitions import request_cancel
 from dcp.server.core.jobs.parameters import CheckpointId, Parameters
@@ -23,7 +23,7 @@ from dcp.server.core.jobs.subjects import roots_of_committed
 from dcp.server.core.problems import ConflictError, ForbiddenError
 from dcp.server.core.security.principal import Principal
 from dcp.server.core.settings import Settings
-from dcp.server.database.tables import aliases, jobs
+from dcp.server.database.tables import aliases
 from dcp.server.features.retention.policies import writable_roots
 from dcp.server.records.administration import Scope
 from dcp.server.records.checkpoints import CheckpointDetail

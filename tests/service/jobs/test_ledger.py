@@ -20,7 +20,7 @@ from dcp.server.core.jobs.kind import (
     is_environment,
     is_retryable,
 )
-from dcp.server.core.jobs.ledger import FailureFacts
+from dcp.server.core.jobs.ledger import claims, failures, reading, transitions
 from dcp.server.core.jobs.ledger.states import Backoff, Held, JobSpec, StaleFenceError, TaskSpec
 from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext, Scheduler
 from dcp.server.core.problems import ConflictError, NotFoundError, UnavailableError
@@ -28,6 +28,8 @@ from dcp.server.core.settings import RootSettings
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import schedules
 from dcp.server.features import schedules as schedules_of
+from dcp.server.records.declaring import moment
+from dcp.server.records.jobs import JobFailure
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError, StorageError, StorageFullError
 from tests.support.catalog_rows import add_checkpoint
 from tests.support.job_workers import job_settings, until
