@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
 from urllib.parse import urlencode
 
-from fastapi import Request, Response
+from fastapi import Depends, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from dcp.server.catalog.errors import MissingError
 from dcp.server.core.answers import IdPath
+from dcp.server.core.ask import Ask, ask_of
 from dcp.server.core.http.dependencies import Author, Caller, Db, Precondition, ServiceDep, requires
 from dcp.server.core.http.idempotent_transaction import IdempotentDep
 from dcp.server.core.inputs import Name
@@ -27,13 +28,15 @@ from dcp.server.features.convert.job import ConvertParams
 from dcp.server.features.convert.merge import MergeParams
 from dcp.server.features.labels import api
 from dcp.server.features.labels.answers import AliasChange
-from dcp.server.features.retention import deletion_api
+from dcp.server.features.retention import web as retention_web
 from dcp.server.features.roots import api as roots_api
 from dcp.server.features.roots.answers import RootAnswer
 
 __all__ = ["Undo", "router", "undo_of", "writable_roots"]
 
 router = pages_router()
+
+AskDep = Annotated[Ask, Depends(ask_of)]
 
 _CHECKPOINT = "/checkpoints/{checkpoint_id}"
 _WRITE, _CONVERT, _DELETE = [requires("write")], [requires("convert")], [requires("delete")]
@@ -245,14 +248,14 @@ def undo_of(done: str | None, found: CheckpointDetailAnswer, database: Db, calle
 
 
 @router.post(_CHECKPOINT + "/delete", dependencies=_DELETE)
-def delete_form(checkpoint_id: IdPath, form: FormDep, service: ServiceDep, author: Author) -> Response:
+def delete_form(checkpoint_id: IdPath, form: FormDep, ask: AskDep) -> Response:
     """Delete it; until the grace is over that can be taken back."""
-    deletion_api.delete_checkpoint(checkpoint_id, service, author, _seen(form), Response())
+    retention_web.delete_checkpoint(checkpoint_id, ask, _seen(form))
     return _back(checkpoint_id, "deleted")
 
 
 @router.post(_CHECKPOINT + "/restore", dependencies=_DELETE)
-def restore_form(checkpoint_id: IdPath, form: FormDep, author: Author, transact: IdempotentDep) -> Response:
+def restore_form(checkpoint_id: IdPath, form: FormDep, ask: AskDep) -> Response:
     """Take the deletion back."""
-    deletion_api.restore_checkpoint(checkpoint_id, author, transact, _seen(form), Response())
+    retention_web.restore_checkpoint(checkpoint_id, ask, _seen(form))
     return _back(checkpoint_id, "restored")

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dcp.planners.weight_maps.weight_map import ready_maps
 from dcp.server.catalog.audit import AuditEntry, last_removal
-from dcp.server.catalog.contents.layers import in_order
-from dcp.server.catalog.contents.verifications import list_verifications
+from dcp.server.catalog.names import in_order
+from dcp.server.catalog.verifications import list_verifications
 from dcp.server.core.answers import IdPath
 from dcp.server.core.data.access import DataDep
 from dcp.server.core.http.dependencies import Caller, Db, PageParams, ServiceDep
@@ -156,7 +156,7 @@ def _changes(
     if before is None or view.colour != "change" or of.state != "committed":
         return {"changes": None, "is_cut": False, "change_job": None}
     kept = data.service.own(Differences).kept(before.id, of.id, caller)
-    key = DiffKind.dedup_key(DiffParams(a=before.id, b=of.id))
+    key = DiffKind.result_key(DiffParams(a=before.id, b=of.id))
     job = last_job(key, database, caller, None if kept is None else kept[0].id)
     if kept is None:
         return {"changes": None, "is_cut": False, "change_job": job}

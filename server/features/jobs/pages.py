@@ -10,14 +10,14 @@ from fastapi import Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from dcp.server import features
-from dcp.server.catalog.contents.verifications import outcomes_of_jobs
 from dcp.server.catalog.details import keys_of
+from dcp.server.catalog.verifications import outcomes_of_jobs
 from dcp.server.core.answers import IdPath
 from dcp.server.core.http.dependencies import Author, Caller, Db, Page, PageParams, ServiceDep, requires
 from dcp.server.core.http.idempotent_transaction import IdempotentDep
 from dcp.server.core.inputs import Name
 from dcp.server.core.jobs.answers import JobAnswer
-from dcp.server.core.jobs.ledger import jobs_of_key
+from dcp.server.core.jobs.ledger import reading
 from dcp.server.core.pages.queries import READ, pages_router
 from dcp.server.core.pages.rendering import page
 from dcp.server.core.pages.tokens import FormDep
@@ -112,12 +112,12 @@ def _outcomes(jobs: Sequence[JobAnswer], database: Db) -> dict[int, str]:
         return outcomes_of_jobs(connection, [job.id for job in jobs if job.kind == "verify"])
 
 
-def last_job(dedup_key: str, database: Db, caller: Caller, shown: int | None = None) -> JobAnswer | None:
+def last_job(result_key: str, database: Db, caller: Caller, shown: int | None = None) -> JobAnswer | None:
     """The newest job with this key that the caller may see, for a page that waits for it; None where it is
     not newer than the job whose result is ``shown``."""
     with database.read() as connection:
-        last, _ = jobs_of_key(connection, dedup_key, caller.roots)
-    return None if last is None or last <= (shown or 0) else api.get_job(last, database, caller)
+        job = reading.last_job(connection, result_key, caller.roots)
+    return None if job is None or job.id <= (shown or 0) else JobAnswer.of(job)
 
 
 def _target_of(job: JobAnswer) -> str | None:

@@ -115,12 +115,14 @@ class PosixStore(Store):
 
     def make_root(self) -> None:
         """Make the folder; each that is new is made durable in its parent."""
+        refused: StorageError | None = None
         for _ in range(_MAKE_ATTEMPTS):  # who removes the checkpoint that was there removes the folder, too
             try:
                 self._make(self._root)
             except StorageError as error:
                 if error.errno not in (errno.ENOENT, errno.EEXIST):
                     raise
+                refused = error
             if self.exists():
                 with suppress(OSError):  # who clears old empty folders away leaves this one
                     os.utime(self._root)
@@ -128,6 +130,8 @@ class PosixStore(Store):
             if os.path.lexists(self._root):
                 break
         fault = broken_link(self._root) or f"{self.url} is not a folder"
+        if refused is not None and not os.path.lexists(self._root):
+            fault = f"{self.url} cannot be made ({refused})"
         raise StorageError(f"{fault}, so no checkpoint can be stored there", path=self.url, op="mkdir")
 
     def _make(self, folder: Path) -> None:

@@ -1,6 +1,6 @@
-"""Labels that people and programs give: tags, aliases, pins, metrics.
+"""Labels that people and programs give: tags, pins, metrics, and aliases such as "best" that move in a run.
 
-Each change bumps the version of the checkpoint, is told in the audit log, and can be made to depend on the
+Each change bumps the version of the checkpoint, is noted in the audit log, and can be made to depend on the
 version that was seen. Nothing is written where nothing changes.
 """
 
@@ -12,17 +12,34 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, Select, delete, insert, select, update
 
 from dcp.server.catalog import audit
 from dcp.server.catalog.details import CheckpointDetail, bump, get_checkpoint, lock_checkpoint
-from dcp.server.catalog.errors import InvalidQueryError, StateError
+from dcp.server.catalog.errors import (
+    ChangedError,
+    InvalidQueryError,
+    MissingError,
+    ProtectedError,
+    StateError,
+)
 from dcp.server.catalog.events import emit
 from dcp.server.catalog.values import check_label
 from dcp.server.database.sql import insert_or_update
-from dcp.server.database.tables import checkpoints, metrics, tags
+from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs, tags
 
-__all__ = ["Change", "add_tags", "remove_tags", "set_metrics", "set_pinned"]
+__all__ = [
+    "AliasRow",
+    "Change",
+    "add_tags",
+    "delete_alias",
+    "get_alias",
+    "list_aliases",
+    "remove_tags",
+    "set_alias",
+    "set_metrics",
+    "set_pinned",
+]
 
 MAX_LABELS: Final = 256
 
@@ -191,3 +208,154 @@ def _changed(
 def _tags(connection: Connection, checkpoint_id: int) -> set[str]:
     query = select(tags.c.tag).where(tags.c.checkpoint_id == checkpoint_id)
     return set(connection.execute(query).scalars())
+
+
+# -- aliases -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AliasRow:
+    """A name in a run. ``is_protected``: only admins move or remove it."""
+
+    run_id: int
+    name: str
+    checkpoint_id: int
+    is_protected: bool
+    version: int
+    updated_seconds: float
+    updated_by: str | None
+
+    @property
+    def etag(self) -> str:
+        """The entity tag, with quotes."""
+        return f'"a{self.run_id}-{self.checkpoint_id}-{self.version}"'
+
+
+def get_alias(
+    connection: Connection, run_id: int, name: str, visible: frozenset[str] | None = None
+) -> AliasRow:
+    """One alias; `MissingError` if there is none that may be seen."""
+    row = connection.execute(
+        _select(visible).where(aliases.c.run_id == run_id, aliases.c.name == name)
+    ).first()
+    if row is None:
+        raise MissingError("alias", name)
+    return AliasRow(**row._mapping)
+
+
+def list_aliases(
+    connection: Connection, run_id: int, visible: frozenset[str] | None = None
+) -> list[AliasRow]:
+    """The aliases of a run, by name."""
+    query = _select(visible).where(aliases.c.run_id == run_id)
+    return sorted(
+        (AliasRow(**row._mapping) for row in connection.execute(query)), key=lambda alias: alias.name
+    )
+
+
+def set_alias(
+    connection: Connection,
+    run_id: int,
+    name: str,
+    checkpoint_id: int,
+    change: Change,
+    *,
+    is_admin: bool = False,
+    is_protected: bool | None = None,
+) -> AliasRow:
+    """Let the alias name this checkpoint of the run; make it if it is not there.
+
+    ``change.expected_version`` is that of the alias; 0 is "not there". ``is_protected`` None leaves it; only
+    an admin sets it, and moves what is protected. Raises `MissingError`, `ChangedError`, `ProtectedError`,
+    and `StateError` for a checkpoint that is deleted or purged.
+    """
+    check_label("alias", name)
+    row = lock_checkpoint(connection, checkpoint_id, change.visible)
+    if row["run_id"] != run_id:
+        raise MissingError("checkpoint", checkpoint_id)
+    if row["state"] in ("deleted", "purged"):
+        raise StateError(f"checkpoint {checkpoint_id} is {row['state']}", state=row["state"])
+    present = _locked(connection, run_id, name)
+    _check(present, name, change)
+    was_protected = present is not None and present.is_protected
+    wants_protection = is_protected is not None and is_protected != was_protected
+    if not is_admin and (wants_protection or was_protected):
+        raise ProtectedError(name)
+    if present is not None and present.checkpoint_id == checkpoint_id and not wants_protection:
+        return present
+    values: dict[str, Any] = {
+        "checkpoint_id": checkpoint_id,
+        "updated_seconds": change.at_seconds,
+        "updated_by": change.actor[:128],
+    }
+    if is_protected is not None:
+        values["is_protected"] = is_protected
+    if present is None:
+        connection.execute(insert(aliases).values(run_id=run_id, name=name, **values))
+    else:
+        named = update(aliases).where(aliases.c.run_id == run_id, aliases.c.name == name)
+        connection.execute(named.values(**values, version=aliases.c.version + 1))
+    for number in sorted({checkpoint_id, checkpoint_id if present is None else present.checkpoint_id}):
+        bump(connection, number, change.at_seconds)
+    _record(connection, "alias.set", name, row, change, before=present, after=checkpoint_id)
+    return get_alias(connection, run_id, name)
+
+
+def delete_alias(
+    connection: Connection, run_id: int, name: str, change: Change, *, is_admin: bool = False
+) -> None:
+    """Remove an alias. Raises `MissingError`, `ChangedError` and `ProtectedError`."""
+    get_alias(connection, run_id, name, change.visible)
+    present = _locked(connection, run_id, name)
+    if present is None:
+        raise MissingError("alias", name)
+    _check(present, name, change)
+    if present.is_protected and not is_admin:
+        raise ProtectedError(name)
+    row = lock_checkpoint(connection, present.checkpoint_id)
+    connection.execute(delete(aliases).where(aliases.c.run_id == run_id, aliases.c.name == name))
+    bump(connection, present.checkpoint_id, change.at_seconds)
+    _record(connection, "alias.delete", name, row, change, before=present, after=None)
+
+
+def _select(visible: frozenset[str] | None) -> Select[Any]:
+    query = select(aliases)
+    if visible is None:
+        return query
+    return (
+        query.join_from(aliases, runs, runs.c.id == aliases.c.run_id)
+        .join(roots, roots.c.id == runs.c.root_id)
+        .where(roots.c.name.in_(sorted(visible)))
+    )
+
+
+def _locked(connection: Connection, run_id: int, name: str) -> AliasRow | None:
+    query = _select(None).where(aliases.c.run_id == run_id, aliases.c.name == name).with_for_update()
+    row = connection.execute(query).first()
+    return None if row is None else AliasRow(**row._mapping)
+
+
+def _check(present: AliasRow | None, name: str, change: Change) -> None:
+    version = 0 if present is None else present.version
+    if change.expected_version is not None and change.expected_version != version:
+        raise ChangedError("alias", name, expected=change.expected_version, version=version)
+
+
+def _record(
+    connection: Connection,
+    action: str,
+    name: str,
+    row: Mapping[Any, Any],
+    change: Change,
+    *,
+    before: AliasRow | None,
+    after: int | None,
+) -> None:
+    detail = {
+        "alias": name,
+        "root": row["root"],
+        "run": row["run"],
+        "from": None if before is None else before.checkpoint_id,
+        "to": after,
+    }
+    change.record(connection, action, f"run:{row['run_id']}", detail)

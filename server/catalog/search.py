@@ -1,7 +1,7 @@
 """Search as one types: what has the words in its name, whatever letters are large, the best first.
 
 Runs, names of checkpoints, aliases and tags are few enough to look at each. Of tensors the patterns of their
-names are looked at (`dcp.server.catalog.contents.patterns`), of which there are some hundred to a million
+names are looked at (`dcp.server.catalog.structures`), of which there are some hundred to a million
 names.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, get_args
 from sqlalchemy import ColumnElement, Connection, Select, Text, case, cast, func, literal, or_, select
 
 from dcp.server.catalog.errors import InvalidQueryError
-from dcp.server.catalog.name_patterns import check_text, contains, fold, pattern_of
+from dcp.server.catalog.names import check_text, contains, fold, pattern_of
 from dcp.server.database.tables import (
     aliases,
     checkpoint_names,

@@ -9,9 +9,8 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, case, func, literal, select
 
-from dcp.server.catalog.contents.layers import in_order
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
-from dcp.server.catalog.name_patterns import check_pattern, matches
+from dcp.server.catalog.names import check_pattern, in_order, matches
 from dcp.server.database.tables import structure_tensors
 from dcp.server.records.contents import EntryKind, Tensor, TreeNode
 
