@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from dcp.server.records.jobs import Job
+    from dcp.server.client.generated.models import Job
 
 __all__ = [
     "AnswerError",

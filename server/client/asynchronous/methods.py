@@ -64,7 +64,7 @@ class AsyncMethods(AsyncHttpConnection):
     async def delete(
         self, checkpoint_id: int, *, grace_seconds: float | None = None, etag: str | None = None
     ) -> models.CheckpointDetail:
-        """Delete it: its bytes stay until the grace is over, and until then it can be restored."""
+        """Delete a checkpoint. Its bytes stay, and it can be restored, until its grace is over."""
         call = Call(
             "DELETE",
             f"/checkpoints/{checkpoint_id}",
@@ -125,7 +125,7 @@ class AsyncMethods(AsyncHttpConnection):
         return await self._send(call)
 
     async def restore(self, checkpoint_id: int, *, etag: str | None = None) -> models.CheckpointDetail:
-        """Take a deletion back, unless its bytes are being purged already."""
+        """Restore a deleted checkpoint, unless its bytes are being purged already."""
         call = Call(
             "POST",
             f"/checkpoints/{checkpoint_id}/restore",
@@ -283,24 +283,24 @@ class AsyncMethods(AsyncHttpConnection):
         return await self._send(call)
 
     def retention_policies(self, *, page_size: int = 100) -> AsyncPages[models.RetentionPolicy]:
-        """Policies of the roots that this key may see, by id."""
+        """List the policies of the roots that the key may see, by id."""
         call = PagedCall("/retention/policies", one(models.RetentionPolicy))
         return AsyncPages(self._send, call, page_size)
 
     async def delete_retention_policy(self, policy_id: int, *, etag: str | None = None) -> None:
-        """Remove it. What it has deleted stays deleted."""
+        """Delete a policy. Checkpoints that it has deleted stay deleted."""
         call = Call("DELETE", f"/retention/policies/{policy_id}", nothing, headers=if_match(etag))
         return await self._send(call)
 
     async def retention_policy(self, policy_id: int) -> models.RetentionPolicy:
-        """One policy."""
+        """Get a policy."""
         call = Call("GET", f"/retention/policies/{policy_id}", one(models.RetentionPolicy))
         return await self._send(call)
 
     async def change_retention_policy(
         self, policy_id: int, *, etag: str | None = None, **options: Unpack[models.PolicyChanges]
     ) -> models.RetentionPolicy:
-        """Change what is given; a run of it that is under way stops."""
+        """Change the given fields; a job of the policy that is running stops."""
         call = Call(
             "PATCH",
             f"/retention/policies/{policy_id}",
@@ -311,14 +311,14 @@ class AsyncMethods(AsyncHttpConnection):
         return await self._send(call)
 
     async def retention_policy_totals(self, policy_id: int) -> models.RetentionTotals:
-        """What it would keep, delete and free now, in all; nothing is changed."""
+        """Add up what a policy would keep, delete and free; nothing is changed."""
         call = Call("GET", f"/retention/policies/{policy_id}/preview/totals", one(models.RetentionTotals))
         return await self._send(call)
 
     async def retention_totals(
         self, root: str, keep: Mapping[str, Any], *, run_glob: str | None = None
     ) -> models.RetentionTotals:
-        """What a policy would keep, delete and free now, in all; nothing is changed."""
+        """Add up what a policy would keep, delete and free; nothing is changed."""
         call = Call(
             "POST",
             "/retention/preview/totals",
@@ -343,33 +343,33 @@ class AsyncMethods(AsyncHttpConnection):
         return await self._send(call)
 
     def rules(self, *, page_size: int = 100) -> AsyncPages[models.Rule]:
-        """All rules, by id."""
+        """List all rules by id."""
         call = PagedCall("/rules", one(models.Rule))
         return AsyncPages(self._send, call, page_size)
 
     async def create_rule(
         self, name: str, actions: Sequence[Mapping[str, Any]], **options: Unpack[models.RuleOptions]
     ) -> models.Rule:
-        """Make a rule, for what happens from now on."""
+        """Create a rule, for events from now on."""
         call = Call(
             "POST", "/rules", one(models.Rule), body=given({"name": name, "actions": actions, **options})
         )
         return await self._send(call)
 
     async def delete_rule(self, rule_id: int, *, etag: str | None = None) -> None:
-        """Remove it. Jobs that it has made go on."""
+        """Delete a rule. Its jobs continue."""
         call = Call("DELETE", f"/rules/{rule_id}", nothing, headers=if_match(etag))
         return await self._send(call)
 
     async def rule(self, rule_id: int) -> models.Rule:
-        """One rule."""
+        """Get a rule."""
         call = Call("GET", f"/rules/{rule_id}", one(models.Rule))
         return await self._send(call)
 
     async def change_rule(
         self, rule_id: int, *, etag: str | None = None, **options: Unpack[models.RuleChanges]
     ) -> models.Rule:
-        """Change what is given, for what happens from now on."""
+        """Change the given fields, for events from now on."""
         call = Call("PATCH", f"/rules/{rule_id}", one(models.Rule), body={**options}, headers=if_match(etag))
         return await self._send(call)
 
@@ -448,14 +448,14 @@ class AsyncMethods(AsyncHttpConnection):
         return await self._send(call)
 
     def webhooks(self, *, page_size: int = 100) -> AsyncPages[models.Webhook]:
-        """Those that this key may see, by id."""
+        """List the webhooks that the key may see, by id."""
         call = PagedCall("/webhooks", one(models.Webhook))
         return AsyncPages(self._send, call, page_size)
 
     async def create_webhook(
         self, url: str, **options: Unpack[models.WebhookOptions]
     ) -> models.WebhookSecret:
-        """Make one. The answer has its secret, for the only time, so that no Idempotency-Key keeps it."""
+        """Create a webhook. The answer shows its secret, once: no Idempotency-Key keeps it."""
         call = Call(
             "POST",
             "/webhooks",
@@ -466,26 +466,27 @@ class AsyncMethods(AsyncHttpConnection):
         return await self._send(call)
 
     async def delete_webhook(self, webhook_id: int, *, etag: str | None = None) -> None:
-        """Remove it, with what is remembered of its deliveries."""
+        """Delete a webhook and its deliveries."""
         call = Call("DELETE", f"/webhooks/{webhook_id}", nothing, headers=if_match(etag))
         return await self._send(call)
 
     async def webhook(self, webhook_id: int) -> models.Webhook:
-        """One of them."""
+        """Get a webhook."""
         call = Call("GET", f"/webhooks/{webhook_id}", one(models.Webhook))
         return await self._send(call)
 
     async def change_webhook(
         self, webhook_id: int, *, etag: str | None = None, **options: Unpack[models.WebhookChanges]
     ) -> models.Webhook:
-        """Change what is given. What waits for a disabled one is delivered when it is enabled again."""
+        """Change the given fields. Deliveries that wait for a disabled webhook are sent once it is
+        enabled."""
         call = Call(
             "PATCH", f"/webhooks/{webhook_id}", one(models.Webhook), body={**options}, headers=if_match(etag)
         )
         return await self._send(call)
 
     async def redeliver(self, webhook_id: int, delivery_id: int) -> models.Delivery:
-        """Deliver one again, whatever became of it, with the attempts counted anew."""
+        """Make a delivery again, from its first attempt on."""
         call = Call(
             "POST", f"/webhooks/{webhook_id}/deliveries/{delivery_id}/redeliver", one(models.Delivery)
         )
@@ -499,7 +500,7 @@ class AsyncMethods(AsyncHttpConnection):
         overlap_seconds: float | None = None,
         etag: str | None = None,
     ) -> models.WebhookSecret:
-        """Give it a new secret. Until the overlap has passed, deliveries carry signatures of both."""
+        """Give it a new secret. Until the overlap is over, deliveries carry signatures of both."""
         call = Call(
             "POST",
             f"/webhooks/{webhook_id}/rotate-secret",
@@ -511,7 +512,7 @@ class AsyncMethods(AsyncHttpConnection):
         return await self._send(call)
 
     async def test_webhook(self, webhook_id: int) -> models.Delivery:
-        """Send it an event of the type `webhook.test`; the worker does so within seconds."""
+        """Send it an event of the type `webhook.test`; a worker does so within seconds."""
         call = Call("POST", f"/webhooks/{webhook_id}/test", one(models.Delivery))
         return await self._send(call)
 

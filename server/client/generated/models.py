@@ -116,7 +116,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
-    """One event for one webhook."""
+    """One event for one webhook; ``state``: "waiting", "delivered" or "failed"."""
 
     id: int
     webhook_id: int
@@ -489,7 +489,8 @@ class Registered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionDecision:
-    """A checkpoint, and why it is kept; it goes if there are no reasons, and loses the parts in drops."""
+    """A checkpoint, and why it is kept; it goes if there are no ``reasons``. Of one that is kept
+    ``drops`` are the parts that go, with ``dropped_bytes`` of tensors."""
 
     checkpoint_id: int
     key: str
@@ -504,7 +505,7 @@ class RetentionDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPolicy:
-    """A policy."""
+    """What is kept of which runs; ``keep`` as `dcp.Retention` has it."""
 
     id: int
     name: str
@@ -523,7 +524,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPreview:
-    """What would become of the checkpoints of a run."""
+    """What would become of a run's checkpoints; ``checkpoints``: up to 1,000, those that go first."""
 
     run_id: int
     run: str
@@ -594,7 +595,7 @@ class RootCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A rule."""
+    """On ``event``, for checkpoints that meet ``condition``, jobs are made as ``actions`` say."""
 
     id: int
     name: str
@@ -839,7 +840,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorBytes:
-    """What some tensors of older checkpoints take."""
+    """Bytes of some tensors of older checkpoints."""
 
     run_id: int
     checkpoints: int
@@ -980,7 +981,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Webhook:
-    """A webhook, without its secret."""
+    """A URL that is told of events; ``roots`` None: of all roots."""
 
     id: int
     url: str
@@ -1045,7 +1046,7 @@ class CreatedKey(Key):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebhookSecret(Webhook):
-    """A webhook and its secret, which is shown this once."""
+    """A webhook, with the only sight of its new secret, which is in no repr."""
 
     secret: str = field(repr=False)
 
@@ -1239,9 +1240,9 @@ class PolicyOptions(TypedDict, total=False):
     """Options of POST /retention/policies."""
 
     run_glob: str | None
-    """Of keys of runs; `*` is any text."""
+    """Matches keys of runs; `*` is any text."""
     grace_seconds: float | None
-    """None: as the service has it."""
+    """None: as the service is configured."""
     interval_seconds: float | None
     """How often it is applied."""
     is_enabled: bool | None
