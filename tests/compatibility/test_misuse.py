@@ -6,10 +6,9 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -73,25 +72,10 @@ def test_text_is_no_flag_and_a_wrong_name_has_a_suggestion(tmp_path: Path) -> No
                 call(**{flag: print if flag == "weights_only" else "no"})
         with pytest.raises(TypeError, match=f"'{flag}s'. Did you mean '{flag}'"):
             call(**{f"{flag}s": False})
-    with pytest.raises(TypeError, match=r"'path'\. Did you mean 'checkpoint_id'"):
-        cast("Any", save)(path="k")
+        if call in (save, load, async_save):
+            with pytest.raises(TypeError, match=r"'path'\. Did you mean 'checkpoint_id'"):
+                call(path="k")
     manager.close()
-
-
-def test_places_that_cannot_be_say_why(tmp_path: Path) -> None:
-    """A file in the place of a folder, a folder that nothing can make, a file without its bytes."""
-    (tmp_path / "file").touch()
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c/.metadata").touch()
-    state = {"a": torch.ones(2)}
-    doors: dict[str, Callable[[], object]] = {
-        "is not a folder": lambda: dcp.CheckpointManager(tmp_path / "file", no_dist=True),
-        "/proc/x cannot be made": lambda: dcp.save(state, checkpoint_id="/proc/x", no_dist=True),
-        "metadata: it is empty": lambda: dcp.load(state, checkpoint_id=tmp_path / "c", no_dist=True),
-    }
-    for words, door in doors.items():
-        with pytest.raises(dcp.CheckpointError, match=words):
-            door()
 
 
 def test_options_that_match_nothing_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

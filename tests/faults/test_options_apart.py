@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 import dcp
-from tests.support.rank_acts import STATE, ObjectLoadPlanner, ObjectSavePlanner, outcome
+from tests.support.rank_acts import STATE, ObjectLoadPlanner, ObjectSavePlanner, outcome, warned
 from tests.support.ranks import run_ranks
 
 LOAD_OPTIONS: dict[str, tuple[Any, Any]] = {
@@ -125,10 +124,7 @@ def test_managers_that_are_not_made_alike_are_told(tmp_path: Path) -> None:
 
 
 def _metrics_apart(rank: int, world_size: int, root: Path) -> list[str]:
-    told, handler = list[str](), logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dcp").addHandler(handler)
-    with dcp.CheckpointManager(root, timeout_seconds=120) as manager:
+    with warned() as told, dcp.CheckpointManager(root, timeout_seconds=120) as manager:
         for step in (1, 2):
             manager.save(step, STATE, metrics={"loss": rank / 4, "rate": 1.0}, force=True)
     return told

@@ -50,16 +50,12 @@ def test_loads_without_a_feature(tmp_path: Path) -> None:
         assert outcome == told | {"strictness": ""}
 
 
-def test_a_misspelled_method_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_misspelled_method_is_warned_of(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
     """No step would call it, and the feature would do nothing without a word."""
     monkeypatch.setattr(registry, "_registered", [])
-    for method in ("manifst", "helper"):
-        registry.register_feature(type("Odd", (registry.SaveFeature,), {"name": "odd", method: print}))
-    assert [record.getMessage() for record in caplog.records] == [
-        "feature 'odd': no step calls manifst(). Did you mean 'manifest'?"
-    ]
+    odd = {"name": "odd", "manifst": print, "help": print}
+    registry.register_feature(type("Odd", (registry.SaveFeature,), odd))
+    assert caplog.messages == ["feature 'odd': no step calls manifst(). Did you mean 'manifest'?"]
 
 
 class Fails(registry.LoadFeature):

@@ -129,9 +129,9 @@ class PosixStore(Store):
                 return
             if os.path.lexists(self._root):
                 break
-        fault = broken_link(self._root) or f"{self.url} is not a folder"
-        if refused is not None and not os.path.lexists(self._root):
-            fault = f"{self.url} cannot be made ({refused})"
+        is_absent = refused is not None and not os.path.lexists(self._root)
+        other = f"{self.url} cannot be made ({refused})" if is_absent else f"{self.url} is not a folder"
+        fault = broken_link(self._root) or other
         raise StorageError(f"{fault}, so no checkpoint can be stored there", path=self.url, op="mkdir")
 
     def _make(self, folder: Path) -> None:
