@@ -24,13 +24,13 @@ from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.details import Checkpoint, joined, row_columns, with_labels
 from dcp.server.catalog.filters import CheckpointFilter, MetricCondition, RowCondition, Sort, conditions_of
 from dcp.server.database.tables import checkpoints, metrics
+from dcp.server.records.lists import Page
 
 __all__ = [
     "FEW",
     "ORDERS",
     "WINDOWS",
     "CheckpointFilter",
-    "CheckpointPage",
     "MetricCondition",
     "QueryPlan",
     "Search",
@@ -51,14 +51,6 @@ _Place = tuple[Any, int]
 """What is sorted by, and the id."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointPage:
-    """Checkpoints in order, and where the next page begins: None at the end."""
-
-    checkpoints: list[Checkpoint]
-    next_cursor: str | None
-
-
 def list_checkpoints(
     connection: Connection,
     wanted: CheckpointFilter,
@@ -66,7 +58,7 @@ def list_checkpoints(
     cursor: str | None = None,
     limit: int = 50,
     visible: frozenset[str] | None = None,
-) -> CheckpointPage:
+) -> Page[Checkpoint]:
     """A page of those that ``wanted`` leaves, and that may be seen.
 
     A page may have fewer than ``limit``, even none, and a next one: where filters that each leave many leave
@@ -85,7 +77,7 @@ def list_checkpoints(
     if len(found) > limit:
         end = page[-1]
     shown = _shown(connection, [number for _, number in page])
-    return CheckpointPage(shown, None if end is None else encode_cursor(mark, *end))
+    return Page(tuple(shown), None if end is None else encode_cursor(mark, *end))
 
 
 class Search:
