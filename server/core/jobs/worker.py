@@ -23,11 +23,10 @@ from typing import Any, Final
 import structlog
 from sqlalchemy import Connection
 
-from dcp.server.core.jobs.executors.executor import Executor, Running
-from dcp.server.core.jobs.executors.opening import open_executor
-from dcp.server.core.jobs.executors.subprocess_main import error_of, load_kinds
+from dcp.server.core.jobs.executors.executor import Executor, ProcessOutcome, Running
+from dcp.server.core.jobs.executors.subprocess_main import Setup, error_of, load_kinds
 from dcp.server.core.jobs.executors.subprocess_messages import Order
-from dcp.server.core.jobs.executors.subprocesses import ProcessOutcome
+from dcp.server.core.jobs.executors.subprocesses import WarmProcessPool
 from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.ledger.claims import ClaimLimits, claim, has_work, renew, stopped
 from dcp.server.core.jobs.ledger.failures import DEFAULT_BACKOFF, expire_leases, fail, has_expired
@@ -48,7 +47,7 @@ from dcp.server.database.documents import prepare_document
 from dcp.server.database.engine import Database, DatabaseUnavailableError, Encoded, encode_json
 from dcp.server.records.jobs import JobFailure
 
-__all__ = ["DEFAULT_KINDS", "Worker"]
+__all__ = ["DEFAULT_KINDS", "Worker", "open_executor"]
 
 DEFAULT_KINDS: Final = "dcp.server.features:kinds"
 _KILL_SECONDS: Final = 5.0
@@ -436,6 +435,18 @@ class Worker:
             self._failing.pop((job.kind, job.root), None)
         else:
             complete_discard(connection, made.held, now)
+
+
+def open_executor(settings: Settings, kinds: str) -> Executor:
+    """The one of the settings: ``processes``, or ``dask://HOST:PORT``; ValueError for others."""
+    setup = Setup(settings, kinds)
+    if settings.executor == "processes":
+        return WarmProcessPool(setup)
+    if settings.executor.startswith("dask://"):
+        from dcp.server.core.jobs.executors.dask import DaskExecutor
+
+        return DaskExecutor(setup, settings.executor.removeprefix("dask://"))
+    raise ValueError(f"executor: 'processes' or 'dask://HOST:PORT', not {settings.executor!r}")
 
 
 def _together(specs: Sequence[Json]) -> list[Sequence[Json]]:

@@ -24,10 +24,10 @@ from typing import Any, Final
 import distributed
 import structlog
 
-from dcp.server.core.jobs.executors.executor import OnDone, OnProgress, ProcessExecutor, Running
+from dcp.server.core.jobs.executors.executor import OnDone, OnProgress, ProcessOutcome, Running
 from dcp.server.core.jobs.executors.subprocess_main import Setup, load_kinds
 from dcp.server.core.jobs.executors.subprocess_messages import Order
-from dcp.server.core.jobs.executors.subprocesses import ProcessOutcome, WarmProcessPool
+from dcp.server.core.jobs.executors.subprocesses import WarmProcessPool
 from dcp.server.records.jobs import JobFailure
 
 __all__ = ["DaskExecutor", "carry_out_there"]
@@ -72,7 +72,7 @@ class DaskExecutor:
     """
 
     def __init__(self, setup: Setup, address: str) -> None:
-        self._here = ProcessExecutor(setup)
+        self._here = WarmProcessPool(setup)
         self._address = address
         self._lease_seconds = setup.settings.lease_seconds
         self._setup = pickle.dumps(Setup(setup.without_database, setup.kinds))
