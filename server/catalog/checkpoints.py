@@ -16,7 +16,7 @@ from sqlalchemy import Connection, bindparam, delete, select, update
 from dcp.server.catalog import audit
 from dcp.server.catalog.details import CheckpointDetail, bump, get_checkpoint, labels_of, lock_checkpoint
 from dcp.server.catalog.errors import InvalidQueryError, StateError
-from dcp.server.catalog.events import NewEvent, emit_all
+from dcp.server.catalog.events import NewEvent, checkpoint_event, emit_all
 from dcp.server.catalog.facts import CheckpointFacts, State, Upserted, announcement, change_of
 from dcp.server.catalog.roots import root_id
 from dcp.server.catalog.runs import RunChange, ensure_runs, refresh_runs
@@ -292,9 +292,8 @@ def set_state(
     before = {"from": row["state"], "to": state, "root": row["root"], "key": row["key"]}
     audit.record(connection, actor, "checkpoint.state", f"checkpoint:{checkpoint_id}", before, now=now)
     if state == "deleted":
-        told = {name: row[name] for name in ("root", "run", "key", "step", "format")}
-        data = told | {"purge_after_seconds": purge_after_seconds}
-        emit_all(connection, [NewEvent("checkpoint.deleted", row["root_id"], checkpoint_id, data)], now=now)
+        event = checkpoint_event("checkpoint.deleted", row, purge_after_seconds=purge_after_seconds)
+        emit_all(connection, [event], now=now)
     return get_checkpoint(connection, checkpoint_id)
 
 

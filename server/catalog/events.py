@@ -1,4 +1,4 @@
-"""What has happened, in order, for those who wait for it: webhooks, automation, subscribers."""
+"""Events of the catalog, in order, for webhooks, automation and subscribers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dcp.server.database.tables import consumers, events, roots
 __all__ = [
     "CatalogEvent",
     "NewEvent",
+    "checkpoint_event",
     "emit",
     "emit_all",
     "events_after",
@@ -34,6 +35,12 @@ class NewEvent:
     root_id: int | None = None
     checkpoint_id: int | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
+
+
+def checkpoint_event(kind: str, row: Mapping[Any, Any], **data: Any) -> NewEvent:
+    """An event of a checkpoint: ``row`` with the keys of its root and run."""
+    known = {name: row[name] for name in ("root", "run", "key", "step", "format")}
+    return NewEvent(kind, row["root_id"], row["id"], known | data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +98,9 @@ def events_after(
     connection: Connection, event_id: int, limit: int = 100, *, kinds: Iterable[str] | None = None
 ) -> list[CatalogEvent]:
     """The next ``limit`` events after ``event_id``, oldest first; all kinds if none are named."""
+    columns = [column for column in events.c if column is not events.c.root_id]
     query = (
-        select(events, roots.c.name.label("root"))
+        select(*columns, roots.c.name.label("root"))
         .outerjoin_from(events, roots, roots.c.id == events.c.root_id)
         .where(events.c.id > event_id)
         .order_by(events.c.id)
@@ -100,17 +108,7 @@ def events_after(
     )
     if kinds is not None:
         query = query.where(events.c.kind.in_(sorted(kinds)))
-    return [
-        CatalogEvent(
-            id=row.id,
-            kind=row.kind,
-            root=row.root,
-            checkpoint_id=row.checkpoint_id,
-            data=row.data,
-            at_seconds=row.at_seconds,
-        )
-        for row in connection.execute(query)
-    ]
+    return [CatalogEvent(**row._mapping) for row in connection.execute(query)]
 
 
 def last_event_id(connection: Connection) -> int:

@@ -23,7 +23,7 @@ from dcp.server.catalog.errors import (
     ProtectedError,
     StateError,
 )
-from dcp.server.catalog.events import emit
+from dcp.server.catalog.events import checkpoint_event, emit_all
 from dcp.server.catalog.values import check_label
 from dcp.server.database.records import record_of_row
 from dcp.server.database.sql import insert_or_update
@@ -98,22 +98,8 @@ def add_tags(
                 for name in new
             ],
         )
-        data = {
-            "root": row["root"],
-            "run": row["run"],
-            "key": row["key"],
-            "step": row["step"],
-            "format": row["format"],
-            "tags": new,
-        }
-        emit(
-            connection,
-            "checkpoint.tagged",
-            root_id=row["root_id"],
-            checkpoint_id=checkpoint_id,
-            data=data,
-            now=change.at_seconds,
-        )
+        event = checkpoint_event("checkpoint.tagged", row, tags=new)
+        emit_all(connection, [event], now=change.at_seconds)
         return {"tags": new}
 
     return _changed(connection, checkpoint_id, "checkpoint.tag", change, act)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from sqlalchemy import Connection, insert, select, update
 
 from dcp.server.catalog.details import CheckpointDetail, get_checkpoint, lock_checkpoint
-from dcp.server.catalog.events import emit
+from dcp.server.catalog.events import checkpoint_event, emit_all
 from dcp.server.catalog.values import clean_json, clean_text
 from dcp.server.database.documents import find_item, read_items, write_document
 from dcp.server.database.sql import insert_or_update
@@ -120,10 +120,8 @@ def _change(
             updated_seconds=now,
         )
     )
-    told = {name: row[name] for name in ("root", "run", "key", "step", "format")}
-    data = told | {"mode": mode, "problem": problem}
     kind = "checkpoint.verified" if outcome == "good" else "checkpoint.damaged"
-    emit(connection, kind, root_id=row["root_id"], checkpoint_id=row["id"], data=data, now=now)
+    emit_all(connection, [checkpoint_event(kind, row, mode=mode, problem=problem)], now=now)
 
 
 def list_verifications(
