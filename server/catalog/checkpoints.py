@@ -67,7 +67,7 @@ def upsert_checkpoints(
     """Write what has been found out of checkpoints, each key once; one answer for each, in order.
 
     Makes runs and structures as needed, updates the runs' sums, emits "checkpoint.committed" for content that
-    is new. With ``actor`` the audit log tells of each change; the scanner, which nobody asked, has none.
+    is new. With ``actor`` each change is in the audit log; scans have none.
     Raises `MissingError` for a root that `sync_roots` does not know.
     """
     now = time.time() if now is None else now
@@ -261,8 +261,8 @@ def set_state(
 ) -> CheckpointDetail:
     """Set the state, with what belongs to it; the checkpoint as it is then.
 
-    ``purge_after_seconds`` (a time) goes with "deleted". Emits "checkpoint.deleted"; the audit log
-    tells of it. Setting the state that it has does nothing. Raises `MissingError`, `ChangedError`, and
+    ``purge_after_seconds`` (a time) goes with "deleted". Emits "checkpoint.deleted"; writes an
+    audit entry. Setting the state that it has does nothing. Raises `MissingError`, `ChangedError`, and
     `StateError` for a state that does not follow the present one, and for deleting what is pinned.
     """
     now = time.time() if now is None else now

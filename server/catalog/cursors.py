@@ -34,7 +34,7 @@ def encode_cursor(mark: str, *values: int | float | str) -> str:
 
 
 def decode_cursor(cursor: str, mark: str, *types: type) -> tuple[Any, ...]:
-    """The values, one of each type. `InvalidQueryError` if it is none of ours, or of another query."""
+    """The values, one of each type. `InvalidQueryError` for one of another service or query."""
     try:
         if len(cursor) > _MAX_CHARACTERS:
             raise ValueError
@@ -76,7 +76,7 @@ def read_page(
 
 
 def query_mark(*parts: object) -> str:
-    """A short word for the query that ``parts`` describe: a cursor goes on with that query only."""
+    """A short word for the query that ``parts`` describe: a cursor is valid for that query only."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

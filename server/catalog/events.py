@@ -71,7 +71,7 @@ def emit(
 def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float | None = None) -> None:
     """Write events; best as the last thing in a transaction.
 
-    PostgreSQL gives numbers before it commits. Whoever reads "all after 7" while 8 is committed and 7 is
+    PostgreSQL gives numbers before it commits. A reader of "all after 7" while 8 is committed and 7 is
     not would never see 7, so writers of events take turns from here to their commit.
     """
     if not new:
@@ -112,7 +112,7 @@ def events_after(
 
 
 def last_event_id(connection: Connection) -> int:
-    """The id of the newest event, 0 if there is none: where somebody begins who wants what comes."""
+    """The id of the newest event, 0 if there is none: new consumers begin here."""
     return int(connection.execute(select(func.coalesce(func.max(events.c.id), 0))).scalar_one())
 
 

@@ -47,7 +47,7 @@ MAX_LABELS: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Who changes something, when, and on which conditions.
+    """A change: its actor, time and conditions.
 
     ``expected_version`` None is any; ``visible`` None is all roots. ``detail`` joins the audit entry.
     """

@@ -48,7 +48,7 @@ WINDOWS: Final = (1_000, 4_000, 16_000, 64_000)
 """Rows that are tested one after the other before a page is answered as it is."""
 
 _Place = tuple[Any, int]
-"""What is sorted by, and the id."""
+"""The value to sort by, and the id."""
 
 
 def list_checkpoints(
@@ -62,7 +62,7 @@ def list_checkpoints(
     """A page of those that ``wanted`` leaves, and that may be seen.
 
     A page may have fewer than ``limit``, even none, and a next one: where filters that each leave many leave
-    next to nothing together, the search stops after `WINDOWS` rows, and the next page goes on there.
+    next to nothing together, the search stops after `WINDOWS` rows, and the next page continues there.
 
     What is written between two pages may be missed or, if it moves in the order, be seen twice; all that
     stays where it is is seen once. Raises `InvalidQueryError` for a cursor of another query.
@@ -224,7 +224,7 @@ def select_by(connection: Connection, chosen: QueryPlan, query: Select[Any]) -> 
 
 
 def counts_of(connection: Connection, conditions: Sequence[RowCondition]) -> list[int]:
-    """How many rows each of the conditions leaves that can be looked up; `FEW` and one is "many"."""
+    """The number of rows that each condition with candidates leaves; `FEW` and one is "many"."""
     queries = []
     for condition in conditions:
         if condition.candidates is None:

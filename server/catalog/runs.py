@@ -47,7 +47,7 @@ _CHUNK: Final = 250
 
 @dataclass(slots=True)
 class RunChange:
-    """What has been added to a run; negative for what has been taken away."""
+    """Checkpoints and bytes added to a run; negative if they were removed."""
 
     checkpoints: int = 0
     bytes: int = 0
@@ -185,7 +185,7 @@ def _ids(connection: Connection, places: Sequence[tuple[int, str]]) -> dict[tupl
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What tells whether a checkpoint has to be looked at again."""
+    """The state by which the scanner decides to look at a checkpoint again."""
 
     state: str
     fingerprint: str | None

@@ -1,4 +1,4 @@
-"""What is in a structure: its tensors and values page by page, or as a tree by the dots in their names."""
+"""Tensors and values of a structure, page by page, or as a tree by the dots in their names."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tensors_page(
 def tree_level(
     connection: Connection, structure_id: int, prefix: str, *, limit: int, cursor: str | None = None
 ) -> Page[TreeNode]:
-    """What is directly below ``prefix``, a name without its last dot; "" is the top.
+    """The names directly below ``prefix``, a name without its last dot; "" is the top.
 
     Raises `InvalidQueryError` for a cursor that cannot be meant.
     """

@@ -108,7 +108,7 @@ def newest_steps(connection: Connection, run_id: int, last: int) -> list[int]:
 
 
 def _problem(rows: Sequence[Any]) -> str:
-    """Why a step cannot be counted on; "" if it can."""
+    """The reason why a step cannot be used; "" if it can."""
     if len(rows) > 1:
         return f"is there {len(rows)} times, as {', '.join(str(row.id) for row in rows)}"
     row = rows[0]
@@ -121,7 +121,7 @@ def _problem(rows: Sequence[Any]) -> str:
 
 
 def save_seconds_of(phases: Any) -> float | None:
-    """How long a save took whose ranks took so long for each phase at most; None where nothing was noted."""
+    """Seconds of a save, from the slowest rank of each phase; None where nothing was noted."""
     known = phases if isinstance(phases, Mapping) else {}
     found = [known[name] for name in _SAVING if isinstance(known.get(name), int | float)]
     return sum(found) if found and math.isfinite(sum(found)) else None

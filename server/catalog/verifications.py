@@ -1,4 +1,4 @@
-"""What was found out about the bytes of checkpoints: verifications, and statistics of their values."""
+"""Findings about the bytes of checkpoints: verifications, and statistics of their values."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def add_verification(
     """Write what a verification found; whether it is of what is there now.
 
     Only then it changes the checkpoint, and emits "checkpoint.verified" or "checkpoint.damaged". ``is_same``:
-    nothing else tells that it has been replaced. The fingerprint does not tell where the catalog has none
+    no other sign says that it has been replaced. The fingerprint is no sign where the catalog has none
     yet, as of a checkpoint that its trainer has registered just now. ``content_digest`` is of all tensors,
     where the checkpoint itself did not tell one.
     """
@@ -93,7 +93,7 @@ def add_verification(
 
 
 def outcomes_of_jobs(connection: Connection, jobs: Collection[int]) -> dict[int, str]:
-    """What these jobs found out, by their numbers; of those that verified nothing, nothing."""
+    """The outcomes of jobs by number; jobs that verified nothing are left out."""
     query = select(verifications.c.job_id, verifications.c.outcome).where(verifications.c.job_id.in_(jobs))
     return {row.job_id: row.outcome for row in connection.execute(query)} if jobs else {}
 
@@ -107,7 +107,7 @@ def _change(
     content_digest: str | None,
     now: float,
 ) -> None:
-    """What the verdict makes of the checkpoint ``row``, and the event that tells of it."""
+    """Set the verdict of the checkpoint ``row``, and emit its event."""
     connection.execute(
         update(checkpoints)
         .where(checkpoints.c.id == row["id"])
@@ -191,7 +191,7 @@ def set_statistics(
 def get_statistics(
     connection: Connection, checkpoint_id: int, visible: frozenset[str] | None = None
 ) -> StatisticsRow | None:
-    """What is kept, None if nothing; `MissingError` for a checkpoint that may not be seen."""
+    """The stored statistics, None without any; `MissingError` for a checkpoint that may not be seen."""
     detail = get_checkpoint(connection, checkpoint_id, visible)
     row = connection.execute(select(statistics).where(statistics.c.checkpoint_id == checkpoint_id)).first()
     if row is None:

@@ -73,7 +73,7 @@ def _default(value: bool | int | str | None) -> Any:
 
 
 def checks_of(record: type[Any]) -> list[CheckConstraint]:
-    """What the database itself refuses."""
+    """Checks by the database of the values of fields."""
     return [
         CheckConstraint(
             f"{field.column} IN ({', '.join(repr(value) for value in field.one_of.values)})",

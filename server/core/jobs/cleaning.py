@@ -32,7 +32,7 @@ def forget_jobs(connection: Connection, before: float, *, limit: int = 500) -> i
 
 
 def forget_scans(connection: Connection, before: float, *, limit: int = 500) -> int:
-    """The same, only of scans that nobody asked for and that succeeded: there is one a minute."""
+    """The same, only of scheduled scans that succeeded: there is one a minute."""
     return _forget(
         connection,
         limit,

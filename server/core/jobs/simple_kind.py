@@ -31,7 +31,7 @@ class SimpleKind(Kind[P]):
     """A kind of which `run` is all that has to be written, beside ``name``, ``scope`` and ``params``.
 
     ``subjects`` are the parameters that are ids of checkpoints. These must be committed and visible to
-    whoever submits the job, which is about the last one. An unfinished job with the same parameters is
+    the caller; the job is about the last one. An unfinished job with the same parameters is
     joined.
     """
 

@@ -37,7 +37,7 @@ _CHUNK: Final = 500
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What tasks have to know of a checkpoint: where it is, and which content of it is meant."""
+    """A checkpoint as tasks need it: its place, and which content of it is meant."""
 
     id: int
     root: str
@@ -57,11 +57,11 @@ class Subject:
 
     @property
     def content(self) -> str | None:
-        """What tells that a checkpoint is still of this content, as far as that shows."""
+        """The name of its content, as far as it is known."""
         return self.save_id or self.fingerprint
 
     def is_same(self, row: Mapping[Any, Any]) -> bool:
-        """Whether ``row``, one of `tables.checkpoints`, is still of this content, as far as that shows."""
+        """Return True if ``row``, one of `tables.checkpoints`, still has this content, as far as known."""
         for name, mine in (("save_id", self.save_id), ("fingerprint", self.fingerprint)):
             if mine is not None and row[name] is not None:
                 return bool(row[name] == mine)
@@ -132,7 +132,7 @@ def open_source(context: JobContext, subject: Subject) -> tuple[StorageRoot, Sou
 
 
 def fingerprint_at(place: SourcePlace) -> str:
-    """What tells whether the checkpoint at ``place`` has changed."""
+    """The fingerprint of the checkpoint at ``place``: another one after a change."""
     if place.file is not None:
         info = place.store.stat(place.file)
         return fingerprint_of([] if info is None else [info])

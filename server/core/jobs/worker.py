@@ -1,9 +1,9 @@
-"""A worker: claims what is to be done, has it carried out, and tells the ledger what became of it.
+"""A worker: claims work, has it carried out, and reports the outcome to the ledger.
 
 One thread does all that touches the ledger. Phases and tasks run elsewhere
 (`dcp.server.core.jobs.executors`), as many at a time as there may be; their ends arrive in a queue. A
 database that is away stops nothing that runs: results are kept until it is back, or until the lease is over
-and somebody else may have the work.
+and other workers may take the work.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Entry:
 
 
 class Worker:
-    """Does jobs of the ledger until it is told to stop; any number of them may share a database.
+    """Does jobs of the ledger until it is stopped; any number of them may share a database.
 
     ``schedules`` are what it does periodically, beside jobs. An ``executor`` that is given is not closed, and
     several may share it; else it is the one of the settings.
@@ -194,12 +194,12 @@ class Worker:
             except DatabaseUnavailableError:
                 self._ended.put((made.held, ProcessOutcome()))
                 raise
-            except Exception as error:  # noqa: BLE001 - told to the ledger
+            except Exception as error:  # noqa: BLE001 - reported to the ledger
                 _log.warning("cannot be started", job=made.job.id, phase=made.phase, error=str(error))
                 self._ended.put((made.held, ProcessOutcome(error=error_of(error))))
 
     def _room(self) -> ClaimLimits | None:
-        """What may be begun now; None for nothing."""
+        """The limits for what may be started now; None for nothing."""
         in_own_slot = any(entry.claim.job.kind in self._own_kinds for entry in self._entries.values())
         if len(self._entries) - in_own_slot < self._settings.concurrency:
             return self._limits
@@ -267,7 +267,7 @@ class Worker:
     # -- what runs --
 
     def _expire(self) -> None:
-        """What workers have left that are not heard of any more."""
+        """Expire the leases of workers that do not renew them."""
         if (begun := time.monotonic()) < self._next_sweep:
             return
         self._next_sweep = begun + min(_SWEEP_SECONDS, self._settings.lease_seconds / 3)
@@ -327,7 +327,7 @@ class Worker:
     # -- what has ended --
 
     def _settle(self) -> None:
-        """Tell the ledger how things have ended. What cannot be told is kept for the next time."""
+        """Report outcomes to the ledger. What cannot be reported is kept for the next time."""
         while True:
             try:
                 held, outcome = self._ended.get_nowait()
@@ -344,7 +344,7 @@ class Worker:
             except DatabaseUnavailableError:
                 raise
             except Exception:  # noqa: BLE001 - it is left to its lease, and must not hold up the others
-                _log.exception("cannot be told", job=held.job_id)
+                _log.exception("cannot be reported", job=held.job_id)
             del self._entries[held]
 
     def _tell(self, entry: _Entry, outcome: ProcessOutcome) -> None:
@@ -366,7 +366,7 @@ class Worker:
             self._fail(made, error)
 
     def _prepare(self, entry: _Entry, result: Json) -> None:
-        """Write what is large before the transaction that tells of it, for which others wait."""
+        """Write what is large before the transaction that refers to it, for which others wait."""
         if entry.claim.phase == "plan":
             entry.plan_data = encode_json(result["plan_data"])
             self._add_tasks(entry, result["tasks"])
@@ -406,7 +406,7 @@ class Worker:
     def _tell_failed(self, made: Claim, error: JobFailure) -> None:
         job = made.job
         log = _log.warning
-        if not self._kinds[job.kind].waits:  # it is asked for again and again, and fails as often
+        if not self._kinds[job.kind].waits:  # it is requested again and again, and fails as often
             is_told = self._failing.get((job.kind, job.root)) == error
             self._failing[job.kind, job.root] = error
             log = _log.debug if is_told else log

@@ -70,7 +70,7 @@ class TaskProcess:
         self._pool.kill(self)
 
     def outcome(self, status: int | None) -> ProcessOutcome:
-        """What it comes to, now that it has ended with ``status``."""
+        """The outcome, once it has ended with ``status``."""
         if self.result is not None and status == 0:  # it was quicker than whoever killed it
             return ProcessOutcome(result=self.result)
         if self.error is not None:
@@ -203,7 +203,7 @@ class WarmProcessPool:
                 self._look_after(child)
 
     def _hear(self, control: Any) -> None:
-        """What the warm process says; at its end all of its children are dead."""
+        """Read a message of the warm process; at its end all of its children are dead."""
         try:
             data = control.recv(CONTROL_BYTES)
         except OSError:
@@ -276,7 +276,7 @@ class WarmProcessPool:
 
 
 def _lives(pid: int) -> bool:
-    """Whether there is such a process that is not only waiting to be reaped."""
+    """Return True if the process exists and is not only waiting to be reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
@@ -290,7 +290,7 @@ def _environment() -> dict[str, str]:
 
 
 def resident_bytes(pid: int) -> int:
-    """What a process holds in memory or swap that is not of a file; 0 if it has ended."""
+    """Bytes of a process in memory or swap that are not of a file; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

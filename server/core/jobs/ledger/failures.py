@@ -1,8 +1,8 @@
-"""What becomes of claims that have failed or were lost: tried again later, or the job is given up.
+"""Failures of claims, and lost ones: they are tried again later, or the job is given up.
 
-What is the fault of the machine, the network or a storage (`JobError.is_environment`) counts as no attempt.
-The job waits as a whole, each time for longer, and for a day in all, and says what for; somebody who knows
-that it is over may have it go on at once. What is neither that nor passing ends the job.
+A failure of the machine, the network or a storage (`JobFailure.is_environment`) counts as no attempt. The job
+waits as a whole, each time for longer, and for a day in all, and says what for; `retry` makes it continue at
+once. What is neither that nor retryable ends the job.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _fail_phase(connection: Connection, job: JobRow, error: JobFailure, now: flo
     attempt = job.attempt + 1
     is_last = not _is_tried_again(job, error, attempt)
     if error is _LOST and job.state == "publishing" and not job.is_ending:
-        # Nobody knows whether it is published: only another attempt finds out, so this is never the last.
+        # It may be published or not: only another attempt finds out, so this is never the last.
         attempt, is_last = max(1, min(attempt, job.max_attempts - 1)), False
     if job.is_ending and job.state == "planning":
         clear_away(connection, job)
@@ -156,7 +156,7 @@ def _tell_retry(
 
 
 def _is_patient(job: JobRow, error: JobFailure, now: float, backoff: Backoff) -> bool:
-    """Whether what failed is worth waiting for, and has not been waited for too long."""
+    """Return True if the failure is worth waiting for, and has not been waited for too long."""
     if not error.is_environment:
         return False
     waiting = job.waiting
@@ -177,7 +177,7 @@ def give_up(connection: Connection, job: JobRow, now: float) -> None:
 
 
 def has_expired(connection: Connection, now: float) -> bool:
-    """Whether `expire_leases` would find something: asked without a lock."""
+    """Return True if `expire_leases` would find something: read without a lock."""
     return bool(_expired(connection, now))
 
 

@@ -112,7 +112,7 @@ def event_of_row(row: Row[Any]) -> JobEventRow:
 
 
 def lock_job(connection: Connection, job_id: int) -> JobRow:
-    """The job, which nobody else changes before the end of this transaction. Raises NotFoundError."""
+    """The job, locked until the end of this transaction. Raises NotFoundError."""
     connection.execute(select(jobs.c.id).where(jobs.c.id == job_id).with_for_update())
     row = connection.execute(select_jobs().where(jobs.c.id == job_id)).one_or_none()
     if row is None:
@@ -197,7 +197,7 @@ def finish(
 
 
 def short_result(result: Json) -> dict[str, Any]:
-    """What of a result stands in lists: all of a small one, of others what is short."""
+    """The part of a result that lists show: all of a small one, of others its short members."""
     sizes = {name: _size(value) for name, value in result.items()}
     if sum(len(name) + size for name, size in sizes.items()) <= _MAX_RESULT_BYTES:
         return dict(result)
@@ -205,7 +205,7 @@ def short_result(result: Json) -> dict[str, Any]:
 
 
 def is_large(result: Json) -> bool:
-    """Whether it lies in a document, and the row has only what is short of it."""
+    """Return True for a result that is kept in a document, with only its short members in the row."""
     return len(short_result(result)) < len(result)
 
 

@@ -1,12 +1,12 @@
-"""What becomes of a job: submitted, planned, its tasks done, published, released, cancelled, retried.
+"""Transitions of a job: submitted, planned, its tasks done, published, released, cancelled, retried.
 
 queued -> planning -> running (its tasks) -> publishing -> succeeded, failed or cancelled.
 
-Each function is a step of one transaction of the caller's. Whoever completes something names the claim under
-which it was done; if that is not valid any more, StaleFenceError, and nothing changes. A job that was
+Each function is a step of one transaction of the caller's. A worker that completes something names its
+claim; if that is not valid any more, StaleFenceError, and nothing changes. A job that was
 cancelled or has failed is *ending*: none of its tasks is claimed any more, those that run are stopped, then
 what they left is discarded, and what its plans left, too; only then it is over. Publishing cannot be
-cancelled once it has begun, because nobody could say any more whether it took place.
+cancelled once it has begun, because it would be unknown whether it took place.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _root_id(connection: Connection, name: str | None) -> int | None:
 
 
 def add_tasks(connection: Connection, held: Held, specs: Sequence[TaskSpec], first: int) -> None:
-    """Some of a plan, from number ``first`` on: nobody's before `complete_plan`, and gone without it.
+    """Add tasks of a plan, from number ``first`` on: not claimed before `complete_plan`, gone without it.
 
     Again is fine, since a connection that is lost may not tell that they are written.
     """
