@@ -256,8 +256,6 @@ def set_state(
     now: float | None = None,
     problem: str | None = None,
     purge_after_seconds: float | None = None,
-    expected_version: int | None = None,
-    visible: frozenset[str] | None = None,
 ) -> CheckpointDetail:
     """Set the state, with what belongs to it; the checkpoint as it is then.
 
@@ -266,7 +264,7 @@ def set_state(
     `StateError` for a state that does not follow the present one, and for deleting what is pinned.
     """
     now = time.time() if now is None else now
-    row = lock_checkpoint(connection, checkpoint_id, visible, expected_version)
+    row = lock_checkpoint(connection, checkpoint_id)
     if row["state"] == state:
         return get_checkpoint(connection, checkpoint_id)
     if state not in _NEXT[row["state"]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -65,10 +65,11 @@ def emit(
     now: float | None = None,
 ) -> None:
     """Write one event, which becomes visible with the transaction. See `emit_all`."""
-    emit_all(connection, [NewEvent(kind, root_id, checkpoint_id, data or {})], now=now)
+    event = NewEvent(kind, root_id, checkpoint_id, data or {})
+    emit_all(connection, [event], now=time.time() if now is None else now)
 
 
-def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float | None = None) -> None:
+def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float) -> None:
     """Write events; best as the last thing in a transaction.
 
     PostgreSQL gives numbers before it commits. A reader of "all after 7" while 8 is committed and 7 is
@@ -78,7 +79,6 @@ def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float | No
         return
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ORDER_LOCK})
-    at_seconds = time.time() if now is None else now
     connection.execute(
         insert(events),
         [
@@ -87,17 +87,15 @@ def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float | No
                 "root_id": event.root_id,
                 "checkpoint_id": event.checkpoint_id,
                 "data": dict(event.data),
-                "at_seconds": at_seconds,
+                "at_seconds": now,
             }
             for event in new
         ],
     )
 
 
-def events_after(
-    connection: Connection, event_id: int, limit: int = 100, *, kinds: Iterable[str] | None = None
-) -> list[CatalogEvent]:
-    """The next ``limit`` events after ``event_id``, oldest first; all kinds if none are named."""
+def events_after(connection: Connection, event_id: int, limit: int) -> list[CatalogEvent]:
+    """The next ``limit`` events after ``event_id``, oldest first."""
     columns = [column for column in events.c if column is not events.c.root_id]
     query = (
         select(*columns, roots.c.name.label("root"))
@@ -106,8 +104,6 @@ def events_after(
         .order_by(events.c.id)
         .limit(limit)
     )
-    if kinds is not None:
-        query = query.where(events.c.kind.in_(sorted(kinds)))
     return [CatalogEvent(**row._mapping) for row in connection.execute(query)]
 
 

@@ -118,13 +118,11 @@ def list_roots(connection: Connection, visible: frozenset[str] | None = None) ->
 
 
 def set_scanned(
-    connection: Connection, name: str, *, state: Any, error: str | None = None, now: float | None = None
+    connection: Connection, name: str, *, state: Any, error: str | None = None, now: float
 ) -> None:
     """A scan of the root has ended: its state for the next one, and why it failed if it did."""
-    scanned = time.time() if now is None else now
-    _update(
-        connection, root_id(connection, name), scan_state=state, scan_error=error, scanned_seconds=scanned
-    )
+    number = root_id(connection, name)
+    _update(connection, number, scan_state=state, scan_error=error, scanned_seconds=now)
 
 
 def _update(connection: Connection, number: int, **values: Any) -> None:

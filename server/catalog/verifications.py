@@ -61,7 +61,7 @@ def add_verification(
     is_same: bool = True,
     content_digest: str | None = None,
     job_id: int | None = None,
-    now: float | None = None,
+    now: float,
 ) -> bool:
     """Write what a verification found; whether it is of what is there now.
 
@@ -70,7 +70,6 @@ def add_verification(
     yet, as of a checkpoint that its trainer has registered just now. ``content_digest`` is of all tensors,
     where the checkpoint itself did not tell one.
     """
-    now = time.time() if now is None else now
     row = lock_checkpoint(connection, checkpoint_id)
     connection.execute(
         insert(verifications).values(
@@ -169,7 +168,6 @@ def set_statistics(
     result: Any,
     job_id: int | None = None,
     document_id: int | None = None,
-    now: float | None = None,
 ) -> None:
     """Keep statistics, in place of earlier ones. ``result`` is JSON, with the list ``tensors``, which the
     document has already if it is given."""
@@ -179,7 +177,7 @@ def set_statistics(
         "checkpoint_id": checkpoint_id,
         "fingerprint": fingerprint,
         "result": kept | {"tensor_count": len(tensors)},
-        "created_seconds": time.time() if now is None else now,
+        "created_seconds": time.time(),
         "job_id": job_id,
         "document_id": write_document(connection, {"tensors": tensors})
         if document_id is None

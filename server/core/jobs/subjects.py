@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from sqlalchemy import Connection, select
@@ -79,19 +79,9 @@ def find_subject(
     found = get_checkpoint(connection, checkpoint_id, visible)
     if found.state != state:
         raise StateError(f"checkpoint {checkpoint_id} is {found.state}, not {state}", state=found.state)
-    return Subject(
-        id=found.id,
-        root=found.root,
-        key=found.key,
-        run=found.run,
-        name=found.name,
-        step=found.step,
-        format=found.format,
-        bytes=found.bytes,
-        save_id=found.save_id,
-        fingerprint=found.fingerprint,
-        deleted_seconds=None if found.deleted_at is None else found.deleted_at.timestamp(),
-    )
+    deleted_seconds = None if found.deleted_at is None else found.deleted_at.timestamp()
+    values = {field.name: getattr(found, field.name) for field in fields(Subject)[:-1]}
+    return Subject(**values, deleted_seconds=deleted_seconds)
 
 
 def roots_of_committed(

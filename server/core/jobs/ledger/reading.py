@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, func, or_, select
 
@@ -44,6 +44,10 @@ __all__ = [
     "task_results",
     "tasks_begun_seconds",
 ]
+
+
+_SHOWN: Final = 100
+"""Jobs whose progress is shown together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,12 +238,11 @@ def active_progress(
     visible: frozenset[str] | None = None,
     *,
     own_scans: bool = False,
-    limit: int = 100,
 ) -> dict[int, JobProgress]:
     """The progress of the newest visible jobs whose tasks run."""
     query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
     query = query.where(jobs.c.state == "running", *_seen(visible), *_wanted_scans(own_scans))
-    numbers = connection.execute(query.order_by(jobs.c.id.desc()).limit(limit)).scalars().all()
+    numbers = connection.execute(query.order_by(jobs.c.id.desc()).limit(_SHOWN)).scalars().all()
     return progress_of(connection, numbers)
 
 
