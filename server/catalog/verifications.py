@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, insert, select, update
 
-from dcp.server.catalog.details import CheckpointDetail, get_checkpoint, lock_checkpoint
+from dcp.server.catalog.details import get_checkpoint, lock_checkpoint
 from dcp.server.catalog.events import checkpoint_event, emit_all
 from dcp.server.catalog.values import clean_json, clean_text
 from dcp.server.database.documents import find_item, read_items, write_document
 from dcp.server.database.sql import insert_or_update
 from dcp.server.database.tables import checkpoints, statistics, verifications
+from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.contents import Verification
 from dcp.server.records.declaring import moment
 

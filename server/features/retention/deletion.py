@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from sqlalchemy import Connection, select
 
-from dcp.server.catalog.checkpoints import CheckpointDetail, get_checkpoint, set_state
-from dcp.server.catalog.details import lock_checkpoint
+from dcp.server.catalog.checkpoints import set_state
+from dcp.server.catalog.details import get_checkpoint, lock_checkpoint
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.labels import Change
 from dcp.server.core.jobs.ledger.rows import lock_job, unfinished_job
 from dcp.server.core.jobs.ledger.transitions import request_cancel
 from dcp.server.database.tables import aliases
+from dcp.server.records.checkpoints import CheckpointDetail
 
 __all__ = ["delete_softly", "purge_dedup_key", "restore"]
 

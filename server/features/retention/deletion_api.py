@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import Query, Response
 from sqlalchemy import Connection
 
-from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
+from dcp.server.catalog.details import get_checkpoint
 from dcp.server.core.answers import IdPath, problems
 from dcp.server.core.http.context import Service
 from dcp.server.core.http.dependencies import Author, IfMatch, ServiceDep, Writer, requires
@@ -16,6 +16,7 @@ from dcp.server.core.http.routers import api_router
 from dcp.server.core.problems import ForbiddenError
 from dcp.server.features.checkpoints.answers import CheckpointDetailAnswer
 from dcp.server.features.retention import deletion
+from dcp.server.records.checkpoints import CheckpointDetail
 
 __all__ = ["router"]
 

@@ -16,7 +16,7 @@ from sqlalchemy import Connection, select, update
 
 from dcp.manager.retention import part_named
 from dcp.server.catalog import audit
-from dcp.server.catalog.checkpoints import get_checkpoint
+from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import StateError
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
 from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json

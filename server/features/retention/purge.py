@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sqlalchemy import Connection, select
 
 from dcp.server.catalog import audit
-from dcp.server.catalog.checkpoints import get_checkpoint, set_state
+from dcp.server.catalog.checkpoints import set_state
+from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.roots import root_row
 from dcp.server.catalog.source_facts import fingerprint_of, marks_of

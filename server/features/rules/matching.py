@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from sqlalchemy import Connection, literal, select
 
 from dcp.server.catalog import audit
-from dcp.server.catalog.checkpoints import CheckpointDetail, get_checkpoint
+from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import CatalogError, MissingError
 from dcp.server.catalog.events import CatalogEvent
 from dcp.server.catalog.names import matches
@@ -23,6 +23,7 @@ from dcp.server.features import kinds
 from dcp.server.features.convert.job import target_dedup_key
 from dcp.server.features.rules.actions import Action, Condition, ConvertAction
 from dcp.server.features.rules.rules import RuleRow
+from dcp.server.records.checkpoints import CheckpointDetail
 
 __all__ = ["EVENTS", "act_on"]
 
