@@ -1,4 +1,4 @@
-"""Jobs: what is to be done, how far it is, and what has happened."""
+"""Jobs as JSON: state, progress, tasks, events."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class ProgressAnswer(RecordAnswer):
 
 @answers(records.JobFailure)
 class JobErrorAnswer(RecordAnswer):
-    """Why it failed."""
+    """The failure of a job or task."""
 
 
 @answers(records.JobWaiting)
 class WaitingAnswer(RecordAnswer):
-    """Why the last attempt failed, where another one follows; a job that has ended has an ``error``."""
+    """The failure of the last attempt, where another one follows; a job that has ended has an ``error``."""
 
 
 @answers(records.Job)
@@ -67,7 +67,7 @@ class TaskList(Answer):
 
 @answers(records.JobThroughput)
 class ThroughputAnswer(RecordAnswer):
-    """How fast the tasks of a job are."""
+    """The throughput of the tasks of a job."""
 
 
 @answers(records.JobLogLine)

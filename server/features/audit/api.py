@@ -39,4 +39,4 @@ def list_audit(
             cursor=page.cursor,
             limit=page.limit,
         )
-    return AuditList(items=[AuditAnswer.of(entry) for entry in found.entries], next_cursor=found.next_cursor)
+    return AuditList(items=[AuditAnswer.of(entry) for entry in found.items], next_cursor=found.next_cursor)

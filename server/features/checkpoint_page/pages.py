@@ -8,7 +8,7 @@ from fastapi import Query, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from dcp.planners.weight_maps.weight_map import ready_maps
-from dcp.server.catalog.audit import AuditEntry, last_removal
+from dcp.server.catalog.audit import last_removal
 from dcp.server.catalog.names import in_order
 from dcp.server.catalog.verifications import list_verifications
 from dcp.server.core.answers import IdPath
@@ -31,6 +31,7 @@ from dcp.server.features.lineage import api as lineage_api
 from dcp.server.features.roots import api as roots_api
 from dcp.server.features.tensors import api as tensors_api
 from dcp.server.features.tensors.trees import TreePart, parts_of
+from dcp.server.records.administration import AuditEntry
 from dcp.server.records.contents import Verification
 from dcp.storage.commit_names import METADATA_NAME
 from dcp.storage.formats.registry import target_names

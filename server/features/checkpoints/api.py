@@ -49,7 +49,7 @@ def list_checkpoints(
             connection, query.wanted, query.order, query.cursor, query.limit, caller.roots
         )
         notes = notes_of(connection, query.root, caller.roots)
-    items = [CheckpointAnswer.of(found) for found in page.checkpoints]
+    items = [CheckpointAnswer.of(found) for found in page.items]
     return CheckpointList(items=items, next_cursor=page.next_cursor, notes=redact(notes))
 
 

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dcp.server.catalog.facts import State, Verification
 from dcp.server.catalog.formats import FormatName
 from dcp.server.core.inputs import MAX_ID, Name
+from dcp.server.records.checkpoints import State, Verification
 
 __all__ = ["CheckpointsView", "ListView"]
 

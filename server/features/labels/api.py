@@ -12,7 +12,6 @@ from fastapi import Response
 from sqlalchemy import Connection
 
 from dcp.server.catalog import labels
-from dcp.server.catalog.details import CheckpointDetail
 from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.labels import Change
 from dcp.server.catalog.runs import get_run
@@ -21,6 +20,8 @@ from dcp.server.core.http.dependencies import Author, Caller, Db, IfMatch, requi
 from dcp.server.core.http.routers import api_router
 from dcp.server.features.checkpoints.answers import CheckpointDetailAnswer
 from dcp.server.features.labels.answers import AliasAnswer, AliasChange, AliasList, MetricsChange
+from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.labels import Alias
 
 __all__ = ["router"]
 
@@ -122,7 +123,7 @@ def set_alias(
 ) -> AliasAnswer:
     """Let the alias name this checkpoint of the run. Without If-Match only if there is no such alias yet."""
 
-    def act(connection: Connection) -> labels.AliasRow:
+    def act(connection: Connection) -> Alias:
         expected = _expected(connection, run_id, name, if_match, author.change(None))
         return labels.set_alias(
             connection,

@@ -37,7 +37,7 @@ def list_runs(query: Annotated[RunQuery, Query()], database: Db, caller: Caller)
         check_root(connection, query.root, caller.roots)
         page = runs.list_runs(connection, query.wanted, query.sort, query.cursor, query.limit, caller.roots)
         notes = notes_of(connection, query.root, caller.roots)
-    items = [RunAnswer.of(run) for run in page.runs]
+    items = [RunAnswer.of(run) for run in page.items]
     return RunList(items=items, next_cursor=page.next_cursor, notes=redact(notes))
 
 
