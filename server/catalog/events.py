@@ -92,8 +92,9 @@ def events_after(
     connection: Connection, event_id: int, limit: int = 100, *, kinds: Iterable[str] | None = None
 ) -> list[CatalogEvent]:
     """List the next ``limit`` events after ``event_id``, oldest first; of all kinds if none are named."""
+    columns = (events.c[name] for name in ("id", "kind", "checkpoint_id", "data", "at_seconds"))
     query = (
-        select(events, roots.c.name.label("root"))
+        select(*columns, roots.c.name.label("root"))
         .outerjoin_from(events, roots, roots.c.id == events.c.root_id)
         .where(events.c.id > event_id)
         .order_by(events.c.id)
@@ -101,17 +102,7 @@ def events_after(
     )
     if kinds is not None:
         query = query.where(events.c.kind.in_(sorted(kinds)))
-    return [
-        CatalogEvent(
-            id=row.id,
-            kind=row.kind,
-            root=row.root,
-            checkpoint_id=row.checkpoint_id,
-            data=row.data,
-            at_seconds=row.at_seconds,
-        )
-        for row in connection.execute(query)
-    ]
+    return [CatalogEvent(**row._mapping) for row in connection.execute(query)]
 
 
 def last_event_id(connection: Connection) -> int:
