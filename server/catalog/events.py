@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -95,9 +95,11 @@ def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float) -> 
     )
 
 
-def events_after(connection: Connection, event_id: int, limit: int) -> list[CatalogEvent]:
-    """List the next ``limit`` events after ``event_id``, oldest first."""
-    columns = [column for column in events.c if column is not events.c.root_id]
+def events_after(
+    connection: Connection, event_id: int, limit: int = 100, *, kinds: Iterable[str] | None = None
+) -> list[CatalogEvent]:
+    """List the next ``limit`` events after ``event_id``, oldest first; of all kinds if none are named."""
+    columns = (events.c[name] for name in ("id", "kind", "checkpoint_id", "data", "at_seconds"))
     query = (
         select(*columns, roots.c.name.label("root"))
         .outerjoin_from(events, roots, roots.c.id == events.c.root_id)
@@ -105,6 +107,8 @@ def events_after(connection: Connection, event_id: int, limit: int) -> list[Cata
         .order_by(events.c.id)
         .limit(limit)
     )
+    if kinds is not None:
+        query = query.where(events.c.kind.in_(sorted(kinds)))
     return [CatalogEvent(**row._mapping) for row in connection.execute(query)]
 
 

@@ -175,14 +175,16 @@ class Feature:
 
         return declare
 
-    def consumer(self, name: str, *, kinds: Iterable[str] | None = None) -> Callable[[C], C]:
+    def consumer(self, name: str, *, kinds: Iterable[str] | None = None, **options: Any) -> Callable[[C], C]:
         """Declare that workers call the function with all events, or those of ``kinds``, once and in order.
 
-        It gets ``(connection, events, context)``, and writes by the connection: see `Consumer`.
+        It gets ``(connection, events, context)``, and writes by the connection. ``options``: those of a
+        `Consumer`.
         """
+        wanted = None if kinds is None else frozenset(kinds)
 
         def declare(consume: C) -> C:
-            self.consumers.append(Consumer(name, None if kinds is None else frozenset(kinds), consume))
+            self.consumers.append(Consumer(name, wanted, consume, **options))
             return consume
 
         return declare

@@ -24,10 +24,10 @@ class Alias:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """Somebody did something."""
+    """A change that was requested."""
 
     id: int
-    at: str
+    at: datetime
     actor: str
     action: str
     target: str
@@ -150,7 +150,7 @@ class Diff:
     tensors: tuple[TensorDifference, ...]
     objects: tuple[ObjectDifference, ...]
     matching: int | None = None
-    """Tensors that differ and were asked for."""
+    """Tensors that differ and were requested."""
     job_id: int | None = None
     """The job that compared values."""
     created_at: datetime | None = None
@@ -252,7 +252,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFailure:
-    """Why it failed."""
+    """The failure of a job or task."""
 
     type: str
     detail: str
@@ -300,7 +300,7 @@ class JobTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobThroughput:
-    """How fast the tasks of a job are."""
+    """The throughput of the tasks of a job."""
 
     job_id: int
     state: str
@@ -310,12 +310,13 @@ class JobThroughput:
     """Since the tasks were begun, to the end of the job."""
     bytes_per_second: float | None = None
     seconds_left: float | None = None
-    """If it goes on so; null once the job has ended."""
+    """At this rate; null once the job has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobWaiting:
-    """Why the last attempt failed, where another one follows; a job that has ended has an ``error``."""
+    """The failure of the last attempt, where another one follows; a job that has ended has an
+    ``error``."""
 
     type: str
     detail: str
@@ -505,7 +506,7 @@ class RetentionDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPolicy:
-    """What is kept of which runs; ``keep`` as `dcp.Retention` has it."""
+    """A rule of which checkpoints to keep; ``keep`` as `dcp.Retention` has it."""
 
     id: int
     name: str
@@ -524,7 +525,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPreview:
-    """What would become of a run's checkpoints; ``checkpoints``: up to 1,000, those that go first."""
+    """The retention preview of a run; ``checkpoints``: up to 1,000, those that go first."""
 
     run_id: int
     run: str
@@ -543,7 +544,7 @@ class RetentionPreview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionTotals:
-    """What would become of all runs together."""
+    """The retention preview of all runs together."""
 
     runs: int
     kept: int
@@ -573,7 +574,7 @@ class Root:
     """False: the settings name it no more; its rows are kept."""
     readonly: bool
     scan_every_seconds: float | None = None
-    """None: only when it is asked for."""
+    """None: only on request."""
     scanned_at: datetime | None = None
     scan_error: str | None = None
     lost: int = 0
@@ -645,7 +646,7 @@ class RunTimeline:
 
     run_id: int
     count: int
-    """Checkpoints with a step, within the steps that were asked for."""
+    """Checkpoints with a step, within the requested steps."""
     metric_names: tuple[str, ...]
     """What the newest checkpoint that has metrics has."""
     bins: tuple[TimelineBin, ...]
@@ -981,7 +982,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Webhook:
-    """A URL that is told of events; ``roots`` None: of all roots."""
+    """A URL that receives events; ``roots`` None: of all roots."""
 
     id: int
     url: str
@@ -1008,7 +1009,7 @@ class Whoami:
 
     name: str
     key_id: int | None = None
-    """null: nobody needs a key here."""
+    """null: no key is needed here."""
     scopes: tuple[str, ...]
     """All, also those that others imply."""
     roots: tuple[str, ...] | None = None
@@ -1027,7 +1028,7 @@ class CheckpointDetail(Checkpoint):
     fingerprint: str | None = None
     """Of its commit: another one is another content."""
     content_digest: str | None = None
-    """Of the names and digests of all tensors; null where no manifest or verification tells."""
+    """Of the names and digests of all tensors; null without a manifest or a verification."""
     user_metadata: Any = None
     provenance: Any = None
     structure_digest: str | None = None
