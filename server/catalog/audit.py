@@ -4,40 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, insert, select
 
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor
 from dcp.server.catalog.values import clean_json, clean_text
+from dcp.server.database.records import record_of_row
 from dcp.server.database.tables import audit
+from dcp.server.records.administration import AuditEntry
+from dcp.server.records.lists import Page
 
-__all__ = ["AuditEntry", "AuditPage", "audit_page", "last_removal", "record"]
+__all__ = ["AuditEntry", "audit_page", "last_removal", "record"]
 
 _CURSOR = "audit"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuditEntry:
-    """One row. ``target`` is such as "checkpoint:12"."""
-
-    id: int
-    at_seconds: float
-    actor: str
-    action: str
-    target: str
-    detail: Any
-    request_id: str | None
-    address: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class AuditPage:
-    """Entries, newest first, and where the next page begins."""
-
-    entries: list[AuditEntry]
-    next_cursor: str | None
 
 
 def record(
@@ -76,7 +56,7 @@ def last_removal(connection: Connection, checkpoint_id: int) -> AuditEntry | Non
         .limit(1)
     )
     row = connection.execute(query).one_or_none()
-    return None if row is None else AuditEntry(**row._mapping)
+    return None if row is None else record_of_row(AuditEntry, row._mapping)
 
 
 def audit_page(
@@ -89,7 +69,7 @@ def audit_page(
     until_seconds: float | None = None,
     cursor: str | None = None,
     limit: int = 50,
-) -> AuditPage:
+) -> Page[AuditEntry]:
     """Entries of this actor, action and target (each exactly), from ``since`` to before ``until``."""
     query = select(audit).order_by(audit.c.id.desc()).limit(limit + 1)
     for column, value in ((audit.c.actor, actor), (audit.c.action, action), (audit.c.target, target)):
@@ -103,5 +83,5 @@ def audit_page(
         (before,) = decode_cursor(cursor, _CURSOR, int)
         query = query.where(audit.c.id < before)
     rows = connection.execute(query).all()
-    entries = [AuditEntry(**row._mapping) for row in rows[:limit]]
-    return AuditPage(entries, encode_cursor(_CURSOR, entries[-1].id) if len(rows) > limit else None)
+    entries = tuple(record_of_row(AuditEntry, row._mapping) for row in rows[:limit])
+    return Page(entries, encode_cursor(_CURSOR, entries[-1].id) if len(rows) > limit else None)

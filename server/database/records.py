@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from datetime import datetime
+from typing import Any, Final, TypeVar
 
 from sqlalchemy import (
     JSON,
@@ -24,12 +25,22 @@ from sqlalchemy.types import TypeEngine
 
 from dcp.server.records.declaring import ColumnType, OwnColumn, RecordField, fields_of, moment
 
-__all__ = ["ID", "JSON_DOCUMENT", "NAME", "checks_of", "columns_of", "shown_columns", "values_of"]
+__all__ = [
+    "ID",
+    "JSON_DOCUMENT",
+    "NAME",
+    "checks_of",
+    "columns_of",
+    "record_of_row",
+    "shown_columns",
+    "values_of",
+]
 
 JSON_DOCUMENT: Final = JSON()
 """Of PostgreSQL too, whose JSONB does not keep the order of members: rules of ``rename`` apply in theirs."""
 NAME: Final = Text().with_variant(Text(collation="C"), "postgresql")
 """Compared and sorted by code point on both: pages go on where they ended whatever the server's locale."""
+T = TypeVar("T")
 ID: Final = BigInteger().with_variant(Integer(), "sqlite")  # SQLite numbers rows by INTEGER PRIMARY KEY only
 
 _TYPES: Final[Mapping[ColumnType, TypeEngine[Any]]] = {
@@ -87,6 +98,15 @@ def shown_columns(record: type[Any], table: str, metadata: MetaData) -> list[Any
         elif field.joined is not None:
             found.append(metadata.tables[field.joined.table].c[field.joined.column].label(field.name))
     return found
+
+
+def record_of_row(record: type[T], row: Mapping[Any, Any], **others: Any) -> T:
+    """A record of a row that has a column for each of its fields but ``others``."""
+    for field in fields_of(record):
+        if field.name not in others:
+            value = row[field.column]
+            others[field.name] = moment(value) if field.hint is datetime and value is not None else value
+    return record(**others)
 
 
 def values_of(record: type[Any], row: Mapping[Any, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from dcp.server.records.declaring import OneOf, Shown
 
 __all__ = [
+    "AuditEntry",
     "CreatedKey",
     "Delivery",
     "DeliveryState",
@@ -32,6 +33,20 @@ retention. admin: keys, webhooks, rules, protected aliases, audit log; it implie
 DeliveryState = Literal["waiting", "delivered", "failed"]
 
 _Etag = Annotated[str, Shown("For If-Match.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEntry:
+    """A change, by whom and of what."""
+
+    id: int
+    at: datetime
+    actor: Annotated[str, Shown(examples=("key:ci", "system"))]
+    action: Annotated[str, Shown(examples=("checkpoint.state",))]
+    target: Annotated[str, Shown(examples=("checkpoint:12",))]
+    detail: Mapping[str, Any] | None
+    request_id: str | None
+    address: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,58 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Select, delete, insert, select, update
+from sqlalchemy import Connection, Row, Select, delete, insert, select, update
 
 from dcp.server.catalog.details import bump, lock_checkpoint
 from dcp.server.catalog.errors import ChangedError, MissingError, ProtectedError, StateError
 from dcp.server.catalog.labelling.labels import Change
 from dcp.server.catalog.values import check_label
+from dcp.server.database.records import record_of_row
 from dcp.server.database.tables import aliases, roots, runs
+from dcp.server.records.labels import Alias
 
-__all__ = ["AliasRow", "delete_alias", "get_alias", "list_aliases", "set_alias"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AliasRow:
-    """A name in a run. ``is_protected``: only admins move or remove it."""
-
-    run_id: int
-    name: str
-    checkpoint_id: int
-    is_protected: bool
-    version: int
-    updated_seconds: float
-    updated_by: str | None
-
-    @property
-    def etag(self) -> str:
-        """The entity tag, with quotes."""
-        return f'"a{self.run_id}-{self.checkpoint_id}-{self.version}"'
+__all__ = ["delete_alias", "get_alias", "list_aliases", "set_alias"]
 
 
-def get_alias(
-    connection: Connection, run_id: int, name: str, visible: frozenset[str] | None = None
-) -> AliasRow:
+def get_alias(connection: Connection, run_id: int, name: str, visible: frozenset[str] | None = None) -> Alias:
     """One alias; `MissingError` if there is none that may be seen."""
     row = connection.execute(
         _select(visible).where(aliases.c.run_id == run_id, aliases.c.name == name)
     ).first()
     if row is None:
         raise MissingError("alias", name)
-    return AliasRow(**row._mapping)
+    return _alias(row)
 
 
-def list_aliases(
-    connection: Connection, run_id: int, visible: frozenset[str] | None = None
-) -> list[AliasRow]:
+def list_aliases(connection: Connection, run_id: int, visible: frozenset[str] | None = None) -> list[Alias]:
     """The aliases of a run, by name."""
     query = _select(visible).where(aliases.c.run_id == run_id)
-    return sorted(
-        (AliasRow(**row._mapping) for row in connection.execute(query)), key=lambda alias: alias.name
-    )
+    return sorted(map(_alias, connection.execute(query)), key=lambda alias: alias.name)
 
 
 def set_alias(
@@ -66,7 +43,7 @@ def set_alias(
     *,
     is_admin: bool = False,
     is_protected: bool | None = None,
-) -> AliasRow:
+) -> Alias:
     """Let the alias name this checkpoint of the run; make it if it is not there.
 
     ``change.expected_version`` is that of the alias; 0 is "not there". ``is_protected`` None leaves it; only
@@ -86,7 +63,7 @@ def set_alias(
     if not is_admin and (wants_protection or was_protected):
         raise ProtectedError(name)
     if present is not None and present.checkpoint_id == checkpoint_id and not wants_protection:
-        return present
+        return _alias(present)
     values: dict[str, Any] = {
         "checkpoint_id": checkpoint_id,
         "updated_seconds": change.at_seconds,
@@ -133,13 +110,17 @@ def _select(visible: frozenset[str] | None) -> Select[Any]:
     )
 
 
-def _locked(connection: Connection, run_id: int, name: str) -> AliasRow | None:
+def _alias(row: Row[Any]) -> Alias:
+    etag = f'"a{row.run_id}-{row.checkpoint_id}-{row.version}"'
+    return record_of_row(Alias, row._mapping, etag=etag)
+
+
+def _locked(connection: Connection, run_id: int, name: str) -> Row[Any] | None:
     query = _select(None).where(aliases.c.run_id == run_id, aliases.c.name == name).with_for_update()
-    row = connection.execute(query).first()
-    return None if row is None else AliasRow(**row._mapping)
+    return connection.execute(query).first()
 
 
-def _check(present: AliasRow | None, name: str, change: Change) -> None:
+def _check(present: Row[Any] | None, name: str, change: Change) -> None:
     version = 0 if present is None else present.version
     if change.expected_version is not None and change.expected_version != version:
         raise ChangedError("alias", name, expected=change.expected_version, version=version)
@@ -152,7 +133,7 @@ def _record(
     row: Mapping[Any, Any],
     change: Change,
     *,
-    before: AliasRow | None,
+    before: Row[Any] | None,
     after: int | None,
 ) -> None:
     detail = {

@@ -115,7 +115,7 @@ def _of_columns(wanted: CheckpointFilter) -> list[RowCondition]:
     for field in fields_of(CheckpointDetail):
         if field.any_of is not None:
             value = getattr(wanted, field.any_of.name)
-            values = sorted(value) if isinstance(value, frozenset) else [] if value is None else [value]
+            values = sorted({*value}) if isinstance(value, tuple) else [] if value is None else [value]
             if values:
                 found.append(_among(field.column, values))
     return found
@@ -160,7 +160,7 @@ def _tests_of_range(
 
 def _of_labels(wanted: CheckpointFilter) -> list[RowCondition]:
     found = []
-    for tag in sorted(wanted.tags):
+    for tag in sorted({*wanted.tag}):
         has = exists().where(tags.c.checkpoint_id == _c.id, tags.c.tag == tag).correlate(checkpoints)
         found.append(RowCondition(has, select(tags.c.checkpoint_id).where(tags.c.tag == tag)))
     if wanted.alias is not None:

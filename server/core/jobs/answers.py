@@ -15,12 +15,9 @@ __all__ = [
     "JobAnswer",
     "JobErrorAnswer",
     "JobEventAnswer",
-    "JobList",
     "LogLineAnswer",
-    "LogPage",
     "ProgressAnswer",
     "TaskAnswer",
-    "TaskList",
     "ThroughputAnswer",
     "WaitingAnswer",
 ]
@@ -57,13 +54,6 @@ class JobAnswer(RecordAnswer):
         return super().of(found, **times, **others)
 
 
-class JobList(Answer):
-    """A page, newest first."""
-
-    items: list[JobAnswer]
-    next_cursor: str | None
-
-
 @answers(records.JobTask)
 class TaskAnswer(RecordAnswer):
     """One task of a job, in the order of ``number``; what it has to do is the service's own business."""
@@ -74,13 +64,6 @@ class TaskAnswer(RecordAnswer):
         return super().of(found, not_before=found.not_before_seconds or None, **others)
 
 
-class TaskList(Answer):
-    """A page, by number."""
-
-    items: list[TaskAnswer]
-    next_cursor: str | None
-
-
 @answers(records.JobThroughput)
 class ThroughputAnswer(RecordAnswer):
     """How fast the tasks of a job are."""
@@ -89,13 +72,6 @@ class ThroughputAnswer(RecordAnswer):
 @answers(records.JobLogLine)
 class LogLineAnswer(RecordAnswer):
     """An event of a job as a sentence."""
-
-
-class LogPage(Answer):
-    """The last lines, in their order; the next page has those before."""
-
-    items: list[LogLineAnswer]
-    next_cursor: str | None
 
 
 class JobEventAnswer(Answer):

@@ -13,8 +13,9 @@ from typing import Final
 
 from sqlalchemy import Connection, delete, insert, select
 
-from dcp.server.core.security.keys import KeyRecord, get_key
+from dcp.server.core.security.keys import get_key, is_valid
 from dcp.server.database.tables import sessions
+from dcp.server.records.administration import Key
 
 __all__ = ["begin_session", "end_session", "find_session"]
 
@@ -34,7 +35,7 @@ def begin_session(connection: Connection, key_id: int, now_seconds: float, lasts
     return token
 
 
-def find_session(connection: Connection, token: str, now_seconds: float) -> KeyRecord | None:
+def find_session(connection: Connection, token: str, now_seconds: float) -> Key | None:
     """The valid key of a session that lasts; None if there is none."""
     if _TOKEN.fullmatch(token) is None:
         return None
@@ -43,7 +44,7 @@ def find_session(connection: Connection, token: str, now_seconds: float) -> KeyR
     )
     key_id = connection.execute(query).scalar_one_or_none()
     key = None if key_id is None else get_key(connection, key_id)
-    return key if key is not None and key.is_valid(now_seconds) else None
+    return key if key is not None and is_valid(key, now_seconds) else None
 
 
 def end_session(connection: Connection, token: str) -> None:

@@ -16,5 +16,5 @@ feature: Final = Feature(
     "retention",
     __name__,
     kinds=[RetentionKind(), DeleteKind(), PruneKind(), PurgeKind()],
-    web=["api", "deletion_api"],
+    web=["api", "deletion_api", "forms"],
 )

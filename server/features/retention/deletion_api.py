@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Query, Response
 from sqlalchemy import Connection
@@ -14,11 +14,12 @@ from dcp.server.core.http.dependencies import Author, IfMatch, ServiceDep, Write
 from dcp.server.core.http.idempotent_transaction import IdempotentDep
 from dcp.server.core.http.routers import api_router
 from dcp.server.core.problems import ForbiddenError
-from dcp.server.features.checkpoints.answers import CheckpointDetailAnswer
+from dcp.server.core.record_answers import answer_model
 from dcp.server.features.retention import deletion
 
 __all__ = ["router"]
 
+CheckpointDetailAnswer: Any = answer_model(CheckpointDetail)
 router = api_router("/checkpoints", tags=["deletion"])
 
 _MAX_GRACE_SECONDS = 3660 * 86_400.0

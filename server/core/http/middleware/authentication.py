@@ -19,10 +19,11 @@ from dcp.server.core.http.context import Service
 from dcp.server.core.http.handlers import problem_of, problem_response
 from dcp.server.core.http.middleware.hosts import API_PREFIX, FOREIGN, SAFE
 from dcp.server.core.problems import ProblemError, UnauthorizedError, UnavailableError
-from dcp.server.core.security.keys import KeyRecord, prefix_of
+from dcp.server.core.security.keys import prefix_of, principal_of
 from dcp.server.core.security.principal import LOCAL, Principal
 from dcp.server.core.security.sessions import find_session
 from dcp.server.database.engine import DatabaseUnavailableError
+from dcp.server.records.administration import Key
 
 __all__ = ["SESSION_COOKIE", "STATIC_PREFIX", "AuthenticationMiddleware", "session_token"]
 
@@ -74,15 +75,15 @@ class AuthenticationMiddleware:
             return None
         if is_counted:
             rates.count(f"key:{record.id}")
-        return record.principal
+        return principal_of(record)
 
-    def _of_session(self, token: str) -> KeyRecord | None:
+    def _of_session(self, token: str) -> Key | None:
         with self._service.database.read() as connection:
             record = find_session(connection, token, self._service.clock())
         self._service.keys.note_use(record)
         return record
 
-    async def _in_time(self, find: Callable[[str], KeyRecord | None], secret: str) -> KeyRecord | None:
+    async def _in_time(self, find: Callable[[str], Key | None], secret: str) -> Key | None:
         seconds = self._service.settings.request_seconds
         try:
             # The thread is left to itself, should the database hang.
