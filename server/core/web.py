@@ -76,7 +76,7 @@ def _add_page(router: Any, feature: Feature, declared: Page, panels: Sequence[Pa
 
     @functools.wraps(declared.handle)
     def handle(*args: Any, **kwargs: Any) -> Response:
-        given = kwargs.pop(extra.name)
+        given: Ask = kwargs.pop(extra.name)
         found = declared.handle(*args, **kwargs)
         if isinstance(found, Response):
             return found

@@ -83,7 +83,7 @@ class AuditView(BaseModel):
 @feature.page("/audit", "audit.html", scope="admin", all_roots=True)
 def audit_log_page(view: Annotated[AuditView, Query()], ask: Ask) -> dict[str, Any]:
     """Show the entries, newest first."""
-    seconds = {f"{name}_seconds": moment.timestamp() for name, moment in view.times.items()}
+    seconds: dict[str, Any] = {f"{name}_seconds": moment.timestamp() for name, moment in view.times.items()}
     found = ask.find(audit_page, **view.words, **seconds, cursor=view.cursor, limit=_ROWS)
     asked = view.words | {name: f"{moment:%Y-%m-%dT%H:%M:%SZ}" for name, moment in view.times.items()}
     return {

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
+from anyio import from_thread
 from fastapi import Path
 
 from dcp.server.catalog import roots
@@ -49,9 +50,9 @@ def get_root(root: RootName, ask: Ask) -> Root:
 
 
 @feature.get("/root-checks", tag="roots", errors=())
-async def check_roots(readiness: ReadinessDep, ask: Ask) -> Items[RootCheck]:
+def check_roots(readiness: ReadinessDep, ask: Ask) -> Items[RootCheck]:
     """Whether the storage of each root answers: looked at now, or within the last two seconds."""
-    found = sorted((await readiness.check_roots()).items())
+    found = sorted(from_thread.run(readiness.check_roots).items())
     return Items(
         tuple(
             RootCheck(root, result == OK, None if result == OK else result)
@@ -67,7 +68,7 @@ def scan_form(root: RootName, ask: Ask) -> str:
     return f"/jobs/{ask.submit(ScanKind, ScanParams(root=root)).id}"
 
 
-def roots_of(ask: Ask) -> Iterable[Root]:
+def roots_of(ask: Ask) -> Iterator[Root]:
     """Yield the roots that the caller may see, by name."""
     return _shown(ask.find(roots.list_roots, ask.visible), ask)
 
@@ -77,7 +78,7 @@ def writable_roots(ask: Ask) -> list[Root]:
     return [root for root in roots_of(ask) if root.is_configured and not root.readonly]
 
 
-def _shown(rows: Iterable[roots.RootRow], ask: Ask) -> Iterable[Root]:
+def _shown(rows: Iterable[roots.RootRow], ask: Ask) -> Iterator[Root]:
     for row in rows:
         settings = ask.settings.roots.get(row.name)
         yield Root(

@@ -114,7 +114,7 @@ class Bench:
     def audited(self, action: str) -> list[str]:
         """What the audit log has of it, by target, the newest first."""
         with self.database.read() as connection:
-            return [entry.target for entry in audit_page(connection, action=action).entries]
+            return [entry.target for entry in audit_page(connection, action=action).items]
 
     def deliveries(self, hook: Hook) -> list[DeliveryRow]:
         """All of a webhook, oldest event first."""

@@ -12,7 +12,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import astuple
+from dataclasses import asdict
 from typing import Any, Final, cast, get_args
 
 from sqlalchemy import Connection, Row, insert, select, update
@@ -86,7 +86,7 @@ def create_key(
         "expires_seconds": expires_seconds,
     }
     row = connection.execute(insert(api_keys).values(values).returning(api_keys)).one()
-    return CreatedKey(*astuple(_key(row)), key=secret)
+    return CreatedKey(**asdict(_key(row)), key=secret)
 
 
 def list_keys(connection: Connection) -> list[Key]:

@@ -19,6 +19,6 @@ def list_checkpoints(query: Any, database: Any, caller: Any) -> Any:
     """A page of checkpoints."""
     with database.read() as connection:
         found = listing.list_checkpoints(
-            connection, query, query.order, query.cursor, query.limit, caller.roots
+            connection, query, listing.Sort.parse(query.sort), query.cursor, query.limit, caller.roots
         )
     return Page(tuple(found.checkpoints), found.next_cursor)

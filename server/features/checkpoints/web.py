@@ -194,7 +194,7 @@ def get_checkpoint(
     found = ask.find(details.get_checkpoint, checkpoint_id, ask.visible)
     headers = {"ETag": found.etag, "Cache-Control": "private, no-cache"}
     if if_none_match is not None and (if_none_match.strip() == "*" or found.etag in if_none_match):
-        return cast(Any, Response(status_code=304, headers=headers))
+        return cast(CheckpointDetail, Response(status_code=304, headers=headers))
     ask.response.headers.update(headers)
     return found
 

@@ -7,7 +7,6 @@ from typing import Any
 from dcp.server.core.jobs import ledger
 from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.jobs.ledger import JobFilter
-from dcp.server.records.lists import Page
 
 
 def get_job(job_id: int, database: Any, caller: Any) -> Any:
@@ -18,7 +17,12 @@ def get_job(job_id: int, database: Any, caller: Any) -> Any:
     return JobAnswer.of(job, progress=progress.get(job.id, job.progress))
 
 
-def list_jobs(database: Any, caller: Any, page: Any, state: Any, kind: Any, *, checkpoint_id: int) -> Any:
+class _Jobs:
+    def __init__(self, items: list[JobAnswer]) -> None:
+        self.items = items
+
+
+def list_jobs(database: Any, caller: Any, page: Any, state: Any, kind: Any, *, checkpoint_id: int) -> _Jobs:
     """A page of jobs."""
     wanted = JobFilter(
         states=frozenset(state or ()), kinds=frozenset(kind or ()), checkpoint_id=checkpoint_id
@@ -26,4 +30,4 @@ def list_jobs(database: Any, caller: Any, page: Any, state: Any, kind: Any, *, c
     with database.read() as connection:
         found = ledger.list_jobs(connection, wanted, limit=page.limit, visible=caller.roots)
         progress = ledger.progress_of(connection, [job.id for job in found if not job.is_final])
-    return Page(tuple(JobAnswer.of(job, progress=progress.get(job.id, job.progress)) for job in found), None)
+    return _Jobs([JobAnswer.of(job, progress=progress.get(job.id, job.progress)) for job in found])
