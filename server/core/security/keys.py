@@ -1,7 +1,9 @@
-"""API keys: 256 random bits, of which only the SHA-256 is kept.
+"""API keys and sessions: 256 random bits, of which only the SHA-256 is kept.
 
-A key reads ``dcp_PREFIX_SECRET``. The prefix finds the row and tells keys apart in lists and logs; a hash
-without a salt is enough, since what is hashed cannot be guessed.
+A key reads ``dcp_PREFIX_SECRET``. The prefix finds the row and distinguishes keys in lists and logs; a hash
+without a salt is enough, since nobody can guess the secret. A session is a browser that was signed in with a
+key, known by 256 random bits in a cookie. It has the rights of its key; it ends with the key, when its time
+is over, or by signing out.
 """
 
 from __future__ import annotations
@@ -15,20 +17,23 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, Final, cast, get_args
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from dcp.server.core.problems import ConflictError, NotFoundError
 from dcp.server.core.security.principal import ALL_SCOPES, Principal, Scope
 from dcp.server.database.engine import Database
 from dcp.server.database.records import record_of_row
-from dcp.server.database.tables import api_keys
+from dcp.server.database.tables import api_keys, sessions
 from dcp.server.records.administration import CreatedKey, Key, Whoami
 
 __all__ = [
     "KEY_PATTERN",
     "KeyRing",
+    "begin_session",
     "create_key",
+    "end_session",
     "find_key",
+    "find_session",
     "get_key",
     "is_valid",
     "list_keys",
@@ -202,3 +207,36 @@ def _key(row: Row[Any]) -> Key:
     scopes = tuple(sorted(ALL_SCOPES.intersection(cast(list[Scope], row.scopes))))
     roots = None if row.roots is None else tuple(sorted(row.roots))
     return record_of_row(Key, row._mapping, scopes=scopes, roots=roots)
+
+
+_TOKEN: Final = re.compile(r"[A-Za-z0-9_-]{43}")
+
+
+def begin_session(connection: Connection, key_id: int, now_seconds: float, lasts_seconds: float) -> str:
+    """A new session of this key: what its cookie has, which cannot be had again. Drops old ones."""
+    connection.execute(delete(sessions).where(sessions.c.expires_seconds <= now_seconds))
+    token = secrets.token_urlsafe(32)
+    values = {
+        "key_id": key_id,
+        "created_seconds": now_seconds,
+        "expires_seconds": now_seconds + lasts_seconds,
+    }
+    connection.execute(insert(sessions).values(hash=_digest(token), **values))
+    return token
+
+
+def find_session(connection: Connection, token: str, now_seconds: float) -> Key | None:
+    """The valid key of a session that lasts; None if there is none."""
+    if _TOKEN.fullmatch(token) is None:
+        return None
+    query = select(sessions.c.key_id).where(
+        sessions.c.hash == _digest(token), sessions.c.expires_seconds > now_seconds
+    )
+    key_id = connection.execute(query).scalar_one_or_none()
+    key = None if key_id is None else get_key(connection, key_id)
+    return key if key is not None and is_valid(key, now_seconds) else None
+
+
+def end_session(connection: Connection, token: str) -> None:
+    """Sign out; what is no session is none afterwards, either."""
+    connection.execute(delete(sessions).where(sessions.c.hash == _digest(token)))

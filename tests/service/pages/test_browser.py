@@ -307,7 +307,7 @@ def test_a_key_from_its_making_to_its_end(site: Site) -> None:
             assert robot.get("/api/v1/whoami").json()["name"] == "key:robot"
             page.get_by_role("link", name="Revoke robot").click()
             page.get_by_role("button", name="Revoke robot").click()
-            expect(page.get_by_role("status").filter(has_text="The key is revoked")).to_be_visible()
+            expect(page.get_by_role("status").filter(has_text="Key revoked")).to_be_visible()
             assert robot.get("/api/v1/whoami").status_code == 401
         assert seen.faults == []
         page.go_back()

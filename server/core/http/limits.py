@@ -10,8 +10,8 @@ import structlog
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dcp.server.core.http.admission import API_PREFIX
 from dcp.server.core.http.handlers import problem_response
-from dcp.server.core.http.middleware.hosts import API_PREFIX
 from dcp.server.core.problems import (
     BadRequestError,
     ProblemError,
