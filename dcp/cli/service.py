@@ -169,7 +169,7 @@ def _opened(settings: Settings, *, with_tables: bool = True, is_made: bool = Fal
             file = Path(opened.url.database or "")
             if opened.dialect == "sqlite" and not (is_made or file.exists()):
                 fail(f"there is no database {file}: dcp serve makes it, or dcp db upgrade")
-            if with_tables and not migrations.is_current(opened):
+            if with_tables and migrations.is_pending(opened):
                 if opened.dialect != "sqlite" or not settings.migrate:
                     fail("the database has not the tables of this version: run dcp db upgrade first")
                 migrations.upgrade(opened)
@@ -187,8 +187,7 @@ def _upgrade(settings: Settings = _SETTINGS) -> None:
     from dcp.server.database import migrations
 
     with _opened(settings, with_tables=False, is_made=True) as opened:
-        before = migrations.upgrade(opened)
-        after = migrations.current(opened)
+        before, after = migrations.upgrade(opened), migrations.REVISION
     print(f"{before or 'empty'} -> {after}" if before != after else f"up to date at {after}")
 
 
@@ -197,7 +196,7 @@ def _status(settings: Settings = _SETTINGS) -> Answer:
     from dcp.server.database import migrations
 
     with _opened(settings, with_tables=False, is_made=True) as opened:
-        current, head = migrations.current(opened), migrations.head()
+        current, head = migrations.current(opened), migrations.REVISION
     is_current = current == head
     shown = f"up to date at {head}" if is_current else f"{current or 'empty'}, needed is {head}"
     data = {"current": current, "needed": head, "is_current": is_current}

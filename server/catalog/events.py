@@ -1,9 +1,9 @@
-"""What has happened, in order, for those who wait for it: webhooks, automation, subscribers."""
+"""Events of the catalog, in order, for webhooks, automation and subscribers."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,6 +15,7 @@ from dcp.server.database.tables import consumers, events, roots
 __all__ = [
     "CatalogEvent",
     "NewEvent",
+    "checkpoint_event",
     "emit",
     "emit_all",
     "events_after",
@@ -34,6 +35,12 @@ class NewEvent:
     root_id: int | None = None
     checkpoint_id: int | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
+
+
+def checkpoint_event(kind: str, row: Mapping[Any, Any], **data: Any) -> NewEvent:
+    """An event of a checkpoint: ``row`` with the keys of its root and run."""
+    known = {name: row[name] for name in ("root", "run", "key", "step", "format")}
+    return NewEvent(kind, row["root_id"], row["id"], known | data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,20 +65,20 @@ def emit(
     now: float | None = None,
 ) -> None:
     """Write one event, which becomes visible with the transaction. See `emit_all`."""
-    emit_all(connection, [NewEvent(kind, root_id, checkpoint_id, data or {})], now=now)
+    event = NewEvent(kind, root_id, checkpoint_id, data or {})
+    emit_all(connection, [event], now=time.time() if now is None else now)
 
 
-def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float | None = None) -> None:
+def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float) -> None:
     """Write events; best as the last thing in a transaction.
 
-    PostgreSQL gives numbers before it commits. Whoever reads "all after 7" while 8 is committed and 7 is
+    PostgreSQL gives numbers before it commits. A reader of "all after 7" while 8 is committed and 7 is
     not would never see 7, so writers of events take turns from here to their commit.
     """
     if not new:
         return
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ORDER_LOCK})
-    at_seconds = time.time() if now is None else now
     connection.execute(
         insert(events),
         [
@@ -80,41 +87,28 @@ def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float | No
                 "root_id": event.root_id,
                 "checkpoint_id": event.checkpoint_id,
                 "data": dict(event.data),
-                "at_seconds": at_seconds,
+                "at_seconds": now,
             }
             for event in new
         ],
     )
 
 
-def events_after(
-    connection: Connection, event_id: int, limit: int = 100, *, kinds: Iterable[str] | None = None
-) -> list[CatalogEvent]:
-    """The next ``limit`` events after ``event_id``, oldest first; all kinds if none are named."""
+def events_after(connection: Connection, event_id: int, limit: int) -> list[CatalogEvent]:
+    """The next ``limit`` events after ``event_id``, oldest first."""
+    columns = [column for column in events.c if column is not events.c.root_id]
     query = (
-        select(events, roots.c.name.label("root"))
+        select(*columns, roots.c.name.label("root"))
         .outerjoin_from(events, roots, roots.c.id == events.c.root_id)
         .where(events.c.id > event_id)
         .order_by(events.c.id)
         .limit(limit)
     )
-    if kinds is not None:
-        query = query.where(events.c.kind.in_(sorted(kinds)))
-    return [
-        CatalogEvent(
-            id=row.id,
-            kind=row.kind,
-            root=row.root,
-            checkpoint_id=row.checkpoint_id,
-            data=row.data,
-            at_seconds=row.at_seconds,
-        )
-        for row in connection.execute(query)
-    ]
+    return [CatalogEvent(**row._mapping) for row in connection.execute(query)]
 
 
 def last_event_id(connection: Connection) -> int:
-    """The id of the newest event, 0 if there is none: where somebody begins who wants what comes."""
+    """The id of the newest event, 0 if there is none: new consumers begin here."""
     return int(connection.execute(select(func.coalesce(func.max(events.c.id), 0))).scalar_one())
 
 

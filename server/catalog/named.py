@@ -1,4 +1,4 @@
-"""What users make and call by a name, of which there is one each: rules, retention policies."""
+"""Rows with unique names that users create: rules, retention policies."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class NamedRows:
             raise self._taken(str(values.get("name"))) from error
 
     def lock(self, connection: Connection, number: int) -> None:
-        """Nobody else changes it before the end of the transaction, if it is there."""
+        """Lock the row until the end of the transaction, if it exists."""
         table = self.table
         connection.execute(select(table.c.id).where(table.c.id == number).with_for_update())
 

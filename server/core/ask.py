@@ -16,7 +16,7 @@ from dcp.server.core.http.dependencies import Writer
 from dcp.server.core.http.idempotent_transaction import IdempotentTransaction
 from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.jobs.kind import Kind
-from dcp.server.core.jobs.ledger import find_job, jobs_of_key
+from dcp.server.core.jobs.ledger.reading import last_job
 from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.jobs.submitting import submit_kind
 from dcp.server.core.pages import rendering
@@ -145,13 +145,10 @@ class Ask:
         )
 
     def last_job(self, kind: type[Kind[M]], params: M, after: int = 0) -> JobAnswer | None:
-        """The newest job with these parameters and a number above ``after``, for a page that waits for it."""
-        with self.reading() as connection:
-            last, _ = jobs_of_key(connection, kind.dedup_key(params), self.visible)
-            if last is None or last <= after:
-                return None
-            job = find_job(connection, last, self.visible, whole=False)
-        return None if job is None else JobAnswer.of(job)
+        """The newest job with the result key of ``params`` and a number above ``after``, for a page that
+        waits for it."""
+        job = self.find(last_job, kind.result_key(params), self.visible)
+        return None if job is None or job.id <= after else JobAnswer.of(job)
 
 
 async def _ask(request: Request, response: Response) -> Ask:

@@ -11,11 +11,12 @@ from urllib.parse import urlencode
 from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from dcp.server.catalog.audit import AuditEntry, audit_page
+from dcp.server.catalog.audit import audit_page
 from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
 from dcp.server.core.http.dependencies import Page as Paging
 from dcp.server.core.inputs import Text, Time
+from dcp.server.records.administration import AuditEntry
 from dcp.server.records.lists import Page
 
 __all__ = ["feature"]

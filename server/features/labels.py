@@ -14,9 +14,9 @@ from fastapi import Response
 from pydantic import Field, TypeAdapter, ValidationError
 from sqlalchemy import Connection
 
+from dcp.server.catalog import labels
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import MissingError
-from dcp.server.catalog.labelling import aliases, labels
 from dcp.server.catalog.runs import get_run
 from dcp.server.core.answers import IdPath, NamePath
 from dcp.server.core.ask import Ask
@@ -95,13 +95,13 @@ def list_aliases(run_id: IdPath, ask: Ask) -> Items[Alias]:
     """All aliases of a run, by name."""
     with ask.reading() as connection:
         get_run(connection, run_id, ask.visible)
-        return Items(tuple(aliases.list_aliases(connection, run_id, ask.visible)))
+        return Items(tuple(labels.list_aliases(connection, run_id, ask.visible)))
 
 
 @feature.get(_ALIAS, tag="labels")
 def get_alias(run_id: IdPath, name: NamePath, ask: Ask) -> Alias:
     """The checkpoint that the alias names."""
-    return ask.tagged(ask.find(aliases.get_alias, run_id, name, ask.visible))
+    return ask.tagged(ask.find(labels.get_alias, run_id, name, ask.visible))
 
 
 @feature.put(_ALIAS, tag="labels", scope="write", errors=(404, 409, 412, 428))
@@ -110,7 +110,7 @@ def set_alias(run_id: IdPath, name: NamePath, body: AliasChange, ask: Ask, if_ma
 
     def act(connection: Connection) -> Alias:
         expected = _expected(connection, run_id, name, if_match, ask)
-        return aliases.set_alias(
+        return labels.set_alias(
             connection,
             run_id,
             name,
@@ -128,10 +128,10 @@ def delete_alias(run_id: IdPath, name: NamePath, ask: Ask, if_match: IfMatch) ->
     """Remove an alias; the checkpoint stays. Needs If-Match."""
 
     def act(connection: Connection) -> None:
-        aliases.get_alias(connection, run_id, name, ask.visible)
+        labels.get_alias(connection, run_id, name, ask.visible)
         if_match.required()
         change = ask.author.change(_expected(connection, run_id, name, if_match, ask))
-        aliases.delete_alias(connection, run_id, name, change, is_admin=ask.caller.may("admin"))
+        labels.delete_alias(connection, run_id, name, change, is_admin=ask.caller.may("admin"))
 
     ask.transact(act)
 
@@ -140,7 +140,7 @@ def _expected(connection: Connection, run_id: int, name: str, if_match: Precondi
     """The version of the alias that the request expects; 0 is none."""
     get_run(connection, run_id, ask.visible)
     try:
-        present = aliases.get_alias(connection, run_id, name, ask.visible)
+        present = labels.get_alias(connection, run_id, name, ask.visible)
     except MissingError:
         if_match.nothing(f"there is no alias {name}")
         return 0
@@ -248,7 +248,7 @@ def delete_alias_form(checkpoint_id: IdPath, ask: Ask) -> str:
 
 def _alias(run_id: int, name: str, ask: Ask) -> Alias | None:
     try:
-        return ask.find(aliases.get_alias, run_id, name, ask.visible)
+        return ask.find(labels.get_alias, run_id, name, ask.visible)
     except MissingError:
         return None
 

@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 from fastapi import Query, Response
 
-from dcp.server.catalog.queries.filters import CheckpointFilter
+from dcp.server.catalog.filters import CheckpointFilter
 from dcp.server.core.ask import Ask, AskDep
 from dcp.server.core.feature import Feature
 from dcp.server.core.pages.drawing import polyline

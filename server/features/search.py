@@ -9,7 +9,7 @@ from fastapi import Query, Response
 from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from dcp.server.catalog.queries.search import search as find_names
+from dcp.server.catalog.search import search as find_names
 from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
 from dcp.server.core.inputs import Text

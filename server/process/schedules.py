@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.core.jobs.cleaning import forget_jobs, forget_scans
-from dcp.server.core.jobs.ledger import submit
+from dcp.server.core.jobs.ledger.transitions import submit
 from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext
 from dcp.server.core.roots import Roots
 from dcp.server.core.security.principal import SYSTEM

@@ -109,7 +109,7 @@ class CheckpointDetail(Checkpoint):
         str | None,
         OwnColumn("code", 32),
         Found("of the same content"),
-        Shown("Of the names and digests of all tensors; null where no manifest or verification tells."),
+        Shown("Of the names and digests of all tensors; null without a manifest or a verification."),
     ] = None
     user_metadata: Annotated[Any, OwnColumn("json"), Found("always")] = None
     # run, framework and library versions, timings: what the manifest says
@@ -122,7 +122,7 @@ class CheckpointDetail(Checkpoint):
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """What came of a registration; ``id`` is None if what was deleted had never been known. ``is_present``:
+    """The result of a registration; ``id`` is None if what was deleted had never been known. ``is_present``:
     whether storage has it."""
 
     id: int | None

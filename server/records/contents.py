@@ -1,4 +1,4 @@
-"""What is in a checkpoint: files, tensors, shards, what differs; and what was found out about its bytes."""
+"""Contents of checkpoints: files, tensors, shards, differences, and findings about their bytes."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """What is below one name, summed up; ``entry`` where the name itself is a tensor or a value."""
+    """The sums of all below one name; ``entry`` where the name itself is a tensor or a value."""
 
     name: str
     tensors: int
@@ -134,7 +134,7 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What one rank wrote; ``rank`` None is files whose names tell none."""
+    """The share that one rank wrote; ``rank`` None is files whose names have none."""
 
     rank: Annotated[int | None, Shown("None: of files whose names tell none.")]
     files: int
@@ -146,7 +146,7 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What a tensor is on one side of a difference."""
+    """A tensor on one side of a difference."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -202,7 +202,7 @@ class ObjectDifference:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """What differs; ``tensors`` are all of them that were asked for, which are ``matching``; ``objects`` the
+    """A difference; ``tensors`` are all of them that were requested, ``matching`` in number; ``objects`` the
     first 500 of ``object_count``. ``job_id``: the job that compared values."""
 
     a: int
@@ -214,7 +214,7 @@ class Diff:
     object_count: Annotated[int, Shown("Of the values that differ.")]
     tensors: tuple[TensorDifference, ...]
     objects: tuple[ObjectDifference, ...]
-    matching: Annotated[int | None, Shown("Tensors that differ and were asked for.", may_be_absent=True)] = (
+    matching: Annotated[int | None, Shown("Tensors that differ and were requested.", may_be_absent=True)] = (
         None
     )
     job_id: Annotated[int | None, Shown("The job that compared values.", may_be_absent=True)] = None
@@ -235,7 +235,7 @@ class LoadProblem:
 
 @dataclass(frozen=True, slots=True)
 class LoadFindings:
-    """How the names of a state fit. ``counts``: by kind of problem; ``problems``: the first 500 of each."""
+    """Names of a state that fit. ``counts``: by kind of problem; ``problems``: the first 500 of each."""
 
     matching: Annotated[int, Shown("That are there, with this shape and dtype as far as they are known.")]
     counts: Annotated[Mapping[str, int], Shown("By kind of problem, all of them.")]
@@ -244,7 +244,7 @@ class LoadFindings:
 
 @dataclass(frozen=True, slots=True)
 class LoadCheck:
-    """Whether a checkpoint fills a state, as far as names, shapes and dtypes tell. ``rename``: what lets
+    """The check that a checkpoint fills a state, by names, shapes and dtypes. ``rename``: the rules that let
     `dcp.load` find what is missing under other names, {} if nothing does; ``renamed``: what is found then.
 
     ``answer``: "yes"; "rename": with that; "cast": with dtype="cast", and that if it is not {}; "no".

@@ -1,4 +1,4 @@
-"""What is drawn of a checkpoint: how its save went, which rank holds what, and the values of a tensor."""
+"""Drawings of a checkpoint: phases of its save, shards of its ranks, values of a tensor."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PhaseRow:
 
 @dataclass(frozen=True, slots=True)
 class SavePhases:
-    """How long the phases of a save took, by rank; nothing where the writer noted nothing.
+    """Seconds of the phases of a save, by rank; empty where the writer noted nothing.
 
     ``blocking_seconds`` and ``background_seconds`` are of the slowest rank in each phase.
     """
@@ -80,7 +80,7 @@ class ShardMapRow:
 
 @dataclass(frozen=True, slots=True)
 class ShardMap:
-    """What lies where: rows of files by rank, and in each row bins of ``bin_bytes`` from ``begin`` on.
+    """Shards by place: rows of files by rank, and in each row bins of ``bin_bytes`` from ``begin`` on.
 
     Cells that hold something are columns of one length: their row, bin, the bytes and chunks of tensors in
     them, and the largest of these: its name in ``names`` and its dtype in ``dtypes``, by number.

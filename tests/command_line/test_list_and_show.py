@@ -266,7 +266,7 @@ def test_installed_command_and_module_are_the_same() -> None:
     [
         (["serve"], "pydantic_settings"),
         (["worker"], "structlog"),
-        (["db", "status"], "alembic"),
+        (["db", "upgrade"], "alembic"),
         (["keys", "list"], "sqlalchemy"),
     ],
 )

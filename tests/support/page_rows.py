@@ -12,9 +12,9 @@ from sqlalchemy import update
 from dcp.inspection.checkpoints import open_index
 from dcp.server.catalog import audit
 from dcp.server.catalog.checkpoints import upsert_checkpoints
-from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
 from dcp.server.catalog.facts import CheckpointFacts
-from dcp.server.catalog.labelling.lineage import add_lineage
+from dcp.server.catalog.lineage import add_lineage
+from dcp.server.catalog.structures import StructureFacts, StructureTensor
 from dcp.server.core.http.routers import walk_routes
 from dcp.server.database.tables import sessions
 from dcp.server.features.scan.registering import Registration, register

@@ -25,7 +25,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ScheduleContext:
-    """What periodic work gets."""
+    """The context of periodic work."""
 
     settings: Settings
     database: Database
@@ -39,7 +39,7 @@ class PeriodicWork:
     """``act`` is called every ``interval_seconds``, counted from its end, in a thread of its own.
 
     Its effects must bear that it is done twice where a process was believed dead. Where ``is_needed`` is
-    given and says no, nothing is written and nobody is disturbed.
+    given and says no, nothing is written.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Scheduler:
                 self._pool.submit(self._act, self._schedules[name], now)
 
     def close(self) -> None:
-        """Wait for what runs; it is told to stop."""
+        """Stop what runs, and wait for it."""
         self._stop.set()
         self._pool.shutdown()
 

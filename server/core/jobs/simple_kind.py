@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, ClassVar, TypeVar
 
 from sqlalchemy import Connection
@@ -12,7 +11,7 @@ from sqlalchemy import Connection
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
 from dcp.server.core.jobs.ledger.states import JobSpec, Json
 from dcp.server.core.jobs.parameters import CheckpointId, Parameters
-from dcp.server.core.jobs.subjects import Subject, find_subject, job_about
+from dcp.server.core.jobs.subjects import Subject, find_subject
 from dcp.server.core.security.principal import Principal
 from dcp.server.core.settings import Settings
 
@@ -31,7 +30,7 @@ class SimpleKind(Kind[P]):
     """A kind of which `run` is all that has to be written, beside ``name``, ``scope`` and ``params``.
 
     ``subjects`` are the parameters that are ids of checkpoints. These must be committed and visible to
-    whoever submits the job, which is about the last one. An unfinished job with the same parameters is
+    the caller; the job is about the last one. An unfinished job with the same parameters is
     joined.
     """
 
@@ -49,12 +48,21 @@ class SimpleKind(Kind[P]):
     def specify(self, connection: Connection, params: P, caller: Principal, settings: Settings) -> JobSpec:
         """As `Kind.specify`."""
         *_, subject = [find_subject(connection, one, caller.roots) for one in self._numbers(params)]
-        return job_about(subject, self.name, params, caller, self.dedup_key(params))
+        return JobSpec(
+            kind=self.name,
+            params=params.model_dump(mode="json"),
+            created_by=caller.name,
+            root=subject.root,
+            checkpoint_id=subject.id,
+            subjects=self._numbers(params),
+            dedup_key=self.dedup_key(params),
+            result_key=self.result_key(params),
+        )
 
     def prepare(self, connection: Connection, params: P) -> Json:
         """As `Kind.prepare`."""
         found = [find_subject(connection, number) for number in self._numbers(params)]
-        return {"subjects": [asdict(subject) for subject in found]}
+        return {"subjects": [subject.to_json() for subject in found]}
 
     def plan(self, context: JobContext, params: P) -> JobPlan:
         """As `Kind.plan`."""

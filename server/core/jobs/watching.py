@@ -1,4 +1,4 @@
-"""What people who watch a job are told of it: how fast it is, and what happened as sentences. Pure."""
+"""The throughput of a job, and its events as sentences, for people who watch it. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def throughput_of(
 ) -> JobThroughput:
     """The throughput of a job whose tasks were begun then, if they were."""
     found = progress or JobProgress()
-    until = now if job.finished_seconds is None else job.finished_seconds
+    until = now if job.finished_at is None else job.finished_at.timestamp()
     seconds = None if begun_seconds is None else max(0.0, until - begun_seconds)
     rate = found.done_bytes / seconds if seconds and found.done_bytes else None
     left = None if rate is None or job.is_final else (found.total_bytes - found.done_bytes) / rate
@@ -35,7 +35,7 @@ def _sentence(kind: str, data: Mapping[str, Any]) -> str:
         "submitted": f"submitted by {data.get('created_by')}",
         "state": str(data.get("state")),
         "retry": f"again in {float(data.get('delay_seconds') or 0):.3g} s",
-        "cancel_requested": f"{data.get('actor')} wants it cancelled",
+        "cancel_requested": f"cancellation requested by {data.get('actor')}",
         "ending": "is being stopped and cleared away",
         "discard_failed": "what it left cannot be cleared away yet",
     }.get(kind, kind)

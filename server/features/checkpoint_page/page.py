@@ -7,16 +7,16 @@ from typing import Annotated, Any, Final, Literal
 from fastapi import Query as InQuery
 from pydantic import Field
 
-from dcp.server.catalog.contents.layers import in_order
-from dcp.server.catalog.contents.verifications import list_verifications
 from dcp.server.catalog.details import get_checkpoint
-from dcp.server.catalog.queries.filters import CheckpointFilter
+from dcp.server.catalog.filters import CheckpointFilter
+from dcp.server.catalog.names import in_order
+from dcp.server.catalog.verifications import list_verifications
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.data.access import DataAccess
 from dcp.server.core.http.dependencies import PageParams
 from dcp.server.core.inputs import Query
-from dcp.server.core.jobs.ledger import get_job
+from dcp.server.core.jobs.ledger.reading import get_job
 from dcp.server.features.checkpoint_page import feature
 from dcp.server.features.checkpoints.snippets import snippets_of
 from dcp.server.features.checkpoints.web import find_page

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dcp.server.catalog import details
-from dcp.server.catalog.queries import listing
-from dcp.server.records.lists import Page
+from dcp.server.catalog import details, listing
 
 
 def get_checkpoint(checkpoint_id: int, database: Any, caller: Any, response: Any) -> Any:
@@ -18,7 +16,6 @@ def get_checkpoint(checkpoint_id: int, database: Any, caller: Any, response: Any
 def list_checkpoints(query: Any, database: Any, caller: Any) -> Any:
     """A page of checkpoints."""
     with database.read() as connection:
-        found = listing.list_checkpoints(
+        return listing.list_checkpoints(
             connection, query, listing.Sort.parse(query.sort), query.cursor, query.limit, caller.roots
         )
-    return Page(tuple(found.checkpoints), found.next_cursor)

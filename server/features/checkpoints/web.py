@@ -11,11 +11,10 @@ from fastapi import Query as InQuery
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 from sqlalchemy import Connection
 
-from dcp.server.catalog import details
-from dcp.server.catalog.queries import listing, lookup
-from dcp.server.catalog.queries.facets import checkpoint_facets
-from dcp.server.catalog.queries.filters import CheckpointFilter, MetricCondition, RootName, Sort, SortText
-from dcp.server.catalog.queries.known import check_filter, notes_of
+from dcp.server.catalog import details, listing
+from dcp.server.catalog.facets import checkpoint_facets
+from dcp.server.catalog.filter_checks import check_filter, notes_of
+from dcp.server.catalog.filters import CheckpointFilter, MetricCondition, RootName, Sort, SortText
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import MAX_PAGE
@@ -72,7 +71,7 @@ def find_page(
         check_filter(connection, wanted, order, ask.visible)
         page = listing.list_checkpoints(connection, wanted, order, cursor, limit, ask.visible)
         notes = notes_of(connection, wanted.root, ask.visible)
-    return NotedPage(tuple(page.checkpoints), page.next_cursor, tuple(redact(notes)))
+    return NotedPage(page.items, page.next_cursor, tuple(redact(notes)))
 
 
 class FacetQuery(CheckpointFilter):
@@ -120,7 +119,7 @@ def lookup_checkpoint(query: Annotated[LookupQuery, InQuery()], ask: Ask) -> Che
         if any(value is not None for value in given.values()):
             raise UnprocessableError("a uri needs nothing beside it", field="uri")
         given["root"], given["key"] = place_of(ask.roots, query.uri, ask.visible)
-    return ask.tagged(ask.find(lookup.find_checkpoint, lookup.CheckpointName(**given), ask.visible))
+    return ask.tagged(ask.find(details.find_checkpoint, details.CheckpointName(**given), ask.visible))
 
 
 class NewRegistration(Request):

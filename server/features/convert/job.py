@@ -15,7 +15,7 @@ from sqlalchemy import Connection, select
 
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.formats import TargetFormat, fault_of_target_name
-from dcp.server.catalog.labelling.lineage import LineageKind
+from dcp.server.catalog.lineage import LineageKind
 from dcp.server.catalog.source_facts import facts_of_source
 from dcp.server.core.inputs import Name
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
@@ -234,6 +234,7 @@ class TargetKind(Kind[T]):
             created_by=caller.name,
             root=target_root,
             checkpoint_id=subject.id,
+            subjects=[one.id for one in subjects],
             dedup_key=target_dedup_key(target_root, params.target_key),
             max_attempts=self.max_attempts,
         )

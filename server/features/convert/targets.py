@@ -11,10 +11,10 @@ from dcp.server.catalog import audit
 from dcp.server.catalog.checkpoints import upsert_checkpoint
 from dcp.server.catalog.events import emit
 from dcp.server.catalog.facts import CheckpointFacts
-from dcp.server.catalog.labelling.lineage import LineageKind, add_lineage
+from dcp.server.catalog.lineage import LineageKind, add_lineage
 from dcp.server.catalog.roots import root_id
-from dcp.server.core.jobs.ledger import submit_behind
 from dcp.server.core.jobs.ledger.states import JobRow, Json
+from dcp.server.core.jobs.ledger.transitions import submit_behind
 from dcp.server.database.tables import checkpoints
 from dcp.server.features.scan.asking import scan_spec
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import Query
 
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
-from dcp.server.catalog.name_patterns import check_pattern
+from dcp.server.catalog.names import check_pattern
 from dcp.server.catalog.values import clean_text
 from dcp.server.core.answers import IdPath, problems
 from dcp.server.core.data.access import DataAccess, DataDep
@@ -89,7 +89,7 @@ def _found(
                 "since; the job diff does it"
             )
         job, found = kept
-        return job.id, found, {"job_id": job.id, "created_at": job.created_seconds}
+        return job.id, found, {"job_id": job.id, "created_at": job.created_at}
     second = data.open(checkpoint_id, caller)
     first = data.open(before, caller)
     found = data.service.own(Differences).of_indexes(first, second, basis)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from dcp.server.core.data.access import Readable
 from dcp.server.core.data.sharing import SharedValues
 from dcp.server.core.http.context import Service
-from dcp.server.core.jobs.ledger import find_job, get_job, jobs_of_key
+from dcp.server.core.jobs.ledger.reading import get_job, last_job
 from dcp.server.core.jobs.ledger.states import JobRow
 from dcp.server.core.jobs.subjects import find_subject
 from dcp.server.core.security.principal import Principal
@@ -50,8 +50,8 @@ class Differences:
                 name: find_subject(connection, number, caller.roots).content
                 for name, number in (("a", a), ("b", b))
             }
-            _, found = jobs_of_key(connection, DiffKind.dedup_key(DiffParams(a=a, b=b)), caller.roots)
-            job = None if found is None else find_job(connection, found, whole=False)
+            key = DiffKind.result_key(DiffParams(a=a, b=b))
+            job = last_job(connection, key, caller.roots, succeeded=True)
         if job is None or job.result is None or job.result.get("contents") != contents:
             return None
         return job, self._differences.get(f"job {job.id}", lambda: of_document(self._result_of(job)))

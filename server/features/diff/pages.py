@@ -106,7 +106,7 @@ def diff_page(
         nonfinite=_nonfinite(view.a, view.b, found, data, caller),
         order=_order(view, found),
         objects=found.objects[:_OBJECTS],
-        job=last_job(DiffKind.dedup_key(DiffParams(a=view.a, b=view.b)), database, caller, found.job_id),
+        job=last_job(DiffKind.result_key(DiffParams(a=view.a, b=view.b)), database, caller, found.job_id),
         histograms=None if view.tensor is None else _histograms(view.a, view.b, view.tensor, data, caller),
     )
 

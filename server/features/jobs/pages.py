@@ -9,8 +9,8 @@ from urllib.parse import urlencode
 from fastapi import Query
 
 from dcp.server import features
-from dcp.server.catalog.contents.verifications import outcomes_of_jobs
 from dcp.server.catalog.details import keys_of
+from dcp.server.catalog.verifications import outcomes_of_jobs
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import Page as Paging
@@ -124,9 +124,8 @@ def _target_of(job: JobAnswer) -> str | None:
 
 def last_job(dedup_key: str, database: Any, caller: Any, shown: int | None = None) -> Any:
     """For pages that helper D replaces: deleted when that is merged."""
-    from dcp.server.core.jobs.ledger import jobs_of_key
-    from dcp.server.features.jobs import api
+    from dcp.server.core.jobs.ledger import reading
 
     with database.read() as connection:
-        last, _ = jobs_of_key(connection, dedup_key, caller.roots)
-    return None if last is None or last <= (shown or 0) else api.get_job(last, database, caller)
+        job = reading.last_job(connection, dedup_key, caller.roots)
+    return None if job is None or job.id <= (shown or 0) else JobAnswer.of(job)

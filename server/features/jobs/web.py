@@ -12,14 +12,15 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog import audit
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
-from dcp.server.catalog.queries.known import check_root
+from dcp.server.catalog.filter_checks import check_root
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import Page as Paging
 from dcp.server.core.inputs import MAX_ID, Name, Request
-from dcp.server.core.jobs import ledger
 from dcp.server.core.jobs.answers import JobAnswer, TaskAnswer
-from dcp.server.core.jobs.ledger import JobFilter, JobRow
+from dcp.server.core.jobs.ledger import reading, rows, transitions
+from dcp.server.core.jobs.ledger.reading import JobFilter
+from dcp.server.core.jobs.ledger.states import JobRow
 from dcp.server.core.jobs.submitting import check_queue, submit_new
 from dcp.server.core.jobs.watching import log_line, throughput_of
 from dcp.server.core.problems import ForbiddenError, UnprocessableError
@@ -85,7 +86,7 @@ def cancel_job(job_id: IdPath, ask: Ask) -> JobAnswer:
 
     def cancel(connection: Connection) -> JobAnswer:
         job = _found(connection, job_id, ask)
-        after = ledger.request_cancel(connection, job_id, ask.now, ask.caller.name)
+        after = transitions.request_cancel(connection, job_id, ask.now, ask.caller.name)
         if not job.is_ending and job.state != "cancelled":
             _note(connection, "job.cancel", job_id, ask)
         return JobAnswer.of(after)
@@ -100,7 +101,7 @@ def retry_job(job_id: IdPath, ask: Ask) -> JobAnswer:
     def retry(connection: Connection) -> JobAnswer:
         _found(connection, job_id, ask)
         _note(connection, "job.retry", job_id, ask)
-        job = ledger.retry(connection, job_id, ask.now, ask.caller.name)
+        job = transitions.retry(connection, job_id, ask.now, ask.caller.name)
         check_queue(connection, ask.author, ask.settings.max_queued_jobs)
         return JobAnswer.of(job)
 
@@ -108,7 +109,7 @@ def retry_job(job_id: IdPath, ask: Ask) -> JobAnswer:
 
 
 def _found(connection: Connection, job_id: int, ask: Ask) -> JobRow:
-    job = ledger.get_job(connection, job_id, ask.visible)
+    job = reading.get_job(connection, job_id, ask.visible)
     _check_scope(ask.caller, job.kind)
     return job
 
@@ -175,8 +176,8 @@ def active_jobs(ask: Ask, limit: int, checkpoint_id: int | None = None) -> list[
 def _listed(
     connection: Connection, wanted: JobFilter, ask: Ask, before: int | None, limit: int
 ) -> list[JobAnswer]:
-    found = ledger.list_jobs(connection, wanted, before_id=before, limit=limit, visible=ask.visible)
-    progress = ledger.progress_of(connection, [job.id for job in found if not job.is_final])
+    found = reading.list_jobs(connection, wanted, before_id=before, limit=limit, visible=ask.visible)
+    progress = rows.progress_of(connection, [job.id for job in found if not job.is_final])
     return [JobAnswer.of(job, progress=progress.get(job.id, job.progress)) for job in found]
 
 
@@ -247,8 +248,8 @@ def watch_job(job_id: IdPath, ask: Ask, last_event_id: LastEventId = None) -> Re
 def get_job(job_id: IdPath, ask: Ask) -> JobAnswer:
     """One job, with its progress, and its result once it has succeeded."""
     with ask.reading() as connection:
-        job = ledger.get_job(connection, job_id, ask.visible)
-        progress = {} if job.is_final else ledger.progress_of(connection, [job_id])
+        job = reading.get_job(connection, job_id, ask.visible)
+        progress = {} if job.is_final else rows.progress_of(connection, [job_id])
     return JobAnswer.of(job, progress=progress.get(job.id, job.progress))
 
 
@@ -256,9 +257,9 @@ def get_job(job_id: IdPath, ask: Ask) -> JobAnswer:
 def get_job_throughput(job_id: IdPath, ask: Ask) -> JobThroughput:
     """The speed of its tasks, and an estimate of the time that is left."""
     with ask.reading() as connection:
-        job = ledger.get_job(connection, job_id, ask.visible)
-        progress = ledger.progress_of(connection, [job_id]).get(job_id)
-        begun = ledger.tasks_begun_seconds(connection, job_id)
+        job = reading.get_job(connection, job_id, ask.visible)
+        progress = rows.progress_of(connection, [job_id]).get(job_id)
+        begun = reading.tasks_begun_seconds(connection, job_id)
     return throughput_of(job, progress, begun, ask.now)
 
 
@@ -268,8 +269,8 @@ def get_job_log(job_id: IdPath, ask: Ask, page: Paging) -> Page[JobLogLine]:
     mark = query_mark("log", job_id)
     before = None if page.cursor is None else decode_cursor(page.cursor, mark, int)[0]
     with ask.reading() as connection:
-        ledger.get_job(connection, job_id, ask.visible)
-        found = ledger.latest_events(connection, job_id, before, limit=page.limit + 1)
+        reading.get_job(connection, job_id, ask.visible)
+        found = reading.latest_events(connection, job_id, before, limit=page.limit + 1)
     shown = found[-page.limit :]
     more = encode_cursor(mark, shown[0].id) if len(found) > page.limit else None
     return Page(tuple(log_line(event) for event in shown), more)
@@ -281,8 +282,8 @@ def list_job_tasks(job_id: IdPath, ask: Ask, page: Paging) -> Page[TaskAnswer]:
     mark = query_mark("tasks", job_id)
     after = -1 if page.cursor is None else decode_cursor(page.cursor, mark, int)[0]
     with ask.reading() as connection:
-        ledger.get_job(connection, job_id, ask.visible)
-        found = ledger.list_tasks(connection, job_id, after_number=after, limit=page.limit + 1)
+        reading.get_job(connection, job_id, ask.visible)
+        found = reading.list_tasks(connection, job_id, after_number=after, limit=page.limit + 1)
     shown = found[: page.limit]
     more = encode_cursor(mark, shown[-1].number) if len(found) > page.limit else None
     return Page(tuple(map(TaskAnswer.of, shown)), more)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from dcp.server.catalog.details import get_checkpoint
-from dcp.server.catalog.labelling.lineage import lineage_of
+from dcp.server.catalog.lineage import lineage_of
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.features.lineage import feature

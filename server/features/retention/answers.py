@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from dcp.manager.retention import Retention
 from dcp.server.catalog.errors import InvalidQueryError
-from dcp.server.catalog.name_patterns import check_pattern
+from dcp.server.catalog.names import check_pattern
 from dcp.server.core.answers import Answer
 from dcp.server.core.inputs import Finite, Name, Request, Text
 from dcp.server.core.record_answers import RecordAnswer, answers

@@ -7,7 +7,7 @@ from sqlalchemy import Connection
 
 from dcp.manager.retention import Retention
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
-from dcp.server.catalog.name_patterns import check_pattern
+from dcp.server.catalog.names import check_pattern
 from dcp.server.core.answers import IdPath, problems
 from dcp.server.core.http.context import Service
 from dcp.server.core.http.dependencies import (

@@ -11,7 +11,7 @@ from pydantic import Field
 from sqlalchemy import Connection
 
 from dcp.server.catalog.errors import CatalogError
-from dcp.server.catalog.labelling.labels import Change
+from dcp.server.catalog.labels import Change
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress
 from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
 from dcp.server.core.jobs.parameters import CheckpointId, Parameters

@@ -7,10 +7,10 @@ from sqlalchemy import Connection, select
 from dcp.server.catalog.checkpoints import CheckpointDetail, get_checkpoint, set_state
 from dcp.server.catalog.details import lock_checkpoint
 from dcp.server.catalog.errors import StateError
-from dcp.server.catalog.labelling.labels import Change
-from dcp.server.core.jobs.ledger import request_cancel
-from dcp.server.core.jobs.ledger.rows import lock_job
-from dcp.server.database.tables import aliases, jobs
+from dcp.server.catalog.labels import Change
+from dcp.server.core.jobs.ledger.rows import lock_job, unfinished_job
+from dcp.server.core.jobs.ledger.transitions import request_cancel
+from dcp.server.database.tables import aliases
 
 __all__ = ["delete_softly", "purge_dedup_key", "restore"]
 
@@ -56,8 +56,8 @@ def restore(connection: Connection, checkpoint_id: int, change: Change) -> Check
     row = lock_checkpoint(connection, checkpoint_id, change.visible, change.expected_version)
     if row["state"] != "deleted":
         raise StateError(f"checkpoint {checkpoint_id} is {row['state']}, not deleted", state=row["state"])
-    query = select(jobs.c.id).where(jobs.c.dedup_key == purge_dedup_key(checkpoint_id))
-    for job_id in connection.execute(query).scalars().all():
+    job_id = unfinished_job(connection, purge_dedup_key(checkpoint_id))
+    if job_id is not None:
         job = lock_job(connection, job_id)
         if job.state == "queued" and job.attempt == 0:
             request_cancel(connection, job_id, change.at_seconds, change.actor)

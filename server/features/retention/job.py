@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Final
 from sqlalchemy import Connection, select
 
 from dcp.server.catalog.errors import CatalogError
-from dcp.server.catalog.labelling.labels import Change
+from dcp.server.catalog.labels import Change
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
-from dcp.server.core.jobs.ledger import submit
 from dcp.server.core.jobs.ledger.states import JobSpec, Json
+from dcp.server.core.jobs.ledger.transitions import submit
 from dcp.server.core.jobs.parameters import CheckpointId, Parameters
 from dcp.server.core.jobs.subjects import find_subject, open_database
 from dcp.server.core.problems import ForbiddenError

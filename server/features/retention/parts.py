@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, case, func, or_, select
 
 from dcp.manager.retention import Part
-from dcp.server.catalog.name_patterns import check_pattern, matches
+from dcp.server.catalog.names import check_pattern, matches
 from dcp.server.database.tables import jobs, structure_tensors
 from dcp.server.records.jobs import FINAL_STATES
 

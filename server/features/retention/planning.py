@@ -16,7 +16,7 @@ from sqlalchemy import Connection, select
 
 from dcp.manager.retention import Part, Retention, plan
 from dcp.server.catalog.formats import format_in_catalog
-from dcp.server.catalog.name_patterns import matches
+from dcp.server.catalog.names import matches
 from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs
 from dcp.server.features.retention.parts import bytes_of_parts, dropped_patterns
 from dcp.server.records.administration import RetentionDecision

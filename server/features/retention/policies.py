@@ -10,8 +10,8 @@ from sqlalchemy import Connection, Select, delete, select
 
 from dcp.manager.retention import Retention
 from dcp.server.catalog.errors import MissingError
-from dcp.server.catalog.name_patterns import check_pattern
 from dcp.server.catalog.named import NamedRows
+from dcp.server.catalog.names import check_pattern
 from dcp.server.catalog.roots import root_id
 from dcp.server.database.tables import retention_policies as table
 from dcp.server.database.tables import roots, schedules

@@ -19,8 +19,8 @@ from dcp.server.catalog import audit
 from dcp.server.catalog.checkpoints import get_checkpoint
 from dcp.server.catalog.errors import StateError
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
-from dcp.server.core.jobs.ledger import submit_behind
 from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
+from dcp.server.core.jobs.ledger.transitions import submit_behind
 from dcp.server.core.jobs.parameters import CheckpointId, Globs, Parameters
 from dcp.server.core.jobs.subjects import (
     Subject,

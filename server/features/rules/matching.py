@@ -12,12 +12,13 @@ from dcp.server.catalog import audit
 from dcp.server.catalog.checkpoints import CheckpointDetail, get_checkpoint
 from dcp.server.catalog.errors import CatalogError, MissingError
 from dcp.server.catalog.events import CatalogEvent
-from dcp.server.catalog.name_patterns import matches
-from dcp.server.core.jobs.ledger import submit_or_join
+from dcp.server.catalog.names import matches
+from dcp.server.core.jobs.ledger.rows import unfinished_job
+from dcp.server.core.jobs.ledger.transitions import submit_or_join
 from dcp.server.core.problems import ProblemError
 from dcp.server.core.security.principal import ALL_SCOPES, Principal
 from dcp.server.core.settings import Settings
-from dcp.server.database.tables import jobs, lineage
+from dcp.server.database.tables import lineage
 from dcp.server.features import kinds
 from dcp.server.features.convert.job import target_dedup_key
 from dcp.server.features.rules.actions import Action, Condition, ConvertAction
@@ -121,8 +122,7 @@ def _is_converted(connection: Connection, found: CheckpointDetail) -> bool:
     )
     if connection.execute(made.limit(1)).first() is not None:
         return True
-    making = select(jobs.c.id).where(jobs.c.dedup_key == target_dedup_key(found.root, found.key))
-    return connection.execute(making.limit(1)).first() is not None
+    return unfinished_job(connection, target_dedup_key(found.root, found.key)) is not None
 
 
 def _fields(found: CheckpointDetail) -> dict[str, object]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, Select, exists, func, select, update
 
 from dcp.server.catalog.events import events_after, last_event_id, move_on, position
-from dcp.server.core.jobs.ledger import submit_or_join
+from dcp.server.core.jobs.ledger.transitions import submit_or_join
 from dcp.server.core.jobs.subjects import find_subject
 from dcp.server.core.security.principal import SYSTEM
 from dcp.server.core.settings import Settings

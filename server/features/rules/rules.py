@@ -10,8 +10,8 @@ from pydantic import TypeAdapter
 from sqlalchemy import Connection, delete, select
 
 from dcp.server.catalog.errors import MissingError
-from dcp.server.catalog.name_patterns import check_pattern
 from dcp.server.catalog.named import NamedRows
+from dcp.server.catalog.names import check_pattern
 from dcp.server.database.tables import rules as table
 from dcp.server.features.rules.actions import Action, Condition
 

@@ -8,12 +8,11 @@ from fastapi import Query as InQuery
 from pydantic import Field
 
 from dcp.server.catalog import runs
-from dcp.server.catalog.labelling.aliases import list_aliases
-from dcp.server.catalog.labelling.series import metric_series
-from dcp.server.catalog.queries.filters import CheckpointFilter, RootName, Sort, SortText
-from dcp.server.catalog.queries.known import check_filter, check_root, notes_of
-from dcp.server.catalog.queries.timeline import run_timeline
+from dcp.server.catalog.filter_checks import check_filter, check_root, notes_of
+from dcp.server.catalog.filters import CheckpointFilter, RootName, Sort, SortText
+from dcp.server.catalog.labels import list_aliases
 from dcp.server.catalog.runs import RunFilter, RunSort
+from dcp.server.catalog.timeline import metric_series, run_timeline
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.inputs import MAX_ID, Name, Query, Text
@@ -52,7 +51,7 @@ def list_runs(query: Annotated[RunQuery, InQuery()], ask: Ask) -> NotedPage[Run]
         check_root(connection, query.root, ask.visible)
         page = runs.list_runs(connection, wanted, query.sort, query.cursor, query.limit, ask.visible)
         notes = notes_of(connection, query.root, ask.visible)
-    return NotedPage(tuple(page.runs), page.next_cursor, tuple(redact(notes)))
+    return NotedPage(page.items, page.next_cursor, tuple(redact(notes)))
 
 
 @feature.get("/runs/{run_id}", tag="runs")

@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
-from dcp.server.catalog.contents.structures import StructureFacts
 from dcp.server.catalog.facts import CheckpointFacts, FoundState
 from dcp.server.catalog.source_facts import (
     content_digest_of,
@@ -24,6 +23,7 @@ from dcp.server.catalog.source_facts import (
     fingerprint_of,
     structure_of,
 )
+from dcp.server.catalog.structures import StructureFacts
 from dcp.server.core.roots import StorageRoot
 from dcp.server.features.scan.walk import Candidate, classify
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME

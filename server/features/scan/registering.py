@@ -19,9 +19,9 @@ from urllib.parse import unquote, urlsplit
 from sqlalchemy import Connection
 
 from dcp.server.catalog.checkpoints import mark_vanished, upsert_checkpoint
-from dcp.server.catalog.contents.structures import prepare_structures
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.source_facts import step_of_name
+from dcp.server.catalog.structures import prepare_structures
 from dcp.server.core.problems import ConflictError, NotFoundError, UnprocessableError
 from dcp.server.core.roots import Roots, StorageRoot, check_key
 from dcp.server.database.engine import Database

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
-from dcp.server.catalog.name_patterns import check_pattern
+from dcp.server.catalog.names import check_pattern
 from dcp.server.core.inputs import Text
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.core.record_answers import RecordAnswer, answers

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fastapi import Response
 
-from dcp.server.catalog.contents.verifications import get_statistics as find_statistics
-from dcp.server.catalog.contents.verifications import statistics_tensors
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
+from dcp.server.catalog.verifications import get_statistics as find_statistics
+from dcp.server.catalog.verifications import statistics_tensors
 from dcp.server.core.answers import IdPath, problems
 from dcp.server.core.http.dependencies import Author, Caller, Db, Page, ServiceDep, requires
 from dcp.server.core.http.idempotent_transaction import IdempotentDep

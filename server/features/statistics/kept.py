@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcp.server.catalog.contents.verifications import get_statistics, statistics_of_tensor
+from dcp.server.catalog.verifications import get_statistics, statistics_of_tensor
 from dcp.server.core.http.context import Service
 from dcp.server.core.security.principal import Principal
 from dcp.server.records.declaring import moment

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from fastapi import Depends, Query, Request, Response
 
-from dcp.server.catalog.contents.tensors import tensors_page, tree_level
+from dcp.server.catalog.tensors import tensors_page, tree_level
 from dcp.server.core.answers import IdPath, problems
 from dcp.server.core.data.access import DataDep
 from dcp.server.core.data.sending.responses import (

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dcp.server.catalog.contents.layers import layer_of
+from dcp.server.catalog.names import layer_of
 from dcp.server.core.pages.marks import Mark, largest_of, mark_of, norm_of
 
 __all__ = ["Layer", "layers_of"]

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Final, Literal
 
 from fastapi import Query, Request, Response
 
-from dcp.server.catalog.contents.layers import in_order
-from dcp.server.catalog.contents.verifications import get_statistics, statistics_tensors
+from dcp.server.catalog.names import in_order
+from dcp.server.catalog.verifications import get_statistics, statistics_tensors
 from dcp.server.core.answers import IdPath
 from dcp.server.core.data.access import DataAccess, DataDep
 from dcp.server.core.http.dependencies import Caller, Db

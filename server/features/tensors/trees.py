@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from dcp.server.catalog.contents.layers import is_of_optimizer
+from dcp.server.catalog.names import is_of_optimizer
 from dcp.server.core.data.access import DataAccess
 from dcp.server.core.http.dependencies import Db, PageParams
 from dcp.server.core.security.principal import Principal

@@ -16,7 +16,7 @@ from dcp.server.core.http.context import Service
 from dcp.server.core.http.dependencies import Caller, Db, ServiceDep, requires
 from dcp.server.core.http.routers import api_router
 from dcp.server.core.inputs import MAX_ID
-from dcp.server.core.jobs import ledger
+from dcp.server.core.jobs.ledger import reading
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.core.security.principal import Principal
 from dcp.server.core.security.redaction import redact
@@ -63,7 +63,7 @@ def check_load_of(
         raise UnprocessableError("which state? give state_of or shapes_job", field="state_of")
     if shapes_job is not None:
         with database.read() as connection:
-            job = ledger.get_job(connection, shapes_job, caller.roots)
+            job = reading.get_job(connection, shapes_job, caller.roots)
         if job.kind != "shapes" or job.state != "succeeded":
             raise StateError(
                 f"job {shapes_job} ({job.kind}) is {job.state}; a job of the kind shapes that has succeeded "

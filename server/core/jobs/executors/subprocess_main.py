@@ -25,7 +25,7 @@ import socket
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -42,10 +42,10 @@ from dcp.server.core.jobs.kind import (
     is_environment,
     is_retryable,
 )
-from dcp.server.core.jobs.ledger.states import FailureFacts
 from dcp.server.core.problems import ProblemError
 from dcp.server.core.roots import storage_problem
 from dcp.server.core.settings import Settings
+from dcp.server.records.jobs import JobFailure
 from dcp.storage.errors import CheckpointError
 
 __all__ = ["CONTROL_BYTES", "NO_DATABASE", "TOO_MUCH_MEMORY", "Setup", "error_of", "load_kinds", "serve"]
@@ -62,7 +62,7 @@ _EXPECTED: Final = (ProblemError, CheckpointError, OSError, PermanentJobError, T
 
 @dataclass(frozen=True)
 class Setup:
-    """What the warm process is told first. ``kinds`` names a mapping of kinds: ``module:attribute``."""
+    """The first message to the warm process. ``kinds`` names a mapping of kinds: ``module:attribute``."""
 
     settings: Settings = field(repr=False)
     kinds: str
@@ -225,8 +225,8 @@ def _work(connection: socket.socket, setup: Setup, kinds: Mapping[str, Kind[Any]
         send_message(connection, answer)
     except Exception as error:  # noqa: BLE001 - it is the answer
         if not isinstance(error, _EXPECTED):
-            traceback.print_exc()  # may be a mistake of ours: the log shows where
-        send_message(connection, {"error": error_of(error, order.memory_bytes).document()})
+            traceback.print_exc()  # may be a bug: the log shows where
+        send_message(connection, {"error": asdict(error_of(error, order.memory_bytes))})
 
 
 def _limit_memory(memory_bytes: int) -> None:
@@ -266,7 +266,7 @@ def _carry_out(
 
 
 class _Reporting:
-    """Tells the worker how far it is, a few times a second; from one thread."""
+    """Reports progress to the worker, a few times a second; from one thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -279,10 +279,10 @@ class _Reporting:
             send_message(self._connection, {"done_bytes": int(done_bytes)})
 
 
-def error_of(error: BaseException, memory_bytes: int = 0) -> FailureFacts:
-    """What the ledger keeps of an exception."""
+def error_of(error: BaseException, memory_bytes: int = 0) -> JobFailure:
+    """The failure that the ledger keeps of an exception."""
     if isinstance(error, MemoryError):
-        return FailureFacts(
+        return JobFailure(
             type=TOO_MUCH_MEMORY,
             detail=f"it needs more memory than task_memory_bytes={memory_bytes} allows",
             is_retryable=False,
@@ -295,7 +295,7 @@ def error_of(error: BaseException, memory_bytes: int = 0) -> FailureFacts:
         detail = f"the database refused it: {type(error).__name__}"  # without the statement's parameters
     else:
         detail = str(error)
-    return FailureFacts(
+    return JobFailure(
         type=type(error).__name__,
         detail=detail[:_MAX_DETAIL_CHARACTERS] or type(error).__name__,
         is_retryable=is_retryable(error),

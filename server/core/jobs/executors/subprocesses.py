@@ -12,19 +12,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from dcp.server.core.jobs.executors.executor import OnDone, OnProgress, ProcessOutcome
 from dcp.server.core.jobs.executors.subprocess_main import CONTROL_BYTES, TOO_MUCH_MEMORY, Setup
 from dcp.server.core.jobs.executors.subprocess_messages import Messages, Order, send_message
 from dcp.server.core.jobs.executors.work_folders import WorkFolders
-from dcp.server.core.jobs.ledger.states import FailureFacts, Json
+from dcp.server.core.jobs.ledger.states import Json
+from dcp.server.records.jobs import JobFailure
 
-__all__ = ["ProcessOutcome", "TaskProcess", "WarmProcessPool", "resident_bytes"]
+__all__ = ["TaskProcess", "WarmProcessPool", "resident_bytes"]
 
 _START: Final = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
@@ -38,30 +39,24 @@ _ONE_THREAD: Final = dict.fromkeys(
 """A process with other threads must not be forked; and as many tasks run as there are to be."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessOutcome:
-    """How it ended: a result, an error, or killed by order (neither)."""
-
-    result: Json | None = None
-    error: FailureFacts | None = None
-
-
 class TaskProcess:
     """One subprocess at its one order."""
 
     def __init__(
         self,
+        pool: WarmProcessPool,
         number: int,
         order: Order,
         connection: socket.socket,
-        on_progress: Callable[[int], None],
-        on_done: Callable[[ProcessOutcome], None],
+        on_progress: OnProgress,
+        on_done: OnDone,
     ) -> None:
+        self._pool = pool
         self.number = number
         self.order = order
         self.pid: int | None = None
         self.is_killed = False
-        self.error: FailureFacts | None = None  # why it was killed
+        self.error: JobFailure | None = None  # why it was killed
         self.result: Json | None = None
         self.connection = connection
         self.messages = Messages(connection)
@@ -70,8 +65,12 @@ class TaskProcess:
         self.until_seconds = time.monotonic() + order.seconds if order.seconds else float("inf")
         self.is_over = False
 
+    def kill(self) -> None:
+        """As `Running.kill`."""
+        self._pool.kill(self)
+
     def outcome(self, status: int | None) -> ProcessOutcome:
-        """What it comes to, now that it has ended with ``status``."""
+        """The outcome, once it has ended with ``status``."""
         if self.result is not None and status == 0:  # it was quicker than whoever killed it
             return ProcessOutcome(result=self.result)
         if self.error is not None:
@@ -81,21 +80,21 @@ class TaskProcess:
         return ProcessOutcome(error=_died(status))
 
 
-def _died(status: int | None) -> FailureFacts:
+def _died(status: int | None) -> JobFailure:
     if status is None:
         how = "could not be started, or was lost with the process that it came from"
     elif (code := os.waitstatus_to_exitcode(status)) < 0:
         how = f"was killed by signal {-code}" + (" (often for want of memory)" if code == -9 else "")
     else:
         how = f"ended with exit code {code} and no answer"
-    return FailureFacts(type="TaskProcessError", detail=f"the subprocess {how}")
+    return JobFailure(type="TaskProcessError", detail=f"the subprocess {how}")
 
 
 class WarmProcessPool:
-    """Subprocesses that are forked from a warm one, which the first `start` starts. Safe from any thread.
+    """The executor of this machine: subprocesses forked from a warm one, which the first `start` starts.
 
-    ``on_progress`` and ``on_done`` are called from one thread of the pool, and must be quick. `close`
-    kills what still runs.
+    Safe from any thread. ``on_progress`` and ``on_done`` are called from one thread of the pool, and must be
+    quick.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -117,10 +116,8 @@ class WarmProcessPool:
             if not self._is_closed:
                 self._ready()
 
-    def start(
-        self, order: Order, on_progress: Callable[[int], None], on_done: Callable[[ProcessOutcome], None]
-    ) -> TaskProcess:
-        """Have it done. Whatever goes wrong with it is told to ``on_done``."""
+    def start(self, order: Order, on_progress: OnProgress, on_done: OnDone) -> TaskProcess:
+        """As `Executor.start`. Whatever goes wrong is passed to ``on_done``."""
         if self._is_closed:
             raise RuntimeError("the pool is closed")
         order = replace(order, work_folder=str(self._folders.make()))
@@ -131,7 +128,7 @@ class WarmProcessPool:
                 raise RuntimeError("the pool is closed")
             control = self._ready()
             self._number += 1
-            child = TaskProcess(self._number, order, ours, on_progress, on_done)
+            child = TaskProcess(self, self._number, order, ours, on_progress, on_done)
             self._children[child.number] = child
             self._selector.register(ours, selectors.EVENT_READ, child)
             with suppress(OSError):  # the warm process has died: the watching thread sees that, and tells
@@ -140,7 +137,7 @@ class WarmProcessPool:
             send_message(ours, order.document())
         return child
 
-    def kill(self, child: TaskProcess, error: FailureFacts | None = None) -> None:
+    def kill(self, child: TaskProcess, error: JobFailure | None = None) -> None:
         """End it now; ``error`` is why, where it is its own fault."""
         with self._lock:
             if child.is_over or child.is_killed:
@@ -206,7 +203,7 @@ class WarmProcessPool:
                 self._look_after(child)
 
     def _hear(self, control: Any) -> None:
-        """What the warm process says; at its end all of its children are dead."""
+        """Read a message of the warm process; at its end all of its children are dead."""
         try:
             data = control.recv(CONTROL_BYTES)
         except OSError:
@@ -243,12 +240,12 @@ class WarmProcessPool:
             messages, is_open = child.messages.read()
         except ValueError:
             messages, is_open = [], False
-            self.kill(child, FailureFacts(type="TaskProcessError", detail="the subprocess sent no message"))
+            self.kill(child, JobFailure(type="TaskProcessError", detail="the subprocess sent no message"))
         for message in messages:
             if "done_bytes" in message:
                 child.on_progress(int(message["done_bytes"]))
             elif "error" in message:
-                child.error = FailureFacts(**message["error"])
+                child.error = JobFailure(**message["error"])
             elif "result" in message:
                 child.result = message["result"]
         if not is_open:
@@ -272,14 +269,14 @@ class WarmProcessPool:
         most = child.order.memory_bytes
         if most and resident_bytes(child.pid) > most:
             detail = f"it took more memory than task_memory_bytes={most} allows"
-            self.kill(child, FailureFacts(type=TOO_MUCH_MEMORY, detail=detail, is_retryable=False))
+            self.kill(child, JobFailure(type=TOO_MUCH_MEMORY, detail=detail, is_retryable=False))
         elif time.monotonic() > child.until_seconds:
             detail = f"it took longer than task_seconds={child.order.seconds:g}"
-            self.kill(child, FailureFacts(type="TaskTimeoutError", detail=detail))
+            self.kill(child, JobFailure(type="TaskTimeoutError", detail=detail))
 
 
 def _lives(pid: int) -> bool:
-    """Whether there is such a process that is not only waiting to be reaped."""
+    """Return True if the process exists and is not only waiting to be reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
@@ -293,7 +290,7 @@ def _environment() -> dict[str, str]:
 
 
 def resident_bytes(pid: int) -> int:
-    """What a process holds in memory or swap that is not of a file; 0 if it has ended."""
+    """Bytes of a process in memory or swap that are not of a file; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""Claims on the ledger: what is taken next, for how long, and what becomes of what was taken by the dead.
+"""Claims on the ledger: the next phase or task is leased to one worker for a time.
 
-A claim is a lease and a fence: the lease says until when nobody else takes it, the fence, one higher with
+A claim is a lease and a fence: the lease says until when no other worker takes it, the fence, one higher with
 each claim, that only the last one who took it may complete it. So a worker that was stopped for an hour and
 wakes up changes nothing.
 """
@@ -37,7 +37,7 @@ class ClaimLimits:
 
 NO_LIMITS: Final = ClaimLimits()
 _Share = tuple[str, int | None]
-"""Who made a job, and the number of its root: these have equal shares."""
+"""The creator of a job, and the number of its root: these have equal shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class _Claimable:
 
 
 def has_work(connection: Connection, now: float, limits: ClaimLimits = NO_LIMITS) -> bool:
-    """Whether `claim` would find something: asked without a lock, so that idle workers disturb nobody."""
+    """Return True if `claim` would find something: read without a lock, so that idle workers block no one."""
     return _next(connection, now, limits) is not None
 
 
@@ -95,7 +95,7 @@ def _claim_phase(
     values: dict[str, Any] = {"fence": jobs.c.fence + 1, **lease}
     if phase == "plan":
         values |= {"state": "planning"}
-        if job.started_seconds is None:
+        if job.started_at is None:
             values["started_seconds"] = now
         emit(connection, job.id, "state", now, state="planning")
     fence = connection.execute(
@@ -157,7 +157,7 @@ def _ending(connection: Connection, now: float, known: ColumnElement[bool]) -> _
         query = by_priority(
             select(*_FOUND).where(
                 jobs.c.state == state,
-                or_(jobs.c.cancel_seconds.is_not(None), jobs.c.error.is_not(None)),
+                jobs.c.is_ending,
                 jobs.c.lease_owner.is_(None),
                 jobs.c.not_before_seconds <= now,
                 ~running.exists(),
@@ -175,8 +175,7 @@ def _phase(
     conditions = (
         jobs.c.state == state,
         jobs.c.lease_owner.is_(None),
-        jobs.c.cancel_seconds.is_(None),
-        jobs.c.error.is_(None),
+        ~jobs.c.is_ending,
         jobs.c.not_before_seconds <= now,
         allowed,
     )
@@ -195,8 +194,7 @@ def _tasks(connection: Connection, now: float, allowed: ColumnElement[bool]) -> 
         select(*_FOUND)
         .where(
             jobs.c.state == "running",
-            jobs.c.cancel_seconds.is_(None),
-            jobs.c.error.is_(None),
+            ~jobs.c.is_ending,
             jobs.c.not_before_seconds <= now,
             select(tasks.c.id).where(*_is_due(jobs.c.id, now)).exists(),
             allowed,
@@ -221,7 +219,7 @@ def _claimable(phase: Phase, row: Row[Any]) -> _Claimable:
 
 
 def _at_work(connection: Connection) -> Counter[_Share]:
-    """How many phases and tasks of each share are leased."""
+    """The number of leased phases and tasks of each share."""
     # Counted here, and in order of the index: else SQLite goes along all jobs there are to find these few.
     share = select(jobs.c.created_by, jobs.c.root_id)
     leased = [share.where(jobs.c.state == state, jobs.c.lease_owner.is_not(None)) for state in _AT_WORK]
@@ -285,13 +283,12 @@ def stopped(connection: Connection, held: Iterable[Held]) -> frozenset[Held]:
     wanted = list(held)
     if not wanted:
         return frozenset()
-    ending = or_(jobs.c.cancel_seconds.is_not(None), jobs.c.error.is_not(None))
     job_ids = {one.job_id for one in wanted}
     goes_on: set[Held] = set()
     query = select(jobs.c.id, jobs.c.fence).where(
         jobs.c.id.in_(job_ids),
         jobs.c.lease_owner.is_not(None),
-        or_(jobs.c.state != "planning", ~ending),  # what clears away goes on
+        or_(jobs.c.state != "planning", ~jobs.c.is_ending),  # clearing away continues
     )
     goes_on.update(Held(row.id, None, row.fence) for row in connection.execute(query))
     task_ids = {one.task_id for one in wanted if one.task_id is not None}
@@ -299,7 +296,7 @@ def stopped(connection: Connection, held: Iterable[Held]) -> frozenset[Held]:
         of_tasks = (
             select(tasks.c.job_id, tasks.c.id, tasks.c.fence)
             .join(jobs, tasks.c.job_id == jobs.c.id)
-            .where(tasks.c.id.in_(task_ids), tasks.c.state == "running", ~ending)
+            .where(tasks.c.id.in_(task_ids), tasks.c.state == "running", ~jobs.c.is_ending)
         )
         goes_on.update(Held(row.job_id, row.id, row.fence) for row in connection.execute(of_tasks))
     return frozenset(one for one in wanted if one not in goes_on)

@@ -1,15 +1,14 @@
-"""What the ledger is asked: jobs, their tasks, progress and events. Nothing here changes anything."""
+"""Queries of the ledger: jobs, their tasks, progress and events. Nothing here changes anything."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
-from sqlalchemy import BigInteger, ColumnElement, Connection, and_, cast, func, or_, select
+from sqlalchemy import ColumnElement, Connection, func, or_, select
 
 from dcp.server.core.jobs.ledger.rows import (
-    KEY_END,
     event_of_row,
     is_planned,
     job_of_row,
@@ -22,8 +21,7 @@ from dcp.server.core.jobs.ledger.states import JobEventRow, JobRow, Json, TaskRo
 from dcp.server.core.problems import NotFoundError
 from dcp.server.core.security.principal import SYSTEM
 from dcp.server.database.documents import read_document
-from dcp.server.database.sql import items_of
-from dcp.server.database.tables import checkpoints, job_events, jobs, roots, tasks
+from dcp.server.database.tables import job_events, job_roots, jobs, roots, tasks
 from dcp.server.records.jobs import JobProgress, JobState
 
 __all__ = [
@@ -34,10 +32,9 @@ __all__ = [
     "find_job",
     "get_job",
     "job_events_after",
-    "jobs_of_key",
     "last_event_id",
+    "last_job",
     "latest_events",
-    "latest_success",
     "list_jobs",
     "list_tasks",
     "payload_of",
@@ -47,6 +44,10 @@ __all__ = [
     "task_results",
     "tasks_begun_seconds",
 ]
+
+
+_SHOWN: Final = 100
+"""Jobs whose progress is shown together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,28 +86,21 @@ def find_job(
     return replace(job, result=read_document(connection, job.document_id), is_result_whole=True)
 
 
-def latest_success(
-    connection: Connection, kind: str, param: str, value: int, visible: frozenset[str] | None = None
+def last_job(
+    connection: Connection,
+    result_key: str,
+    visible: frozenset[str] | None = None,
+    *,
+    succeeded: bool = False,
+    whole: bool = False,
 ) -> JobRow | None:
-    """The newest job of a kind that has succeeded and whose parameter is ``value``, with its whole result;
-    None if there is none that may be seen."""
+    """The newest visible job with this key, or the newest that ``succeeded``. ``whole``: as `find_job`."""
     query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
-    wanted = (jobs.c.kind == kind, jobs.c.state == "succeeded", jobs.c.params[param].as_integer() == value)
-    query = query.where(*wanted, *_seen(visible)).order_by(jobs.c.id.desc()).limit(1)
-    number = connection.execute(query).scalar()
-    return None if number is None else find_job(connection, number, visible)
-
-
-def jobs_of_key(
-    connection: Connection, dedup_key: str, visible: frozenset[str] | None = None
-) -> tuple[int | None, int | None]:
-    """Of the jobs with this key that may be seen, the last one, and the last one that succeeded."""
-    query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
-    query = query.where(*_seen(visible)).order_by(jobs.c.id.desc()).limit(1)
-    ended = jobs.c.dedup_key.startswith(f"{dedup_key}{KEY_END}", autoescape=True)
-    last = query.where(or_(jobs.c.dedup_key == dedup_key, ended))
-    succeeded = query.where(jobs.c.state == "succeeded", ended)
-    return connection.execute(last).scalar(), connection.execute(succeeded).scalar()
+    query = query.where(jobs.c.result_key == result_key, *_seen(visible))
+    if succeeded:
+        query = query.where(jobs.c.state == "succeeded")
+    number = connection.execute(query.order_by(jobs.c.id.desc()).limit(1)).scalar()
+    return None if number is None else find_job(connection, number, visible, whole=whole)
 
 
 def list_jobs(
@@ -139,7 +133,7 @@ def list_jobs(
 
 
 def count_queued(connection: Connection, created_by: str, most: int) -> int:
-    """How many jobs of one who submits them are queued; counts up to ``most``."""
+    """The number of queued jobs of one creator; counts up to ``most``."""
     queued = select(jobs.c.id).where(jobs.c.created_by == created_by, jobs.c.state == "queued").limit(most)
     return connection.execute(select(func.count()).select_from(queued.subquery())).scalar_one()
 
@@ -159,7 +153,7 @@ def list_tasks(
 
 
 def plan_of(connection: Connection, job_id: int) -> Json | None:
-    """What publishing the job needs; None if it has not been planned."""
+    """The plan of the job, which publishing needs; None before it is planned."""
     found: Json | None = connection.execute(select(jobs.c.plan).where(jobs.c.id == job_id)).scalar()
     return found
 
@@ -171,8 +165,8 @@ def payload_of(connection: Connection, task: TaskRow) -> Json:
 
 
 def task_results(connection: Connection, job_id: int) -> tuple[Json, ...]:
-    """What the tasks of a job have found, in order: for whoever publishes it. It may be much, so that it is
-    read where nobody waits for the end of the transaction."""
+    """Results of the tasks of a job, in order, for publishing. They may be large, so read them outside of
+    transactions that others wait for."""
     query = select(tasks.c.result, tasks.c.document_id).where(tasks.c.job_id == job_id)
     return tuple(
         row.result or {} if row.document_id is None else read_document(connection, row.document_id)
@@ -189,7 +183,7 @@ def task_documents(connection: Connection, job_id: int) -> list[int | None]:
 def job_events_after(
     connection: Connection, job_id: int, after_id: int = 0, *, limit: int = 500
 ) -> Sequence[JobEventRow]:
-    """What happened to the job since the event ``after_id``, in order."""
+    """Events of the job after the event ``after_id``, in order."""
     query = (
         select(job_events)
         .where(job_events.c.job_id == job_id, job_events.c.id > after_id)
@@ -210,7 +204,7 @@ def latest_events(
 
 
 def tasks_begun_seconds(connection: Connection, job_id: int) -> float | None:
-    """When the tasks of the job were begun last; None before that."""
+    """The time at which the tasks of the job were started last; None before that."""
     begun = job_events.c.data["state"].as_string() == "running"
     query = select(job_events.c.at_seconds).where(
         job_events.c.job_id == job_id, job_events.c.kind == "state", begun
@@ -231,7 +225,7 @@ def all_events_after(
     own_scans: bool = False,
     limit: int = 500,
 ) -> Sequence[JobEventRow]:
-    """What happened to jobs that may be seen since the event ``after_id``, in the order of the events' ids.
+    """Events of visible jobs after the event ``after_id``, in the order of their ids.
     On PostgreSQL the events of several jobs may become visible in another order."""
     query = select(job_events).join_from(job_events, jobs, jobs.c.id == job_events.c.job_id)
     query = query.outerjoin(roots, roots.c.id == jobs.c.root_id)
@@ -244,12 +238,11 @@ def active_progress(
     visible: frozenset[str] | None = None,
     *,
     own_scans: bool = False,
-    limit: int = 100,
 ) -> dict[int, JobProgress]:
-    """How far the jobs are whose tasks run and that may be seen; the newest of them."""
+    """The progress of the newest visible jobs whose tasks run."""
     query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
     query = query.where(jobs.c.state == "running", *_seen(visible), *_wanted_scans(own_scans))
-    numbers = connection.execute(query.order_by(jobs.c.id.desc()).limit(limit)).scalars().all()
+    numbers = connection.execute(query.order_by(jobs.c.id.desc()).limit(_SHOWN)).scalars().all()
     return progress_of(connection, numbers)
 
 
@@ -258,26 +251,12 @@ def _wanted_scans(own_scans: bool) -> list[ColumnElement[Any]]:
 
 
 def _seen(visible: frozenset[str] | None) -> list[ColumnElement[Any]]:
+    """Of jobs outer-joined with their roots."""
     if visible is None:
         return []
     names = sorted(visible)
-    root_ids = select(roots.c.id).where(roots.c.name.in_(names)).scalar_subquery()
-    inside = select(checkpoints.c.id).where(checkpoints.c.root_id.in_(root_ids))
-    subject = inside.where(checkpoints.c.id == jobs.c.checkpoint_id).exists()
-    # A difference tells of two checkpoints; the row names the second one only.
-    first = inside.where(checkpoints.c.id == jobs.c.params["a"].as_integer()).exists()
-    return [
-        and_(
-            roots.c.name.in_(names),
-            or_(jobs.c.checkpoint_id.is_(None), subject),
-            or_(jobs.c.kind != "diff", first),
-            *(or_(jobs.c.kind != "merge", _all_inside(name, root_ids)) for name in ("sources", "adapters")),
-        )
-    ]
-
-
-def _all_inside(param: str, root_ids: Any) -> ColumnElement[bool]:
-    """Whether none of the checkpoints that a parameter lists is in another root."""
-    listed = items_of(jobs.c.params[param])
-    found = select(checkpoints.c.id).where(checkpoints.c.id == cast(listed.c.value, BigInteger))
-    return ~found.where(checkpoints.c.root_id.not_in(root_ids)).correlate(jobs).exists()
+    inside = select(roots.c.id).where(roots.c.name.in_(names))
+    hidden = select(job_roots.c.job_id).where(
+        job_roots.c.job_id == jobs.c.id, job_roots.c.root_id.not_in(inside)
+    )
+    return [roots.c.name.in_(names), ~hidden.exists()]

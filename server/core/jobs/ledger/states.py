@@ -1,19 +1,18 @@
-"""What the ledger of jobs tells: jobs, tasks, claims, errors, and when something failed is tried again."""
+"""Types of the ledger: jobs, tasks, claims, and the backoff between attempts."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from dcp.server.records.jobs import FINAL_STATES, JobState, TaskState
+from dcp.server.records.jobs import Job, JobTask
 
 __all__ = [
     "MAX_DEDUP_KEY_CHARACTERS",
     "Backoff",
     "Claim",
-    "FailureFacts",
     "Held",
     "JobEventRow",
     "JobRow",
@@ -29,15 +28,15 @@ Json = Mapping[str, Any]
 """An object of plain data, as JSON has it."""
 
 Phase = Literal["plan", "task", "publish", "discard"]
-"""What is claimed: planning a job, one of its tasks, publishing, or clearing away after it was given up."""
+"""The phases that are claimed: planning, one task, publishing, or clearing away after a job was given up."""
 
 MAX_DEDUP_KEY_CHARACTERS: Final = 100
 
 
 class StaleFenceError(Exception):
-    """The claim is not valid any more: its lease was over and somebody else took it, or it was done.
+    """The claim is not valid any more: its lease was over and another worker took it, or it was done.
 
-    Whoever gets this changes nothing more of it; nothing of the refused call was written.
+    Nothing of the refused call was written, and the worker must not try again.
     """
 
 
@@ -45,8 +44,11 @@ class StaleFenceError(Exception):
 class JobSpec:
     """A job to be done. The higher its ``priority`` (-100 to 100) the sooner.
 
-    ``root`` is the name of the root that it writes to, or reads where it writes to none: keys that may not
-    see that do not see the job. Where ``dedup_key`` is given there is at most one unfinished job with it.
+    ``root`` is the name of the root that it writes to, or reads where it writes to none. The job is about
+    ``checkpoint_id``, and ``subjects`` are ids of all other checkpoints that it names: keys that may not see
+    its root, or that of one of these, do not see the job. Where ``dedup_key`` is given there is at most one
+    unfinished job with it. ``result_key`` finds the last job of several whose results replace each other; it
+    is the ``dedup_key`` unless given.
     """
 
     kind: str
@@ -55,7 +57,9 @@ class JobSpec:
     priority: int = 0
     root: str | None = None
     checkpoint_id: int | None = None
+    subjects: Sequence[int] = ()
     dedup_key: str | None = None
+    result_key: str | None = None
     max_attempts: int = 3
     not_before_seconds: float = 0.0
 
@@ -70,84 +74,25 @@ class TaskSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FailureFacts:
-    """Why something failed: the ``type`` of the exception, and a text for whoever made the job.
+class JobRow(Job):
+    """A job in the ledger. ``document_id``: the document with all of a large result."""
 
-    ``is_environment``: neither the job nor its data is at fault, but a machine, a network or a storage.
-    """
-
-    type: str
-    detail: str
-    is_retryable: bool = True
-    is_environment: bool = False
-
-    def document(self) -> dict[str, Any]:
-        """As it is kept."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobRow:
-    """A row of the ledger; ``attempt`` counts those of the present phase that failed or were lost.
-
-    ``waiting`` has `FailureFacts` and ``task`` (its number, or None), ``since_seconds``, ``next_seconds`` and
-    ``count``: why the last attempt failed, where another one is to follow.
-    """
-
-    id: int
-    kind: str
-    state: JobState
-    priority: int
-    params: Json
-    root: str | None
-    checkpoint_id: int | None
-    created_by: str
-    created_seconds: float
-    started_seconds: float | None
-    finished_seconds: float | None
-    not_before_seconds: float
-    attempt: int
-    max_attempts: int
-    cancel_seconds: float | None
-    progress: Json | None
-    result: Json | None
-    is_result_whole: bool  # False: a large one, of which this is what is short
-    document_id: int | None  # which has all of a large one
-    error: Json | None
-    waiting: Json | None
+    document_id: int | None
     dedup_key: str | None
 
-    @property
-    def is_final(self) -> bool:
-        """Whether nothing more happens to it, unless it is retried."""
-        return self.state in FINAL_STATES
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether it was cancelled or has failed, and is being stopped."""
-        return not self.is_final and (self.cancel_seconds is not None or self.error is not None)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskRow:
-    """One task of a job, in the order of ``number``."""
+class TaskRow(JobTask):
+    """A task in the ledger: claimed ones have a payload."""
 
     id: int
     job_id: int
-    number: int
-    state: TaskState
     payload: Json
-    weight_bytes: int
-    done_bytes: int
-    attempt: int
-    not_before_seconds: float
-    result: Json | None
-    error: Json | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEventRow:
-    """What happened to a job; ids grow, so that a reader goes on behind the last one it has seen."""
+    """An event of a job; ids grow, so that a reader continues behind the last one it has seen."""
 
     id: int
     job_id: int
@@ -167,7 +112,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What a worker has to do, for as long as its lease lasts."""
+    """Work for a worker, for as long as its lease lasts."""
 
     phase: Phase
     job: JobRow
@@ -182,8 +127,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """How long after the failed attempt number n the next one begins: twice as long each time, and by up to a
-    half later, by what is tried, so that what failed together is not tried together.
+    """The pause after the failed attempt number n: twice as long each time, and up to a half longer, by the
+    task, so that tasks that failed together are not tried together.
 
     ``patience_seconds``: for how long errors of the environment in a row are waited for.
     """

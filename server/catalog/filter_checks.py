@@ -1,4 +1,4 @@
-"""Filters that name what there is not: an empty page would look as if all were well."""
+"""Checks of filters: an unknown root, run or metric is refused, since an empty page would look fine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 from sqlalchemy import Connection, func, select
 
 from dcp.server.catalog.errors import InvalidQueryError
-from dcp.server.catalog.queries.filters import CheckpointFilter, Sort
+from dcp.server.catalog.filters import CheckpointFilter, Sort
 from dcp.server.catalog.roots import RootRow, list_roots
 from dcp.server.database.tables import checkpoints, metrics, roots, runs
 from dcp.storage.near_names import close_to, listed
@@ -46,7 +46,7 @@ def check_root(connection: Connection, root: str | None, visible: frozenset[str]
 
 
 def notes_of(connection: Connection, root: str | None, visible: frozenset[str] | None) -> list[str]:
-    """What whoever reads a list of one root, or of all, should know: why something may be missing."""
+    """Reasons why rows may be missing in a list of one root, or of all."""
     notes = []
     for row in list_roots(connection, visible):
         if root not in (None, row.name) or not row.is_configured:

@@ -1,6 +1,6 @@
-"""Where checkpoints come from: converted from one or merged from several, as the job notes, or resumed.
+"""Lineage of checkpoints: converted from one or merged from several, as jobs note, or resumed.
 
-What it was resumed from each tells itself, by a save id: the two are found in any order.
+A resumed checkpoint names its source by a save id: the two may be found in any order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dcp.server.records.labels import Lineage, LineageEdge, LineageNode
 __all__ = ["LineageKind", "add_lineage", "lineage_of"]
 
 LineageKind = Literal["converted_from", "merged_from"]
-"""What a job notes."""
+"""Kinds that jobs note."""
 
 MAX_NODES: Final = 500
 MAX_ALSO_IN: Final = 50

@@ -1,7 +1,8 @@
-"""Searching in names, on both databases alike: parts of them, and globs. Case matters, and `*` crosses `/`.
+"""Names: find parts and globs in them, on both databases alike, and tell the layers of tensors.
 
-A glob has `*`, `?` and `[...]` (`[!...]` is "none of"), as `fnmatch` has. In brackets are letters, digits and
-underscores, single or as ranges such as `a-f`; brackets around anything else stand for themselves.
+Case matters, and `*` crosses `/`. A glob has `*`, `?` and `[...]` (`[!...]` is "none of"), as `fnmatch` has.
+In brackets are letters, digits and underscores, single or as ranges such as `a-f`; brackets around anything
+else stand for themselves.
 """
 
 from __future__ import annotations
@@ -13,8 +14,21 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, func
 
 from dcp.server.catalog.errors import InvalidQueryError
+from dcp.server.catalog.values import clean_text
 
-__all__ = ["check_pattern", "check_text", "contains", "fold", "is_glob", "matches", "pattern_of"]
+__all__ = [
+    "check_pattern",
+    "check_text",
+    "contains",
+    "fold",
+    "in_order",
+    "is_glob",
+    "is_of_optimizer",
+    "layer_number",
+    "layer_of",
+    "matches",
+    "pattern_of",
+]
 
 _MAX_CHARACTERS: Final = 256
 _MAX_STARS: Final = 8
@@ -48,12 +62,12 @@ def fold(text: str) -> str:
 
 
 def pattern_of(name: str) -> str:
-    """What names that differ by numbers, or by large and small letters, have in common: "#" for a number."""
+    """The name in lower case with "#" for each number: the same for names that differ by these only."""
     return _NUMBER.sub("#", fold(name))
 
 
 def is_glob(pattern: str) -> bool:
-    """Whether it says anything that a plain name does not."""
+    """Return True for a pattern with characters that are special in globs."""
     return any(character in pattern for character in "*?[")
 
 
@@ -73,7 +87,7 @@ def matches(connection: Connection, column: ColumnElement[Any], glob: str) -> Co
 
 
 _Token = tuple[str, str]
-"""What it is ("any", "one", "of", "not of", "text"), and the characters."""
+"""A kind ("any", "one", "of", "not of", "text"), and the characters."""
 
 
 def _tokens(glob: str) -> list[_Token]:
@@ -115,3 +129,40 @@ def _as_sqlite(token: _Token) -> str:
     if kind == "text":
         return f"[{text}]" if text in "*?[" else text
     return f"[{'^' if kind == 'not of' else ''}{text}]"
+
+
+# -- layers, as names of tensors tell them -------------------------------------------------------------------
+
+
+_NUMBERED: Final = re.compile(r"(.*?(?:^|[._])[0-9]+)\.", re.DOTALL)
+_OF_OPTIMIZER: Final = re.compile(r"(?:.*_)?optim(?:i[sz]er)?s?(?:_.*|[0-9]+)?", re.DOTALL | re.IGNORECASE)
+_LAST_NUMBER: Final = re.compile(r"(?:^|[._])([0-9]{1,9})$")
+
+
+def layer_of(fqn: str) -> str:
+    """A name to its first number that stands by itself and has something below it, as of a block of a model
+    (``layers.3`` or ``layers_3``); without one, to its last dot."""
+    numbered = _NUMBERED.match(fqn)
+    return clean_text(numbered[1] if numbered else fqn.rpartition(".")[0] or fqn)
+
+
+def is_of_optimizer(fqn: str) -> bool:
+    """Return True if its first or second part names an optimizer: ``optimizer.state.0``, ``app.optim.w``."""
+    return any(_OF_OPTIMIZER.fullmatch(name) for name in fqn.split(".", 2)[:2])
+
+
+def layer_number(fqn: str) -> int | None:
+    """The number at the end of its layer; None if it has none."""
+    found = _LAST_NUMBER.search(layer_of(fqn))
+    return None if found is None else int(found[1])
+
+
+def in_order(name: str) -> list[Any]:
+    """As people count: layers.2 before layers.10."""
+    parts = re.split(r"([0-9]+)", name)
+    return [_counted(part) if place % 2 else part for place, part in enumerate(parts)]
+
+
+def _counted(digits: str) -> tuple[int, str]:
+    digits = digits.lstrip("0")
+    return len(digits), digits  # as numbers are ordered; int refuses thousands of digits

@@ -1,4 +1,4 @@
-"""The checkpoints of a run over its steps, in as many bins as somebody can look at.
+"""The checkpoints and metrics of a run over its steps, in as many bins as a person can look at.
 
 Rows are read once, in order, and added up as they come: memory is that of the bins.
 """
@@ -18,11 +18,12 @@ from dcp.server.catalog.runs import get_run
 from dcp.server.catalog.values import NONFINITE
 from dcp.server.database.tables import aliases, checkpoints, lineage, metrics
 from dcp.server.records.declaring import moment
+from dcp.server.records.labels import Series, SeriesPoint
 from dcp.server.records.runs import BinValues, RunTimeline, TimelineBin
 from dcp.steps import partial_of
 from dcp.storage.near_names import listed
 
-__all__ = ["newest_steps", "run_timeline", "save_seconds_of", "steps_of_run"]
+__all__ = ["metric_series", "newest_steps", "run_timeline", "save_seconds_of", "steps_of_run"]
 
 _ROWS_AT_ONCE: Final = 2_000
 _MAX_LISTED: Final = 10
@@ -107,7 +108,7 @@ def newest_steps(connection: Connection, run_id: int, last: int) -> list[int]:
 
 
 def _problem(rows: Sequence[Any]) -> str:
-    """Why a step cannot be counted on; "" if it can."""
+    """The reason why a step cannot be used; "" if it can."""
     if len(rows) > 1:
         return f"is there {len(rows)} times, as {', '.join(str(row.id) for row in rows)}"
     row = rows[0]
@@ -120,7 +121,7 @@ def _problem(rows: Sequence[Any]) -> str:
 
 
 def save_seconds_of(phases: Any) -> float | None:
-    """How long a save took whose ranks took so long for each phase at most; None where nothing was noted."""
+    """Seconds of a save, from the slowest rank of each phase; None where nothing was noted."""
     known = phases if isinstance(phases, Mapping) else {}
     found = [known[name] for name in _SAVING if isinstance(known.get(name), int | float)]
     return sum(found) if found and math.isfinite(sum(found)) else None
@@ -257,3 +258,63 @@ class _Bin:
             save_seconds=values.get("save_seconds"),
             metrics=tuple(self.metrics[name].result(name) for name in sorted(self.metrics)),
         )
+
+
+# -- one metric ----------------------------------------------------------------------------------------------
+
+
+def metric_series(
+    connection: Connection, run_id: int, metric: str, visible: frozenset[str] | None = None, *, points: int
+) -> Series:
+    """``metric`` of the committed checkpoints of a run that have a step: by step, in at most ``points`` of
+    about as many checkpoints each. `MissingError` for a run that may not be seen."""
+    get_run(connection, run_id, visible)
+    order = (checkpoints.c.step_order, checkpoints.c.id)
+    rows = (
+        select(
+            checkpoints.c.id,
+            checkpoints.c.step,
+            checkpoints.c.committed_seconds,
+            metrics.c.value,
+            func.ntile(points).over(order_by=order).label("bucket"),
+        )
+        .join(metrics, metrics.c.checkpoint_id == checkpoints.c.id)
+        .where(
+            checkpoints.c.run_id == run_id,
+            checkpoints.c.state == "committed",
+            checkpoints.c.step.is_not(None),
+            metrics.c.name == metric,
+        )
+        .subquery()
+    )
+    query = (
+        select(
+            func.max(rows.c.id).label("checkpoint_id"),
+            func.min(rows.c.step).label("first_step"),
+            func.max(rows.c.step).label("last_step"),
+            func.max(rows.c.committed_seconds).label("last_at"),
+            func.count().label("count"),
+            func.min(rows.c.value).label("min"),
+            func.max(rows.c.value).label("max"),
+            func.avg(rows.c.value).label("mean"),
+        )
+        .group_by(rows.c.bucket)
+        .order_by(rows.c.bucket)
+    )
+    found = tuple(
+        SeriesPoint(**{**row, "last_at": moment(row["last_at"])})
+        for row in connection.execute(query).mappings()
+    )
+    noted = checkpoints.c.user_metadata[("metrics", metric)].as_string()
+    odd = connection.execute(
+        select(func.count(), func.min(checkpoints.c.step), func.max(checkpoints.c.step)).where(
+            checkpoints.c.run_id == run_id,
+            checkpoints.c.state == "committed",
+            checkpoints.c.step.is_not(None),
+            noted.in_(NONFINITE),
+        )
+    ).one()
+    count = sum(point.count for point in found)
+    return Series(
+        run_id, metric, count, found, odd[0], first_nonfinite_step=odd[1], last_nonfinite_step=odd[2]
+    )

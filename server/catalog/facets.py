@@ -13,9 +13,8 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, Select, func, select
 
-from dcp.server.catalog.queries.conditions import conditions_of
-from dcp.server.catalog.queries.filters import CheckpointFilter, Sort
-from dcp.server.catalog.queries.planning import QueryPlan, plan, select_by
+from dcp.server.catalog.filters import CheckpointFilter, Sort, conditions_of
+from dcp.server.catalog.listing import QueryPlan, plan, select_by
 from dcp.server.database.tables import COUNTED, checkpoints, roots, runs, structure_dtypes, tags
 from dcp.server.records.search import CheckpointFacets, Facet, FacetName, FacetValue
 

@@ -1,7 +1,10 @@
 """Structures: names, shapes and dtypes, once for all checkpoints that share them.
 
 A large one is written as a draft (`dcp.server.database.drafts`) before the transaction that refers to it, so
-that nobody waits for hundreds of thousands of rows; it gets its digest with the last of them.
+that other writers do not wait for hundreds of thousands of rows; it gets its digest with the last of them.
+
+A search looks at patterns of names: in lower case, each number as "#". Layers of a model differ by numbers
+only, so that a million names have some hundred patterns.
 """
 
 from __future__ import annotations
@@ -18,24 +21,26 @@ import msgpack
 from sqlalchemy import Connection, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from dcp.server.catalog.contents.layers import in_order
-from dcp.server.catalog.contents.patterns import write_patterns
+from dcp.server.catalog.names import in_order, pattern_of
 from dcp.server.catalog.values import clean_integer, clean_text, short_name
 from dcp.server.database.drafts import STRUCTURES
 from dcp.server.database.engine import Database
 from dcp.server.database.sql import dialect_insert, insert_missing
-from dcp.server.database.tables import structure_dtypes, structure_tensors, structures
+from dcp.server.database.tables import (
+    structure_dtypes,
+    structure_patterns,
+    structure_tensors,
+    structures,
+    tensor_patterns,
+)
 
-__all__ = [
-    "StructureFacts",
-    "StructureTensor",
-    "ensure_structures",
-    "prepare_structures",
-]
+__all__ = ["StructureFacts", "StructureTensor", "ensure_structures", "prepare_structures"]
 
 _DRAFT_TENSORS: Final = 2_000
 _DRAFT_ROWS: Final = 2_000
 """In one transaction: hundredths of a second."""
+_MAX_PATTERNS: Final = 5_000
+"""Of one structure, which are written in one transaction; of stranger ones the first are found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,7 @@ class StructureFacts:
 
 
 def ensure_structures(connection: Connection, facts: Sequence[StructureFacts]) -> dict[str, int]:
-    """The ids of structures, by digest; those that nobody has written are written."""
+    """The ids of structures, by digest; missing ones are written."""
     wanted = {one.digest: one for one in facts}
     known = _ids(connection, wanted)
     for digest in sorted(wanted.keys() - known.keys()):
@@ -80,7 +85,7 @@ def ensure_structures(connection: Connection, facts: Sequence[StructureFacts]) -
 def prepare_structures(
     database: Database, facts: Iterable[StructureFacts | None], *, clock: Callable[[], float] = time.time
 ) -> None:
-    """Write those that are large and that nobody has written, so that `ensure_structures` finds them."""
+    """Write those that are large and missing, so that `ensure_structures` finds them."""
     large = {one.digest: one for one in facts if one is not None and len(one.tensors) > _DRAFT_TENSORS}
     if not large:
         return
@@ -169,10 +174,6 @@ def _insert(connection: Connection, columns: Mapping[str, Any]) -> int | None:
     return None if number is None else int(number)
 
 
-def _write_patterns(connection: Connection, number: int, facts: StructureFacts) -> None:
-    write_patterns(connection, number, (short_name(tensor.fqn) for tensor in facts.tensors))
-
-
 def _insert_dtypes(connection: Connection, number: int, dtypes: Mapping[str, int]) -> None:
     rows = [{"structure_id": number, "dtype": dtype} for dtype in sorted(dtypes)]
     insert_missing(connection, structure_dtypes, rows)
@@ -193,3 +194,22 @@ def _tensor_rows(
         }
         for position, tensor in enumerate(tensors, first)
     ]
+
+
+def _write_patterns(connection: Connection, structure_id: int, facts: StructureFacts) -> None:
+    """The patterns of names, each with its first tensor, in the order of names."""
+    found: dict[str, list[int]] = {}
+    for position, tensor in enumerate(facts.tensors):
+        pattern = pattern_of(short_name(tensor.fqn))
+        if pattern in found:
+            found[pattern][1] += 1
+        elif len(found) < _MAX_PATTERNS:
+            found[pattern] = [position, 1]
+    if not found:
+        return
+    insert_missing(connection, tensor_patterns, [{"pattern": pattern} for pattern in sorted(found)])
+    rows: list[dict[str, Any]] = [
+        {"structure_id": structure_id, "pattern": pattern, "position": position, "tensor_count": count}
+        for pattern, (position, count) in found.items()
+    ]
+    connection.execute(insert(structure_patterns), rows)
