@@ -35,9 +35,9 @@ DeliveryState = Literal["waiting", "delivered", "failed"]
 _Etag = Annotated[str, Shown("For If-Match.")]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEntry:
-    """A change that was requested. ``target`` is such as "checkpoint:12"."""
+    """A change, by whom and of what."""
 
     id: int
     at: datetime

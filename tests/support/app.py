@@ -50,7 +50,7 @@ class App:
     def key(self, *scopes: Scope, roots: list[str] | None = None, name: str | None = None) -> str:
         """A new key."""
         with self.service.database.write() as connection:
-            _, secret = create_key(
+            made = create_key(
                 connection,
                 name=name or "-".join([*scopes, *(roots or ())]),
                 scopes=scopes,
@@ -58,7 +58,7 @@ class App:
                 expires_seconds=None,
                 now_seconds=self.service.clock(),
             )
-        return secret
+        return made.key
 
 
 @contextmanager

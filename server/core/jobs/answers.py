@@ -15,12 +15,9 @@ __all__ = [
     "JobAnswer",
     "JobErrorAnswer",
     "JobEventAnswer",
-    "JobList",
     "LogLineAnswer",
-    "LogPage",
     "ProgressAnswer",
     "TaskAnswer",
-    "TaskList",
     "ThroughputAnswer",
     "WaitingAnswer",
 ]
@@ -46,23 +43,9 @@ class JobAnswer(RecordAnswer):
     """A job. ``is_ending``: it was cancelled or has failed, and is being stopped and cleared away."""
 
 
-class JobList(Answer):
-    """A page, newest first."""
-
-    items: list[JobAnswer]
-    next_cursor: str | None
-
-
 @answers(records.JobTask)
 class TaskAnswer(RecordAnswer):
     """One task of a job, in the order of ``number``; what it has to do is the service's own business."""
-
-
-class TaskList(Answer):
-    """A page, by number."""
-
-    items: list[TaskAnswer]
-    next_cursor: str | None
 
 
 @answers(records.JobThroughput)
@@ -73,13 +56,6 @@ class ThroughputAnswer(RecordAnswer):
 @answers(records.JobLogLine)
 class LogLineAnswer(RecordAnswer):
     """An event of a job as a sentence."""
-
-
-class LogPage(Answer):
-    """The last lines, in their order; the next page has those before."""
-
-    items: list[LogLineAnswer]
-    next_cursor: str | None
 
 
 class JobEventAnswer(Answer):

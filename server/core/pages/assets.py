@@ -14,8 +14,8 @@ from typing import Final
 from fastapi import APIRouter, Request, Response
 
 from dcp.server.core.feature import Feature
+from dcp.server.core.http.admission import STATIC_PREFIX
 from dcp.server.core.http.dependencies import public
-from dcp.server.core.http.middleware.authentication import STATIC_PREFIX
 from dcp.server.core.problems import NotFoundError
 
 __all__ = ["Assets", "router"]

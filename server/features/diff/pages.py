@@ -163,7 +163,7 @@ def _ticked(numbers: list[int], database: Db, caller: Caller) -> str:
     return f"/diff?a={before.id}&b={after.id}"
 
 
-def _age(one: CheckpointAnswer) -> tuple[float, str, int]:
+def _age(one: CheckpointAnswer) -> tuple[float, Any, int]:
     return -1 if one.step is None else one.step, one.committed_at or "", one.id
 
 
