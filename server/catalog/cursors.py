@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from dcp.server.catalog.errors import InvalidQueryError
 
-__all__ = ["decode_cursor", "encode_cursor", "query_mark"]
+__all__ = ["decode_cursor", "encode_cursor", "offset_of", "query_mark"]
 
 _VERSION: Final = 1
 _MAX_CHARACTERS: Final = 4096
@@ -43,6 +43,11 @@ def decode_cursor(cursor: str, mark: str, *types: type) -> tuple[Any, ...]:
     if len(values) != len(types) or not all(map(_is_of, values, types)):
         raise InvalidQueryError("cursor", "not one of this service")
     return tuple(values)
+
+
+def offset_of(cursor: str | None, mark: str, first: int = 0) -> int:
+    """The number that a cursor has, from which a page begins; ``first`` without a cursor."""
+    return first if cursor is None else max(first, decode_cursor(cursor, mark, int)[0])
 
 
 def query_mark(*parts: object) -> str:

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, cast
 
-from fastapi import Request, Response
+from fastapi import Depends, Request, Response
 from pydantic import BaseModel
 from sqlalchemy import Connection
 
+from dcp.server.core.data.access import Data
+from dcp.server.core.data.responses import CACHE, NotModifiedError, is_unchanged
 from dcp.server.core.http.context import Service
 from dcp.server.core.http.dependencies import Writer
 from dcp.server.core.http.idempotent_transaction import IdempotentTransaction
 from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.jobs.kind import Kind
-from dcp.server.core.jobs.ledger import find_job, jobs_of_key
+from dcp.server.core.jobs.ledger import get_job, jobs_of_key, progress_of
 from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.jobs.submitting import submit_kind
 from dcp.server.core.problems import UnauthorizedError
 from dcp.server.core.roots import Roots
 from dcp.server.core.security.principal import Principal
+from dcp.server.core.security.redaction import redact
 from dcp.server.core.settings import Settings
+from dcp.server.records.checkpoints import Checkpoint
 
-__all__ = ["Ask", "ask_of"]
+__all__ = ["Ask", "AskDep"]
 
 A = TypeVar("A", bound=BaseModel)
 P = ParamSpec("P")
@@ -66,6 +70,11 @@ class Ask:
         return self.service.roots
 
     @property
+    def data(self) -> Data:
+        """The bytes of checkpoints that the caller may see."""
+        return Data(self.service, self.caller)
+
+    @property
     def now(self) -> float:
         """The time, in seconds since the epoch."""
         return self.service.clock()
@@ -76,6 +85,19 @@ class Ask:
         address = None if self.request.client is None else self.request.client.host
         request_id = getattr(self.request.state, "request_id", None)
         return Writer(self.caller, self.now, request_id, address)
+
+    def place_of(self, checkpoint: Checkpoint) -> str:
+        """The URL of a checkpoint, with a placeholder for that of its root unless the caller may know it."""
+        root = checkpoint.root
+        url = redact(self.settings.roots[root].url) if self.caller.may("admin") else f"WHERE {root} IS"
+        return f"{url.rstrip('/')}/{checkpoint.key}"
+
+    def tag(self, etag: str) -> None:
+        """Give the answer this entity tag, before it is made. Raises NotModifiedError where the client has
+        the answer already, and PreconditionFailedError."""
+        self.response.headers.update({"ETag": etag, "Cache-Control": CACHE})
+        if is_unchanged(self.request.headers, etag):
+            raise NotModifiedError(etag)
 
     def reading(self) -> AbstractContextManager[Connection]:
         """A connection that only reads, for several queries that are to agree."""
@@ -103,16 +125,23 @@ class Ask:
             self.response,
         )
 
+    def job(self, job_id: int) -> JobAnswer:
+        """A job with its progress. Raises MissingError."""
+        with self.reading() as connection:
+            job = get_job(connection, job_id, self.visible)
+            progress = {} if job.is_final else progress_of(connection, [job_id])
+        return JobAnswer.of(job, progress=progress.get(job_id, job.progress))
+
     def last_job(self, kind: type[Kind[M]], params: M, after: int = 0) -> JobAnswer | None:
         """The newest job with these parameters and a number above ``after``, for a page that waits for it."""
-        with self.reading() as connection:
-            last, _ = jobs_of_key(connection, kind.dedup_key(params), self.visible)
-            if last is None or last <= after:
-                return None
-            job = find_job(connection, last, self.visible, whole=False)
-        return None if job is None else JobAnswer.of(job)
+        last, _ = self.find(jobs_of_key, kind.dedup_key(params), self.visible)
+        return None if last is None or last <= after else self.job(last)
 
 
 async def ask_of(request: Request, response: Response) -> Any:
     """The dependency behind a parameter of the type `Ask`."""
     return Ask(request, response)
+
+
+AskDep = Annotated[Ask, Depends(ask_of)]
+"""A request, for routes that FastAPI declares."""

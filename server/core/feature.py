@@ -28,7 +28,8 @@ LinkedFrom = Literal["run"]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An operation of the API below ``/api/v1``. ``handle`` returns a record or an answer."""
+    """An operation of the API below ``/api/v1``. ``handle`` returns a record or an answer; with ``has_etag``
+    it may call `Ask.tag`."""
 
     method: str
     path: str
@@ -37,6 +38,7 @@ class Route:
     tag: str
     status: int
     errors: Sequence[int]
+    has_etag: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +94,16 @@ class Feature:
         return [module.router for module in modules if hasattr(module, "router")]
 
     def get(
-        self, path: str, *, tag: str, scope: Scope = "read", errors: Sequence[int] = (404,)
+        self,
+        path: str,
+        *,
+        tag: str,
+        scope: Scope = "read",
+        errors: Sequence[int] = (404,),
+        has_etag: bool = False,
     ) -> Callable[[F], F]:
         """Declare that GET of ``path`` below ``/api/v1`` is answered by the function."""
-        return self._route("GET", path, scope, tag, 200, errors)
+        return self._route("GET", path, scope, tag, 200, errors, has_etag)
 
     def post(
         self, path: str, *, tag: str, scope: Scope, status: int = 200, errors: Sequence[int] = (404,)
@@ -104,10 +112,17 @@ class Feature:
         return self._route("POST", path, scope, tag, status, errors)
 
     def _route(
-        self, method: str, path: str, scope: Scope, tag: str, status: int, errors: Sequence[int]
+        self,
+        method: str,
+        path: str,
+        scope: Scope,
+        tag: str,
+        status: int,
+        errors: Sequence[int],
+        has_etag: bool = False,
     ) -> Callable[[F], F]:
         def declare(handle: F) -> F:
-            self.routes.append(Route(method, path, handle, scope, tag, status, errors))
+            self.routes.append(Route(method, path, handle, scope, tag, status, errors, has_etag))
             return handle
 
         return declare

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any
+from typing import Any, Final
 
-from fastapi import Depends, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import RedirectResponse
 from starlette.routing import BaseRoute
 
 from dcp.server.core.answers import problems
-from dcp.server.core.ask import Ask, ask_of
+from dcp.server.core.ask import Ask, AskDep
+from dcp.server.core.data.responses import NotModifiedError, not_modified
 from dcp.server.core.feature import Feature, Page, Route
 from dcp.server.core.http.dependencies import requires
 from dcp.server.core.http.routers import API, api_router
@@ -22,6 +23,10 @@ from dcp.server.core.pages.tokens import FormDep
 from dcp.server.core.record_answers import answer_model, answer_of
 
 __all__ = ["routes_of"]
+
+_NOT_MODIFIED: Final[dict[int | str, dict[str, Any]]] = {
+    304: {"description": "Nothing has changed (If-None-Match)."}
+}
 
 
 def routes_of(features: Iterable[Feature]) -> list[BaseRoute]:
@@ -44,7 +49,10 @@ def _add_route(router: Any, route: Route) -> None:
 
     @functools.wraps(route.handle)
     def handle(*args: Any, **kwargs: Any) -> Any:
-        return answer_of(model, route.handle(*args, **kwargs))
+        try:
+            return answer_of(model, route.handle(*args, **kwargs))
+        except NotModifiedError as found:
+            return not_modified(found.etag)
 
     _declare(handle, signature.replace(return_annotation=model))
     router.add_api_route(
@@ -54,7 +62,7 @@ def _add_route(router: Any, route: Route) -> None:
         status_code=route.status,
         tags=[route.tag],
         dependencies=[requires(route.scope)],
-        responses=problems(*route.errors),
+        responses=(_NOT_MODIFIED if route.has_etag else {}) | problems(*route.errors),
     )
 
 
@@ -91,8 +99,7 @@ def _twin(feature: Feature, request: Request) -> dict[str, str]:
 def _signature(handle: Callable[..., Any]) -> inspect.Signature:
     found = inspect.signature(handle, eval_str=True)
     parameters = [
-        one.replace(annotation=Annotated[Ask, Depends(ask_of)]) if one.annotation is Ask else one
-        for one in found.parameters.values()
+        one.replace(annotation=AskDep) if one.annotation is Ask else one for one in found.parameters.values()
     ]
     return found.replace(parameters=parameters)
 

@@ -9,32 +9,36 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, case, func, literal, select
 
-from dcp.server.catalog.contents.layers import in_order
+from dcp.server.catalog.contents.layers import in_order, is_of_optimizer
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.name_patterns import check_pattern, matches
 from dcp.server.database.tables import structure_tensors
 from dcp.server.records.contents import EntryKind, Tensor, TreeNode
+from dcp.server.records.lists import Page
 
-__all__ = ["EntryPage", "TreePage", "tensors_page", "tree_level"]
+__all__ = ["TreePart", "parts_of", "tensors_page", "tree_level"]
 
 _COUNTED: Final = 2000
 """Names of one level of a tree that are put in order as people count; more would be read for each page."""
 
 
-@dataclass(frozen=True, slots=True)
-class EntryPage:
-    """Entries in the order of their names, and the cursor of those that follow."""
-
-    items: tuple[Tensor, ...]
-    next_cursor: str | None
+_PARTS: Final = 12
+_LONG_NAME: Final = 80
+"""Longer names are not those of a model or an optimizer, and no globs."""
 
 
 @dataclass(frozen=True, slots=True)
-class TreePage:
-    """Nodes in the order of their names, and the cursor of those that follow."""
+class TreePart:
+    """All that is below ``name``, tensors of ``bytes``."""
 
-    items: tuple[TreeNode, ...]
-    next_cursor: str | None
+    name: str
+    tensors: int
+    bytes: int
+
+    @property
+    def is_optimizer(self) -> bool:
+        """Whether it belongs to an optimizer, by its name."""
+        return is_of_optimizer(self.name)
 
 
 def tensors_page(
@@ -46,7 +50,7 @@ def tensors_page(
     glob: str | None = None,
     kind: EntryKind | None = None,
     dtype: str | None = None,
-) -> EntryPage:
+) -> Page[Tensor]:
     """Entries whose names match ``glob``, of one kind and dtype if these are given.
 
     Raises `InvalidQueryError` for a glob or cursor that cannot be meant.
@@ -66,14 +70,14 @@ def tensors_page(
         query = query.where(table.position > decode_cursor(cursor, mark, int)[0])
     rows = connection.execute(query.order_by(table.position).limit(limit + 1)).all()
     last = rows[limit - 1].position if len(rows) > limit else None
-    return EntryPage(
+    return Page(
         tuple(_entry(row) for row in rows[:limit]), None if last is None else encode_cursor(mark, last)
     )
 
 
 def tree_level(
     connection: Connection, structure_id: int, prefix: str, *, limit: int, cursor: str | None = None
-) -> TreePage:
+) -> Page[TreeNode]:
     """What is directly below ``prefix``, a name without its last dot; "" is the top.
 
     Raises `InvalidQueryError` for a cursor that cannot be meant.
@@ -107,7 +111,32 @@ def tree_level(
         )
         for row in shown
     )
-    return TreePage(nodes, encode_cursor(mark, nodes[-1].name) if len(rows) > limit else None)
+    return Page(nodes, encode_cursor(mark, nodes[-1].name) if len(rows) > limit else None)
+
+
+def parts_of(connection: Connection, structure_id: int | None) -> list[TreePart]:
+    """The parts of a checkpoint, such as a model and its optimizer: the top of the tree, and the level below
+    a name that holds an optimizer among others. Nothing where there are many."""
+    if structure_id is None:
+        return []
+    top = _parts_below(connection, structure_id, "")
+    if any(one.is_optimizer for one in top):
+        return top
+    parts: list[TreePart] = []
+    for one in top:
+        inner = _parts_below(connection, structure_id, one.name)
+        parts += inner if any(each.is_optimizer for each in inner) else [one]
+    return parts
+
+
+def _parts_below(connection: Connection, structure_id: int, prefix: str) -> list[TreePart]:
+    nodes = tree_level(connection, structure_id, prefix, limit=_PARTS + 1).items
+    start = f"{prefix}." if prefix else ""
+    return [
+        TreePart(f"{start}{one.name}", one.tensors, one.bytes)
+        for one in (nodes if len(nodes) <= _PARTS else ())
+        if one.tensors and one.entry is None and len(one.name) < _LONG_NAME
+    ]
 
 
 def _ordered(

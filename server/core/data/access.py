@@ -1,31 +1,28 @@
-"""From a checkpoint of the catalog to its bytes, for those who may see it."""
+"""Checkpoints of the catalog, opened in their storage for those who may see them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Final
+from types import MappingProxyType
+from typing import Final
 
-from fastapi import Depends
+from fastapi import Request
 
 from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
-from dcp.server.core.data.opening import OpenCheckpoint, OpenCheckpoints, OpenChunks
-from dcp.server.core.data.sending.responses import Streams
+from dcp.server.core.data.bodies import Body
+from dcp.server.core.data.opening import FoundCheckpoint, OpenCheckpoint, OpenCheckpoints, find_checkpoint
+from dcp.server.core.data.responses import BodyResponse, Streams, choose_range, disposition
 from dcp.server.core.http.context import Service
-from dcp.server.core.http.dependencies import ServiceDep
 from dcp.server.core.problems import ConflictError, GoneError
 from dcp.server.core.roots import StorageRoot
 from dcp.server.core.security.keys import valid_keys
 from dcp.server.core.security.principal import Principal
 from dcp.storage.errors import CheckpointError
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["DataAccess", "DataDep", "Readable"]
+__all__ = ["Data", "Readable"]
 
 _GONE: Final = {
     "deleted": "it was deleted; restore it first",
@@ -39,75 +36,95 @@ _NOT_YET: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Readable:
-    """A checkpoint as the catalog has it, its root, and its index as the storage has it now.
-
-    ``is_allowed``: whether the key that it was opened with still is one.
-    """
+    """A checkpoint as the catalog has it, its root, and its index as the storage has it now."""
 
     row: CheckpointDetail
     root: StorageRoot
     opened: OpenCheckpoint
-    is_allowed: Callable[[], bool]
 
     @contextmanager
     def problems(self) -> Iterator[None]:
-        """Errors of reading it become problems."""
-        try:
+        """Turn errors of reading it into problems."""
+        with _problems(self.root):
             yield
-        except (CheckpointError, OSError) as error:
-            raise self.root.problem(error, is_known=True) from error
 
 
-class DataAccess:
-    """What requests for bytes share in one process."""
+class _Shared:
+    """State that requests for bytes share in one process."""
 
     def __init__(self, service: Service) -> None:
-        self.service = service
-        self.checkpoints = OpenCheckpoints()
         settings = service.settings
+        self.checkpoints = OpenCheckpoints()
         self.streams = Streams(settings.max_downloads, settings.min_download_bytes_per_second)
 
-    def row(self, checkpoint_id: int, caller: Principal) -> CheckpointDetail:
-        """The checkpoint as the catalog has it. Raises MissingError."""
-        with self.service.database.read() as connection:
-            return get_checkpoint(connection, checkpoint_id, caller.roots)
 
-    def open(self, checkpoint_id: int, caller: Principal) -> Readable:
+class Data:
+    """The bytes of checkpoints, for one caller."""
+
+    def __init__(self, service: Service, caller: Principal) -> None:
+        self._service = service
+        self._caller = caller
+        self._shared = service.own(_Shared)
+
+    @property
+    def streams(self) -> Streams:
+        """The downloads of this process."""
+        return self._shared.streams
+
+    def open(self, checkpoint_id: int) -> Readable:
         """The checkpoint, ready to be read. Raises MissingError, GoneError and ConflictError (by its state),
         and problems of the storage."""
-        row, root = self._found(checkpoint_id, caller)
-        opened = self.checkpoints.open(root, row.key)
-        return Readable(row, root, opened, partial(self._is_allowed, caller.key_id))
+        row, root = self._place(checkpoint_id)
+        with _problems(root):
+            return Readable(row, root, self._shared.checkpoints.open(find_checkpoint(root, row.key)))
 
-    def chunks(self, checkpoint_id: int, caller: Principal) -> OpenChunks:
-        """Its chunks by rank. Raises as `open` does."""
-        row, root = self._found(checkpoint_id, caller)
-        return self.checkpoints.chunks(root, row.key)
+    def find(self, checkpoint_id: int) -> FoundCheckpoint:
+        """The checkpoint, whose index is not read. Raises as `open` does."""
+        row, root = self._place(checkpoint_id)
+        with _problems(root):
+            return find_checkpoint(root, row.key)
 
-    def has_chunks(self, checkpoint_id: int, caller: Principal) -> bool:
-        """Whether they are there already. Raises as `open` does."""
-        row, root = self._found(checkpoint_id, caller)
-        return self.checkpoints.has_chunks(root, row.key)
+    def answer(
+        self,
+        request: Request,
+        found: Readable,
+        body: Body,
+        name: str,
+        etag: str,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> BodyResponse:
+        """The answer with the range of ``body`` that the request wants, as a file called ``name``."""
+        return BodyResponse(
+            body,
+            choose_range(request.headers, body.size_bytes, etag),
+            self.streams,
+            headers={"ETag": etag, "Content-Disposition": disposition(name), **headers},
+            problem=found.root.problem,
+            is_allowed=self._is_allowed,
+        )
 
-    def _found(self, checkpoint_id: int, caller: Principal) -> tuple[CheckpointDetail, StorageRoot]:
-        row = self.row(checkpoint_id, caller)
+    def _is_allowed(self) -> bool:
+        """Whether the caller's key is still valid."""
+        if self._caller.key_id is None:
+            return True
+        with self._service.database.read() as connection:
+            return bool(valid_keys(connection, [self._caller.key_id], time.time()))
+
+    def _place(self, checkpoint_id: int) -> tuple[CheckpointDetail, StorageRoot]:
+        with self._service.database.read() as connection:
+            row = get_checkpoint(connection, checkpoint_id, self._caller.roots)
         if row.state in _GONE:
             raise GoneError(f"checkpoint {checkpoint_id}: {_GONE[row.state]}", state=row.state)
         if row.state in _NOT_YET:
             raise ConflictError(f"checkpoint {checkpoint_id}: {_NOT_YET[row.state]}", state=row.state)
-        if row.root not in self.service.roots:
+        if row.root not in self._service.roots:
             raise GoneError(f"the root {row.root} is not configured any more")
-        return row, self.service.roots.get(row.root)
-
-    def _is_allowed(self, key_id: int | None) -> bool:
-        if key_id is None:
-            return True
-        with self.service.database.read() as connection:
-            return bool(valid_keys(connection, [key_id], time.time()))
+        return row, self._service.roots.get(row.root)
 
 
-async def _data(service: ServiceDep) -> DataAccess:
-    return service.own(DataAccess)
-
-
-DataDep = Annotated[DataAccess, Depends(_data)]
+@contextmanager
+def _problems(root: StorageRoot) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        raise root.problem(error, is_known=True) from error

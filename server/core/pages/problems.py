@@ -32,15 +32,15 @@ _UNSEEN: Final = frozenset(
     {"etag", "alias_etag", "prefix", "fqn", "next", "cursor", "done", "remove", "pinned"}
 )
 _LABELS: Final = {
-    "target_root": "In the root",
-    "target_key": "As",
+    "target_root": "Root",
+    "target_key": "Key",
     "dtype": "Cast to",
-    "map": "Through the weight map",
-    "inverse": "The map's other way (true or nothing)",
-    "below": "The map's model is below",
-    "drop_objects": "Leave out values that the format cannot hold (true or nothing)",
-    "exclude": "Leave out",
-    "leave_out": "Leave out",
+    "map": "Weight map",
+    "inverse": "Reverse mapping (true or nothing)",
+    "below": "Prefix of the names here",
+    "drop_objects": "Drop values that the format cannot hold (true or nothing)",
+    "exclude": "Exclude",
+    "leave_out": "Exclude",
     "formula": "Or a formula",
     "last": "How many",
     "decay": "Each older one weighs as much less",

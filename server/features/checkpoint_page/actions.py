@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlencode
 
 from fastapi import Request, Response
 from fastapi.responses import RedirectResponse
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from dcp.server.catalog.errors import MissingError
 from dcp.server.core.answers import IdPath
 from dcp.server.core.http.dependencies import Author, Caller, Db, Precondition, ServiceDep, requires
 from dcp.server.core.http.idempotent_transaction import IdempotentDep
 from dcp.server.core.inputs import Name
-from dcp.server.core.jobs.submitting import submit_kind
 from dcp.server.core.pages.queries import pages_router
 from dcp.server.core.pages.rendering import page
 from dcp.server.core.pages.tokens import Form, FormDep
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.features.checkpoints import api as checkpoints_api
 from dcp.server.features.checkpoints.answers import CheckpointDetailAnswer
-from dcp.server.features.convert.job import ConvertParams
-from dcp.server.features.convert.merge import MergeParams
 from dcp.server.features.labels import api
 from dcp.server.features.labels.answers import AliasChange
 from dcp.server.features.retention import deletion_api
@@ -36,11 +32,10 @@ __all__ = ["Undo", "router", "undo_of", "writable_roots"]
 router = pages_router()
 
 _CHECKPOINT = "/checkpoints/{checkpoint_id}"
-_WRITE, _CONVERT, _DELETE = [requires("write")], [requires("convert")], [requires("delete")]
+_WRITE, _DELETE = [requires("write")], [requires("delete")]
 _ANY = Precondition(None)
 """Labels are given whatever else has changed."""
-_NAME: TypeAdapter[str] = TypeAdapter(Name)
-_PAGE: Final = re.compile(r"(?:[^?#]*/checkpoints/)?([0-9]{1,15})(?:[/?#].*)?", re.ASCII | re.DOTALL)
+_NAME: Final[TypeAdapter[str]] = TypeAdapter(Name)
 
 
 def writable_roots(service: ServiceDep, caller: Caller) -> list[RootAnswer]:
@@ -66,98 +61,6 @@ def _name(form: Form, what: str) -> str:
             f"{what}: 1 to 128 letters, digits and _./:@+=-, beginning with a letter, a digit or _",
             field=what,
         ) from None
-
-
-def _params(model: type[BaseModel], **given: Any) -> Any:
-    try:
-        return model(**{name: value for name, value in given.items() if value is not None})
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UnprocessableError(f"{where}: {first['msg']}" if where else str(first["msg"])) from None
-
-
-@router.post(_CHECKPOINT + "/convert", dependencies=_CONVERT)
-def convert_form(
-    checkpoint_id: IdPath, form: FormDep, service: ServiceDep, author: Author, transact: IdempotentDep
-) -> Response:
-    """Make it anew in another format, as a job."""
-    params = _params(
-        ConvertParams,
-        checkpoint_id=checkpoint_id,
-        to=form.text("to"),
-        target_root=form.optional("target_root"),
-        target_key=form.text("target_key"),
-        dtype=form.optional("dtype"),
-        map=form.optional("map"),
-        inverse=form.is_checked("inverse"),
-        below=form.optional("below"),
-        drop_objects=form.is_checked("drop_objects"),
-        exclude=form.all("exclude") or None,
-    )
-    job = submit_kind("convert", params, service, author, transact, Response())
-    return RedirectResponse(f"/jobs/{job.id}", 303)
-
-
-@router.post(_CHECKPOINT + "/merge", dependencies=_CONVERT)
-def merge_form(
-    checkpoint_id: IdPath, form: FormDep, service: ServiceDep, author: Author, transact: IdempotentDep
-) -> Response:
-    """Add it and others up to a new one, as a job."""
-    weights = [_number("weights", one) for one in _listed(form, "weights")] or None
-    sources = [checkpoint_id, *map(_checkpoint_of, _listed(form, "with"))]
-    params = _merged(form, sources=sources, weights=weights, formula=form.optional("formula"))
-    job = submit_kind("merge", params, service, author, transact, Response())
-    return RedirectResponse(f"/jobs/{job.id}", 303)
-
-
-@router.post("/runs/{run_id}/merge", dependencies=_CONVERT)
-def average_form(
-    run_id: IdPath, form: FormDep, service: ServiceDep, author: Author, transact: IdempotentDep
-) -> Response:
-    """Average the newest steps of a run, as a job."""
-    last, decay = _number("last", form.text("last")), form.optional("decay")
-    if not last.is_integer():
-        raise UnprocessableError("last: a whole number of steps", field="last")
-    params = _merged(form, run_id=run_id, last=int(last), decay=decay and _number("decay", decay))
-    job = submit_kind("merge", params, service, author, transact, Response())
-    return RedirectResponse(f"/jobs/{job.id}", 303)
-
-
-def _merged(form: Form, **sources: Any) -> Any:
-    return _params(
-        MergeParams,
-        **sources,
-        to=form.text("to"),
-        target_root=form.optional("target_root"),
-        target_key=form.text("target_key"),
-        dtype=form.optional("dtype"),
-        accumulate=form.optional("accumulate"),
-        drop_objects=form.is_checked("drop_objects"),
-        exclude=_listed(form, "leave_out") or None,
-    )
-
-
-def _listed(form: Form, name: str) -> list[str]:
-    """What is between commas."""
-    return [part.strip() for part in form.text(name).split(",") if part.strip()]
-
-
-def _number(what: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UnprocessableError(f"{what}: {text[:100]!r} is no number", field=what) from None
-
-
-def _checkpoint_of(text: str) -> int:
-    """Of a checkpoint, or of the address of its page."""
-    match = _PAGE.fullmatch(text)
-    if match is None:
-        raise UnprocessableError(
-            f"{text[:100]!r} is neither the number of a checkpoint nor the address of its page", field="with"
-        )
-    return int(match[1])
 
 
 @router.post(_CHECKPOINT + "/tags", dependencies=_WRITE)

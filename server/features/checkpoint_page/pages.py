@@ -10,9 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from dcp.planners.weight_maps.weight_map import ready_maps
 from dcp.server.catalog.audit import AuditEntry, last_removal
 from dcp.server.catalog.contents.layers import in_order
+from dcp.server.catalog.contents.tensors import TreePart, parts_of
 from dcp.server.catalog.contents.verifications import list_verifications
 from dcp.server.core.answers import IdPath
-from dcp.server.core.data.access import DataDep
+from dcp.server.core.ask import Ask, AskDep
 from dcp.server.core.http.dependencies import Caller, Db, PageParams, ServiceDep
 from dcp.server.core.pages.queries import READ, pages_router
 from dcp.server.core.pages.rendering import page
@@ -21,16 +22,14 @@ from dcp.server.features.checkpoints import api
 from dcp.server.features.checkpoints.answers import CheckpointAnswer, CheckpointDetailAnswer
 from dcp.server.features.checkpoints.queries import CheckpointQuery
 from dcp.server.features.checkpoints.snippets import snippets_of
+from dcp.server.features.diff.api import Differences
 from dcp.server.features.diff.changes import changes_below, changes_of_list
 from dcp.server.features.diff.job import DiffKind, DiffParams
-from dcp.server.features.diff.kept import Differences
-from dcp.server.features.downloads import api as downloads_api
+from dcp.server.features.downloads.web import list_files
 from dcp.server.features.jobs import api as jobs_api
-from dcp.server.features.jobs.pages import last_job
 from dcp.server.features.lineage import api as lineage_api
 from dcp.server.features.roots import api as roots_api
 from dcp.server.features.tensors import api as tensors_api
-from dcp.server.features.tensors.trees import TreePart, parts_of
 from dcp.server.records.contents import Verification
 from dcp.storage.commit_names import METADATA_NAME
 from dcp.storage.formats.registry import target_names
@@ -75,8 +74,8 @@ def checkpoint_page(
     request: Request,
     service: ServiceDep,
     database: Db,
-    data: DataDep,
     caller: Caller,
+    ask: AskDep,
 ) -> Response:
     """All about one checkpoint."""
     found = api.get_checkpoint(checkpoint_id, database, caller, Response())
@@ -103,8 +102,8 @@ def checkpoint_page(
         targets=target_names(),
         maps=list(ready_maps()),
         is_readonly=found.root not in roots or roots[found.root].readonly,
-        **_tensors(found, before, view, database, data, caller),
-        optimizers=_optimizers(found, request, database, data, caller),
+        **_tensors(found, before, view, ask),
+        optimizers=_optimizers(found, request, ask),
     )
 
 
@@ -112,34 +111,28 @@ def _tensors(
     of: CheckpointDetailAnswer,
     before: CheckpointAnswer | None,
     view: TensorView,
-    database: Db,
-    data: DataDep,
-    caller: Caller,
+    ask: Ask,
 ) -> dict[str, Any]:
     params = PageParams(_TENSORS, view.cursor)
     if view.is_list:
-        found: Any = tensors_api.list_tensors(
-            of.id, database, data, caller, params, view.pattern, view.kind, view.dtype
-        )
+        found: Any = tensors_api.list_tensors(of.id, ask, params, view.pattern, view.kind, view.dtype)
     else:
-        found = tensors_api.tensor_tree(of.id, database, data, caller, params, view.prefix)
+        found = tensors_api.tensor_tree(of.id, ask, params, view.prefix)
     largest = max((item.bytes for item in found.items), default=0) or 1
     return {
         "view": view,
-        **_changes(of, before, view, found.items, database, data, caller),
+        **_changes(of, before, view, found.items, ask),
         "entries": [(item, 100 * item.bytes / largest) for item in found.items],
         "next_cursor": found.next_cursor,
         "parents": _parents(view.prefix),
     }
 
 
-def _optimizers(
-    of: CheckpointDetailAnswer, request: Request, database: Db, data: DataDep, caller: Caller
-) -> list[TreePart]:
+def _optimizers(of: CheckpointDetailAnswer, request: Request, ask: Ask) -> list[TreePart]:
     """What of it is an optimizer's, so that weights are had without it."""
     if "hx-request" in request.headers:  # for a part of the page that does not say so
         return []
-    found = [one for one in parts_of(of.id, database, data, caller) if one.is_optimizer]
+    found = [one for one in ask.find(parts_of, of.structure_id) if one.is_optimizer]
     return found if sum(one.tensors for one in found) < (of.tensor_count or 0) else []
 
 
@@ -148,16 +141,13 @@ def _changes(
     before: CheckpointAnswer | None,
     view: TensorView,
     entries: Any,
-    database: Db,
-    data: DataDep,
-    caller: Caller,
+    ask: Ask,
 ) -> dict[str, Any]:
     """By name, as the last job has found them, and whether it keeps all; or the job that is to find out."""
     if before is None or view.colour != "change" or of.state != "committed":
         return {"changes": None, "is_cut": False, "change_job": None}
-    kept = data.service.own(Differences).kept(before.id, of.id, caller)
-    key = DiffKind.dedup_key(DiffParams(a=before.id, b=of.id))
-    job = last_job(key, database, caller, None if kept is None else kept[0].id)
+    kept = ask.service.own(Differences).kept(ask, before.id, of.id)
+    job = ask.last_job(DiffKind, DiffParams(a=before.id, b=of.id), 0 if kept is None else kept[0].id)
     if kept is None:
         return {"changes": None, "is_cut": False, "change_job": job}
     _, found = kept
@@ -203,11 +193,11 @@ def _neighbour(
 
 @router.get("/checkpoints/{checkpoint_id}/files", dependencies=READ)
 def files_page(
-    checkpoint_id: IdPath, request: Request, database: Db, data: DataDep, caller: Caller
+    checkpoint_id: IdPath, request: Request, database: Db, caller: Caller, ask: AskDep
 ) -> Response:
     """Its files, as they are in storage now, and whether stock torch finds what it needs among them."""
     found = api.get_checkpoint(checkpoint_id, database, caller, Response())
-    listed = downloads_api.list_files(checkpoint_id, data, caller)
+    listed = list_files(checkpoint_id, ask)
     verifications = _verifications(checkpoint_id, database, caller, 1)
     return page(
         request,

@@ -1,9 +1,10 @@
-"""A conversion's target in the catalog: the row, where it came from, and who is told."""
+"""Targets of conversions in the catalog: refused where one is known, recorded with their sources."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 from sqlalchemy import Connection, select, update
 
@@ -13,12 +14,46 @@ from dcp.server.catalog.events import emit
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.labelling.lineage import LineageKind, add_lineage
 from dcp.server.catalog.roots import root_id
+from dcp.server.catalog.source_facts import facts_of_source
 from dcp.server.core.jobs.ledger import submit_behind
 from dcp.server.core.jobs.ledger.states import JobRow, Json
-from dcp.server.database.tables import checkpoints
+from dcp.server.core.problems import ConflictError
+from dcp.server.core.roots import StorageRoot
+from dcp.server.database.tables import checkpoints, roots
 from dcp.server.features.scan.asking import scan_spec
 
-__all__ = ["record_target"]
+__all__ = ["facts_document", "record_target", "refuse_known"]
+
+_LIVING: Final = ("committed", "unreadable", "incomplete", "deleted")
+
+
+def refuse_known(connection: Connection, root: str, key: str) -> None:
+    """Raise ConflictError if the catalog has a checkpoint there, or one around the target."""
+    parts = key.split("/")
+    above = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    query = (
+        select(checkpoints.c.key, checkpoints.c.state)
+        .join(roots, roots.c.id == checkpoints.c.root_id)
+        .where(roots.c.name == root, checkpoints.c.key.in_(above), checkpoints.c.state.in_(_LIVING))
+    )
+    found = connection.execute(query).first()
+    if found is not None:
+        raise ConflictError(f"{root}:{found.key} is a checkpoint already ({found.state})", key=found.key)
+
+
+def facts_document(root: StorageRoot, key: str) -> dict[str, Any]:
+    """The facts of a target as JSON; its structure is left to a scan."""
+    facts: CheckpointFacts = facts_of_source(root.name, key, root.source(key), observed_seconds=time.time())
+    return {
+        "format": facts.format,
+        "committed_seconds": facts.committed_seconds,
+        "step": facts.step,
+        "save_id": facts.save_id,
+        "fingerprint": facts.fingerprint,
+        "bytes": facts.bytes,
+        "file_count": facts.file_count,
+        "observed_seconds": facts.observed_seconds,
+    }
 
 
 def record_target(

@@ -1,9 +1,8 @@
-"""The files that a checkpoint is made of, as they are."""
+"""The files of a checkpoint, as they are in the storage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final
 
 from dcp.server.core.data.opening import OpenCheckpoint
@@ -11,44 +10,36 @@ from dcp.server.core.problems import NotFoundError
 from dcp.server.records.contents import FileRole, LostFile
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, check_name
 
-__all__ = ["PRESIGNED_SECONDS", "RawFile", "file_etag", "file_of", "files_of", "lost_files", "presigned_url"]
+__all__ = ["file_etag", "file_of", "files_of", "lost_files", "presigned_url"]
 
-PRESIGNED_SECONDS: Final = 300
-"""A client follows a redirect at once; a download that has begun is not ended by it."""
-
-
-@dataclass(frozen=True, slots=True)
-class RawFile:
-    """A file of a checkpoint, and what it is there for."""
-
-    info: FileInfo
-    role: FileRole
+_PRESIGNED_SECONDS: Final = 300
+"""Enough to follow a redirect; it does not end a download that has begun."""
 
 
-def files_of(opened: OpenCheckpoint) -> list[RawFile]:
-    """All files of the checkpoint by name: of a single file that one alone, whatever lies beside it.
+def files_of(opened: OpenCheckpoint) -> list[tuple[FileInfo, FileRole]]:
+    """All files of the checkpoint by name, with their roles; of a checkpoint of one file that one alone.
 
     Raises errors of the store.
     """
     from dcp.storage.commit_names import is_commit_object  # only here, as all that reads checkpoints
 
-    data = set(opened.index.files)
     if opened.file is not None:
         info = opened.store.stat(opened.file)
-        return [] if info is None else [RawFile(info, "data")]
-    found = []
+        return [] if info is None else [(info, "data")]
+    data = set(opened.index.files)
+    found: list[tuple[FileInfo, FileRole]] = []
     for info in opened.store.list():
         if not info.name.startswith(TEMPORARY_PREFIX):
             is_commit = is_commit_object(info.name)
-            found.append(RawFile(info, "data" if info.name in data else "commit" if is_commit else "other"))
+            found.append((info, "data" if info.name in data else "commit" if is_commit else "other"))
     return found
 
 
-def lost_files(opened: OpenCheckpoint, present: Iterable[RawFile]) -> list[LostFile]:
+def lost_files(opened: OpenCheckpoint, present: Iterable[tuple[FileInfo, FileRole]]) -> list[LostFile]:
     """The data files that the index names and that are not among those ``present``, or of another size."""
     from dcp.storage.formats.index import UNKNOWN
 
-    sizes = {file.info.name: file.info.size_bytes for file in present}
+    sizes = {info.name: info.size_bytes for info, _ in present}
     found = []
     for name, size in zip(opened.index.files, opened.index.file_sizes.tolist(), strict=True):
         expected = None if size == UNKNOWN else size
@@ -57,7 +48,7 @@ def lost_files(opened: OpenCheckpoint, present: Iterable[RawFile]) -> list[LostF
     return found
 
 
-def file_of(opened: OpenCheckpoint, name: str) -> RawFile:
+def file_of(opened: OpenCheckpoint, name: str) -> FileInfo:
     """The file called ``name``. Raises NotFoundError, CheckpointFormatError for what cannot be a name, and
     errors of the store."""
     info = None
@@ -65,15 +56,15 @@ def file_of(opened: OpenCheckpoint, name: str) -> RawFile:
         info = opened.store.stat(name)
     if info is None:
         raise NotFoundError(f"the checkpoint has no file {name[:255]!r}")
-    return RawFile(info, "data" if name in opened.index.files else "other")
+    return info
 
 
-def file_etag(opened: OpenCheckpoint, file: RawFile) -> str:
-    """Another one whenever the file is replaced."""
-    return opened.etag("file", file.info.name, file.info.size_bytes, file.info.modified_seconds)
+def file_etag(opened: OpenCheckpoint, info: FileInfo) -> str:
+    """An entity tag that changes whenever the file is replaced."""
+    return opened.etag("file", info.name, info.size_bytes, info.modified_seconds)
 
 
-def presigned_url(opened: OpenCheckpoint, file: RawFile) -> str | None:
-    """Where the storage itself gives the file to whoever has this URL; None where it does not."""
+def presigned_url(opened: OpenCheckpoint, name: str) -> str | None:
+    """A URL by which the storage itself serves the file; None where it cannot."""
     sign = getattr(opened.store, "presigned_url", None)
-    return None if sign is None else sign(file.info.name, PRESIGNED_SECONDS)
+    return None if sign is None else sign(name, _PRESIGNED_SECONDS)

@@ -1,4 +1,4 @@
-"""A checkpoint as one file of safetensors or torch.save, laid out before a byte is read."""
+"""Plans of downloads: a checkpoint as one file of safetensors or torch.save, laid out before it is read."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
+from dcp.server.core.data.bodies import Body
 from dcp.server.core.data.opening import OpenCheckpoint
-from dcp.server.core.data.sending.bodies import Body
-from dcp.server.core.data.sending.responses import SMALL_BYTES
+from dcp.server.core.data.responses import SMALL_BYTES
 from dcp.server.core.data.sharing import SharedValues, Wanted
 from dcp.storage.formats.registry import target_named
 from dcp.version import __version__
@@ -22,7 +22,6 @@ __all__ = [
     "download_name",
     "is_small_download",
     "plan_download",
-    "plans_of",
 ]
 
 _SMALL_ENTRIES: Final = 1_000
@@ -33,8 +32,8 @@ _KEPT: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class DownloadOptions:
-    """What is taken, as for `dcp.convert`: globs of names, a dtype to cast to, whether values that are no
-    plain data may be left out."""
+    """Options of a download, as for `dcp.convert`: globs of names, a dtype to cast to, and whether values
+    that the format cannot hold are left out."""
 
     to: str
     only: tuple[str, ...] = ()
@@ -55,13 +54,13 @@ class PlannedDownload:
 
 
 def download_etag(opened: OpenCheckpoint, options: DownloadOptions) -> str:
-    """The entity tag of the very bytes: a layout depends on nothing but the files, the options and the
-    version of ours."""
+    """The entity tag of the bytes: a layout depends on nothing but the files, the options and the version of
+    dcp."""
     return opened.etag("download", __version__, options)
 
 
 def download_name(opened: OpenCheckpoint, options: DownloadOptions) -> str:
-    """What a client may call the file."""
+    """The name of the file that a client is offered."""
     stem = opened.key.rpartition("/")[2]
     if opened.file is not None:
         stem = stem.rpartition(".")[0] or stem
@@ -90,7 +89,7 @@ def plan_download(
     from dcp.conversion.targets.job import ConversionOptions, LayoutJob
     from dcp.inspection.entries import choose_entries
     from dcp.planners.garbage_collection import garbage_collection_paused
-    from dcp.server.core.data.sending.planned import PlannedBody
+    from dcp.server.core.data.planned import PlannedBody
     from dcp.storage.engine.read import ReadEngine
 
     store, index = opened.store, opened.whole_index
@@ -108,21 +107,23 @@ def plan_download(
 
 
 class Plans:
-    """Plans of downloads by entity tag: each made once however many ask for it, a few at a time.
+    """Plans of downloads by entity tag: each made once however many need it, a few at a time.
 
     A plan of 100,000 tensors is half a second of a processor and tens of MiB; ranges of one download share
-    it, and it is kept while they are asked for. A plan whose last client has gone is given up.
+    it, and it is kept while it is in use. A plan whose last client has gone is cancelled.
+
+    ``service.own(Plans)`` are those of one process.
     """
 
-    def __init__(self, *, kept_bytes: int = _KEPT_BYTES) -> None:
-        self._values = SharedValues[str, PlannedDownload](count=_KEPT, kept_bytes=kept_bytes)
+    def __init__(self, _service: object = None) -> None:
+        self._values = SharedValues[str, PlannedDownload](count=_KEPT, kept_bytes=_KEPT_BYTES)
         self._pools = {
             is_small: ThreadPoolExecutor(threads, thread_name_prefix="dcp-plan")
             for is_small, threads in ((False, _AT_ONCE), (True, 2 * _AT_ONCE))
         }
 
     def __contains__(self, etag: str) -> bool:
-        """Whether it is there, or being made."""
+        """Whether the plan is kept, or being made."""
         return etag in self._values
 
     async def get(
@@ -134,8 +135,3 @@ class Plans:
         wait for the same.
         """
         return await self._values.get_from(self._pools[is_small], etag, make)
-
-
-def plans_of(_service: object) -> Plans:
-    """The plans that requests of one process share: ``service.own(plans_of)``."""
-    return Plans()

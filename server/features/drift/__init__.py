@@ -14,5 +14,5 @@ feature: Final = Feature(
     __name__,
     kinds=[DriftKind()],
     web=["web"],
-    links=[Link("run", "What changes from step to step", "/runs/{id}/drift")],
+    links=[Link("run", "Changes between steps", "/runs/{id}/drift")],
 )

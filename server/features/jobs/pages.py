@@ -17,14 +17,13 @@ from dcp.server.core.http.dependencies import Author, Caller, Db, Page, PagePara
 from dcp.server.core.http.idempotent_transaction import IdempotentDep
 from dcp.server.core.inputs import Name
 from dcp.server.core.jobs.answers import JobAnswer
-from dcp.server.core.jobs.ledger import jobs_of_key
 from dcp.server.core.pages.queries import READ, pages_router
 from dcp.server.core.pages.rendering import page
 from dcp.server.core.pages.tokens import FormDep
 from dcp.server.features.jobs import api
 from dcp.server.records.jobs import JobState
 
-__all__ = ["last_job", "router"]
+__all__ = ["router"]
 
 router = pages_router()
 
@@ -110,14 +109,6 @@ def _outcomes(jobs: Sequence[JobAnswer], database: Db) -> dict[int, str]:
     """What those of these jobs found that verified a checkpoint: "good" or "damaged"."""
     with database.read() as connection:
         return outcomes_of_jobs(connection, [job.id for job in jobs if job.kind == "verify"])
-
-
-def last_job(dedup_key: str, database: Db, caller: Caller, shown: int | None = None) -> JobAnswer | None:
-    """The newest job with this key that the caller may see, for a page that waits for it; None where it is
-    not newer than the job whose result is ``shown``."""
-    with database.read() as connection:
-        last, _ = jobs_of_key(connection, dedup_key, caller.roots)
-    return None if last is None or last <= (shown or 0) else api.get_job(last, database, caller)
 
 
 def _target_of(job: JobAnswer) -> str | None:

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from dcp.server.catalog.formats import SourceFormat
 from dcp.server.core.inputs import Name
 from dcp.server.core.jobs.parameters import Parameters, PlainText
-from dcp.server.features.convert.job import ConvertOptions, ConvertParams
+from dcp.server.features.convert.options import ConvertOptions, ConvertParams
 
 __all__ = [
     "Action",

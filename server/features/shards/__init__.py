@@ -1,4 +1,4 @@
-"""Shards: which rank holds what, phases of a save, the map of a checkpoint."""
+"""Shards: the files and bytes of each rank, and the phases of a save."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from dcp.server.core.feature import Feature
 
 __all__ = ["feature"]
 
-feature: Final = Feature("shards", __name__, web=["drawings_api", "api", "pages", "anatomy"])
+feature: Final = Feature("shards", __name__, web=["api", "pages", "anatomy"])

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from dcp.server.catalog.contents.layers import layer_number
 from dcp.server.catalog.values import clean_text
-from dcp.server.core.data.chunk_columns import NO_RANK, ChunkColumns
+from dcp.server.features.shards.columns import NO_RANK, ChunkColumns
 from dcp.server.records.drawings import ShardMap, ShardMapRow
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import UNKNOWN

@@ -1,4 +1,4 @@
-"""Matrices as cells with the mean, the least and the greatest of what they cover, read in blocks."""
+"""Grids: matrices as cells with the mean, minimum and maximum of the elements they cover, read in blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dcp.inspection.values.tensor_reading import Slices, TensorReader
 from dcp.server.catalog.values import clean_text
 from dcp.server.core.data.opening import OpenCheckpoint
 from dcp.server.core.problems import UnprocessableError
-from dcp.server.features.statistics.documents import statistics_json
+from dcp.server.features.statistics.job import statistics_json
 from dcp.server.records.drawings import TensorGrid, TensorStatistics
 
 __all__ = ["tensor_grid", "tensor_statistics"]
@@ -35,11 +35,10 @@ Floats = npt.NDArray[np.float64]
 def tensor_grid(
     opened: OpenCheckpoint, fqn: str, slices: Slices | None = None, *, rows: int = 128, columns: int = 128
 ) -> TensorGrid:
-    """What ``slices`` take of a tensor, of two dimensions at most, in up to ``rows`` times ``columns`` cells.
+    """The slice of a tensor, of two dimensions at most, as up to ``rows`` times ``columns`` cells.
 
     A vector is one row. Memory is bounded by some 128 MiB; where more than `_READ` elements would be read, a
-    part of each cell is. Raises NotFoundError, UnprocessableError, PlanError and errors of
-    reading.
+    part of each cell is. Raises NotFoundError, UnprocessableError, PlanError and errors of reading.
     """
     row = opened.row(fqn)
     dtype = opened.index.dtype(row)
@@ -48,9 +47,9 @@ def tensor_grid(
     with TensorReader(opened.store, opened.index) as reader:
         shape = reader.shape_of(row, slices)
         if len(shape) > 2:
-            told = ", ".join([":", ":", *["0"] * (len(shape) - 2)])
+            taken = ", ".join([":", ":", *["0"] * (len(shape) - 2)])
             raise UnprocessableError(
-                f"{len(shape)} dimensions are left; give a slice that leaves two, such as {told}",
+                f"{len(shape)} dimensions are left; give a slice that leaves two, such as {taken}",
                 field="slice",
             )
         height, width = shape if len(shape) == 2 else (1, math.prod(shape))

@@ -1,7 +1,7 @@
-"""``shapes``: names, shapes and dtypes of the model that a config.json of Hugging Face describes.
+"""Shapes of a model (kind ``shapes``): its names, shapes and dtypes, from a config.json of Hugging Face.
 
-The model is made by another process, without memory for its tensors, within a time, and without code of
-anybody's model: see `dcp.integrations.model_shapes`, which is a program because this service has no torch.
+The model is made by another process, without memory for its tensors, within a time, and without remote
+code: see `dcp.integrations.model_shapes`, which is a program because this service has no torch.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from dcp.server.core.data.sending.bodies import Body, empty_part
-from dcp.server.core.data.sending.responses import (
+from dcp.server.core.data.bodies import Body, empty_part
+from dcp.server.core.data.responses import (
     BodyResponse,
     ByteRange,
     PlannedResponse,

@@ -1,0 +1,423 @@
+"""Answers whose bodies are read while they are sent: ranges, entity tags, and what happens if one side stops.
+
+A body has a known Content-Length. If reading fails after the head has gone out, the connection is closed
+before the last byte, so that nobody takes a part for the whole. If the client goes away, or takes less than a
+minimum rate for a long time, reading stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import quote
+
+import structlog
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dcp.server.core.data.bodies import Body
+from dcp.server.core.problems import (
+    BrokenBodyError,
+    PreconditionFailedError,
+    ProblemError,
+    RangeError,
+    TooManyRequestsError,
+    UnavailableError,
+)
+from dcp.server.core.roots import storage_problem
+from dcp.server.core.security.principal import Principal
+from dcp.storage.errors import CheckpointError, CorruptCheckpointError
+
+__all__ = [
+    "CACHE",
+    "SMALL_BYTES",
+    "BodyResponse",
+    "BrokenBodyError",
+    "ByteRange",
+    "NotModifiedError",
+    "PlannedResponse",
+    "Streams",
+    "binary",
+    "choose_range",
+    "disposition",
+    "is_unchanged",
+    "not_modified",
+]
+
+CACHE: Final = "private, no-cache"
+"""To be kept by whoever asked, and asked for again each time: there are entity tags."""
+
+STALL_SECONDS: Final = 60.0
+"""So far a client may fall behind the minimum rate: one that pauses for longer is gone, or holds a place that
+another client waits for."""
+
+KEY_SECONDS: Final = 2.0
+"""Between two looks at whether a key still is one, while a body is sent."""
+
+_RETRY_SECONDS: Final = 10
+
+SMALL_BYTES: Final = 4 << 20
+"""So little is no download: it holds no place, and waits for no more than a thread."""
+
+_RANGE: Final = re.compile(r"\s*bytes\s*=\s*([0-9]{0,19})\s*-\s*([0-9]{0,19})\s*", re.IGNORECASE)
+_log = structlog.get_logger(__name__)
+
+
+def binary(description: str) -> dict[int | str, dict[str, Any]]:
+    """For ``responses=`` of a route that answers with bytes: all, a range, or that nothing changed."""
+    content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    return {
+        200: {"description": description, "content": content},
+        206: {"description": "The range that was asked for.", "content": content},
+        304: {"description": "Nothing has changed (If-None-Match)."},
+    }
+
+
+class NotModifiedError(Exception):
+    """The client has the answer with this entity tag already."""
+
+    def __init__(self, etag: str) -> None:
+        super().__init__(etag)
+        self.etag = etag
+
+
+class _NotAllowedError(Exception):
+    """The key of the request is not valid any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes ``begin`` to ``end`` of ``size``; ``is_part`` if they were asked for, even if that is all."""
+
+    begin: int
+    end: int
+    size: int
+    is_part: bool = False
+
+
+def choose_range(headers: Mapping[str, str], size: int, etag: str) -> ByteRange:
+    """What a GET asks for by ``Range`` and ``If-Range`` (RFC 9110, section 14).
+
+    Several ranges at once, and what is no range of bytes, are answered by the whole. Raises RangeError.
+    """
+    text = headers.get("range")
+    if text is None or headers.get("if-range", etag).strip() != etag:
+        return ByteRange(0, size, size)
+    match = _RANGE.fullmatch(text)
+    if match is None or not (match[1] or match[2]):
+        return ByteRange(0, size, size)
+    if not match[1]:
+        begin, end = max(0, size - int(match[2])), size
+    else:
+        begin = int(match[1])
+        end = min(size, int(match[2]) + 1) if match[2] else size
+        if match[2] and int(match[2]) < begin:
+            return ByteRange(0, size, size)
+    if begin >= size or begin >= end:
+        raise RangeError(
+            f"the range begins at byte {begin} of {size}", headers={"Content-Range": f"bytes */{size}"}
+        )
+    return ByteRange(begin, end, size, is_part=True)
+
+
+def is_unchanged(headers: Mapping[str, str], etag: str) -> bool:
+    """Whether ``If-None-Match`` names ``etag``; PreconditionFailedError if ``If-Match`` does not."""
+    wanted = headers.get("if-match")
+    if wanted is not None and not _names(wanted, etag, is_weak=False):
+        raise PreconditionFailedError("it is not any more what If-Match names")
+    known = headers.get("if-none-match")
+    return known is not None and _names(known, etag, is_weak=True)
+
+
+def not_modified(etag: str) -> Response:
+    """304: what the client has is still what it is."""
+    return Response(None, 304, {"ETag": etag, "Cache-Control": CACHE})
+
+
+def _names(text: str, etag: str, *, is_weak: bool) -> bool:
+    tags = [tag.strip() for tag in text.split(",")]
+    if is_weak:
+        tags = [tag.removeprefix("W/") for tag in tags]
+    return "*" in tags or etag in tags
+
+
+def disposition(name: str) -> str:
+    """``Content-Disposition`` of a file to be kept as ``name`` (RFC 6266), whatever characters it has."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "_", name)[-128:] or "download"
+    return (
+        f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(name[-512:], safe='', errors='replace')}"
+    )
+
+
+class Streams:
+    """What all bodies of a process share: the threads that read, and how many downloads there may be.
+
+    One key holds half of the places at most, so that its downloads leave some to the others. A client that
+    takes fewer than ``min_bytes_per_second`` for long is cut off.
+    """
+
+    def __init__(self, max_downloads: int, min_bytes_per_second: int = 0) -> None:
+        self.max_downloads = max_downloads
+        self.max_of_key = -(-max_downloads // 2)
+        self.seconds_per_byte = 1 / min_bytes_per_second if min_bytes_per_second else 0.0
+        self._threads = max_downloads + 2
+        self._pool: ThreadPoolExecutor | None = None
+        self._pid = 0
+        self._lock = threading.Lock()
+        self._places: Counter[int | None] = Counter()
+
+    @property
+    def running(self) -> int:
+        """The places that are taken."""
+        return self._places.total()
+
+    @property
+    def pool(self) -> ThreadPoolExecutor:
+        """Made when it is first needed, in each process."""
+        with self._lock:
+            if self._pool is None or self._pid != os.getpid():
+                self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="dcp-body")
+                self._pid = os.getpid()
+            return self._pool
+
+    @contextlib.contextmanager
+    def slot(self, scope: Scope) -> Generator[None]:
+        """One of the places, for the key of the request. Raises UnavailableError where all are taken, and
+        TooManyRequestsError where the key has its share of them."""
+        principal = scope.get("state", {}).get("principal")
+        key_id = principal.key_id if isinstance(principal, Principal) else None
+        with self._lock:
+            if self.running >= self.max_downloads:
+                raise UnavailableError(
+                    f"{self.max_downloads} downloads are under way, and no more at a time are allowed",
+                    retry_seconds=_RETRY_SECONDS,
+                )
+            if key_id is not None and self._places[key_id] >= self.max_of_key:
+                raise TooManyRequestsError(
+                    f"{self.max_of_key} downloads with this key are under way, as many as one key may have",
+                    headers={"Retry-After": str(_RETRY_SECONDS)},
+                )
+            self._places[key_id] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._places[key_id] -= 1
+                self._places += Counter()  # forgets keys that have none
+
+    def close(self) -> None:
+        """End the threads that are idle; those that read end with their part."""
+        with self._lock:
+            if self._pool is not None:
+                self._pool.shutdown(wait=False, cancel_futures=True)
+                self._pool = None
+
+
+class BodyResponse(Response):
+    """``chosen`` bytes of ``body``, read by a thread one part ahead of what is sent.
+
+    ``is_allowed`` is asked now and then by that thread: reading ends when whoever asked may not any more.
+    """
+
+    def __init__(
+        self,
+        body: Body,
+        chosen: ByteRange,
+        streams: Streams,
+        *,
+        headers: Mapping[str, str],
+        problem: Callable[[BaseException], ProblemError] = storage_problem,
+        media_type: str = "application/octet-stream",
+        is_allowed: Callable[[], bool] = lambda: True,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> None:
+        length = chosen.end - chosen.begin
+        every = {"Cache-Control": CACHE, **headers, "Accept-Ranges": "bytes", "Content-Length": str(length)}
+        if chosen.is_part:
+            every["Content-Range"] = f"bytes {chosen.begin}-{chosen.end - 1}/{chosen.size}"
+        super().__init__(None, 206 if chosen.is_part else 200, every, media_type)
+        self._source = body
+        self._chosen = chosen
+        self._streams = streams
+        self._problem = problem
+        self._is_allowed = is_allowed
+        self._stall_seconds = stall_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI. Raises a ProblemError while nothing has been sent, later `BrokenBodyError`."""
+        if scope["method"] == "HEAD":
+            await self._send_head(send)
+            return
+        with contextlib.nullcontext() if self.is_small else self._streams.slot(scope):
+            gone = asyncio.ensure_future(_departure(receive))
+            try:
+                await self._send_body(scope, send, gone)
+            finally:
+                gone.cancel()
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is too little to hold the place of a download."""
+        return self._chosen.end - self._chosen.begin <= SMALL_BYTES
+
+    async def answer(self, scope: Scope, send: Send, gone: asyncio.Future[None]) -> None:
+        """As ASGI, for who has a place if it needs one, and waits for ``gone``, the client's departure."""
+        if scope["method"] == "HEAD":
+            await self._send_head(send)
+        else:
+            await self._send_body(scope, send, gone)
+
+    async def _send_head(self, send: Send) -> None:
+        await self._start(send)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _start(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+
+    async def _send_body(self, scope: Scope, send: Send, gone: asyncio.Future[None]) -> None:
+        parts = _while_allowed(self._source.parts(self._chosen.begin, self._chosen.end), self._is_allowed)
+        reader = _PartsReader(parts, self._streams.pool)
+        left = self._chosen.end - self._chosen.begin
+        has_begun = False
+        patience_seconds = self._stall_seconds
+        try:
+            reader.read_ahead()
+            while left > 0:
+                part = await reader.part()
+                if not has_begun:  # what fails at once is an answer of its own
+                    has_begun = True
+                    await self._start(send)
+                left -= len(part)
+                if left > 0:
+                    reader.read_ahead()
+                due_seconds = len(part) * self._streams.seconds_per_byte
+                begun = time.monotonic()
+                async with asyncio.timeout(patience_seconds + due_seconds):
+                    await send({"type": "http.response.body", "body": part, "more_body": left > 0})
+                if due_seconds:
+                    late_seconds = time.monotonic() - begun - due_seconds
+                    patience_seconds = min(self._stall_seconds, patience_seconds - late_seconds)
+                if gone.done():
+                    _log.info("client went away", path=scope["path"], left_bytes=left)
+                    return
+            if not has_begun:
+                await self._start(send)
+                await send({"type": "http.response.body", "body": b""})
+        except TimeoutError:
+            _log.info(
+                "answer broken off", path=scope["path"], left_bytes=left, error="the client is too slow"
+            )
+            raise BrokenBodyError("the client is too slow") from None
+        except _NotAllowedError:
+            _log.info("answer broken off", path=scope["path"], left_bytes=left, error="the key has ended")
+            raise BrokenBodyError("the key has ended") from None
+        except (CheckpointError, OSError) as error:
+            if not has_begun:
+                raise self._problem(error) from error
+            _log.warning("answer broken off", path=scope["path"], left_bytes=left, error=str(error))
+            raise BrokenBodyError("the source cannot be read any further") from error
+        finally:
+            reader.close()
+
+
+class PlannedResponse(Response):
+    """An answer that is planned first: by one that has a place among the downloads, where ``is_costly``.
+
+    ``plan`` is cancelled if the client goes away.
+    """
+
+    def __init__(
+        self,
+        plan: Callable[[], Coroutine[Any, Any, BodyResponse]],
+        streams: Streams,
+        is_costly: Callable[[], bool],
+    ) -> None:
+        super().__init__(None)
+        self._plan = plan
+        self._streams = streams
+        self._is_costly = is_costly
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI. Raises a ProblemError while nothing has been sent, later `BrokenBodyError`."""
+        with contextlib.ExitStack() as place:
+            has_place = self._is_costly()
+            if has_place:
+                place.enter_context(self._streams.slot(scope))
+            gone = asyncio.ensure_future(_departure(receive))
+            try:
+                response = await _unless(gone, self._plan())
+                if response.is_small or scope["method"] == "HEAD":
+                    place.close()
+                elif not has_place:
+                    place.enter_context(self._streams.slot(scope))
+                await response.answer(scope, send, gone)
+            finally:
+                gone.cancel()
+
+
+async def _unless(gone: asyncio.Future[None], plan: Coroutine[Any, Any, BodyResponse]) -> BodyResponse:
+    planning = asyncio.ensure_future(plan)
+    try:
+        await asyncio.wait((planning, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not planning.done():
+            planning.cancel()
+    if not planning.done():
+        raise UnavailableError("the client has gone away")
+    return planning.result()
+
+
+def _while_allowed(parts: Generator[memoryview], is_allowed: Callable[[], bool]) -> Generator[memoryview]:
+    """``parts``, until they are not allowed any more: then raises `_NotAllowedError`."""
+    asked = time.monotonic()
+    with contextlib.closing(parts):
+        for part in parts:
+            yield part
+            if time.monotonic() - asked >= KEY_SECONDS:
+                if not is_allowed():
+                    raise _NotAllowedError
+                asked = time.monotonic()
+
+
+class _PartsReader:
+    """Has a thread ask for the parts of a body, one at a time."""
+
+    def __init__(self, parts: Generator[memoryview], pool: ThreadPoolExecutor) -> None:
+        self._parts = parts
+        self._pool = pool
+        self._ahead: Future[memoryview | None] | None = None
+
+    def read_ahead(self) -> None:
+        """Begin to read the next part."""
+        self._ahead = self._pool.submit(next, self._parts, None)
+
+    async def part(self) -> memoryview:
+        """The part that is being read. Raises what reading raises, and CorruptCheckpointError at the end."""
+        if self._ahead is None:
+            raise RuntimeError("nothing is being read")
+        part = await asyncio.wrap_future(self._ahead)
+        if part is None:
+            raise CorruptCheckpointError("the source is shorter than it was")
+        return part
+
+    def close(self) -> None:
+        """Stop reading: at once, or when the part that is under way has been read."""
+        if self._ahead is None:
+            self._parts.close()
+        else:
+            self._ahead.cancel()
+            self._ahead.add_done_callback(lambda _: self._parts.close())
+
+
+async def _departure(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
