@@ -28,8 +28,8 @@ LinkedFrom = Literal["run"]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An operation of the API below ``/api/v1``. ``handle`` returns a record or an answer; with ``has_etag``
-    it may call `Ask.tag`."""
+    """An operation of the API below ``/api/v1``. ``handle`` returns a record or an answer.
+    ``responses`` are other ones, as FastAPI describes them."""
 
     method: str
     path: str
@@ -38,7 +38,7 @@ class Route:
     tag: str
     status: int
     errors: Sequence[int]
-    has_etag: bool = False
+    responses: dict[int | str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +100,10 @@ class Feature:
         tag: str,
         scope: Scope = "read",
         errors: Sequence[int] = (404,),
-        has_etag: bool = False,
+        responses: dict[int | str, dict[str, Any]] | None = None,
     ) -> Callable[[F], F]:
         """Declare that GET of ``path`` below ``/api/v1`` is answered by the function."""
-        return self._route("GET", path, scope, tag, 200, errors, has_etag)
+        return self._route("GET", path, scope, tag, 200, errors, responses)
 
     def post(
         self, path: str, *, tag: str, scope: Scope, status: int = 200, errors: Sequence[int] = (404,)
@@ -119,10 +119,10 @@ class Feature:
         tag: str,
         status: int,
         errors: Sequence[int],
-        has_etag: bool = False,
+        responses: dict[int | str, dict[str, Any]] | None = None,
     ) -> Callable[[F], F]:
         def declare(handle: F) -> F:
-            self.routes.append(Route(method, path, handle, scope, tag, status, errors, has_etag))
+            self.routes.append(Route(method, path, handle, scope, tag, status, errors, responses or {}))
             return handle
 
         return declare

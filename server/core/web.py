@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import RedirectResponse
@@ -23,10 +23,6 @@ from dcp.server.core.pages.tokens import FormDep
 from dcp.server.core.record_answers import answer_model, answer_of
 
 __all__ = ["routes_of"]
-
-_NOT_MODIFIED: Final[dict[int | str, dict[str, Any]]] = {
-    304: {"description": "Nothing has changed (If-None-Match)."}
-}
 
 
 def routes_of(features: Iterable[Feature]) -> list[BaseRoute]:
@@ -62,7 +58,7 @@ def _add_route(router: Any, route: Route) -> None:
         status_code=route.status,
         tags=[route.tag],
         dependencies=[requires(route.scope)],
-        responses=(_NOT_MODIFIED if route.has_etag else {}) | problems(*route.errors),
+        responses=route.responses | problems(*route.errors),
     )
 
 

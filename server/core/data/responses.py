@@ -39,6 +39,7 @@ from dcp.storage.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = [
     "CACHE",
+    "NOT_MODIFIED",
     "SMALL_BYTES",
     "BodyResponse",
     "BrokenBodyError",
@@ -52,6 +53,11 @@ __all__ = [
     "is_unchanged",
     "not_modified",
 ]
+
+NOT_MODIFIED: Final[dict[int | str, dict[str, Any]]] = {
+    304: {"description": "Nothing has changed (If-None-Match)."}
+}
+"""For ``responses=`` of a route that calls `Ask.tag`."""
 
 CACHE: Final = "private, no-cache"
 """To be kept by whoever asked, and asked for again each time: there are entity tags."""
@@ -78,7 +84,7 @@ def binary(description: str) -> dict[int | str, dict[str, Any]]:
     return {
         200: {"description": description, "content": content},
         206: {"description": "The range that was asked for.", "content": content},
-        304: {"description": "Nothing has changed (If-None-Match)."},
+        **NOT_MODIFIED,
     }
 
 

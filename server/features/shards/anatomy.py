@@ -16,6 +16,7 @@ from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.values import clean_text
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
+from dcp.server.core.data.responses import NOT_MODIFIED
 from dcp.server.core.pages.formatting import seconds_text, times_text
 from dcp.server.features.shards import feature
 from dcp.server.features.shards.api import KeptChunks, Rank
@@ -48,7 +49,7 @@ _Seconds = Mapping[str, float]
     "/checkpoints/{checkpoint_id}/phases",
     tag="data",
     errors=(400, 401, 403, 404, 409, 410, 412, 421, 422, 429, 503),
-    has_etag=True,
+    responses=NOT_MODIFIED,
 )
 def get_phases(
     checkpoint_id: IdPath,

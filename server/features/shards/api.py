@@ -14,6 +14,7 @@ from dcp.server.catalog.name_patterns import check_pattern
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.data.opening import Stamped
+from dcp.server.core.data.responses import NOT_MODIFIED
 from dcp.server.core.data.sharing import SharedValues
 from dcp.server.core.http.dependencies import MAX_PAGE
 from dcp.server.core.http.dependencies import Page as PageQuery
@@ -148,7 +149,7 @@ def list_rank_shares(checkpoint_id: IdPath, ask: Ask, page: PageQuery) -> Page[R
     return Page(tuple(shares[begin:end]), encode_cursor(mark, end) if end < len(shares) else None)
 
 
-@feature.get(_SHARDS + "/map", tag="data", errors=(412, *_ERRORS), has_etag=True)
+@feature.get(_SHARDS + "/map", tag="data", errors=(412, *_ERRORS), responses=NOT_MODIFIED)
 def get_shard_map(checkpoint_id: IdPath, query: Annotated[ShardMapQuery, Query()], ask: Ask) -> ShardMap:
     """Which rank holds what, and where: rows of files by rank, bins of bytes, the largest tensor in each."""
     query.check()

@@ -11,7 +11,7 @@ from dcp.server.catalog.contents.tensors import tensors_page, tree_level
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.core.answers import IdPath, problems
 from dcp.server.core.ask import Ask, AskDep
-from dcp.server.core.data.responses import binary, is_unchanged, not_modified
+from dcp.server.core.data.responses import NOT_MODIFIED, binary, is_unchanged, not_modified
 from dcp.server.core.http.dependencies import Page as PageQuery
 from dcp.server.core.http.dependencies import requires
 from dcp.server.core.http.routers import api_router
@@ -129,7 +129,7 @@ def tensor_data(
     return ask.data.answer(ask.request, found, planned.body, f"{fqn}.{to}", etag, headers)
 
 
-@feature.get(_TENSORS + "/grid", tag="data", errors=_READ_ERRORS, has_etag=True)
+@feature.get(_TENSORS + "/grid", tag="data", errors=_READ_ERRORS, responses=NOT_MODIFIED)
 def get_tensor_grid(
     checkpoint_id: IdPath,
     fqn: Fqn,
