@@ -9,4 +9,4 @@ from dcp.server.features.will_it_load.job import ShapesKind
 
 __all__ = ["feature"]
 
-feature: Final = Feature("will_it_load", __name__, kinds=[ShapesKind()], web=["api", "page"])
+feature: Final = Feature("will_it_load", __name__, kinds=[ShapesKind()], web=["web"])
