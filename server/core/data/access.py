@@ -1,28 +1,39 @@
-"""Checkpoints of the catalog, opened in their storage for those who may see them."""
+"""Checkpoints of the catalog, found and opened in their storage for callers who may see them.
+
+Each is opened once, and kept while it is in use and has not changed.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from fastapi import Request
 
 from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
-from dcp.server.core.data.bodies import Body
-from dcp.server.core.data.opening import FoundCheckpoint, OpenCheckpoint, OpenCheckpoints, find_checkpoint
-from dcp.server.core.data.responses import BodyResponse, Streams, choose_range, disposition
+from dcp.server.catalog.values import short_name
+from dcp.server.core.data.responses import Body, BodyResponse, Streams, choose_range, disposition
+from dcp.server.core.data.sharing import SharedValues
 from dcp.server.core.http.context import Service
-from dcp.server.core.problems import ConflictError, GoneError
+from dcp.server.core.problems import ConflictError, GoneError, NotFoundError, UnavailableError
 from dcp.server.core.roots import StorageRoot
 from dcp.server.core.security.keys import valid_keys
 from dcp.server.core.security.principal import Principal
-from dcp.storage.errors import CheckpointError
+from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
+from dcp.storage.stores.base import TEMPORARY_PREFIX, Store
 
-__all__ = ["Data", "Readable"]
+if TYPE_CHECKING:
+    from dcp.storage.formats.index import CheckpointIndex
+    from dcp.storage.formats.opening import SourcePlace
+
+__all__ = ["Data", "FoundCheckpoint", "OpenCheckpoint", "Readable", "Stamped"]
 
 _GONE: Final = {
     "deleted": "it was deleted; restore it first",
@@ -32,6 +43,142 @@ _NOT_YET: Final = {
     "incomplete": "its save has not been committed",
     "unreadable": "it cannot be read",
 }
+_KEPT_BYTES: Final = 64 << 20
+_KEPT: Final = 16
+_LARGE_BYTES: Final = 4 << 20
+_MAX_WAITING: Final = 24
+"""Of the threads that answer requests; the others stay free for other requests."""
+
+_NAME_BYTES: Final = 400
+"""Of a name as text, its place in a dict, and its path, which is a tuple of texts."""
+_MOVING: Final = frozenset({"notes.msgpack"})
+"""Files of a checkpoint that change without its data."""
+
+
+@dataclass(frozen=True)
+class Stamped:
+    """A state of a checkpoint. ``stamp`` changes whenever the name, size or time of one of its files does."""
+
+    root: str
+    key: str
+    stamp: str
+
+    def etag(self, *facts: object) -> str:
+        """The strong entity tag of a result that depends on this checkpoint and ``facts``."""
+        text = "\0".join((self.root, self.key, self.stamp, *map(repr, facts)))
+        return f'"{hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]}"'
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint(Stamped):
+    """A checkpoint whose files are listed, and whose index is not read. ``is_large``: its index is."""
+
+    place: SourcePlace
+    is_large: bool
+
+    @property
+    def state(self) -> Stamped:
+        """The checkpoint by name and stamp alone."""
+        return Stamped(self.root, self.key, self.stamp)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenCheckpoint(Stamped):
+    """A checkpoint with its index."""
+
+    store: Store
+    index: CheckpointIndex
+    file: str | None
+
+    @cached_property
+    def held_bytes(self) -> int:
+        """About how much memory the index takes."""
+        return _size_bytes(self.index)
+
+    @cached_property
+    def whole_index(self) -> CheckpointIndex:
+        """The index with all that its format stores outside of it, such as values that are no tensors; read
+        once. Raises errors of the formats and the storage."""
+        from dcp.storage.formats.opening import complete_index  # only here, as all that reads tensors
+
+        return complete_index(self.store, self.index)
+
+    def row(self, fqn: str) -> int:
+        """The row in the index of the tensor ``fqn``, or of that which the catalog, which shortens very long
+        names, lists as ``fqn``. Raises NotFoundError."""
+        row = self.index.position.get(fqn)
+        if row is None and ("..." in fqn or "\\" in fqn):
+            row = next((at for at, name in enumerate(self.index.fqns) if short_name(name) == fqn), None)
+        if row is None:
+            is_value = fqn in self.index.objects.position
+            what = "a value, and no tensor" if is_value else "not in the checkpoint"
+            raise NotFoundError(f"{fqn[:200]!r} is {what}")
+        return row
+
+
+class _OpenCheckpoints:
+    """The open checkpoints that were used last. Thread-safe; large ones are not kept, but shared.
+
+    Each is read once, however many requests need it; those with large indexes one at a time, because reading
+    them takes ten times their memory.
+    """
+
+    def __init__(self) -> None:
+        self._values = SharedValues[Stamped, OpenCheckpoint](count=_KEPT, kept_bytes=_KEPT_BYTES)
+        self._large = threading.Lock()
+
+    def open(self, found: FoundCheckpoint) -> OpenCheckpoint:
+        """The checkpoint with its index. Raises UnavailableError where very many requests wait for one, and
+        errors of the formats and the storage."""
+        known = self._values.find(found.state)
+        if known is not None:
+            return known
+        if found.is_large and self._values.waiting >= _MAX_WAITING:
+            raise UnavailableError("many wait for large checkpoints to be opened", retry_seconds=5)
+        return self._values.get(found.state, lambda: self._read(found))
+
+    def _read(self, found: FoundCheckpoint) -> OpenCheckpoint:
+        from dcp.storage.formats.opening import index_at
+
+        with self._large if found.is_large else nullcontext():
+            index = index_at(found.place)
+        place = found.place
+        return OpenCheckpoint(found.root, found.key, found.stamp, place.store, index, place.file)
+
+
+def _find_checkpoint(root: StorageRoot, key: str) -> FoundCheckpoint:
+    """List the files of a checkpoint. Raises CheckpointNotFoundError if there are none."""
+    from dcp.storage.commit_names import is_commit_object
+
+    place = root.place(key)
+    if place.file is not None:
+        info = place.store.stat(place.file)
+        listing = [] if info is None else [info]
+    else:
+        listing = [
+            info
+            for info in place.store.list()
+            if info.name not in _MOVING and not info.name.startswith(TEMPORARY_PREFIX)
+        ]
+    if not listing:
+        raise CheckpointNotFoundError(f"{place.url} does not exist", path=place.url)
+    digest = hashlib.sha256()
+    for info in listing:
+        digest.update(f"{info.name}\0{info.size_bytes}\0{info.modified_seconds!r}\n".encode())
+    indexes = sum(info.size_bytes for info in listing if is_commit_object(info.name))
+    return FoundCheckpoint(root.name, key, digest.hexdigest(), place, indexes > _LARGE_BYTES)
+
+
+def _size_bytes(index: CheckpointIndex) -> int:
+    import numpy as np
+
+    values = vars(index).values()  # not by name: members that are decoded on demand stay undecoded
+    total = sum(array.nbytes for array in values if isinstance(array, np.ndarray))
+    total += sum(map(len, index.fqns)) + _NAME_BYTES * (len(index.fqns) + len(index.objects))
+    return total + sum(len(value) for value in index.objects.values)
+
+
+# -- for one caller ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +201,7 @@ class _Shared:
 
     def __init__(self, service: Service) -> None:
         settings = service.settings
-        self.checkpoints = OpenCheckpoints()
+        self.checkpoints = _OpenCheckpoints()
         self.streams = Streams(settings.max_downloads, settings.min_download_bytes_per_second)
 
 
@@ -76,13 +223,13 @@ class Data:
         and problems of the storage."""
         row, root = self._place(checkpoint_id)
         with _problems(root):
-            return Readable(row, root, self._shared.checkpoints.open(find_checkpoint(root, row.key)))
+            return Readable(row, root, self._shared.checkpoints.open(_find_checkpoint(root, row.key)))
 
     def find(self, checkpoint_id: int) -> FoundCheckpoint:
         """The checkpoint, whose index is not read. Raises as `open` does."""
         row, root = self._place(checkpoint_id)
         with _problems(root):
-            return find_checkpoint(root, row.key)
+            return _find_checkpoint(root, row.key)
 
     def answer(
         self,

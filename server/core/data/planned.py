@@ -1,7 +1,6 @@
 """Bodies that are made of tensors while they are read: files of a conversion, and slices.
 
-Imports what reads tensors; whoever imports this does so when it is first needed, because a service is to
-answer soon after its start.
+Imports modules that read tensors, so import it only when it is needed: a service starts quickly.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from dcp.conversion.layout import SourceColumns, TargetLayout, copy_sources
 from dcp.conversion.running import SourceChecks, TaskReader, make_tasks
 from dcp.inspection.values.elements import Array
 from dcp.inspection.values.tensor_reading import Slices, TensorReader
-from dcp.server.core.data import bodies
-from dcp.server.core.data.bodies import Body, empty_part
+from dcp.server.core.data.responses import Body, empty_part, part_bytes_of
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.geometry.boxes import range_boxes
@@ -59,7 +57,7 @@ class PlannedBody(Body):
         (self._task,) = make_tasks(self._index, layout, self._index.dtype_codes, sources, by_file=True)
         in_order = _is_sequential(sources)
         self._can_seek = in_order and not layout.holes
-        self._window_bytes = bodies.part_bytes_of(self._store) if in_order else _TURNED_PART_BYTES
+        self._window_bytes = part_bytes_of(self._store) if in_order else _TURNED_PART_BYTES
 
     @property
     def held_bytes(self) -> int:
@@ -100,7 +98,7 @@ class PlannedBody(Body):
                     else:
                         checks.finish_begun()
                 if at >= begin:
-                    step = bodies.part_bytes_of(self._store)
+                    step = part_bytes_of(self._store)
                     yield from (window[low : low + step] for low in range(0, len(window), step))
 
 

@@ -22,9 +22,9 @@ from dcp.server.features.checkpoints import api
 from dcp.server.features.checkpoints.answers import CheckpointAnswer, CheckpointDetailAnswer
 from dcp.server.features.checkpoints.queries import CheckpointQuery
 from dcp.server.features.checkpoints.snippets import snippets_of
-from dcp.server.features.diff.api import Differences
 from dcp.server.features.diff.changes import changes_below, changes_of_list
 from dcp.server.features.diff.job import DiffKind, DiffParams
+from dcp.server.features.diff.web import Differences
 from dcp.server.features.downloads.web import list_files
 from dcp.server.features.jobs import api as jobs_api
 from dcp.server.features.lineage import api as lineage_api

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from sqlalchemy import Connection, select, update
@@ -24,6 +25,16 @@ from dcp.server.features.scan.asking import scan_spec
 
 __all__ = ["facts_document", "record_target", "refuse_known"]
 
+_FACTS: Final = (
+    "format",
+    "committed_seconds",
+    "step",
+    "save_id",
+    "fingerprint",
+    "bytes",
+    "file_count",
+    "observed_seconds",
+)
 _LIVING: Final = ("committed", "unreadable", "incomplete", "deleted")
 
 
@@ -43,17 +54,8 @@ def refuse_known(connection: Connection, root: str, key: str) -> None:
 
 def facts_document(root: StorageRoot, key: str) -> dict[str, Any]:
     """The facts of a target as JSON; its structure is left to a scan."""
-    facts: CheckpointFacts = facts_of_source(root.name, key, root.source(key), observed_seconds=time.time())
-    return {
-        "format": facts.format,
-        "committed_seconds": facts.committed_seconds,
-        "step": facts.step,
-        "save_id": facts.save_id,
-        "fingerprint": facts.fingerprint,
-        "bytes": facts.bytes,
-        "file_count": facts.file_count,
-        "observed_seconds": facts.observed_seconds,
-    }
+    facts = facts_of_source(root.name, key, root.source(key), observed_seconds=time.time())
+    return {name: getattr(facts, name) for name in _FACTS}
 
 
 def record_target(
@@ -65,15 +67,17 @@ def record_target(
     tags: Iterable[str],
     result: Json,
 ) -> None:
-    """Register the target, note its origins and, as ``done``, who had it made, emit "checkpoint.converted",
-    and have its structure read. Its step is that of the first of ``source_ids``, where it tells none itself.
-    """
+    """Register the target, record its sources and, as ``done``, the author of the job, emit
+    "checkpoint.converted", and submit a scan that reads its structure. Without a step of its own it has that
+    of the first of ``source_ids``."""
     now, root, key = time.time(), result["root"], result["key"]
     query = select(checkpoints.c.id, checkpoints.c.step).where(checkpoints.c.id.in_(source_ids))
     steps = {row.id: row.step for row in connection.execute(query)}
-    facts = _facts(result, steps.get(source_ids[0]), tags)
+    facts = CheckpointFacts(root=root, key=key, tags=frozenset(tags), **result["target"])
+    if facts.step is None:
+        facts = replace(facts, step=steps.get(source_ids[0]))
     target = upsert_checkpoint(connection, facts, now=now, actor=job.created_by).id
-    # So that the scan opens it, and finds the structure; that it is committed has been told by now.
+    # without a fingerprint the scan opens it, and finds the structure
     without_structure = (checkpoints.c.id == target) & checkpoints.c.structure_id.is_(None)
     connection.execute(update(checkpoints).where(without_structure).values(fingerprint=None))
     for source_id in steps:
@@ -85,7 +89,7 @@ def record_target(
     if result.get("map"):
         detail["map"] = result["map"]
     audit.record(connection, job.created_by, done, f"checkpoint:{target}", detail, now=now)
-    # not one that is at it already: it may have listed the folder before the target was there
+    # not a scan that runs already: it may have listed the folder before the target was there
     submit_behind(connection, scan_spec(root, facts.run_key, created_by="system"), now)
     emit(
         connection,
@@ -102,22 +106,4 @@ def record_target(
             "job_id": job.id,
         },
         now=now,
-    )
-
-
-def _facts(result: Json, step: int | None, tags: Iterable[str]) -> CheckpointFacts:
-    """The facts of the target; ``step`` is that of its source."""
-    found = result["target"]
-    return CheckpointFacts(
-        root=result["root"],
-        key=result["key"],
-        format=found["format"],
-        observed_seconds=found["observed_seconds"],
-        committed_seconds=found["committed_seconds"],
-        step=found["step"] if found["step"] is not None else step,
-        save_id=found["save_id"],
-        fingerprint=found["fingerprint"],
-        bytes=found["bytes"],
-        file_count=found["file_count"],
-        tags=frozenset(tags),
     )

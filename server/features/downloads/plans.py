@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
-from dcp.server.core.data.bodies import Body
-from dcp.server.core.data.opening import OpenCheckpoint
-from dcp.server.core.data.responses import SMALL_BYTES
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from dcp.server.catalog.formats import DownloadFormat
+from dcp.server.core.data.access import OpenCheckpoint
+from dcp.server.core.data.responses import SMALL_BYTES, Body
 from dcp.server.core.data.sharing import SharedValues, Wanted
 from dcp.storage.formats.registry import target_named
 from dcp.version import __version__
@@ -28,18 +30,27 @@ _SMALL_ENTRIES: Final = 1_000
 _AT_ONCE: Final = 2
 _KEPT_BYTES: Final = 96 << 20
 _KEPT: Final = 64
+_FORMAT: Final = (
+    "torch is for torch.load(weights_only=True), unless numpy arrays or the like are among the values."
+)
+
+_Glob = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 
 
-@dataclass(frozen=True, slots=True)
-class DownloadOptions:
-    """Options of a download, as for `dcp.convert`: globs of names, a dtype to cast to, and whether values
-    that the format cannot hold are left out."""
+class DownloadOptions(BaseModel):
+    """Options of a download, as for `dcp.convert`."""
 
-    to: str
-    only: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    dtype: str | None = None
-    drop_objects: bool = False
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    to: Annotated[DownloadFormat, Field(alias="format", description=_FORMAT)] = "safetensors"
+    only: Annotated[list[_Glob] | None, Field(max_length=64, description="Globs of names.")] = None
+    exclude: Annotated[list[_Glob] | None, Field(max_length=64, description="Globs of names.")] = None
+    dtype: Annotated[
+        str | None, Field(max_length=32, description="Floating-point tensors are cast to it.")
+    ] = None
+    drop_objects: Annotated[
+        bool, Field(description="Leave out values that the format cannot hold, instead of refusing.")
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -94,8 +105,9 @@ def plan_download(
 
     store, index = opened.store, opened.whole_index
     check()
-    only, exclude = list(options.only) or None, list(options.exclude) or None
-    entries = choose_entries(index, only=only, exclude=exclude, dtype=options.dtype)
+    entries = choose_entries(
+        index, only=options.only or None, exclude=options.exclude or None, dtype=options.dtype
+    )
     check()
     file_name = f"download{_suffix(options)}"
     with garbage_collection_paused(), ReadEngine(store, index, verify="blocks") as engine:

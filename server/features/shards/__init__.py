@@ -8,4 +8,4 @@ from dcp.server.core.feature import Feature
 
 __all__ = ["feature"]
 
-feature: Final = Feature("shards", __name__, web=["api", "pages", "anatomy"])
+feature: Final = Feature("shards", __name__, web=["web", "anatomy"])

@@ -19,8 +19,7 @@ from dcp.server.core.ask import Ask
 from dcp.server.core.data.responses import NOT_MODIFIED
 from dcp.server.core.pages.formatting import seconds_text, times_text
 from dcp.server.features.shards import feature
-from dcp.server.features.shards.api import KeptChunks, Rank
-from dcp.server.features.shards.pages import is_late
+from dcp.server.features.shards.web import KeptChunks, Rank, is_late
 from dcp.server.records.drawings import PhaseRow, SavePhase, SavePhases
 
 _WITHIN: Final[Mapping[str, str]] = {

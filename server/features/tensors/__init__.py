@@ -8,4 +8,4 @@ from dcp.server.core.feature import Feature
 
 __all__ = ["feature"]
 
-feature: Final = Feature("tensors", __name__, web=["api", "page", "slices", "steps", "layers"])
+feature: Final = Feature("tensors", __name__, web=["api", "page", "slices", "layers"])

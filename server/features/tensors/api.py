@@ -116,17 +116,17 @@ def tensor_data(
     ] = "npy",
 ) -> Response:
     """One tensor, or a slice of it, as .npy or .safetensors. Only what this needs is read, and compared."""
-    from dcp.server.features.tensors.files import plan_tensor  # only here, as all that reads tensors
+    from dcp.server.features.tensors.values import plan_tensor  # only here, as all that reads tensors
 
     slices = parse_slices(taken)
     found = ask.data.open(checkpoint_id)
     etag = found.opened.etag("tensor", fqn, slices, to)
     with found.problems():
-        planned = plan_tensor(found.opened, fqn, slices, to)
+        body, dtype, shape = plan_tensor(found.opened, fqn, slices, to)
     if is_unchanged(ask.request.headers, etag):
         return not_modified(etag)
-    headers = {"X-DCP-Dtype": planned.stored_dtype, "X-DCP-Shape": ",".join(map(str, planned.shape))}
-    return ask.data.answer(ask.request, found, planned.body, f"{fqn}.{to}", etag, headers)
+    headers = {"X-DCP-Dtype": dtype, "X-DCP-Shape": ",".join(map(str, shape))}
+    return ask.data.answer(ask.request, found, body, f"{fqn}.{to}", etag, headers)
 
 
 @feature.get(_TENSORS + "/grid", tag="data", errors=_READ_ERRORS, responses=NOT_MODIFIED)
@@ -146,7 +146,7 @@ def get_tensor_grid(
 
     Only what this needs is read; of more than some ten million elements a part of each cell.
     """
-    from dcp.server.features.tensors.grids import tensor_grid
+    from dcp.server.features.tensors.values import tensor_grid
 
     slices = parse_slices(taken)
     found = ask.data.open(checkpoint_id)
@@ -161,7 +161,7 @@ def get_tensor_grid(
 @feature.get(_TENSORS + "/statistics", tag="data", errors=_READ_ERRORS)
 def get_tensor_statistics(checkpoint_id: IdPath, fqn: Fqn, ask: Ask) -> TensorStatistics:
     """Statistics of one tensor: as a job has computed them; else, if it is not large, it is read now."""
-    from dcp.server.features.tensors.grids import tensor_statistics
+    from dcp.server.features.tensors.values import tensor_statistics
 
     kept = kept_statistics(ask, checkpoint_id, fqn)
     if kept is not None:

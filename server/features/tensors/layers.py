@@ -132,9 +132,7 @@ def layers_page(
 
 def _layers(checkpoint_id: int, ask: Ask) -> list[Layer] | None:
     """The layers; None where no job has computed statistics of the present content."""
-    from dcp.server.features.tensors.optimizer_states import (
-        OptimizerStates,  # only here, as all that reads checkpoints
-    )
+    from dcp.server.features.tensors.optimizers import OptimizerStates  # only here, as all that reads tensors
 
     with ask.reading() as connection:
         kept = get_statistics(connection, checkpoint_id, ask.visible)

@@ -1,37 +1,122 @@
-"""The page of a tensor: its values, its chunks, and the states that an optimizer keeps of it."""
+"""Pages of a tensor: its values, its chunks, the states of optimizers, and its values in other steps."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from glob import escape
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import Annotated, Any, Final
+from urllib.parse import urlencode
 
-from dcp.server.catalog.queries.listing import neighbour
-from dcp.server.core.ask import Ask
-from dcp.server.core.pages.marks import LARGE, mark_of
+from fastapi import Depends, Query
+
+from dcp.server.catalog.details import CheckpointDetail
+from dcp.server.catalog.queries.filters import CheckpointFilter, Sort
+from dcp.server.catalog.queries.listing import list_checkpoints, neighbour
+from dcp.server.catalog.values import short_name
+from dcp.server.core.answers import IdPath
+from dcp.server.core.ask import Ask, AskDep
+from dcp.server.core.data.access import Readable
+from dcp.server.core.pages.drawing import polyline
+from dcp.server.core.pages.marks import LARGE, largest_of, mark_of
 from dcp.server.core.problems import ProblemError
 from dcp.server.features.checkpoints.snippets import Snippet
 from dcp.server.features.statistics.job import StatsKind, StatsParams
+from dcp.server.features.statistics.web import kept_statistics
 from dcp.server.features.tensors import feature
 from dcp.server.features.tensors.histograms import histogram_picture
-from dcp.server.features.tensors.panels import panel_of
-from dcp.server.features.tensors.reading import (
-    LARGE_BYTES,
-    SMALL_BYTES,
-    NamedDep,
-    NamedTensor,
-    statistics_of,
-)
+from dcp.server.records.checkpoints import Checkpoint
+from dcp.server.records.contents import Chunk, ShardedTensor
+from dcp.server.records.drawings import TensorStatistics
 
-if TYPE_CHECKING:
-    from dcp.server.records.contents import Chunk, ShardedTensor
+__all__ = ["NamedDep", "NamedTensor", "statistics_of"]
 
+_SMALL_BYTES: Final = 1 << 20
+"""Read while a page is made; a page loads what takes longer by a request of its own."""
+_LARGE_BYTES: Final = 64 << 20
+_MAX_GLOB: Final = 256
 _CHUNKS: Final = 200
 _MAX_BOXES: Final = 1024
 """More boxes cannot be distinguished, and make the page too large."""
 _PANELS: Final = 4
+_SMALL_COUNT: Final = 2_000
+"""Tensors of checkpoints whose indexes open quickly enough to read one for each step."""
+_STEPS: Final = 24
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """A tensor that is ready to be read. ``fqn`` is its name in the catalog, ``of`` has its chunks."""
+
+    found: CheckpointDetail
+    readable: Readable
+    fqn: str
+    row: int
+    of: ShardedTensor
+
+    @property
+    def elements(self) -> int:
+        """The elements of the whole tensor."""
+        return math.prod(self.of.shape)
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of all its chunks."""
+        index = self.readable.opened.index
+        chunks = index.chunks(self.row)
+        return int(index.payload_lengths[chunks.start : chunks.stop].sum())
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether lists can be filtered by its name: the API would not take it for a glob."""
+        return len(self.fqn) <= _MAX_GLOB and not any(sign in self.fqn for sign in "*?[")
+
+    @property
+    def twin(self) -> str:
+        """The path of its statistics; of a tensor that is too large to be read that of its chunks."""
+        if self.stored_bytes <= _LARGE_BYTES or not self.is_plain:
+            path, query = "tensors/statistics", {"fqn": self.fqn}
+        else:
+            path, query = "shards", {"glob": self.fqn}
+        return f"/api/v1/checkpoints/{self.found.id}/{path}?{urlencode(query)}"
+
+    def url(self, path: str = "", **query: str) -> str:
+        """The path of the page of the tensor, or of one below it."""
+        return f"/checkpoints/{self.found.id}/tensors{path}?{urlencode({'fqn': self.fqn, **query})}"
+
+
+def _named(
+    checkpoint_id: IdPath, fqn: Annotated[str, Query(min_length=1, max_length=4096)], ask: AskDep
+) -> NamedTensor:
+    from dcp.server.features.shards.chunks import sharded_tensors  # only here, as all that reads tensors
+
+    readable = ask.data.open(checkpoint_id)
+    row = readable.opened.row(fqn)
+    _, tensor = next(sharded_tensors(readable.opened.index, after_row=row - 1))
+    return NamedTensor(readable.row, readable, short_name(tensor.fqn), row, tensor)
+
+
+NamedDep = Annotated[NamedTensor, Depends(_named)]
+
+
+def statistics_of(
+    ask: Ask, readable: Readable, fqn: str, most_bytes: int, *, with_histogram: bool = False
+) -> TensorStatistics | None:
+    """The statistics that a job has computed; without any, or without the histogram that is wanted, those of
+    the tensor as it is now, if it has at most ``most_bytes``. None for a larger one."""
+    from dcp.server.features.tensors.values import tensor_statistics
+
+    kept = kept_statistics(ask, readable.row.id, fqn)
+    if kept is not None and not (with_histogram and (kept.statistics or {}).get("histogram") is None):
+        return kept
+    index = readable.opened.index
+    row = readable.opened.row(fqn)
+    if math.prod(index.shape(row)) * index.dtype(row).itemsize > most_bytes:
+        return kept
+    with readable.problems():
+        return tensor_statistics(readable.opened, fqn)
 
 
 @feature.page("/checkpoints/{checkpoint_id}/tensors", "tensor.html")
@@ -52,11 +137,11 @@ def tensor_page(named: NamedDep, ask: Ask, read: bool = False) -> dict[str, Any]
         "before": before,
         "after": after,
         "snippets": _snippets(named, ask),
-        "is_readable": named.stored_bytes <= LARGE_BYTES,
+        "is_readable": named.stored_bytes <= _LARGE_BYTES,
         "job": ask.last_job(StatsKind, StatsParams(checkpoint_id=found.id)),
         "large": LARGE,
         "read": read,
-        **_values(named, ask, LARGE_BYTES if read else SMALL_BYTES),
+        **_values(named, ask, _LARGE_BYTES if read else _SMALL_BYTES),
     }
 
 
@@ -76,7 +161,7 @@ def _snippets(named: NamedTensor, ask: Ask) -> list[Snippet]:
 
 def _values(named: NamedTensor, ask: Ask, most_bytes: int) -> dict[str, Any]:
     """Statistics, histogram and panels, as far as they are kept or not too large to be read."""
-    from dcp.server.features.tensors.optimizer_states import OptimizerStates
+    from dcp.server.features.tensors.optimizers import OptimizerStates, panel_of
 
     statistics, fault = None, None
     try:
@@ -153,3 +238,56 @@ def _extent(chunk: Chunk, shape: Sequence[int], dimension: int | None) -> tuple[
         return 0.0, 100.0
     size = shape[dimension]
     return round(100 * chunk.offsets[dimension] / size, 3), round(100 * chunk.sizes[dimension] / size, 3)
+
+
+# -- other steps ---------------------------------------------------------------------------------------------
+
+
+@feature.page("/checkpoints/{checkpoint_id}/tensors/steps", "steps.html")
+def steps_page(named: NamedDep, ask: Ask) -> dict[str, Any]:
+    """The tensor in neighbouring checkpoints, with what is known of its values there."""
+    rows: list[tuple[Checkpoint, Any, float | None, Any]] = []
+    for one in _around(named, ask):
+        found = _values_at(one, named, ask)
+        values = None if found is None else found.statistics
+        if found is None or values is None:
+            rows.append((one, None, None, None))
+        else:
+            rows.append((one, values, largest_of(values), mark_of(found.dtype, values)))
+    query = {"run_id": named.found.run_id, "tensor": named.fqn, "sort": "step"}
+    known = [(values, largest) for _, values, largest, _ in rows if values is not None]
+    return {
+        "twin": f"/api/v1/checkpoints?{urlencode(query)}" if named.is_plain else named.twin,
+        "named": named,
+        "found": named.found,
+        "rows": rows,
+        "norms": polyline([values["norm"] for values, _ in known if values["norm"] is not None]),
+        "largest": polyline([one for _, one in known if one is not None and math.isfinite(one)]),
+        "known": len(known),
+    }
+
+
+def _values_at(one: Checkpoint, named: NamedTensor, ask: Ask) -> TensorStatistics | None:
+    """The statistics that a job has computed; of a small tensor in a small checkpoint those as it is now."""
+    if named.stored_bytes > _SMALL_BYTES or (named.found.tensor_count or 0) > _SMALL_COUNT:
+        return kept_statistics(ask, one.id, named.of.fqn)
+    try:
+        return statistics_of(ask, ask.data.open(one.id), named.of.fqn, _SMALL_BYTES)
+    except ProblemError:  # the page of that checkpoint shows it
+        return None
+
+
+def _around(named: NamedTensor, ask: Ask) -> list[Checkpoint]:
+    """Checkpoints by step, this one among them."""
+    step = named.found.step
+    if step is None or not named.is_plain:
+        return [named.found]
+    later = _listed(named, ask, "step", min_step=step)
+    return [*_listed(named, ask, "-step", max_step=step - 1)[::-1], *later] if step else later
+
+
+def _listed(named: NamedTensor, ask: Ask, order: str, **steps: int) -> list[Checkpoint]:
+    states = frozenset({"committed"})
+    wanted = CheckpointFilter(run_id=named.found.run_id, tensor=named.fqn, states=states, **steps)  # type: ignore[arg-type]
+    sort = Sort.parse(order)
+    return ask.find(list_checkpoints, wanted, sort, limit=_STEPS // 2, visible=ask.visible).checkpoints

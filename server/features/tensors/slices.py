@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 from dcp.server.core.ask import Ask
 from dcp.server.core.problems import ProblemError, UnprocessableError
 from dcp.server.features.tensors import feature
-from dcp.server.features.tensors.reading import NamedDep, NamedTensor
+from dcp.server.features.tensors.page import NamedDep, NamedTensor
 from dcp.server.records.drawings import TensorGrid
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def slice_page(named: NamedDep, ask: Ask, value: GridValue = "mean") -> dict[str
 
 
 def _grid(named: NamedTensor, parts: list[str]) -> TensorGrid:
-    from dcp.server.features.tensors.grids import tensor_grid  # only here, as all that reads tensors
+    from dcp.server.features.tensors.values import tensor_grid  # only here, as all that reads tensors
 
     slices = parse_slices(",".join(parts))
     with named.readable.problems():

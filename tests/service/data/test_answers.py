@@ -16,14 +16,15 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from dcp.server.core.data.bodies import Body, empty_part
 from dcp.server.core.data.responses import (
+    Body,
     BodyResponse,
     ByteRange,
     PlannedResponse,
     Streams,
     choose_range,
     disposition,
+    empty_part,
 )
 from dcp.server.core.http.handlers import install_handlers
 from dcp.server.core.http.middleware.requests import RequestMiddleware

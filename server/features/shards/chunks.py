@@ -1,30 +1,135 @@
-"""Lists of ranks, tensors and chunks: who wrote what, from the index alone."""
+"""Chunks of a checkpoint: as columns in the order of ranks, files and bytes, and as lists.
+
+Columns take a quarter of the memory of the index, so that they are kept where that is not. They are sorted,
+so that of some million chunks those in some bins of bytes are found by bisection.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from dcp.server.catalog.values import clean_text
-from dcp.server.features.shards.columns import NO_RANK, ChunkColumns, rank_of
 from dcp.server.records.contents import Chunk, RankShare, ShardedTensor, StoredChunk
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 
-__all__ = ["rank_shares", "sharded_tensors", "stored_chunks"]
+__all__ = ["NO_RANK", "ChunkColumns", "rank_shares", "sharded_tensors", "stored_chunks"]
 
+NO_RANK: Final = np.iinfo(np.int64).max
+"""Of files whose names do not have one: behind all others."""
 _MAX_CHUNKS: Final = 4096
 """Chunks of one tensor that are listed."""
 _MAX_COMPARED: Final = 1 << 16
 """Chunks of a tensor whose boxes are compared."""
+_NAME_BYTES: Final = 80
+_RANK_FILE: Final = re.compile(r"__([0-9]{1,9})_[0-9]+(?:\.[0-9A-Za-z-]+)?\.distcp")
+
+Int64 = npt.NDArray[np.int64]
+Unsigned = npt.NDArray[np.unsignedinteger[Any]]
+
+
+def _rank_of(file: str) -> int | None:
+    """The rank that wrote a file, from its name in checkpoints of dcp and of stock DCP."""
+    match = _RANK_FILE.fullmatch(file)
+    return None if match is None else int(match[1])
+
+
+class ChunkColumns:
+    """Files by rank: ``ranks``, ``files``, ``file_sizes``, ``file_ends`` (behind the last payload).
+
+    The chunks of file i are ``starts[i]:starts[i + 1]``, by their first bytes: ``begins``, ``lengths``, and
+    their ``tensors`` and ``rows`` in the index. Of tensors: ``fqns``, ``dtype_codes``, the bytes that are
+    stored (``stored_bytes``), and whether these are more than the tensor has (``is_replicated``).
+    """
+
+    def __init__(self, index: CheckpointIndex) -> None:
+        known = map(_rank_of, index.files)
+        ranks = np.array([NO_RANK if rank is None else rank for rank in known], np.int64)
+        by_rank = np.argsort(ranks, kind="stable")
+        place = np.empty(len(ranks), _unsigned(len(ranks)))
+        place[by_rank] = np.arange(len(ranks))
+        places = place[index.chunk_files]
+        begins = np.where(index.payload_offsets == UNKNOWN, index.record_offsets, index.payload_offsets)
+        rows = _sorted(places, begins)
+        lengths = index.payload_lengths[rows]
+        counts = np.bincount(places, minlength=len(ranks))
+        self.ranks = ranks[by_rank]
+        self.files = tuple(index.files[file] for file in by_rank.tolist())
+        self.file_sizes = index.file_sizes[by_rank]
+        self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        self.begins: Int64 = begins[rows]
+        self.file_ends = _greatest(self.begins + lengths, self.starts)
+        self.lengths = lengths.astype(_unsigned(int(lengths.max(initial=0))))
+        self.tensors = index.chunk_tensors[rows].astype(_unsigned(index.tensor_count))
+        self.rows = rows.astype(_unsigned(index.chunk_count))
+        self.fqns = index.fqns
+        self.dtype_codes = index.dtype_codes
+        stored = np.concatenate([[0], np.cumsum(index.payload_lengths)])[index.chunk_start]
+        self.stored_bytes: Int64 = np.diff(stored)
+        self.is_replicated = self.stored_bytes > _whole_bytes(index)
+
+    @property
+    def held_bytes(self) -> int:
+        """About how much memory they take."""
+        columns = (self.begins, self.lengths, self.tensors, self.rows)
+        return sum(column.nbytes for column in columns) + _NAME_BYTES * (len(self.fqns) + 3 * len(self.files))
+
+    def files_of(self, first_rank: int | None, last_rank: int | None) -> range:
+        """The files of these ranks; without a bound also those that have no rank."""
+        if first_rank is None and last_rank is None:
+            return range(len(self.files))
+        begin = 0 if first_rank is None else int(np.searchsorted(self.ranks, first_rank))
+        last = NO_RANK - 1 if last_rank is None else last_rank
+        return range(begin, max(begin, int(np.searchsorted(self.ranks, last, "right"))))
+
+    def matching(self, glob: str | None) -> npt.NDArray[np.bool_] | None:
+        """By tensor whether its name matches; None: all do."""
+        if glob is None:
+            return None
+        return np.array([fnmatchcase(fqn, glob) for fqn in self.fqns], bool)
+
+
+def _sorted(places: Unsigned, begins: Int64) -> Int64:
+    """The order by file and begin. Writers go through tensors in order, so that sorting by file often does,
+    which is quick where there are less than 65,536."""
+    order = np.argsort(places, kind="stable")
+    falls = np.diff(begins[order]) < 0
+    if (falls & (np.diff(places[order].astype(np.int64)) == 0)).any():
+        order = np.lexsort((begins, places))
+    return order
+
+
+def _greatest(values: Int64, starts: Int64) -> Int64:
+    """The greatest of each group of values; 0 of those without any."""
+    found = np.zeros(len(starts) - 1, np.int64)
+    filled = np.flatnonzero(np.diff(starts))
+    if len(filled):
+        found[filled] = np.maximum.reduceat(values, starts[filled])
+    return found
+
+
+def _whole_bytes(index: CheckpointIndex) -> Int64:
+    """By tensor: what all of it takes, once."""
+    shapes = (index.shape(row) for row in range(index.tensor_count))
+    return np.array([np.prod(shape, dtype=np.int64) for shape in shapes], np.int64) * index.itemsizes
+
+
+def _unsigned(greatest: int) -> np.dtype[np.unsignedinteger[Any]]:
+    return np.min_scalar_type(max(1, greatest))
+
+
+# -- lists ---------------------------------------------------------------------------------------------------
 
 
 def rank_shares(index: CheckpointIndex) -> list[RankShare]:
     """The shares by rank; that of files without a rank is the last."""
-    ranks = [rank_of(name) for name in index.files]
+    ranks = [_rank_of(name) for name in index.files]
     order = sorted(set(ranks), key=lambda rank: (rank is None, rank or 0))
     places = {rank: place for place, rank in enumerate(order)}
     by_file = np.array([places[rank] for rank in ranks], np.int64)
@@ -46,7 +151,7 @@ def sharded_tensors(
     index: CheckpointIndex, *, after_row: int = -1, glob: str | None = None
 ) -> Iterator[tuple[int, ShardedTensor]]:
     """Tensors after ``after_row`` whose names match ``glob``, with their rows, in the order of the index."""
-    ranks = [rank_of(name) for name in index.files]
+    ranks = [_rank_of(name) for name in index.files]
     for row in range(after_row + 1, index.tensor_count):
         fqn = index.fqns[row]
         if glob is not None and not fnmatchcase(fqn, glob):

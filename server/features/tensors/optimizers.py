@@ -1,6 +1,6 @@
-"""Which tensors an optimizer keeps beside which weight, by the names that its state dict is flattened to.
+"""Optimizer states: the tensors that an optimizer keeps of each weight, by the names of its state dict.
 
-An optimizer is known by its ``param_groups``. What it keeps of a parameter is below ``state`` beside them: by
+An optimizer is known by its ``param_groups``. Its states of a parameter are below ``state`` beside them: by
 the parameter's name, as `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` has it, or by its
 number, as `Optimizer.state_dict` has it. A number stands for a name where the groups have ``param_names``;
 else for a tensor only where order and shapes leave no other.
@@ -8,33 +8,43 @@ else for a tensor only where order and shapes leave no other.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final, Literal
 
+from dcp.server.core.ask import Ask
+from dcp.server.core.pages.marks import Mark, mark_of, rms_of
+from dcp.server.core.problems import ProblemError
+from dcp.server.features.tensors.page import NamedTensor, statistics_of
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.torch.python_values import decode_value
 
-__all__ = ["KeptState", "OptimizerStates"]
+__all__ = ["OptimizerStates", "panel_of"]
 
 _GROUPS: Final = "param_groups"
 _STATE: Final = "state."
 _MOST: Final = 64
-"""Optimizers that are looked at, so that names by a stranger cost no more."""
+"""Optimizers that are looked at, so that hostile names cost no more."""
 _MOST_NAMES: Final = 1_000_000
+_ROWS: Final = 16
+_READ_ROWS: Final = 6
+"""A weight and the states of Adam and the like; others are only looked up, so that names which fit thousands
+of tensors cost no more."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptState:
-    """What the optimizer, whose entries begin with ``optimizer``, keeps of one ``parameter``.
+    """The states of one ``parameter`` in the optimizer whose entries begin with ``optimizer``.
 
-    ``states`` are names of entries, by what the optimizer calls them (``exp_avg``). ``weights`` are the
-    tensors that it can be: ``by`` "name" all that are called so, or end so; by "order" the one at its place,
-    where the optimizer has one group, as many parameters as the model has tensors, and all shapes agree; by
-    "nothing" none, and ``parameter`` is a number. ``betas`` are those of Adam and its like; None if they are
-    not known, or not the same for all parameters.
+    ``states`` are names of entries, by the names of the states (``exp_avg``). ``weights`` are the tensors
+    that the parameter can be: ``by`` "name" all that have its name, or end with it; by "order" the one at its
+    place, where the optimizer has one group, as many parameters as the model has tensors, and all shapes
+    agree; by "nothing" none, and ``parameter`` is a number. ``betas`` are those of Adam and the like; None if
+    they are not known, or not the same for all parameters.
     """
 
     optimizer: str
@@ -50,7 +60,7 @@ class OptimizerStates:
     million."""
 
     def __init__(self, index: CheckpointIndex) -> None:
-        """``index`` is whole: values of groups that are plain data tell of them."""
+        """``index`` is whole: it has the values of the groups that are plain data."""
         self._index = index
         is_small = len(index.fqns) + len(index.objects) <= _MOST_NAMES
         names = [*index.fqns, *index.objects.fqns] if is_small else []
@@ -67,7 +77,7 @@ class OptimizerStates:
         return self._optimizer_of(fqn) is not None
 
     def beside(self, fqn: str) -> list[KeptState]:
-        """What is kept of this weight; of a state all that is kept of the same parameter."""
+        """The states of this weight; of a state all those of the same parameter."""
         return [kept for kept in self if fqn in kept.weights or fqn in kept.states.values()]
 
     def __iter__(self) -> Iterator[KeptState]:
@@ -136,7 +146,7 @@ class OptimizerStates:
 
 
 def _prefixes(names: Iterable[str]) -> set[str]:
-    """What the entries of each optimizer begin with: what stands before ``param_groups``."""
+    """The prefixes of the entries of optimizers: the text before ``param_groups``."""
     found = set()
     for name in names:
         before, sign, after = name.partition(_GROUPS)
@@ -189,3 +199,80 @@ def _plain(index: CheckpointIndex, place: int) -> Any:
         return decode_value(index.objects.values[at])
     except CheckpointError:
         return None
+
+
+# -- panels --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PanelRow:
+    """A weight or a state. ``values``: its statistics; None if they are not known."""
+
+    state: str | None
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    values: Mapping[str, Any] | None
+    mark: Mark | None
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A parameter with its states. ``gradient_rms`` is of the second moment, ``alike`` the share of the first
+    moment in it; None where they are not known. ``is_corrected``: without the bias of both."""
+
+    kept: KeptState
+    rows: tuple[PanelRow, ...]
+    gradient_rms: float | None
+    weight_rms: float | None
+    alike: float | None = None
+    is_corrected: bool = False
+
+
+def panel_of(kept: KeptState, named: NamedTensor, ask: Ask, most_bytes: int) -> Panel:
+    """The panel of one parameter; tensors of more than ``most_bytes`` are not read."""
+    names: Iterable[tuple[str | None, str]] = [*((None, fqn) for fqn in kept.weights), *kept.states.items()]
+    rows: list[PanelRow] = []
+    for state, fqn in islice(names, _ROWS):
+        if fqn in named.readable.opened.index.position:
+            rows.append(_row(state, fqn, named, ask, most_bytes if len(rows) < _READ_ROWS else 0))
+    states = {row.state: row.values for row in rows if row.state is not None}
+    weights = [row.values for row in rows if row.state is None]
+    return _with_moments(kept, tuple(rows), states, weights[0] if len(weights) == 1 else None)
+
+
+def _row(state: str | None, fqn: str, named: NamedTensor, ask: Ask, most_bytes: int) -> PanelRow:
+    index = named.readable.opened.index
+    try:
+        found = statistics_of(ask, named.readable, fqn, most_bytes)
+    except ProblemError:
+        found = None
+    values = None if found is None else found.statistics
+    row = index.position[fqn]
+    dtype = index.dtype(row).name
+    return PanelRow(state, fqn, dtype, index.shape(row), values, mark_of(dtype, values))
+
+
+def _with_moments(
+    kept: KeptState, rows: tuple[PanelRow, ...], states: Mapping[str, Any], weight: Mapping[str, Any] | None
+) -> Panel:
+    """The panel with the root mean squares of gradient and weight, and the share of the gradient that keeps
+    its direction.
+
+    The bias of the moments is corrected as Adam does it (Kingma and Ba, 2015, algorithm 1), where its step is
+    known; without that the moments cannot be compared.
+    """
+    first, second, step = (states.get(name) for name in ("exp_avg", "exp_avg_sq", "step"))
+    weight_rms = None if weight is None else rms_of(weight)
+    if second is not None and second["nans"] + second["infs"]:
+        return Panel(kept, rows, math.nan if second["nans"] else math.inf, weight_rms)
+    if second is None or second["mean"] is None or second["mean"] < 0:
+        return Panel(kept, rows, None, weight_rms)
+    steps = step["min"] if step is not None and step["count"] == 1 else None
+    if kept.betas is None or not steps or steps < 1:
+        return Panel(kept, rows, math.sqrt(second["mean"]), weight_rms)
+    biases = [1 - beta**steps for beta in kept.betas]
+    gradient = math.sqrt(second["mean"] / biases[1])
+    own = None if first is None else rms_of(first)
+    alike = own / biases[0] / gradient if own is not None and gradient else None
+    return Panel(kept, rows, gradient, weight_rms, alike, is_corrected=True)

@@ -1,25 +1,34 @@
-"""Grids: matrices as cells with the mean, minimum and maximum of the elements they cover, read in blocks."""
+"""Values of a tensor: files and grids of it or of a slice, and statistics. Imports what reads tensors."""
 
 from __future__ import annotations
 
+import io
 import math
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from dcp.inspection.values.elements import decode, is_opaque
+from dcp.conversion.layout import Copies, Literals, TargetLayout
+from dcp.conversion.layout import Literal as LiteralBytes
+from dcp.inspection.values.elements import decode, is_opaque, stored_dtype
 from dcp.inspection.values.statistics import statistics_of_row
-from dcp.inspection.values.tensor_reading import Slices, TensorReader
+from dcp.inspection.values.tensor_reading import Slices, TensorReader, select
 from dcp.server.catalog.values import clean_text
-from dcp.server.core.data.opening import OpenCheckpoint
+from dcp.server.core.data.access import OpenCheckpoint
+from dcp.server.core.data.planned import ArrayBody, PlannedBody
+from dcp.server.core.data.responses import Body
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.features.statistics.job import statistics_json
 from dcp.server.records.drawings import TensorGrid, TensorStatistics
+from dcp.storage.engine.read import ReadEngine
+from dcp.storage.formats import dtypes
+from dcp.storage.formats.dtypes import CASTABLE, Dtype
+from dcp.storage.formats.safetensors import HeaderTensor, header_order, safetensors_header
 
-__all__ = ["tensor_grid", "tensor_statistics"]
+__all__ = ["plan_tensor", "tensor_grid", "tensor_statistics"]
 
+_FLOAT32: Final = dtypes.BY_NAME["float32"]
 _BLOCK: Final = 1 << 21
 """Elements that are read at a time."""
 _READ: Final = 1 << 26
@@ -30,6 +39,75 @@ _DIGITS: Final = 7
 """Of a number in an answer: as float32 has them."""
 
 Floats = npt.NDArray[np.float64]
+
+
+# -- files ---------------------------------------------------------------------------------------------------
+
+
+def plan_tensor(
+    opened: OpenCheckpoint, fqn: str, slices: Slices | None, to: str
+) -> tuple[Body, str, tuple[int, ...]]:
+    """The file of the tensor ``fqn``, the dtype that is stored, and the shape.
+
+    The elements in a .npy file are of float32 where numpy has no type for the stored ones.
+
+    Raises NotFoundError if there is none, UnprocessableError for types that the format does not have, and
+    PlanError for slices that do not fit.
+    """
+    index = opened.index
+    row = opened.row(fqn)
+    dtype = index.dtype(row)
+    shape = select(index.shape(row), slices, fqn).shape
+    target = dtype if to == "safetensors" else _npy_dtype(dtype)
+    head = _npy_head(target, shape) if to == "npy" else _safetensors_head(fqn, dtype, shape)
+    is_castable = target == dtype or {dtype.code, target.code} <= CASTABLE
+    body: Body
+    if slices is None and is_castable:
+        size = math.prod(shape) * target.itemsize
+        copies = Copies.of_tensors(index, [row], [target.code], [0], [len(head)], [size])
+        literals = Literals.of([LiteralBytes(0, 0, head)])
+        layout = TargetLayout(["tensor"], [len(head) + size], literals, copies)
+        with ReadEngine(opened.store, index, verify="blocks") as engine:
+            body = PlannedBody(engine, layout)
+    else:
+        body = ArrayBody(
+            opened.store,
+            index,
+            row,
+            slices,
+            head=head,
+            itemsize=target.itemsize,
+            convert=(lambda array: array) if target == dtype else (lambda array: decode(array, dtype)),
+        )
+    return body, dtype.name, shape
+
+
+def _npy_dtype(dtype: Dtype) -> Dtype:
+    """The element type of a .npy file: the same if numpy has it, else one that can hold all values."""
+    if dtype.name == "float4_e2m1fn_x2":
+        raise UnprocessableError(f"numpy has no {dtype.name}; ask for safetensors", field="format")
+    sample = decode(np.zeros(1, stored_dtype(dtype)), dtype).dtype
+    if sample == stored_dtype(dtype):
+        return dtype
+    return _FLOAT32 if sample == np.float32 else dtypes.BY_NAME["complex64"]
+
+
+def _npy_head(dtype: Dtype, shape: tuple[int, ...]) -> bytes:
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        buffer,
+        {"descr": np.lib.format.dtype_to_descr(stored_dtype(dtype)), "fortran_order": False, "shape": shape},
+    )
+    return buffer.getvalue()
+
+
+def _safetensors_head(fqn: str, dtype: Dtype, shape: tuple[int, ...]) -> bytes:
+    tensor = HeaderTensor(fqn, dtype.code, shape, math.prod(shape) * dtype.itemsize)
+    header_order([tensor])
+    return safetensors_header([tensor], {"format": "pt"})
+
+
+# -- grids and statistics ------------------------------------------------------------------------------------
 
 
 def tensor_grid(
@@ -53,7 +131,7 @@ def tensor_grid(
                 field="slice",
             )
         height, width = shape if len(shape) == 2 else (1, math.prod(shape))
-        grid = _Grid.of(height, width, min(rows, height), min(columns, width))
+        grid = _Grid(height, width, min(rows, height), min(columns, width))
         for across, along in grid.blocks():
             part = [across, along][2 - len(shape) :]
             array = decode(reader.read(row, slices, part), dtype)
@@ -88,36 +166,21 @@ def tensor_statistics(opened: OpenCheckpoint, fqn: str) -> TensorStatistics:
     )
 
 
-@dataclass(slots=True)
 class _Grid:
-    height: int
-    width: int
-    row_starts: npt.NDArray[np.int64]
-    column_starts: npt.NDArray[np.int64]
-    sums: Floats
-    counts: npt.NDArray[np.int64]
-    least: Floats
-    most: Floats
-    nonfinite: npt.NDArray[np.int64]
-    read: int = field(default=0)
+    """Sums over the elements of each cell; ``read`` counts all that were read."""
 
-    @classmethod
-    def of(cls, height: int, width: int, rows: int, columns: int) -> _Grid:
-        size = (rows, columns)
-        return cls(
-            height,
-            width,
-            np.arange(rows, dtype=np.int64) * height // max(1, rows),
-            np.arange(columns, dtype=np.int64) * width // max(1, columns),
-            np.zeros(size),
-            np.zeros(size, np.int64),
-            np.full(size, math.inf),
-            np.full(size, -math.inf),
-            np.zeros(size, np.int64),
-        )
+    def __init__(self, height: int, width: int, rows: int, columns: int) -> None:
+        self.height, self.width, self.read = height, width, 0
+        self.row_starts = np.arange(rows, dtype=np.int64) * height // max(1, rows)
+        self.column_starts = np.arange(columns, dtype=np.int64) * width // max(1, columns)
+        self.sums = np.zeros((rows, columns))
+        self.counts = np.zeros((rows, columns), np.int64)
+        self.min = np.full((rows, columns), math.inf)
+        self.max = np.full((rows, columns), -math.inf)
+        self.nonfinite = np.zeros((rows, columns), np.int64)
 
     def blocks(self) -> list[tuple[slice, slice]]:
-        """What is read: all, or of each row of cells the first rows, and of each cell the first columns."""
+        """The blocks to read: all, or the first rows of each row of cells, and the first columns of each cell."""
         factor = -(-self.height * self.width // _READ)
         across = _taken(self.row_starts, self.height, factor)
         read_rows = sum(one.stop - one.start for one in across)
@@ -133,7 +196,7 @@ class _Grid:
         ]
 
     def add(self, top: int, left: int, array: npt.NDArray[Any]) -> None:
-        """The elements of a block, whose first one is at (top, left)."""
+        """Add the elements of a block, whose first one is at (top, left)."""
         if not array.size:
             return
         self.read += array.size
@@ -142,27 +205,22 @@ class _Grid:
         rows, at_rows = _cells(self.row_starts, top, array.shape[0])
         columns, at_columns = _cells(self.column_starts, left, array.shape[1])
         cells = np.ix_(rows, columns)
-
-        def reduced(by: np.ufunc, what: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            found: npt.NDArray[Any] = by.reduceat(by.reduceat(what, at_columns, axis=1), at_rows, axis=0)
-            return found
-
-        self.sums[cells] += reduced(np.add, np.where(is_finite, values, 0.0))
-        self.counts[cells] += reduced(np.add, is_finite.astype(np.int64))
-        self.nonfinite[cells] += reduced(np.add, (~is_finite).astype(np.int64))
-        self.least[cells] = np.minimum(
-            self.least[cells], reduced(np.minimum, np.where(is_finite, values, math.inf))
-        )
-        self.most[cells] = np.maximum(
-            self.most[cells], reduced(np.maximum, np.where(is_finite, values, -math.inf))
-        )
+        for found, by, what in (
+            (self.sums, np.add, np.where(is_finite, values, 0.0)),
+            (self.counts, np.add, is_finite.astype(np.int64)),
+            (self.nonfinite, np.add, (~is_finite).astype(np.int64)),
+            (self.min, np.minimum, np.where(is_finite, values, math.inf)),
+            (self.max, np.maximum, np.where(is_finite, values, -math.inf)),
+        ):
+            across = by.reduceat(what, at_columns, axis=1)
+            found[cells] = by(found[cells], by.reduceat(across, at_rows, axis=0))
 
     def columns(self) -> dict[str, tuple[Any, ...]]:
-        """Those of `TensorGrid`."""
+        """The columns of `TensorGrid`."""
         has = self.counts > 0
         mean = np.where(has, self.sums / np.maximum(1, self.counts), np.nan)
-        greatest = np.maximum(np.abs(self.least), np.abs(self.most))
-        found = {"mean": mean, "min": self.least, "max": self.most, "abs_max": greatest}
+        largest = np.maximum(np.abs(self.min), np.abs(self.max))
+        found = {"mean": mean, "min": self.min, "max": self.max, "abs_max": largest}
         return {
             **{name: _numbers(values, has) for name, values in found.items()},
             "nonfinite": tuple(self.nonfinite.reshape(-1).tolist()),
@@ -170,7 +228,7 @@ class _Grid:
 
 
 def _taken(starts: npt.NDArray[np.int64], size: int, factor: int) -> list[slice]:
-    """All of ``size`` in one, or of each part the ``factor``-th part of it."""
+    """The whole ``size``, or of each part the first of ``factor`` equal parts."""
     if factor <= 1:
         return [slice(0, size)] if size else []
     ends = [*starts[1:].tolist(), size]
@@ -183,7 +241,7 @@ def _taken(starts: npt.NDArray[np.int64], size: int, factor: int) -> list[slice]
 def _cells(
     starts: npt.NDArray[np.int64], begin: int, size: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The cells of elements from ``begin`` on, and where each begins among them."""
+    """The cells of the elements from ``begin`` on, and the place of the first element of each."""
     first = int(np.searchsorted(starts, begin, "right")) - 1
     last = int(np.searchsorted(starts, begin + size - 1, "right"))
     cells = np.arange(first, last)
