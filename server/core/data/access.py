@@ -47,10 +47,10 @@ _KEPT_BYTES: Final = 64 << 20
 _KEPT: Final = 16
 _LARGE_BYTES: Final = 4 << 20
 _MAX_WAITING: Final = 24
-"""Of the threads that answer requests; the others stay free for other requests."""
+"""Threads that may wait for large checkpoints; the others stay free for other requests."""
 
 _NAME_BYTES: Final = 400
-"""Of a name as text, its place in a dict, and its path, which is a tuple of texts."""
+"""Memory of a name: the text, its place in a dict, and its path, which is a tuple of texts."""
 _MOVING: Final = frozenset({"notes.msgpack"})
 """Files of a checkpoint that change without its data."""
 
@@ -92,7 +92,7 @@ class OpenCheckpoint(Stamped):
 
     @cached_property
     def held_bytes(self) -> int:
-        """About how much memory the index takes."""
+        """The approximate memory of the index."""
         return _size_bytes(self.index)
 
     @cached_property
@@ -251,7 +251,7 @@ class Data:
         )
 
     def _is_allowed(self) -> bool:
-        """Whether the caller's key is still valid."""
+        """Check whether the caller's key is still valid."""
         if self._caller.key_id is None:
             return True
         with self._service.database.read() as connection:

@@ -1,4 +1,4 @@
-"""Bodies that are made of tensors while they are read: files of a conversion, and slices.
+"""Bodies made of tensors while they are read: files of a conversion, and slices.
 
 Imports modules that read tensors, so import it only when it is needed: a service starts quickly.
 """
@@ -27,19 +27,19 @@ from dcp.storage.stores.base import Store
 __all__ = ["ArrayBody", "PlannedBody"]
 
 _TURNED_PART_BYTES: Final = 16 << 20
-"""Where payloads are stored in another order than they are sent in: each part has a little of everywhere."""
+"""Bytes of a part where payloads are stored in another order than they are sent in."""
 
 _ARRAY_PART_BYTES: Final = 8 << 20
 
-_LITERAL_BYTES: Final = 150  # of the objects around the bytes
+_LITERAL_BYTES: Final = 150  # memory of the objects around the bytes
 _HOLE_BYTES: Final = 150
 
 
 _WINDOW_COPIES: Final = 2_048
-"""So many tensors at a time at most: the objects of one take more than a small one's bytes."""
+"""Tensors in memory at a time at most: the objects of a small one take more than its bytes."""
 
 _dense: Final = threading.Semaphore(1)
-"""Of windows with so many, whose reading is work for the interpreter: others want to be answered, too."""
+"""Held while a window with so many tensors is read, which keeps the interpreter busy."""
 
 
 class PlannedBody(Body):
@@ -61,7 +61,7 @@ class PlannedBody(Body):
 
     @property
     def held_bytes(self) -> int:
-        """About how much memory it takes, beside the index."""
+        """The approximate memory of the body, without the index."""
         task = self._task
         columns = (*vars(task.copies).values(), *vars(task.copies.sources).values())
         held = sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
@@ -69,8 +69,8 @@ class PlannedBody(Body):
         return held + _HOLE_BYTES * len(task.holes)
 
     def parts(self, begin: int, end: int) -> Generator[memoryview]:
-        """Source checksums are compared as soon as a block is complete; what was read of others in part is
-        read to its end before the last part is handed out."""
+        """Read the parts. Source checksums are compared as soon as a block is complete; blocks read in part
+        are completed before the last part is handed out."""
         with ExitStack() as stack:
             engine = stack.enter_context(ReadEngine(self._store, self._index, verify="blocks"))
             first = begin if self._can_seek else 0
@@ -84,7 +84,7 @@ class PlannedBody(Body):
             checks = SourceChecks(engine)
             while reader.position < end:
                 at = reader.position
-                # A checksum that the source does not have needs all before it: then that is read, too.
+                # a checksum that the source does not have needs all bytes before it
                 stop = min(at + self._window_bytes, end if at >= begin else begin)
                 limit = copies.end_of(at, _WINDOW_COPIES)
                 is_dense = limit is not None and at < limit < stop
@@ -113,10 +113,7 @@ def _is_sequential(sources: SourceColumns) -> bool:
 
 
 class ArrayBody(Body):
-    """``head``, then what ``slices`` take of a tensor, in C order, of elements as ``convert`` makes them.
-
-    ``itemsize`` is theirs.
-    """
+    """``head``, then the elements of a slice in C order, which ``convert`` makes ``itemsize`` bytes each."""
 
     def __init__(
         self,
@@ -141,7 +138,7 @@ class ArrayBody(Body):
         self.size_bytes = len(head) + math.prod(self.shape) * itemsize
 
     def parts(self, begin: int, end: int) -> Generator[memoryview]:
-        """Blocks that are touched are read whole and compared."""
+        """Read the parts. Blocks are read whole and compared."""
         head = memoryview(self._head)[begin:end]
         if head:
             yield head

@@ -67,32 +67,31 @@ NOT_MODIFIED: Final[dict[int | str, dict[str, Any]]] = {
 """For ``responses=`` of a route that calls `Ask.tag`."""
 
 CACHE: Final = "private, no-cache"
-"""To be kept by whoever asked, and asked for again each time: there are entity tags."""
+"""Clients keep the answer, and revalidate it by its entity tag."""
 
 STALL_SECONDS: Final = 60.0
-"""So far a client may fall behind the minimum rate: one that pauses for longer is gone, or holds a place that
-another client waits for."""
+"""Time by which a client may fall behind the minimum rate; one that pauses for longer is disconnected."""
 
 KEY_SECONDS: Final = 2.0
-"""Between two looks at whether a key still is one, while a body is sent."""
+"""Time between two checks of the key while a body is sent."""
 
 PART_BYTES: Final = 2 << 20
-"""What is read, checked and sent at a time; three of them are alive at once."""
+"""Bytes that are read, checked and sent at a time; three parts are in memory at once."""
 
 _REMOTE_PART_BYTES: Final = 8 << 20
-"""Where requests are dear: pieces of it are fetched at once."""
+"""Bytes of a part where requests are expensive: pieces of it are fetched at once."""
 
 _RETRY_SECONDS: Final = 10
 
 SMALL_BYTES: Final = 4 << 20
-"""So little is no download: it holds no place, and waits for no more than a thread."""
+"""Bodies up to this size need no place among the downloads."""
 
 _RANGE: Final = re.compile(r"\s*bytes\s*=\s*([0-9]{0,19})\s*-\s*([0-9]{0,19})\s*", re.IGNORECASE)
 _log = structlog.get_logger(__name__)
 
 
 def binary(description: str) -> dict[int | str, dict[str, Any]]:
-    """For ``responses=`` of a route that answers with bytes: all, a range, or that nothing changed."""
+    """The ``responses=`` of a route that answers with bytes: all, a range, or that nothing changed."""
     content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     return {
         200: {"description": description, "content": content},
@@ -114,7 +113,7 @@ class _NotAllowedError(Exception):
 
 
 class Body(ABC):
-    """``size_bytes`` bytes. Every call of `parts` reads anew, so that a body may be asked by many."""
+    """``size_bytes`` bytes. Every call of `parts` reads anew, so that several requests may use a body."""
 
     size_bytes: int
 
@@ -127,15 +126,15 @@ class Body(ABC):
 
 
 def empty_part(size: int) -> memoryview:
-    """Memory for a part. Not zeroed, and of numpy, whose blocks the C library hands out again and again
-    where new pages for each would cost a tenth of the time."""
+    """Memory for a part: not zeroed, and from numpy, whose blocks the C library reuses, since new pages for
+    each part would cost a tenth of the time."""
     import numpy as np  # only here: a service is to answer soon after its start
 
     return np.empty(size, np.uint8).data
 
 
 def part_bytes_of(store: Store) -> int:
-    """The size of the parts of what comes out of ``store``."""
+    """The size of parts that are read from ``store``."""
     return _REMOTE_PART_BYTES if store.read_profile.scatter else PART_BYTES
 
 
@@ -149,7 +148,7 @@ class FileBody(Body):
         self._part_bytes = part_bytes_of(store)
 
     def parts(self, begin: int, end: int) -> Generator[memoryview]:
-        """Read as they are asked for; CorruptCheckpointError if the file has become shorter."""
+        """Read the parts one by one. Raises CorruptCheckpointError if the file has become shorter."""
         with self._store.open_read(self._name, expected_bytes=self.size_bytes) as handle:
             for at in range(begin, end, self._part_bytes):
                 part = empty_part(min(self._part_bytes, end - at))
@@ -159,7 +158,7 @@ class FileBody(Body):
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Bytes ``begin`` to ``end`` of ``size``; ``is_part`` if they were asked for, even if that is all."""
+    """Bytes ``begin`` to ``end`` of ``size``; ``is_part``: requested as a range, even if it is all."""
 
     begin: int
     end: int
@@ -168,9 +167,9 @@ class ByteRange:
 
 
 def choose_range(headers: Mapping[str, str], size: int, etag: str) -> ByteRange:
-    """What a GET asks for by ``Range`` and ``If-Range`` (RFC 9110, section 14).
+    """Choose the range of a GET by ``Range`` and ``If-Range`` (RFC 9110, section 14).
 
-    Several ranges at once, and what is no range of bytes, are answered by the whole. Raises RangeError.
+    Several ranges, and invalid ones, are answered by the whole. Raises RangeError.
     """
     text = headers.get("range")
     if text is None or headers.get("if-range", etag).strip() != etag:
@@ -193,16 +192,17 @@ def choose_range(headers: Mapping[str, str], size: int, etag: str) -> ByteRange:
 
 
 def is_unchanged(headers: Mapping[str, str], etag: str) -> bool:
-    """Whether ``If-None-Match`` names ``etag``; PreconditionFailedError if ``If-Match`` does not."""
+    """Check whether ``If-None-Match`` names ``etag``. Raises PreconditionFailedError if ``If-Match`` names
+    others."""
     wanted = headers.get("if-match")
     if wanted is not None and not _names(wanted, etag, is_weak=False):
-        raise PreconditionFailedError("it is not any more what If-Match names")
+        raise PreconditionFailedError("the content is not the one that If-Match names")
     known = headers.get("if-none-match")
     return known is not None and _names(known, etag, is_weak=True)
 
 
 def not_modified(etag: str) -> Response:
-    """304: what the client has is still what it is."""
+    """The answer 304: the client has the present content."""
     return Response(None, 304, {"ETag": etag, "Cache-Control": CACHE})
 
 
@@ -214,7 +214,7 @@ def _names(text: str, etag: str, *, is_weak: bool) -> bool:
 
 
 def disposition(name: str) -> str:
-    """``Content-Disposition`` of a file to be kept as ``name`` (RFC 6266), whatever characters it has."""
+    """The ``Content-Disposition`` of a file called ``name`` (RFC 6266), whatever characters that has."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "_", name)[-128:] or "download"
     return (
         f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(name[-512:], safe='', errors='replace')}"
@@ -222,10 +222,10 @@ def disposition(name: str) -> str:
 
 
 class Streams:
-    """What all bodies of a process share: the threads that read, and how many downloads there may be.
+    """Threads that read the bodies of a process, and places for a bounded number of downloads.
 
-    One key holds half of the places at most, so that its downloads leave some to the others. A client that
-    takes fewer than ``min_bytes_per_second`` for long is cut off.
+    One key holds half of the places at most, so that some are left for other keys. A client that takes fewer
+    than ``min_bytes_per_second`` for long is disconnected.
     """
 
     def __init__(self, max_downloads: int, min_bytes_per_second: int = 0) -> None:
@@ -245,7 +245,7 @@ class Streams:
 
     @property
     def pool(self) -> ThreadPoolExecutor:
-        """Made when it is first needed, in each process."""
+        """The threads, started when they are first needed in each process."""
         with self._lock:
             if self._pool is None or self._pid != os.getpid():
                 self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="dcp-body")
@@ -288,7 +288,7 @@ class Streams:
 class BodyResponse(Response):
     """``chosen`` bytes of ``body``, read by a thread one part ahead of what is sent.
 
-    ``is_allowed`` is asked now and then by that thread: reading ends when whoever asked may not any more.
+    That thread calls ``is_allowed`` now and then, and stops reading when it returns False.
     """
 
     def __init__(
@@ -329,11 +329,11 @@ class BodyResponse(Response):
 
     @property
     def is_small(self) -> bool:
-        """Whether it is too little to hold the place of a download."""
+        """Check whether it is small enough to need no place among the downloads."""
         return self._chosen.end - self._chosen.begin <= SMALL_BYTES
 
     async def answer(self, scope: Scope, send: Send, gone: asyncio.Future[None]) -> None:
-        """As ASGI, for who has a place if it needs one, and waits for ``gone``, the client's departure."""
+        """Send the answer, with a place if it needs one; ``gone`` ends when the client leaves."""
         if scope["method"] == "HEAD":
             await self._send_head(send)
         else:
@@ -356,7 +356,7 @@ class BodyResponse(Response):
             reader.read_ahead()
             while left > 0:
                 part = await reader.part()
-                if not has_begun:  # what fails at once is an answer of its own
+                if not has_begun:  # an error before this is an answer of its own
                     has_begun = True
                     await self._start(send)
                 left -= len(part)
@@ -393,7 +393,7 @@ class BodyResponse(Response):
 
 
 class PlannedResponse(Response):
-    """An answer that is planned first: by one that has a place among the downloads, where ``is_costly``.
+    """An answer that is planned first; where ``is_costly``, only with a place among the downloads.
 
     ``plan`` is cancelled if the client goes away.
     """
@@ -440,7 +440,7 @@ async def _unless(gone: asyncio.Future[None], plan: Coroutine[Any, Any, BodyResp
 
 
 def _while_allowed(parts: Generator[memoryview], is_allowed: Callable[[], bool]) -> Generator[memoryview]:
-    """``parts``, until they are not allowed any more: then raises `_NotAllowedError`."""
+    """The ``parts`` as long as they are allowed; then raises `_NotAllowedError`."""
     asked = time.monotonic()
     with contextlib.closing(parts):
         for part in parts:
@@ -452,7 +452,7 @@ def _while_allowed(parts: Generator[memoryview], is_allowed: Callable[[], bool])
 
 
 class _PartsReader:
-    """Has a thread ask for the parts of a body, one at a time."""
+    """Reads the parts of a body in a thread, one at a time."""
 
     def __init__(self, parts: Generator[memoryview], pool: ThreadPoolExecutor) -> None:
         self._parts = parts
@@ -464,7 +464,7 @@ class _PartsReader:
         self._ahead = self._pool.submit(next, self._parts, None)
 
     async def part(self) -> memoryview:
-        """The part that is being read. Raises what reading raises, and CorruptCheckpointError at the end."""
+        """The part that is being read. Raises errors of reading, and CorruptCheckpointError at the end."""
         if self._ahead is None:
             raise RuntimeError("nothing is being read")
         part = await asyncio.wrap_future(self._ahead)

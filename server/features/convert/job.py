@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
@@ -55,9 +54,11 @@ class TargetKind(Kind[T]):
     preload: ClassVar[tuple[str, ...]] = ("dcp.conversion.driver",)
     leaves_plans: ClassVar[bool] = True  # files of the target's size, so that a full disk shows at once
 
-    @abstractmethod
-    def open(self, context: JobContext, subject: Json) -> tuple[list[StorageRoot], Source]:
-        """The roots and the source, of the result of `prepare`."""
+    def open(self, context: JobContext, subjects: Sequence[Subject]) -> tuple[list[StorageRoot], Source]:
+        """Open the source that the subjects make together; returns their roots as well."""
+        (subject,) = subjects
+        root, source = open_source(context, subject)
+        return [root], source
 
     def subjects(
         self, connection: Connection, params: T, visible: frozenset[str] | None = None
@@ -66,17 +67,19 @@ class TargetKind(Kind[T]):
         MissingError, StateError."""
         return [find_subject(connection, number, visible) for number in params.source_ids]
 
-    def made_of(self, subject: Json, params: T) -> list[Json]:
+    def made_of(self, subjects: Sequence[Subject], params: T) -> list[Json]:
         """The sources as the result lists them; none where the parameters have them."""
         return []
+
+    def prepare(self, connection: Connection, params: T) -> Json:
+        """As `Kind.prepare`."""
+        return {"subjects": [one.to_json() for one in self.subjects(connection, params)]}
 
     def specify(self, connection: Connection, params: T, caller: Principal, settings: Settings) -> JobSpec:
         """As `Kind.specify`."""
         subjects = self.subjects(connection, params, caller.roots)
         subject = subjects[0]
-        target_root = params.target_root or subject.root
-        if not caller.may_see(target_root) or target_root not in settings.roots:
-            raise NotFoundError(f"there is no root {target_root!r}")
+        target_root = _visible(params.target_root or subject.root, caller, settings)
         if settings.roots[target_root].readonly:
             raise ForbiddenError(f"root {target_root} is read-only")
         check_key(params.target_key)
@@ -103,7 +106,7 @@ class TargetKind(Kind[T]):
         self.clear_plans(context, params)
         shared: dict[str, Any] = {
             "params": params.model_dump(mode="json"),
-            "subject": dict(context.prepared),
+            "subjects": context.prepared["subjects"],
             "attempt": _attempt_of(context.attempt_name),
         }
         with self._conversion(context, shared, template=_template(context, params)) as conversion:
@@ -140,7 +143,7 @@ class TargetKind(Kind[T]):
         from dcp.conversion.targets.job import Planned
 
         shared = plan_data["shared"]
-        params, subject = self.params.model_validate(shared["params"]), shared["subject"]
+        params = self.params.model_validate(shared["params"])
         prepared = driver.decode(plan_data["prepared"], Planned)
         with self._conversion(context, shared) as conversion:
             done = (driver.decode(result["result"], TaskResult) for result in results)
@@ -160,7 +163,7 @@ class TargetKind(Kind[T]):
             "dropped_objects": list(report.dropped_objects[:_MAX_LISTED]),
             "map": _map_label(params),
             **({"unmerged": list(report.unmerged[:_MAX_LISTED])} if report.unmerged else {}),
-            **({"sources": sources} if (sources := self.made_of(subject, params)) else {}),
+            **({"sources": sources} if (sources := self.made_of(_subjects(shared), params)) else {}),
             "target": facts_document(root, params.target_key),
         }
 
@@ -202,7 +205,7 @@ class TargetKind(Kind[T]):
         params = self.params.model_validate(shared["params"])
         options = params.options().with_hf(template)
         root = _root(context, params)
-        roots, source = self.open(context, shared["subject"])
+        roots, source = self.open(context, _subjects(shared))
         target, attempt = _target(root, params), shared["attempt"]
         with (
             storage_errors(root, *roots),
@@ -215,16 +218,12 @@ class ConvertKind(TargetKind[ConvertParams]):
     """The conversion of one checkpoint."""
 
     name: ClassVar[str] = "convert"
+    about: ClassVar[str] = "Convert a checkpoint to another format."
     params = ConvertParams
 
-    def prepare(self, connection: Connection, params: ConvertParams) -> Json:
-        """As `Kind.prepare`."""
-        return find_subject(connection, params.checkpoint_id).to_json()
 
-    def open(self, context: JobContext, subject: Json) -> tuple[list[StorageRoot], Source]:
-        """As `TargetKind.open`."""
-        root, source = open_source(context, Subject(**subject))
-        return [root], source
+def _subjects(shared: Mapping[str, Any]) -> list[Subject]:
+    return [Subject(**one) for one in shared["subjects"]]
 
 
 def _map_label(params: TargetParams) -> str | None:
@@ -236,13 +235,16 @@ def _map_label(params: TargetParams) -> str | None:
 
 
 def _root(context: JobContext, params: TargetParams) -> StorageRoot:
-    name = params.target_root or ""
-    if name not in context.roots:
-        raise PermanentJobError(f"root {name} is not configured any more")
-    root = context.roots.get(name)
+    root = _configured(context, params.target_root)
     if root.readonly:
-        raise PermanentJobError(f"root {name} is read-only")
+        raise PermanentJobError(f"root {root.name} is read-only")
     return root
+
+
+def _configured(context: JobContext, name: str | None) -> StorageRoot:
+    if name is None or name not in context.roots:
+        raise PermanentJobError(f"root {name} is not configured any more")
+    return context.roots.get(name)
 
 
 def _template_place(
@@ -251,11 +253,14 @@ def _template_place(
     """The root of the template, if there is one. Raises NotFoundError where the caller sees none."""
     if params.hf_key is None:
         return {}
-    root = params.hf_root or own_root
+    check_key(params.hf_key)
+    return {"hf_root": _visible(params.hf_root or own_root, caller, settings)}
+
+
+def _visible(root: str, caller: Principal, settings: Settings) -> str:
     if not caller.may_see(root) or root not in settings.roots:
         raise NotFoundError(f"there is no root {root!r}")
-    check_key(params.hf_key)
-    return {"hf_root": root}
+    return root
 
 
 def _template(context: JobContext, params: TargetParams) -> HfFolder | None:
@@ -264,10 +269,7 @@ def _template(context: JobContext, params: TargetParams) -> HfFolder | None:
 
     if params.hf_key is None:
         return None
-    name = params.hf_root or ""
-    if name not in context.roots:
-        raise PermanentJobError(f"root {name} is not configured any more")
-    root = context.roots.get(name)
+    root = _configured(context, params.hf_root)
     with storage_errors(root):
         return hf_folder_of(
             root.store(params.hf_key), params.hf_also or (), root.folder_opener(params.hf_key)

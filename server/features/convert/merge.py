@@ -92,13 +92,10 @@ class MergeKind(TargetKind[MergeParams]):
     """The merge of several checkpoints, all of which are its parents."""
 
     name: ClassVar[str] = "merge"
+    about: ClassVar[str] = "Add checkpoints with weights, or average the newest steps of a run."
     lineage: ClassVar[LineageKind] = "merged_from"
     done: ClassVar[str] = "checkpoint.merge"
     params = MergeParams
-
-    def prepare(self, connection: Connection, params: MergeParams) -> Json:
-        """As `Kind.prepare`."""
-        return {"subjects": [one.to_json() for one in self.subjects(connection, params)]}
 
     def subjects(
         self, connection: Connection, params: MergeParams, visible: frozenset[str] | None = None
@@ -110,18 +107,19 @@ class MergeKind(TargetKind[MergeParams]):
             numbers = [*newest_steps(connection, params.run_id, params.last), *numbers]
         return [find_subject(connection, number, visible) for number in numbers]
 
-    def made_of(self, subject: Json, params: MergeParams) -> list[Json]:
+    def made_of(self, subjects: Sequence[Subject], params: MergeParams) -> list[Json]:
         """As `TargetKind.made_of`, with the weights."""
         sums = params.arithmetic()
         weights = (*sums.weights, *sums.adapter_weights)
-        facts = ({name: one[name] for name in ("id", "root", "key", "step")} for one in subject["subjects"])
-        return [{**one, "weight": weight} for one, weight in zip(facts, weights, strict=True)]
+        return [
+            {"id": one.id, "root": one.root, "key": one.key, "step": one.step, "weight": weight}
+            for one, weight in zip(subjects, weights, strict=True)
+        ]
 
-    def open(self, context: JobContext, subject: Json) -> tuple[list[StorageRoot], Source]:
+    def open(self, context: JobContext, subjects: Sequence[Subject]) -> tuple[list[StorageRoot], Source]:
         """As `TargetKind.open`."""
         from dcp.conversion.merging import open_joined
 
-        subjects = [Subject(**one) for one in subject["subjects"]]
         roots = [context.roots.get(name) for name in {one.root for one in subjects} if name in context.roots]
         members = [partial(_source_of, context, one) for one in subjects]
         with storage_errors(*roots):

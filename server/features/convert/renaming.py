@@ -21,7 +21,7 @@ from dcp.storage.errors import PlanError
 __all__ = ["BoundedRename", "check_sets"]
 
 LIMIT_SECONDS: Final = 10.0
-"""Of the processor; a million names through a dozen plain expressions take a few seconds."""
+"""Processor time; a million names through a dozen plain expressions take a few seconds."""
 
 _MAX_NAME_CHARACTERS: Final = 16_384
 _MAX_IN_SETS: Final = 1 << 21

@@ -29,7 +29,7 @@ __all__ = ["ContentDifference", "chosen", "compare", "of_document"]
 
 _KINDS: Final = ("added", "removed", "shape", "dtype", "changed", "undecided")
 _TENSOR_BYTES: Final = 1200
-"""Of a tensor that differs, in memory: its name, its facts on both sides, its values."""
+"""Memory of a tensor that differs: its name, its facts on both sides, its values."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -47,12 +47,12 @@ class ContentDifference:
 
     @property
     def is_cut(self) -> bool:
-        """Whether more tensors differ than ``tensors`` has."""
+        """Check whether more tensors differ than ``tensors`` has."""
         return sum(self.counts.values()) > len(self.tensors)
 
     @property
     def held_bytes(self) -> int:
-        """About how much memory it takes."""
+        """The approximate memory of the differences."""
         return _TENSOR_BYTES * (len(self.tensors) + len(self.objects) + 1)
 
 

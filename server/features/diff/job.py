@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from dcp.server.core.jobs.kind import JobContext, ReportProgress
@@ -21,8 +22,9 @@ from dcp.storage.formats.torch.python_values import value_text
 
 if TYPE_CHECKING:
     from dcp.inspection.values.difference import Difference, TensorFacts, ValueDifference
+    from dcp.inspection.values.tensor_reading import TensorReader
 
-__all__ = ["DiffKind", "DiffParams", "text_of"]
+__all__ = ["DiffKind", "DiffParams", "readers_of", "text_of"]
 
 _MAX_DIFFERENCES: Final = 50_000
 _MAX_TEXT: Final = 200
@@ -42,6 +44,7 @@ class DiffKind(SimpleKind[DiffParams]):
     """The difference of two checkpoints."""
 
     name: ClassVar[str] = "diff"
+    about: ClassVar[str] = "Compare two checkpoints, value by value."
     scope: ClassVar[Scope] = "read"
     params = DiffParams
     subjects: ClassVar[tuple[str, ...]] = ("a", "b")
@@ -59,18 +62,11 @@ class DiffKind(SimpleKind[DiffParams]):
     ) -> Json:
         """As `SimpleKind.run`."""
         from dcp.inspection.values.difference import diff
-        from dcp.inspection.values.tensor_reading import TensorReader
 
-        root_a, a = open_source(context, subjects[0])
-        root_b, b = open_source(context, subjects[1])
-        with (
-            storage_errors(root_a, root_b),
-            TensorReader(a.store, a.index, verify="full", name=a.name) as first,
-            TensorReader(b.store, b.index, verify="full", name=b.name) as second,
-        ):
+        with readers_of(context, *subjects) as (before, after):
             found = diff(
-                first,
-                second,
+                before,
+                after,
                 values=params.values,
                 only=params.only,
                 exclude=params.exclude,
@@ -78,6 +74,21 @@ class DiffKind(SimpleKind[DiffParams]):
             )
         contents = {"a": subjects[0].content, "b": subjects[1].content}
         return {"a": params.a, "b": params.b, "contents": contents, **_document(found)}
+
+
+@contextmanager
+def readers_of(context: JobContext, a: Subject, b: Subject) -> Iterator[tuple[TensorReader, TensorReader]]:
+    """Readers of two checkpoints, which compare all that they read with its checksums."""
+    from dcp.inspection.values.tensor_reading import TensorReader
+
+    root_a, first = open_source(context, a)
+    root_b, second = open_source(context, b)
+    with (
+        storage_errors(root_a, root_b),
+        TensorReader(first.store, first.index, verify="full", name=first.name) as before,
+        TensorReader(second.store, second.index, verify="full", name=second.name) as after,
+    ):
+        yield before, after
 
 
 def _document(found: Difference) -> dict[str, Any]:

@@ -54,15 +54,15 @@ _LONG_NAME: Final = 40
 _ROWS: Final = 100
 _OBJECTS: Final = 50
 _OFFERED: Final = 50
-"""Of more than two checkpoints that were ticked in a list."""
+"""Checkpoints that are offered where more than two were selected in a list."""
 
 _Id = Annotated[int, Field(ge=1, le=MAX_ID)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffPage(Diff):
-    """What differs. `counts` are of all tensors, `tensors` are a page of those that were asked for; `objects`
-    are the first 500."""
+    """Differences. `counts` are of all tensors, `tensors` are a page of the requested ones; `objects` are the
+    first 500."""
 
     next_cursor: str | None
 
@@ -121,7 +121,7 @@ def diff_checkpoints(
     glob: Annotated[str | None, Query(min_length=1, max_length=256, examples=["layers.*.weight"])] = None,
     order: Annotated[DifferenceOrder, Query(description=_ORDER)] = "name",
 ) -> DiffPage:
-    """What differs from the checkpoint `before`. No tensor is read; for values there is the job `diff`."""
+    """Compare it with the checkpoint `before`. No tensor is read; values are compared by the job `diff`."""
     return _page_of(ask, before, checkpoint_id, page, basis, kind or (), glob, order)
 
 
@@ -186,8 +186,8 @@ def _found(ask: Ask, a: int, b: int, basis: Basis | None) -> tuple[object, Conte
 
 
 class DiffView(BaseModel):
-    """``b`` is compared with ``a``, the one before; ``of``: the checkpoints that were ticked in a list. Which
-    tensors are shown, below which name at the top, in which order, and the histograms of which one."""
+    """``b`` is compared with ``a``, the one before; ``of``: checkpoints that were selected in a list. The
+    others choose the tensors, the ``top`` of their names, their order, and one for histograms."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

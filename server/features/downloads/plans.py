@@ -83,7 +83,7 @@ def _suffix(options: DownloadOptions) -> str:
 
 
 def is_small_download(opened: OpenCheckpoint) -> bool:
-    """Whether planning and sending all of it is a matter of milliseconds."""
+    """Check whether planning and sending all of it takes milliseconds."""
     index = opened.index
     entries = index.tensor_count + len(index.objects)
     return entries <= _SMALL_ENTRIES and index.tensor_bytes <= SMALL_BYTES // 4  # a cast may make it larger
@@ -135,7 +135,7 @@ class Plans:
         }
 
     def __contains__(self, etag: str) -> bool:
-        """Whether the plan is kept, or being made."""
+        """Check whether the plan is kept, or being made."""
         return etag in self._values
 
     async def get(

@@ -1,4 +1,4 @@
-"""``drift``: how a run's tensors change from step to step: one difference for each two neighbours."""
+"""Drift of a run (kind ``drift``): changes of its tensors between neighbouring steps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from dcp.server.core.inputs import MAX_ID
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
 from dcp.server.core.jobs.ledger.states import JobSpec, Json
 from dcp.server.core.jobs.parameters import Globs, Parameters
-from dcp.server.core.jobs.subjects import Subject, find_subject, open_source, storage_errors
+from dcp.server.core.jobs.subjects import Subject, find_subject
 from dcp.server.core.problems import ProblemError
 from dcp.server.core.security.principal import Principal, Scope
 from dcp.server.core.settings import Settings
+from dcp.server.features.diff.job import readers_of
 
 if TYPE_CHECKING:
     from dcp.inspection.values.difference import Difference
@@ -50,6 +51,7 @@ class DriftKind(Kind[DriftParams]):
     """A task for each two neighbours; the result is a row for each layer."""
 
     name: ClassVar[str] = "drift"
+    about: ClassVar[str] = "Compare neighbouring steps of a run, layer by layer."
     scope: ClassVar[Scope] = "read"
     params = DriftParams
     preload: ClassVar[tuple[str, ...]] = (
@@ -90,7 +92,7 @@ class DriftKind(Kind[DriftParams]):
         return JobPlan(tasks=tasks, plan_data={"run_id": params.run_id})
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
-        """As `Kind.run_task`. A step that cannot be read is told as such, and the others are compared."""
+        """As `Kind.run_task`. A step that cannot be read has a ``problem``; the others are compared."""
         a, b = Subject(**payload["a"]), Subject(**payload["b"])
         step = {"a": a.id, "b": b.id, "from_step": a.step, "step": b.step, "problem": None}
         try:
@@ -98,8 +100,12 @@ class DriftKind(Kind[DriftParams]):
         except ProblemError as error:
             _raise_passing(error)
             nothing = {"added": 0, "removed": 0, "bytes_read": 0}
-            told = {"step": {**step, **nothing, "problem": error.detail}}
-            return told | {"layers": {}, "nonfinite": None, "before": _nonfinite_of(context, b, payload)}
+            return {
+                "step": {**step, **nothing, "problem": error.detail},
+                "layers": {},
+                "nonfinite": None,
+                "before": _nonfinite_of(context, b, payload),
+            }
         return {
             "step": {
                 **step,
@@ -143,19 +149,12 @@ def _chosen(connection: Connection, params: DriftParams) -> list[int]:
 def _compare(
     context: JobContext, a: Subject, b: Subject, payload: Json, report_progress: ReportProgress
 ) -> tuple[Difference, Mapping[str, int], Mapping[str, int]]:
-    """What differs, the elements of each tensor of ``b``, and how many are not finite in those that are the
-    same, if these are the first two steps: nobody else reads them."""
+    """The difference, the elements of each tensor of ``b``, and, of the first two steps, the elements that
+    are not finite in the tensors that are the same: no other task reads those."""
     from dcp.inspection.values.difference import diff
     from dcp.inspection.values.statistics import statistics_of_row
-    from dcp.inspection.values.tensor_reading import TensorReader
 
-    root_a, first = open_source(context, a)
-    root_b, second = open_source(context, b)
-    with (
-        storage_errors(root_a, root_b),
-        TensorReader(first.store, first.index, verify="full", name=first.name) as before,
-        TensorReader(second.store, second.index, verify="full", name=second.name) as after,
-    ):
+    with readers_of(context, a, b) as (before, after):
         found = diff(
             before,
             after,
@@ -167,12 +166,12 @@ def _compare(
         for fqn in found.equal if payload.get("is_first") else ():
             statistics = statistics_of_row(before, before.index.position[fqn])
             counts[fqn] = 0 if statistics is None else statistics.nans + statistics.infs
-    return found, _elements(second.index), {fqn: count for fqn, count in counts.items() if count}
+    return found, _elements(after.index), {fqn: count for fqn, count in counts.items() if count}
 
 
 def _nonfinite_of(context: JobContext, b: Subject, payload: Json) -> Mapping[str, int]:
-    """How many elements are not finite in the tensors of ``b``, which could not be compared with the step
-    before: so the step behind it knows. Nothing if it was ``b`` that cannot be read."""
+    """The numbers of elements that are not finite in the tensors of ``b``, which could not be compared with
+    the step before, for the step after it. Nothing if ``b`` itself cannot be read."""
     try:
         return _compare(context, b, b, {**payload, "is_first": True}, lambda done: None)[2]
     except ProblemError as error:
@@ -181,7 +180,7 @@ def _nonfinite_of(context: JobContext, b: Subject, payload: Json) -> Mapping[str
 
 
 def _raise_passing(error: ProblemError) -> None:
-    """Raise what may be over soon, so that the task is tried again."""
+    """Raise an error that may pass, so that the task is tried again."""
     if error.status >= 500 or error.status == 429:
         raise error
 
@@ -236,8 +235,8 @@ def _layers(found: Difference, elements: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _nonfinite(found: Difference) -> dict[str, int]:
-    """How many elements are not finite after the step, by name, of tensors that had or got some; 0 of those
-    that are not compared. Tensors that did not change are as the step before left them."""
+    """The numbers of elements that are not finite after the step, by name, of tensors that had or got some;
+    0 of those that are not compared. Unchanged tensors have as many as before."""
     return {
         one.fqn: 0 if one.values is None else one.values.nonfinite_after
         for one in found.tensors
@@ -246,8 +245,8 @@ def _nonfinite(found: Difference) -> dict[str, int]:
 
 
 def _carry_nonfinite(results: Sequence[Json]) -> None:
-    """Count what is not finite in the layers of later steps, too: nothing that has become NaN changes any
-    more, and what does not change is not read."""
+    """Count elements that are not finite in later steps, too: a tensor that is NaN does not change any more,
+    and unchanged tensors are not read."""
     present: dict[str, int] = {}
     for result in results:
         if result["nonfinite"] is None:  # could not be compared
@@ -265,7 +264,7 @@ def _carry_nonfinite(results: Sequence[Json]) -> None:
 
 
 def _row(names: Sequence[str], steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Neighbouring layers, of which there may be one, step by step."""
+    """One layer, or several neighbouring ones, step by step."""
     found = [_together([layers[name] for name in names if name in layers]) for layers in steps]
     columns = {
         column: [one.get(column) for one in found] for column in ("relative_l2", "changed", "nonfinite")
@@ -275,7 +274,7 @@ def _row(names: Sequence[str], steps: Sequence[Mapping[str, Any]]) -> dict[str, 
 
 
 def _together(layers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """As if they were one layer."""
+    """The layers joined as one."""
     if len(layers) < 2:
         return layers[0] if layers else {}
     whole = _LayerSums()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union
 from pydantic import Field, create_model
 
 from dcp.server.core.inputs import Request
+from dcp.server.core.jobs.kind import Kind
 from dcp.server.features import kinds
 
 __all__ = ["NewJob"]
@@ -24,16 +25,16 @@ class _AnyJob(Request):
         params: Any
 
 
-def _new_job(name: str, params: type) -> type[_AnyJob]:
-    title = name.replace("_", " ").title().replace(" ", "")
-    fields: dict[str, Any] = {"kind": (Literal[name], ...), "params": (params, ...)}
-    doc = f"A job that is to {name}." if name != "stats" else "A job that computes statistics."
+def _new_job(kind: Kind[Any]) -> type[_AnyJob]:
+    title = kind.name.replace("_", " ").title().replace(" ", "")
+    fields: dict[str, Any] = {"kind": (Literal[kind.name], ...), "params": (kind.params, ...)}
+    doc = kind.about or f"A job of the kind {kind.name}."
     return create_model(f"New{title}Job", __base__=_AnyJob, __doc__=doc, **fields)
 
 
 if TYPE_CHECKING:
     NewJob = _AnyJob
 else:
-    _MODELS: Final = tuple(_new_job(name, kinds()[name].params) for name in sorted(kinds()))
+    _MODELS: Final = tuple(map(_new_job, kinds().values()))
     NewJob = Annotated[Union[_MODELS], Field(discriminator="kind")]  # noqa: UP007 - of a tuple
 """The body that submits a job: one of the kinds with its parameters."""

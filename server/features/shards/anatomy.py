@@ -32,13 +32,13 @@ _MAX_PHASES: Final = 64
 _BLOCKED: Final = "blocked"
 """Noted by asynchronous saves: all other phases run while training continues."""
 _STRAGGLER: Final = 1.5
-"""Of the median."""
+"""Multiple of the median from which a rank is a straggler."""
 _SOON_SECONDS: Final = 0.05
 """A difference too small to matter."""
 _ROWS: Final = 64
 _HEIGHT: Final = 400
 _SHADES: Final = 6
-"""Of a cell, from none for the median to the last for `_DARKEST` times as long."""
+"""Shades of a cell: none for the median, the last for `_DARKEST` times the median."""
 _DARKEST: Final = 2.5
 
 _Seconds = Mapping[str, float]
@@ -57,7 +57,7 @@ def get_phases(
     first_rank: Annotated[Rank | None, Query(description="Of the rows; phases are over all ranks.")] = None,
     last_rank: Annotated[Rank | None, Query(description="Of the rows; phases are over all ranks.")] = None,
 ) -> SavePhases:
-    """How long the phases of its save took, by rank, as far as the save noted it."""
+    """The seconds of each phase of its save, by rank, as far as the save recorded them."""
     found = ask.service.own(KeptChunks).get(ask, checkpoint_id)
     ask.tag(found.etag("phases", rows, first_rank, last_rank))
     return _save_phases(found.provenance, rows, first_rank, last_rank)
@@ -192,7 +192,7 @@ def _shade(seconds: float | None, phase: SavePhase) -> int:
 
 
 def _is_straggler(seconds: float | None, phase: SavePhase) -> bool:
-    """Whether a rank took so much longer than most that the others had to wait for it."""
+    """Check whether a rank took so much longer than most that the others had to wait for it."""
     longest_seconds = max(_STRAGGLER * phase.median_seconds, phase.median_seconds + _SOON_SECONDS)
     # with a median of 0 it is work of the coordinator alone
     return seconds is not None and phase.median_seconds > 0 and seconds > longest_seconds

@@ -22,7 +22,7 @@ from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 __all__ = ["NO_RANK", "ChunkColumns", "rank_shares", "sharded_tensors", "stored_chunks"]
 
 NO_RANK: Final = np.iinfo(np.int64).max
-"""Of files whose names do not have one: behind all others."""
+"""The rank of files whose names have none: after all others."""
 _MAX_CHUNKS: Final = 4096
 """Chunks of one tensor that are listed."""
 _MAX_COMPARED: Final = 1 << 16
@@ -76,7 +76,7 @@ class ChunkColumns:
 
     @property
     def held_bytes(self) -> int:
-        """About how much memory they take."""
+        """The approximate memory of the columns."""
         columns = (self.begins, self.lengths, self.tensors, self.rows)
         return sum(column.nbytes for column in columns) + _NAME_BYTES * (len(self.fqns) + 3 * len(self.files))
 

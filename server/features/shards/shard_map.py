@@ -126,7 +126,7 @@ class _Files:
         return np.stack([*by_file, counts])
 
     def chosen(self, own: Bools) -> _Files:
-        """Those chunks alone."""
+        """The chosen chunks alone."""
         if own.all():
             return self
         starts = _before(own)[self.starts]
@@ -177,8 +177,8 @@ class _Cells:
         self.largest = np.full(rows * self.bins, -1)
 
     def add(self, block: _Files, row_of_file: Int64) -> None:
-        """Add the chunks to the bins, cut at their ends: first their beginnings, in runs of neighbours, then the
-        other pieces."""
+        """Add the chunks to the bins, cut at their ends: the first piece of each in runs of neighbours, then
+        the others."""
         low = block.begins - self.begin
         edges = np.minimum(np.arange(self.bins + 1) * self.bin_bytes, self.span)
         counts = self._counts(block, low, edges)

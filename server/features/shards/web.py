@@ -42,7 +42,7 @@ _LARGE: Final = 500_000
 """Chunks: reading the index of so many takes too long for a page."""
 _SAME: Final = 1.005
 _EVEN: Final = 1.05
-"""Of the mean: less is no imbalance."""
+"""Share of the mean up to which there is no imbalance."""
 
 
 class _Part(BaseModel):
@@ -92,7 +92,7 @@ class OpenChunks(Stamped):
 
     @property
     def held_bytes(self) -> int:
-        """About how much memory they take."""
+        """The approximate memory of the chunks."""
         return int(self.columns.held_bytes)
 
 
@@ -105,7 +105,7 @@ class KeptChunks:
         self._values = SharedValues[Stamped, OpenChunks](count=16, kept_bytes=128 << 20)
 
     def has(self, ask: Ask, checkpoint_id: int) -> bool:
-        """Whether `get` answers at once. Raises as `Data.open` does."""
+        """Check whether `get` answers at once. Raises as `Data.open` does."""
         return self._values.find(ask.data.find(checkpoint_id).state) is not None
 
     def get(self, ask: Ask, checkpoint_id: int) -> OpenChunks:
@@ -150,7 +150,7 @@ def list_shards(
 
 @feature.get(_SHARDS + "/ranks", tag="data", errors=_ERRORS)
 def list_rank_shares(checkpoint_id: IdPath, ask: Ask, page: PageQuery) -> Page[RankShare]:
-    """How much each rank wrote."""
+    """Files, bytes, chunks and tensors of each rank."""
     from dcp.server.features.shards.chunks import rank_shares
 
     opened = ask.data.open(checkpoint_id).opened
@@ -162,7 +162,7 @@ def list_rank_shares(checkpoint_id: IdPath, ask: Ask, page: PageQuery) -> Page[R
 
 @feature.get(_SHARDS + "/map", tag="data", errors=(412, *_ERRORS), responses=NOT_MODIFIED)
 def get_shard_map(checkpoint_id: IdPath, query: Annotated[ShardMapQuery, Query()], ask: Ask) -> ShardMap:
-    """Which rank holds what, and where: rows of files by rank, bins of bytes, the largest tensor in each."""
+    """The map of shards: rows of files by rank, bins of bytes, and the largest tensor in each bin."""
     query.check()
     found = ask.service.own(KeptChunks).get(ask, checkpoint_id)
     ask.tag(found.etag("map", query))
@@ -180,7 +180,7 @@ def _map_of(found: OpenChunks, query: ShardMapQuery) -> ShardMap:
 def list_stored_chunks(
     checkpoint_id: IdPath, query: Annotated[StoredChunksQuery, Query()], ask: Ask
 ) -> Page[StoredChunk]:
-    """Chunks of the map one by one, by rank, file and place, and in how many copies."""
+    """Chunks of the map one by one, by rank, file and place, with their numbers of copies."""
     from dcp.server.features.shards.chunks import stored_chunks
 
     query.check()
@@ -253,7 +253,7 @@ def chunks_page(checkpoint_id: IdPath, view: Annotated[ShardsView, Query()], ask
 
 
 def is_late(ask: Ask, found: CheckpointDetail, *, waits: bool, with_boxes: bool = False) -> bool:
-    """Whether the content of the index is to follow the page, because reading it takes long: not with
+    """Check whether the content of the index is to follow the page, because reading it takes long: not with
     ``waits``, and not in the request by which the page loads it."""
     is_large = (found.tensor_count or 0) * (found.world_size or 1) > _LARGE
     if not is_large or waits or "hx-request" in ask.request.headers:

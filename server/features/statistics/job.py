@@ -45,6 +45,7 @@ class StatsKind(SimpleKind[StatsParams]):
     """Statistics of one checkpoint; those of all its tensors are kept with it."""
 
     name: ClassVar[str] = "stats"
+    about: ClassVar[str] = "Compute statistics and histograms of the tensors of a checkpoint."
     scope: ClassVar[Scope] = "read"
     params = StatsParams
     preload: ClassVar[tuple[str, ...]] = (

@@ -58,7 +58,7 @@ def get_statistics(checkpoint_id: IdPath, ask: Ask, page: Page) -> StatisticsPag
 
 @feature.post(_PATH, tag="data", scope="read", status=202, errors=(404, 409, 410))
 def compute_statistics(checkpoint_id: IdPath, ask: Ask) -> JobAnswer:
-    """Have the statistics of all tensors computed, by a job; they are kept with the checkpoint."""
+    """Compute the statistics of all tensors, by a job; they are kept with the checkpoint."""
     return ask.submit(StatsKind, StatsParams(checkpoint_id=checkpoint_id))
 
 

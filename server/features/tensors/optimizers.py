@@ -73,7 +73,7 @@ class OptimizerStates:
         self._weights = self._weights_by_name()
 
     def is_state(self, fqn: str) -> bool:
-        """Whether this is an entry of an optimizer, and no weight."""
+        """Check whether this is an entry of an optimizer, and no weight."""
         return self._optimizer_of(fqn) is not None
 
     def beside(self, fqn: str) -> list[KeptState]:
@@ -81,7 +81,7 @@ class OptimizerStates:
         return [kept for kept in self if fqn in kept.weights or fqn in kept.states.values()]
 
     def __iter__(self) -> Iterator[KeptState]:
-        """All of them, by optimizer."""
+        """All states, by optimizer."""
         for prefix, parameters in self._kept.items():
             in_order, betas = self._weights_by_order(prefix), _betas(self._groups[prefix])
             for parameter, states in parameters.items():
@@ -116,7 +116,7 @@ class OptimizerStates:
         return found
 
     def _weights_by_order(self, prefix: str) -> dict[str, str]:
-        """By number; empty unless exactly one part of the checkpoint fits."""
+        """The weights by number; empty unless exactly one part of the checkpoint fits."""
         groups = self._groups[prefix]
         numbers = groups[0].get("params") if len(groups) == 1 else None
         if not isinstance(numbers, list) or not all(isinstance(number, int) for number in numbers):
@@ -173,7 +173,7 @@ def _groups(index: CheckpointIndex, prefix: str) -> list[dict[str, Any]]:
 
 
 def _names(groups: list[dict[str, Any]]) -> dict[str, str]:
-    """The names by number: where a group says both, in one order."""
+    """The names by number, of groups that have both."""
     found: dict[str, str] = {}
     for group in groups:
         numbers, names = group.get("params"), group.get("param_names")

@@ -70,7 +70,7 @@ class NamedTensor:
 
     @property
     def is_plain(self) -> bool:
-        """Whether lists can be filtered by its name: the API would not take it for a glob."""
+        """Check whether lists can be filtered by its name, because it is no glob."""
         return len(self.fqn) <= _MAX_GLOB and not any(sign in self.fqn for sign in "*?[")
 
     @property
@@ -121,7 +121,7 @@ def statistics_of(
 
 @feature.page("/checkpoints/{checkpoint_id}/tensors", "tensor.html")
 def tensor_page(named: NamedDep, ask: Ask, read: bool = False) -> dict[str, Any]:
-    """All about one tensor; with ``read`` also what takes reading some of it."""
+    """The tensor; with ``read`` also its values where they take longer to read."""
     found = named.found
     before, after = (
         ask.find(neighbour, found, ask.visible, is_next=is_next, tensor=named.fqn) if named.is_plain else None

@@ -32,11 +32,11 @@ _FLOAT32: Final = dtypes.BY_NAME["float32"]
 _BLOCK: Final = 1 << 21
 """Elements that are read at a time."""
 _READ: Final = 1 << 26
-"""Elements that are read at most, or one of each cell: of more a part is."""
+"""Elements that are read at most; of more a part of each cell is."""
 _MAX_BYTES: Final = 64 << 20
 _BINS: Final = 64
 _DIGITS: Final = 7
-"""Of a number in an answer: as float32 has them."""
+"""Digits of a number in an answer, as float32 has them."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -180,7 +180,7 @@ class _Grid:
         self.nonfinite = np.zeros((rows, columns), np.int64)
 
     def blocks(self) -> list[tuple[slice, slice]]:
-        """The blocks to read: all, or the first rows of each row of cells, and the first columns of each cell."""
+        """The blocks to read: all, or the first rows and columns of each cell."""
         factor = -(-self.height * self.width // _READ)
         across = _taken(self.row_starts, self.height, factor)
         read_rows = sum(one.stop - one.start for one in across)

@@ -62,7 +62,7 @@ def state_of_index(index: CheckpointIndex) -> StateNames:
 
 
 def is_config(document: Mapping[str, Any]) -> bool:
-    """Whether it is a config.json of Hugging Face, whose state is known only once the model is made."""
+    """Check whether it is a config.json of Hugging Face, whose state is known once the model is made."""
     return isinstance(document.get("model_type"), str)
 
 

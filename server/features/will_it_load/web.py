@@ -92,7 +92,7 @@ class StateQuery(MapQuery, _State):
 
 @feature.get(_PATH, tag="data", errors=_ERRORS)
 def check_load_of(checkpoint_id: IdPath, query: Annotated[StateQuery, Query()], ask: Ask) -> LoadCheck:
-    """Whether it fills the state of another checkpoint, or of a config.json that a job has looked at."""
+    """Check whether it fills the state of another checkpoint, or of a config.json that a job has read."""
     through = query.choice()
     if (query.state_of is None) == (query.shapes_job is None):
         raise UnprocessableError("which state? give state_of or shapes_job", field="state_of")
@@ -126,7 +126,7 @@ def _shapes(job_id: int, ask: Ask) -> tuple[Mapping[str, Any], Mapping[str, Any]
 def check_load_of_state(
     checkpoint_id: IdPath, state: StateRequest, ask: Ask, query: Annotated[MapQuery, Query()]
 ) -> LoadCheck:
-    """Whether it fills a state with these names, shapes and dtypes. Nothing is changed, nothing is kept."""
+    """Check whether it fills a state with these names, shapes and dtypes. Nothing is changed or kept."""
     document: dict[str, Any] = {"tensors": [one.model_dump() for one in state.tensors]}
     if state.objects is not None:
         document["objects"] = state.objects
