@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
@@ -194,44 +195,47 @@ def _elements(index: CheckpointIndex) -> dict[str, int]:
 
 @dataclass(slots=True)
 class _LayerSums:
+    """Sums over the tensors of a layer; ``squares`` are of the distances of ``compared`` elements."""
+
     elements: int = 0
     compared: int = 0
     differing: int = 0
     nonfinite: int = 0
     squares: float = 0.0
 
-    def document(self) -> dict[str, Any]:
+    def add(self, **sums: float) -> None:
+        """Add to the sums of these names."""
+        for name, value in sums.items():
+            setattr(self, name, getattr(self, name) + value)
+
+    @property
+    def changed(self) -> float | None:
+        """The share of elements that changed."""
+        return self.differing / self.elements if self.elements else None
+
+    @property
+    def relative_l2(self) -> float | None:
+        """The root mean square of the relative L2 of the tensors, weighed by elements; None where all are
+        NaN or infinite."""
         is_known = self.compared and self.nonfinite < self.elements
-        squares = self.squares / self.compared if is_known else None
-        return {
-            "relative_l2": None if squares is None else math.sqrt(squares),
-            "changed": self.differing / self.elements if self.elements else None,
-            "nonfinite": self.nonfinite,
-            "elements": self.elements,
-            "compared": self.compared,
-        }
+        return math.sqrt(self.squares / self.compared) if is_known else None
 
 
-def _layers(found: Difference, elements: Mapping[str, int]) -> dict[str, Any]:
-    """By layer: the root mean square of its tensors' relative L2, weighed by elements; the share of elements
-    that changed; how many elements are not finite. A tensor that was all 0 has no relative L2."""
-    layers: dict[str, _LayerSums] = {}
+def _layers(found: Difference, elements: Mapping[str, int]) -> dict[str, Json]:
+    """The sums by layer. A tensor that was all 0 has no relative L2."""
+    layers: defaultdict[str, _LayerSums] = defaultdict(_LayerSums)
     for fqn in found.equal:
-        layer = layers.setdefault(layer_of(fqn), _LayerSums())
-        layer.elements += elements.get(fqn, 0)
-        layer.compared += elements.get(fqn, 0)
+        count = elements.get(fqn, 0)
+        layers[layer_of(fqn)].add(elements=count, compared=count)
     for one in found.tensors:
         if one.values is None:
             continue
-        layer = layers.setdefault(layer_of(one.fqn), _LayerSums())
-        layer.elements += one.values.elements
-        layer.differing += one.values.differing
-        layer.nonfinite += one.values.nonfinite_after
-        distance = one.values.relative_l2
+        values, layer = one.values, layers[layer_of(one.fqn)]
+        layer.add(elements=values.elements, differing=values.differing, nonfinite=values.nonfinite_after)
+        distance = values.relative_l2
         if distance is not None and math.isfinite(distance):
-            layer.compared += one.values.elements
-            layer.squares += one.values.elements * distance**2
-    return {name: layer.document() for name, layer in layers.items()}
+            layer.add(compared=values.elements, squares=values.elements * distance**2)
+    return {name: asdict(layer) for name, layer in layers.items()}
 
 
 def _nonfinite(found: Difference) -> dict[str, int]:
@@ -257,31 +261,23 @@ def _carry_nonfinite(results: Sequence[Json]) -> None:
             layer = result["layers"].get(layer_of(fqn))
             if fqn not in result["nonfinite"] and layer is not None:
                 layer["nonfinite"] += count
-                if layer["nonfinite"] >= layer["elements"]:
-                    layer["relative_l2"] = None
         present |= result["nonfinite"]
         present = {fqn: count for fqn, count in present.items() if count}
 
 
 def _row(names: Sequence[str], steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One layer, or several neighbouring ones, step by step."""
-    found = [_together([layers[name] for name in names if name in layers]) for layers in steps]
+    found = [_joined([layers[name] for name in names if name in layers]) for layers in steps]
     columns = {
-        column: [one.get(column) for one in found] for column in ("relative_l2", "changed", "nonfinite")
+        column: [None if one is None else getattr(one, column) for one in found]
+        for column in ("relative_l2", "changed", "nonfinite")
     }
     name = names[0] if len(names) == 1 else f"{names[0]} \N{HORIZONTAL ELLIPSIS} {names[-1]}"
     return {"name": name, "layers": len(names), **columns}
 
 
-def _together(layers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The layers joined as one."""
-    if len(layers) < 2:
-        return layers[0] if layers else {}
+def _joined(layers: Sequence[Mapping[str, Any]]) -> _LayerSums | None:
     whole = _LayerSums()
     for one in layers:
-        whole.elements += one["elements"]
-        whole.differing += round(one["elements"] * (one["changed"] or 0))
-        whole.nonfinite += one["nonfinite"]
-        whole.compared += one["compared"]
-        whole.squares += one["compared"] * (one["relative_l2"] or 0) ** 2
-    return whole.document()
+        whole.add(**one)
+    return whole if layers else None

@@ -1,4 +1,4 @@
-"""The drift of a run as a heat map: a row for each layer, or for several, a column for each two steps."""
+"""Heat map of the drift of a run: a row for one or several layers, a column for each pair of steps."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ class DriftRow:
 class DriftPicture:
     """``paths``: the cells of each level, "l0" (nothing changed) to "l8", and those with NaN or infinity
     ("nan"), as one path each, a unit a cell. ``edges`` are the minimum values of the levels from l1 on.
-    ``greatest`` and ``first_nonfinite``: row and column of the maximum, and of the first NaN or infinity."""
+    ``maximum`` and ``first_nonfinite``: row and column of the maximum, and of the first NaN or infinity."""
 
     rows: tuple[DriftRow, ...]
     height: int
     width: int
     paths: Mapping[str, str]
     edges: tuple[float, ...]
-    greatest: tuple[DriftRow, int] | None
+    maximum: tuple[DriftRow, int] | None
     first_nonfinite: tuple[DriftRow, int] | None
 
 
 def drift_picture(
     layers: Sequence[Any], width: int, value: DriftValue, first: int = 0, count: int | None = None
 ) -> DriftPicture:
-    """The picture of the layers of a run's drift, as the API has them, over ``width`` pairs of steps; of
-    ``count`` from ``first`` on."""
+    """The picture of the layers of a `RunDrift` over ``width`` pairs of steps; of ``count`` layers from
+    ``first`` on."""
     end = len(layers) if count is None else min(len(layers), first + count)
     rows = tuple(_rows(layers, range(min(first, end), end), value))
     edges = _edges([each for row in rows for each in row.values if each], value)
@@ -125,12 +125,12 @@ def _row(
         name,
         members[0],
         len(some),
-        tuple(map(_greatest, zip(*(getattr(one, value) for one in some), strict=True))),
-        tuple(map(_greatest, zip(*(one.nonfinite for one in some), strict=True))),
+        tuple(map(_maximum, zip(*(getattr(one, value) for one in some), strict=True))),
+        tuple(map(_maximum, zip(*(one.nonfinite for one in some), strict=True))),
     )
 
 
-def _greatest(values: Iterable[Any]) -> Any:
+def _maximum(values: Iterable[Any]) -> Any:
     return max((one for one in values if one is not None), default=None)
 
 
