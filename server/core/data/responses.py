@@ -277,13 +277,6 @@ class Streams:
                 self._places[key_id] -= 1
                 self._places += Counter()  # forgets keys that have none
 
-    def close(self) -> None:
-        """End the threads that are idle; those that read end with their part."""
-        with self._lock:
-            if self._pool is not None:
-                self._pool.shutdown(wait=False, cancel_futures=True)
-                self._pool = None
-
 
 class BodyResponse(Response):
     """``chosen`` bytes of ``body``, read by a thread one part ahead of what is sent.

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any, Final, TypeVar
 
-from pydantic import ValidationError
-
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.jobs.parameters import Parameters
+from dcp.server.core.pages.queries import checked
 from dcp.server.core.pages.tokens import Form, FormDep
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.features.convert import feature
@@ -69,12 +68,7 @@ def _params(model: type[M], form: Form, **given: Any) -> M:
         "dtype": form.optional("dtype"),
         "drop_objects": form.is_checked("drop_objects"),
     }
-    try:
-        return model(**{name: value for name, value in given.items() if value is not None})
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UnprocessableError(f"{where}: {first['msg']}" if where else str(first["msg"])) from None
+    return checked(model, **{name: value for name, value in given.items() if value is not None})
 
 
 def _listed(form: Form, name: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from glob import escape
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -97,11 +97,11 @@ class Differences:
             job = None if found is None else find_job(connection, found, whole=False)
         if job is None or job.result is None or job.result.get("contents") != contents:
             return None
-        return job, self._values.get(f"job {job.id}", lambda: of_document(_result_of(job, ask)))
 
+        def decode() -> ContentDifference:
+            return of_document(ask.find(get_job, job.id).result or {})
 
-def _result_of(job: JobRow, ask: Ask) -> Mapping[str, Any]:
-    return ask.find(get_job, job.id).result or {}
+        return job, self._values.get(f"job {job.id}", decode)
 
 
 @feature.get(
@@ -214,7 +214,7 @@ class DiffView(BaseModel):
 def diff_page(view: Annotated[DiffView, Query()], ask: Ask) -> dict[str, Any] | Response:
     """The differences; without two checkpoints in the address a form that chooses them."""
     ticked = [ask.find(get_checkpoint, one, ask.visible) for one in view.of[:_OFFERED]]
-    ticked.sort(key=_age)
+    ticked.sort(key=lambda one: (-1 if one.step is None else one.step, one.committed_at, one.id))
     if len(view.of) == 2:
         raise MovedError(f"/diff?a={ticked[0].id}&b={ticked[1].id}")
     after_id = view.of[0] if len(view.of) == 1 else view.b
@@ -285,10 +285,6 @@ def _nonfinite(a: int, b: int, found: DiffPage, ask: Ask) -> TensorDifference | 
     worst = _page_of(ask, a, b, PageParams(1, None), "values", order="nonfinite").tensors
     values = worst[0].values if worst else None
     return worst[0] if values is not None and values.nonfinite else None
-
-
-def _age(one: CheckpointDetail) -> tuple[Any, ...]:
-    return -1 if one.step is None else one.step, one.committed_at, one.id
 
 
 def _with_step_before(after: CheckpointDetail, ask: Ask) -> str:

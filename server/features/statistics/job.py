@@ -107,9 +107,8 @@ def statistics_json(found: ElementStatistics | None, *, histogram: bool) -> dict
     """The statistics of one tensor as JSON; ``histogram``: include it."""
     if found is None:
         return None
-    numbers = ("min", "max", "mean", "std", "norm")
-    document: dict[str, Any] = {name: getattr(found, name) for name in ("count", "nans", "infs", "zeros")}
-    document |= {name: finite(getattr(found, name)) for name in numbers}
+    names = ("count", "nans", "infs", "zeros", "min", "max", "mean", "std", "norm")
+    document: dict[str, Any] = {name: finite(getattr(found, name)) for name in names}
     bins = found.histogram if histogram else None
     document["histogram"] = (
         None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import urlencode
 
 from fastapi import Query, Response
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from dcp.planners.weight_maps.weight_map import ready_maps
 from dcp.server.catalog.details import get_checkpoint, keys_of
@@ -20,8 +21,9 @@ from dcp.server.core.ask import Ask
 from dcp.server.core.data.access import Readable
 from dcp.server.core.inputs import MAX_ID, Request
 from dcp.server.core.jobs.ledger import get_job
+from dcp.server.core.pages.queries import checked
 from dcp.server.core.pages.rendering import page
-from dcp.server.core.pages.tokens import Form, FormDep
+from dcp.server.core.pages.tokens import FormDep
 from dcp.server.core.problems import NotFoundError, UnprocessableError
 from dcp.server.features.convert.options import MapChoice
 from dcp.server.features.will_it_load import feature
@@ -233,35 +235,20 @@ def will_it_load_form(checkpoint_id: IdPath, form: FormDep, ask: Ask) -> str | R
     )
 
     text = form.text("text")
-    view = _view_of(form)
+    view = checked(
+        FitView, map=form.optional("map"), inverse=form.is_checked("inverse"), below=form.optional("below")
+    )
     try:
         through = view.choice()
         document = document_of_text(text)
         if is_config(document):
-            job = ask.submit(ShapesKind, _params(checkpoint_id, document))
+            job = ask.submit(ShapesKind, checked(ShapesParams, checkpoint_id=checkpoint_id, config=document))
             chosen = view.model_dump(include={"map", "inverse", "below"}, exclude_defaults=True)
             return f"{ask.request.url.path}?{urlencode({'shapes_job': job.id, **chosen})}"
         check = _check_document(checkpoint_id, document, ask, through)
     except UnprocessableError as problem:
         return _page(checkpoint_id, view, ask, text=text, fault=problem.detail)
     return _page(checkpoint_id, view, ask, check, text=text)
-
-
-def _view_of(form: Form) -> FitView:
-    try:
-        return FitView(
-            map=form.optional("map"), inverse=form.is_checked("inverse"), below=form.optional("below")
-        )
-    except ValidationError as error:
-        (first, *_) = error.errors()
-        raise UnprocessableError(f"{first['loc'][0]}: {first['msg']}", field=str(first["loc"][0])) from None
-
-
-def _params(checkpoint_id: int, config: dict[str, Any]) -> ShapesParams:
-    try:
-        return ShapesParams(checkpoint_id=checkpoint_id, config=config)
-    except ValidationError as error:
-        raise UnprocessableError(f"config.json: {error.errors()[0]['msg']}", field="text") from None
 
 
 def _page(
@@ -274,6 +261,7 @@ def _page(
 ) -> Response:
     newest = CheckpointFilter(states=frozenset({"committed"}))
     recent = ask.find(list_checkpoints, newest, limit=_OFFERED, visible=ask.visible).checkpoints
+    keys = {} if view.state_of is None else ask.find(keys_of, [view.state_of], ask.visible)
     findings = check and (check.renamed or check.plain)
     return page(
         ask.request,
@@ -285,21 +273,15 @@ def _page(
         maps=list(ready_maps()),
         check=check,
         findings=findings,
-        state_name=None if view.state_of is None else _name(view.state_of, ask),
+        state_name=keys.get(view.state_of or 0),
         listed=_by_kind(findings.problems) if findings else {},
         fault=fault,
         offered=[one for one in recent if one.id != checkpoint_id],
     )
 
 
-def _name(checkpoint_id: int, ask: Ask) -> str:
-    return ask.find(keys_of, [checkpoint_id], ask.visible).get(checkpoint_id, str(checkpoint_id))
-
-
 def _by_kind(problems: tuple[LoadProblem, ...]) -> dict[str, list[LoadProblem]]:
-    found: dict[str, list[LoadProblem]] = {}
+    found = defaultdict(list)
     for one in problems:
-        rows = found.setdefault(one.kind, [])
-        if len(rows) < _ROWS:
-            rows.append(one)
-    return found
+        found[one.kind].append(one)
+    return {kind: rows[:_ROWS] for kind, rows in found.items()}
