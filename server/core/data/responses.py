@@ -292,7 +292,6 @@ class BodyResponse(Response):
         *,
         headers: Mapping[str, str],
         problem: Callable[[BaseException], ProblemError] = storage_problem,
-        media_type: str = "application/octet-stream",
         is_allowed: Callable[[], bool] = lambda: True,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
@@ -300,7 +299,7 @@ class BodyResponse(Response):
         every = {"Cache-Control": CACHE, **headers, "Accept-Ranges": "bytes", "Content-Length": str(length)}
         if chosen.is_part:
             every["Content-Range"] = f"bytes {chosen.begin}-{chosen.end - 1}/{chosen.size}"
-        super().__init__(None, 206 if chosen.is_part else 200, every, media_type)
+        super().__init__(None, 206 if chosen.is_part else 200, every, "application/octet-stream")
         self._source = body
         self._chosen = chosen
         self._streams = streams
@@ -310,15 +309,10 @@ class BodyResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI. Raises a ProblemError while nothing has been sent, later `BrokenBodyError`."""
-        if scope["method"] == "HEAD":
-            await self._send_head(send)
-            return
-        with contextlib.nullcontext() if self.is_small else self._streams.slot(scope):
-            gone = asyncio.ensure_future(_departure(receive))
-            try:
-                await self._send_body(scope, send, gone)
-            finally:
-                gone.cancel()
+        await PlannedResponse(self._itself, self._streams, lambda: False)(scope, receive, send)
+
+    async def _itself(self) -> BodyResponse:
+        return self
 
     @property
     def is_small(self) -> bool:
