@@ -24,7 +24,6 @@ from dcp.server.core.data.responses import (
     Streams,
     choose_range,
     disposition,
-    empty_part,
 )
 from dcp.server.core.http.handlers import install_handlers
 from dcp.server.core.http.middleware.requests import RequestMiddleware
@@ -50,8 +49,7 @@ class Counted(Body):
         """In parts of `PART` bytes."""
         try:
             for at in range(begin, end, PART):
-                part = empty_part(min(PART, end - at))
-                part[:] = bytes(len(part))
+                part = memoryview(bytearray(min(PART, end - at)))
                 self.read_bytes += len(part)
                 yield part
         finally:
