@@ -20,10 +20,10 @@ import torch
 
 import dcp
 from dcp.server.catalog.checkpoints import upsert_checkpoints
-from dcp.server.catalog.contents.structures import StructureFacts, StructureTensor
 from dcp.server.catalog.facts import CheckpointFacts
-from dcp.server.catalog.labelling.lineage import add_lineage
+from dcp.server.catalog.lineage import add_lineage
 from dcp.server.catalog.roots import sync_roots
+from dcp.server.catalog.structures import StructureFacts, StructureTensor
 from dcp.server.database.engine import Database
 from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.formats import dtypes

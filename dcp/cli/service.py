@@ -129,8 +129,8 @@ def worker(
     """
     settings = _settings(config, database_url=database, concurrency=concurrency)
     from dcp.server.core.jobs.worker import Worker
+    from dcp.server.features import schedules as schedules_of
     from dcp.server.process.logs import configure_logs
-    from dcp.server.process.schedules import built_in_schedules
 
     configure_logs(settings)
     stop = threading.Event()
@@ -138,7 +138,7 @@ def worker(
         signal.signal(number, lambda _number, _frame: stop.set())
     if until_input_ends:
         threading.Thread(target=_watch_input, args=(stop,), name="input", daemon=True).start()
-    Worker(settings, schedules=built_in_schedules(settings)).run(stop)
+    Worker(settings, schedules=schedules_of(settings)).run(stop)
 
 
 def _watch_input(stop: threading.Event) -> None:
@@ -168,7 +168,7 @@ def _opened(settings: Settings, *, with_tables: bool = True, is_made: bool = Fal
             file = Path(opened.url.database or "")
             if opened.dialect == "sqlite" and not (is_made or file.exists()):
                 fail(f"there is no database {file}: dcp serve makes it, or dcp db upgrade")
-            if with_tables and not migrations.is_current(opened):
+            if with_tables and migrations.is_pending(opened):
                 if opened.dialect != "sqlite" or not settings.migrate:
                     fail("the database has not the tables of this version: run dcp db upgrade first")
                 migrations.upgrade(opened)
@@ -186,8 +186,7 @@ def _upgrade(settings: Settings = _SETTINGS) -> None:
     from dcp.server.database import migrations
 
     with _opened(settings, with_tables=False, is_made=True) as opened:
-        before = migrations.upgrade(opened)
-        after = migrations.current(opened)
+        before, after = migrations.upgrade(opened), migrations.REVISION
     print(f"{before or 'empty'} -> {after}" if before != after else f"up to date at {after}")
 
 
@@ -196,7 +195,7 @@ def _status(settings: Settings = _SETTINGS) -> Answer:
     from dcp.server.database import migrations
 
     with _opened(settings, with_tables=False, is_made=True) as opened:
-        current, head = migrations.current(opened), migrations.head()
+        current, head = migrations.current(opened), migrations.REVISION
     is_current = current == head
     shown = f"up to date at {head}" if is_current else f"{current or 'empty'}, needed is {head}"
     data = {"current": current, "needed": head, "is_current": is_current}
@@ -219,7 +218,7 @@ def _create(
     lasts_seconds = None if expires is None else _duration(expires)
     from dcp.server.catalog import audit
     from dcp.server.core.security import keys
-    from dcp.server.core.security.principal import Scope
+    from dcp.server.records.administration import Scope
 
     scopes: list[Any] = scope or ["read"]
     _check_names("--scope", scopes, get_args(Scope))
@@ -345,7 +344,7 @@ def _accept(
     from dcp.server.catalog.roots import list_roots
     from dcp.server.core.roots import Roots
     from dcp.server.core.settings import RootSettings
-    from dcp.server.features.scan.scanner import Scanner
+    from dcp.server.features.scan.scanner import scan_root
 
     with _opened(settings) as opened:
         with opened.read() as connection:
@@ -362,7 +361,7 @@ def _accept(
             return
         # one that `dcp serve` was given as a flag is in the database alone
         place = settings.roots.get(name) or RootSettings(url=row.url)
-        report = Scanner(opened, Roots({name: place})).scan(name, accepted=row.lost)
+        report = scan_root(opened, Roots({name: place}), name, accepted=row.lost)
         if report.lost:
             fail(f"more is missing by now, and nothing was marked: {report.trouble[0]}")
         detail = {"accepted": row.lost, "vanished": report.vanished}

@@ -1,15 +1,16 @@
-"""Checkpoints as they are shown: a row with its labels, and all that is known of one."""
+"""Checkpoints as they are shown: by id, or by key, step or alias; a row with its labels."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from sqlalchemy import Connection, Select, select, update
 
-from dcp.server.catalog.errors import ChangedError, MissingError
+from dcp.server.catalog.errors import ChangedError, InvalidQueryError, MissingError
 from dcp.server.catalog.values import NONFINITE
-from dcp.server.database.records import shown_columns, values_of
+from dcp.server.database.records import record_of_row, shown_columns
 from dcp.server.database.tables import aliases, checkpoints, metadata, metrics, roots, runs, structures, tags
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
 from dcp.steps import PARTIAL, partial_of
@@ -17,6 +18,8 @@ from dcp.steps import PARTIAL, partial_of
 __all__ = [
     "Checkpoint",
     "CheckpointDetail",
+    "CheckpointName",
+    "find_checkpoint",
     "get_checkpoint",
     "joined",
     "keys_of",
@@ -78,8 +81,9 @@ def with_labels(connection: Connection, rows: Sequence[Mapping[Any, Any]]) -> li
 def _made(record: type[C], row: Mapping[Any, Any], labels: Mapping[str, Any]) -> C:
     noted = row[_NOTED_METRICS] if isinstance(row[_NOTED_METRICS], dict) else {}
     missing = noted.keys() - labels["metrics"].keys()
-    return record(
-        **values_of(record, row),
+    return record_of_row(
+        record,
+        row,
         **labels,
         nonfinite_metrics={name: noted[name] for name in sorted(missing) if noted[name] in NONFINITE},
         partial=partial_of({PARTIAL: row[_NOTED_PARTS]}),
@@ -143,3 +147,67 @@ def labels_of(connection: Connection, numbers: Iterable[int]) -> dict[int, dict[
         labels["aliases"] = tuple(sorted(labels["aliases"]))
         labels["metrics"] = dict(sorted(labels["metrics"].items()))
     return found
+
+
+# -- by name -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointName:
+    """A ``key``; or a ``run`` with a ``step`` or an ``alias``, or with neither: its latest step. ``root``
+    where several have the same. Raises `InvalidQueryError` for anything else."""
+
+    root: str | None = None
+    key: str | None = None
+    run: str | None = None
+    step: int | None = None
+    alias: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.key is None) == (self.run is None):
+            raise InvalidQueryError("key", "one of key and run is needed")
+        if self.key is not None and (self.step is not None or self.alias is not None):
+            raise InvalidQueryError("key", "a key needs no step and no alias; those are of a run")
+        if self.step is not None and self.alias is not None:
+            raise InvalidQueryError("step", "one of step and alias at most")
+        for field in ("root", "key", "run", "alias"):
+            if "\x00" in (getattr(self, field) or ""):
+                raise InvalidQueryError(field, "there is a NUL in it")
+
+    def __str__(self) -> str:
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+
+
+def find_checkpoint(
+    connection: Connection, name: CheckpointName, visible: frozenset[str] | None = None
+) -> CheckpointDetail:
+    """The checkpoint that is called so. Of several, as in other roots or formats: a committed one before
+    others, and of those the newest. `MissingError` if there is none that may be seen."""
+    query = _matching(name)
+    if name.root is not None:
+        query = query.where(roots.c.name == name.root)
+    if visible is not None:
+        query = query.where(roots.c.name.in_(sorted(visible)))
+    is_other = checkpoints.c.state != "committed"
+    order = [is_other, checkpoints.c.committed_seconds.desc(), checkpoints.c.id.desc()]
+    if name.run is not None and name.step is None and name.alias is None:
+        order.insert(1, checkpoints.c.step_order.desc())
+    number = connection.execute(query.order_by(*order).limit(1)).scalar()
+    if number is None:
+        raise MissingError("checkpoint", str(name))
+    return get_checkpoint(connection, number, visible)
+
+
+def _matching(name: CheckpointName) -> Select[Any]:
+    query = select(checkpoints.c.id).join_from(checkpoints, roots, roots.c.id == checkpoints.c.root_id)
+    if name.key is not None:
+        last = name.key.rpartition("/")[2]  # has an index
+        return query.where(checkpoints.c.name == last, checkpoints.c.key == name.key)
+    query = query.join(runs, runs.c.id == checkpoints.c.run_id).where(runs.c.key == name.run)
+    if name.step is not None:
+        return query.where(checkpoints.c.step_order == name.step)
+    if name.alias is not None:
+        query = query.join(aliases, aliases.c.checkpoint_id == checkpoints.c.id)
+        return query.where(aliases.c.run_id == runs.c.id, aliases.c.name == name.alias)
+    return query

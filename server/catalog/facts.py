@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
-from dcp.server.catalog.contents.structures import StructureFacts
 from dcp.server.catalog.errors import InvalidQueryError
 from dcp.server.catalog.formats import catalog_formats
+from dcp.server.catalog.structures import StructureFacts
 from dcp.server.catalog.values import check_key, check_label, clean_integer, clean_json, clean_text
 from dcp.server.records.checkpoints import CheckpointDetail, State, Verification
 from dcp.server.records.declaring import OwnColumn, fields_of

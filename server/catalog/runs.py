@@ -1,4 +1,4 @@
-"""Runs: the folders that hold checkpoints, with sums that are kept as checkpoints come and go."""
+"""Runs: folders that hold checkpoints, with sums that are kept up to date as checkpoints come and go."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from sqlalchemy import Column, Connection, Select, bindparam, select, tuple_, up
 
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.errors import MissingError
-from dcp.server.catalog.name_patterns import check_pattern, contains, matches
-from dcp.server.database.records import shown_columns, values_of
+from dcp.server.catalog.names import check_pattern, contains, matches
+from dcp.server.catalog.roots import root_id
+from dcp.server.database.records import record_of_row, shown_columns
 from dcp.server.database.sql import insert_missing
 from dcp.server.database.tables import checkpoints, metadata, roots, runs
 from dcp.server.records.runs import Run
 
 __all__ = [
+    "Known",
     "Run",
     "RunChange",
     "RunFilter",
@@ -24,10 +26,11 @@ __all__ = [
     "RunSort",
     "ensure_runs",
     "get_run",
+    "known_of_run",
     "list_runs",
     "refresh_runs",
+    "run_keys",
 ]
-
 
 RunSort = Literal["latest", "-latest", "key", "-key", "bytes", "-bytes", "checkpoints", "-checkpoints"]
 """With a minus the greatest first. A run without committed checkpoints is the oldest."""
@@ -110,7 +113,7 @@ def get_run(connection: Connection, run_id: int, visible: frozenset[str] | None 
     row = connection.execute(select_runs(visible).where(runs.c.id == run_id)).one_or_none()
     if row is None:
         raise MissingError("run", run_id)
-    return Run(**values_of(Run, row._mapping))
+    return record_of_row(Run, row)
 
 
 def list_runs(
@@ -132,7 +135,7 @@ def list_runs(
     for each in (column, runs.c.id):
         query = query.order_by(each.desc() if sort.startswith("-") else each.asc())
     rows = connection.execute(query.add_columns(column.label("position")).limit(limit + 1)).mappings().all()
-    found = [Run(**values_of(Run, row)) for row in rows[:limit]]
+    found = [record_of_row(Run, row) for row in rows[:limit]]
     more = len(rows) > limit
     return RunPage(found, encode_cursor(mark, rows[limit - 1]["position"], found[-1].id) if more else None)
 
@@ -181,3 +184,33 @@ def _ids(connection: Connection, places: Sequence[tuple[int, str]]) -> dict[tupl
         )
         found |= {(row.root_id, row.key): row.id for row in connection.execute(query)}
     return found
+
+
+# -- for the scanner -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What tells whether a checkpoint has to be looked at again."""
+
+    state: str
+    fingerprint: str | None
+
+
+def known_of_run(connection: Connection, root: str, run_key: str) -> dict[str, Known]:
+    """The checkpoints of a run by their names, gone ones too; empty for a run that is not known.
+
+    Raises `MissingError` for a root that is not.
+    """
+    query = (
+        select(checkpoints.c.name, checkpoints.c.state, checkpoints.c.fingerprint)
+        .join(runs, runs.c.id == checkpoints.c.run_id)
+        .where(runs.c.root_id == root_id(connection, root), runs.c.key == run_key)
+    )
+    return {name: Known(state, fingerprint) for name, state, fingerprint in connection.execute(query)}
+
+
+def run_keys(connection: Connection, root: str) -> list[str]:
+    """The keys of all runs of a root, sorted."""
+    query = select(runs.c.key).where(runs.c.root_id == root_id(connection, root))
+    return sorted(connection.execute(query).scalars())

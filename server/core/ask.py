@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from fastapi import Depends, Request, Response
-from pydantic import BaseModel
 from sqlalchemy import Connection
 
 from dcp.server.core.data.access import Data
@@ -17,7 +16,7 @@ from dcp.server.core.http.dependencies import Writer
 from dcp.server.core.http.idempotent_transaction import IdempotentTransaction
 from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.jobs.kind import Kind
-from dcp.server.core.jobs.ledger import get_job, jobs_of_key, progress_of
+from dcp.server.core.jobs.ledger.reading import get_job, last_job, progress_of
 from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.jobs.submitting import submit_kind
 from dcp.server.core.problems import UnauthorizedError
@@ -29,7 +28,6 @@ from dcp.server.records.checkpoints import Checkpoint
 
 __all__ = ["Ask", "AskDep"]
 
-A = TypeVar("A", bound=BaseModel)
 P = ParamSpec("P")
 M = TypeVar("M", bound=Parameters)
 T = TypeVar("T")
@@ -100,7 +98,7 @@ class Ask:
             raise NotModifiedError(etag)
 
     def reading(self) -> AbstractContextManager[Connection]:
-        """A connection that only reads, for several queries that are to agree."""
+        """Open a connection that only reads, for several queries that must agree."""
         return self.service.database.read()
 
     def find(self, query: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -108,10 +106,15 @@ class Ask:
         with self.reading() as connection:
             return query(connection, *args, **kwargs)
 
-    def transact(self, act: Callable[[Connection], A]) -> A:
+    def transact(self, act: Callable[[Connection], T]) -> T:
         """Run ``act``, which writes and makes the answer, in one transaction; it is repeated where another
         one was in its way. With an ``Idempotency-Key`` the answer is kept in the same transaction."""
         return IdempotentTransaction(self.service.database, self.request, self.response)(act)
+
+    def transact_secretly(self, act: Callable[[Connection], T]) -> T:
+        """Do the same for an answer with a secret: no ``Idempotency-Key`` keeps it."""
+        self.request.state.is_secret = True
+        return self.service.database.transact(act)
 
     def submit(self, kind: type[Kind[M]], params: M) -> JobAnswer:
         """Submit a job; an unfinished one that does the same is returned instead. Raises what the kind
@@ -133,13 +136,14 @@ class Ask:
         return JobAnswer.of(job, progress=progress.get(job_id, job.progress))
 
     def last_job(self, kind: type[Kind[M]], params: M, after: int = 0) -> JobAnswer | None:
-        """The newest job with these parameters and a number above ``after``, for a page that waits for it."""
-        last, _ = self.find(jobs_of_key, kind.dedup_key(params), self.visible)
-        return None if last is None or last <= after else self.job(last)
+        """Find the newest job with the result key of ``params`` and a number above ``after``, for a page that
+        waits for it."""
+        job = self.find(last_job, kind.result_key(params), self.visible)
+        return None if job is None or job.id <= after else self.job(job.id)
 
 
 async def ask_of(request: Request, response: Response) -> Any:
-    """The dependency behind a parameter of the type `Ask`."""
+    """Make the value of a parameter of the type `Ask`."""
     return Ask(request, response)
 
 

@@ -1,44 +1,63 @@
-"""Features: what the service does beside its core, each declared as one value.
+"""Features: the parts of the service beside its core, each declared as one value.
 
 A feature is a module or a folder with a `Feature` named ``feature``. Its decorators declare routes of the
-API, pages and forms; its job kinds are in ``kinds``. Those of the service stand in
-`dcp.server.features.FEATURES`; those of other packages come by the entry point group
-``dcphub.service_features``.
+API, pages, forms, periodic work and consumers of events; its job kinds are in ``kinds``. Those of the service
+stand in `dcp.server.features.FEATURES`; those of other packages come by the entry point group
+``dcphub.service_features``. Work of a worker beside jobs is one function each::
+
+    @feature.consumer("notes", kinds=["checkpoint.committed"])
+    def note(connection, events, context):
+        "Called with batches of events, oldest first, in the transaction that keeps the consumer's position."
+
+    @feature.schedule("notes", 600.0)
+    def forget_notes(context):
+        "Called every ten minutes in one of the workers; ``context`` has settings, database and time."
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from dcp.server.core.events import Consume, Consumer
+from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext
+
 if TYPE_CHECKING:
     from fastapi import APIRouter
+    from sqlalchemy import Connection
 
     from dcp.server.core.jobs.kind import Kind
-    from dcp.server.core.security.principal import Scope
+    from dcp.server.core.settings import Settings
+    from dcp.server.records.administration import Scope
 
 __all__ = ["Feature", "Link", "Page", "Route"]
 
+C = TypeVar("C", bound=Consume)
 F = TypeVar("F", bound=Callable[..., Any])
+W = TypeVar("W", bound="Callable[[ScheduleContext], object]")
 LinkedFrom = Literal["run"]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """An operation of the API below ``/api/v1``. ``handle`` returns a record or an answer.
-    ``responses`` are other ones, as FastAPI describes them."""
+
+    ``responses`` are other ones, as FastAPI describes them. ``all_roots``: not for keys that are restricted
+    to some roots.
+    """
 
     method: str
     path: str
     handle: Callable[..., Any]
     scope: Scope
     tag: str
-    status: int
-    errors: Sequence[int]
+    status: int = 200
+    errors: Sequence[int] = (404,)
     responses: dict[int | str, dict[str, Any]] = field(default_factory=dict)
+    all_roots: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +87,34 @@ class Link:
 
 @dataclass(slots=True)
 class Feature:
-    """One feature. ``name`` is also the folder of its templates: those beside the module ``module``.
+    """One feature, declared in ``module``.
+
+    A package has its templates in the folder ``templates``, scripts and styles in ``static``; a feature of
+    one file has the texts of its templates in the field ``templates``, by name.
 
     ``web``: the modules below ``module`` that declare its routes and pages, imported by processes that serve
-    HTTP alone; not needed where the module of the feature declares them.
+    HTTP alone; not needed where the module of the feature declares them. ``work``: those that declare
+    consumers and periodic work, imported by workers alone. ``schedules`` are functions of the settings that
+    return periodic work; `schedule` adds one.
     """
 
     name: str
     module: str
     kinds: Sequence[Kind[Any]] = ()
     web: Sequence[str] = ()
+    work: Sequence[str] = ()
     links: Sequence[Link] = ()
+    templates: Mapping[str, str] = field(default_factory=dict)
     routes: list[Route] = field(default_factory=list)
     pages: list[Page] = field(default_factory=list)
+    consumers: list[Consumer] = field(default_factory=list)
+    schedules: list[Callable[[Settings], Iterable[PeriodicWork]]] = field(default_factory=list)
 
     @property
-    def folder(self) -> Path:
-        """The folder of the module, with ``templates`` and ``static``."""
-        return Path(str(importlib.import_module(self.module).__file__)).parent
+    def folder(self) -> Path | None:
+        """The folder of a package; None for a feature of one file, whose folder is not its own."""
+        folders = getattr(importlib.import_module(self.module), "__path__", None)
+        return None if folders is None else Path(folders[0])
 
     def load(self) -> list[APIRouter]:
         """Import what declares routes and pages. Returns the routers of FastAPI that modules of ``web`` have
@@ -93,36 +122,32 @@ class Feature:
         modules = [importlib.import_module(f"{self.module}.{name}") for name in self.web]
         return [module.router for module in modules if hasattr(module, "router")]
 
-    def get(
-        self,
-        path: str,
-        *,
-        tag: str,
-        scope: Scope = "read",
-        errors: Sequence[int] = (404,),
-        responses: dict[int | str, dict[str, Any]] | None = None,
-    ) -> Callable[[F], F]:
-        """Declare that GET of ``path`` below ``/api/v1`` is answered by the function."""
-        return self._route("GET", path, scope, tag, 200, errors, responses)
+    def get(self, path: str, *, tag: str, scope: Scope = "read", **options: Any) -> Callable[[F], F]:
+        """Declare that GET of ``path`` below ``/api/v1`` is answered by the function. ``options``: those of
+        a `Route`, as for the other methods."""
+        return self._route("GET", path, scope, tag, options)
 
-    def post(
-        self, path: str, *, tag: str, scope: Scope, status: int = 200, errors: Sequence[int] = (404,)
-    ) -> Callable[[F], F]:
-        """Declare that POST to ``path`` below ``/api/v1`` is answered by the function."""
-        return self._route("POST", path, scope, tag, status, errors)
+    def post(self, path: str, *, tag: str, scope: Scope, **options: Any) -> Callable[[F], F]:
+        """Declare that POST to ``path`` is answered by the function."""
+        return self._route("POST", path, scope, tag, options)
+
+    def put(self, path: str, *, tag: str, scope: Scope, **options: Any) -> Callable[[F], F]:
+        """Declare that PUT of ``path`` is answered by the function."""
+        return self._route("PUT", path, scope, tag, options)
+
+    def patch(self, path: str, *, tag: str, scope: Scope, **options: Any) -> Callable[[F], F]:
+        """Declare that PATCH of ``path`` is answered by the function."""
+        return self._route("PATCH", path, scope, tag, options)
+
+    def delete(self, path: str, *, tag: str, scope: Scope, **options: Any) -> Callable[[F], F]:
+        """Declare that DELETE of ``path`` is answered by the function."""
+        return self._route("DELETE", path, scope, tag, options)
 
     def _route(
-        self,
-        method: str,
-        path: str,
-        scope: Scope,
-        tag: str,
-        status: int,
-        errors: Sequence[int],
-        responses: dict[int | str, dict[str, Any]] | None = None,
+        self, method: str, path: str, scope: Scope, tag: str, options: dict[str, Any]
     ) -> Callable[[F], F]:
         def declare(handle: F) -> F:
-            self.routes.append(Route(method, path, handle, scope, tag, status, errors, responses or {}))
+            self.routes.append(Route(method, path, handle, scope, tag, **options))
             return handle
 
         return declare
@@ -138,7 +163,7 @@ class Feature:
         def declare(handle: F) -> F:
             self.pages.append(Page("GET", path, handle, scope, template, tag))
             if tag:
-                self.routes.append(Route("GET", path, handle, scope, tag, 200, (404,)))
+                self.routes.append(Route("GET", path, handle, scope, tag))
             return handle
 
         return declare
@@ -151,3 +176,40 @@ class Feature:
             return handle
 
         return declare
+
+    def consumer(self, name: str, *, kinds: Iterable[str] | None = None) -> Callable[[C], C]:
+        """Declare that workers call the function with all events, or those of ``kinds``, once and in order.
+
+        It gets ``(connection, events, context)``, and writes by the connection: see `Consumer`.
+        """
+
+        def declare(consume: C) -> C:
+            self.consumers.append(Consumer(name, None if kinds is None else frozenset(kinds), consume))
+            return consume
+
+        return declare
+
+    def schedule(
+        self,
+        name: str,
+        seconds: float | None = None,
+        *,
+        is_needed: Callable[[Connection, ScheduleContext], bool] | None = None,
+    ) -> Callable[[W], W]:
+        """Declare that one worker at a time calls the function with a `ScheduleContext` every ``seconds``, or
+        as often as workers look for jobs. ``is_needed``: as for `PeriodicWork`."""
+
+        def declare(act: W) -> W:
+            self.schedules.append(
+                lambda settings: [PeriodicWork(name, seconds or settings.poll_seconds, act, is_needed)]
+            )
+            return act
+
+        return declare
+
+    def periodic_work(self, settings: Settings) -> list[PeriodicWork]:
+        """Import the modules of ``work``, and return all periodic work, that of consumers first."""
+        for name in self.work:
+            importlib.import_module(f"{self.module}.{name}")
+        consuming = [consumer.work(settings) for consumer in self.consumers]
+        return consuming + [work for schedules in self.schedules for work in schedules(settings)]

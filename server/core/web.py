@@ -57,7 +57,7 @@ def _add_route(router: Any, route: Route) -> None:
         methods=[route.method],
         status_code=route.status,
         tags=[route.tag],
-        dependencies=[requires(route.scope)],
+        dependencies=[requires(route.scope, all_roots=route.all_roots)],
         responses=route.responses | problems(*route.errors),
     )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from datetime import datetime
+from typing import Any, Final, TypeVar, cast, get_origin
 
 from sqlalchemy import (
     JSON,
@@ -15,6 +17,7 @@ from sqlalchemy import (
     ForeignKey,
     Integer,
     MetaData,
+    Row,
     String,
     Text,
     false,
@@ -23,8 +26,11 @@ from sqlalchemy import (
 from sqlalchemy.types import TypeEngine
 
 from dcp.server.records.declaring import ColumnType, OwnColumn, RecordField, fields_of, moment
+from dcp.server.records.documents import record_of
 
-__all__ = ["ID", "JSON_DOCUMENT", "NAME", "checks_of", "columns_of", "shown_columns", "values_of"]
+__all__ = ["ID", "JSON_DOCUMENT", "NAME", "checks_of", "columns_of", "record_of_row", "shown_columns"]
+
+R = TypeVar("R")
 
 JSON_DOCUMENT: Final = JSON()
 """Of PostgreSQL too, whose JSONB does not keep the order of members: rules of ``rename`` apply in theirs."""
@@ -79,24 +85,33 @@ def checks_of(record: type[Any]) -> list[CheckConstraint]:
 
 
 def shown_columns(record: type[Any], table: str, metadata: MetaData) -> list[Any]:
-    """The columns that make a record, its own and the joined ones, each by the name of its field."""
-    found = []
+    """The columns that make a record, its own and the joined ones, for `record_of_row`."""
+    found: list[Any] = []
     for field in fields_of(record):
         if field.stored is not None:
-            found.append(metadata.tables[table].c[field.column].label(field.name))
+            found.append(metadata.tables[table].c[field.column])
         elif field.joined is not None:
-            found.append(metadata.tables[field.joined.table].c[field.joined.column].label(field.name))
+            joined = metadata.tables[field.joined.table].c[field.joined.column]
+            found.append(joined.label(field.column))
     return found
 
 
-def values_of(record: type[Any], row: Mapping[Any, Any]) -> dict[str, Any]:
-    """What a row of `shown_columns` says of a record."""
-    values = {field.name: row[field.name] for field in _read(record)}
-    for field in _read(record):
-        if field.stored is not None and field.stored.type == "seconds" and values[field.name] is not None:
-            values[field.name] = moment(values[field.name])
-    return values
+def record_of_row(record: type[R], row: Any, **given: Any) -> R:
+    """The record with the values of a row, each by the name of its column, and with those ``given``."""
+    columns = row._mapping if isinstance(row, Row) else row
+    values = {
+        field.name: _decoded(field, columns[field.column])
+        for field in fields_of(record)
+        if field.name not in given
+    }
+    return record(**values, **given)
 
 
-def _read(record: type[Any]) -> Iterable[RecordField]:
-    return (field for field in fields_of(record) if field.stored is not None or field.joined is not None)
+def _decoded(field: RecordField, value: Any) -> Any:
+    if value is None:
+        return None
+    if field.hint is datetime:
+        return moment(value)
+    if get_origin(field.hint) is tuple:
+        return tuple(value)
+    return record_of(cast(Any, field.hint), value) if is_dataclass(field.hint) else value

@@ -5,34 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Integer, Table, TableValuedAlias, column
+from sqlalchemy import Connection, Table
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql.functions import FunctionElement
 
-__all__ = ["dialect_insert", "insert_missing", "insert_or_update", "items_of"]
-
-
-class _JsonItems(FunctionElement[Any]):
-    """The rows of a list in JSON, each with its ``value``."""
-
-    inherit_cache = True
-    name = "items"
-
-
-@compiles(_JsonItems, "sqlite")
-def _(element: _JsonItems, compiler: Any, **options: Any) -> str:
-    return f"json_each({compiler.process(element.clauses, **options)})"
-
-
-@compiles(_JsonItems, "postgresql")
-def _(element: _JsonItems, compiler: Any, **options: Any) -> str:
-    return f"json_array_elements_text({compiler.process(element.clauses, **options)})"
-
-
-def items_of(document: ColumnElement[Any]) -> TableValuedAlias:
-    """The items of a list in a JSON column as rows, to select from: their column is ``value``."""
-    return _JsonItems(document).table_valued(column("value", Integer))
+__all__ = ["dialect_insert", "insert_missing", "insert_or_update"]
 
 
 def dialect_insert(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:

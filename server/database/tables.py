@@ -27,6 +27,7 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
     false,
+    text,
     true,
 )
 
@@ -153,7 +154,7 @@ checkpoints: Final = Table(
     Column("announced", String(64)),  # the content told as committed: its save id, or else its fingerprint
     UniqueConstraint("root_id", "key"),
     # One for each order, and by time within what is often asked for: a page is read from an index, without
-    # sorting and without reading on. `dcp.server.catalog.queries.planning` says which one.
+    # sorting and without reading on. `dcp.server.catalog.listing` says which one.
     Index(None, "committed_seconds", "id"),
     Index(None, "step_order", "id"),
     Index(None, "bytes", "id"),
@@ -327,26 +328,42 @@ jobs: Final = Table(
     Column("lease_owner", String(128)),
     Column("lease_until_seconds", Float),
     Column("fence", BigInteger, nullable=False, server_default="0"),
-    Column("cancel_seconds", Float),  # when cancelling was asked for
+    Column("is_ending", Boolean, nullable=False, server_default=false()),  # cancelled or failed: stops
+    Column("cancel_requested_seconds", Float),
     Column("plan", JSON_DOCUMENT),  # what publishing needs, found out while planning
     Column("progress", JSON_DOCUMENT),
     Column("result", JSON_DOCUMENT),
     _document(),  # of a large result; ``result`` is what is short of it
     Column("error", JSON_DOCUMENT),
     Column("waiting", JSON_DOCUMENT),  # why the last attempt failed, and when the next one is
-    Column(
-        "dedup_key", String(128), unique=True
-    ),  # one unfinished job for the same thing; cleared at the end
+    Column("dedup_key", String(128)),  # at most one unfinished job has it
+    Column("result_key", String(128)),  # the same for jobs whose results replace each other
     Column("turn", BigInteger, nullable=False, server_default="0"),  # the lower the sooner, in one priority
     Index(None, "state", "priority", "turn", "id"),
     Index(None, "created_by", "state", "turn"),
     Index(None, "kind", "state"),
     Index(None, "finished_seconds"),
+    Index(None, "result_key", "id"),
+    Index(
+        "uq_jobs_unfinished",
+        "dedup_key",
+        unique=True,
+        sqlite_where=text("finished_seconds IS NULL"),
+        postgresql_where=text("finished_seconds IS NULL"),
+    ),
     CheckConstraint(
         "state IN ('queued', 'planning', 'running', 'publishing', 'succeeded', 'failed', 'cancelled')",
         name="state",
     ),
 )
+
+job_roots: Final = Table(
+    "job_roots",
+    metadata,
+    Column("job_id", ID, ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+    _ref("root_id", "roots.id", primary_key=True),
+)
+"""Roots of the checkpoints that a job names, except its own: the job is visible with all of them only."""
 
 tasks: Final = Table(
     "tasks",

@@ -7,15 +7,22 @@ point group ``dcphub.service_features``.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
 from dcp.server.core.feature import Feature
+from dcp.server.core.jobs.cleaning import CLEAN_UP
 from dcp.server.core.jobs.kind import Kind
+from dcp.server.core.jobs.schedules import PeriodicWork
+from dcp.server.core.settings import Settings
+from dcp.storage.errors import CheckpointError
 
-__all__ = ["FEATURES", "features", "kinds"]
+__all__ = ["FEATURES", "FeatureError", "features", "kinds", "schedules"]
+
+_GROUP: Final = "dcphub.service_features"
 
 FEATURES: Final = (
     "audit",
@@ -48,18 +55,45 @@ FEATURES: Final = (
 """Folders and files beside this one. Of two routes that fit a path the first one answers."""
 
 
+class FeatureError(CheckpointError):
+    """A feature of another package cannot be used."""
+
+
 @cache
 def features() -> tuple[Feature, ...]:
-    """All features: ours in order, then those of other packages by name."""
+    """All features: ours in order, then those of other packages by name. Raises FeatureError."""
     ours = [importlib.import_module(f"{__name__}.{name}").feature for name in FEATURES]
-    others = [
-        one.load() for one in sorted(entry_points(group="dcphub.service_features"), key=lambda one: one.name)
-    ]
-    return (*ours, *(one for one in others if isinstance(one, Feature)))
+    others = [_load(one) for one in sorted(entry_points(group=_GROUP), key=lambda one: one.name)]
+    found = (*ours, *others)
+    _check_unique("feature", [one.name for one in found])
+    return found
+
+
+def _load(entry: EntryPoint) -> Feature:
+    where = f"feature {entry.name!r} ({entry.value}, entry point {_GROUP!r})"
+    try:
+        found = entry.load()
+    except Exception as error:
+        raise FeatureError(f"{where} cannot be imported: {error!r}") from error
+    if not isinstance(found, Feature):
+        raise FeatureError(f"{where} is no dcp.server.core.feature.Feature but {type(found).__name__}")
+    return found
 
 
 @cache
 def kinds() -> Mapping[str, Kind[Any]]:
-    """The kinds of jobs of all features, by name."""
+    """The kinds of jobs of all features, by name. Raises FeatureError."""
     found = [kind for feature in features() for kind in feature.kinds]
+    _check_unique("kind of job", [kind.name for kind in found])
     return {kind.name: kind for kind in sorted(found, key=lambda kind: kind.name)}
+
+
+def schedules(settings: Settings) -> Sequence[PeriodicWork]:
+    """Collect the periodic work of all features, and the clean-up of the core."""
+    return [*(work for feature in features() for work in feature.periodic_work(settings)), CLEAN_UP]
+
+
+def _check_unique(what: str, names: Sequence[str]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise FeatureError(f"{count} features have a {what} {name!r}; rename one of them")

@@ -9,7 +9,7 @@ from datetime import datetime
 from functools import cache
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-__all__ = ["record_of"]
+__all__ = ["document_of", "record_of"]
 
 T = TypeVar("T")
 _Decoder = Callable[[Any], Any]
@@ -34,6 +34,14 @@ def record_of(kind: type[T], document: Any, **given: Any) -> T:
         elif is_needed:
             raise ValueError(f"{kind.__name__} without {name}")
     return kind(**values)
+
+
+def document_of(record: Any) -> dict[str, Any]:
+    """The JSON object of a flat record: `record_of` is the inverse."""
+    return {
+        name: value.isoformat() if isinstance(value, datetime) else value
+        for name, value in dataclasses.asdict(record).items()
+    }
 
 
 @cache

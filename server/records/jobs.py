@@ -56,7 +56,7 @@ class JobFailure:
 
     type: str
     detail: str
-    is_retryable: _IsRetryable = False
+    is_retryable: _IsRetryable = True
     is_environment: _IsEnvironment = False
     task: _FailedTask = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any, Final
 
 import pytest
 from fastapi.testclient import TestClient
+from sqlalchemy import func, select
 
-from dcp.server.features.rules.periodic import consume_events, submit_due
+from dcp.server.core.jobs.schedules import ScheduleContext
+from dcp.server.database.tables import jobs
+from dcp.server.features import schedules
 from tests.support.app import App, running_app
 from tests.support.catalog_roots import write_manifest
 from tests.support.databases import MakeDatabase
@@ -93,9 +97,17 @@ class Catalog:
 
     def regular_work(self, later_seconds: float = 0.0) -> int:
         """What a worker does now and then, as if at a later time; how many jobs come of it."""
-        now = time.time() + later_seconds
         database, settings = self.worker.database, self.worker.settings
-        return consume_events(database, settings, now) + submit_due(database, settings, now)
+        context = ScheduleContext(settings, database, time.time() + later_seconds, threading.Event())
+        before = self._job_count()
+        for work in schedules(settings):
+            if work.name in ("events:automation", "retention", "purges"):
+                work.act(context)
+        return self._job_count() - before
+
+    def _job_count(self) -> int:
+        with self.worker.database.read() as connection:
+            return connection.execute(select(func.count(jobs.c.id))).scalar_one()
 
 
 def _key(one: Any) -> tuple[str, str]:

@@ -19,24 +19,15 @@ from sqlalchemy import func, select, update
 
 from dcp.server.core.jobs.executors.executor import Executor
 from dcp.server.core.jobs.executors.opening import open_executor
-from dcp.server.core.jobs.ledger import (
-    Backoff,
-    JobEventRow,
-    JobRow,
-    JobSpec,
-    TaskRow,
-    find_job,
-    job_events_after,
-    list_tasks,
-    request_cancel,
-    submit,
-)
+from dcp.server.core.jobs.ledger.reading import find_job, job_events_after, list_tasks
+from dcp.server.core.jobs.ledger.states import Backoff, JobEventRow, JobRow, JobSpec, TaskRow
+from dcp.server.core.jobs.ledger.transitions import request_cancel, submit
 from dcp.server.core.jobs.schedules import PeriodicWork
 from dcp.server.core.jobs.worker import Worker
 from dcp.server.core.settings import Settings
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import audit, jobs, tasks
-from dcp.server.process.schedules import built_in_schedules
+from dcp.server.features import schedules as schedules_of
 from tests.support.forking import forkserver_context
 from tests.support.job_kinds import TEST_KINDS, log_lines
 
@@ -126,7 +117,7 @@ def working(
 
 def served_by(settings: Settings) -> AbstractContextManager[Worker]:
     """A worker as an operator starts it: with all kinds of jobs and all periodic work."""
-    schedules = built_in_schedules(settings)
+    schedules = schedules_of(settings)
     return working(settings, kinds="dcp.server.features:kinds", own_executor=True, schedules=schedules)
 
 

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from dcp.server.catalog.roots import sync_roots
-from dcp.server.core.jobs import ledger
 from dcp.server.core.jobs.executors.subprocess_main import error_of
 from dcp.server.core.jobs.kind import JobContext
+from dcp.server.core.jobs.ledger import claims, failures, reading, transitions
 from dcp.server.core.jobs.ledger.states import Claim, JobRow
 from dcp.server.core.roots import Roots
 from dcp.server.core.settings import Settings
 from dcp.server.database.engine import Database
 from dcp.server.features import kinds
-from dcp.server.features.scan.scanner import Scanner
+from dcp.server.features.scan.scanner import scan_root
 
 __all__ = ["KindRuns"]
 
@@ -45,14 +45,14 @@ class KindRuns:
 
     def scan(self, root: str) -> None:
         """Bring the catalog up to date."""
-        Scanner(self.database, self.roots).scan(root)
+        scan_root(self.database, self.roots, root)
 
     # -- jobs ------------------------------------------------------------------------------------------------
 
     def job(self, number: int) -> JobRow:
         """A job as it is now."""
         with self.database.read() as connection:
-            return ledger.get_job(connection, number)
+            return reading.get_job(connection, number)
 
     def drain(self) -> None:
         """Carry out whatever there is to do."""
@@ -62,7 +62,7 @@ class KindRuns:
     def claim(self, lease_seconds: float = 3600.0) -> Claim | None:
         """The next thing to do, if it is not to be waited for."""
         now = time.time() + 3600.0  # beyond what is waited for between attempts
-        return self.database.transact(lambda connection: ledger.claim(connection, "test", now, lease_seconds))
+        return self.database.transact(lambda connection: claims.claim(connection, "test", now, lease_seconds))
 
     def carry_out(self, made: Claim) -> Any:
         """What a subprocess would answer: a result, or an exception."""
@@ -80,15 +80,15 @@ class KindRuns:
                 if made.phase == "task":
                     assert task is not None
                     with self.database.read() as connection:
-                        payload = ledger.payload_of(connection, task)
+                        payload = reading.payload_of(connection, task)
                     return _json(kind.run_task(context, _json(payload), lambda done_bytes: None))
                 if made.phase == "publish":
                     with self.database.read() as connection:
-                        results = ledger.task_results(connection, job.id)
-                        plan_data = ledger.plan_of(connection, job.id)
+                        results = reading.task_results(connection, job.id)
+                        plan_data = reading.plan_of(connection, job.id)
                     return _json(kind.publish(context, _json(plan_data), [_json(one) for one in results]))
                 with self.database.read() as connection:
-                    plan_data = ledger.plan_of(connection, job.id)
+                    plan_data = reading.plan_of(connection, job.id)
                 if plan_data is not None:
                     kind.discard(context, _json(plan_data))
                 if kind.leaves_plans:
@@ -122,16 +122,16 @@ class KindRuns:
                 error = error_of(answer)
                 if not kinds()[made.job.kind].waits:
                     error = replace(error, is_environment=False)
-                ledger.fail(connection, made.held, error, now)
+                failures.fail(connection, made.held, error, now)
             elif made.phase == "plan":
-                ledger.complete_plan(connection, made.held, answer[1], answer[0], now)
+                transitions.complete_plan(connection, made.held, answer[1], answer[0], now)
             elif made.phase == "task":
-                ledger.complete_task(connection, made.held, answer, now)
+                transitions.complete_task(connection, made.held, answer, now)
             elif made.phase == "publish":
-                job = ledger.complete_publish(connection, made.held, answer, now)
+                job = transitions.complete_publish(connection, made.held, answer, now)
                 kinds()[job.kind].record(connection, job, answer)
             else:
-                ledger.complete_discard(connection, made.held, now)
+                transitions.complete_discard(connection, made.held, now)
 
         self.database.transact(act)
 

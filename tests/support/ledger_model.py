@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from sqlalchemy import delete, func, select
 
-from dcp.server.core.jobs import ledger
-from dcp.server.core.jobs.ledger import (
+from dcp.server.core.jobs.ledger import claims, failures, reading, transitions
+from dcp.server.core.jobs.ledger.states import (
     Backoff,
     Claim,
-    FailureFacts,
     Held,
     JobRow,
     JobSpec,
@@ -25,6 +24,7 @@ from dcp.server.core.jobs.ledger import (
 from dcp.server.core.problems import ConflictError
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import job_events, jobs, tasks
+from dcp.server.records.jobs import JobFailure
 from tests.support.examples import examples
 
 __all__ = ["run_any_order"]
@@ -97,7 +97,7 @@ class LedgerMachine(RuleBasedStateMachine):
             dedup_key=key,
             max_attempts=attempts,
         )
-        job_id, is_new = self.write(ledger.submit_or_join, spec, self.now)
+        job_id, is_new = self.write(transitions.submit_or_join, spec, self.now)
         holder = self.keys.get(key) if key is not None else None
         if holder is not None and not self.job(holder).is_final:
             assert (job_id, is_new) == (holder, False)
@@ -115,12 +115,12 @@ class LedgerMachine(RuleBasedStateMachine):
         at_work = sorted({taken.claim.job.id for taken in self.taken})
         job = self.job(data.draw(st.sampled_from(at_work or sorted(self.jobs))))
         try:
-            after = self.write(ledger.request_cancel, job.id, self.now, "test")
+            after = self.write(transitions.request_cancel, job.id, self.now, "test")
         except ConflictError:
             assert job.state in ("succeeded", "failed", "publishing")
             return
         assert after.state == "cancelled" or after.is_ending
-        is_new = job.state == "queued" and job.started_seconds is None
+        is_new = job.state == "queued" and job.started_at is None
         assert (after.state == "cancelled") == (is_new or job.state == "cancelled")
         self.jobs[job.id].is_cancelled = True
 
@@ -133,15 +133,15 @@ class LedgerMachine(RuleBasedStateMachine):
         holder = None if job.dedup_key is None else self.keys[job.dedup_key]
         is_taken = holder is not None and holder != job.id and not self.job(holder).is_final
         try:
-            after = self.write(ledger.retry, job.id, self.now, "test")
+            after = self.write(transitions.retry, job.id, self.now, "test")
         except ConflictError:
             assert (job.state not in ("failed", "cancelled") and job.waiting is None) or is_taken
             return
         if job.waiting is not None:
-            assert (after.state, after.not_before_seconds) == (job.state, 0.0)
+            assert (after.state, after.not_before) == (job.state, None)
             return
         assert job.state in ("failed", "cancelled") and not is_taken
-        assert after.state == "queued" and after.error is None and after.cancel_seconds is None
+        assert after.state == "queued" and after.error is None and after.cancel_requested_at is None
         if job.dedup_key is not None:
             self.keys[job.dedup_key] = job.id
         known = self.jobs[job.id]
@@ -161,8 +161,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def claim(self, owner: str) -> None:
         """Nobody else has it, it is due, and its job is in the phase for it."""
         with self.database.read() as connection:
-            is_work = ledger.has_work(connection, self.now)
-        made = self.write(ledger.claim, owner, self.now, LEASE_SECONDS)
+            is_work = claims.has_work(connection, self.now)
+        made = self.write(claims.claim, owner, self.now, LEASE_SECONDS)
         assert (made is not None) == is_work
         if made is None:
             return
@@ -181,7 +181,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert made.task is not None and made.task.number not in known.done
         if made.phase == "publish":
             with self.database.read() as connection:
-                results = ledger.task_results(connection, made.job.id)
+                results = reading.task_results(connection, made.job.id)
             assert [result["number"] for result in results] == list(range(known.task_count))
             assert [result["fence"] for result in results] == [known.done[n] for n in range(known.task_count)]
         self.taken.append(Taken(made, owner, self.now + LEASE_SECONDS))
@@ -208,12 +208,12 @@ class LedgerMachine(RuleBasedStateMachine):
         before = self.snapshot()
         for act in (
             lambda: self.complete_claim(one),
-            lambda: self.write(ledger.fail, one.held, FailureFacts(type="X", detail="x"), self.now),
-            lambda: self.write(ledger.release, one.held, self.now),
+            lambda: self.write(failures.fail, one.held, JobFailure(type="X", detail="x"), self.now),
+            lambda: self.write(transitions.release, one.held, self.now),
         ):
             with pytest.raises(StaleFenceError):
                 act()
-        assert self.write(ledger.renew, "first", {one.held: 5}, self.now, LEASE_SECONDS) == {one.held}
+        assert self.write(claims.renew, "first", {one.held: 5}, self.now, LEASE_SECONDS) == {one.held}
         assert self.snapshot() == before
 
     @rule(data=st.data(), why=st.sampled_from(["passing", "lasting", "environment"]))
@@ -223,10 +223,10 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         taken = data.draw(st.sampled_from(self.taken))
         is_retryable = why != "lasting"
-        error = FailureFacts(
+        error = JobFailure(
             type="X", detail="it broke", is_retryable=is_retryable, is_environment=why == "environment"
         )
-        self.write(ledger.fail, taken.claim.held, error, self.now, BACKOFF)
+        self.write(failures.fail, taken.claim.held, error, self.now, BACKOFF)
         self.taken.remove(taken)
         self.past.append(taken)
         if not is_retryable and taken.claim.phase in ("plan", "task", "publish"):
@@ -239,7 +239,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if not self.taken:
             return
         taken = data.draw(st.sampled_from(self.taken))
-        self.write(ledger.release, taken.claim.held, self.now)
+        self.write(transitions.release, taken.claim.held, self.now)
         self.taken.remove(taken)
         self.past.append(taken)
 
@@ -248,11 +248,11 @@ class LedgerMachine(RuleBasedStateMachine):
         """All that the model thinks valid can be renewed, and is told to stop where its job was given up."""
         own = [taken for taken in self.taken if taken.owner == owner]
         held: dict[Held, int | None] = {taken.claim.held: done_bytes for taken in own}
-        assert self.write(ledger.renew, owner, held, self.now, LEASE_SECONDS) == frozenset()
+        assert self.write(claims.renew, owner, held, self.now, LEASE_SECONDS) == frozenset()
         for taken in own:
             taken.until_seconds = self.now + LEASE_SECONDS
         with self.database.read() as connection:
-            told = ledger.stopped(connection, held)
+            told = claims.stopped(connection, held)
         for taken in own:
             job = self.job(taken.claim.job.id)
             assert (taken.claim.held in told) == (job.is_ending and taken.claim.phase != "discard")
@@ -262,7 +262,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """Leases run out, and what failed is due again."""
         self.now += seconds
         over = [taken for taken in self.taken if taken.until_seconds < self.now]
-        assert self.write(ledger.expire_leases, self.now, BACKOFF) == len(over)
+        assert self.write(failures.expire_leases, self.now, BACKOFF) == len(over)
         for taken in over:
             self.taken.remove(taken)
             self.past.append(taken)
@@ -294,7 +294,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.complete_claim(taken.claim)
             self.taken.clear()
             self.now += 5.0
-            made = self.write(ledger.claim, "last", self.now, LEASE_SECONDS)
+            made = self.write(claims.claim, "last", self.now, LEASE_SECONDS)
             if made is None:
                 break
             self.taken.append(Taken(made, "last", self.now + LEASE_SECONDS))
@@ -313,7 +313,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def job(self, job_id: int) -> JobRow:
         """As it is now."""
         with self.database.read() as connection:
-            return ledger.get_job(connection, job_id)
+            return reading.get_job(connection, job_id)
 
     def snapshot(self) -> list[Any]:
         """All rows."""
@@ -328,19 +328,19 @@ class LedgerMachine(RuleBasedStateMachine):
         known = self.jobs[one.job.id]
         if one.phase == "plan":
             specs = [TaskSpec(payload={"number": n}, weight_bytes=10) for n in range(one.job.params["tasks"])]
-            self.write(ledger.complete_plan, one.held, {"made": True}, specs, self.now)
+            self.write(transitions.complete_plan, one.held, {"made": True}, specs, self.now)
         elif one.phase == "task":
             assert one.task is not None
             result = {"number": one.task.number, "fence": one.fence}
-            self.write(ledger.complete_task, one.held, result, self.now)
+            self.write(transitions.complete_task, one.held, result, self.now)
             assert one.task.number not in known.done
             known.done[one.task.number] = one.fence
         elif one.phase == "publish":
-            job = self.write(ledger.complete_publish, one.held, {"by": one.fence}, self.now)
+            job = self.write(transitions.complete_publish, one.held, {"by": one.fence}, self.now)
             assert job.state == "succeeded" and job.result == {"by": one.fence}
             known.successes += 1
         else:
-            self.write(ledger.complete_discard, one.held, self.now)
+            self.write(transitions.complete_discard, one.held, self.now)
             assert self.job(one.job.id).state in ("failed", "cancelled")
 
 

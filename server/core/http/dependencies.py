@@ -19,7 +19,7 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from dcp.server.catalog.labelling.labels import Change
+from dcp.server.catalog.labels import Change
 from dcp.server.core.http.context import Service
 from dcp.server.core.problems import (
     ForbiddenError,

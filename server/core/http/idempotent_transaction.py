@@ -10,16 +10,16 @@ from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request, Response
-from pydantic import BaseModel
 from sqlalchemy import Connection
 
 from dcp.server.core.http.dependencies import Db
 from dcp.server.core.http.kept_answers import KEPT_HEADERS, KeptAnswer, Reservation, keep
+from dcp.server.core.record_answers import answer_model, answer_of
 from dcp.server.database.engine import Database
 
 __all__ = ["IdempotentDep", "IdempotentTransaction"]
 
-A = TypeVar("A", bound=BaseModel)
+A = TypeVar("A")
 
 
 class IdempotentTransaction:
@@ -31,7 +31,7 @@ class IdempotentTransaction:
         self._response = response
 
     def __call__(self, act: Callable[[Connection], A]) -> A:
-        """The answer that ``act`` makes, which also sets the headers of the response; `Database.transact`.
+        """Return the record or answer that ``act`` makes, which also sets the headers of the response.
 
         Raises ConflictError, and does nothing, if another request has taken the key since.
         """
@@ -48,11 +48,11 @@ class IdempotentTransaction:
         self._request.state.is_kept = True
         return answer
 
-    def _kept(self, answer: BaseModel) -> KeptAnswer:
+    def _kept(self, made: object) -> KeptAnswer:
         set_by_route = self._response.headers
         headers = {name: set_by_route[name] for name in KEPT_HEADERS if name in set_by_route}
         status = self._response.status_code or self._request.scope["route"].status_code or 200
-        body = answer.model_dump_json().encode()
+        body = answer_of(answer_model(type(made)), made).model_dump_json().encode()
         return KeptAnswer(status, {"content-type": "application/json", **headers}, body)
 
 

@@ -8,27 +8,25 @@ comes in time although what is looked at hangs, and says so.
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from importlib import resources
 from typing import Annotated, Final
 
 import structlog
 from fastapi import Depends, Request
-from sqlalchemy import inspect, text
 
 from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.roots import has_living, root_row, sync_roots
 from dcp.server.core.http.context import Service
 from dcp.server.core.problems import UnavailableError
 from dcp.server.core.roots import StorageRoot
-from dcp.server.database.engine import Database, DatabaseUnavailableError
+from dcp.server.database import migrations
+from dcp.server.database.engine import DatabaseUnavailableError
 
-__all__ = ["OK", "Readiness", "ReadinessDep", "needed_revision", "prepare_database"]
+__all__ = ["OK", "Readiness", "ReadinessDep", "prepare_database"]
 
 OK: Final = "ok"
 _FRESH_SECONDS: Final = 2.0
@@ -122,42 +120,25 @@ ReadinessDep = Annotated[Readiness, Depends(_readiness)]
 
 
 def prepare_database(service: Service) -> str | None:
-    """Migrate SQLite if ``migrate`` is set; else only look. What is to be done by the operator, or None.
+    """Migrate SQLite if ``migrate`` is set; else only look. Returns the problem to be solved by the operator,
+    or None.
 
     The roots of the settings are made known to the catalog. Raises `DatabaseUnavailableError`.
     """
     database = service.database
-    if _revision(database) != needed_revision():
-        # here, because alembic takes a third of a second and 15 MB, and is hardly ever needed
-        from dcp.server.database import migrations
-
-        if not (service.settings.migrate and database.dialect == "sqlite"):
-            return (
-                f"at revision {migrations.current(database)}, and not at {migrations.head()}: dcp db upgrade"
-            )
-        before = migrations.upgrade(database)
-        after = migrations.current(database)
-        if before is None:
-            _log.info("new database", file=database.url.database, revision=after)
-        else:
-            _log.info("database upgraded", before=before, after=after)
+    try:
+        if migrations.is_pending(database):
+            if not (service.settings.migrate and database.dialect == "sqlite"):
+                before = migrations.current(database)
+                return f"at revision {before}, and not at {migrations.REVISION}: dcp db upgrade"
+            before = migrations.upgrade(database)
+            event = "new database" if before is None else "database upgraded"
+            _log.info(event, file=database.url.database, before=before, after=migrations.REVISION)
+    except migrations.UnknownRevisionError as error:
+        return str(error)
     urls = {root.name: root.url for root in service.roots}
     database.transact(lambda connection: sync_roots(connection, urls, now=service.clock()))
     return None
-
-
-def needed_revision() -> str:
-    """The newest migration, by the names of their files: v0001_first.py."""
-    folder = resources.files("dcp.server.database") / "migrations" / "versions"
-    names = [re.fullmatch(r"v(\d{4})_\w+\.py", entry.name) for entry in folder.iterdir()]
-    return max(name[1] for name in names if name is not None)
-
-
-def _revision(database: Database) -> str | None:
-    with database.read() as connection:
-        if not inspect(connection).has_table("alembic_version"):
-            return None
-        return connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
 
 
 def _look_at_root(root: StorageRoot) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Self
 from pydantic import Field
 
 from dcp.server.core.answers import Answer, rfc3339
-from dcp.server.core.jobs.ledger import JobEventRow
+from dcp.server.core.jobs.ledger.states import JobEventRow
 from dcp.server.core.record_answers import RecordAnswer, answers
 from dcp.server.records import jobs as records
 
@@ -40,21 +40,10 @@ class JobErrorAnswer(RecordAnswer):
 class WaitingAnswer(RecordAnswer):
     """Why the last attempt failed, where another one follows; a job that has ended has an ``error``."""
 
-    @classmethod
-    def of(cls, found: Any, **others: Any) -> Self:
-        """What the ledger keeps."""
-        return super().of(found, next_attempt_at=found["next_seconds"], **others)
-
 
 @answers(records.Job)
 class JobAnswer(RecordAnswer):
     """A job. ``is_ending``: it was cancelled or has failed, and is being stopped and cleared away."""
-
-    @classmethod
-    def of(cls, found: Any, **others: Any) -> Self:
-        """A row of the ledger; ``progress`` is given of a job which has not ended."""
-        times = {"not_before": found.not_before_seconds or None, "cancel_requested_at": found.cancel_seconds}
-        return super().of(found, **times, **others)
 
 
 class JobList(Answer):
@@ -67,11 +56,6 @@ class JobList(Answer):
 @answers(records.JobTask)
 class TaskAnswer(RecordAnswer):
     """One task of a job, in the order of ``number``; what it has to do is the service's own business."""
-
-    @classmethod
-    def of(cls, found: Any, **others: Any) -> Self:
-        """A row of the ledger."""
-        return super().of(found, not_before=found.not_before_seconds or None, **others)
 
 
 class TaskList(Answer):

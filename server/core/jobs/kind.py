@@ -164,6 +164,11 @@ class Kind(ABC, Generic[P]):
         """The key of a job with ``params``: while one is unfinished, another with the same key joins it."""
         return f"{cls.name}:{params.digest()}"
 
+    @classmethod
+    def result_key(cls, params: P) -> str:
+        """The key of the last result: a page with ``params`` shows the newest of the jobs that have it."""
+        return cls.dedup_key(params)
+
     @abstractmethod
     def specify(self, connection: Connection, params: P, caller: Principal, settings: Settings) -> JobSpec:
         """The job for ``params``, ready for the ledger, if ``caller`` may see and change what they name.

@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
 from dcp.server.core.jobs.ledger.states import JobSpec, Json
 from dcp.server.core.jobs.parameters import CheckpointId, Parameters
-from dcp.server.core.jobs.subjects import Subject, find_subject, job_about
+from dcp.server.core.jobs.subjects import Subject, find_subject
 from dcp.server.core.security.principal import Principal
 from dcp.server.core.settings import Settings
 
@@ -49,7 +49,16 @@ class SimpleKind(Kind[P]):
     def specify(self, connection: Connection, params: P, caller: Principal, settings: Settings) -> JobSpec:
         """As `Kind.specify`."""
         *_, subject = [find_subject(connection, one, caller.roots) for one in self._numbers(params)]
-        return job_about(subject, self.name, params, caller, self.dedup_key(params))
+        return JobSpec(
+            kind=self.name,
+            params=params.model_dump(mode="json"),
+            created_by=caller.name,
+            root=subject.root,
+            checkpoint_id=subject.id,
+            subjects=self._numbers(params),
+            dedup_key=self.dedup_key(params),
+            result_key=self.result_key(params),
+        )
 
     def prepare(self, connection: Connection, params: P) -> Json:
         """As `Kind.prepare`."""

@@ -7,17 +7,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from pydantic import BaseModel
 from sqlalchemy import Connection, select
 
 from dcp.server.catalog.checkpoints import get_checkpoint
 from dcp.server.catalog.errors import MissingError, StateError
 from dcp.server.catalog.source_facts import fingerprint_of, marks_of
 from dcp.server.core.jobs.kind import JobContext, PermanentJobError, TransientJobError, UnavailableJobError
-from dcp.server.core.jobs.ledger.states import JobSpec
 from dcp.server.core.problems import ProblemError
 from dcp.server.core.roots import StorageRoot, storage_problem
-from dcp.server.core.security.principal import Principal
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import checkpoints, roots
 from dcp.storage.errors import CheckpointError
@@ -27,7 +24,6 @@ __all__ = [
     "Subject",
     "find_subject",
     "fingerprint_at",
-    "job_about",
     "open_database",
     "open_place",
     "open_source",
@@ -70,18 +66,6 @@ class Subject:
             if mine is not None and row[name] is not None:
                 return bool(row[name] == mine)
         return True
-
-
-def job_about(subject: Subject, kind: str, params: BaseModel, caller: Principal, dedup_key: str) -> JobSpec:
-    """A job of ``caller`` about the checkpoint, one at a time with that key."""
-    return JobSpec(
-        kind=kind,
-        params=params.model_dump(mode="json"),
-        created_by=caller.name,
-        root=subject.root,
-        checkpoint_id=subject.id,
-        dedup_key=dedup_key,
-    )
 
 
 def find_subject(

@@ -10,9 +10,9 @@ from dcp.server.catalog import audit
 from dcp.server.core.http.context import Service
 from dcp.server.core.http.dependencies import Writer
 from dcp.server.core.http.idempotent_transaction import IdempotentTransaction
-from dcp.server.core.jobs import ledger
 from dcp.server.core.jobs.answers import JobAnswer
-from dcp.server.core.jobs.ledger import JobSpec
+from dcp.server.core.jobs.ledger import reading, transitions
+from dcp.server.core.jobs.ledger.states import JobSpec
 from dcp.server.core.problems import TooManyRequestsError
 
 __all__ = ["check_queue", "submit_kind", "submit_new"]
@@ -44,7 +44,7 @@ def submit_new(
     connection: Connection, spec: JobSpec, service: Service, author: Writer, response: Response
 ) -> JobAnswer:
     """The job of ``spec``, new or unfinished; ``response`` says where it is. Raises as `check_queue`."""
-    job_id, is_new = ledger.submit_or_join(connection, spec, author.now_seconds)
+    job_id, is_new = transitions.submit_or_join(connection, spec, author.now_seconds)
     if is_new:
         check_queue(connection, author, service.settings.max_queued_jobs)
         audit.record(
@@ -58,7 +58,7 @@ def submit_new(
             address=author.address,
         )
     response.headers["Location"] = f"/api/v1/jobs/{job_id}"
-    return JobAnswer.of(ledger.get_job(connection, job_id))
+    return JobAnswer.of(reading.get_job(connection, job_id))
 
 
 def check_queue(connection: Connection, author: Writer, most: int) -> None:
@@ -66,7 +66,7 @@ def check_queue(connection: Connection, author: Writer, most: int) -> None:
     jobs of the key are queued."""
     if author.principal.key_id is None:
         return
-    if ledger.count_queued(connection, author.principal.name, most + 1) > most:
+    if reading.count_queued(connection, author.principal.name, most + 1) > most:
         raise TooManyRequestsError(
             f"{most} jobs of this key are queued, and no more are taken before some of them have begun",
             headers={"Retry-After": str(_RETRY_SECONDS)},

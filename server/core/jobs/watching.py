@@ -17,7 +17,7 @@ def throughput_of(
 ) -> JobThroughput:
     """The throughput of a job whose tasks were begun then, if they were."""
     found = progress or JobProgress()
-    until = now if job.finished_seconds is None else job.finished_seconds
+    until = now if job.finished_at is None else job.finished_at.timestamp()
     seconds = None if begun_seconds is None else max(0.0, until - begun_seconds)
     rate = found.done_bytes / seconds if seconds and found.done_bytes else None
     left = None if rate is None or job.is_final else (found.total_bytes - found.done_bytes) / rate

@@ -29,39 +29,24 @@ from dcp.server.core.jobs.executors.subprocess_main import error_of, load_kinds
 from dcp.server.core.jobs.executors.subprocess_messages import Order
 from dcp.server.core.jobs.executors.subprocesses import ProcessOutcome
 from dcp.server.core.jobs.kind import Kind
-from dcp.server.core.jobs.ledger import (
-    DEFAULT_BACKOFF,
-    Backoff,
-    Claim,
-    ClaimLimits,
-    FailureFacts,
-    Held,
-    StaleFenceError,
-    TaskSpec,
+from dcp.server.core.jobs.ledger.claims import ClaimLimits, claim, has_work, renew, stopped
+from dcp.server.core.jobs.ledger.failures import DEFAULT_BACKOFF, expire_leases, fail, has_expired
+from dcp.server.core.jobs.ledger.reading import payload_of, plan_of, task_documents, task_results
+from dcp.server.core.jobs.ledger.rows import is_large
+from dcp.server.core.jobs.ledger.states import Backoff, Claim, Held, Json, StaleFenceError, TaskSpec
+from dcp.server.core.jobs.ledger.transitions import (
     add_tasks,
-    claim,
     complete_discard,
     complete_plan,
     complete_publish,
     complete_task,
-    expire_leases,
-    fail,
-    has_expired,
-    has_work,
-    is_large,
-    payload_of,
-    plan_of,
     release,
-    renew,
-    stopped,
-    task_documents,
-    task_results,
 )
-from dcp.server.core.jobs.ledger.states import Json
 from dcp.server.core.jobs.schedules import PeriodicWork, Scheduler
 from dcp.server.core.settings import Settings
 from dcp.server.database.documents import prepare_document
 from dcp.server.database.engine import Database, DatabaseUnavailableError, Encoded, encode_json
+from dcp.server.records.jobs import JobFailure
 
 __all__ = ["DEFAULT_KINDS", "Worker"]
 
@@ -131,7 +116,7 @@ class Worker:
         self._ended: queue.SimpleQueue[tuple[Held, ProcessOutcome]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._problem: str | None = None
-        self._failing: dict[tuple[str, str | None], FailureFacts] = {}  # as the log knows, by kind and root
+        self._failing: dict[tuple[str, str | None], JobFailure] = {}  # as the log knows, by kind and root
         self._next_sweep = 0.0
         self._next_renewal = 0.0
         self._next_progress = 0.0
@@ -269,7 +254,7 @@ class Worker:
             kind=job.kind,
             phase=made.phase,
             job_id=job.id,
-            attempt_name=f"{job.id}-{int(job.created_seconds * 1e6):x}-{number}-{made.fence}",
+            attempt_name=f"{job.id}-{int(job.created_at.timestamp() * 1e6):x}-{number}-{made.fence}",
             task_number=None if task is None else task.number,
             params=job.params if made.phase in ("plan", "discard") else {},
             prepared=prepared,
@@ -411,7 +396,7 @@ class Worker:
         time.sleep(seconds)
         self._look()
 
-    def _fail(self, made: Claim, error: FailureFacts) -> None:
+    def _fail(self, made: Claim, error: JobFailure) -> None:
         self._tell_failed(made, error)
         if not self._kinds[made.job.kind].waits:
             error = replace(error, is_environment=False)
@@ -419,7 +404,7 @@ class Worker:
             lambda connection: fail(connection, made.held, error, self._clock(), self._backoff)
         )
 
-    def _tell_failed(self, made: Claim, error: FailureFacts) -> None:
+    def _tell_failed(self, made: Claim, error: JobFailure) -> None:
         job = made.job
         log = _log.warning
         if not self._kinds[job.kind].waits:  # it is asked for again and again, and fails as often

@@ -1,33 +1,37 @@
-"""Migrations: from nothing, or from any released version, to the tables of this one.
+"""Migrations: an empty database gets the tables of this version, one of an older release is brought up to it.
 
-No `alembic.ini`: `upgrade` says all there is to say, and takes the connection of the `Database`.
+Alembic takes a third of a second and 15 MB to import, and is only imported where something has to be done.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from alembic import command
-from alembic.autogenerate import compare_metadata
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, inspect, text
 
-from dcp.server.database.engine import Database, DatabaseUnavailableError
+from dcp.server.database.engine import Database
 from dcp.server.database.tables import metadata
 
-__all__ = ["check", "current", "head", "is_current", "upgrade"]
+if TYPE_CHECKING:
+    from alembic.config import Config
+
+__all__ = ["REVISION", "UnknownRevisionError", "current", "is_pending", "upgrade"]
+
+REVISION: Final = "0.1.0"
+"""The newest one in ``versions``, which the tables of this version have."""
 
 _LOCK: Final = 0x64_63_70_68_75_62  # "dcphub": of all processes that start at once, one migrates
 
 
-def upgrade(database: Database, to: str | None = None) -> str | None:
-    """Bring the database up to date, all of it or nothing; the revision it had, None if it was empty.
+class UnknownRevisionError(ValueError):
+    """The database was made by a version of this program that this one cannot upgrade from."""
 
-    ``to`` is an older revision to stop at, for tests. Does nothing if it is up to date. Raises
-    `DatabaseUnavailableError`, also for one of a newer version of this program.
+
+def upgrade(database: Database) -> str | None:
+    """Bring the database up to date, all of it or nothing; returns the revision it had, None if it was empty.
+
+    Raises `DatabaseUnavailableError`; UnknownRevisionError for one of a newer or an unreleased version.
     """
     with database.write() as connection:
         if database.dialect == "postgresql":
@@ -36,51 +40,58 @@ def upgrade(database: Database, to: str | None = None) -> str | None:
             connection.execute(text("SET LOCAL lock_timeout = 0"))
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
         before = _revision(connection)
-        if before is not None and before not in _known():
-            raise DatabaseUnavailableError(
-                f"the database is of a newer version: revision {before}, and {head()} is known here"
-            )
-        if before != head():
-            config = _config()
-            config.attributes["connection"] = connection
-            command.upgrade(config, to or "head")
+        if before is None or _is_older(before):
+            _migrate(connection, is_empty=before is None)
         return before
 
 
+def _migrate(connection: Connection, *, is_empty: bool) -> None:
+    from alembic import command
+
+    config = _config()
+    config.attributes["connection"] = connection
+    if is_empty:
+        metadata.create_all(connection, checkfirst=False)
+        command.stamp(config, "head")
+    else:
+        command.upgrade(config, "head")
+
+
+def is_pending(database: Database) -> bool:
+    """Whether `upgrade` has something to do. Raises UnknownRevisionError as it does."""
+    before = current(database)
+    return before is None or _is_older(before)
+
+
+def _is_older(revision: str) -> bool:
+    if revision == REVISION:
+        return False
+    from alembic.script import ScriptDirectory
+
+    known = {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
+    if revision not in known:
+        raise UnknownRevisionError(
+            f"the database is of another version (revision {revision}; this one needs {REVISION}) and "
+            "cannot be upgraded: run that version, or configure a new database; roots are scanned again"
+        )
+    return True
+
+
 def current(database: Database) -> str | None:
-    """The revision of the database; None if it has none of our tables."""
+    """The revision of the database; None if it is empty."""
     with database.read() as connection:
         return _revision(connection)
 
 
-def head() -> str:
-    """The revision that this version of the program needs."""
-    revision = ScriptDirectory.from_config(_config()).get_current_head()
-    assert revision is not None
-    return revision
-
-
-def is_current(database: Database) -> bool:
-    """Whether the database has the revision that this version of the program needs."""
-    return current(database) == head()
-
-
-def check(database: Database) -> list[str]:
-    """What differs between the database and the tables of this program, in words; nothing if all is well."""
-    with database.read() as connection:
-        context = MigrationContext.configure(connection, opts={"compare_type": True})
-        return [str(difference) for difference in compare_metadata(context, metadata)]
-
-
-def _known() -> set[str]:
-    return {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
-
-
 def _revision(connection: Connection) -> str | None:
-    return MigrationContext.configure(connection).get_current_revision()
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    return connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one_or_none()
 
 
 def _config() -> Config:
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     config.set_main_option("path_separator", "newline")

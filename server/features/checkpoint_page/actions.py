@@ -12,8 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from dcp.server.catalog.errors import MissingError
 from dcp.server.core.answers import IdPath
+from dcp.server.core.ask import AskDep
 from dcp.server.core.http.dependencies import Author, Caller, Db, Precondition, ServiceDep, requires
-from dcp.server.core.http.idempotent_transaction import IdempotentDep
 from dcp.server.core.inputs import Name
 from dcp.server.core.pages.queries import pages_router
 from dcp.server.core.pages.rendering import page
@@ -23,13 +23,14 @@ from dcp.server.features.checkpoints import api as checkpoints_api
 from dcp.server.features.checkpoints.answers import CheckpointDetailAnswer
 from dcp.server.features.labels import api
 from dcp.server.features.labels.answers import AliasChange
-from dcp.server.features.retention import deletion_api
+from dcp.server.features.retention import web as retention_web
 from dcp.server.features.roots import api as roots_api
 from dcp.server.features.roots.answers import RootAnswer
 
 __all__ = ["Undo", "router", "undo_of", "writable_roots"]
 
 router = pages_router()
+
 
 _CHECKPOINT = "/checkpoints/{checkpoint_id}"
 _WRITE, _DELETE = [requires("write")], [requires("delete")]
@@ -148,14 +149,14 @@ def undo_of(done: str | None, found: CheckpointDetailAnswer, database: Db, calle
 
 
 @router.post(_CHECKPOINT + "/delete", dependencies=_DELETE)
-def delete_form(checkpoint_id: IdPath, form: FormDep, service: ServiceDep, author: Author) -> Response:
+def delete_form(checkpoint_id: IdPath, form: FormDep, ask: AskDep) -> Response:
     """Delete it; until the grace is over that can be taken back."""
-    deletion_api.delete_checkpoint(checkpoint_id, service, author, _seen(form), Response())
+    retention_web.delete_checkpoint(checkpoint_id, ask, _seen(form))
     return _back(checkpoint_id, "deleted")
 
 
 @router.post(_CHECKPOINT + "/restore", dependencies=_DELETE)
-def restore_form(checkpoint_id: IdPath, form: FormDep, author: Author, transact: IdempotentDep) -> Response:
+def restore_form(checkpoint_id: IdPath, form: FormDep, ask: AskDep) -> Response:
     """Take the deletion back."""
-    deletion_api.restore_checkpoint(checkpoint_id, author, transact, _seen(form), Response())
+    retention_web.restore_checkpoint(checkpoint_id, ask, _seen(form))
     return _back(checkpoint_id, "restored")

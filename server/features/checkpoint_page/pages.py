@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from dcp.planners.weight_maps.weight_map import ready_maps
 from dcp.server.catalog.audit import AuditEntry, last_removal
-from dcp.server.catalog.contents.layers import in_order
-from dcp.server.catalog.contents.tensors import TreePart, parts_of
-from dcp.server.catalog.contents.verifications import list_verifications
+from dcp.server.catalog.names import in_order
+from dcp.server.catalog.tensors import TreePart, parts_of
+from dcp.server.catalog.verifications import list_verifications
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask, AskDep
 from dcp.server.core.http.dependencies import Caller, Db, PageParams, ServiceDep

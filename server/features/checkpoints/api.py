@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from fastapi import Header, Query, Request, Response
 from sqlalchemy import Connection
 
+from dcp.server.catalog import listing
 from dcp.server.catalog.details import get_checkpoint as find_checkpoint
-from dcp.server.catalog.queries import listing
-from dcp.server.catalog.queries.known import check_filter, notes_of
+from dcp.server.catalog.filter_checks import check_filter, notes_of
 from dcp.server.core.answers import IdPath, problems
 from dcp.server.core.http.dependencies import Caller, Db, ServiceDep, requires
 from dcp.server.core.http.idempotent_transaction import IdempotentDep
@@ -19,11 +19,10 @@ from dcp.server.features.checkpoints.answers import (
     CheckpointAnswer,
     CheckpointDetailAnswer,
     CheckpointList,
-    NewRegistration,
     RegisteredAnswer,
 )
 from dcp.server.features.checkpoints.queries import CheckpointQuery
-from dcp.server.features.scan.registering import observe
+from dcp.server.features.scan.registering import Registration, observe
 
 __all__ = ["router"]
 
@@ -56,7 +55,7 @@ def list_checkpoints(
 
 @router.post("", dependencies=[requires("write")], responses=_REGISTERED | problems(404, 409, 410))
 def register_checkpoint(
-    body: NewRegistration,
+    body: Registration,
     service: ServiceDep,
     caller: Caller,
     transact: IdempotentDep,
@@ -67,7 +66,7 @@ def register_checkpoint(
     write = observe(
         service.database,
         service.roots,
-        body.registration,
+        body,
         actor=caller.name,
         visible=caller.roots,
         clock=service.clock,

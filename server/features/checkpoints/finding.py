@@ -9,10 +9,10 @@ from typing import Annotated
 
 from fastapi import Query, Response
 
-from dcp.server.catalog.queries.facets import checkpoint_facets
-from dcp.server.catalog.queries.filters import Sort
-from dcp.server.catalog.queries.known import check_filter
-from dcp.server.catalog.queries.lookup import CheckpointName, find_checkpoint
+from dcp.server.catalog.details import CheckpointName, find_checkpoint
+from dcp.server.catalog.facets import checkpoint_facets
+from dcp.server.catalog.filter_checks import check_filter
+from dcp.server.catalog.filters import Sort
 from dcp.server.core.answers import problems
 from dcp.server.core.http.dependencies import Caller, Db, ServiceDep, requires
 from dcp.server.core.http.routers import api_router

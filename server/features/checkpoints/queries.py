@@ -7,8 +7,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from dcp.server.catalog.facts import State, Verification
+from dcp.server.catalog.filters import CheckpointFilter, MetricCondition, Sort
 from dcp.server.catalog.formats import FormatName
-from dcp.server.catalog.queries.filters import CheckpointFilter, MetricCondition, Sort
 from dcp.server.catalog.runs import RunFilter, RunSort
 from dcp.server.core.inputs import MAX_ID, Name, Text, Time
 from dcp.server.records.search import HitKind

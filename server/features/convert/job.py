@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from sqlalchemy import Connection
 
-from dcp.server.catalog.labelling.lineage import LineageKind
+from dcp.server.catalog.lineage import LineageKind
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
 from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
 from dcp.server.core.jobs.subjects import Subject, find_subject, open_source, storage_errors
@@ -94,6 +94,7 @@ class TargetKind(Kind[T]):
             created_by=caller.name,
             root=target_root,
             checkpoint_id=subject.id,
+            subjects=[one.id for one in subjects],
             dedup_key=target_dedup_key(target_root, params.target_key),
             max_attempts=self.max_attempts,
         )

@@ -11,9 +11,9 @@ from pydantic import Field, model_validator
 from sqlalchemy import Connection
 
 from dcp.conversion.arithmetic import Arithmetic, weights_of_adapters, weights_of_sources
-from dcp.server.catalog.labelling.lineage import LineageKind
-from dcp.server.catalog.queries.timeline import newest_steps
+from dcp.server.catalog.lineage import LineageKind
 from dcp.server.catalog.runs import get_run
+from dcp.server.catalog.timeline import newest_steps
 from dcp.server.core.jobs.kind import JobContext
 from dcp.server.core.jobs.ledger.states import Json
 from dcp.server.core.jobs.parameters import CheckpointId

@@ -13,15 +13,15 @@ from dcp.server.catalog import audit
 from dcp.server.catalog.checkpoints import upsert_checkpoint
 from dcp.server.catalog.events import emit
 from dcp.server.catalog.facts import CheckpointFacts
-from dcp.server.catalog.labelling.lineage import LineageKind, add_lineage
+from dcp.server.catalog.lineage import LineageKind, add_lineage
 from dcp.server.catalog.roots import root_id
 from dcp.server.catalog.source_facts import facts_of_source
-from dcp.server.core.jobs.ledger import submit_behind
 from dcp.server.core.jobs.ledger.states import JobRow, Json
+from dcp.server.core.jobs.ledger.transitions import submit_behind
 from dcp.server.core.problems import ConflictError
 from dcp.server.core.roots import StorageRoot
 from dcp.server.database.tables import checkpoints, roots
-from dcp.server.features.scan.asking import scan_spec
+from dcp.server.features.scan.job import scan_spec
 
 __all__ = ["facts_document", "record_target", "refuse_known"]
 

@@ -19,7 +19,7 @@ from dcp.inspection.values.difference import (
     diff,
 )
 from dcp.inspection.values.tensor_reading import TensorReader
-from dcp.server.catalog.contents.layers import is_of_optimizer
+from dcp.server.catalog.names import is_of_optimizer
 from dcp.server.core.data.access import OpenCheckpoint
 from dcp.server.features.diff.job import text_of
 from dcp.server.records.contents import Basis, DifferenceOrder

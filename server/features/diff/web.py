@@ -11,18 +11,18 @@ from urllib.parse import urlencode
 from fastapi import Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from dcp.server.catalog.contents.tensors import parts_of
 from dcp.server.catalog.cursors import encode_cursor, offset_of, query_mark
 from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
-from dcp.server.catalog.name_patterns import check_pattern
-from dcp.server.catalog.queries.listing import neighbour
+from dcp.server.catalog.listing import neighbour
+from dcp.server.catalog.names import check_pattern
+from dcp.server.catalog.tensors import parts_of
 from dcp.server.catalog.values import clean_text
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.data.sharing import SharedValues
 from dcp.server.core.http.dependencies import Page, PageParams
 from dcp.server.core.inputs import MAX_ID
-from dcp.server.core.jobs.ledger import find_job, get_job, jobs_of_key
+from dcp.server.core.jobs.ledger.reading import get_job, last_job
 from dcp.server.core.jobs.ledger.states import JobRow
 from dcp.server.core.jobs.subjects import find_subject
 from dcp.server.core.pages.problems import MovedError
@@ -34,7 +34,6 @@ from dcp.server.features.diff.job import DiffKind, DiffParams
 from dcp.server.features.tensors.api import get_tensor_statistics
 from dcp.server.features.tensors.histograms import histogram_picture
 from dcp.server.records.contents import Basis, Diff, DifferenceKind, DifferenceOrder, TensorDifference
-from dcp.server.records.declaring import moment
 
 if TYPE_CHECKING:
     from dcp.server.features.diff.differences import ContentDifference
@@ -93,8 +92,8 @@ class Differences:
                 name: find_subject(connection, number, ask.visible).content
                 for name, number in (("a", a), ("b", b))
             }
-            _, found = jobs_of_key(connection, DiffKind.dedup_key(DiffParams(a=a, b=b)), ask.visible)
-            job = None if found is None else find_job(connection, found, whole=False)
+            key = DiffKind.result_key(DiffParams(a=a, b=b))
+            job = last_job(connection, key, ask.visible, succeeded=True)
         if job is None or job.result is None or job.result.get("contents") != contents:
             return None
 
@@ -158,7 +157,7 @@ def _page_of(
         objects=_cleaned(found.objects[:_MAX_OBJECTS]),
         matching=len(tensors),
         job_id=None if job is None else job.id,
-        created_at=None if job is None else moment(job.created_seconds),
+        created_at=None if job is None else job.created_at,
         next_cursor=encode_cursor(mark, end) if end < len(tensors) else None,
     )
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 from pydantic import Field
 from sqlalchemy import Connection
 
-from dcp.server.catalog.contents.layers import in_order, layer_of
 from dcp.server.catalog.errors import StateError
-from dcp.server.catalog.queries.timeline import steps_of_run
+from dcp.server.catalog.names import in_order, layer_of
 from dcp.server.catalog.runs import get_run
+from dcp.server.catalog.timeline import steps_of_run
 from dcp.server.core.inputs import MAX_ID
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
 from dcp.server.core.jobs.ledger.states import JobSpec, Json
@@ -61,6 +61,11 @@ class DriftKind(Kind[DriftParams]):
         "dcp.inspection.values.tensor_reading",
     )
 
+    @classmethod
+    def result_key(cls, params: DriftParams) -> str:
+        """The run: whatever its last job has compared is shown."""
+        return f"drift:{params.run_id}"
+
     def specify(
         self, connection: Connection, params: DriftParams, caller: Principal, settings: Settings
     ) -> JobSpec:
@@ -73,6 +78,7 @@ class DriftKind(Kind[DriftParams]):
             created_by=caller.name,
             root=run.root,
             dedup_key=self.dedup_key(params),
+            result_key=self.result_key(params),
         )
 
     def prepare(self, connection: Connection, params: DriftParams) -> Json:

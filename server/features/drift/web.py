@@ -8,18 +8,17 @@ from typing import Annotated, Any, Literal
 from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from dcp.server.catalog.contents.layers import is_of_optimizer
+from dcp.server.catalog.names import is_of_optimizer
 from dcp.server.catalog.runs import get_run
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.jobs.answers import JobAnswer
-from dcp.server.core.jobs.ledger import latest_success
+from dcp.server.core.jobs.ledger.reading import last_job
 from dcp.server.core.problems import NotFoundError
 from dcp.server.features.drift import feature
 from dcp.server.features.drift.job import DriftKind, DriftParams
 from dcp.server.features.drift.picture import DriftValue, drift_picture
 from dcp.server.features.drift.records import DriftLayer, RunDrift
-from dcp.server.records.declaring import moment
 from dcp.server.records.documents import record_of
 
 
@@ -34,10 +33,12 @@ def get_run_drift(run_id: IdPath, ask: Ask) -> RunDrift:
 
 
 def _found(run_id: int, ask: Ask) -> RunDrift | None:
-    job = ask.find(latest_success, "drift", "run_id", run_id, ask.visible)
+    job = ask.find(
+        last_job, DriftKind.result_key(DriftParams(run_id=run_id)), ask.visible, succeeded=True, whole=True
+    )
     if job is None or job.result is None:
         return None
-    return record_of(RunDrift, job.result, job_id=job.id, created_at=moment(job.created_seconds))
+    return record_of(RunDrift, job.result, job_id=job.id, created_at=job.created_at)
 
 
 @feature.post("/runs/{run_id}/drift", tag="runs", scope="read", status=202, errors=(404, 409))

@@ -11,13 +11,12 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog import audit
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
-from dcp.server.catalog.queries.known import check_root
+from dcp.server.catalog.filter_checks import check_root
 from dcp.server.core.answers import IdPath, problems
 from dcp.server.core.http.dependencies import Author, Caller, Db, Page, ServiceDep, Writer, requires
 from dcp.server.core.http.idempotent_transaction import IdempotentDep
 from dcp.server.core.http.routers import api_router
 from dcp.server.core.inputs import MAX_ID, Name
-from dcp.server.core.jobs import ledger
 from dcp.server.core.jobs.answers import (
     JobAnswer,
     JobList,
@@ -27,7 +26,9 @@ from dcp.server.core.jobs.answers import (
     TaskList,
     ThroughputAnswer,
 )
-from dcp.server.core.jobs.ledger import JobFilter, JobRow
+from dcp.server.core.jobs.ledger import reading, rows, transitions
+from dcp.server.core.jobs.ledger.reading import JobFilter
+from dcp.server.core.jobs.ledger.states import JobRow
 from dcp.server.core.jobs.submitting import check_queue, submit_new
 from dcp.server.core.jobs.watching import log_line, throughput_of
 from dcp.server.core.problems import ForbiddenError, UnprocessableError
@@ -125,11 +126,11 @@ def list_jobs(
     _check_kinds(wanted.kinds)
     with database.read() as connection:
         check_root(connection, root, caller.roots)
-        found = ledger.list_jobs(
+        found = reading.list_jobs(
             connection, wanted, before_id=before, limit=page.limit + 1, visible=caller.roots
         )
         shown = found[: page.limit]
-        progress = ledger.progress_of(connection, [job.id for job in shown if not job.is_final])
+        progress = rows.progress_of(connection, [job.id for job in shown if not job.is_final])
     items = [JobAnswer.of(job, progress=progress.get(job.id, job.progress)) for job in shown]
     more = encode_cursor(mark, shown[-1].id) if len(found) > page.limit else None
     return JobList(items=items, next_cursor=more)
@@ -170,8 +171,8 @@ def watch_jobs(
 def get_job(job_id: IdPath, database: Db, caller: Caller) -> JobAnswer:
     """One job, with its progress, and its result once it has succeeded."""
     with database.read() as connection:
-        job = ledger.get_job(connection, job_id, caller.roots)
-        progress = {} if job.is_final else ledger.progress_of(connection, [job_id])
+        job = reading.get_job(connection, job_id, caller.roots)
+        progress = {} if job.is_final else rows.progress_of(connection, [job_id])
     return JobAnswer.of(job, progress=progress.get(job.id, job.progress))
 
 
@@ -179,9 +180,9 @@ def get_job(job_id: IdPath, database: Db, caller: Caller) -> JobAnswer:
 def get_job_throughput(job_id: IdPath, service: ServiceDep, caller: Caller) -> ThroughputAnswer:
     """How fast its tasks are, and how long they still take if they go on so."""
     with service.database.read() as connection:
-        job = ledger.get_job(connection, job_id, caller.roots)
-        progress = ledger.progress_of(connection, [job_id]).get(job_id)
-        begun = ledger.tasks_begun_seconds(connection, job_id)
+        job = reading.get_job(connection, job_id, caller.roots)
+        progress = rows.progress_of(connection, [job_id]).get(job_id)
+        begun = reading.tasks_begun_seconds(connection, job_id)
     return ThroughputAnswer.of(throughput_of(job, progress, begun, service.clock()))
 
 
@@ -191,8 +192,8 @@ def get_job_log(job_id: IdPath, database: Db, caller: Caller, page: Page) -> Log
     mark = query_mark("log", job_id)
     before = None if page.cursor is None else decode_cursor(page.cursor, mark, int)[0]
     with database.read() as connection:
-        ledger.get_job(connection, job_id, caller.roots)
-        found = ledger.latest_events(connection, job_id, before, limit=page.limit + 1)
+        reading.get_job(connection, job_id, caller.roots)
+        found = reading.latest_events(connection, job_id, before, limit=page.limit + 1)
     shown = found[-page.limit :]
     more = encode_cursor(mark, shown[0].id) if len(found) > page.limit else None
     return LogPage(items=[LogLineAnswer.of(log_line(event)) for event in shown], next_cursor=more)
@@ -204,8 +205,8 @@ def list_job_tasks(job_id: IdPath, database: Db, caller: Caller, page: Page) -> 
     mark = query_mark("tasks", job_id)
     after = -1 if page.cursor is None else decode_cursor(page.cursor, mark, int)[0]
     with database.read() as connection:
-        ledger.get_job(connection, job_id, caller.roots)
-        found = ledger.list_tasks(connection, job_id, after_number=after, limit=page.limit + 1)
+        reading.get_job(connection, job_id, caller.roots)
+        found = reading.list_tasks(connection, job_id, after_number=after, limit=page.limit + 1)
     shown = found[: page.limit]
     more = encode_cursor(mark, shown[-1].number) if len(found) > page.limit else None
     return TaskList(items=[TaskAnswer.of(task) for task in shown], next_cursor=more)
@@ -235,7 +236,7 @@ def cancel_job(job_id: IdPath, author: Author, transact: IdempotentDep) -> JobAn
 
     def cancel(connection: Connection) -> JobAnswer:
         job = _found(connection, author, job_id)
-        after = ledger.request_cancel(connection, job_id, author.now_seconds, author.principal.name)
+        after = transitions.request_cancel(connection, job_id, author.now_seconds, author.principal.name)
         if not job.is_ending and job.state != "cancelled":
             _note(connection, author, "job.cancel", job_id)
         return JobAnswer.of(after)
@@ -250,7 +251,7 @@ def retry_job(job_id: IdPath, author: Author, service: ServiceDep, transact: Ide
     def retry(connection: Connection) -> JobAnswer:
         _found(connection, author, job_id)
         _note(connection, author, "job.retry", job_id)
-        job = ledger.retry(connection, job_id, author.now_seconds, author.principal.name)
+        job = transitions.retry(connection, job_id, author.now_seconds, author.principal.name)
         check_queue(connection, author, service.settings.max_queued_jobs)
         return JobAnswer.of(job)
 
@@ -258,7 +259,7 @@ def retry_job(job_id: IdPath, author: Author, service: ServiceDep, transact: Ide
 
 
 def _found(connection: Connection, author: Writer, job_id: int) -> JobRow:
-    job = ledger.get_job(connection, job_id, author.principal.roots)
+    job = reading.get_job(connection, job_id, author.principal.roots)
     _check_scope(author.principal, job.kind)
     return job
 

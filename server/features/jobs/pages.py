@@ -10,8 +10,8 @@ from fastapi import Query, Request, Response
 from fastapi.responses import RedirectResponse
 
 from dcp.server import features
-from dcp.server.catalog.contents.verifications import outcomes_of_jobs
 from dcp.server.catalog.details import keys_of
+from dcp.server.catalog.verifications import outcomes_of_jobs
 from dcp.server.core.answers import IdPath
 from dcp.server.core.http.dependencies import Author, Caller, Db, Page, PageParams, ServiceDep, requires
 from dcp.server.core.http.idempotent_transaction import IdempotentDep

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from fastapi import Response
 from sqlalchemy import Connection
 
+from dcp.server.catalog import labels
 from dcp.server.catalog.details import CheckpointDetail
 from dcp.server.catalog.errors import MissingError
-from dcp.server.catalog.labelling import aliases, labels
-from dcp.server.catalog.labelling.labels import Change
+from dcp.server.catalog.labels import Change
 from dcp.server.catalog.runs import get_run
 from dcp.server.core.answers import IdPath, NamePath, problems
 from dcp.server.core.http.dependencies import Author, Caller, Db, IfMatch, requires
@@ -94,7 +94,7 @@ def list_aliases(run_id: IdPath, database: Db, caller: Caller) -> AliasList:
     """The aliases of a run."""
     with database.read() as connection:
         get_run(connection, run_id, caller.roots)
-        found = aliases.list_aliases(connection, run_id, caller.roots)
+        found = labels.list_aliases(connection, run_id, caller.roots)
     return AliasList(items=[AliasAnswer.of(alias) for alias in found])
 
 
@@ -104,7 +104,7 @@ def get_alias(
 ) -> AliasAnswer:
     """Which checkpoint the alias names."""
     with database.read() as connection:
-        alias = aliases.get_alias(connection, run_id, name, caller.roots)
+        alias = labels.get_alias(connection, run_id, name, caller.roots)
     response.headers["ETag"] = alias.etag
     return AliasAnswer.of(alias)
 
@@ -122,9 +122,9 @@ def set_alias(
 ) -> AliasAnswer:
     """Let the alias name this checkpoint of the run. Without If-Match only if there is no such alias yet."""
 
-    def act(connection: Connection) -> aliases.AliasRow:
+    def act(connection: Connection) -> labels.AliasRow:
         expected = _expected(connection, run_id, name, if_match, author.change(None))
-        return aliases.set_alias(
+        return labels.set_alias(
             connection,
             run_id,
             name,
@@ -146,11 +146,11 @@ def delete_alias(
     """Remove an alias; the checkpoint stays. Needs If-Match."""
 
     def act(connection: Connection) -> None:
-        aliases.get_alias(connection, run_id, name, caller.roots)
+        labels.get_alias(connection, run_id, name, caller.roots)
         if_match.required()
         expected = _expected(connection, run_id, name, if_match, author.change(None))
         change = author.change(expected)
-        aliases.delete_alias(connection, run_id, name, change, is_admin=caller.may("admin"))
+        labels.delete_alias(connection, run_id, name, change, is_admin=caller.may("admin"))
 
     database.transact(act)
 
@@ -161,7 +161,7 @@ def _expected(
     """The version of the alias that the request is about; 0 is none."""
     get_run(connection, run_id, change.visible)
     try:
-        present = aliases.get_alias(connection, run_id, name, change.visible)
+        present = labels.get_alias(connection, run_id, name, change.visible)
     except MissingError:
         if_match.nothing(f"there is no alias {name}")
         return 0

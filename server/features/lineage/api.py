@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcp.server.catalog.labelling.lineage import lineage_of
+from dcp.server.catalog.lineage import lineage_of
 from dcp.server.core.answers import IdPath, problems
 from dcp.server.core.http.dependencies import Caller, Db, requires
 from dcp.server.core.http.routers import api_router

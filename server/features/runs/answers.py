@@ -6,6 +6,7 @@ from pydantic import Field
 
 from dcp.server.core.answers import Answer
 from dcp.server.core.record_answers import RecordAnswer, answers
+from dcp.server.records.administration import TensorBytes
 from dcp.server.records.labels import Series, SeriesPoint
 from dcp.server.records.runs import BinValues, Run, RunTimeline, TimelineBin
 
@@ -15,6 +16,7 @@ __all__ = [
     "RunAnswer",
     "RunList",
     "SeriesAnswer",
+    "TensorBytesAnswer",
     "TimelineAnswer",
     "TimelineBinAnswer",
 ]
@@ -48,6 +50,11 @@ class TimelineBinAnswer(RecordAnswer):
 @answers(RunTimeline)
 class TimelineAnswer(RecordAnswer):
     """The checkpoints of a run over its steps."""
+
+
+@answers(TensorBytes)
+class TensorBytesAnswer(RecordAnswer):
+    """Bytes of some tensors of older checkpoints."""
 
 
 class RunList(Answer):

@@ -7,18 +7,22 @@ from typing import Annotated
 from fastapi import Query
 
 from dcp.server.catalog import runs
-from dcp.server.catalog.labelling.series import metric_series
-from dcp.server.catalog.queries.filters import CheckpointFilter, Sort
-from dcp.server.catalog.queries.known import check_filter, check_root, notes_of
-from dcp.server.catalog.queries.timeline import run_timeline
+from dcp.server.catalog.filter_checks import check_filter, check_root, notes_of
+from dcp.server.catalog.filters import CheckpointFilter, Sort
+from dcp.server.catalog.timeline import metric_series, run_timeline
 from dcp.server.core.answers import IdPath, problems
 from dcp.server.core.http.dependencies import Caller, Db, requires
 from dcp.server.core.http.routers import api_router
 from dcp.server.core.security.redaction import redact
 from dcp.server.features.checkpoints.queries import RunQuery, TensorBytesQuery, TimelineQuery
-from dcp.server.features.retention.answers import TensorBytesAnswer
-from dcp.server.features.retention.totals import tensor_bytes
-from dcp.server.features.runs.answers import RunAnswer, RunList, SeriesAnswer, TimelineAnswer
+from dcp.server.features.retention.planning import tensor_bytes
+from dcp.server.features.runs.answers import (
+    RunAnswer,
+    RunList,
+    SeriesAnswer,
+    TensorBytesAnswer,
+    TimelineAnswer,
+)
 from dcp.steps import OPTIMIZER
 
 __all__ = ["router"]

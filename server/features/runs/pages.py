@@ -19,11 +19,11 @@ from dcp.server.features.checkpoints.answers import CheckpointAnswer
 from dcp.server.features.checkpoints.lists import listed, loss_of
 from dcp.server.features.checkpoints.queries import CheckpointQuery, TensorBytesQuery, TimelineQuery
 from dcp.server.features.labels import api as labels_api
-from dcp.server.features.retention.answers import RunPreview, TensorBytesAnswer
 from dcp.server.features.retention.planning import plan_run
 from dcp.server.features.runs import api
-from dcp.server.features.runs.answers import RunAnswer
+from dcp.server.features.runs.answers import RunAnswer, TensorBytesAnswer
 from dcp.server.features.runs.view import RunView
+from dcp.server.records.administration import RetentionPreview
 from dcp.storage.formats.registry import target_names
 
 __all__ = ["router"]
@@ -78,13 +78,13 @@ def _ends(run_id: int, metric: str | None, database: Db, caller: Caller) -> list
     return found if all(metric in one.metrics for one in found) else []
 
 
-def _preview(run: RunAnswer, view: RunView, service: Service) -> RunPreview | None:
+def _preview(run: RunAnswer, view: RunView, service: Service) -> RetentionPreview | None:
     keep = view.keep
     if keep is None:
         return None
     retention = Retention.from_dict(keep.document())
     with service.database.read() as connection:
-        return RunPreview.of(plan_run(connection, run.id, run.key, retention, service.clock()))
+        return plan_run(connection, run.id, run.key, retention, service.clock()).preview
 
 
 def _tensor_bytes(run: RunAnswer, view: RunView, database: Db, caller: Caller) -> TensorBytesAnswer | None:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from dcp.server.core.inputs import MAX_ID, Name
 from dcp.server.features.checkpoints.views import ListView
-from dcp.server.features.retention.answers import Keep
+from dcp.server.features.retention.policies import Keep
 
 __all__ = ["RunView"]
 

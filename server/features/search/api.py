@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import Query
 
-from dcp.server.catalog.queries.search import search
+from dcp.server.catalog.search import search
 from dcp.server.core.http.dependencies import Caller, Db, requires
 from dcp.server.core.http.routers import api_router
 from dcp.server.features.checkpoints.queries import SearchQuery

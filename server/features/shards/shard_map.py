@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dcp.server.catalog.contents.layers import layer_number
+from dcp.server.catalog.names import layer_number
 from dcp.server.catalog.values import clean_text
 from dcp.server.features.shards.chunks import NO_RANK, ChunkColumns
 from dcp.server.records.drawings import ShardMap, ShardMapRow

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from dcp.server.catalog.cursors import encode_cursor, offset_of, query_mark
 from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
-from dcp.server.catalog.name_patterns import check_pattern
+from dcp.server.catalog.names import check_pattern
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.data.access import Stamped

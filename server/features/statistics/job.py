@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 from pydantic import Field
 from sqlalchemy import Connection
 
-from dcp.server.catalog.contents.verifications import set_statistics
+from dcp.server.catalog.verifications import set_statistics
 from dcp.server.core.jobs.kind import JobContext, ReportProgress
 from dcp.server.core.jobs.ledger.states import JobRow, Json
 from dcp.server.core.jobs.parameters import CheckpointId, Globs, Parameters

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlencode
 
-from dcp.server.catalog.contents import verifications
+from dcp.server.catalog import verifications
 from dcp.server.catalog.cursors import encode_cursor, offset_of, query_mark
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask

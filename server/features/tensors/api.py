@@ -7,8 +7,8 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 from fastapi import Depends, Query, Response
 
-from dcp.server.catalog.contents.tensors import tensors_page, tree_level
 from dcp.server.catalog.details import get_checkpoint
+from dcp.server.catalog.tensors import tensors_page, tree_level
 from dcp.server.core.answers import IdPath, problems
 from dcp.server.core.ask import Ask, AskDep
 from dcp.server.core.data.responses import NOT_MODIFIED, binary, is_unchanged, not_modified

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Final, Literal
 
 from fastapi import Query
 
-from dcp.server.catalog.contents.layers import in_order, layer_of
-from dcp.server.catalog.contents.verifications import get_statistics, statistics_tensors
 from dcp.server.catalog.details import get_checkpoint
+from dcp.server.catalog.names import in_order, layer_of
+from dcp.server.catalog.verifications import get_statistics, statistics_tensors
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.pages.marks import LARGE, Mark, largest_of, mark_of, norm_of

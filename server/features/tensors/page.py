@@ -13,8 +13,8 @@ from urllib.parse import urlencode
 from fastapi import Depends, Query
 
 from dcp.server.catalog.details import CheckpointDetail
-from dcp.server.catalog.queries.filters import CheckpointFilter, Sort
-from dcp.server.catalog.queries.listing import list_checkpoints, neighbour
+from dcp.server.catalog.filters import CheckpointFilter, Sort
+from dcp.server.catalog.listing import list_checkpoints, neighbour
 from dcp.server.catalog.values import short_name
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask, AskDep

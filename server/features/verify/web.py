@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import Query
 
-from dcp.server.catalog.contents import verifications
+from dcp.server.catalog import verifications
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.jobs.answers import JobAnswer

@@ -14,13 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from dcp.planners.weight_maps.weight_map import ready_maps
 from dcp.server.catalog.details import get_checkpoint, keys_of
 from dcp.server.catalog.errors import StateError
-from dcp.server.catalog.queries.listing import CheckpointFilter, list_checkpoints
+from dcp.server.catalog.listing import CheckpointFilter, list_checkpoints
 from dcp.server.catalog.values import clean_text
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.data.access import Readable
 from dcp.server.core.inputs import MAX_ID, Request
-from dcp.server.core.jobs.ledger import get_job
+from dcp.server.core.jobs.ledger.reading import get_job
 from dcp.server.core.pages.queries import checked
 from dcp.server.core.pages.rendering import page
 from dcp.server.core.pages.tokens import FormDep

@@ -13,7 +13,6 @@ import pytest
 from sqlalchemy import insert, select
 
 from dcp.server.catalog.roots import sync_roots
-from dcp.server.core.jobs import ledger
 from dcp.server.core.jobs.kind import (
     PermanentJobError,
     TransientJobError,
@@ -21,21 +20,25 @@ from dcp.server.core.jobs.kind import (
     is_environment,
     is_retryable,
 )
-from dcp.server.core.jobs.ledger import Backoff, FailureFacts, Held, JobSpec, StaleFenceError, TaskSpec
+from dcp.server.core.jobs.ledger import claims, failures, reading, transitions
+from dcp.server.core.jobs.ledger.states import Backoff, Held, JobSpec, StaleFenceError, TaskSpec
 from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext, Scheduler
 from dcp.server.core.problems import ConflictError, NotFoundError, UnavailableError
 from dcp.server.core.settings import RootSettings
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import schedules
-from dcp.server.process.schedules import built_in_schedules
+from dcp.server.features import schedules as schedules_of
+from dcp.server.records.declaring import moment
+from dcp.server.records.jobs import JobFailure
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError, StorageError, StorageFullError
+from tests.support.catalog_rows import add_checkpoint
 from tests.support.job_workers import job_settings, until
 from tests.support.ledger_model import run_any_order
 
 NOW: Final = 1000.0
 HOUR: Final = 3600.0
-BROKEN: Final = FailureFacts(type="StorageError", detail="away")
-FULL: Final = FailureFacts(type="StorageFullError", detail="root x is full", is_environment=True)
+BROKEN: Final = JobFailure(type="StorageError", detail="away")
+FULL: Final = JobFailure(type="StorageFullError", detail="root x is full", is_environment=True)
 
 
 class Steps:
@@ -45,10 +48,11 @@ class Steps:
         self.database = database
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        modules = (claims, failures, reading, transitions)
+        act: Any = next(getattr(module, name) for module in modules if hasattr(module, name))
+
         def call(*given: Any, **options: Any) -> Any:
-            return self.database.transact(
-                lambda connection: getattr(ledger, name)(connection, *given, **options)
-            )
+            return self.database.transact(lambda connection: act(connection, *given, **options))
 
         return call
 
@@ -154,6 +158,26 @@ def test_keys_take_turns_at_one_place(steps: Steps) -> None:
     assert order == [many[0], few[0], many[1], few[1], *many[2:]]
 
 
+# -- keys and roots ------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_visible_with_all_of_its_roots_alone(steps: Steps) -> None:
+    """Of any kind: its own root, and those of all checkpoints that it names; also as the last of its key."""
+    here, there = add_checkpoint(steps.database, "run/a"), add_checkpoint(steps.database, "b", root="other")
+    named: dict[str, Any] = {"kind": "third-party", "root": "main", "result_key": "both"}
+    one = steps.add(**named, checkpoint_id=here)
+    steps.finish(steps.taken("plan"))
+    steps.finish(steps.taken("publish"))
+    both = steps.add(**named, subjects=[here, there])
+    rootless = steps.add(subjects=[here])
+    main, all_roots = frozenset({"main"}), frozenset({"main", "other"})
+    for visible, seen in ((main, [one]), (all_roots, [both, one]), (None, [rootless, both, one])):
+        assert [job.id for job in steps.list_jobs(visible=visible)] == seen
+        assert {event.job_id for event in steps.all_events_after(0, visible)} == {*seen}
+    assert steps.last_job("both", main).id == one and steps.last_job("both", all_roots).id == both
+    assert steps.last_job("both", succeeded=True).id == one
+
+
 # -- several at once -----------------------------------------------------------------------------------------
 
 
@@ -222,7 +246,7 @@ def test_a_lost_publisher_is_never_the_last(steps: Steps) -> None:
         now += 1000.0
     steps.fail(steps.taken("publish", now).held, BROKEN, now)
     job = steps.get_job(job_id)
-    assert job.is_ending and job.error["type"] == "StorageError"
+    assert job.is_ending and job.error.type == "StorageError"
 
 
 def test_a_task_of_a_dead_worker_is_taken_over(steps: Steps) -> None:
@@ -281,9 +305,9 @@ def test_a_job_waits_for_hours(hours: int, steps: Steps) -> None:
         job = steps.get_job(job_id)
         if job.is_ending:
             break
-        assert job.waiting["detail"] == FULL.detail and job.waiting["is_environment"]
-        assert (job.waiting["since_seconds"], job.waiting["count"]) == (NOW, len(pauses) + 1)
-        pauses.append(job.waiting["next_seconds"] - now)
+        assert job.waiting.detail == FULL.detail and job.waiting.is_environment
+        assert (job.waiting.since, job.waiting.count) == (moment(NOW), len(pauses) + 1)
+        pauses.append(job.waiting.next_attempt_at.timestamp() - now + 0.001)
         assert steps.take(now + pauses[-1] - 0.1) is None
         now += pauses[-1]
     steps.finish(steps.taken("task" if hours == 2 else "discard", now), now)
@@ -292,7 +316,7 @@ def test_a_job_waits_for_hours(hours: int, steps: Steps) -> None:
         assert pauses[0] <= 3.0 and 300.0 <= max(pauses) <= 450.0 and job.waiting is None
     else:
         assert 24 * HOUR <= now - NOW < 28 * HOUR
-        assert (job.state, job.waiting, job.error["detail"]) == ("failed", None, FULL.detail)
+        assert (job.state, job.waiting, job.error.detail) == ("failed", None, FULL.detail)
         assert steps.retry(job_id, now, "me").state == "queued"
 
 
@@ -302,8 +326,8 @@ def test_all_tasks_of_a_job_wait_together(steps: Steps) -> None:
     for made in (steps.taken("task"), steps.taken("task")):
         steps.fail(made.held, FULL, NOW, Backoff(60.0, HOUR))
     job = steps.get_job(job_id)
-    assert job.waiting["count"] == 1
-    assert job.not_before_seconds == job.waiting["next_seconds"] <= NOW + 90.0
+    assert job.waiting.count == 1
+    assert job.not_before == job.waiting.next_attempt_at <= moment(NOW + 90.0)
     other = steps.planned(1)
     assert steps.taken("task").job.id == other and steps.take() is None
     assert steps.taken("task", NOW + 91.0).job.id == job_id
@@ -317,9 +341,9 @@ def test_by_hand_it_goes_on_at_once(steps: Steps) -> None:
     for error in (FULL, BROKEN):
         made = steps.taken("task")
         steps.fail(made.held, error, NOW, Backoff(60.0, HOUR))
-        assert steps.get_job(job_id).waiting["next_seconds"] > NOW
+        assert steps.get_job(job_id).waiting.next_attempt_at > moment(NOW)
         job = steps.retry(job_id, NOW, "me")
-        assert (job.state, job.waiting["next_seconds"]) == ("running", NOW)
+        assert (job.state, job.waiting.next_attempt_at) == ("running", moment(NOW))
         again = steps.taken("task")
         assert again.held.task_id == made.held.task_id
         steps.release(again.held, NOW)
@@ -416,7 +440,7 @@ def test_roots_are_scanned_as_often_as_they_say(database: Database, tmp_path: Pa
         for name, seconds in (("main", 5.0), ("still", 0.0))
     }
     settings = job_settings(database, tmp_path, roots=places)
-    scans = [one for one in built_in_schedules(settings) if one.name.startswith("scan:")]
+    scans = [one for one in schedules_of(settings) if one.name.startswith("scan:")]
     assert [(one.name, one.interval_seconds) for one in scans] == [("scan:main", 5.0)]
     for _ in range(2):
         scans[0].act(ScheduleContext(settings, database, NOW, threading.Event()))

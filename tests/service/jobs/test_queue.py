@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dcp.server.records.jobs import JobProgress
 from tests.support.dask_cluster import dask_cluster
 from tests.support.job_kinds import log_lines
 from tests.support.job_workers import (
@@ -68,7 +69,7 @@ def test_a_job_from_its_plan_to_its_record(database: Database, tmp_path: Path, e
     with working(settings):
         job = wait_for_end(database, job_id)
     assert (job.state, job.result) == ("succeeded", {"parts": 3, "text": "0\n1\n2"})
-    assert job.progress == {"done_tasks": 3, "total_tasks": 3, "done_bytes": 300, "total_bytes": 300}
+    assert job.progress == JobProgress(3, 3, 300, 300)
     assert (tmp_path / "target").read_text() == "0\n1\n2"
     assert log_lines(tmp_path)[0] == "plan 3" and log_lines(tmp_path).count("published") == 1
     states = [event.data["state"] for event in events_of(database, job_id) if event.kind == "state"]
@@ -98,7 +99,7 @@ def test_what_fails_for_good_ends_the_job(database: Database, tmp_path: Path, ex
     with working(settings):
         job = wait_for_end(database, job_id)
     assert job.state == "failed" and job.error is not None
-    assert [job.error[name] for name in ("type", "detail", "task")] == ["PermanentJobError", "never", 1]
+    assert (job.error.type, job.error.detail, job.error.task) == ("PermanentJobError", "never", 1)
     assert not list(tmp_path.glob("part-*")) and not (tmp_path / "target").exists()
     assert log_lines(tmp_path)[-1] == "discard"
 
@@ -172,7 +173,7 @@ def test_memory_is_bounded(database: Database, tmp_path: Path) -> None:
         for act in ("take:500", "grab:4000"):
             job = wait_for_end(database, put(database, tmp_path, act))
             assert job.state == "failed" and job.error is not None
-            assert job.error["type"] == "TaskMemoryError" and not job.error["is_retryable"]
+            assert job.error.type == "TaskMemoryError" and not job.error.is_retryable
         assert wait_for_end(database, put(database, tmp_path, "write")).state == "succeeded"
 
 
@@ -182,7 +183,7 @@ def test_time_is_bounded(database: Database, tmp_path: Path) -> None:
     job_id = put(database, tmp_path, "hold:1000", max_attempts=2)
     with working(job_settings(database, tmp_path, task_seconds=0.5)):
         job = wait_for_end(database, job_id)
-    assert job.state == "failed" and job.error is not None and job.error["type"] == "TaskTimeoutError"
+    assert job.state == "failed" and job.error is not None and job.error.type == "TaskTimeoutError"
     assert len(pids_of(tmp_path)) == 2
 
 
@@ -201,7 +202,7 @@ def test_errors_tell_no_secrets_and_attempts_are_bounded(database: Database, tmp
     job_id = put(database, tmp_path, "secret", max_attempts=2)
     with working(job_settings(database, tmp_path)):
         job = wait_for_end(database, job_id)
-    assert job.state == "failed" and job.error is not None and job.error["type"] == "FileNotFoundError"
+    assert job.state == "failed" and job.error is not None and job.error.type == "FileNotFoundError"
     assert "SECRET" not in f"{job.error}{events_of(database, job_id)}"
     assert len(pids_of(tmp_path)) == 2
 

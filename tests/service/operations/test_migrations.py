@@ -1,42 +1,60 @@
-"""Upgrades of the database. Internal: what an older version has left is rows, which only SQL can write."""
+"""Upgrades of the database. Internal: another version's database is made by SQL alone."""
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
 from sqlalchemy import inspect, text
 from sqlalchemy.exc import DBAPIError
 
-from dcp.server.catalog.contents.verifications import get_statistics, statistics_tensors
-from dcp.server.core.jobs.ledger import get_job, task_results
 from dcp.server.database import migrations
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import metadata
+from tests.support.app import running_app
+from tests.support.command import run as command
 
 pytestmark = pytest.mark.each_database  # their SQL differs
+
+
+def differences(database: Database) -> list[Any]:
+    """What differs between the database and the tables of this version."""
+    with database.read() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        return [*compare_metadata(context, metadata)]
 
 
 def test_an_empty_database_gets_all_tables(empty_database: Database) -> None:
     """From nothing to the newest revision: every table, and nothing that differs from what we use."""
     assert migrations.current(empty_database) is None
-    assert not migrations.is_current(empty_database)
+    assert migrations.is_pending(empty_database)
     assert migrations.upgrade(empty_database) is None
-    assert migrations.is_current(empty_database)
+    assert migrations.current(empty_database) == migrations.REVISION
+    assert not migrations.is_pending(empty_database)
     with empty_database.read() as connection:
         names = set(inspect(connection).get_table_names())
     assert names == set(metadata.tables) | {"alembic_version"}
-    assert migrations.check(empty_database) == []
+    assert differences(empty_database) == []
 
 
-def test_a_database_of_a_newer_version_is_left_alone(database: Database) -> None:
-    """After a downgrade of the program: said so, and nothing is changed."""
+def test_a_database_of_an_unknown_version_is_refused(database: Database, tmp_path: Path) -> None:
+    """An unreleased or a newer one: readiness and commands say so and what to do; nothing is changed."""
     with database.write() as connection:
-        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    with pytest.raises(DatabaseUnavailableError, match="newer version: revision 9999"):
+        connection.execute(text("UPDATE alembic_version SET version_num = '0011'"))
+    with pytest.raises(migrations.UnknownRevisionError, match=r"revision 0011; .* configure a new database"):
         migrations.upgrade(database)
-    assert migrations.current(database) == "9999"
+    assert migrations.current(database) == "0011"
+    url = database.url.render_as_string(hide_password=False)
+    with running_app(url, tmp_path, auth="off") as app:
+        answer = app.base.get("/readyz")
+        assert answer.status_code == 503 and "revision 0011;" in answer.json()["checks"]["database"]
+    for line in ("db upgrade", "keys list"):
+        done = command(*line.split(), "--database", url)
+        assert done.status == 3 and "configure a new database" in " ".join(done.err.split())
 
 
 def test_a_migration_that_fails_leaves_nothing(empty_database: Database) -> None:
@@ -51,59 +69,9 @@ def test_a_migration_that_fails_leaves_nothing(empty_database: Database) -> None
         assert sorted(inspect(connection).get_table_names()) == ["theirs", "webhooks"]
         connection.execute(text("DROP TABLE webhooks"))
     assert migrations.upgrade(empty_database) is None
-    assert migrations.is_current(empty_database)
+    assert not migrations.is_pending(empty_database)
     with empty_database.read() as connection:
         assert str(inspect(connection).get_columns("theirs")[0]["type"]) == "JSONB"
-
-
-def test_large_results_become_documents(empty_database: Database) -> None:
-    """From revision 0003: results of tasks and jobs, and statistics, are as before; what a job and the
-    statistics that it computed have in common is there once."""
-    tensors = [{"fqn": f"layers.{n}", "mean": n / 3} for n in range(250)]
-    large = {"text": "ä" * 70_000, "tensors": tensors, "bytes_read": 7, "total": {"mean": 1.0}}
-    small = {"count": 3}
-    migrations.upgrade(empty_database, "0003")
-    with empty_database.write() as connection:
-
-        def put(into: str, **values: object) -> None:
-            columns = {name: json.dumps(v) if isinstance(v, dict | list) else v for name, v in values.items()}
-            names = ", ".join(columns)
-            marks = ", ".join(f":{name}" for name in columns)
-            connection.execute(text(f"INSERT INTO {into} ({names}) VALUES ({marks})"), columns)
-
-        put("roots", id=1, name="main", url="/main", created_seconds=0)
-        put("runs", id=1, root_id=1, key="r", created_seconds=0, updated_seconds=0)
-        seconds = dict.fromkeys(("committed_seconds", "discovered_seconds", "updated_seconds"), 0)
-        found = {"root_id": 1, "run_id": 1, "name": "a", "format": "dcp", "state": "committed"}
-        for number in (1, 2):
-            put("checkpoints", id=number, key=f"r/{number}", **found, **seconds)
-        for number, short in ((1, {"bytes_read": 7}), (2, small)):
-            job = {"kind": "stats", "state": "succeeded", "params": {}, "created_by": "me"}
-            put("jobs", id=number, result=short, created_seconds=0, **job)
-        put("job_results", job_id=1, result=large)
-        for number, result in ((1, large), (2, small)):
-            put("tasks", id=number, job_id=2, number=number, state="succeeded", payload={}, result=result)
-        kept = {"bytes_read": 7, "total": {"mean": 1.0}, "tensor_count": 250}
-        for number, job_id in ((1, 1), (2, None)):
-            about = {"checkpoint_id": number, "job_id": job_id, "fingerprint": "f", "created_seconds": 0}
-            put("checkpoint_statistics", result=kept, **about)
-            for position in range(0, 250, 100):
-                some = tensors[position : position + 100]
-                put("checkpoint_statistics_parts", checkpoint_id=number, position=position, tensors=some)
-    assert migrations.upgrade(empty_database) == "0003"
-    with empty_database.read() as connection:
-        assert [get_job(connection, number).result for number in (1, 2)] == [large, small]
-        assert task_results(connection, 2) == (large, small)
-        for number in (1, 2):
-            of_all = get_statistics(connection, number)
-            assert of_all is not None
-            assert (of_all.tensor_count, of_all.result) == (250, {"bytes_read": 7, "total": {"mean": 1.0}})
-            assert statistics_tensors(connection, number, 95, 205) == tensors[95:205]
-            assert statistics_tensors(connection, number, 0, 999) == tensors
-        of_first = text("SELECT document_id FROM checkpoint_statistics WHERE checkpoint_id = 1")
-        assert connection.execute(of_first).scalar_one() == get_job(connection, 1).document_id
-        assert connection.execute(text("SELECT count(*) FROM documents")).scalar_one() == 3
-    assert migrations.check(empty_database) == []
 
 
 def test_processes_that_start_at_once_migrate_once(empty_database: Database) -> None:
@@ -113,5 +81,5 @@ def test_processes_that_start_at_once_migrate_once(empty_database: Database) -> 
         before = list(pool.map(migrations.upgrade, [empty_database, *others]))
     for other in others:
         other.close()
-    assert sorted(before, key=str) == [migrations.head()] * 3 + [None]
-    assert migrations.check(empty_database) == []
+    assert sorted(before, key=str) == [migrations.REVISION] * 3 + [None]
+    assert differences(empty_database) == []

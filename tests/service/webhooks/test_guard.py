@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 from pydantic import ValidationError
+from standardwebhooks import Webhook
 
 from dcp.server.core.settings import Settings
 from dcp.server.features.webhooks.addresses import (
@@ -19,9 +20,15 @@ from dcp.server.features.webhooks.addresses import (
     parse_url,
     permitted_addresses,
 )
-from dcp.server.features.webhooks.sealing import SEALED_PREFIX, Sealer, SealError
 from dcp.server.features.webhooks.sending import ReceiverAnswer, SendError, post
-from dcp.server.features.webhooks.signing import SignatureError, check_secret, headers_for, new_secret, verify
+from dcp.server.features.webhooks.signing import (
+    SEALED_PREFIX,
+    Sealer,
+    SealError,
+    check_secret,
+    headers_for,
+    new_secret,
+)
 from tests.support.receivers import CERTIFICATES, Receiver, drip, raw_server
 
 NOTHING = Allowed()
@@ -196,30 +203,12 @@ def test_new_secrets_differ_and_sign() -> None:
     for secret in secrets:
         check_secret(secret)
         assert len(base64.b64decode(secret.removeprefix("whsec_"))) == 32
-        assert verify([secret], headers_for([secret], "evt_1", SENT, BODY), BODY, SENT + 299) == "evt_1"
+        headers = headers_for([secret, SECRET], "evt_1", time.time(), BODY)
+        for one in (secret, SECRET):
+            assert Webhook(one).verify(BODY, headers) == {"test": 2432232314}
     for weak in ("", "abc", "whsec_", "whsec_%%%%", "whsec_" + "A" * 20, "whsec_" + "A" * 120):
         with pytest.raises(ValueError):
             check_secret(weak)
-
-
-CHANGED = [
-    *(("webhook-id", "evt_2"), ("webhook-timestamp", "1614265331"), ("webhook-timestamp", "now")),
-    *(("webhook-signature", ""), ("webhook-signature", "v1,AAAA"), ("webhook-signature", "é")),
-    ("webhook-signature", "v1a,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="),
-]
-
-
-def test_changed_and_old_deliveries_are_refused() -> None:
-    """Signs identifier, time and body; refuses more than five minutes in either direction."""
-    headers = headers_for([SECRET], MESSAGE, SENT, BODY)
-    wrong = [headers | {name: value} for name, value in CHANGED]
-    wrong += [{key: value for key, value in headers.items() if key != name} for name in headers]
-    for given, body in (*((one, BODY) for one in wrong), (headers, BODY + b" "), (headers, BODY[:-1] + b")")):
-        with pytest.raises(SignatureError):
-            verify([SECRET], given, body, SENT)
-    for late in (301.0, -301.0):
-        with pytest.raises(SignatureError, match="ago"):
-            verify([SECRET], headers, BODY, SENT + late)
 
 
 # -- one request ---------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import uuid
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Final
 
@@ -27,7 +28,7 @@ from dcp.server.core.jobs.executors.executor import OnDone, OnProgress, ProcessE
 from dcp.server.core.jobs.executors.subprocess_main import Setup, load_kinds
 from dcp.server.core.jobs.executors.subprocess_messages import Order
 from dcp.server.core.jobs.executors.subprocesses import ProcessOutcome, WarmProcessPool
-from dcp.server.core.jobs.ledger.states import FailureFacts
+from dcp.server.records.jobs import JobFailure
 
 __all__ = ["DaskExecutor", "carry_out_there"]
 
@@ -240,14 +241,14 @@ class DaskExecutor:
         remote.on_done(outcome)
 
 
-def _away(error: BaseException | None) -> FailureFacts:
+def _away(error: BaseException | None) -> JobFailure:
     detail = "the Dask cluster lost it" if error is None else f"the Dask cluster: {type(error).__name__}"
-    return FailureFacts(type="DaskError", detail=detail)
+    return JobFailure(type="DaskError", detail=detail)
 
 
 def _outcome(document: Mapping[str, Any]) -> ProcessOutcome:
     error = document["error"]
-    return ProcessOutcome(result=document["result"], error=None if error is None else FailureFacts(**error))
+    return ProcessOutcome(result=document["result"], error=None if error is None else JobFailure(**error))
 
 
 # -- on the cluster ------------------------------------------------------------------------------------------
@@ -289,7 +290,7 @@ def carry_out_there(
         if not is_wanted():
             pool.kill(child)
     error = outcomes[0].error
-    return {"result": outcomes[0].result, "error": None if error is None else error.document()}
+    return {"result": outcomes[0].result, "error": None if error is None else asdict(error)}
 
 
 class _StillWanted:

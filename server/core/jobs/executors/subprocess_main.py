@@ -25,7 +25,7 @@ import socket
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -42,10 +42,10 @@ from dcp.server.core.jobs.kind import (
     is_environment,
     is_retryable,
 )
-from dcp.server.core.jobs.ledger.states import FailureFacts
 from dcp.server.core.problems import ProblemError
 from dcp.server.core.roots import storage_problem
 from dcp.server.core.settings import Settings
+from dcp.server.records.jobs import JobFailure
 from dcp.storage.errors import CheckpointError
 
 __all__ = ["CONTROL_BYTES", "NO_DATABASE", "TOO_MUCH_MEMORY", "Setup", "error_of", "load_kinds", "serve"]
@@ -226,7 +226,7 @@ def _work(connection: socket.socket, setup: Setup, kinds: Mapping[str, Kind[Any]
     except Exception as error:  # noqa: BLE001 - it is the answer
         if not isinstance(error, _EXPECTED):
             traceback.print_exc()  # may be a mistake of ours: the log shows where
-        send_message(connection, {"error": error_of(error, order.memory_bytes).document()})
+        send_message(connection, {"error": asdict(error_of(error, order.memory_bytes))})
 
 
 def _limit_memory(memory_bytes: int) -> None:
@@ -279,10 +279,10 @@ class _Reporting:
             send_message(self._connection, {"done_bytes": int(done_bytes)})
 
 
-def error_of(error: BaseException, memory_bytes: int = 0) -> FailureFacts:
+def error_of(error: BaseException, memory_bytes: int = 0) -> JobFailure:
     """What the ledger keeps of an exception."""
     if isinstance(error, MemoryError):
-        return FailureFacts(
+        return JobFailure(
             type=TOO_MUCH_MEMORY,
             detail=f"it needs more memory than task_memory_bytes={memory_bytes} allows",
             is_retryable=False,
@@ -295,7 +295,7 @@ def error_of(error: BaseException, memory_bytes: int = 0) -> FailureFacts:
         detail = f"the database refused it: {type(error).__name__}"  # without the statement's parameters
     else:
         detail = str(error)
-    return FailureFacts(
+    return JobFailure(
         type=type(error).__name__,
         detail=detail[:_MAX_DETAIL_CHARACTERS] or type(error).__name__,
         is_retryable=is_retryable(error),

@@ -22,7 +22,8 @@ from typing import Any, Final
 from dcp.server.core.jobs.executors.subprocess_main import CONTROL_BYTES, TOO_MUCH_MEMORY, Setup
 from dcp.server.core.jobs.executors.subprocess_messages import Messages, Order, send_message
 from dcp.server.core.jobs.executors.work_folders import WorkFolders
-from dcp.server.core.jobs.ledger.states import FailureFacts, Json
+from dcp.server.core.jobs.ledger.states import Json
+from dcp.server.records.jobs import JobFailure
 
 __all__ = ["ProcessOutcome", "TaskProcess", "WarmProcessPool", "resident_bytes"]
 
@@ -43,7 +44,7 @@ class ProcessOutcome:
     """How it ended: a result, an error, or killed by order (neither)."""
 
     result: Json | None = None
-    error: FailureFacts | None = None
+    error: JobFailure | None = None
 
 
 class TaskProcess:
@@ -61,7 +62,7 @@ class TaskProcess:
         self.order = order
         self.pid: int | None = None
         self.is_killed = False
-        self.error: FailureFacts | None = None  # why it was killed
+        self.error: JobFailure | None = None  # why it was killed
         self.result: Json | None = None
         self.connection = connection
         self.messages = Messages(connection)
@@ -81,14 +82,14 @@ class TaskProcess:
         return ProcessOutcome(error=_died(status))
 
 
-def _died(status: int | None) -> FailureFacts:
+def _died(status: int | None) -> JobFailure:
     if status is None:
         how = "could not be started, or was lost with the process that it came from"
     elif (code := os.waitstatus_to_exitcode(status)) < 0:
         how = f"was killed by signal {-code}" + (" (often for want of memory)" if code == -9 else "")
     else:
         how = f"ended with exit code {code} and no answer"
-    return FailureFacts(type="TaskProcessError", detail=f"the subprocess {how}")
+    return JobFailure(type="TaskProcessError", detail=f"the subprocess {how}")
 
 
 class WarmProcessPool:
@@ -140,7 +141,7 @@ class WarmProcessPool:
             send_message(ours, order.document())
         return child
 
-    def kill(self, child: TaskProcess, error: FailureFacts | None = None) -> None:
+    def kill(self, child: TaskProcess, error: JobFailure | None = None) -> None:
         """End it now; ``error`` is why, where it is its own fault."""
         with self._lock:
             if child.is_over or child.is_killed:
@@ -243,12 +244,12 @@ class WarmProcessPool:
             messages, is_open = child.messages.read()
         except ValueError:
             messages, is_open = [], False
-            self.kill(child, FailureFacts(type="TaskProcessError", detail="the subprocess sent no message"))
+            self.kill(child, JobFailure(type="TaskProcessError", detail="the subprocess sent no message"))
         for message in messages:
             if "done_bytes" in message:
                 child.on_progress(int(message["done_bytes"]))
             elif "error" in message:
-                child.error = FailureFacts(**message["error"])
+                child.error = JobFailure(**message["error"])
             elif "result" in message:
                 child.result = message["result"]
         if not is_open:
@@ -272,10 +273,10 @@ class WarmProcessPool:
         most = child.order.memory_bytes
         if most and resident_bytes(child.pid) > most:
             detail = f"it took more memory than task_memory_bytes={most} allows"
-            self.kill(child, FailureFacts(type=TOO_MUCH_MEMORY, detail=detail, is_retryable=False))
+            self.kill(child, JobFailure(type=TOO_MUCH_MEMORY, detail=detail, is_retryable=False))
         elif time.monotonic() > child.until_seconds:
             detail = f"it took longer than task_seconds={child.order.seconds:g}"
-            self.kill(child, FailureFacts(type="TaskTimeoutError", detail=detail))
+            self.kill(child, JobFailure(type="TaskTimeoutError", detail=detail))
 
 
 def _lives(pid: int) -> bool:

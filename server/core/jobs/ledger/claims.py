@@ -95,7 +95,7 @@ def _claim_phase(
     values: dict[str, Any] = {"fence": jobs.c.fence + 1, **lease}
     if phase == "plan":
         values |= {"state": "planning"}
-        if job.started_seconds is None:
+        if job.started_at is None:
             values["started_seconds"] = now
         emit(connection, job.id, "state", now, state="planning")
     fence = connection.execute(
@@ -157,7 +157,7 @@ def _ending(connection: Connection, now: float, known: ColumnElement[bool]) -> _
         query = by_priority(
             select(*_FOUND).where(
                 jobs.c.state == state,
-                or_(jobs.c.cancel_seconds.is_not(None), jobs.c.error.is_not(None)),
+                jobs.c.is_ending,
                 jobs.c.lease_owner.is_(None),
                 jobs.c.not_before_seconds <= now,
                 ~running.exists(),
@@ -175,8 +175,7 @@ def _phase(
     conditions = (
         jobs.c.state == state,
         jobs.c.lease_owner.is_(None),
-        jobs.c.cancel_seconds.is_(None),
-        jobs.c.error.is_(None),
+        ~jobs.c.is_ending,
         jobs.c.not_before_seconds <= now,
         allowed,
     )
@@ -195,8 +194,7 @@ def _tasks(connection: Connection, now: float, allowed: ColumnElement[bool]) -> 
         select(*_FOUND)
         .where(
             jobs.c.state == "running",
-            jobs.c.cancel_seconds.is_(None),
-            jobs.c.error.is_(None),
+            ~jobs.c.is_ending,
             jobs.c.not_before_seconds <= now,
             select(tasks.c.id).where(*_is_due(jobs.c.id, now)).exists(),
             allowed,
@@ -285,13 +283,12 @@ def stopped(connection: Connection, held: Iterable[Held]) -> frozenset[Held]:
     wanted = list(held)
     if not wanted:
         return frozenset()
-    ending = or_(jobs.c.cancel_seconds.is_not(None), jobs.c.error.is_not(None))
     job_ids = {one.job_id for one in wanted}
     goes_on: set[Held] = set()
     query = select(jobs.c.id, jobs.c.fence).where(
         jobs.c.id.in_(job_ids),
         jobs.c.lease_owner.is_not(None),
-        or_(jobs.c.state != "planning", ~ending),  # what clears away goes on
+        or_(jobs.c.state != "planning", ~jobs.c.is_ending),  # what clears away goes on
     )
     goes_on.update(Held(row.id, None, row.fence) for row in connection.execute(query))
     task_ids = {one.task_id for one in wanted if one.task_id is not None}
@@ -299,7 +296,7 @@ def stopped(connection: Connection, held: Iterable[Held]) -> frozenset[Held]:
         of_tasks = (
             select(tasks.c.job_id, tasks.c.id, tasks.c.fence)
             .join(jobs, tasks.c.job_id == jobs.c.id)
-            .where(tasks.c.id.in_(task_ids), tasks.c.state == "running", ~ending)
+            .where(tasks.c.id.in_(task_ids), tasks.c.state == "running", ~jobs.c.is_ending)
         )
         goes_on.update(Held(row.job_id, row.id, row.fence) for row in connection.execute(of_tasks))
     return frozenset(one for one in wanted if one not in goes_on)

@@ -7,6 +7,7 @@ that it is over may have it go on at once. What is neither that nor passing ends
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import Any, Final
 
 from sqlalchemy import Connection, null, select, update
@@ -21,18 +22,21 @@ from dcp.server.core.jobs.ledger.rows import (
     held_task,
     lock_job,
 )
-from dcp.server.core.jobs.ledger.states import Backoff, FailureFacts, Held, JobRow, StaleFenceError, TaskRow
+from dcp.server.core.jobs.ledger.states import Backoff, Held, JobRow, StaleFenceError, TaskRow
 from dcp.server.database.tables import jobs, tasks
+from dcp.server.records.declaring import moment
+from dcp.server.records.documents import document_of
+from dcp.server.records.jobs import JobFailure, JobWaiting
 
 __all__ = ["DEFAULT_BACKOFF", "clear_away", "expire_leases", "fail", "give_up", "has_expired"]
 
 DEFAULT_BACKOFF: Final = Backoff()
 _MOST_EXPIRED: Final = 1000
-_LOST: Final = FailureFacts(type="WorkerLostError", detail="the worker that had it was not heard of any more")
+_LOST: Final = JobFailure(type="WorkerLostError", detail="the worker that had it was not heard of any more")
 
 
 def fail(
-    connection: Connection, held: Held, error: FailureFacts, now: float, backoff: Backoff = DEFAULT_BACKOFF
+    connection: Connection, held: Held, error: JobFailure, now: float, backoff: Backoff = DEFAULT_BACKOFF
 ) -> None:
     """It did not work: it is tried again later, or the job is given up."""
     if held.task_id is None:
@@ -42,10 +46,10 @@ def fail(
 
 
 def _fail_task(
-    connection: Connection, job: JobRow, task: TaskRow, error: FailureFacts, now: float, backoff: Backoff
+    connection: Connection, job: JobRow, task: TaskRow, error: JobFailure, now: float, backoff: Backoff
 ) -> None:
     attempt = task.attempt + 1
-    values: dict[str, Any] = {"error": error.document(), "done_bytes": 0, **NO_LEASE}
+    values: dict[str, Any] = {"error": asdict(error), "done_bytes": 0, **NO_LEASE}
     if job.is_ending:
         values |= {"state": "cancelled", "attempt": attempt}
     elif _is_patient(job, error, now, backoff):
@@ -61,9 +65,7 @@ def _fail_task(
     connection.execute(update(tasks).where(tasks.c.id == task.id).values(**values))
 
 
-def _fail_phase(
-    connection: Connection, job: JobRow, error: FailureFacts, now: float, backoff: Backoff
-) -> None:
+def _fail_phase(connection: Connection, job: JobRow, error: JobFailure, now: float, backoff: Backoff) -> None:
     attempt = job.attempt + 1
     is_last = not _is_tried_again(job, error, attempt)
     if error is _LOST and job.state == "publishing" and not job.is_ending:
@@ -77,7 +79,7 @@ def _fail_phase(
         )
         _wait(connection, job, error, now, backoff, state=job.state)
     elif job.is_ending and is_last:
-        emit(connection, job.id, "discard_failed", now, error=error.document())
+        emit(connection, job.id, "discard_failed", now, error=asdict(error))
         give_up(connection, job, now)
     elif not is_last:
         next_seconds = now + backoff.seconds(attempt, job.id)
@@ -107,25 +109,25 @@ def clear_away(connection: Connection, job: JobRow, **found: Any) -> None:
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values, **found))
 
 
-def _end(connection: Connection, job: JobRow, error: FailureFacts, now: float, **where: Any) -> None:
-    document = error.document() | where
-    values: dict[str, Any] = {"error": document, "attempt": 0, "not_before_seconds": 0.0, **NO_LEASE}
-    values["waiting"] = null()
+def _end(connection: Connection, job: JobRow, error: JobFailure, now: float, task: int | None = None) -> None:
+    document = asdict(replace(error, task=task))
+    values: dict[str, Any] = {"is_ending": True, "error": document, "waiting": null()}
+    values |= {"attempt": 0, "not_before_seconds": 0.0, **NO_LEASE}
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
     emit(connection, job.id, "ending", now, error=document)
 
 
 def _wait(
-    connection: Connection, job: JobRow, error: FailureFacts, now: float, backoff: Backoff, **where: Any
+    connection: Connection, job: JobRow, error: JobFailure, now: float, backoff: Backoff, **where: Any
 ) -> None:
-    """The job as a whole pauses: what is away is away for all of its tasks."""
-    waiting = job.waiting if job.waiting is not None and job.waiting["is_environment"] else None
-    count = 0 if waiting is None else waiting["count"]
-    if waiting is None or now >= job.not_before_seconds:
+    """Pause the job as a whole: what is away is away for all of its tasks."""
+    waiting = job.waiting if job.waiting is not None and job.waiting.is_environment else None
+    count = 0 if waiting is None else waiting.count
+    if waiting is None or job.not_before is None or moment(now) >= job.not_before:
         count += 1
         next_seconds = now + backoff.seconds(count, job.id)
     else:  # another task has met it a moment ago
-        next_seconds = job.not_before_seconds
+        next_seconds = job.not_before.timestamp()
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(not_before_seconds=next_seconds))
     _tell_retry(connection, job, error, now, next_seconds, count, **where)
 
@@ -133,38 +135,36 @@ def _wait(
 def _tell_retry(
     connection: Connection,
     job: JobRow,
-    error: FailureFacts,
+    error: JobFailure,
     now: float,
     next_seconds: float,
     attempt: int,
     **where: Any,
 ) -> None:
-    """Note for whoever looks at the job what it waits for, and until when."""
+    """Note what the job waits for, and until when. ``where``: its ``task``, or its ``state``."""
     before = job.waiting
-    goes_on = before is not None and before["is_environment"] == error.is_environment
-    waiting = {
-        **error.document(),
-        "task": where.get("task"),
-        "since_seconds": before["since_seconds"] if before is not None and goes_on else now,
-        "next_seconds": next_seconds,
-        "count": attempt,
-    }
-    connection.execute(update(jobs).where(jobs.c.id == job.id).values(waiting=waiting))
+    is_same = before is not None and before.is_environment == error.is_environment
+    waiting = JobWaiting(
+        **asdict(replace(error, task=where.get("task"))),
+        since=before.since if before is not None and is_same else moment(now),
+        next_attempt_at=moment(next_seconds),
+        count=attempt,
+    )
+    connection.execute(update(jobs).where(jobs.c.id == job.id).values(waiting=document_of(waiting)))
     delay = round(next_seconds - now, 3)
-    where["attempt"] = attempt
-    emit(connection, job.id, "retry", now, error=error.document(), delay_seconds=delay, **where)
+    emit(connection, job.id, "retry", now, error=asdict(error), delay_seconds=delay, **where, attempt=attempt)
 
 
-def _is_patient(job: JobRow, error: FailureFacts, now: float, backoff: Backoff) -> bool:
+def _is_patient(job: JobRow, error: JobFailure, now: float, backoff: Backoff) -> bool:
     """Whether what failed is worth waiting for, and has not been waited for too long."""
     if not error.is_environment:
         return False
     waiting = job.waiting
-    since = waiting["since_seconds"] if waiting is not None and waiting["is_environment"] else now
+    since = waiting.since.timestamp() if waiting is not None and waiting.is_environment else now
     return now - since < backoff.patience_seconds
 
 
-def _is_tried_again(job: JobRow, error: FailureFacts, attempt: int) -> bool:
+def _is_tried_again(job: JobRow, error: JobFailure, attempt: int) -> bool:
     """Of what is not waited for, or has been for long enough."""
     return error.is_retryable and not error.is_environment and attempt < job.max_attempts
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, Connection, and_, cast, func, or_, select
+from sqlalchemy import ColumnElement, Connection, func, or_, select
 
 from dcp.server.core.jobs.ledger.rows import (
-    KEY_END,
     event_of_row,
     is_planned,
     job_of_row,
@@ -22,8 +21,7 @@ from dcp.server.core.jobs.ledger.states import JobEventRow, JobRow, Json, TaskRo
 from dcp.server.core.problems import NotFoundError
 from dcp.server.core.security.principal import SYSTEM
 from dcp.server.database.documents import read_document
-from dcp.server.database.sql import items_of
-from dcp.server.database.tables import checkpoints, job_events, jobs, roots, tasks
+from dcp.server.database.tables import job_events, job_roots, jobs, roots, tasks
 from dcp.server.records.jobs import JobProgress, JobState
 
 __all__ = [
@@ -34,10 +32,9 @@ __all__ = [
     "find_job",
     "get_job",
     "job_events_after",
-    "jobs_of_key",
     "last_event_id",
+    "last_job",
     "latest_events",
-    "latest_success",
     "list_jobs",
     "list_tasks",
     "payload_of",
@@ -85,28 +82,21 @@ def find_job(
     return replace(job, result=read_document(connection, job.document_id), is_result_whole=True)
 
 
-def latest_success(
-    connection: Connection, kind: str, param: str, value: int, visible: frozenset[str] | None = None
+def last_job(
+    connection: Connection,
+    result_key: str,
+    visible: frozenset[str] | None = None,
+    *,
+    succeeded: bool = False,
+    whole: bool = False,
 ) -> JobRow | None:
-    """The newest job of a kind that has succeeded and whose parameter is ``value``, with its whole result;
-    None if there is none that may be seen."""
+    """The newest visible job with this key, or the newest that ``succeeded``. ``whole``: as `find_job`."""
     query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
-    wanted = (jobs.c.kind == kind, jobs.c.state == "succeeded", jobs.c.params[param].as_integer() == value)
-    query = query.where(*wanted, *_seen(visible)).order_by(jobs.c.id.desc()).limit(1)
-    number = connection.execute(query).scalar()
-    return None if number is None else find_job(connection, number, visible)
-
-
-def jobs_of_key(
-    connection: Connection, dedup_key: str, visible: frozenset[str] | None = None
-) -> tuple[int | None, int | None]:
-    """Of the jobs with this key that may be seen, the last one, and the last one that succeeded."""
-    query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
-    query = query.where(*_seen(visible)).order_by(jobs.c.id.desc()).limit(1)
-    ended = jobs.c.dedup_key.startswith(f"{dedup_key}{KEY_END}", autoescape=True)
-    last = query.where(or_(jobs.c.dedup_key == dedup_key, ended))
-    succeeded = query.where(jobs.c.state == "succeeded", ended)
-    return connection.execute(last).scalar(), connection.execute(succeeded).scalar()
+    query = query.where(jobs.c.result_key == result_key, *_seen(visible))
+    if succeeded:
+        query = query.where(jobs.c.state == "succeeded")
+    number = connection.execute(query.order_by(jobs.c.id.desc()).limit(1)).scalar()
+    return None if number is None else find_job(connection, number, visible, whole=whole)
 
 
 def list_jobs(
@@ -258,26 +248,12 @@ def _wanted_scans(own_scans: bool) -> list[ColumnElement[Any]]:
 
 
 def _seen(visible: frozenset[str] | None) -> list[ColumnElement[Any]]:
+    """Of jobs outer-joined with their roots."""
     if visible is None:
         return []
     names = sorted(visible)
-    root_ids = select(roots.c.id).where(roots.c.name.in_(names)).scalar_subquery()
-    inside = select(checkpoints.c.id).where(checkpoints.c.root_id.in_(root_ids))
-    subject = inside.where(checkpoints.c.id == jobs.c.checkpoint_id).exists()
-    # A difference tells of two checkpoints; the row names the second one only.
-    first = inside.where(checkpoints.c.id == jobs.c.params["a"].as_integer()).exists()
-    return [
-        and_(
-            roots.c.name.in_(names),
-            or_(jobs.c.checkpoint_id.is_(None), subject),
-            or_(jobs.c.kind != "diff", first),
-            *(or_(jobs.c.kind != "merge", _all_inside(name, root_ids)) for name in ("sources", "adapters")),
-        )
-    ]
-
-
-def _all_inside(param: str, root_ids: Any) -> ColumnElement[bool]:
-    """Whether none of the checkpoints that a parameter lists is in another root."""
-    listed = items_of(jobs.c.params[param])
-    found = select(checkpoints.c.id).where(checkpoints.c.id == cast(listed.c.value, BigInteger))
-    return ~found.where(checkpoints.c.root_id.not_in(root_ids)).correlate(jobs).exists()
+    inside = select(roots.c.id).where(roots.c.name.in_(names))
+    hidden = select(job_roots.c.job_id).where(
+        job_roots.c.job_id == jobs.c.id, job_roots.c.root_id.not_in(inside)
+    )
+    return [roots.c.name.in_(names), ~hidden.exists()]

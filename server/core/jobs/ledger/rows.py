@@ -26,7 +26,6 @@ from sqlalchemy import (
 )
 
 from dcp.server.core.jobs.ledger.states import (
-    FailureFacts,
     Held,
     JobEventRow,
     JobRow,
@@ -36,7 +35,9 @@ from dcp.server.core.jobs.ledger.states import (
 )
 from dcp.server.core.problems import NotFoundError
 from dcp.server.database.documents import ensure_document
+from dcp.server.database.records import record_of_row
 from dcp.server.database.tables import job_events, jobs, roots, tasks
+from dcp.server.records.declaring import moment
 from dcp.server.records.jobs import FINAL_STATES, JobProgress, JobState
 
 __all__ = [
@@ -57,10 +58,11 @@ __all__ = [
     "select_tasks",
     "short_result",
     "task_of_row",
+    "unfinished_job",
 ]
 
 NO_LEASE: Final[dict[str, Any]] = {"lease_owner": None, "lease_until_seconds": None}
-KEY_END: Final = "\n"
+_TASK_COLUMNS: Final = [column for column in tasks.c if column is not tasks.c.result]
 _MAX_RESULT_BYTES: Final = 2048
 _MAX_VALUE_BYTES: Final = 256
 
@@ -74,8 +76,7 @@ def select_jobs() -> Select[Any]:
 
 def select_tasks() -> Select[Any]:
     """Tasks: how far they are, not what they do and have found."""
-    unread = ("payload", "result")
-    return select(*(null().label(one.name) if one.name in unread else one for one in tasks.c))
+    return select(*(null().label(one.name) if one.name == "payload" else one for one in _TASK_COLUMNS))
 
 
 def by_priority(query: Select[Any]) -> Select[Any]:
@@ -91,47 +92,18 @@ def is_planned() -> ColumnElement[bool]:
 
 def job_of_row(row: Row[Any]) -> JobRow:
     """A row of `select_jobs`."""
-    return JobRow(
-        id=row.id,
-        kind=row.kind,
-        state=row.state,
-        priority=row.priority,
-        params=row.params,
-        root=row.root,
-        checkpoint_id=row.checkpoint_id,
-        created_by=row.created_by,
-        created_seconds=row.created_seconds,
-        started_seconds=row.started_seconds,
-        finished_seconds=row.finished_seconds,
-        not_before_seconds=row.not_before_seconds,
-        attempt=row.attempt,
-        max_attempts=row.max_attempts,
-        cancel_seconds=row.cancel_seconds,
-        progress=row.progress,
-        result=row.result,
+    return record_of_row(
+        JobRow,
+        row,
+        not_before=moment(row.not_before_seconds) if row.not_before_seconds else None,
         is_result_whole=row.document_id is None,
-        document_id=row.document_id,
-        error=row.error,
-        waiting=row.waiting,
-        dedup_key=None if row.dedup_key is None else row.dedup_key.partition(KEY_END)[0],
     )
 
 
 def task_of_row(row: Row[Any]) -> TaskRow:
-    """A row of ``tasks``."""
-    return TaskRow(
-        id=row.id,
-        job_id=row.job_id,
-        number=row.number,
-        state=row.state,
-        payload=row.payload or {},
-        weight_bytes=row.weight_bytes,
-        done_bytes=row.done_bytes,
-        attempt=row.attempt,
-        not_before_seconds=row.not_before_seconds,
-        result=row.result,
-        error=row.error,
-    )
+    """A row of `select_tasks`."""
+    not_before = moment(row.not_before_seconds) if row.not_before_seconds else None
+    return record_of_row(TaskRow, row, not_before=not_before, payload=row.payload or {})
 
 
 def event_of_row(row: Row[Any]) -> JobEventRow:
@@ -146,6 +118,12 @@ def lock_job(connection: Connection, job_id: int) -> JobRow:
     if row is None:
         raise NotFoundError(f"there is no job {job_id}")
     return job_of_row(row)
+
+
+def unfinished_job(connection: Connection, dedup_key: str | None) -> int | None:
+    """The id of the unfinished job with this key."""
+    query = select(jobs.c.id).where(jobs.c.dedup_key == dedup_key, jobs.c.finished_seconds.is_(None))
+    return connection.execute(query).scalar_one_or_none()
 
 
 def held_job(connection: Connection, held: Held) -> JobRow:
@@ -188,11 +166,6 @@ def emit(connection: Connection, job_id: int, event: str, now: float, **data: An
     connection.execute(insert(job_events).values(job_id=job_id, kind=event, data=data, at_seconds=now))
 
 
-def _released_key(job: JobRow) -> str | None:
-    """What is kept of a deduplication key at the end: it is found again by `retry`, and in nobody's way."""
-    return None if job.dedup_key is None else f"{job.dedup_key}{KEY_END}{job.id}"
-
-
 def finish(
     connection: Connection,
     job: JobRow,
@@ -201,10 +174,8 @@ def finish(
     *,
     result: Json | None = None,
     document: int | None = None,
-    error: FailureFacts | None = None,
 ) -> None:
-    """The end of the job: what is left of its tasks is cancelled, and its key is free again. ``document``:
-    the prepared one of a large result."""
+    """End the job, and cancel what is left of its tasks. ``document``: the prepared one of a large result."""
     if state not in FINAL_STATES:
         raise ValueError(f"{state} is no end")
     connection.execute(
@@ -212,11 +183,7 @@ def finish(
         .where(tasks.c.job_id == job.id, tasks.c.state.in_(("queued", "running")))
         .values(state="cancelled", **NO_LEASE)
     )
-    values: dict[str, Any] = {
-        "state": state,
-        "finished_seconds": now,
-        "dedup_key": _released_key(job),
-    } | NO_LEASE
+    values = {"state": state, "finished_seconds": now, "is_ending": False, **NO_LEASE}
     values |= {"progress": _progress_document(connection, job.id), "waiting": null()}
     if result is not None:
         values["result"] = short_result(result)
@@ -225,10 +192,8 @@ def finish(
             # It may have all that its tasks have found, which is not needed twice.
             nothing = {"result": null(), "document_id": None}
             connection.execute(update(tasks).where(tasks.c.job_id == job.id).values(**nothing))
-    if error is not None:
-        values["error"] = error.document()
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
-    emit(connection, job.id, "state", now, state=state, error=values.get("error", job.error))
+    emit(connection, job.id, "state", now, state=state, error=job.error and asdict(job.error))
 
 
 def short_result(result: Json) -> dict[str, Any]:

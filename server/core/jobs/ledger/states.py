@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from dcp.server.records.jobs import FINAL_STATES, JobState, TaskState
+from dcp.server.records.jobs import Job, JobTask
 
 __all__ = [
     "MAX_DEDUP_KEY_CHARACTERS",
     "Backoff",
     "Claim",
-    "FailureFacts",
     "Held",
     "JobEventRow",
     "JobRow",
@@ -45,8 +44,11 @@ class StaleFenceError(Exception):
 class JobSpec:
     """A job to be done. The higher its ``priority`` (-100 to 100) the sooner.
 
-    ``root`` is the name of the root that it writes to, or reads where it writes to none: keys that may not
-    see that do not see the job. Where ``dedup_key`` is given there is at most one unfinished job with it.
+    ``root`` is the name of the root that it writes to, or reads where it writes to none. The job is about
+    ``checkpoint_id``, and ``subjects`` are ids of all other checkpoints that it names: keys that may not see
+    its root, or that of one of these, do not see the job. Where ``dedup_key`` is given there is at most one
+    unfinished job with it. ``result_key`` finds the last job of several whose results replace each other; it
+    is the ``dedup_key`` unless given.
     """
 
     kind: str
@@ -55,7 +57,9 @@ class JobSpec:
     priority: int = 0
     root: str | None = None
     checkpoint_id: int | None = None
+    subjects: Sequence[int] = ()
     dedup_key: str | None = None
+    result_key: str | None = None
     max_attempts: int = 3
     not_before_seconds: float = 0.0
 
@@ -70,79 +74,20 @@ class TaskSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FailureFacts:
-    """Why something failed: the ``type`` of the exception, and a text for whoever made the job.
+class JobRow(Job):
+    """A job in the ledger. ``document_id``: the document with all of a large result."""
 
-    ``is_environment``: neither the job nor its data is at fault, but a machine, a network or a storage.
-    """
-
-    type: str
-    detail: str
-    is_retryable: bool = True
-    is_environment: bool = False
-
-    def document(self) -> dict[str, Any]:
-        """As it is kept."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobRow:
-    """A row of the ledger; ``attempt`` counts those of the present phase that failed or were lost.
-
-    ``waiting`` has `FailureFacts` and ``task`` (its number, or None), ``since_seconds``, ``next_seconds`` and
-    ``count``: why the last attempt failed, where another one is to follow.
-    """
-
-    id: int
-    kind: str
-    state: JobState
-    priority: int
-    params: Json
-    root: str | None
-    checkpoint_id: int | None
-    created_by: str
-    created_seconds: float
-    started_seconds: float | None
-    finished_seconds: float | None
-    not_before_seconds: float
-    attempt: int
-    max_attempts: int
-    cancel_seconds: float | None
-    progress: Json | None
-    result: Json | None
-    is_result_whole: bool  # False: a large one, of which this is what is short
-    document_id: int | None  # which has all of a large one
-    error: Json | None
-    waiting: Json | None
+    document_id: int | None
     dedup_key: str | None
 
-    @property
-    def is_final(self) -> bool:
-        """Whether nothing more happens to it, unless it is retried."""
-        return self.state in FINAL_STATES
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether it was cancelled or has failed, and is being stopped."""
-        return not self.is_final and (self.cancel_seconds is not None or self.error is not None)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskRow:
-    """One task of a job, in the order of ``number``."""
+class TaskRow(JobTask):
+    """A task in the ledger: claimed ones have a payload."""
 
     id: int
     job_id: int
-    number: int
-    state: TaskState
     payload: Json
-    weight_bytes: int
-    done_bytes: int
-    attempt: int
-    not_before_seconds: float
-    result: Json | None
-    error: Json | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

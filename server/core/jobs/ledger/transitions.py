@@ -11,11 +11,11 @@ cancelled once it has begun, because nobody could say any more whether it took p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, func, insert, null, select, update
+from sqlalchemy import ColumnElement, Connection, func, insert, literal, null, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
@@ -32,6 +32,7 @@ from dcp.server.core.jobs.ledger.rows import (
     held_task,
     is_large,
     lock_job,
+    unfinished_job,
 )
 from dcp.server.core.jobs.ledger.states import (
     MAX_DEDUP_KEY_CHARACTERS,
@@ -45,7 +46,10 @@ from dcp.server.core.jobs.ledger.states import (
 from dcp.server.core.problems import ConflictError, NotFoundError
 from dcp.server.database.documents import ensure_document
 from dcp.server.database.engine import Encoded
-from dcp.server.database.tables import jobs, roots, tasks
+from dcp.server.database.tables import checkpoints, job_roots, jobs, roots, tasks
+from dcp.server.records.declaring import moment
+from dcp.server.records.documents import document_of
+from dcp.server.records.jobs import JobWaiting
 
 __all__ = [
     "add_tasks",
@@ -75,7 +79,7 @@ def submit_behind(connection: Connection, spec: JobSpec, now: float) -> int:
     behind = spec
     while True:
         number, is_new = submit_or_join(connection, behind, now)
-        waits = (jobs.c.id == number) & (jobs.c.state == "queued") & jobs.c.cancel_seconds.is_(None)
+        waits = (jobs.c.id == number) & (jobs.c.state == "queued") & ~jobs.c.is_ending
         if is_new or connection.execute(select(jobs.c.id).where(waits)).first() is not None:
             return number
         behind = replace(spec, dedup_key=f"{spec.dedup_key}:{number}")
@@ -98,6 +102,7 @@ def submit_or_join(connection: Connection, spec: JobSpec, now: float) -> tuple[i
         "not_before_seconds": spec.not_before_seconds,
         "max_attempts": spec.max_attempts,
         "dedup_key": spec.dedup_key,
+        "result_key": spec.result_key or spec.dedup_key,
         "turn": _turn(connection, spec.created_by, root_id, spec.priority, now),
     }
     dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
@@ -106,11 +111,20 @@ def submit_or_join(connection: Connection, spec: JobSpec, now: float) -> tuple[i
             dialect.insert(jobs).values(**values).on_conflict_do_nothing().returning(jobs.c.id)
         ).scalar_one_or_none()
         if new is not None:
+            _note_roots(connection, new, root_id, {*spec.subjects, spec.checkpoint_id} - {None})
             emit(connection, new, "submitted", now, kind=spec.kind, created_by=spec.created_by)
             return int(new), True
-        query = select(jobs.c.id).where(jobs.c.dedup_key == spec.dedup_key)
-        if (joined := connection.execute(query).scalar_one_or_none()) is not None:
-            return int(joined), False
+        if (joined := unfinished_job(connection, spec.dedup_key)) is not None:
+            return joined, False
+
+
+def _note_roots(connection: Connection, job_id: int, root_id: int | None, named: Set[int | None]) -> None:
+    if not named:
+        return
+    others = select(literal(job_id), checkpoints.c.root_id).distinct()
+    is_other = checkpoints.c.root_id.is_distinct_from(root_id)
+    others = others.where(checkpoints.c.id.in_(named), is_other)
+    connection.execute(insert(job_roots).from_select(["job_id", "root_id"], others))
 
 
 def _turn(connection: Connection, created_by: str, root_id: int | None, priority: int, now: float) -> int:
@@ -203,7 +217,8 @@ def complete_task(
         values = {"result": null(), "document_id": ensure_document(connection, result, document)}
     values |= {"state": "succeeded", "done_bytes": task.weight_bytes, "error": null()}
     connection.execute(update(tasks).where(tasks.c.id == task.id).values(**values, **NO_LEASE))
-    if job.waiting is not None and (now >= job.waiting["next_seconds"] or job.waiting["task"] == task.number):
+    waiting = job.waiting
+    if waiting is not None and (moment(now) >= waiting.next_attempt_at or waiting.task == task.number):
         connection.execute(update(jobs).where(jobs.c.id == job.id).values(waiting=null()))
     left = select(func.count()).where(tasks.c.job_id == job.id, tasks.c.state != "succeeded")
     if not job.is_ending and connection.execute(left).scalar_one() == 0:
@@ -283,11 +298,11 @@ def request_cancel(connection: Connection, job_id: int, now: float, actor: str) 
     lease = connection.execute(select(jobs.c.lease_owner).where(jobs.c.id == job_id)).scalar_one()
     if job.state == "publishing" and (lease is not None or job.attempt > 0):
         raise ConflictError(f"job {job_id} is being published, which is not stopped", state=job.state)
-    soon = {"cancel_seconds": now, "not_before_seconds": 0.0, "waiting": null()}
+    soon = {"is_ending": True, "cancel_requested_seconds": now, "not_before_seconds": 0.0, "waiting": null()}
     connection.execute(update(jobs).where(jobs.c.id == job_id).values(**soon))
     emit(connection, job_id, "cancel_requested", now, actor=actor)
-    if job.state == "queued" and job.started_seconds is None:
-        finish(connection, replace(job, cancel_seconds=now), "cancelled", now)
+    if job.state == "queued" and job.started_at is None:
+        finish(connection, job, "cancelled", now)
     elif job.state == "queued":
         clear_away(connection, job)
     return lock_job(connection, job_id)
@@ -300,19 +315,19 @@ def retry(connection: Connection, job_id: int, now: float, actor: str) -> JobRow
     """
     job = lock_job(connection, job_id)
     if not job.is_final and job.waiting is not None:
-        return _hasten(connection, job, now, actor)
+        return _hasten(connection, job, job.waiting, now, actor)
     if job.state not in ("failed", "cancelled"):
         raise ConflictError(
             f"job {job_id} is {job.state}; only failed and cancelled ones are retried, and those that wait"
         )
     if job.dedup_key is not None:
-        other = connection.execute(select(jobs.c.id).where(jobs.c.dedup_key == job.dedup_key)).scalar()
+        other = unfinished_job(connection, job.dedup_key)
         if other is not None:
             raise ConflictError(f"job {other} does the same", job_id=other)
     forget_tasks(connection, job)
     nothing = dict.fromkeys(("plan", "progress", "result", "document_id", "error", "waiting"), null())
     anew: dict[str, Any] = {"state": "queued", "attempt": 0, "not_before_seconds": 0.0, **nothing}
-    anew |= {"finished_seconds": None, "cancel_seconds": None, "dedup_key": job.dedup_key}
+    anew |= {"finished_seconds": None, "cancel_requested_seconds": None}
     anew["turn"] = _turn(connection, job.created_by, _root_id(connection, job.root), job.priority, now)
     try:
         connection.execute(update(jobs).where(jobs.c.id == job_id).values(**anew))
@@ -322,9 +337,9 @@ def retry(connection: Connection, job_id: int, now: float, actor: str) -> JobRow
     return lock_job(connection, job_id)
 
 
-def _hasten(connection: Connection, job: JobRow, now: float, actor: str) -> JobRow:
-    waiting = {**(job.waiting or {}), "next_seconds": now}
-    values: dict[str, Any] = {"not_before_seconds": 0.0, "waiting": waiting}
+def _hasten(connection: Connection, job: JobRow, waiting: JobWaiting, now: float, actor: str) -> JobRow:
+    due = document_of(replace(waiting, next_attempt_at=moment(now)))
+    values: dict[str, Any] = {"not_before_seconds": 0.0, "waiting": due}
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
     queued = (tasks.c.job_id == job.id) & (tasks.c.state == "queued")
     connection.execute(update(tasks).where(queued).values(not_before_seconds=0.0))

@@ -1,0 +1,347 @@
+"""Filters and orders of lists of checkpoints, and each filter as SQL.
+
+As SQL it is a test of a row, and a way to find the rows it leaves (`RowCondition.candidates`) where an index
+leads to few: `dcp.server.catalog.listing` asks how few.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Self, get_args
+
+from sqlalchemy import ColumnElement, Connection, Select, and_, exists, false, select
+
+from dcp.server.catalog.errors import InvalidQueryError
+from dcp.server.catalog.formats import catalog_formats
+from dcp.server.catalog.names import check_pattern, contains, is_glob, matches
+from dcp.server.catalog.runs import RunFilter
+from dcp.server.catalog.values import check_label
+from dcp.server.database.tables import (
+    aliases,
+    checkpoint_names,
+    checkpoints,
+    metrics,
+    roots,
+    runs,
+    structure_dtypes,
+    structure_tensors,
+    structures,
+    tags,
+)
+from dcp.server.records.checkpoints import CheckpointDetail, State, Verification
+from dcp.server.records.declaring import Within, fields_of
+
+__all__ = ["CheckpointFilter", "MetricCondition", "RowCondition", "Sort", "conditions_of"]
+
+Comparison = Literal["<", "<=", "=", "!=", ">=", ">"]
+SortBy = Literal["time", "step", "bytes", "name", "metric"]
+
+_CONDITION: Final = re.compile(r"([A-Za-z0-9_./:@+-]+?)\s*(<=|>=|!=|==|=|<|>)\s*(\S+)")
+_MAX_CONDITIONS: Final = 8
+_MAX_STEP: Final = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class MetricCondition:
+    """The checkpoint has the metric, and its value compares so."""
+
+    name: str
+    comparison: Comparison
+    value: float
+
+    def __post_init__(self) -> None:
+        check_label("metric", self.name)
+        if self.comparison not in get_args(Comparison) or not math.isfinite(self.value):
+            raise InvalidQueryError("metric", "a comparison with a finite number is needed, as in loss<2.5")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Such as "loss<2.5"; `InvalidQueryError` for anything else."""
+        found = _CONDITION.fullmatch(text.strip())
+        try:
+            if found is None:
+                raise ValueError
+            comparison = "=" if found[2] == "==" else found[2]
+            return cls(found[1], comparison, float(found[3]))  # type: ignore[arg-type]  # __post_init__ checks
+        except ValueError:
+            raise InvalidQueryError("metric", "name, comparison and number are needed: loss<2.5") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFilter:
+    """All that is given holds; of the sets, one of what is in them. Patterns: as `patterns` says.
+
+    Steps are inclusive; times from ``since`` to before ``until``. ``run`` is the key of a run. ``tags``: it
+    has all of them. ``tensor`` is a name or a glob: it has such a tensor. No ``states`` is all states.
+    """
+
+    root: str | None = None
+    run_id: int | None = None
+    run: str | None = None
+    run_contains: str | None = None
+    run_glob: str | None = None
+    min_step: int | None = None
+    max_step: int | None = None
+    since_seconds: float | None = None
+    until_seconds: float | None = None
+    formats: frozenset[str] = frozenset()
+    states: frozenset[State] = frozenset({"committed"})
+    verifications: frozenset[Verification] = frozenset()
+    tags: frozenset[str] = frozenset()
+    alias: str | None = None
+    metrics: tuple[MetricCondition, ...] = ()
+    dtype: str | None = None
+    tensor: str | None = None
+    name_contains: str | None = None
+    name_glob: str | None = None
+    is_pinned: bool | None = None
+
+    def __post_init__(self) -> None:
+        for field, values, known in (
+            ("format", self.formats, catalog_formats()),
+            ("state", self.states, get_args(State)),
+            ("verification", self.verifications, get_args(Verification)),
+        ):
+            if not values <= frozenset(known):
+                raise InvalidQueryError(field, f"one of {', '.join(known)}")
+        for field in ("run_contains", "run_glob", "tensor", "name_contains", "name_glob"):
+            if (pattern := getattr(self, field)) is not None:
+                check_pattern(field, pattern)
+        for tag in self.tags:
+            check_label("tag", tag)
+        if self.alias is not None:
+            check_label("alias", self.alias)
+        if len(self.tags) > _MAX_CONDITIONS or len(self.metrics) > _MAX_CONDITIONS:
+            raise InvalidQueryError("filter", f"{_MAX_CONDITIONS} tags and {_MAX_CONDITIONS} metrics at most")
+        for field in ("min_step", "max_step"):
+            if (step := getattr(self, field)) is not None and not 0 <= step <= _MAX_STEP:
+                raise InvalidQueryError(field, "from 0 to 2^63 - 1")
+        for field in ("since_seconds", "until_seconds"):
+            if (seconds := getattr(self, field)) is not None and not math.isfinite(seconds):
+                raise InvalidQueryError(field, "not a time")
+        for field in ("root", "run", "dtype"):
+            if (text := getattr(self, field)) is not None and "\x00" in text:
+                raise InvalidQueryError(field, "there is a NUL in it")
+
+    def mark(self) -> tuple[object, ...]:
+        """The same for equal filters only, in all processes."""
+        return tuple(
+            sorted(value) if isinstance(value := getattr(self, name), frozenset) else value
+            for name in self.__slots__
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sort:
+    """By what, and whether the greatest comes first; among equals the same way by id.
+
+    By step, checkpoints without one come as if before step 0. By a metric, those without it are left out.
+    """
+
+    by: SortBy = "time"
+    descending: bool = True
+    metric: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.by not in get_args(SortBy) or (self.by == "metric") != (self.metric is not None):
+            raise InvalidQueryError("sort", "time, step, bytes, name or metric:NAME, with - for descending")
+        if self.metric is not None:
+            check_label("sort", self.metric)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Such as "-time", "step" or "metric:loss"; `InvalidQueryError` for anything else."""
+        by, colon, metric = text.removeprefix("-").partition(":")
+        return cls(by, text.startswith("-"), metric if colon else None)  # type: ignore[arg-type]
+
+
+# -- as SQL --------------------------------------------------------------------------------------------------
+
+
+_COMPARED: Final[dict[Comparison, str]] = {
+    "<": "__lt__",
+    "<=": "__le__",
+    "=": "__eq__",
+    "!=": "__ne__",
+    ">=": "__ge__",
+    ">": "__gt__",
+}
+_c: Final = checkpoints.c
+
+
+def _where(test: ColumnElement[bool]) -> Select[Any]:
+    # A query of its own, also where it is within one on the same table.
+    return select(_c.id).where(test).correlate(None)
+
+
+@dataclass(frozen=True, slots=True)
+class RowCondition:
+    """``test`` holds for a row; ``candidates`` selects the ids of all rows for which it does.
+
+    ``column``: the test is that this column has a certain value, or (``is_range``) that it is in a range, and
+    nothing else.
+    """
+
+    test: ColumnElement[bool]
+    candidates: Select[Any] | None = None
+    column: str | None = None
+    is_range: bool = False
+
+
+def conditions_of(
+    connection: Connection, wanted: CheckpointFilter, visible: frozenset[str] | None
+) -> list[RowCondition]:
+    """The conditions of a filter, for those who may see these roots."""
+    return [
+        *_of_places(connection, wanted, visible),
+        *_of_columns(wanted),
+        *_of_ranges(wanted),
+        *_of_labels(wanted),
+        *_of_structures(connection, wanted),
+        *_of_names(connection, wanted),
+    ]
+
+
+def _of_places(
+    connection: Connection, wanted: CheckpointFilter, visible: frozenset[str] | None
+) -> list[RowCondition]:
+    found = []
+    names = visible
+    if wanted.root is not None:
+        names = frozenset({wanted.root}) if visible is None else visible & {wanted.root}
+    if names is not None:
+        query = select(roots.c.id).where(roots.c.name.in_(sorted(names)))
+        numbers = list(connection.execute(query).scalars())
+        found.append(_among("root_id", numbers))
+    run_ids = _run_ids(connection, wanted)
+    if run_ids is not None:
+        found.append(run_ids)
+    return found
+
+
+def _run_ids(connection: Connection, wanted: CheckpointFilter) -> RowCondition | None:
+    if wanted.run_id is not None and wanted.run is None:
+        if wanted.run_contains is None and wanted.run_glob is None:
+            return _among("run_id", [wanted.run_id])
+    elif wanted.run is None and wanted.run_contains is None and wanted.run_glob is None:
+        return None
+    query = select(runs.c.id).join_from(runs, roots, roots.c.id == runs.c.root_id)
+    if wanted.run_id is not None:
+        query = query.where(runs.c.id == wanted.run_id)
+    if wanted.run is not None:
+        query = query.where(runs.c.key == wanted.run)
+    also = RunFilter(root=wanted.root, contains=wanted.run_contains, glob=wanted.run_glob)
+    query = also.apply(connection, query)
+    if wanted.run is not None:
+        return _among("run_id", list(connection.execute(query).scalars()))
+    test = _c.run_id.in_(query)
+    return RowCondition(test, _where(test))
+
+
+def _of_columns(wanted: CheckpointFilter) -> list[RowCondition]:
+    found = []
+    for field in fields_of(CheckpointDetail):
+        if field.any_of is not None:
+            value = getattr(wanted, field.any_of.name)
+            values = sorted(value) if isinstance(value, frozenset) else [] if value is None else [value]
+            if values:
+                found.append(_among(field.column, values))
+    return found
+
+
+def _among(column: str, values: list[Any]) -> RowCondition:
+    if not values:
+        return RowCondition(false(), _where(false()))
+    if len(values) == 1:
+        test = _c[column] == values[0]
+        return RowCondition(test, _where(test), column)
+    test = _c[column].in_(values)
+    return RowCondition(test, _where(test))
+
+
+def _of_ranges(wanted: CheckpointFilter) -> list[RowCondition]:
+    found = []
+    for field in fields_of(CheckpointDetail):
+        if field.within is not None:
+            name = field.within.column or field.column
+            tests = _tests_of_range(wanted, field.within, _c[name])
+            if tests:
+                test = and_(*tests)
+                found.append(RowCondition(test, _where(test), name, is_range=True))
+    return found
+
+
+def _tests_of_range(
+    wanted: CheckpointFilter, within: Within, column: ColumnElement[Any]
+) -> list[ColumnElement[bool]]:
+    least, most, below = (
+        getattr(wanted, name) if name else None for name in (within.least, within.most, within.below)
+    )
+    if least is None and within.column and (most is not None or below is not None):
+        least = 0  # what has no value is in no range
+    return [
+        *([column >= least] if least is not None else []),
+        *([column <= most] if most is not None else []),
+        *([column < below] if below is not None else []),
+    ]
+
+
+def _of_labels(wanted: CheckpointFilter) -> list[RowCondition]:
+    found = []
+    for tag in sorted(wanted.tags):
+        has = exists().where(tags.c.checkpoint_id == _c.id, tags.c.tag == tag).correlate(checkpoints)
+        found.append(RowCondition(has, select(tags.c.checkpoint_id).where(tags.c.tag == tag)))
+    if wanted.alias is not None:
+        named = (
+            exists()
+            .where(aliases.c.checkpoint_id == _c.id, aliases.c.name == wanted.alias)
+            .correlate(checkpoints)
+        )
+        found.append(
+            RowCondition(named, select(aliases.c.checkpoint_id).where(aliases.c.name == wanted.alias))
+        )
+    return found + [_of_metric(condition) for condition in wanted.metrics]
+
+
+def _of_metric(condition: MetricCondition) -> RowCondition:
+    value: ColumnElement[bool] = getattr(metrics.c.value, _COMPARED[condition.comparison])(condition.value)
+    is_it = and_(metrics.c.name == condition.name, value)
+    test = exists().where(metrics.c.checkpoint_id == _c.id, is_it).correlate(checkpoints)
+    return RowCondition(test, select(metrics.c.checkpoint_id).where(is_it))
+
+
+def _of_structures(connection: Connection, wanted: CheckpointFilter) -> list[RowCondition]:
+    queries: list[Select[Any]] = []
+    if wanted.dtype is not None:
+        queries.append(
+            select(structure_dtypes.c.structure_id).where(structure_dtypes.c.dtype == wanted.dtype)
+        )
+    if wanted.tensor is not None:
+        names = structure_tensors.c.fqn
+        if is_glob(wanted.tensor):
+            # Structures are few, and one that has such a tensor is left at the first of them.
+            own = (
+                exists()
+                .where(
+                    structure_tensors.c.structure_id == structures.c.id,
+                    matches(connection, names, wanted.tensor),
+                )
+                .correlate(structures)
+            )
+            queries.append(select(structures.c.id).where(own))
+        else:
+            queries.append(select(structure_tensors.c.structure_id).where(names == wanted.tensor))
+    tests = [_c.structure_id.in_(query) for query in queries]
+    return [RowCondition(test, _where(test)) for test in tests]
+
+
+def _of_names(connection: Connection, wanted: CheckpointFilter) -> list[RowCondition]:
+    found = []
+    for make, pattern in ((contains, wanted.name_contains), (matches, wanted.name_glob)):
+        if pattern is not None:
+            known = select(checkpoint_names.c.name).where(make(connection, checkpoint_names.c.name, pattern))
+            candidates = _where(_c.name.in_(known))
+            found.append(RowCondition(make(connection, _c.name, pattern), candidates))
+    return found

@@ -1,0 +1,267 @@
+"""Lists of checkpoints: filtered, in order, page by page, in a time that does not grow with the catalog.
+
+There are two ways. Either some filter leaves few rows: these are found by the filter's index, tested, and
+sorted. Or none does: then the rows are read in the requested order, from an index that has this order, and
+tested until the page is full, which is soon because each filter leaves many. The rows that a filter leaves
+are counted beforehand, up to `FEW`, in its index.
+
+SQLite is told the index to use. Without statistics it guesses: pages in order of size, name or step take 20
+times the steps at 100,000 checkpoints, and more with each one; with those of ``PRAGMA optimize`` they still
+do. A whole ``ANALYZE`` leads it to the same indexes, but has to be repeated as the catalog grows, and is seen
+by connections that are opened after it. PostgreSQL keeps statistics by itself: it is only kept from reading
+in order what few rows would have answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, Connection, Select, any_, func, literal_column, select, tuple_
+
+from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
+from dcp.server.catalog.details import Checkpoint, joined, row_columns, with_labels
+from dcp.server.catalog.filters import CheckpointFilter, MetricCondition, RowCondition, Sort, conditions_of
+from dcp.server.database.tables import checkpoints, metrics
+
+__all__ = [
+    "FEW",
+    "ORDERS",
+    "WINDOWS",
+    "CheckpointFilter",
+    "CheckpointPage",
+    "MetricCondition",
+    "QueryPlan",
+    "Search",
+    "Sort",
+    "counts_of",
+    "list_checkpoints",
+    "neighbour",
+    "order_of",
+    "plan",
+    "select_by",
+]
+
+_NEWEST_FIRST: Final = Sort()
+
+WINDOWS: Final = (1_000, 4_000, 16_000, 64_000)
+"""Rows that are tested one after the other before a page is answered as it is."""
+
+_Place = tuple[Any, int]
+"""What is sorted by, and the id."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPage:
+    """Checkpoints in order, and where the next page begins: None at the end."""
+
+    checkpoints: list[Checkpoint]
+    next_cursor: str | None
+
+
+def list_checkpoints(
+    connection: Connection,
+    wanted: CheckpointFilter,
+    sort: Sort = _NEWEST_FIRST,
+    cursor: str | None = None,
+    limit: int = 50,
+    visible: frozenset[str] | None = None,
+) -> CheckpointPage:
+    """A page of those that ``wanted`` leaves, and that may be seen.
+
+    A page may have fewer than ``limit``, even none, and a next one: where filters that each leave many leave
+    next to nothing together, the search stops after `WINDOWS` rows, and the next page goes on there.
+
+    What is written between two pages may be missed or, if it moves in the order, be seen twice; all that
+    stays where it is is seen once. Raises `InvalidQueryError` for a cursor of another query.
+    """
+    mark = query_mark("checkpoints", wanted.mark(), sort, None if visible is None else sorted(visible))
+    last = None
+    if cursor is not None:
+        last = decode_cursor(cursor, mark, float if sort.by == "metric" else ORDERS[sort.by][1], int)
+    search = Search(connection, wanted, sort, visible)
+    found, end = search.run(last, limit + 1)
+    page = found[:limit]
+    if len(found) > limit:
+        end = page[-1]
+    shown = _shown(connection, [number for _, number in page])
+    return CheckpointPage(shown, None if end is None else encode_cursor(mark, *end))
+
+
+def neighbour(
+    connection: Connection,
+    found: Checkpoint,
+    visible: frozenset[str] | None = None,
+    *,
+    is_next: bool,
+    tensor: str | None = None,
+) -> Checkpoint | None:
+    """The committed checkpoint of the run that comes next to ``found`` by step, of those that have the
+    ``tensor``, if it is given; None without any."""
+    if found.step is None or (found.step == 0 and not is_next):
+        return None
+    wanted = CheckpointFilter(
+        run_id=found.run_id,
+        states=frozenset({"committed"}),
+        tensor=tensor,
+        min_step=found.step + 1 if is_next else None,
+        max_step=None if is_next else found.step - 1,
+    )
+    order = Sort("step", descending=not is_next)
+    page = list_checkpoints(connection, wanted, order, limit=1, visible=visible)
+    return next(iter(page.checkpoints), None)
+
+
+class Search:
+    """The way to the pages of one question, chosen once."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        wanted: CheckpointFilter,
+        sort: Sort,
+        visible: frozenset[str] | None = None,
+    ) -> None:
+        self._connection = connection
+        self._sort = sort
+        self._plan = plan(connection, conditions_of(connection, wanted, visible), sort)
+        self._position = order_of(sort)
+        self._number = metrics.c.checkpoint_id if sort.by == "metric" else checkpoints.c.id
+
+    def run(self, last: _Place | None, limit: int) -> tuple[list[_Place], _Place | None]:
+        """Up to ``limit`` rows behind ``last``, and where the search stopped if before the end."""
+        found: list[_Place] = []
+        for window in WINDOWS:
+            end = None
+            if self._plan.driver is None and self._plan.rest:
+                end = self._nth(last, window)
+            rows = self._connection.execute(self.query(last, end).limit(limit - len(found)))
+            found += [(row.position, row.id) for row in rows]
+            if end is None or len(found) == limit:
+                return found, None
+            last = end
+        return found, last
+
+    def query(self, last: _Place | None = None, end: _Place | None = None) -> Select[Any]:
+        """Positions and ids of what follows ``last``, in order, to ``end``."""
+        query = self._in_order(last).where(*(condition.test for condition in self._plan.rest))
+        if end is not None:
+            order = tuple_(self._position, self._number)
+            query = query.where(order >= tuple_(*end) if self._sort.descending else order <= tuple_(*end))
+        return select_by(self._connection, self._plan, query)
+
+    def _nth(self, last: _Place | None, count: int) -> _Place | None:
+        # Of the index alone, which is quick.
+        query = select_by(self._connection, self._plan, self._in_order(last)).limit(1).offset(count - 1)
+        row = self._connection.execute(query).one_or_none()
+        return None if row is None else (row.position, row.id)
+
+    def _in_order(self, last: _Place | None) -> Select[Any]:
+        query = select(self._position.label("position"), self._number.label("id"))
+        if self._sort.by == "metric":
+            query = query.join_from(metrics, checkpoints, checkpoints.c.id == self._number)
+            query = query.where(metrics.c.name == self._sort.metric)
+        query = query.where(*(condition.test for condition in self._plan.by_index))
+        if last is not None:
+            order = tuple_(self._position, self._number)
+            query = query.where(order < tuple_(*last) if self._sort.descending else order > tuple_(*last))
+        for column in (self._position, self._number):
+            query = query.order_by(column.desc() if self._sort.descending else column.asc())
+        return query
+
+
+def _shown(connection: Connection, numbers: list[int]) -> list[Checkpoint]:
+    if not numbers:
+        return []
+    query = joined(select(*row_columns())).where(checkpoints.c.id.in_(numbers))
+    rows = {row["id"]: row for row in connection.execute(query).mappings()}
+    return with_labels(connection, [rows[number] for number in numbers])
+
+
+# -- plans ---------------------------------------------------------------------------------------------------
+
+
+FEW: Final = 5_000
+"""Rows that are taken one by one and sorted in some milliseconds."""
+
+ORDERS: Final[dict[str, tuple[str, type]]] = {
+    "time": ("committed_seconds", float),
+    "step": ("step_order", int),
+    "bytes": ("bytes", int),
+    "name": ("name", str),
+}
+_WITHIN: Final[dict[str, tuple[str, ...]]] = {
+    # of several, the first is thought to leave the fewest
+    "time": ("run_id", "is_pinned", "verification", "root_id", "format", "state"),
+    "step": ("run_id",),
+    "bytes": (),
+    "name": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class QueryPlan:
+    """``driver`` finds the rows; without one they are read in order, on SQLite by ``index``.
+
+    ``rest`` is what each row is still tested for, ``by_index`` what the index says of all that are read.
+    """
+
+    driver: RowCondition | None
+    index: str | None
+    by_index: Sequence[RowCondition]
+    rest: Sequence[RowCondition]
+
+
+def plan(connection: Connection, conditions: Sequence[RowCondition], sort: Sort) -> QueryPlan:
+    """The way for these conditions and this order."""
+    able = [condition for condition in conditions if condition.candidates is not None]
+    counts = counts_of(connection, able)
+    few = [(count, number) for number, count in enumerate(counts) if count <= FEW]
+    driver = able[min(few)[1]] if few else None
+    singles = {each.column: each for each in conditions if each.column is not None and not each.is_range}
+    within = _WITHIN.get(sort.by, ())
+    if driver is not None and (driver.is_range or driver.column not in within):
+        return QueryPlan(driver, None, (), [each for each in conditions if each is not driver])
+    if sort.by == "metric":
+        return QueryPlan(None, None, (), conditions)
+    # Few or not: there may be an index of just the rows with one of the values, in this order.
+    first = driver or next((singles[name] for name in within if name in singles), None)
+    column, _ = ORDERS[sort.by]
+    by_index = [each for each in conditions if each is first or (each.is_range and each.column == column)]
+    return QueryPlan(
+        None,
+        f"ix_checkpoints_{column}_id" if first is None else f"ix_checkpoints_{first.column}_{column}_id",
+        by_index,
+        [each for each in conditions if not any(each is one for one in by_index)],
+    )
+
+
+def order_of(sort: Sort) -> ColumnElement[Any]:
+    """The column to sort by, before the id."""
+    return metrics.c.value if sort.by == "metric" else checkpoints.c[ORDERS[sort.by][0]]
+
+
+def select_by(connection: Connection, chosen: QueryPlan, query: Select[Any]) -> Select[Any]:
+    """``query``, which has `checkpoints`, so that it goes the chosen way."""
+    if chosen.driver is None:
+        if chosen.index is None:
+            return query.with_hint(checkpoints, "NOT INDEXED", "sqlite")
+        return query.with_hint(checkpoints, f"INDEXED BY {chosen.index}", "sqlite")
+    candidates = chosen.driver.candidates
+    assert candidates is not None
+    if connection.dialect.name == "postgresql":
+        return query.where(checkpoints.c.id == any_(func.array(candidates.scalar_subquery())))
+    # By row number only: not indexed is everything else.
+    return query.with_hint(checkpoints, "NOT INDEXED", "sqlite").where(checkpoints.c.id.in_(candidates))
+
+
+def counts_of(connection: Connection, conditions: Sequence[RowCondition]) -> list[int]:
+    """How many rows each of the conditions leaves that can be looked up; `FEW` and one is "many"."""
+    queries = []
+    for condition in conditions:
+        if condition.candidates is None:
+            continue
+        some = condition.candidates.with_only_columns(literal_column("1")).limit(FEW + 1).subquery()
+        queries.append(select(func.count()).select_from(some).scalar_subquery())
+    return [int(count) for count in connection.execute(select(*queries)).one()] if queries else []

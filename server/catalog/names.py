@@ -1,0 +1,168 @@
+"""Names: find parts and globs in them, on both databases alike, and tell the layers of tensors.
+
+Case matters, and `*` crosses `/`. A glob has `*`, `?` and `[...]` (`[!...]` is "none of"), as `fnmatch` has.
+In brackets are letters, digits and underscores, single or as ranges such as `a-f`; brackets around anything
+else stand for themselves.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from typing import Any, Final
+
+from sqlalchemy import ColumnElement, Connection, func
+
+from dcp.server.catalog.errors import InvalidQueryError
+from dcp.server.catalog.values import clean_text
+
+__all__ = [
+    "check_pattern",
+    "check_text",
+    "contains",
+    "fold",
+    "in_order",
+    "is_glob",
+    "is_of_optimizer",
+    "layer_number",
+    "layer_of",
+    "matches",
+    "pattern_of",
+]
+
+_MAX_CHARACTERS: Final = 256
+_MAX_STARS: Final = 8
+_BAD: Final = re.compile("[\x00\ud800-\udfff]")
+_SET: Final = re.compile(r"(!?)((?:[0-9](?:-[0-9])?|[A-Z](?:-[A-Z])?|[a-z](?:-[a-z])?|_)+)\]")
+_NUMBER: Final = re.compile("[0-9]+")
+_SMALL: Final = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
+
+
+def check_pattern(field: str, pattern: str) -> str:
+    """``pattern`` if it may be searched for; `InvalidQueryError` if not. More stars take longer to match."""
+    check_text(field, pattern)
+    sets = [text for kind, text in _tokens(pattern) if kind in ("of", "not of")]
+    if any(found[0] > found[2] for text in sets for found in re.findall(r"\w-\w", text)):
+        raise InvalidQueryError(field, "a range in brackets is the wrong way round")
+    if re.sub(r"\*+", "*", pattern).count("*") > _MAX_STARS:
+        raise InvalidQueryError(field, f"{_MAX_STARS} stars at most")
+    return pattern
+
+
+def check_text(field: str, text: str) -> str:
+    """``text`` if it may be searched for as it stands; `InvalidQueryError` if not."""
+    if not text or len(text) > _MAX_CHARACTERS or _BAD.search(text):
+        raise InvalidQueryError(field, f"1 to {_MAX_CHARACTERS} characters, without NUL")
+    return text
+
+
+def fold(text: str) -> str:
+    """In small letters, as both databases do it: those from A to Z."""
+    return text.translate(_SMALL)
+
+
+def pattern_of(name: str) -> str:
+    """What names that differ by numbers, or by large and small letters, have in common: "#" for a number."""
+    return _NUMBER.sub("#", fold(name))
+
+
+def is_glob(pattern: str) -> bool:
+    """Whether it says anything that a plain name does not."""
+    return any(character in pattern for character in "*?[")
+
+
+def contains(connection: Connection, column: ColumnElement[Any], part: str) -> ColumnElement[bool]:
+    """``column`` has ``part`` in it."""
+    if connection.dialect.name == "postgresql":
+        return func.strpos(column, part) > 0
+    return func.instr(column, part) > 0
+
+
+def matches(connection: Connection, column: ColumnElement[Any], glob: str) -> ColumnElement[bool]:
+    """The whole of ``column`` matches ``glob``."""
+    tokens = _tokens(glob)
+    if connection.dialect.name == "postgresql":
+        return column.regexp_match("^(?:" + "".join(map(_as_regex, tokens)) + ")$")
+    return column.op("GLOB", is_comparison=True)("".join(map(_as_sqlite, tokens)))
+
+
+_Token = tuple[str, str]
+"""What it is ("any", "one", "of", "not of", "text"), and the characters."""
+
+
+def _tokens(glob: str) -> list[_Token]:
+    tokens: list[_Token] = []
+    position = 0
+    while position < len(glob):
+        character = glob[position]
+        position += 1
+        if character == "*":
+            if not tokens or tokens[-1][0] != "any":
+                tokens.append(("any", ""))
+        elif character == "?":
+            tokens.append(("one", ""))
+        elif character == "[" and (found := _SET.match(glob, position)):
+            tokens.append(("not of" if found[1] else "of", found[2]))
+            position = found.end()
+        else:
+            tokens.append(("text", character))
+    return tokens
+
+
+def _as_regex(token: _Token) -> str:
+    kind, text = token
+    if kind == "any":
+        return ".*"
+    if kind == "one":
+        return "."
+    if kind == "text":
+        return f"\\U{ord(text):08x}"
+    return f"[{'^' if kind == 'not of' else ''}{text}]"
+
+
+def _as_sqlite(token: _Token) -> str:
+    kind, text = token
+    if kind == "any":
+        return "*"
+    if kind == "one":
+        return "?"
+    if kind == "text":
+        return f"[{text}]" if text in "*?[" else text
+    return f"[{'^' if kind == 'not of' else ''}{text}]"
+
+
+# -- layers, as names of tensors tell them -------------------------------------------------------------------
+
+
+_NUMBERED: Final = re.compile(r"(.*?(?:^|[._])[0-9]+)\.", re.DOTALL)
+_OF_OPTIMIZER: Final = re.compile(r"(?:.*_)?optim(?:i[sz]er)?s?(?:_.*|[0-9]+)?", re.DOTALL | re.IGNORECASE)
+_LAST_NUMBER: Final = re.compile(r"(?:^|[._])([0-9]{1,9})$")
+
+
+def layer_of(fqn: str) -> str:
+    """A name to its first number that stands by itself and has something below it, as of a block of a model
+    (``layers.3`` or ``layers_3``); without one, to its last dot."""
+    numbered = _NUMBERED.match(fqn)
+    return clean_text(numbered[1] if numbered else fqn.rpartition(".")[0] or fqn)
+
+
+def is_of_optimizer(fqn: str) -> bool:
+    """Whether its first or second name is that of an optimizer: ``optimizer.state.0``, ``app.optim.w``."""
+    return any(_OF_OPTIMIZER.fullmatch(name) for name in fqn.split(".", 2)[:2])
+
+
+def layer_number(fqn: str) -> int | None:
+    """The number at the end of its layer; None if it has none."""
+    found = _LAST_NUMBER.search(layer_of(fqn))
+    return None if found is None else int(found[1])
+
+
+def in_order(name: str) -> list[Any]:
+    """As people count: layers.2 before layers.10."""
+    parts = re.split(r"([0-9]+)", name)
+    return [_counted(part) if place % 2 else part for place, part in enumerate(parts)]
+
+
+def _counted(digits: str) -> tuple[int, str]:
+    digits = digits.lstrip("0")
+    return len(digits), digits  # as numbers are ordered; int refuses thousands of digits

@@ -1,0 +1,368 @@
+"""Search as one types: what has the words in its name, whatever letters are large, the best first.
+
+Runs, names of checkpoints, aliases and tags are few enough to look at each. Of tensors the patterns of their
+names are looked at (`dcp.server.catalog.structures`), of which there are some hundred to a million
+names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any, Final, NamedTuple, get_args
+
+from sqlalchemy import ColumnElement, Connection, Select, Text, case, cast, func, literal, or_, select
+
+from dcp.server.catalog.errors import InvalidQueryError
+from dcp.server.catalog.names import check_text, contains, fold, pattern_of
+from dcp.server.database.tables import (
+    aliases,
+    checkpoint_names,
+    checkpoints,
+    roots,
+    runs,
+    structure_patterns,
+    structure_tensors,
+    structures,
+    tags,
+    tensor_patterns,
+)
+from dcp.server.records.search import HitKind, SearchHit, SearchResult
+
+__all__ = ["search"]
+
+_BEGIN_WORDS: Final = ("/", ".", "_", "-", " ")
+_NAMES: Final = 50
+"""Of checkpoints, and patterns of tensors, of which hits are made; the best."""
+_ROWS: Final = 2_000
+"""Checkpoints of these names that are sorted."""
+_TAGS: Final = 5_000
+_COUNTED: Final = 1_000
+_TENSORS: Final = 100_000
+"""Names that are looked at where a number in them was searched for."""
+_MAX_STEP: Final = (1 << 63) - 1
+_BY_NAME: Final = "INDEXED BY ix_checkpoints_name_id"
+_BY_STRUCTURE: Final = "INDEXED BY ix_checkpoints_structure_id_id"
+"""Told to SQLite, which would go through all of a root instead."""
+_LAST: Final = "\U0010ffff"
+
+
+def search(
+    connection: Connection,
+    text: str,
+    visible: frozenset[str] | None = None,
+    *,
+    kinds: Collection[HitKind] = (),
+    limit: int = 10,
+) -> SearchResult:
+    """What may be seen and has ``text`` in its name, or is the step or the path that it is: up to ``limit``
+    of each of ``kinds``, which are all if none is given. Raises `InvalidQueryError` for text that cannot be
+    searched for."""
+    typed = check_text("q", text.strip())
+    unknown = [kind for kind in kinds if kind not in _FINDERS]
+    if unknown:
+        raise InvalidQueryError("kind", f"one of {', '.join(get_args(HitKind))}")
+    one = _SearchRequest(connection, typed, fold(typed), _visible_ids(connection, visible), limit)
+    found = [hit for kind in kinds or _FINDERS for hit in _FINDERS[kind](one)]
+    order: list[str] = list(_FINDERS)
+    return SearchResult(tuple(sorted(found, key=lambda hit: (hit.rank, order.index(hit.kind)))))
+
+
+def _visible_ids(connection: Connection, visible: frozenset[str] | None) -> list[int] | None:
+    if visible is None:
+        return None
+    query = select(roots.c.id).where(roots.c.name.in_(sorted(visible)))
+    return list(connection.execute(query).scalars())
+
+
+@dataclass(frozen=True, slots=True)
+class _SearchRequest:
+    connection: Connection
+    typed: str
+    text: str  # in small letters
+    root_ids: list[int] | None
+    limit: int
+
+    def has(self, column: ColumnElement[Any], text: str | None = None) -> ColumnElement[bool]:
+        return contains(self.connection, self.folded(column), self.text if text is None else text)
+
+    def folded(self, column: ColumnElement[Any]) -> ColumnElement[Any]:
+        is_sqlite = self.connection.dialect.name == "sqlite"
+        # Not by the language of the server: so that both find the same.
+        return func.lower(column if is_sqlite else cast(column, Text).collate("C"))
+
+    def rank(self, column: ColumnElement[Any], text: str | None = None) -> ColumnElement[Any]:
+        """As `SearchHit.rank`, of a column that has the text."""
+        wanted = self.text if text is None else text
+        name = self.folded(column)
+        begins = [self.has(column, f"{mark}{wanted}") for mark in _BEGIN_WORDS]
+        return case(
+            (name == wanted, 0),
+            (func.substr(name, 1, len(wanted)) == wanted, 1),
+            (or_(*begins), 2),
+            else_=3,
+        )
+
+    def seen(self, root_id: ColumnElement[Any]) -> ColumnElement[bool]:
+        return literal(True) if self.root_ids is None else root_id.in_(self.root_ids)
+
+    def rows(self, query: Select[Any]) -> Iterator[Any]:
+        return iter(self.connection.execute(query.limit(self.limit)))
+
+
+# -- runs, and names that people give ------------------------------------------------------------------------
+
+
+def _runs(one: _SearchRequest) -> Iterator[SearchHit]:
+    rank = one.rank(runs.c.key).label("rank")
+    query = (
+        select(runs.c.id, runs.c.key, roots.c.name.label("root"), runs.c.checkpoint_count, rank)
+        .join(roots, roots.c.id == runs.c.root_id)
+        .where(one.has(runs.c.key), one.seen(runs.c.root_id))
+        .order_by(rank, runs.c.latest_order.desc(), runs.c.id.desc())
+    )
+    for row in one.rows(query):
+        yield SearchHit("run", row.key, row.rank, row.root, row.key, row.id, count=row.checkpoint_count)
+
+
+def _aliases(one: _SearchRequest) -> Iterator[SearchHit]:
+    rank = one.rank(aliases.c.name).label("rank")
+    query = (
+        _select_checkpoints(aliases.c.name.label("text"), rank)
+        .join(aliases, aliases.c.checkpoint_id == checkpoints.c.id)
+        .where(one.has(aliases.c.name), one.seen(checkpoints.c.root_id))
+        .order_by(rank, aliases.c.updated_seconds.desc(), checkpoints.c.id.desc())
+    )
+    return (_hit("alias", row, row.text) for row in one.rows(query))
+
+
+def _tags(one: _SearchRequest) -> Iterator[SearchHit]:
+    known = _distinct_tags()
+    name = known.c.tag
+    rank = one.rank(name).label("rank")
+    mine = (
+        select(tags.c.checkpoint_id)
+        .join(checkpoints, checkpoints.c.id == tags.c.checkpoint_id)
+        .where(tags.c.tag == name, one.seen(checkpoints.c.root_id))
+    )
+    query = select(name, rank).where(name.is_not(None), one.has(name), mine.exists())
+    for row in list(one.rows(query.order_by(rank, name))):
+        counted = (
+            select(tags.c.checkpoint_id)
+            .join(checkpoints, checkpoints.c.id == tags.c.checkpoint_id)
+            .where(tags.c.tag == row.tag, one.seen(checkpoints.c.root_id))
+            .limit(_COUNTED)
+        )
+        count = one.connection.execute(select(func.count()).select_from(counted.subquery())).scalar_one()
+        yield SearchHit("tag", row.tag, row.rank, count=count)
+
+
+def _distinct_tags() -> Any:
+    """By as many steps through the index as there are tags, since each is there many times."""
+    known = select(func.min(tags.c.tag).label("tag")).cte("known", recursive=True)
+    following = select(func.min(tags.c.tag)).where(tags.c.tag > known.c.tag).scalar_subquery()
+    step = select(following).where(known.c.tag.is_not(None))
+    return select(known.union_all(step).c.tag).limit(_TAGS).subquery()
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------
+
+
+def _checkpoints(one: _SearchRequest) -> Iterator[SearchHit]:
+    """By step, by name, and by the end of the run's key and the name with a slash between."""
+    found: dict[int, SearchHit] = {}
+    folder, slash, name = one.text.rpartition("/")
+    for hits in (_of_step(one), _of_path(one, folder, name) if slash else _of_name(one)):
+        for hit in hits:
+            found.setdefault(hit.checkpoint_id or 0, hit)
+    return iter(sorted(found.values(), key=lambda hit: hit.rank)[: one.limit])
+
+
+def _of_step(one: _SearchRequest) -> Iterator[SearchHit]:
+    if not one.text.isdecimal() or not one.text.isascii() or int(one.text[:20]) > _MAX_STEP:
+        return iter(())
+    query = _select_checkpoints().where(
+        checkpoints.c.step_order == int(one.text), one.seen(checkpoints.c.root_id)
+    )
+    rows = one.rows(query.order_by(checkpoints.c.id.desc()))
+    return (_hit("checkpoint", row, row.key, 0) for row in rows)
+
+
+def _of_name(one: _SearchRequest) -> Iterator[SearchHit]:
+    name = checkpoint_names.c.name
+    rank = one.rank(name).label("rank")
+    names = select(name, rank).where(one.has(name)).order_by(rank, func.length(name), name.desc())
+    if one.root_ids is not None:
+        mine = select(checkpoints.c.id).where(checkpoints.c.name == name, one.seen(checkpoints.c.root_id))
+        names = names.where(mine.with_hint(checkpoints, _BY_NAME, "sqlite").exists())
+    ranks = {row.name: row.rank for row in one.connection.execute(names.limit(_NAMES))}
+    some = (
+        select(checkpoints.c.id)
+        .where(checkpoints.c.name.in_(list(ranks)), one.seen(checkpoints.c.root_id))
+        .with_hint(checkpoints, _BY_NAME, "sqlite")
+        .limit(_ROWS)
+    )
+    query = _select_checkpoints().where(checkpoints.c.id.in_(some))
+    by_rank = case(ranks, value=checkpoints.c.name) if ranks else literal(3)
+    rows = one.rows(query.order_by(by_rank, checkpoints.c.committed_seconds.desc(), checkpoints.c.id.desc()))
+    return (_hit("checkpoint", row, row.key, ranks[row.name]) for row in rows)
+
+
+def _of_path(one: _SearchRequest, folder: str, name: str) -> Iterator[SearchHit]:
+    """Below the newest runs whose keys end so."""
+    key = one.folded(runs.c.key)
+    is_it = or_(key == folder, func.substr(key, func.length(key) - len(folder)) == f"/{folder}")
+    newest = select(runs.c.id).where(is_it, one.seen(runs.c.root_id)).order_by(runs.c.latest_order.desc())
+    numbers = list(one.connection.execute(newest.limit(_NAMES)).scalars())
+    rank = one.rank(checkpoints.c.name, name).label("rank")
+    query = _select_checkpoints(rank).where(
+        checkpoints.c.run_id.in_(numbers), one.has(checkpoints.c.name, name)
+    )
+    rows = one.rows(query.order_by(rank, checkpoints.c.step_order.desc(), checkpoints.c.id.desc()))
+    return (_hit("checkpoint", row, row.key) for row in rows)
+
+
+def _select_checkpoints(*columns: ColumnElement[Any]) -> Select[Any]:
+    """Those that are there, or can be restored."""
+    own = (checkpoints.c.id, checkpoints.c.key, checkpoints.c.name, checkpoints.c.step, checkpoints.c.run_id)
+    query = select(*own, roots.c.name.label("root"), runs.c.key.label("run"), *columns)
+    query = query.join_from(checkpoints, roots, roots.c.id == checkpoints.c.root_id)
+    query = query.join(runs, runs.c.id == checkpoints.c.run_id)
+    return query.where(checkpoints.c.state.not_in(("vanished", "purged")))
+
+
+def _hit(kind: HitKind, row: Any, text: str, rank: int | None = None) -> SearchHit:
+    found = row.rank if rank is None else rank
+    return SearchHit(kind, text, found, row.root, row.run, row.run_id, row.id, row.key, row.step)
+
+
+# -- tensors -------------------------------------------------------------------------------------------------
+
+
+class _TensorPlace(NamedTuple):
+    structure_id: int
+    name: str
+    alike: int
+
+
+def _tensors(one: _SearchRequest) -> Iterator[SearchHit]:
+    """One of all tensors whose names differ by numbers only."""
+    pattern, text = tensor_patterns.c.pattern, pattern_of(one.text)
+    query = select(pattern).where(contains(one.connection, pattern, text))
+    if one.root_ids is not None:
+        query = query.where(_structures(one, pattern).exists())
+    order = (one.rank(pattern, text), func.length(pattern), pattern)
+    found = one.connection.execute(query.order_by(*order).limit(_NAMES)).scalars().all()
+    find = partial(_first, one) if text == one.text else _Numbered(one).find
+    hits = (_tensor(one, place) for place in map(find, found) if place is not None)
+    return islice((hit for hit in hits if hit is not None), one.limit)
+
+
+def _tensor(one: _SearchRequest, place: _TensorPlace) -> SearchHit | None:
+    query = _select_checkpoints().where(
+        checkpoints.c.structure_id == place.structure_id, one.seen(checkpoints.c.root_id)
+    )
+    query = query.with_hint(checkpoints, _BY_STRUCTURE, "sqlite").order_by(checkpoints.c.id.desc())
+    row = one.connection.execute(query.limit(1)).one_or_none()
+    if row is None:
+        return None
+    return replace(_hit("tensor", row, place.name, _rank_of(fold(place.name), one.text)), count=place.alike)
+
+
+def _structures(one: _SearchRequest, pattern: ColumnElement[Any]) -> Select[Any]:
+    """Structures with the pattern, of checkpoints that may be seen, the newest first."""
+    own = structure_patterns.c
+    query = select(own.structure_id, own.position, own.tensor_count)
+    query = query.where(own.pattern == pattern, _is_seen(one, own.structure_id).exists())
+    return query.order_by(own.structure_id.desc())
+
+
+def _is_seen(one: _SearchRequest, structure_id: ColumnElement[Any]) -> Select[Any]:
+    query = select(checkpoints.c.id).where(
+        checkpoints.c.structure_id == structure_id,
+        checkpoints.c.state.not_in(("vanished", "purged")),
+        one.seen(checkpoints.c.root_id),
+    )
+    return query.with_hint(checkpoints, _BY_STRUCTURE, "sqlite")
+
+
+def _first(one: _SearchRequest, pattern: str) -> _TensorPlace | None:
+    """The first tensor of the pattern, in the newest structure that has it."""
+    row = one.connection.execute(_structures(one, literal(pattern)).limit(1)).one_or_none()
+    if row is None:
+        return None
+    names = structure_tensors.c
+    query = select(names.fqn).where(names.structure_id == row.structure_id, names.position == row.position)
+    return _TensorPlace(row.structure_id, one.connection.execute(query).scalar_one(), row.tensor_count)
+
+
+class _Numbered:
+    """Tensors whose names have the text with the numbers that are in it. Names that begin with it are found
+    by their index; else structures are looked through, the newest first, each once."""
+
+    def __init__(self, one: _SearchRequest) -> None:
+        self._one = one
+        self._known: dict[int, Mapping[str, str]] = {}
+        self._left = _TENSORS
+        names = structure_tensors.c
+        query = select(names.structure_id, names.fqn).where(
+            names.fqn >= one.typed,
+            names.fqn < f"{one.typed}{_LAST}",
+            _is_seen(one, names.structure_id).exists(),
+        )
+        rows = one.connection.execute(query.order_by(names.fqn, names.structure_id.desc()).limit(_ROWS))
+        self._begin: dict[str, tuple[int, str]] = {}
+        for number, fqn in rows:
+            self._begin.setdefault(pattern_of(fqn), (number, fqn))
+
+    def find(self, pattern: str) -> _TensorPlace | None:
+        """The first tensor of the pattern; None if no name has the text."""
+        query = _structures(self._one, literal(pattern))
+        begin = self._begin.get(pattern)
+        if begin is not None:
+            query = query.where(structure_patterns.c.structure_id == begin[0])
+            row = self._one.connection.execute(query).one_or_none()
+            return _TensorPlace(*begin, 1 if row is None else row.tensor_count)
+        for row in self._one.connection.execute(query.limit(_NAMES)).all():
+            name = self._of(row.structure_id).get(pattern)
+            if name is not None:
+                return _TensorPlace(row.structure_id, name, row.tensor_count)
+        return None
+
+    def _of(self, number: int) -> Mapping[str, str]:
+        if number not in self._known:
+            self._known[number] = self._look(number)
+        return self._known[number]
+
+    def _look(self, number: int) -> dict[str, str]:
+        size = select(structures.c.tensor_count + structures.c.object_count).where(structures.c.id == number)
+        self._left -= self._one.connection.execute(size).scalar_one()
+        if self._left < 0 and self._known:
+            return {}
+        name = structure_tensors.c.fqn
+        query = select(name).where(structure_tensors.c.structure_id == number, self._one.has(name))
+        rows = self._one.connection.execute(query.order_by(structure_tensors.c.position).limit(_ROWS))
+        found: dict[str, str] = {}
+        for fqn in rows.scalars():
+            found.setdefault(pattern_of(fqn), fqn)
+        return found
+
+
+def _rank_of(name: str, text: str) -> int:
+    if name == text:
+        return 0
+    if name.startswith(text):
+        return 1
+    return 2 if any(f"{mark}{text}" in name for mark in _BEGIN_WORDS) else 3
+
+
+_FINDERS: Final[Mapping[HitKind, Callable[[_SearchRequest], Iterator[SearchHit]]]] = {
+    "run": _runs,
+    "checkpoint": _checkpoints,
+    "alias": _aliases,
+    "tag": _tags,
+    "tensor": _tensors,
+}
+"""In the order in which hits of the same rank are shown."""

@@ -1,0 +1,320 @@
+"""The checkpoints and metrics of a run over its steps, in as many bins as a person can look at.
+
+Rows are read once, in order, and added up as they come: memory is that of the bins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from sqlalchemy import Connection, Row, Select, func, select
+
+from dcp.server.catalog.errors import StateError
+from dcp.server.catalog.runs import get_run
+from dcp.server.catalog.values import NONFINITE
+from dcp.server.database.tables import aliases, checkpoints, lineage, metrics
+from dcp.server.records.declaring import moment
+from dcp.server.records.labels import Series, SeriesPoint
+from dcp.server.records.runs import BinValues, RunTimeline, TimelineBin
+from dcp.steps import partial_of
+from dcp.storage.near_names import listed
+
+__all__ = ["metric_series", "newest_steps", "run_timeline", "save_seconds_of", "steps_of_run"]
+
+_ROWS_AT_ONCE: Final = 2_000
+_MAX_LISTED: Final = 10
+_SAVING: Final = ("blocked", "plan", "write")
+"""Phases of a save that follow one another; the others are parts of them."""
+
+
+def run_timeline(
+    connection: Connection,
+    run_id: int,
+    visible: frozenset[str] | None = None,
+    *,
+    names: Sequence[str] = (),
+    points: int = 300,
+    min_step: int | None = None,
+    max_step: int | None = None,
+) -> RunTimeline:
+    """The checkpoints of a run that have a step, from ``min_step`` to ``max_step``, in at most ``points``
+    bins of about as many each, with the metrics ``names``. `MissingError` for a run that may not be seen."""
+    get_run(connection, run_id, visible)
+    within = [checkpoints.c.run_id == run_id, checkpoints.c.step_order >= max(0, min_step or 0)]
+    if max_step is not None:
+        within.append(checkpoints.c.step_order <= max_step)
+    count = connection.execute(select(func.count()).select_from(checkpoints).where(*within)).scalar_one()
+    bins = [_Bin() for _ in range(min(points, count))]
+    flags = _aliases(connection, run_id)
+    for place, (row, measured) in enumerate(_rows(connection, _select(within), names)):
+        found = bins[min(place, count - 1) * len(bins) // count]  # more may have come since they were counted
+        found.add(row, measured, flags.get(row.id, ()))
+    return RunTimeline(
+        run_id, count, _metric_names(connection, run_id), tuple(one.result() for one in bins if one.count)
+    )
+
+
+def steps_of_run(
+    connection: Connection,
+    run_id: int,
+    *,
+    min_step: int | None = None,
+    max_step: int | None = None,
+    format: str | None = None,
+) -> list[int]:
+    """The committed checkpoints of a run that have a step within these, by step, the newest of each; of one
+    format, which is that of the last step if none is given."""
+    column = checkpoints.c
+    query = select(column.id, column.step, column.format).where(
+        column.run_id == run_id, column.state == "committed", column.step_order >= max(0, min_step or 0)
+    )
+    if max_step is not None:
+        query = query.where(column.step_order <= max_step)
+    rows = connection.execute(query.order_by(column.step_order, column.committed_seconds, column.id)).all()
+    wanted = rows[-1].format if rows and format is None else format
+    return list({row.step: row.id for row in rows if row.format == wanted}.values())
+
+
+def newest_steps(connection: Connection, run_id: int, last: int) -> list[int]:
+    """The checkpoints of the ``last`` steps of a run, the newest first; what a job made of others is none.
+
+    StateError that names those of them that are damaged, partial, or there several times; and for fewer.
+    """
+    column = checkpoints.c
+    made = select(lineage.c.child_id).where(lineage.c.child_id == column.id)
+    query = (
+        select(column.id, column.step, column.state, column.verification, column.user_metadata)
+        .where(column.run_id == run_id, column.step_order >= 0, ~made.exists())
+        .where(column.state.in_(("committed", "unreadable")))
+        .order_by(column.step_order.desc(), column.id.desc())
+        .limit(2 * last)
+    )
+    found: dict[int, list[Any]] = {}
+    for row in connection.execute(query):
+        found.setdefault(row.step, []).append(row)
+    newest = list(found.items())[:last]
+    problems = [f"step {step} {problem}" for step, rows in newest if (problem := _problem(rows))]
+    if problems:
+        told = listed(problems, most=_MAX_LISTED, show=str)
+        raise StateError(f"run {run_id}: {told}; give the checkpoints as sources", state="damaged steps")
+    if len(newest) < last:
+        told = f"there are {len(newest)} committed steps, and {last} are asked for"
+        raise StateError(f"run {run_id}: {told}", state="too few steps")
+    return [rows[0].id for _, rows in newest]
+
+
+def _problem(rows: Sequence[Any]) -> str:
+    """Why a step cannot be counted on; "" if it can."""
+    if len(rows) > 1:
+        return f"is there {len(rows)} times, as {', '.join(str(row.id) for row in rows)}"
+    row = rows[0]
+    if row.state != "committed":
+        return "is damaged"
+    if row.verification == "damaged":
+        return "was found damaged when it was verified"
+    partial = partial_of(row.user_metadata if isinstance(row.user_metadata, dict) else {})
+    return f"has only {', '.join(partial)}" if partial else ""
+
+
+def save_seconds_of(phases: Any) -> float | None:
+    """How long a save took whose ranks took so long for each phase at most; None where nothing was noted."""
+    known = phases if isinstance(phases, Mapping) else {}
+    found = [known[name] for name in _SAVING if isinstance(known.get(name), int | float)]
+    return sum(found) if found and math.isfinite(sum(found)) else None
+
+
+def _select(within: Sequence[Any]) -> Select[Any]:
+    columns = checkpoints.c
+    return (
+        select(
+            columns.id,
+            columns.step,
+            columns.committed_seconds,
+            columns.state,
+            columns.verification,
+            columns.is_pinned,
+            columns.bytes,
+            columns.provenance["slowest_rank_seconds"].label("phases"),
+        )
+        .where(*within)
+        .order_by(columns.step_order, columns.id)
+    )
+
+
+def _rows(
+    connection: Connection, query: Select[Any], names: Sequence[str]
+) -> Iterator[tuple[Row[Any], Mapping[str, float]]]:
+    """Rows in order, with the metrics of each."""
+    streamed = connection.execute(query, execution_options={"yield_per": _ROWS_AT_ONCE})
+    for rows in streamed.partitions():
+        measured: dict[int, dict[str, float]] = {row.id: {} for row in rows}
+        if names:
+            wanted = select(metrics.c.checkpoint_id, metrics.c.name, metrics.c.value)
+            wanted = wanted.where(metrics.c.checkpoint_id.in_(list(measured)), metrics.c.name.in_(names))
+            for number, name, value in connection.execute(wanted).all():
+                measured[number][name] = value
+        yield from ((row, measured[row.id]) for row in rows)
+
+
+def _aliases(connection: Connection, run_id: int) -> dict[int, tuple[str, ...]]:
+    found: dict[int, tuple[str, ...]] = {}
+    query = select(aliases.c.checkpoint_id, aliases.c.name).where(aliases.c.run_id == run_id)
+    for number, name in connection.execute(query.order_by(aliases.c.name)):
+        found[number] = (*found.get(number, ()), name)
+    return found
+
+
+def _metric_names(connection: Connection, run_id: int) -> tuple[str, ...]:
+    """One look along the index of the run: of all its checkpoints it would be a look at each. Those that are
+    NaN there count, too."""
+    newest = connection.execute(
+        select(checkpoints.c.id, checkpoints.c.user_metadata["metrics"])
+        .where(
+            checkpoints.c.run_id == run_id,
+            checkpoints.c.state == "committed",
+            select(metrics.c.name).where(metrics.c.checkpoint_id == checkpoints.c.id).exists(),
+        )
+        .order_by(checkpoints.c.step_order.desc(), checkpoints.c.id.desc())
+        .limit(1)
+    ).one_or_none()
+    if newest is None:
+        return ()
+    query = select(metrics.c.name).where(metrics.c.checkpoint_id == newest.id)
+    noted = newest[1] if isinstance(newest[1], dict) else {}
+    odd = {name for name, value in noted.items() if value in NONFINITE}
+    return tuple(sorted(odd | set(connection.execute(query).scalars())))
+
+
+@dataclass(slots=True)
+class _Values:
+    count: int = 0
+    total: float = 0.0
+    least: float = math.inf
+    most: float = -math.inf
+    last: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.total += value
+        self.least = min(self.least, value)
+        self.most = max(self.most, value)
+        self.last = value
+
+    def result(self, name: str) -> BinValues:
+        mean = min(max(self.total / self.count, self.least), self.most)
+        return BinValues(name, self.count, self.least, self.most, mean, self.last)
+
+
+@dataclass(slots=True)
+class _Bin:
+    count: int = 0
+    rows: list[Row[Any]] = field(default_factory=list)  # the first, and the last until now
+    committed_id: int | None = None
+    times: _Values = field(default_factory=_Values)
+    states: Counter[str] = field(default_factory=Counter)
+    verifications: Counter[str] = field(default_factory=Counter)
+    pinned: int = 0
+    aliases: list[str] = field(default_factory=list)
+    values: dict[str, _Values] = field(default_factory=dict)
+    metrics: dict[str, _Values] = field(default_factory=dict)
+
+    def add(self, row: Row[Any], measured: Mapping[str, float], names: Sequence[str]) -> None:
+        self.count += 1
+        self.rows[1:] = [row]
+        self.times.add(row.committed_seconds)
+        self.states[row.state] += 1
+        self.pinned += row.is_pinned
+        self.aliases += names
+        if row.state != "committed":
+            return
+        self.committed_id = row.id
+        self.verifications[row.verification] += 1
+        self.values.setdefault("bytes", _Values()).add(row.bytes)
+        seconds = save_seconds_of(row.phases)
+        if seconds is not None:
+            self.values.setdefault("save_seconds", _Values()).add(seconds)
+        for name, value in measured.items():
+            self.metrics.setdefault(name, _Values()).add(value)
+
+    def result(self) -> TimelineBin:
+        first, last = self.rows[0], self.rows[-1]
+        values = {name: found.result(name) for name, found in self.values.items()}
+        return TimelineBin(
+            checkpoint_id=last.id if self.committed_id is None else self.committed_id,
+            first_step=first.step,
+            last_step=last.step,
+            first_at=moment(self.times.least),
+            last_at=moment(self.times.most),
+            count=self.count,
+            states=dict(sorted(self.states.items())),
+            verifications=dict(sorted(self.verifications.items())),
+            pinned=self.pinned,
+            aliases=tuple(self.aliases),
+            bytes=values.get("bytes"),
+            save_seconds=values.get("save_seconds"),
+            metrics=tuple(self.metrics[name].result(name) for name in sorted(self.metrics)),
+        )
+
+
+# -- one metric ----------------------------------------------------------------------------------------------
+
+
+def metric_series(
+    connection: Connection, run_id: int, metric: str, visible: frozenset[str] | None = None, *, points: int
+) -> Series:
+    """``metric`` of the committed checkpoints of a run that have a step: by step, in at most ``points`` of
+    about as many checkpoints each. `MissingError` for a run that may not be seen."""
+    get_run(connection, run_id, visible)
+    order = (checkpoints.c.step_order, checkpoints.c.id)
+    rows = (
+        select(
+            checkpoints.c.id,
+            checkpoints.c.step,
+            checkpoints.c.committed_seconds,
+            metrics.c.value,
+            func.ntile(points).over(order_by=order).label("bucket"),
+        )
+        .join(metrics, metrics.c.checkpoint_id == checkpoints.c.id)
+        .where(
+            checkpoints.c.run_id == run_id,
+            checkpoints.c.state == "committed",
+            checkpoints.c.step.is_not(None),
+            metrics.c.name == metric,
+        )
+        .subquery()
+    )
+    query = (
+        select(
+            func.max(rows.c.id).label("checkpoint_id"),
+            func.min(rows.c.step).label("first_step"),
+            func.max(rows.c.step).label("last_step"),
+            func.max(rows.c.committed_seconds).label("last_at"),
+            func.count().label("count"),
+            func.min(rows.c.value).label("min"),
+            func.max(rows.c.value).label("max"),
+            func.avg(rows.c.value).label("mean"),
+        )
+        .group_by(rows.c.bucket)
+        .order_by(rows.c.bucket)
+    )
+    found = tuple(
+        SeriesPoint(**{**row, "last_at": moment(row["last_at"])})
+        for row in connection.execute(query).mappings()
+    )
+    noted = checkpoints.c.user_metadata[("metrics", metric)].as_string()
+    odd = connection.execute(
+        select(func.count(), func.min(checkpoints.c.step), func.max(checkpoints.c.step)).where(
+            checkpoints.c.run_id == run_id,
+            checkpoints.c.state == "committed",
+            checkpoints.c.step.is_not(None),
+            noted.in_(NONFINITE),
+        )
+    ).one()
+    count = sum(point.count for point in found)
+    return Series(
+        run_id, metric, count, found, odd[0], first_nonfinite_step=odd[1], last_nonfinite_step=odd[2]
+    )
