@@ -202,8 +202,8 @@ class ObjectDifference:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """What differs; ``tensors`` are all of them that were asked for, which are ``matching``; ``objects`` the
-    first 500 of ``object_count``. ``job_id``: the job that compared values."""
+    """Differences. `counts` are of all tensors, `tensors` are a page of the requested ones; `objects` are the
+    first 500 of ``object_count``."""
 
     a: int
     b: int
@@ -214,6 +214,7 @@ class Diff:
     object_count: Annotated[int, Shown("Of the values that differ.")]
     tensors: tuple[TensorDifference, ...]
     objects: tuple[ObjectDifference, ...]
+    next_cursor: str | None
     matching: Annotated[int | None, Shown("Tensors that differ and were asked for.", may_be_absent=True)] = (
         None
     )
@@ -277,7 +278,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of the values of all tensors together (``total``) and of each; ``is_stale``: it was replaced since."""
+    """Statistics of the values of all tensors together, and of those of this page."""
 
     is_stale: Annotated[bool, Shown("The checkpoint was replaced since they were computed.")]
     created_at: datetime
@@ -285,3 +286,4 @@ class Statistics:
     total: Any
     tensor_count: int
     tensors: tuple[Any, ...]
+    next_cursor: str | None

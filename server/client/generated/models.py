@@ -136,8 +136,8 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diff:
-    """What differs. `counts` are of all tensors, `tensors` are a page of those that were asked for;
-    `objects` are the first 500."""
+    """Differences. `counts` are of all tensors, `tensors` are a page of the requested ones; `objects`
+    are the first 500 of ``object_count``."""
 
     a: int
     b: int
@@ -171,8 +171,8 @@ class DriftLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftStep:
-    """What differs at ``step`` from ``from_step``, the one before: checkpoints ``b`` and ``a``.
-    ``added`` and ``removed`` are tensors. ``problem``: why they could not be compared."""
+    """Two neighbouring steps: checkpoint ``b`` at ``step``, and ``a`` at ``from_step``. ``added`` and
+    ``removed`` count tensors. ``problem``: the reason why they could not be compared."""
 
     a: int
     b: int
@@ -206,7 +206,7 @@ class FacetValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """A file of a checkpoint."""
+    """A file of a checkpoint; ``role``: "data", "commit" or "other"."""
 
     name: str
     bytes: int
@@ -390,8 +390,9 @@ class LineageNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCheck:
-    """Whether a checkpoint fills a state, as far as names, shapes and dtypes tell. `answer`: rename
-    and cast are what has to be given to dcp.load."""
+    """Whether a checkpoint fills a state, as far as names, shapes and dtypes tell. ``rename``: what
+    lets `dcp.load` find what is missing under other names, {} if nothing does; ``renamed``: what is
+    found then."""
 
     checkpoint_id: int
     answer: str
@@ -411,7 +412,8 @@ class LoadCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFindings:
-    """How the names of a state fit."""
+    """How the names of a state fit. ``counts``: by kind of problem; ``problems``: the first 500 of
+    each."""
 
     matching: int
     """That are there, with this shape and dtype as far as they are known."""
@@ -423,7 +425,8 @@ class LoadFindings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProblem:
-    """A name that is not the same in a state and in the checkpoint that is to fill it."""
+    """A name that is not the same in a state and in the checkpoint that is to fill it. ``stored_fqn``:
+    what it is called in the checkpoint."""
 
     kind: str
     fqn: str
@@ -438,7 +441,8 @@ class LoadProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectDifference:
-    """A value that is not the same on both sides; undecided: it is pickled, and was not read."""
+    """A value that is not the same on both sides: the first 200 characters of each, if it is plain
+    data."""
 
     fqn: str
     kind: str
@@ -450,7 +454,8 @@ class ObjectDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseRow:
-    """Neighbouring ranks, of which there may be one."""
+    """Neighbouring ranks; ``seconds`` are by phase, of the slowest of them, in the order of the
+    phases."""
 
     first_rank: int
     last_rank: int
@@ -464,7 +469,7 @@ class PhaseRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """What one rank wrote."""
+    """What one rank wrote; ``rank`` None is files whose names tell none."""
 
     rank: int | None = None
     """None: of files whose names tell none."""
@@ -628,8 +633,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDrift:
-    """How the tensors of a run change from step to step, as a job found. ``layers``: 512 rows at most,
-    in which all ``layer_count`` are."""
+    """Changes of a run's tensors between steps, as a job found them. ``layers``: at most 512 rows,
+    which cover all ``layer_count`` layers."""
 
     run_id: int
     job_id: int
@@ -653,7 +658,7 @@ class RunTimeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePhase:
-    """A phase of a save, over all ranks."""
+    """A phase of a save, over all ranks that noted it. ``within``: it is a part of that one."""
 
     name: str
     within: str | None = None
@@ -670,7 +675,7 @@ class SavePhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePhases:
-    """How long the phases of a save took, by rank."""
+    """How long the phases of a save took, by rank; nothing where the writer noted nothing."""
 
     rank_count: int
     phases: tuple[SavePhase, ...]
@@ -734,7 +739,7 @@ class SeriesPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMap:
-    """What lies where: rows of files by rank, bins of bytes. Cells are columns of one length."""
+    """What lies where: rows of files by rank, and in each row bins of ``bin_bytes`` from ``begin`` on."""
 
     rank_count: int
     file_count: int
@@ -767,7 +772,7 @@ class ShardMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMapRow:
-    """Files of neighbouring ranks, of which there may be one."""
+    """Files of neighbouring ranks. ``rank`` None: of files whose names tell none."""
 
     first_rank: int | None = None
     last_rank: int | None = None
@@ -787,7 +792,7 @@ class ShardMapRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedTensor:
-    """A tensor and how it is cut."""
+    """A tensor and how it is cut; ``chunks`` are the first of ``chunk_count``."""
 
     fqn: str
     dtype: str
@@ -799,7 +804,7 @@ class ShardedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """Statistics of a checkpoint's values: of all tensors together, and of those of this page."""
+    """Statistics of the values of all tensors together, and of those of this page."""
 
     is_stale: bool
     """The checkpoint was replaced since they were computed."""
@@ -829,7 +834,7 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A tensor, or a value that is none (then without dtype and shape)."""
+    """A tensor, or a value that is none (``kind`` "object", without dtype and shape)."""
 
     fqn: str
     kind: str
@@ -856,7 +861,8 @@ class TensorBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
-    """A tensor that is not the same on both sides; undecided: of values the checksums do not tell."""
+    """A tensor that is not the same on both sides; "undecided": the job "diff" can tell of its values.
+    ``values``: by how much, where that job has compared them."""
 
     fqn: str
     kind: str
@@ -868,7 +874,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFacts:
-    """What a tensor is on one side."""
+    """What a tensor is on one side of a difference."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -876,7 +882,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorGrid:
-    """A matrix as cells, row by row. Values that were not asked for are empty."""
+    """A matrix, or a slice that is one, as ``rows`` times ``columns`` cells, row by row."""
 
     fqn: str
     dtype: str
@@ -896,7 +902,8 @@ class TensorGrid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStatistics:
-    """Statistics of one tensor's values."""
+    """Of one tensor's values. ``is_kept``: as a job has computed them, at ``computed_at``; else they
+    were read for this answer."""
 
     fqn: str
     dtype: str
@@ -934,7 +941,7 @@ class TimelineBin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeNode:
-    """What is called `name` below the prefix, with the sums of all below it."""
+    """What is below one name, summed up; ``entry`` where the name itself is a tensor or a value."""
 
     name: str
     tensors: int
@@ -946,7 +953,8 @@ class TreeNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDifference:
-    """By how much the values of a tensor differ."""
+    """By how much the values of a tensor differ. ``relative_l2``: the L2 norm of the differences
+    divided by that of the tensor before."""
 
     elements: int
     differing: int
@@ -1146,7 +1154,7 @@ class DiffQuery(TypedDict, total=False):
     """All, if not given."""
     glob: str | None
     order: str | None
-    """Those first that differ most; name: as they were saved; weights: by relative_l2, those of
+    """The largest differences first; name: as they were saved; weights: by relative_l2, those of
     optimizers last."""
 
 
@@ -1172,7 +1180,9 @@ class PhasesQuery(TypedDict, total=False):
     rows: int | None
     """As many rows of ranks at most."""
     first_rank: int | None
+    """Of the rows; phases are over all ranks."""
     last_rank: int | None
+    """Of the rows; phases are over all ranks."""
 
 
 class StoredChunksQuery(TypedDict, total=False):
@@ -1215,13 +1225,13 @@ class LoadOptions(TypedDict, total=False):
     state_of: int | None
     """Of another checkpoint."""
     shapes_job: int | None
-    """That a job of the kind shapes has found."""
+    """Found by a job of the kind shapes."""
     map: str | None
     """A ready weight map to load through."""
     inverse: bool | None
-    """The map's other way."""
+    """Reverse the mapping."""
     below: str | None
-    """What the map's source is below here."""
+    """The prefix here of the names in the map's source."""
 
 
 class JobQuery(TypedDict, total=False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlencode
 
@@ -25,15 +24,8 @@ __all__ = ["kept_statistics"]
 _PATH: Final = "/checkpoints/{checkpoint_id}/statistics"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatisticsPage(Statistics):
-    """Statistics of a checkpoint's values: of all tensors together, and of those of this page."""
-
-    next_cursor: str | None
-
-
 @feature.get(_PATH, tag="data")
-def get_statistics(checkpoint_id: IdPath, ask: Ask, page: Page) -> StatisticsPage:
+def get_statistics(checkpoint_id: IdPath, ask: Ask, page: Page) -> Statistics:
     """The statistics that are kept; not found before the first computation. A page is of tensors."""
     with ask.reading() as connection:
         found = verifications.get_statistics(connection, checkpoint_id, ask.visible)
@@ -45,7 +37,7 @@ def get_statistics(checkpoint_id: IdPath, ask: Ask, page: Page) -> StatisticsPag
         begin = offset_of(page.cursor, mark)
         end = begin + page.limit
         tensors = verifications.statistics_tensors(connection, checkpoint_id, begin, end)
-    return StatisticsPage(
+    return Statistics(
         is_stale=found.is_stale,
         created_at=moment(found.created_seconds),
         job_id=found.job_id,
