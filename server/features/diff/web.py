@@ -31,9 +31,9 @@ from dcp.server.core.pages.tokens import FormDep
 from dcp.server.core.problems import NotFoundError, ProblemError, UnprocessableError
 from dcp.server.features.diff import feature
 from dcp.server.features.diff.job import DiffKind, DiffParams
+from dcp.server.features.diff.records import Basis, Diff, DifferenceKind, DifferenceOrder, TensorDifference
 from dcp.server.features.tensors.api import get_tensor_statistics
 from dcp.server.features.tensors.histograms import histogram_picture
-from dcp.server.records.contents import Basis, Diff, DifferenceKind, DifferenceOrder, TensorDifference
 
 if TYPE_CHECKING:
     from dcp.server.features.diff.differences import ContentDifference

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Annotated, Any, Final
 from urllib.parse import urlencode
 
 from dcp.server.catalog import verifications
@@ -15,13 +18,37 @@ from dcp.server.core.pages.tokens import FormDep
 from dcp.server.core.problems import NotFoundError
 from dcp.server.features.statistics import feature
 from dcp.server.features.statistics.job import StatsKind, StatsParams
-from dcp.server.records.contents import Statistics
-from dcp.server.records.declaring import moment
-from dcp.server.records.drawings import TensorStatistics
+from dcp.server.records.declaring import Shown, moment
 
-__all__ = ["kept_statistics"]
+__all__ = ["TensorStatistics", "kept_statistics"]
 
 _PATH: Final = "/checkpoints/{checkpoint_id}/statistics"
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Statistics of the values of all tensors together, and of those of this page."""
+
+    is_stale: Annotated[bool, Shown("The checkpoint was replaced since they were computed.")]
+    created_at: datetime
+    job_id: int | None
+    total: Any
+    tensor_count: int
+    tensors: tuple[Any, ...]
+    next_cursor: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStatistics:
+    """Of one tensor's values. ``is_kept``: as a job has computed them, at ``computed_at``; else they were
+    read for this answer."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    statistics: Annotated[Mapping[str, Any] | None, Shown("null: bits without a meaning as numbers.")]
+    is_kept: Annotated[bool, Shown("As a job has computed them; else they were read for this answer.")]
+    computed_at: Annotated[datetime | None, Shown("By the job.")] = None
 
 
 @feature.get(_PATH, tag="data")

@@ -23,13 +23,12 @@ from dcp.server.core.pages.drawing import polyline
 from dcp.server.core.pages.marks import LARGE, largest_of, mark_of
 from dcp.server.core.problems import ProblemError
 from dcp.server.features.checkpoints.snippets import Snippet
+from dcp.server.features.shards.records import Chunk, ShardedTensor
 from dcp.server.features.statistics.job import StatsKind, StatsParams
-from dcp.server.features.statistics.web import kept_statistics
+from dcp.server.features.statistics.web import TensorStatistics, kept_statistics
 from dcp.server.features.tensors import feature
 from dcp.server.features.tensors.histograms import histogram_picture
 from dcp.server.records.checkpoints import Checkpoint
-from dcp.server.records.contents import Chunk, ShardedTensor
-from dcp.server.records.drawings import TensorStatistics
 
 __all__ = ["NamedDep", "NamedTensor", "statistics_of"]
 
