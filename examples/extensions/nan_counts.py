@@ -65,7 +65,7 @@ feature = Feature(
 def nans_page(checkpoint_id: IdPath, ask: Ask) -> dict[str, Any]:
     """Show the counts of the last job, or a button that counts."""
     job = ask.last_result(NanKind, CheckpointParams(checkpoint_id=checkpoint_id))
-    return {"layers": (job and job.result or {}).get("layers")}
+    return {"layers": ((job and job.result) or {}).get("layers")}
 
 
 @feature.form("/checkpoints/{checkpoint_id}/nans", scope="read")
