@@ -1,8 +1,8 @@
-"""What routes ask for: the service, its database and roots, who asks, and with which scope.
+"""Dependencies of routes: the service, its database, the caller and its scopes.
 
-Every route says who may: ``dependencies=[requires("read")]``, or ``dependencies=[public]``. `create_app`
-refuses an application with a route that does not. Below ``/api/`` nobody comes without a valid key (see
-`dcp.server.core.http.admission`), so that `public` is for what lies outside.
+Every route declares its access: ``dependencies=[requires("read")]``, or ``dependencies=[public]``.
+`create_app` refuses an application with a route that does not. Below ``/api/`` a valid key is needed in any
+case (`dcp.server.core.http.admission`), so that `public` is for other paths.
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ class Public:
     """The dependency behind `public`."""
 
     async def __call__(self, request: Request) -> None:
-        """Everybody may. Raises `UnprocessableError` for a query that says something twice, or unknown."""
+        """Check the query. Raises `UnprocessableError` for a parameter that is unknown or given twice."""
         _check_query(request)
 
 
 def _check_query(request: Request) -> None:
-    """Of a parameter that is no list, one value would count, and nobody says which; one that the API does not
-    know would count for nothing. Pages see to theirs."""
+    """Refuse a parameter that is given twice, unless it is a list, and one that the API does not know. Pages
+    check theirs themselves."""
     counts = Counter(name for name, _ in request.query_params.multi_items())
     if not counts:
         return
@@ -152,7 +152,7 @@ def requires(scope: Scope, *, all_roots: bool = False) -> Any:
 
 
 public: Final[Any] = Depends(Public())
-"""In a route's ``dependencies``: for everybody."""
+"""In a route's ``dependencies``: no key is needed."""
 
 
 def check_visible(caller: Principal, root: str) -> None:
@@ -169,7 +169,7 @@ class Precondition:
 
     @property
     def is_given(self) -> bool:
-        """Whether the request has the header."""
+        """Return whether the request has the header."""
         return self.header is not None
 
     def version(self, prefix: str) -> int | None:
@@ -186,7 +186,7 @@ class Precondition:
         raise PreconditionFailedError("If-Match names no state of this resource; read it again")
 
     def nothing(self, detail: str) -> None:
-        """What it is about does not exist, so that no tag is its. Raises `PreconditionFailedError`."""
+        """Refuse any tag, since the resource does not exist. Raises `PreconditionFailedError`."""
         if self.is_given:
             raise PreconditionFailedError(detail)
 
@@ -210,7 +210,7 @@ IfMatch = Annotated[Precondition, Depends(_precondition)]
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Who changes something, and by which request: for the audit log."""
+    """The author of a change, and the request: for the audit log."""
 
     principal: Principal
     now_seconds: float
@@ -218,7 +218,7 @@ class Writer:
     address: str | None
 
     def change(self, expected_version: int | None) -> Change:
-        """For the functions of the catalog; ``expected_version`` None is any."""
+        """Make the change for functions of the catalog; ``expected_version`` None is any."""
         return Change(
             actor=self.principal.name,
             now=self.now_seconds,

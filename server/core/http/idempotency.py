@@ -54,7 +54,7 @@ KEPT_HEADERS: Final = ("content-type", "location", "etag")
 
 @dataclass(frozen=True, slots=True)
 class KeptAnswer:
-    """What the first request was answered."""
+    """The answer to the first request."""
 
     status: int
     headers: Mapping[str, str]

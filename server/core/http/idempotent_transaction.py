@@ -1,7 +1,7 @@
-"""For routes that are a POST and write to the database: the effect and the answer in one transaction.
+"""Transactions of POST requests: the effect and the answer are stored together.
 
-A process that dies between the two would have done what it was asked for, and not know the answer: a second
-request with the same ``Idempotency-Key`` would do it again.
+A process that dies between the two would have had the effect and lost the answer: a second request with the
+same ``Idempotency-Key`` would do it again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Routes of pages: who sees them, and addresses without the empty fields that forms send."""
+"""Routes of pages: their router, and addresses without the empty fields that forms send."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _TIDY: Final[Any] = Depends(_tidy)
 
 
 def pages_router() -> APIRouter:
-    """For pages that whoever may read sees; forms ask for more."""
+    """A router for pages and forms; each declares its access."""
     return APIRouter(dependencies=[_TIDY], include_in_schema=False)
 
 
 class BrowserRoute(APIRoute):
-    """Of a path that answers others with JSON: only for those who show pages."""
+    """A route that matches for browsers alone; programs get JSON at the same path."""
 
     def matches(self, scope: AsgiScope) -> tuple[Match, AsgiScope]:
-        """None for others."""
+        """As of FastAPI; none for programs."""
         return super().matches(scope) if wants_page(scope) else (Match.NONE, {})
 
 

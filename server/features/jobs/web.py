@@ -227,7 +227,7 @@ def watch_jobs(
     `data`. In between come `progress` events of running jobs, which have no `id`, and comments that keep the
     connection alive. The stream may end at any time; reconnect with Last-Event-ID.
     """
-    return all_jobs_stream(ask.request, ask.service, ask.caller, last_event_id, own_scans=scans)
+    return all_jobs_stream(ask, last_event_id, own_scans=scans)
 
 
 @feature.get("/jobs/{job_id}/events", tag="jobs", responses=_STREAM | _OVER)
@@ -238,7 +238,7 @@ def watch_job(job_id: IdPath, ask: Ask, last_event_id: LastEventId = None) -> Re
     that keep the connection alive. When the job is over `end` comes, and the stream ends; it may also end
     before: reconnect with Last-Event-ID.
     """
-    return job_stream(ask.request, ask.service, job_id, ask.caller, last_event_id or 0)
+    return job_stream(ask, job_id, last_event_id or 0)
 
 
 # -- one job -------------------------------------------------------------------------------------------------
