@@ -1,8 +1,8 @@
 """Features: what the service does beside its core, each declared as one value.
 
 A feature is a module or a folder with a `Feature` named ``feature``. Its decorators declare routes of the
-API, pages, forms, and panels on the pages of checkpoints and runs; its job kinds are in ``kinds``. Those of the service stand in
-`dcp.server.features.FEATURES`; those of other packages come by the entry point group
+API, pages, forms, and panels on the pages of checkpoints and runs; its job kinds are in ``kinds``. Those of
+the service stand in `dcp.server.features.FEATURES`; those of other packages come by the entry point group
 ``dcphub.service_features``.
 """
 
