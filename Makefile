@@ -22,7 +22,7 @@ SHARD ?=
 PYTEST = $(BIN)/python -m pytest $(WORKERS) $(if $(SHARD),--shard=$(SHARD))
 PACKAGES_ARGS ?=
 
-.PHONY: help demo test test-all test-torch test-trainer mutants browser check lint types contracts english bench packages format pictures sync-client clean
+.PHONY: help demo test test-all test-torch test-trainer mutants browser check lint types contracts english bench packages format pictures client generated clean
 
 help:
 	@echo "make demo      train, kill in a save, resume on other ranks, flip a bit, serve; checks every claim"
@@ -39,7 +39,7 @@ help:
 	@echo "make packages  a wheel and an sdist, installed with each extra on each Python, and tried"
 	@echo "make format    what ruff can repair by itself"
 	@echo "make pictures  the screenshots of docs/pages.md, of what the demo trains"
-	@echo "make sync-client the client that waits, made of the one that awaits"
+	@echo "make client   write the generated parts of the typed client"
 	@echo "make clean     remove .venv and the caches"
 
 demo: $(DEMO_STAMP)
@@ -111,7 +111,7 @@ browser:
 		apt-get update -q >/dev/null; apt-get install -y -q chromium >/dev/null || true; \
 	fi
 
-check: lint types contracts english
+check: lint types contracts generated english
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -122,6 +122,10 @@ types: $(STAMP)
 
 contracts: $(STAMP)
 	$(BIN)/lint-imports
+
+# Parts of the typed client that are not what `make client` would write.
+generated: $(STAMP)
+	$(BIN)/python -m tools.client --check
 
 english: $(STAMP)
 	$(BIN)/python -m tests.support.english
@@ -139,8 +143,8 @@ format: $(STAMP)
 pictures: $(STAMP) browser
 	$(BIN)/python -m tests.support.pictures
 
-sync-client: $(STAMP)
-	$(BIN)/python -m tests.support.sync_client
+client: $(STAMP)
+	$(BIN)/python -m tools.client
 
 clean:
 	rm -rf .venv .venv-torch .venv-trainers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

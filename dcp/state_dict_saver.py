@@ -105,7 +105,8 @@ def save(
             They are the same on all ranks. A part without tensors is a warning.
             `dcp prune` drops them by removing those files, and writes nothing anew.
         timeout_seconds: The longest wait for other ranks.
-        user_metadata: Plain data that is kept in the manifest.
+        user_metadata: Plain data that is kept in the manifest: the coordinator's; where another rank's differ
+            a warning says so, once for each name.
         progress: True for a bar, or a function that gets `dcp.progress.Progress`.
         storage_options: Those of the file system of a URL, as all users of fsspec pass them
             (``endpoint_url``, ``key``, ``secret``, ``anon``, ...; the environment serves as well), and

@@ -27,7 +27,7 @@ from dcp.server.core.roots import Roots
 from dcp.server.core.settings import RootSettings, Settings
 from dcp.server.database.engine import Database
 from dcp.server.database.migrations import upgrade
-from dcp.server.features.scan.scanner import Scanner
+from dcp.server.features.scan.scanner import scan_root
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.index import CheckpointIndex
@@ -135,10 +135,9 @@ def measure(
         settings = Settings(database_url=SecretStr(url or f"sqlite:///{folder / f'{number}.sqlite'}"))
         database = Database(settings.database_url.get_secret_value())
         upgrade(database)
-        scanner = Scanner(database, roots)
         for into in (first, again):
             begun, used = time.perf_counter(), time.process_time()
-            report = scanner.scan("main")
+            report = scan_root(database, roots, "main")
             into.append(time.perf_counter() - begun)
             if into is first:
                 cpu.append(time.process_time() - used)

@@ -31,6 +31,9 @@ _whole: ContextVar[bool] = ContextVar("whole_tracebacks", default=False)
 _UNKNOWN: Final = re.compile(r"got an unexpected keyword argument '(\w+)'$")
 """The end of a message to which Python 3.13 adds the same itself."""
 
+_PLACES: Final = frozenset({"dir", "directory", "file", "filename", "folder", "id", "location", "path"})
+"""What a place is called elsewhere, and ``checkpoint_id`` here."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -51,7 +54,9 @@ def plain_errors(function: Callable[P, R]) -> Callable[P, R]:
         except TypeError as error:
             known, unknown = inspect.signature(function).parameters, _UNKNOWN.search(str(error))
             if unknown is not None and unknown[1] in kwargs and unknown[1] not in known:
-                error.args = (f"{error}{did_you_mean(unknown[1], known)}",)
+                is_place = unknown[1] in _PLACES and "checkpoint_id" in known
+                meant = "checkpoint_id" if is_place else unknown[1]
+                error.args = (f"{error}{did_you_mean(meant, known)}",)
             raise
 
     return call

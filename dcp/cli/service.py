@@ -130,8 +130,8 @@ def worker(
     """
     settings = _settings(config, database_url=database, concurrency=concurrency)
     from dcp.server.core.jobs.worker import Worker
+    from dcp.server.features import schedules as schedules_of
     from dcp.server.process.logs import configure_logs
-    from dcp.server.process.schedules import built_in_schedules
 
     configure_logs(settings)
     stop = threading.Event()
@@ -139,7 +139,7 @@ def worker(
         signal.signal(number, lambda _number, _frame: stop.set())
     if until_input_ends:
         threading.Thread(target=_watch_input, args=(stop,), name="input", daemon=True).start()
-    Worker(settings, schedules=built_in_schedules(settings)).run(stop)
+    Worker(settings, schedules=schedules_of(settings)).run(stop)
 
 
 def _watch_input(stop: threading.Event) -> None:
@@ -219,7 +219,7 @@ def _create(
     lasts_seconds = None if expires is None else _duration(expires)
     from dcp.server.catalog import audit
     from dcp.server.core.security import keys
-    from dcp.server.core.security.principal import Scope
+    from dcp.server.records.administration import Scope
 
     scopes: list[Any] = scope or ["read"]
     _check_names("--scope", scopes, get_args(Scope))
@@ -351,7 +351,7 @@ def _accept(
     from dcp.server.catalog.roots import list_roots
     from dcp.server.core.roots import Roots
     from dcp.server.core.settings import RootSettings
-    from dcp.server.features.scan.scanner import Scanner
+    from dcp.server.features.scan.scanner import scan_root
 
     with _opened(settings) as opened:
         with opened.read() as connection:
@@ -368,7 +368,7 @@ def _accept(
             return
         # one that `dcp serve` was given as a flag is in the database alone
         place = settings.roots.get(name) or RootSettings(url=row.url)
-        report = Scanner(opened, Roots({name: place})).scan(name, accepted=row.lost)
+        report = scan_root(opened, Roots({name: place}), name, accepted=row.lost)
         if report.lost:
             fail(f"more is missing by now, and nothing was marked: {report.trouble[0]}")
         detail = {"accepted": row.lost, "vanished": report.vanished}

@@ -325,7 +325,10 @@ def diff(
     top: int | None = TOP,
     options: str | None = STORAGE,
 ) -> Answer:
-    """Compare checkpoint B with A. Equal tensors are found by checksums. Exits with 1 if anything differs."""
+    """Compare checkpoint B with A. Exits with 1 if anything differs.
+
+    Tensors whose checksums or digests are equal are not read: `dcp verify` does. Their files must be there.
+    """
     from dcp.inspection.values.difference import diff
 
     by, renames = sort_key(sort, _DIFF_SORTS), dict(map(_rename, rename or ()))
@@ -381,6 +384,8 @@ def _print_difference(found: Difference, tensors: Sequence[TensorDifference], to
     verdict = f"{differing} differ{'s' * (len(tensors) + len(found.objects) == 1)}" if differing else "equal"
     same = f"{counted(len(found.equal), 'tensor')} and {counted(found.equal_objects, 'object')} equal"
     printing.line(f"{found.a} and {found.b}: {verdict} ({same}, {printing.size(found.bytes_read)} read)")
+    if found.equal and not found.bytes_read:
+        printing.line("compared by checksums; no tensor was read: dcp verify reads and checks them")
     header = ["tensor", "what", "before", "after", ">differ", ">max abs", ">relative L2"]
     if tensors:
         print()

@@ -15,7 +15,7 @@ from dcp.conversion.adapters import LowRank, low_ranks
 from dcp.conversion.arithmetic import Arithmetic
 from dcp.conversion.layout import TensorTerms
 from dcp.inspection.entries import Entries, TargetDtype, TensorEntry, mapped_entries
-from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns
+from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns, check_rules, renamer
 from dcp.planners.weight_maps.axes import model_config
 from dcp.planners.weight_maps.mapped_index import map_sources
 from dcp.planners.weight_maps.pieces import MappedTensor
@@ -254,13 +254,16 @@ def _chosen(
     selection = Selection.of(only, exclude)
     if selection is not None:
         check_patterns(selection, [name for own in names for name in own])
+    renamed = renamer(rename)
+    if isinstance(rename, Mapping) and not any(maps):
+        check_rules(rename, [name for own in names for name in own])
     found: list[tuple[Entries, Sequence[MappedTensor] | None]] = []
     for source, own, weights in zip(sources, names, maps, strict=True):
         included, excluded = (_matching(given, own) for given in (only, exclude))
         if only is not None and not included:
             found.append((Entries(source.index, [], []), None))
             continue
-        given: dict[str, Any] = {"only": included, "exclude": excluded or None, "rename": rename}
+        given: dict[str, Any] = {"only": included, "exclude": excluded or None, "rename": renamed}
         given["dtype"] = None if found else dtype
         found.append(mapped_entries(source.index, source.store, weights, **given))
     return found

@@ -92,7 +92,8 @@ def convert(
             (one file if ``target`` ends so, else a Hugging Face folder), or whatever else is registered.
         only: Shell globs on the source's names: what they match, and everything below.
         exclude: The same for what is left out.
-        rename: From the source's names to the target's: regular expressions with replacements, or a function.
+        rename: From the source's names to the target's: regular expressions with replacements, of which each
+            must change a name, or a function.
         dtype: Floating-point tensors are converted to it; one name, or names by glob.
         map: From the source's model definition to another: a ready map's name, as "llama:hf-to-titan", a TOML
             or JSON file, its data, or a `dcp.weight_map`. ``only`` and ``exclude`` choose before it,
@@ -125,6 +126,7 @@ def convert(
         CheckpointConflictError: The target exists, or the source changed meanwhile.
         CorruptCheckpointError: Bytes of the source are not those that were committed.
         MissingKeyError: A pattern matches nothing.
+        OptionError: The target's suffix is another format's.
         PlanError: An option cannot be meant, or the format cannot hold a value.
         StorageError: The storage failed; `StorageFullError` where it is full.
     """

@@ -1,4 +1,5 @@
-"""Entries that a load takes, leaves or refuses: older names, values that need trust, subclasses, strictness.
+"""Entries that a load takes, leaves or refuses: older names, values that need trust,
+subclasses, tuples that a file has opened, strictness.
 
 A strict load refuses what a checkpoint has within the dicts and objects of a state dict, and no rank takes.
 Such an entry would be lost without a word: the state of an optimizer that has none, a layer that a model does
@@ -9,17 +10,21 @@ for.
 from __future__ import annotations
 
 import logging
+import re
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from hashlib import blake2b
 from itertools import accumulate, filterfalse
 from typing import Any
 
 import numpy as np
 
-from dcp.loading.feature import LoadFeature
+from dcp.loading.feature import LoadFeature, ReadWhole
 from dcp.planners.flatten import LIST, MAPPING, PER_RANK, check_facts, is_closed, kind_of
 from dcp.planners.load.plan import OTHER_GROUPS, is_group
 from dcp.storage.errors import UnexpectedKeyError, UnsafeObjectError
+from dcp.storage.formats.container_notes import notes_by_path
 from dcp.storage.formats.index import CheckpointIndex, Path
 from dcp.storage.formats.torch.python_values import decode_value
 from dcp.storage.near_names import listed
@@ -28,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 10
 _MAX_REFUSED = 20
+_GLOB = re.compile(r"[*?[]")
+_OPENED = (tuple, deque)
 _NESTED = 16
 """Levels down to which state dicts of optimizers are looked for; a dict may hold itself."""
 
@@ -115,6 +122,44 @@ class Subclasses(LoadFeature):
             return False
         check_facts(fqn, flat.values[fqn], value)
         return True
+
+
+class OpenedTuples(LoadFeature):
+    """Puts together values such as the ``betas`` of an Adam on tensors: one value in a state dict, and in a
+    torch.save file, or what was converted from one, an entry each element."""
+
+    name = "opened_tuples"
+    _found: Sequence[tuple[str, str, Path]] = ()
+
+    def takes_part(self) -> bool:
+        """Return whether the state dict has such values."""
+        self._found = ()
+        return not set(_OPENED).isdisjoint(map(type, self.call.flat.values.values()))
+
+    def entries(self, index: CheckpointIndex) -> None:
+        """Leave out those that the checkpoint has in parts."""
+        call, values = self.call, index.objects.position
+        pairs = [(fqn, call.stored(fqn)) for fqn, value in call.values.items() if type(value) in _OPENED]
+        absent = [(fqn, name) for fqn, name in pairs if name not in values and name not in index.position]
+        noted = notes_by_path(index.provenance.get("structure")) if absent else {}
+        paths = [path for path, note in noted.items() if note.get("kind") in ("tuple", "deque")]
+        opened = {".".join(map(str, path)): path for path in paths}
+        self._found = [(fqn, name, opened[name]) for fqn, name in absent if name in opened]
+        self.made = self.whole = [fqn for fqn, _, _ in self._found]
+        if self._found:
+            call.values = {fqn: value for fqn, value in call.values.items() if fqn not in self.made}
+
+    def unexpected(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Leave out the elements."""
+        within = tuple(f"{name}." for _, name, _ in self._found)
+        return tuple(name for name in names if not name.startswith(within))
+
+    def loaded(self, read_whole: ReadWhole) -> None:
+        """Put the values together."""
+        if self._found:
+            state, _ = read_whole([_GLOB.sub(r"[\g<0>]", name) for _, name, _ in self._found])
+            values = [reduce(lambda part, key: part[key], path, state) for _, _, path in self._found]
+            self.call.take([fqn for fqn, _, _ in self._found], values)
 
 
 class Strictness(LoadFeature):

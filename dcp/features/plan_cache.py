@@ -207,7 +207,7 @@ class _RememberingSave(ColumnSave):
         """Compare first, on every rank: one that has no plan any more says so in that step."""
         self.start()
         begun = time.perf_counter()
-        save_id = self.steps.reduce_broadcast("digests", self._offer, self._compare).decode("ascii")
+        save_id = self.steps.reduce_broadcast("prepare", self._offer, self._compare).decode("ascii")
         self.times["digests"] = time.perf_counter() - begun - self.times["local_plan"]
         if save_id:
             return lambda: RankPlan(save_id, self.cache.writes)

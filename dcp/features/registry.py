@@ -6,11 +6,14 @@ These come by `register_feature`, or from a package whose metadata names them: t
 
 from __future__ import annotations
 
+import logging
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, Final, TypeVar
 
+from dcp.calls.features import Feature
 from dcp.features.digests import Digests
-from dcp.features.entries import LegacyKeys, Renames, Strictness, Subclasses, TrustedValues
+from dcp.features.entries import LegacyKeys, OpenedTuples, Renames, Strictness, Subclasses, TrustedValues
 from dcp.features.foreign_values import ForeignValues
 from dcp.features.memory import MetaTensors, SharedMemory
 from dcp.features.parts import Parts
@@ -33,7 +36,12 @@ __all__ = [
     "register_feature",
 ]
 
+logger = logging.getLogger(__name__)
+
 GROUP: Final = "dcphub.features"
+
+_CLOSE: Final = 0.8
+"""From here on a method's name is taken for a misspelled one, and not for a helper's."""
 
 SAVE_FEATURES: list[type[SaveFeature]] = [ForeignValues, SavedMap, Parts, Digests]
 
@@ -47,6 +55,7 @@ LOAD_FEATURES: list[type[LoadFeature]] = [
     SharedMemory,
     Subclasses,
     PerRankValues,
+    OpenedTuples,
     Strictness,
 ]
 
@@ -89,4 +98,9 @@ def _checked(feature: Any) -> type[SaveFeature] | type[LoadFeature]:
             f"{feature!r} is no feature: derive a class from dcp.saving.feature.SaveFeature or "
             "dcp.loading.feature.LoadFeature, with a name"
         )
+    base = SaveFeature if issubclass(feature, SaveFeature) else LoadFeature
+    for method in vars(feature).keys() - vars(base).keys() - vars(Feature).keys():
+        near = get_close_matches(method, vars(base), n=1, cutoff=_CLOSE)
+        if near and callable(getattr(feature, method)) and not method.startswith("_"):
+            logger.warning("feature %r: no step calls %s(). Did you mean %r?", feature.name, method, near[0])
     return feature

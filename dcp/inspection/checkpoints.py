@@ -248,6 +248,8 @@ def _opened(
     """Return the checkpoint at ``url`` whose index is ``read``; None if there is none."""
     try:
         index = read()
+    except CheckpointNotFoundError:  # files with the names of one, which are a checkpoint each
+        return None
     except CheckpointError as error:
         return _unreadable(url, error)
     if index is None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dcp.planners.garbage_collection import garbage_collection_paused
-from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns, renamer
+from dcp.planners.load.selection import Patterns, Rename, Selection, check_patterns, check_rules, renamer
 from dcp.planners.weight_maps.mapped_index import map_index
 from dcp.planners.weight_maps.pieces import MappedTensor
 from dcp.planners.weight_maps.weight_map import WeightMap
@@ -142,8 +142,8 @@ def choose_entries(
     rename: Rename | None = None,
     dtype: TargetDtype = None,
 ) -> Entries:
-    """Apply the options of a conversion; PlanError for patterns that match nothing, for two entries of one
-    new name, and for casts that do not exist."""
+    """Apply the options of a conversion; PlanError for patterns and rules that match nothing, for two entries
+    of one new name, and for casts that do not exist."""
     unread = index.provenance.get("refused_objects")
     unread = unread if isinstance(unread, dict) else {}
     names = [*index.fqns, *index.objects.fqns, *unread]
@@ -154,6 +154,8 @@ def choose_entries(
         check_patterns(selection, [*names, *containers.values()])
         names = list(filter(selection.selects, names))
         containers = {path: name for path, name in containers.items() if selection.selects(name)}
+    if isinstance(rename, Mapping):
+        check_rules(rename, [*names, *containers.values()])
     new_names = dict(zip(names, map(renaming, names) if renaming else names, strict=True))
     if len(set(new_names.values())) < len(new_names) or "" in new_names.values():
         _refuse_names(new_names)

@@ -52,10 +52,12 @@ from dcp.storage.errors import (
     CheckpointNotFoundError,
     OptionError,
     PlanError,
+    StorageError,
     check_flags,
     check_numbers,
 )
 from dcp.storage.stores.opening import OpenWith
+from dcp.storage.stores.posix.files import step as storage_step
 from dcp.storage.torch_storage.writer import FileSystemWriter
 
 if TYPE_CHECKING:
@@ -247,6 +249,12 @@ class CheckpointManager:
             notices = Notices(grace_seconds, handle_sigterm=handle_sigterm)
             self._opener = OpenWith(storage_options)
             self._folders = StepFolders(root, name, open_store=self._opener)
+            place = self._folders.root.local_path
+            if place is not None:
+                with storage_step(None, "stat", place):
+                    is_file = place.is_file()
+                if is_file:
+                    raise StorageError(f"{place} is not a folder, so no checkpoint can be stored in it")
             registration = registration_of(catalog)
         if weight_map is not None:
             alike["map"] = weight_map.mark
@@ -353,11 +361,12 @@ class CheckpointManager:
             state_dict: What `dcp.save` takes: `Stateful` objects (a model and optimizer in one, a data
                 loader), tensors, plain values; `PerRank` around what differs by rank.
             metrics: Numbers by name, also tensors and arrays of no dimension; NaN is allowed. They are stored
-                with the checkpoint and are what `Best` goes by; those of rank 0 count.
+                with the checkpoint and are what `Best` goes by. Those of rank 0 count; others that differ are
+                a warning, once for each name.
             force: Save this step whatever the interval, also a step that is saved already.
             last: This is the last step of the run.
             overlap: Copy the state during the next forward and backward.
-            user_metadata: More plain data to store.
+            user_metadata: More plain data to store; as for ``metrics``, rank 0's.
 
         Returns:
             The save's future, whose ``result()`` waits for the commit, or None if nothing is saved.

@@ -8,6 +8,7 @@ messages for something else.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -18,8 +19,14 @@ from dcp.ranks.collectives import Ranks
 from dcp.ranks.failures import RankFailedError, failure_of
 from dcp.storage.errors import PlanError
 
+logger = logging.getLogger(__name__)
+
 _MAX_VALUE = 1000
 """Characters of an option, and then a digest: patterns may be many."""
+
+_warned: set[str] = set()
+"""Names of notes that differ by rank, as all ranks have seen. They are left out from then on: where ranks say
+the same a digest travels alone."""
 
 
 def begin(
@@ -29,12 +36,14 @@ def begin(
     manner: Sequence[str] = (),
     options: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
     kinds: Callable[[], Mapping[str, str]] | None = None,
+    notes: Mapping[str, Any] | None = None,
 ) -> tuple[str, ...]:
     """Return what ``place`` gives on each rank: the id. That may differ, where disks have other names on some
     hosts.
 
     ``manner`` is whatever decides which steps follow, ``options`` what else must be the same for the outcome
-    to be one, or gives that. ``kinds`` says what a rank has for a key; keys may differ.
+    to be one, or gives that. ``kinds`` says what a rank has for a key; keys may differ. Of ``notes`` the
+    coordinator's are kept: where others differ it warns once a process and name.
     Raises PlanError on all ranks where they take part in different operations, go about one differently, or
     have other options or kinds, and what ``place`` raises on any of them.
     """
@@ -45,7 +54,7 @@ def begin(
         given = options() if callable(options) else options or {}
         shown = {name: _shown(value) for name, value in given.items()}
         found = dict(kinds()) if kinds is not None else {}
-        own = ranks.operation, ", ".join(manner), place(), shown, found
+        own = ranks.operation, ", ".join(manner), place(), shown, found, _shown_notes(notes or {})
         return bytes(msgpack.packb(own, unicode_errors="surrogatepass"))
 
     found = ranks.all_gather("begin", part, alike=True)
@@ -54,7 +63,9 @@ def begin(
     parts = [msgpack.unpackb(data, unicode_errors="surrogatepass") for data in found]
     own = parts[ranks.coordinator]
     if any(part != own for part in parts):  # there may be very many kinds
-        _check_alike(ranks, *zip(*parts, strict=True))
+        *facts, noted = zip(*parts, strict=True)
+        _check_alike(ranks, *facts)
+        _warn_of_notes(ranks, noted)
     return tuple(part[2] for part in parts)
 
 
@@ -64,6 +75,30 @@ def _shown(value: Any) -> str:
         return text
     digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
     return f"{text[:_MAX_VALUE]}... ({digest})"
+
+
+def _shown_notes(notes: Mapping[str, Any]) -> dict[str, str]:
+    """Return notes, and those in dicts of them, by name, without those that were warned of."""
+    shown = {}
+    for name, value in notes.items():
+        for key, one in value.items() if isinstance(value, Mapping) else [(None, value)]:
+            shown[name if key is None else f"{name}[{key!r}]"] = _shown(one)
+    return {name: text for name, text in shown.items() if name not in _warned}
+
+
+def _warn_of_notes(ranks: Ranks, noted: Sequence[Mapping[str, str]]) -> None:
+    for name in dict.fromkeys(name for own in noted for name in own):
+        values = [own.get(name, "not given") for own in noted]
+        if len(set(values)) > 1:
+            _warned.add(name)
+            if ranks.is_coordinator:
+                logger.warning(
+                    "%s, in the metadata of the save, differs by rank, and rank %d's is stored: %s. Reduce "
+                    "it over the ranks first, or put what each rank gets back into the state (dcp.PerRank)",
+                    name,
+                    ranks.rank,
+                    by_rank(values),
+                )
 
 
 def _check_alike(

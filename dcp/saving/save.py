@@ -210,7 +210,8 @@ class Save(ABC):
         self.times, self.size_bytes = {}, 0
         begun, answer = time.perf_counter(), b""
         alone = () if self.together else ("without collectives",)
-        places = begin(self.ranks, self._place, manner=(*self.manner, *alone), options=self.agreed)
+        manner, notes = (*self.manner, *alone), None if alone else self.options.user_metadata
+        places = begin(self.ranks, self._place, manner=manner, options=self.agreed, notes=notes)
         if self.together:
             if len(set(places)) > 1:
                 _check_same_target(self.ranks, places, None if self.storage is None else self.storage.store)

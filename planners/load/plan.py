@@ -38,6 +38,10 @@ _ADVICE: Final[Mapping[type[PlanError], str]] = {
 _KINDS: Final = (MissingKeyError, ShapeMismatchError, DtypeMismatchError, PlanError)
 """In the order of messages."""
 
+_OTHER_KINDS: Final = (
+    "Give the state dict what was saved there (dcp show lists it), or leave it out with exclude=[...]."
+)
+
 _PER_RANK_ADVICE: Final = (
     "Some of these are PerRank values, which each rank has of its own: where another number of ranks saved "
     'them, per_rank="keep" leaves them as they are.'
@@ -123,6 +127,7 @@ def _missing(
             missing.append(fqn)
         else:
             problems.texts[PlanError][fqn] = f"{problems.shown(fqn)} {kind}"
+            problems.has_other_kinds = True
     return missing
 
 
@@ -259,6 +264,8 @@ class LoadProblems:
 
     names: Mapping[str, str]
     texts: dict[type[PlanError], dict[str, str]] = field(default_factory=partial(defaultdict, dict))
+    has_other_kinds: bool = False
+    """A tensor here is another value there, or the other way around."""
 
     def shown(self, fqn: str) -> str:
         """Return a name for a message, with what the checkpoint calls it where that differs."""
@@ -277,6 +284,8 @@ class LoadProblems:
         if len(found) > 1:
             lines.insert(0, f"the checkpoint does not fit the state dict, {len(each)} problems:")
         advice = [_ADVICE[kind] for kind in found if kind in _ADVICE]
+        if self.has_other_kinds:
+            advice.append(_OTHER_KINDS)
         if any(fqn in per_rank for fqn in missing):
             advice.append(_PER_RANK_ADVICE)
         if advice:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypedDict, ge
 
 from dcp.storage.engine.requests import Verify
 from dcp.storage.errors import MissingKeyError, OptionError, PlanError
-from dcp.storage.near_names import close_to, did_you_mean
+from dcp.storage.near_names import close_to, did_you_mean, listed
 
 if TYPE_CHECKING:  # maps are made of what this folder finds
     from dcp.planners.weight_maps.weight_map import WeightMap
@@ -161,6 +161,22 @@ def renamer(rename: Rename | None) -> Callable[[str], str] | None:
             f"rename must be a mapping of regular expressions to replacements, or a function, not {rename!r}"
         )
     return lambda key: _checked(key, rename(key))
+
+
+def check_rules(rename: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Raise PlanError for rules that change none of ``names``, to which they apply one after another."""
+    idle, before = [], list(names)
+    for regex, replacement in rename.items():
+        after = list(map(partial(_substituted, [(re.compile(regex), replacement)]), before))
+        if after == before:
+            idle.append(regex)
+        before = after
+    if idle:
+        raise PlanError(
+            f"rename: {listed(idle, most=_MAX_LISTED)} change no name of the checkpoint; these are regular "
+            "expressions on its flat keys",
+            patterns=idle,
+        )
 
 
 def _substituted(rules: Sequence[tuple[re.Pattern[str], Any]], key: str) -> str:

@@ -78,7 +78,10 @@ class WeightMap:
         if text in (ready := ready_maps()):
             return cls.from_data(ready[text].read_text("utf-8"), name=text)
         path = Path(text)
-        if path.suffix not in (".toml", ".json") or not path.is_file():
+        is_named = path.suffix in (".toml", ".json")
+        if is_named and not path.is_file():
+            raise OptionError(f"the weight map {text} {'is no file' if path.exists() else 'does not exist'}")
+        if not is_named:
             near = close_to(text, list(ready))
             shown = f" (did you mean {', '.join(near)}?)" if near else f"; ready ones are {', '.join(ready)}"
             raise OptionError(

@@ -14,21 +14,18 @@ from typing import Any, Final
 from sqlalchemy import Connection, bindparam, delete, select, update
 
 from dcp.server.catalog import audit
-from dcp.server.catalog.details import CheckpointDetail, bump, get_checkpoint, labels_of, lock_checkpoint
+from dcp.server.catalog.details import bump, get_checkpoint, labels_of, lock_checkpoint
 from dcp.server.catalog.errors import InvalidQueryError, StateError
 from dcp.server.catalog.events import NewEvent, checkpoint_event, emit_all
-from dcp.server.catalog.facts import CheckpointFacts, State, Upserted, announcement, change_of
+from dcp.server.catalog.facts import CheckpointFacts, Upserted, announcement, change_of
 from dcp.server.catalog.roots import root_id
 from dcp.server.catalog.runs import RunChange, ensure_runs, refresh_runs
 from dcp.server.catalog.structures import ensure_structures
 from dcp.server.database.sql import dialect_insert, insert_missing, insert_or_update
 from dcp.server.database.tables import checkpoint_names, checkpoints, metrics, tags
+from dcp.server.records.checkpoints import CheckpointDetail, State
 
 __all__ = [
-    "CheckpointDetail",
-    "CheckpointFacts",
-    "Upserted",
-    "get_checkpoint",
     "mark_vanished",
     "set_state",
     "upsert_checkpoint",

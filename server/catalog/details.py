@@ -16,8 +16,6 @@ from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
 from dcp.steps import PARTIAL, partial_of
 
 __all__ = [
-    "Checkpoint",
-    "CheckpointDetail",
     "CheckpointName",
     "find_checkpoint",
     "get_checkpoint",

@@ -1,15 +1,15 @@
-"""Events of the catalog, in order, for webhooks, automation and subscribers."""
+"""Events of the catalog, in order, and how far each consumer of them has come."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from sqlalchemy import Connection, func, insert, select, text
+from sqlalchemy import Connection, func, insert, select, text, update
 
-from dcp.server.database.sql import insert_or_update
+from dcp.server.database.sql import insert_missing
 from dcp.server.database.tables import consumers, events, roots
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "emit_all",
     "events_after",
     "last_event_id",
+    "lock_position",
     "move_on",
     "position",
 ]
@@ -29,7 +30,7 @@ _ORDER_LOCK: Final = 0x6576_656E_7473
 
 @dataclass(frozen=True, slots=True)
 class NewEvent:
-    """One to be written. ``kind`` is one of those in `dcp.server.database.tables.events`."""
+    """An event to write. ``kind`` is one of those in `dcp.server.database.tables.events`."""
 
     kind: str
     root_id: int | None = None
@@ -45,7 +46,7 @@ def checkpoint_event(kind: str, row: Mapping[Any, Any], **data: Any) -> NewEvent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogEvent:
-    """One that happened. A later one has a greater id, on PostgreSQL too."""
+    """An event. A later one has a greater id, on PostgreSQL too."""
 
     id: int
     kind: str
@@ -70,10 +71,10 @@ def emit(
 
 
 def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float) -> None:
-    """Write events; best as the last thing in a transaction.
+    """Write events; best as the last step of a transaction.
 
-    PostgreSQL gives numbers before it commits. A reader of "all after 7" while 8 is committed and 7 is
-    not would never see 7, so writers of events take turns from here to their commit.
+    PostgreSQL assigns ids before it commits. A reader of "all after 6" that sees 8 while 7 is not committed
+    yet would never see 7, so writers of events take turns from here to their commit.
     """
     if not new:
         return
@@ -94,9 +95,11 @@ def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float) -> 
     )
 
 
-def events_after(connection: Connection, event_id: int, limit: int) -> list[CatalogEvent]:
-    """The next ``limit`` events after ``event_id``, oldest first."""
-    columns = [column for column in events.c if column is not events.c.root_id]
+def events_after(
+    connection: Connection, event_id: int, limit: int = 100, *, kinds: Iterable[str] | None = None
+) -> list[CatalogEvent]:
+    """List the next ``limit`` events after ``event_id``, oldest first; of all kinds if none are named."""
+    columns = (events.c[name] for name in ("id", "kind", "checkpoint_id", "data", "at_seconds"))
     query = (
         select(*columns, roots.c.name.label("root"))
         .outerjoin_from(events, roots, roots.c.id == events.c.root_id)
@@ -104,20 +107,29 @@ def events_after(connection: Connection, event_id: int, limit: int) -> list[Cata
         .order_by(events.c.id)
         .limit(limit)
     )
+    if kinds is not None:
+        query = query.where(events.c.kind.in_(sorted(kinds)))
     return [CatalogEvent(**row._mapping) for row in connection.execute(query)]
 
 
 def last_event_id(connection: Connection) -> int:
-    """The id of the newest event, 0 if there is none: new consumers begin here."""
+    """Return the id of the newest event, 0 if there is none."""
     return int(connection.execute(select(func.coalesce(func.max(events.c.id), 0))).scalar_one())
 
 
 def position(connection: Connection, consumer: str) -> int:
-    """The last event that ``consumer`` has dealt with; 0 if it never said."""
+    """Return the id of the last event that ``consumer`` has handled, 0 before the first."""
     found = connection.execute(select(consumers.c.event_id).where(consumers.c.name == consumer)).scalar()
     return 0 if found is None else int(found)
 
 
+def lock_position(connection: Connection, consumer: str) -> int:
+    """Return the same, and keep other transactions from it until this one ends."""
+    insert_missing(connection, consumers, [{"name": consumer, "event_id": 0}])
+    query = select(consumers.c.event_id).where(consumers.c.name == consumer)
+    return int(connection.execute(query.with_for_update()).scalar_one())
+
+
 def move_on(connection: Connection, consumer: str, event_id: int) -> None:
-    """``consumer`` has dealt with all events up to ``event_id``."""
-    insert_or_update(connection, consumers, [{"name": consumer, "event_id": event_id}])
+    """Note that ``consumer``, whose position is locked, has handled all events up to ``event_id``."""
+    connection.execute(update(consumers).where(consumers.c.name == consumer).values(event_id=event_id))

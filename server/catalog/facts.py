@@ -14,7 +14,7 @@ from dcp.server.catalog.errors import InvalidQueryError
 from dcp.server.catalog.formats import catalog_formats
 from dcp.server.catalog.structures import StructureFacts
 from dcp.server.catalog.values import check_key, check_label, clean_integer, clean_json, clean_text
-from dcp.server.records.checkpoints import CheckpointDetail, State, Verification
+from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.declaring import OwnColumn, fields_of
 
 __all__ = [
@@ -22,9 +22,7 @@ __all__ = [
     "CheckpointFacts",
     "FoundState",
     "RowChange",
-    "State",
     "Upserted",
-    "Verification",
     "announcement",
     "change_of",
     "is_new_content",

@@ -15,7 +15,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row, Select, delete, insert, select, update
 
 from dcp.server.catalog import audit
-from dcp.server.catalog.details import CheckpointDetail, bump, get_checkpoint, lock_checkpoint
+from dcp.server.catalog.details import bump, get_checkpoint, lock_checkpoint
 from dcp.server.catalog.errors import (
     ChangedError,
     InvalidQueryError,
@@ -28,6 +28,7 @@ from dcp.server.catalog.values import check_label
 from dcp.server.database.records import record_of_row
 from dcp.server.database.sql import insert_or_update
 from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs, tags
+from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.labels import Alias
 
 __all__ = [

@@ -21,20 +21,18 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, Select, any_, func, literal_column, select, tuple_
 
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
-from dcp.server.catalog.details import Checkpoint, joined, row_columns, with_labels
-from dcp.server.catalog.filters import CheckpointFilter, MetricCondition, RowCondition, Sort, conditions_of
+from dcp.server.catalog.details import joined, row_columns, with_labels
+from dcp.server.catalog.filters import CheckpointFilter, RowCondition, Sort, conditions_of
 from dcp.server.database.tables import checkpoints, metrics
+from dcp.server.records.checkpoints import Checkpoint
 from dcp.server.records.lists import Page
 
 __all__ = [
     "FEW",
     "ORDERS",
     "WINDOWS",
-    "CheckpointFilter",
-    "MetricCondition",
     "QueryPlan",
     "Search",
-    "Sort",
     "counts_of",
     "list_checkpoints",
     "order_of",

@@ -21,7 +21,6 @@ from dcp.server.records.runs import Run
 
 __all__ = [
     "Known",
-    "Run",
     "RunChange",
     "RunFilter",
     "RunSort",

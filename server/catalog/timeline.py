@@ -16,6 +16,7 @@ from sqlalchemy import Connection, Row, Select, func, select
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.runs import get_run
 from dcp.server.catalog.values import NONFINITE
+from dcp.server.database.records import record_of_row
 from dcp.server.database.tables import aliases, checkpoints, lineage, metrics
 from dcp.server.records.declaring import moment
 from dcp.server.records.labels import Series, SeriesPoint
@@ -292,7 +293,7 @@ def metric_series(
             func.max(rows.c.id).label("checkpoint_id"),
             func.min(rows.c.step).label("first_step"),
             func.max(rows.c.step).label("last_step"),
-            func.max(rows.c.committed_seconds).label("last_at"),
+            func.max(rows.c.committed_seconds).label("last_seconds"),
             func.count().label("count"),
             func.min(rows.c.value).label("min"),
             func.max(rows.c.value).label("max"),
@@ -301,10 +302,7 @@ def metric_series(
         .group_by(rows.c.bucket)
         .order_by(rows.c.bucket)
     )
-    found = tuple(
-        SeriesPoint(**{**row, "last_at": moment(row["last_at"])})
-        for row in connection.execute(query).mappings()
-    )
+    found = tuple(record_of_row(SeriesPoint, row) for row in connection.execute(query))
     noted = checkpoints.c.user_metadata[("metrics", metric)].as_string()
     odd = connection.execute(
         select(func.count(), func.min(checkpoints.c.step), func.max(checkpoints.c.step)).where(

@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, insert, select, update
 
-from dcp.server.catalog.details import CheckpointDetail, get_checkpoint, lock_checkpoint
+from dcp.server.catalog.details import get_checkpoint, lock_checkpoint
 from dcp.server.catalog.events import checkpoint_event, emit_all
 from dcp.server.catalog.values import clean_json, clean_text
 from dcp.server.database.documents import find_item, read_items, write_document
+from dcp.server.database.records import record_of_row
 from dcp.server.database.sql import insert_or_update
 from dcp.server.database.tables import checkpoints, statistics, verifications
+from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.contents import Verification
 from dcp.server.records.declaring import moment
 
@@ -147,17 +149,7 @@ def _verification(row: Any, checkpoint: CheckpointDetail) -> Verification:
     # known yet, or that changed without the content, would speak against the verdict beside it.
     is_verdict = checkpoint.verification != "unverified" and checkpoint.verified_at == created_at
     is_same = row.fingerprint is not None and row.fingerprint == checkpoint.fingerprint
-    return Verification(
-        id=row.id,
-        outcome=row.outcome,
-        mode=row.mode,
-        is_current=is_verdict or is_same,
-        findings=row.findings,
-        checked_bytes=row.checked_bytes,
-        seconds=row.seconds,
-        created_at=created_at,
-        job_id=row.job_id,
-    )
+    return record_of_row(Verification, row, created_at=created_at, is_current=is_verdict or is_same)
 
 
 def set_statistics(

@@ -1,4 +1,4 @@
-"""The typed client of the service: `Client`, `AsyncClient`, what they answer with, and one tree of errors.
+"""The typed client of the service: `Client`, `AsyncClient`, types of answers, and one tree of errors.
 
 `Client` is safe to use from several threads; `AsyncClient` is for asyncio and trio, one loop each.
 
@@ -7,7 +7,6 @@ It needs httpx (``pip install 'dcphub[catalog]'``) and nothing of the service it
 
 from dcp.server.client.asynchronous.client import AsyncClient
 from dcp.server.client.asynchronous.connection import AsyncPages
-from dcp.server.client.calls import CheckpointQuery, DiffQuery, DownloadQuery
 from dcp.server.client.errors import (
     AnswerError,
     BadRequestError,
@@ -31,35 +30,43 @@ from dcp.server.client.errors import (
     UnprocessableError,
     WaitTimeoutError,
 )
-from dcp.server.client.synchronous.client import Client
-from dcp.server.client.synchronous.connection import Pages
-from dcp.server.records.administration import (
+from dcp.server.client.events import JobEvent
+from dcp.server.client.generated.models import (
+    Alias,
+    Checkpoint,
+    CheckpointDetail,
+    CheckpointQuery,
     CreatedKey,
     Delivery,
+    Diff,
+    DiffQuery,
+    DownloadQuery,
+    File,
+    Job,
+    JobProgress,
+    JobTask,
     Key,
+    Lineage,
+    LoadCheck,
+    RankShare,
+    Registered,
     RetentionDecision,
     RetentionPolicy,
     RetentionPreview,
+    Root,
     Rule,
-    Webhook,
-    WebhookSecret,
-)
-from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registered
-from dcp.server.records.contents import (
-    Diff,
-    File,
-    LoadCheck,
-    RankShare,
+    Run,
+    Series,
     ShardedTensor,
     Statistics,
     Tensor,
     TreeNode,
     Verification,
+    Webhook,
+    WebhookSecret,
 )
-from dcp.server.records.jobs import Job, JobEvent, JobProgress, JobTask
-from dcp.server.records.labels import Alias, Lineage, Series
-from dcp.server.records.roots import Root
-from dcp.server.records.runs import Run
+from dcp.server.client.synchronous.client import Client
+from dcp.server.client.synchronous.connection import Pages
 
 __all__ = [
     "Alias",

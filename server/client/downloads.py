@@ -1,8 +1,8 @@
-"""A download to a file: goes on where it broke off, and is there under its name only when it is whole.
+"""Downloads to files: resumed where they broke off, and visible under their names only when complete.
 
-What has come so far is in ``.NAME.part`` beside the file, with a note of what it is a part of. The service
-says the size before, and the entity tag says whether it is still the same content; a checkpoint that turns
-out to be damaged while it is read breaks the connection, so that too few bytes come, never wrong ones.
+The part is in ``.NAME.part`` beside the file, with a note of its content. The service announces the size, and
+the entity tag identifies the content. If a checkpoint turns out to be damaged while it is read, the service
+breaks the connection, so that bytes are missing, but never wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dcp.server.client.errors import AnswerError, DownloadError
 __all__ = ["Download", "OnBytes"]
 
 OnBytes = Callable[[int, int], None]
-"""Called with the bytes that are there, and all that there will be."""
+"""Called with the number of bytes that have come, and of all bytes."""
 
 _CONTENT_RANGE: Final = re.compile(r"bytes (?:([0-9]+)-([0-9]+)|\*)/([0-9]+)")
 _MAX_NOTE_BYTES: Final = 64 << 10
@@ -30,12 +30,12 @@ _BUFFER_BYTES: Final = 1 << 20
 _NO_FOLDER_SYNC: Final = frozenset(
     {errno.EACCES, errno.EBADF, errno.EINVAL, errno.EISDIR, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 )
-"""As `dcp.storage.stores.posix.files` has it, which a client does without."""
+"""The same as in `dcp.storage.stores.posix.files`, which a client does not import."""
 
 
 class Download:
-    """The file ``target``, as it comes; a context manager. ``what`` names the content: a part of anything
-    else is not gone on with. Raises FileExistsError if ``target`` is there and may not be replaced."""
+    """A download to the file ``target``; a context manager. ``what`` names the content: a part of other
+    content is not resumed. Raises FileExistsError if ``target`` exists and may not be replaced."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Download:
     ) -> None:
         self.target = Path(target)
         if self.target.exists() and not overwrite:
-            raise FileExistsError(f"{self.target} is there already; overwrite=True replaces it")
+            raise FileExistsError(f"{self.target} exists; overwrite=True replaces it")
         self._part = self.target.with_name(f".{self.target.name}.part")
         self._note = self.target.with_name(f".{self.target.name}.part.json")
         self._what = what
@@ -61,11 +61,11 @@ class Download:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all bytes are there."""
+        """Whether all bytes have come."""
         return self._total is not None and self._have == self._total
 
     def headers(self) -> dict[str, str]:
-        """For the next request."""
+        """Headers of the next request."""
         self._progressed = False
         headers = {"Accept": "application/octet-stream", "Accept-Encoding": "identity"}
         if self._have and self._etag:
@@ -73,12 +73,14 @@ class Download:
         return headers
 
     def begin(self, status_code: int, headers: Mapping[str, str]) -> bool:
-        """The answer to it begins. Whether its body is wanted; if not, and it `is_whole` not, ask again.
+        """Begin an answer. Returns whether its body is wanted; if not, ask again unless it `is_whole`.
 
-        Raises AnswerError for one that does not say how much comes.
+        Raises AnswerError for an answer without its size.
         """
         if headers.get("content-encoding", "identity") != "identity":
-            raise AnswerError("something on the way to the service packs what it sends, though asked not to")
+            raise AnswerError(
+                "a proxy of the service compresses its answers, although the request forbids it"
+            )
         etag, size = headers.get("etag"), headers.get("content-length", "")
         match = _CONTENT_RANGE.fullmatch(headers.get("content-range", ""))
         begins, total = (match[1], int(match[3])) if match is not None else (None, None)
@@ -91,34 +93,34 @@ class Download:
             self._begin_anew(None, None)
             return False
         if not size.isdecimal():
-            raise AnswerError("the service does not say how large the file is")
+            raise AnswerError("the service does not send the size of the file")
         self._begin_anew(etag, int(size))
         return True
 
     def write(self, data: bytes) -> None:
-        """The next bytes."""
+        """Write the next bytes."""
         self._file.write(data)
         self._have += len(data)
         self._progressed = self._progressed or bool(data)
         if self._total is not None and self._have > self._total:
-            raise AnswerError(f"more than the {self._total} bytes that were announced have come")
+            raise AnswerError(f"the service sent more than the announced {self._total} bytes")
         if self._on_bytes is not None:
             self._on_bytes(self._have, self._total or self._have)
 
     def broke_off(self) -> bool:
-        """The answer has ended before its end; whether it has brought anything."""
+        """End an incomplete answer. Returns whether it has brought any bytes."""
         self._file.flush()
         return self._progressed
 
     def incomplete(self, why: str) -> DownloadError:
-        """The error for a download that is given up."""
+        """The error for an abandoned download."""
         return DownloadError(
-            f"{self.target}: {self._have} of {self._total} bytes have come, then {why}. The same call goes "
-            "on from there. If it ends at the same byte again, the checkpoint is damaged: verify it"
+            f"{self.target}: incomplete, {self._have} of {self._total} bytes, then {why}. The same call "
+            "resumes there. If it ends at the same byte again, the checkpoint is damaged: verify it"
         )
 
     def finish(self) -> Path:
-        """All bytes are there: give the file its name, durably."""
+        """Give the complete file its name, durably."""
         if not self.is_whole:
             raise self.incomplete("no more")
         self._file.flush()
@@ -154,7 +156,7 @@ class Download:
         self._note.write_text(json.dumps(note))
 
     def _is_part(self) -> bool:
-        """Whether a part of this very content is there."""
+        """Whether a part of this content exists."""
         try:
             with self._note.open("rb") as file:
                 note = json.loads(file.read(_MAX_NOTE_BYTES))
@@ -171,7 +173,7 @@ class Download:
 
 
 def _sync_folder(folder: Path) -> None:
-    """So that a name outlasts a power cut; some network file systems have no such call."""
+    """Make a name outlast a power cut; some network file systems have no such call."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -184,7 +186,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _boot() -> str:
-    """Another one after a power loss, which may leave a part with holes."""
+    """The id of this boot: a power loss may leave a part with holes."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

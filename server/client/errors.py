@@ -1,30 +1,4 @@
-"""What a client raises.
-
-::
-
-    ClientError
-        TransportError              the service cannot be reached, or the connection broke
-        AnswerError                 an answer that this client does not understand
-        ProblemError                the service refused: status, detail and what else its document says
-            BadRequestError             400
-            UnauthorizedError           401    no key, or one that is not valid any more
-            ForbiddenError              403    the key has not the scope
-            NotFoundError               404
-            ConflictError               409    not in this state
-            GoneError                   410    it was there; its bytes are not any more
-            PreconditionFailedError     412    somebody else changed it since
-            RangeError                  416
-            UnprocessableError          422    well-formed, but it cannot be meant
-            PreconditionRequiredError   428    give the etag of what you have seen
-            TooManyRequestsError        429
-            UnavailableError            503    database or storage are away; later it may work
-        DownloadError               a download that is not complete, or not what was announced
-        JobError                    a job that was waited for
-            JobFailedError
-            JobCancelledError
-            WaitTimeoutError            it has not ended in time, and goes on
-
-"""
+"""Errors of the client: the tree below `ClientError`."""
 
 from __future__ import annotations
 
@@ -32,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from dcp.server.records.jobs import Job
+    from dcp.server.client.generated.models import Job
 
 __all__ = [
     "AnswerError",
@@ -65,16 +39,15 @@ class ClientError(Exception):
 
 
 class TransportError(ClientError):
-    """No answer: the service cannot be reached, took too long, or the connection broke."""
+    """No answer: the service is unreachable or too slow, or the connection broke."""
 
 
 class AnswerError(ClientError):
-    """An answer that is none of this service, or of a version that this client does not understand."""
+    """An answer that this client does not understand, such as one of a proxy."""
 
 
 class ProblemError(ClientError):
-    """A problem document (RFC 9457). ``extra`` are its further members; the service's log has the
-    ``request_id``."""
+    """A problem document (RFC 9457) of the service. ``extra`` are its further members."""
 
     status_code: ClassVar[int | None] = None
 
@@ -98,89 +71,89 @@ class ProblemError(ClientError):
 
     @property
     def request_id(self) -> str | None:
-        """Names the request in the log of the service."""
+        """The id of the request in the log of the service."""
         found = self.extra.get("request_id")
         return found if isinstance(found, str) else None
 
 
 class BadRequestError(ProblemError):
-    """The request is not one."""
+    """The request is malformed."""
 
     status_code = 400
 
 
 class UnauthorizedError(ProblemError):
-    """No key, or one that is not valid any more."""
+    """No key, or an invalid one."""
 
     status_code = 401
 
 
 class ForbiddenError(ProblemError):
-    """The key has not the scope."""
+    """The key lacks the scope."""
 
     status_code = 403
 
 
 class NotFoundError(ProblemError):
-    """There is none, or none that this key may see."""
+    """No such object, or none that this key may see."""
 
     status_code = 404
 
 
 class ConflictError(ProblemError):
-    """Not in this state."""
+    """Not possible in the present state."""
 
     status_code = 409
 
 
 class GoneError(ProblemError):
-    """It was there; its bytes are not any more."""
+    """The bytes no longer exist."""
 
     status_code = 410
 
 
 class PreconditionFailedError(ProblemError):
-    """Somebody else changed it since: get it again, and decide anew."""
+    """The object was changed concurrently: get it again."""
 
     status_code = 412
 
 
 class RangeError(ProblemError):
-    """The range is not in it."""
+    """The range is outside of the content."""
 
     status_code = 416
 
 
 class UnprocessableError(ProblemError):
-    """Well-formed, but it cannot be meant."""
+    """The request is well-formed, but invalid."""
 
     status_code = 422
 
 
 class PreconditionRequiredError(ProblemError):
-    """Give the etag of what you have seen."""
+    """The change needs an ``etag``."""
 
     status_code = 428
 
 
 class TooManyRequestsError(ProblemError):
-    """Later: ``retry_after_seconds``."""
+    """Too many requests: try again after ``retry_after_seconds``."""
 
     status_code = 429
 
 
 class UnavailableError(ProblemError):
-    """Database or storage are away, full or locked; later it may work: ``retry_after_seconds``."""
+    """Database or storage are unreachable, full or locked: try again after ``retry_after_seconds``."""
 
     status_code = 503
 
 
 class DownloadError(ClientError):
-    """A download is not complete, or not what was announced. What is there is kept, to go on from."""
+    """An incomplete download. The part is kept, to be resumed."""
 
 
 class JobError(ClientError):
-    """A job that was waited for; ``job`` is what it was last."""
+    """The failed wait for a job; ``job`` is its last state."""
 
     def __init__(self, message: str, job: Job) -> None:
         super().__init__(message)
@@ -188,15 +161,15 @@ class JobError(ClientError):
 
 
 class JobFailedError(JobError):
-    """It failed: ``job.error`` says why."""
+    """The job failed; ``job.error`` is the reason."""
 
 
 class JobCancelledError(JobError):
-    """Somebody cancelled it."""
+    """The job was cancelled."""
 
 
 class WaitTimeoutError(JobError):
-    """It has not ended in the time that it was waited for; it goes on."""
+    """The job has not ended in time; it is not stopped."""
 
 
 _BY_STATUS: dict[int, type[ProblemError]] = {
@@ -207,7 +180,7 @@ _BY_STATUS: dict[int, type[ProblemError]] = {
 def problem_error(
     status: int, reason: str, document: Any, retry_after_seconds: float | None = None
 ) -> ProblemError:
-    """The error of an answer with ``status``; ``document`` is its body if that was JSON."""
+    """The error of an answer with ``status``; ``document`` is its body as JSON."""
     members = dict(document) if isinstance(document, Mapping) else {}
     title, detail, type_ = (members.pop(name, None) for name in ("title", "detail", "type"))
     members.pop("status", None)

@@ -1,4 +1,4 @@
-"""Server-sent events: from bytes to events of jobs. Pure."""
+"""Server-sent events: parse bytes into events of jobs."""
 
 from __future__ import annotations
 
@@ -6,21 +6,32 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 
 from dcp.server.client.errors import AnswerError
-from dcp.server.records.jobs import JobEvent
 
-__all__ = ["EventStream"]
+__all__ = ["EventStream", "JobEvent"]
 
 _LONGEST_PAUSE_SECONDS: Final = 10.0
 _MAX_EVENT_BYTES: Final = 4 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class JobEvent:
+    """An event of a job. ``kind`` "progress" and "end" come without ``id``; "end" is the last of one job, and
+    "ready" the first of all jobs."""
+
+    kind: str
+    data: Mapping[str, Any]
+    id: int | None = None
+    at: datetime | None = None
+    job_id: int | None = None
+
+
 @dataclass(slots=True)
 class EventStream:
-    """One stream over several connections. ``last_id`` is what the next connection goes on behind; ``ended``
-    once the last event has come."""
+    """One stream over several connections. The next one continues after the event ``last_id``; the last event
+    sets ``ended``."""
 
     last_id: int | None = None
     ended: bool = False
@@ -33,20 +44,20 @@ class EventStream:
     _rest: bytes = b""
 
     def headers(self) -> dict[str, str]:
-        """Of the next connection, which begins with a new event."""
+        """Headers of the next connection, which begins with a new event."""
         self._forget()
         self._rest = b""
         headers = {"Accept": "text/event-stream", "Cache-Control": "no-store"}
         return headers if self.last_id is None else headers | {"Last-Event-ID": str(self.last_id)}
 
     def feed(self, data: bytes) -> list[JobEvent]:
-        """Take the next bytes; the events that they complete. Raises AnswerError.
+        """Parse the next bytes into the events that they complete. Raises AnswerError.
 
-        Lines end at line feeds alone: text in events may have what Python, too, takes for the end of one.
+        Lines end at line feeds alone, unlike those of `str.splitlines`.
         """
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _MAX_EVENT_BYTES:
-            raise AnswerError("an event of the service has no end")
+            raise AnswerError("an event of the service is too long")
         events = (self._line(line.removesuffix(b"\r").decode(errors="replace")) for line in lines)
         return [event for event in events if event is not None]
 
@@ -57,7 +68,7 @@ class EventStream:
         value = value.removeprefix(" ")
         self._size += len(line)
         if self._size > _MAX_EVENT_BYTES:
-            raise AnswerError("an event of the service has no end")
+            raise AnswerError("an event of the service is too long")
         if name == "data":
             self._data.append(value)
         elif name == "event":
@@ -69,7 +80,7 @@ class EventStream:
         return None
 
     def failed(self) -> float:
-        """A connection has failed: seconds to wait before the next one."""
+        """Count a failed connection. Returns the seconds to wait before the next one."""
         self.failures += 1
         return min(_LONGEST_PAUSE_SECONDS, self.pause_seconds * 2.0 ** min(self.failures, 10))
 
@@ -81,7 +92,7 @@ class EventStream:
         try:
             document = json.loads(text)
         except ValueError as error:
-            raise AnswerError("an event of the service is no JSON") from error
+            raise AnswerError("an event of the service is not JSON") from error
         self.failures = 0
         self.ended = self.ended or kind == "end"
         data = document if isinstance(document, Mapping) else {"value": document}

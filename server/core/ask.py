@@ -119,7 +119,7 @@ class Ask:
         return found
 
     def reading(self) -> AbstractContextManager[Connection]:
-        """A connection that only reads, for several queries that are to agree."""
+        """Open a connection that only reads, for several queries that must agree."""
         return self.service.database.read()
 
     def find(self, query: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -131,6 +131,11 @@ class Ask:
         """Run ``act``, which writes and makes the answer, in one transaction; it is repeated where another
         one was in its way. With an ``Idempotency-Key`` the answer is kept in the same transaction."""
         return IdempotentTransaction(self.service.database, self.request, self.response)(act)
+
+    def transact_secretly(self, act: Callable[[Connection], T]) -> T:
+        """Do the same for an answer with a secret: no ``Idempotency-Key`` keeps it."""
+        self.request.state.is_secret = True
+        return self.service.database.transact(act)
 
     def submit(self, kind: type[Kind[M]], params: M) -> JobAnswer:
         """Submit a job; an unfinished one that does the same is returned instead. Raises what the kind
@@ -145,7 +150,7 @@ class Ask:
         )
 
     def last_job(self, kind: type[Kind[M]], params: M, after: int = 0) -> JobAnswer | None:
-        """The newest job with the result key of ``params`` and a number above ``after``, for a page that
+        """Find the newest job with the result key of ``params`` and a number above ``after``, for a page that
         waits for it."""
         job = self.find(last_job, kind.result_key(params), self.visible)
         return None if job is None or job.id <= after else JobAnswer.of(job)

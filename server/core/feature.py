@@ -1,30 +1,44 @@
-"""Features: what the service does beside its core, each declared as one value.
+"""Features: the parts of the service beside its core, each declared as one value.
 
 A feature is a module or a folder with a `Feature` named ``feature``. Its decorators declare routes of the
-API, pages, forms, and panels on the pages of checkpoints and runs; its job kinds are in ``kinds``. Those of
-the service stand in `dcp.server.features.FEATURES`; those of other packages come by the entry point group
-``dcphub.service_features``.
+API, pages, forms, panels on the pages of checkpoints and runs, periodic work and consumers of events; its job
+kinds are in ``kinds``. Those of the service stand in `dcp.server.features.FEATURES`; those of other packages come by the entry point group
+``dcphub.service_features``. Work of a worker beside jobs is one function each::
+
+    @feature.consumer("notes", kinds=["checkpoint.committed"])
+    def note(connection, events, context):
+        "Called with batches of events, oldest first, in the transaction that keeps the consumer's position."
+
+    @feature.schedule("notes", 600.0)
+    def forget_notes(context):
+        "Called every ten minutes in one of the workers; ``context`` has settings, database and time."
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
 
+from dcp.server.core.events import Consume, Consumer
+from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext
 from dcp.server.records.administration import Scope
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
     from pydantic import BaseModel
+    from sqlalchemy import Connection
 
     from dcp.server.core.jobs.kind import Kind
+    from dcp.server.core.settings import Settings
 
 __all__ = ["Access", "Feature", "Link", "Page", "Panel", "PanelPlace", "Route"]
 
+C = TypeVar("C", bound=Consume)
 F = TypeVar("F", bound=Callable[..., Any])
+W = TypeVar("W", bound="Callable[[ScheduleContext], object]")
 Access = Scope | Literal["public"]
 """The scope that a key needs; "public": no key at all."""
 LinkedFrom = Literal["run", "checkpoint"]
@@ -45,7 +59,10 @@ class RouteOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An operation of the API below ``/api/v1``. ``handle`` returns a record or an answer."""
+    """An operation of the API below ``/api/v1``. ``handle`` returns a record or an answer.
+
+    ``all_roots``: not for keys that are restricted to some roots.
+    """
 
     method: str
     path: str
@@ -98,25 +115,35 @@ class Panel:
 
 @dataclass(slots=True)
 class Feature:
-    """One feature. ``name`` is also the folder of its templates: those beside the module ``module``.
+    """One feature, declared in ``module``.
+
+    A package has its templates in the folder ``templates``, scripts and styles in ``static``; a feature of
+    one file has the texts of its templates in the field ``templates``, by name.
 
     ``web``: the modules below ``module`` that declare its routes and pages, imported by processes that serve
-    HTTP alone; not needed where the module of the feature declares them.
+    HTTP alone; not needed where the module of the feature declares them. ``work``: those that declare
+    consumers and periodic work, imported by workers alone. ``schedules`` are functions of the settings that
+    return periodic work; `schedule` adds one.
     """
 
     name: str
     module: str
     kinds: Sequence[Kind[Any]] = ()
     web: Sequence[str] = ()
+    work: Sequence[str] = ()
     links: Sequence[Link] = ()
+    templates: Mapping[str, str] = field(default_factory=dict)
     routes: list[Route] = field(default_factory=list)
     pages: list[Page] = field(default_factory=list)
+    consumers: list[Consumer] = field(default_factory=list)
+    schedules: list[Callable[[Settings], Iterable[PeriodicWork]]] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
 
     @property
-    def folder(self) -> Path:
-        """The folder of the module, with ``templates`` and ``static``."""
-        return Path(str(importlib.import_module(self.module).__file__)).parent
+    def folder(self) -> Path | None:
+        """The folder of a package; None for a feature of one file, whose folder is not its own."""
+        folders = getattr(importlib.import_module(self.module), "__path__", None)
+        return None if folders is None else Path(folders[0])
 
     def load(self) -> list[APIRouter]:
         """Import the modules that declare routes and pages. Returns the routers of FastAPI that they have as
@@ -188,6 +215,45 @@ class Feature:
             return handle
 
         return declare
+
+    def consumer(self, name: str, *, kinds: Iterable[str] | None = None, **options: Any) -> Callable[[C], C]:
+        """Declare that workers call the function with all events, or those of ``kinds``, once and in order.
+
+        It gets ``(connection, events, context)``, and writes by the connection. ``options``: those of a
+        `Consumer`.
+        """
+        wanted = None if kinds is None else frozenset(kinds)
+
+        def declare(consume: C) -> C:
+            self.consumers.append(Consumer(name, wanted, consume, **options))
+            return consume
+
+        return declare
+
+    def schedule(
+        self,
+        name: str,
+        seconds: float | None = None,
+        *,
+        is_needed: Callable[[Connection, ScheduleContext], bool] | None = None,
+    ) -> Callable[[W], W]:
+        """Declare that one worker at a time calls the function with a `ScheduleContext` every ``seconds``, or
+        as often as workers look for jobs. ``is_needed``: as for `PeriodicWork`."""
+
+        def declare(act: W) -> W:
+            self.schedules.append(
+                lambda settings: [PeriodicWork(name, seconds or settings.poll_seconds, act, is_needed)]
+            )
+            return act
+
+        return declare
+
+    def periodic_work(self, settings: Settings) -> list[PeriodicWork]:
+        """Import the modules of ``work``, and return all periodic work, that of consumers first."""
+        for name in self.work:
+            importlib.import_module(f"{self.module}.{name}")
+        consuming = [consumer.work(settings) for consumer in self.consumers]
+        return consuming + [work for schedules in self.schedules for work in schedules(settings)]
 
     def panel(
         self, on: PanelPlace, template: str, *, order: int, query: type[BaseModel] | None = None

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Self, TypeVar, get_args, get_origin
 
 from pydantic import Field, create_model
 
@@ -18,6 +18,7 @@ __all__ = ["RecordAnswer", "answer_model", "answer_of", "answers"]
 
 R = TypeVar("R", bound="RecordAnswer")
 
+_Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
 _ANSWERS: Final[dict[Any, type[RecordAnswer]]] = {}
 """By record: those that others have in them."""
 _ABSENT: Final = object()
@@ -122,9 +123,10 @@ def answer_of(model: Any, found: Any) -> Any:
 
 def _described(field: RecordField) -> Any:
     shown = field.shown or Shown()
-    default = {"default": field.default} if shown.may_be_absent else {}
-    examples = list(shown.examples) or None
-    return Field(**default, description=shown.description, examples=examples, repr=not field.is_secret)
+    options: dict[str, Any] = {"default": field.default} if shown.may_be_absent else {}
+    if field.is_secret:
+        options |= {"repr": False, "json_schema_extra": {"format": "password"}}
+    return Field(**options, description=shown.description, examples=list(shown.examples) or None)
 
 
 def _type(field: RecordField) -> Any:
@@ -143,7 +145,7 @@ def _json_type(hint: Any, literal: Any = None) -> Any:
     if literal is not None:
         return literal
     if hint is datetime:
-        return str
+        return _Time
     return answer_model(hint)
 
 

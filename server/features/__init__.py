@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
 from dcp.server.core.feature import Feature
+from dcp.server.core.jobs.cleaning import CLEAN_UP
 from dcp.server.core.jobs.kind import Kind
+from dcp.server.core.jobs.schedules import PeriodicWork
+from dcp.server.core.settings import Settings
+from dcp.storage.errors import CheckpointError
 
-__all__ = ["FEATURES", "features", "kinds"]
+__all__ = ["FEATURES", "FeatureError", "features", "kinds", "schedules"]
+
+_GROUP: Final = "dcphub.service_features"
 
 FEATURES: Final = (
     "audit",
@@ -49,17 +56,22 @@ FEATURES: Final = (
 """Folders and files beside this one. Of two routes that fit a path the first one answers."""
 
 
+class FeatureError(CheckpointError):
+    """A feature of another package cannot be used."""
+
+
 @cache
-def features() -> tuple[Feature, ...]:
-    """All features: ours in order, then those of other packages by name."""
-    return (*_ours(), *_others())
+def features(*, is_worker: bool = False) -> tuple[Feature, ...]:
+    """All features: ours in order, then those of other packages by name. Raises FeatureError.
 
-
-def _ours(*, only_folders: bool = False) -> list[Feature]:
+    ``is_worker``: without ours of a single file, which are pages alone.
+    """
     names = [f"{__name__}.{name}" for name in FEATURES]
-    if only_folders:
-        names = [name for name in names if _is_folder(name)]
-    return [importlib.import_module(name).feature for name in names]
+    ours = [importlib.import_module(name).feature for name in names if not is_worker or _is_folder(name)]
+    others = [_load(one) for one in sorted(entry_points(group=_GROUP), key=lambda one: one.name)]
+    found = (*ours, *others)
+    _check_unique("feature", [one.name for one in found])
+    return found
 
 
 def _is_folder(name: str) -> bool:
@@ -67,14 +79,32 @@ def _is_folder(name: str) -> bool:
     return spec is not None and spec.submodule_search_locations is not None
 
 
-def _others() -> list[Feature]:
-    points = sorted(entry_points(group="dcphub.service_features"), key=lambda point: point.name)
-    return [one for one in (point.load() for point in points) if isinstance(one, Feature)]
+def _load(entry: EntryPoint) -> Feature:
+    where = f"feature {entry.name!r} ({entry.value}, entry point {_GROUP!r})"
+    try:
+        found = entry.load()
+    except Exception as error:
+        raise FeatureError(f"{where} cannot be imported: {error!r}") from error
+    if not isinstance(found, Feature):
+        raise FeatureError(f"{where} is no dcp.server.core.feature.Feature but {type(found).__name__}")
+    return found
 
 
 @cache
 def kinds() -> Mapping[str, Kind[Any]]:
-    """The kinds of jobs of all features, by name. Features of a single file have none, and are not imported:
-    workers do not need the pages."""
-    found = [kind for feature in (*_ours(only_folders=True), *_others()) for kind in feature.kinds]
+    """The kinds of jobs of all features, by name. Raises FeatureError."""
+    found = [kind for feature in features(is_worker=True) for kind in feature.kinds]
+    _check_unique("kind of job", [kind.name for kind in found])
     return {kind.name: kind for kind in sorted(found, key=lambda kind: kind.name)}
+
+
+def schedules(settings: Settings) -> Sequence[PeriodicWork]:
+    """Collect the periodic work of all features, and the clean-up of the core."""
+    found = features(is_worker=True)
+    return [*(work for feature in found for work in feature.periodic_work(settings)), CLEAN_UP]
+
+
+def _check_unique(what: str, names: Sequence[str]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise FeatureError(f"{count} features have a {what} {name!r}; rename one of them")

@@ -161,10 +161,8 @@ class _StreamingRead:
     def _received(self, piece: RequestPiece) -> Iterator[memoryview]:
         """Yield the memory of a piece in steps, and hand out what has to be copied."""
         if id(piece) in self._direct:
-            return self._filled(piece, view(piece.address, piece.size_bytes))
-        return self._copied(piece)
-
-    def _copied(self, piece: RequestPiece) -> Iterator[memoryview]:
+            yield from self._filled(piece, view(piece.address, piece.size_bytes))
+            return
         room, address = self._worker.room(self._copied_bytes)
         data = room[: piece.size_bytes]
         yield from self._filled(piece, data)
@@ -246,6 +244,15 @@ class ReadEngine(Closable):
     def close(self) -> None:
         """Close the files."""
         self._files.close()
+
+    def check_files(self, files: Iterable[int]) -> None:
+        """Raise CorruptCheckpointError unless all of them are there with their committed sizes."""
+
+        def check_some(some: Iterator[int]) -> None:
+            for file in some:
+                self._files.check(file)
+
+        work_off(files, self.threads if self.joins else 1, check_some, "dcp-read")
 
     def resolve(self, chunks: Sequence[int] | Int64) -> None:
         """Find the payloads of ``chunks`` where the index does not say where they are."""

@@ -386,8 +386,13 @@ class OpenFiles:
                     self._handles[file] = handle
         return handle
 
-    def _open(self, name: str, expected: int) -> ReadHandle:
-        expected_bytes = None if expected == UNKNOWN else expected
+    def check(self, file: int) -> None:
+        """Raise CorruptCheckpointError unless the file number ``file`` is there with its committed size."""
+        self._open(*self._facts[file], asks=True).close()
+
+    def _open(self, name: str, expected: int, *, asks: bool = False) -> ReadHandle:
+        """Open a file. ``asks``: also where the store would take its size as given, without a request."""
+        expected_bytes = None if asks or expected == UNKNOWN else expected
         try:
             handle = self._store.open_read(name, expected_bytes=expected_bytes)
         except CheckpointNotFoundError:  # a cache of names on a network file system may be behind

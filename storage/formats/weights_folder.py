@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dcp.storage.errors import CheckpointFormatError, CorruptCheckpointError
+from dcp.storage.errors import CheckpointFormatError, CheckpointNotFoundError, CorruptCheckpointError
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.opening import index_of_file
 from dcp.storage.formats.safetensors import parse_json
@@ -61,7 +61,8 @@ def _index_of(store: Store, suffix: str, usual: str, *, takes_all: bool) -> Chec
     called ``usual``; None if it has none. ``takes_all``: files of any other names are weights, too.
 
     Raises CorruptCheckpointError where files or tensors are missing, CheckpointFormatError for names that
-    reach outside the folder, names that stand twice, and whatever the files' own formats forbid.
+    reach outside the folder, names that stand twice, and whatever the files' own formats forbid;
+    CheckpointNotFoundError for names that stand twice in files that nothing says to be parts of one.
     """
     names = [info.name for info in store.list() if not info.name.startswith(".")]
     weights = _choose(store, names, suffix, usual, takes_all=takes_all)
@@ -80,7 +81,8 @@ def _index_of(store: Store, suffix: str, usual: str, *, takes_all: bool) -> Chec
         indexes = list(pool.map(partial(index_of_file, store), files))
     if mapped is not None:
         _check_map(store, mapped, dict(zip(files, indexes, strict=True)))
-    return _joined(store, indexes)
+    are_parts = mapped is not None or any(map(_NUMBERED.fullmatch, files))
+    return _joined(store, indexes, are_parts=are_parts)
 
 
 # -- which files ---------------------------------------------------------------------------------------------
@@ -160,7 +162,8 @@ def _check_map(store: Store, mapped: Mapping[str, str], indexes: Mapping[str, Ch
             )
 
 
-def _joined(store: Store, indexes: list[CheckpointIndex]) -> CheckpointIndex:
+def _joined(store: Store, indexes: list[CheckpointIndex], *, are_parts: bool) -> CheckpointIndex:
+    """Return one index of all files. ``are_parts``: something else says that they are of one checkpoint."""
     owners: dict[str, list[int]] = {}
     for number, index in enumerate(indexes):
         for fqn in [*index.fqns, *index.objects.fqns]:
@@ -168,6 +171,13 @@ def _joined(store: Store, indexes: list[CheckpointIndex]) -> CheckpointIndex:
     for fqn, numbers in owners.items():
         if len(numbers) > 1 and not all(indexes[number].provenance.get("sharded") for number in numbers):
             files = ", ".join(indexes[number].files[0] for number in numbers[:_LISTED])
+            if not are_parts:
+                raise CheckpointNotFoundError(
+                    f"{store.url} is no checkpoint as a whole: {fqn[:200]!r} is in {len(numbers)} files "
+                    f"({files}), each a checkpoint of its own; give one of them",
+                    path=store.url,
+                    fqn=fqn,
+                )
             raise CheckpointFormatError(
                 f"{store.url}: {fqn[:200]!r} is in {len(numbers)} files ({files}), and nothing says which of "
                 "them counts",

@@ -96,6 +96,11 @@ def test_ls_lists_weights_without_a_commit(tmp_path: Path) -> None:
     }
     assert rows["model-7.pt"]["bytes"] == (root / "model-7.pt").stat().st_size
     assert run("ls", root / "model-7.pt", "--json").json == [rows["model-7.pt"]]
+    for name in ("a", "b"):  # two exports of one model are no checkpoint together
+        save_file({"w": torch.ones(3)}, root / f"{name}.safetensors")
+    (root / "model.safetensors").unlink()
+    files = {row["name"]: row["state"] for row in run("ls", root, "--json").json}
+    assert root.name not in files and files["a.safetensors"] == files["b.safetensors"] == "complete"
     quick = {row["name"]: row["state"] for row in run("ls", "--quick", root, "--json").json}
     assert quick["model-7.pt"] == quick["hf-8"] == quick[root.name] == "unopened"
 

@@ -72,6 +72,9 @@ def test_text_is_no_flag_and_a_wrong_name_has_a_suggestion(tmp_path: Path) -> No
                 call(**{flag: print if flag == "weights_only" else "no"})
         with pytest.raises(TypeError, match=f"'{flag}s'. Did you mean '{flag}'"):
             call(**{f"{flag}s": False})
+        if call in (save, load, async_save):
+            with pytest.raises(TypeError, match=r"'path'\. Did you mean 'checkpoint_id'"):
+                call(path="k")
     manager.close()
 
 

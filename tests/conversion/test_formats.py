@@ -159,6 +159,8 @@ def test_names_and_types_are_chosen(training: dict[str, Path], tmp_path: Path) -
     [
         ({"only": "modle.*"}, "did you mean"),
         ({"rename": {".*": "same"}}, "one name"),
+        ({"rename": {"^model": "m", "^modle": "n"}}, "'.modle' change no name"),
+        ({"to": "safetensors"}, r"give to='torch' .*, or a target that ends with \.safetensors"),
         ({"dtype": "int4"}, "dtype must be one of"),
         ({"dtype": {"nothing.*": "float16"}}, r"'nothing\.\*' match no tensor"),
     ],

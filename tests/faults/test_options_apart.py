@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dcp
-from tests.support.rank_acts import STATE, ObjectLoadPlanner, ObjectSavePlanner, outcome
+from tests.support.rank_acts import STATE, ObjectLoadPlanner, ObjectSavePlanner, outcome, warned
 from tests.support.ranks import run_ranks
 
 LOAD_OPTIONS: dict[str, tuple[Any, Any]] = {
@@ -121,3 +121,16 @@ def test_managers_that_are_not_made_alike_are_told(tmp_path: Path) -> None:
             for rank, given in enumerate(MANAGER_OPTIONS[name]):
                 value = "given" if name == "every_seconds" and given else given
                 assert f"rank {rank}: {name}={value!r}"[:900] in message, message
+
+
+def _metrics_apart(rank: int, world_size: int, root: Path) -> list[str]:
+    with warned() as told, dcp.CheckpointManager(root, timeout_seconds=120) as manager:
+        for step in (1, 2):
+            manager.save(step, STATE, metrics={"loss": rank / 4, "rate": 1.0}, force=True)
+    return told
+
+
+def test_metrics_that_differ_by_rank_are_warned_of_once(tmp_path: Path) -> None:
+    """Rank 0's are stored, and its log has what each rank gave."""
+    (said,), others = run_ranks(2, _metrics_apart, tmp_path)
+    assert "metrics['loss']" in said and "rank 0: 0.0; rank 1: 0.25" in said and others == []

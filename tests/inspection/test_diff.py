@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -193,9 +194,17 @@ def test_names_are_chosen_and_renamed(tmp_path: Path) -> None:
 
 
 def test_damage_is_an_error_and_no_difference(tmp_path: Path) -> None:
-    """Bytes that are not those committed are not compared as if they were."""
+    """Bytes that are not those committed are not compared as if they were, nor are files that are gone."""
     weight = torch.randn(5000, 30)
     a, b = save_ours(tmp_path / "a", {"w": weight}), save_ours(tmp_path / "b", {"w": weight + 1})
     flip(data_file(b), 3000)
     refused = run("diff", a, b)
     assert refused.status == 3 and "'w' is damaged" in refused.err
+    twin = save_ours(tmp_path / "twin", {"w": weight})
+    assert "no tensor was read" in run("diff", a, twin).out
+    stored = data_file(twin)
+    os.truncate(stored, 3000)
+    for words in ("has 3000 bytes", "is missing"):
+        refused = run("diff", a, twin)
+        assert refused.status == 3 and words in refused.err
+        stored.unlink(missing_ok=True)

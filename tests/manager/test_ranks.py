@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import time
@@ -29,6 +28,7 @@ from tests.support.manager_runs import (
     until,
     writer_with,
 )
+from tests.support.rank_acts import warned
 from tests.support.ranks import run_ranks
 
 
@@ -216,22 +216,16 @@ def test_one_ranks_failure_is_all_ranks_failure(tmp_path: Path, on_failure: str)
 
 
 def _only_rank_0_saves(rank: int, world_size: int, root: str) -> list[str]:
-    told: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dcp").addHandler(handler)
-    manager = dcp.CheckpointManager(root, writer=plain_writer, timeout_seconds=2.0)
-    try:
+    with warned() as told:
+        manager = dcp.CheckpointManager(root, writer=plain_writer, timeout_seconds=2.0)
         if rank == 0:
             with pytest.raises(dcp.errors.CollectiveTimeoutError):
                 for step in range(1, 4):
                     manager.save(step, {"w": torch.ones(1)})
         else:
             time.sleep(2.5)
-    finally:
         with contextlib.suppress(dcp.CheckpointError):
             manager.close()
-        logging.getLogger("dcp").removeHandler(handler)
     return [text for text in told if "has not come" in text]
 
 

@@ -10,13 +10,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULE = re.compile(r"`([\w/]+\.py)`")
-FOLDER = re.compile(r"`((?:dcp|docs|planners|server|storage|tests|benchmarks|examples)/[\w/]*/)`")
+FOLDER = re.compile(r"`((?:dcp|docs|planners|server|storage|tests|tools|benchmarks|examples)/[\w/]*/)`")
 LINK = re.compile(r"\]\(([\w./-]+\.md)(?:#[\w-]+)?\)")
 
 
 def sources() -> list[str]:
     """The paths of all modules, each with a slash before it."""
-    folders = ("dcp", "planners", "storage", "server", "tests", "benchmarks", "examples")
+    folders = ("dcp", "planners", "storage", "server", "tests", "tools", "benchmarks", "examples")
     found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     return [f"/{path.relative_to(ROOT).as_posix()}" for path in found]
 

@@ -50,6 +50,14 @@ def test_loads_without_a_feature(tmp_path: Path) -> None:
         assert outcome == told | {"strictness": ""}
 
 
+def test_a_misspelled_method_is_warned_of(monkeypatch: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """No step would call it, and the feature would do nothing without a word."""
+    monkeypatch.setattr(registry, "_registered", [])
+    odd = {"name": "odd", "manifst": print, "help": print}
+    registry.register_feature(type("Odd", (registry.SaveFeature,), odd))
+    assert caplog.messages == ["feature 'odd': no step calls manifst(). Did you mean 'manifest'?"]
+
+
 class Fails(registry.LoadFeature):
     """Raises on one rank what is no error of this package."""
 

@@ -29,13 +29,17 @@ def _zeroed(value: Any) -> Any:
         return torch.zeros(value.shape, dtype=value.dtype)
     if isinstance(value, dict):
         return {key: _zeroed(item) for key, item in value.items()}
-    return [_zeroed(item) for item in value] if isinstance(value, list) else None
+    return type(value)(map(_zeroed, value)) if isinstance(value, list | tuple) else None
 
 
-def test_every_value_of_a_torch_file(tmp_path: Path) -> None:
-    """A training state: model, optimizer with int keys and groups, views, strides, fp8, plain values."""
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_every_value_of_a_torch_file(tmp_path: Path, is_converted: bool) -> None:
+    """A training state: model, optimizer with int keys and groups, views, strides, fp8, plain values, and
+    tuples of tensors, which a save keeps as one value."""
     model = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.BatchNorm1d(50), torch.nn.Linear(50, 3))
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=(torch.tensor(0.8), torch.tensor(0.9)), foreach=False
+    )
     model(torch.randn(4, 30)).sum().backward()
     optimizer.step()
     base = torch.arange(2000.0)
@@ -59,7 +63,10 @@ def test_every_value_of_a_torch_file(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "model.pt")
     oracle = torch.load(tmp_path / "model.pt", weights_only=True)
     target = _zeroed(oracle)
-    report = dcp.load(target, checkpoint_id=tmp_path / "model.pt", verify="full")
+    if is_converted:
+        dcp.convert(tmp_path / "model.pt", tmp_path / "converted", to="dcp")
+    source = tmp_path / ("converted" if is_converted else "model.pt")
+    report = dcp.load(target, checkpoint_id=source, verify="full")
     for fqn in ("model", "odd"):
         for name, tensor in oracle[fqn].items():
             assert as_bytes(target[fqn][name]) == as_bytes(tensor), name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import dcp
 from dcp.errors import CheckpointError, MissingKeyError, PlanError, ShapeMismatchError
 from tests.save_load.roads import ROADS, Part, load
 from tests.support.examples import examples
+from tests.support.rank_acts import warned
 from tests.support.ranks import run_ranks
 
 # -- patterns and names --------------------------------------------------------------------------------------
@@ -275,16 +275,13 @@ def save_own(rank: int, world_size: int, path: str) -> None:
 
 def warnings_of_loads(rank: int, world_size: int, path: str) -> list[list[str]]:
     """The messages of a load that keeps and of one that does not."""
-    told: list[list[str]] = []
-    handler, logger = logging.Handler(), logging.getLogger("dcp")
-    handler.emit = lambda record: told[-1].append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
+    found: list[list[str]] = []
     for options in ({"per_rank": "keep"}, {}):
         for road in ROADS[:2]:
-            told.append([])
-            load({"app": {"loader": dcp.PerRank({"position": -1})}}, path, road, **options)
-    logger.removeHandler(handler)
-    return told
+            with warned() as told:
+                load({"app": {"loader": dcp.PerRank({"position": -1})}}, path, road, **options)
+            found.append(told)
+    return found
 
 
 def test_values_of_other_numbers_of_ranks_are_warned_of(tmp_path: Path) -> None:

@@ -137,6 +137,9 @@ def test_classes_facts_and_causes_are_as_ever(places: Path) -> None:
     assert type(cause) is dcp.errors.MissingKeyError and len(summary) > 3
     assert error.__cause__ is None and error.__context__ is cause
     assert str(error).startswith(str(cause)) and str(error).endswith("(failed on rank 0 in step 'plan')")
+    writer = dcp.FileSystemWriter(places / "run/step-00000010", overwrite=False)
+    with pytest.raises(dcp.CheckpointError, match=r"\(failed on rank 0 in step 'prepare'\)"):
+        dcp.save({"w": torch.ones(1)}, storage_writer=writer, no_dist=True)
 
 
 class _Acts:

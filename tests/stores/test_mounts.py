@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import dcp
 from dcp.errors import CheckpointError, StorageError
 from tests.support.bad_mount import bad_mount
 from tests.support.crashes import in_lab
+from tests.support.rank_acts import warned
 from tests.support.versions import save_version, seen_by_dcp, version_state
 
 REFUSALS = {
@@ -47,18 +47,15 @@ def _odd_files(folder: Path) -> list[str]:
 
 def saves_where_refused(root: Path, count: int) -> tuple[list[Any], list[str]]:
     """By each refusal what is seen after a save, one over it and a conversion; all that was logged."""
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dcp").addHandler(handler)
-    seen = []
+    seen, logged = [], list[str]()
     for call, names in REFUSALS.items():
         for name in names[:count]:
             folder = root / f"{call}-{name}"
-            with bad_mount(root, _refusing(call, name)):
+            with bad_mount(root, _refusing(call, name)), warned() as told:
                 save_version(folder / "x", 1)
                 save_version(folder / "x", 2)
                 dcp.convert(folder / "x", folder / "x.pt", to="torch", executor="inline")
+            logged += told
             is_made = (folder / "x.pt").is_file()
             seen.append((call, name, seen_by_dcp(folder / "x"), is_made, _odd_files(root)))
     return seen, logged

@@ -86,11 +86,15 @@ def test_what_names_no_place_is_told_at_once(use: str, kind: str) -> None:
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("use", ["save", "load", "index", "target"])
-def test_a_name_that_is_too_long(use: str, tmp_path: Path) -> None:
+LONG = [(use, "x" * 300, "too long") for use in ("save", "load", "index", "target")]
+OTHERS = [("save", "/proc/x", "/proc/x cannot be made"), ("manager", __file__, "is not a folder")]
+
+
+@pytest.mark.parametrize(("use", "name", "words"), LONG + OTHERS)
+def test_a_name_that_the_file_system_refuses(use: str, name: str, words: str, tmp_path: Path) -> None:
     """What only the file system knows is its error, typed."""
-    with pytest.raises(StorageError, match="too long"):
-        USES[use](tmp_path / ("x" * 300))
+    with pytest.raises(StorageError, match=words):
+        USES[use](tmp_path / name)
 
 
 @pytest.mark.parametrize("leads_to", ["nowhere", "link"])

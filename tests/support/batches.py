@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["EPOCH", "Batches"]
+__all__ = ["EPOCH", "Batches", "losses"]
 
 EPOCH = 8
 """Batches of a rank."""
+
+
+def losses(folder: Path, rank: int = 0) -> dict[int, str]:
+    """Those that a training noted, by step; of one that was trained twice, the later."""
+    lines = (folder / f"losses-{rank}.jsonl").read_text().splitlines()
+    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
 
 class Batches:

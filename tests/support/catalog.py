@@ -10,7 +10,6 @@ from typing import Any, Final
 import pytest
 from fastapi.testclient import TestClient
 
-from dcp.server.features.rules.periodic import consume_events, submit_due
 from tests.support.app import App, running_app
 from tests.support.catalog_roots import write_manifest
 from tests.support.databases import MakeDatabase
@@ -93,9 +92,9 @@ class Catalog:
 
     def regular_work(self, later_seconds: float = 0.0) -> int:
         """What a worker does now and then, as if at a later time; how many jobs come of it."""
-        now = time.time() + later_seconds
-        database, settings = self.worker.database, self.worker.settings
-        return consume_events(database, settings, now) + submit_due(database, settings, now)
+        before = len(pages(self.http, "/jobs", limit=500))
+        self.app.work(time.time() + later_seconds, "events:automation", "retention", "purges")
+        return len(pages(self.http, "/jobs", limit=500)) - before
 
 
 def _key(one: Any) -> tuple[str, str]:

@@ -31,19 +31,6 @@ import torch.distributed as dist
 from tests.support.forking import forkserver_context
 from tests.support.ranks import RankRaised, all_are_here
 
-__all__ = [
-    "Act",
-    "Child",
-    "Ending",
-    "Group",
-    "in_lab",
-    "kill_at_each_step",
-    "kill_rank",
-    "observe_calls",
-    "run_groups",
-    "wait_for_end",
-]
-
 T = TypeVar("T")
 
 Act = Callable[[Path, Callable[[str, str], None]], Any]

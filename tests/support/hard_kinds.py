@@ -19,7 +19,7 @@ from dcp.server.core.jobs.ledger.states import Backoff
 from dcp.server.core.jobs.worker import Worker
 from dcp.server.core.settings import Settings
 from dcp.server.features import kinds
-from dcp.server.process.schedules import built_in_schedules
+from dcp.server.features import schedules as schedules_of
 
 __all__ = ["kinds", "serve"]
 
@@ -48,5 +48,5 @@ def serve(settings: Settings, hard: str, gate: str = "/nonexistent") -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     named = "tests.support.hard_kinds:kinds" if hard else "dcp.server.features:kinds"
-    periodic = built_in_schedules(settings) if hard == "small" else ()
+    periodic = schedules_of(settings) if hard == "small" else ()
     Worker(settings, kinds=named, schedules=periodic, backoff=Backoff(0.05, 0.2)).run(stop)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any, Final
 
-from sqlalchemy import Table, delete, select, update
+from sqlalchemy import Row, Table, delete, select, update
+from standardwebhooks import Webhook
 
-from dcp.server.catalog.audit import audit_page
 from dcp.server.catalog.events import emit
-from dcp.server.core.jobs.schedules import ScheduleContext
-from dcp.server.core.settings import Settings
-from dcp.server.database.engine import Database
 from dcp.server.database.tables import deliveries, events, metadata, roots, webhooks
-from dcp.server.features.webhooks import hooks, ledger
-from dcp.server.features.webhooks.delivering import Deliverer, deliver_due
-from dcp.server.features.webhooks.hooks import ALL_EVENTS, Hook, HookChange, NewHook
-from dcp.server.features.webhooks.ledger import MAX_ATTEMPTS, RETRY_SECONDS, DeliveryRow
-from dcp.server.features.webhooks.signing import SignatureError, verify
-from dcp.server.process.schedules import built_in_schedules
+from dcp.server.features.webhooks import ledger
+from dcp.server.features.webhooks.hooks import ALL_EVENTS
+from dcp.server.features.webhooks.ledger import MAX_ATTEMPTS, RETRY_SECONDS
+from dcp.server.features.webhooks.sending import Deliverer
 from tests.support.app import App
 from tests.support.catalog_rows import add_checkpoint
 
@@ -29,9 +25,6 @@ __all__ = [
     "NOW",
     "RETRY_SECONDS",
     "Bench",
-    "Hook",
-    "SignatureError",
-    "clean",
     "deliver",
     "emit_events",
     "rows",
@@ -43,40 +36,41 @@ NOW: Final = 1_790_000_000.0
 
 
 class Bench:
-    """A catalog with the roots "main" and "other" and one checkpoint in each."""
+    """A catalog with the roots "main" and "other" and one checkpoint in each, in which it is `NOW`."""
 
-    def __init__(self, database: Database) -> None:
-        self.database = database
-        self.settings = Settings(webhook_allow_private=("127.0.0.0/8",), webhook_seconds=20.0)
+    def __init__(self, app: App) -> None:
+        self.app = app
+        self.database = app.service.database
+        self.settings = app.service.settings
         self.checkpoint_ids = {
-            root: add_checkpoint(database, "first/step-7", root=root) for root in ("main", "other")
+            root: add_checkpoint(self.database, "first/step-7", root=root) for root in ("main", "other")
         }
-        with database.write() as connection:
+        with self.database.write() as connection:
             connection.execute(delete(events))
             found = connection.execute(select(roots.c.name, roots.c.id)).all()
         self.root_ids = {name: int(number) for name, number in found}
 
-    def hook(self, url: str, events: tuple[str, ...] = ALL_EVENTS, root: str | None = None) -> Hook:
+    def hook(self, url: str, events: tuple[str, ...] = ALL_EVENTS, root: str | None = None) -> Any:
         """A webhook made at `NOW`."""
-        new = NewHook(url=url, events=events, roots=None if root is None else frozenset({root}))
-        return self.database.transact(lambda connection: hooks.create_hook(connection, new, NOW))[0]
+        return self._ask("POST", "", url=url, events=events, roots=None if root is None else [root])
+
+    def _ask(self, method: str, path: str, **body: Any) -> Any:
+        answer = self.app.base.request(method, f"/api/v1/webhooks{path}", json=body or None)
+        assert answer.is_success, answer.text
+        return SimpleNamespace(**answer.json())
 
     def emit(
         self, kind: str = "checkpoint.committed", root: str = "main", at: float = NOW, **data: Any
     ) -> None:
-        """An event of the root's checkpoint."""
-        root_id, checkpoint_id = self.root_ids[root], self.checkpoint_ids[root]
+        """An event of the checkpoint of a root; "" is none."""
+        root_id, checkpoint_id = self.root_ids.get(root), self.checkpoint_ids.get(root)
         with self.database.write() as connection:
             emit(connection, kind, root_id=root_id, checkpoint_id=checkpoint_id, data=data, now=at)
 
-    def emit_rootless(self, kind: str) -> None:
-        """An event of no root."""
-        with self.database.write() as connection:
-            emit(connection, kind, now=NOW)
-
     def round(self, now: float = NOW, resolve: Callable[[str, int], list[str]] | None = None) -> int:
-        """One round of deliveries; how many were tried."""
+        """Deliveries made of events, and one round of sending them; how many were tried."""
         found: dict[str, Any] = {} if resolve is None else {"resolve": resolve}
+        self.app.work(now, "events:webhooks")
         return Deliverer(self.settings, self.database, **found).round(now)
 
     def allow(self, *addresses: str, seconds: float = 20.0) -> None:
@@ -84,9 +78,9 @@ class Bench:
         changes = {"webhook_allow_private": addresses, "webhook_seconds": seconds}
         self.settings = self.settings.model_copy(update=changes)
 
-    def claim(self, hook: Hook, lease_seconds: float) -> Callable[[int, float], None]:
+    def claim(self, hook: Any, lease_seconds: float) -> Callable[[int, float], None]:
         """A sender that takes the next delivery and dies; what records its outcome later all the same."""
-        self.database.transact(lambda connection: ledger.queue_events(connection, NOW))
+        self.app.work(NOW, "events:webhooks")
         taken = self.database.transact(
             lambda connection: ledger.claim_next(connection, hook.id, NOW, lease_seconds)
         )
@@ -103,47 +97,43 @@ class Bench:
         with self.database.write() as connection:
             connection.execute(update(deliveries).values(attempt=count))
 
-    def rotate(self, hook: Hook, overlap_seconds: float) -> str:
+    def rotate(self, hook: Any, overlap_seconds: float) -> str:
         """The new secret."""
-        return self.database.transact(
-            lambda connection: hooks.rotate_secret(
-                connection, hook.id, None, overlap_seconds, None, None, NOW
-            )
-        )[1]
+        return str(self._ask("POST", f"/{hook.id}/rotate-secret", overlap_seconds=overlap_seconds).secret)
 
     def audited(self, action: str) -> list[str]:
         """What the audit log has of it, by target, the newest first."""
-        with self.database.read() as connection:
-            return [entry.target for entry in audit_page(connection, action=action).items]
+        found = self.app.base.get("/api/v1/audit", params={"action": action}).json()["items"]
+        return [entry["target"] for entry in found]
 
-    def deliveries(self, hook: Hook) -> list[DeliveryRow]:
+    def deliveries(self, hook: Any) -> Sequence[Row[Any]]:
         """All of a webhook, oldest event first."""
+        query = select(deliveries).where(deliveries.c.webhook_id == hook.id).order_by(deliveries.c.event_id)
         with self.database.read() as connection:
-            return ledger.list_deliveries(connection, hook.id, None, None, 1000)[::-1]
+            found: Sequence[Row[Any]] = connection.execute(query).all()
+            return found
 
-    def state(self, hook: Hook) -> Hook:
+    def state(self, hook: Any) -> Any:
         """The webhook as it is now."""
-        with self.database.read() as connection:
-            return hooks.get_hook(connection, hook.id, None)
+        return self._ask("GET", f"/{hook.id}")
 
-    def change(self, hook: Hook, **values: Any) -> Hook:
-        """Change some columns."""
-        change = HookChange(values=values)
-        return self.database.transact(
-            lambda connection: hooks.update_hook(connection, hook.id, change, None, NOW)
-        )
+    def change(self, hook: Any, **values: Any) -> Any:
+        """Change some fields."""
+        return self._ask("PATCH", f"/{hook.id}", **values)
 
 
 def deliver(app: App, later_seconds: float = 0.0) -> int:
     """One round of an application's deliveries; how many were tried."""
-    return deliver_due(app.service, app.service.clock() + later_seconds)
+    return int(app.work(app.service.clock() + later_seconds, "events:webhooks", "webhooks")[1])
 
 
-def clean(app: App, later_seconds: float = 0.0) -> None:
-    """What the worker does every ten minutes."""
-    (schedule,) = (one for one in built_in_schedules(app.service.settings) if one.name == "clean-up")
-    now = app.service.clock() + later_seconds
-    schedule.act(ScheduleContext(app.service.settings, app.service.database, now, threading.Event()))
+def verify(secrets: Iterable[str], headers: Mapping[str, str], body: bytes, now: float) -> bool:
+    """Whether it is signed with one of the secrets, less than five minutes ago. So does the library of
+    Standard Webhooks, which has no other clock than the system's."""
+    message_id, sent = headers["webhook-id"], int(headers["webhook-timestamp"])
+    at = datetime.fromtimestamp(sent, UTC)
+    wanted = {Webhook(secret).sign(message_id, at, body.decode()) for secret in secrets}
+    return abs(now - sent) <= 300 and not wanted.isdisjoint(headers["webhook-signature"].split())
 
 
 def emit_events(app: App, count: int) -> None:

@@ -26,7 +26,7 @@ from dcp.server.core.jobs.worker import Worker, open_executor
 from dcp.server.core.settings import Settings
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import audit, jobs, tasks
-from dcp.server.process.schedules import built_in_schedules
+from dcp.server.features import schedules as schedules_of
 from tests.support.forking import forkserver_context
 from tests.support.job_kinds import TEST_KINDS, log_lines
 
@@ -116,7 +116,7 @@ def working(
 
 def served_by(settings: Settings) -> AbstractContextManager[Worker]:
     """A worker as an operator starts it: with all kinds of jobs and all periodic work."""
-    schedules = built_in_schedules(settings)
+    schedules = schedules_of(settings)
     return working(settings, kinds="dcp.server.features:kinds", own_executor=True, schedules=schedules)
 
 

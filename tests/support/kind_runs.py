@@ -23,7 +23,7 @@ from dcp.server.core.roots import Roots
 from dcp.server.core.settings import Settings
 from dcp.server.database.engine import Database
 from dcp.server.features import kinds
-from dcp.server.features.scan.scanner import Scanner
+from dcp.server.features.scan.scanner import scan_root
 
 __all__ = ["KindRuns"]
 
@@ -45,7 +45,7 @@ class KindRuns:
 
     def scan(self, root: str) -> None:
         """Bring the catalog up to date."""
-        Scanner(self.database, self.roots).scan(root)
+        scan_root(self.database, self.roots, root)
 
     # -- jobs ------------------------------------------------------------------------------------------------
 

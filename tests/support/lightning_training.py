@@ -16,7 +16,7 @@ from dcp.integrations.lightning import DcpCheckpointIO, DcpModelParallelStrategy
 from tests.support.batches import Batches
 from tests.support.dying import die_in_commit
 
-__all__ = ["Net", "losses", "trainer_of", "training"]
+__all__ = ["Net", "trainer_of", "training"]
 
 SAVE_EVERY = 3
 
@@ -58,12 +58,6 @@ class Net(pl.LightningModule):
     def train_dataloader(self) -> Any:
         """This rank's."""
         return Batches(self.global_rank)
-
-
-def losses(folder: Path, rank: int = 0) -> dict[int, str]:
-    """By step; of one that was trained twice, the later."""
-    lines = (folder / f"losses-{rank}.jsonl").read_text().splitlines()
-    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
 
 def trainer_of(

@@ -1,6 +1,6 @@
-"""The OpenAPI document as lines, one a fact, of which a later version keeps every one.
+"""The OpenAPI document as facts, of which a later version keeps every one; names of components are none.
 
-`python -m tests.support.openapi` writes those of this version to `PROMISED`, where a change of them is meant.
+`python -m tests.support.openapi` writes this version's document to `PROMISED`, where a change of it is meant.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from pydantic import SecretStr
 from dcp.server.app import create_app
 from dcp.server.core.settings import Settings
 
-__all__ = ["PROMISED", "breaks", "document", "facts"]
+__all__ = ["breaks", "document", "facts", "promised"]
 
-PROMISED = Path(__file__).parents[1] / "service" / "openapi.txt"
+PROMISED = Path(__file__).parents[1] / "service" / "openapi.json"
 _PROSE = {"description", "summary", "title", "examples", "example"}
 _ERROR = re.compile(r"/responses/[45]..$")
 _REQUIRED = re.compile(r"(.*)/required\[\] = .*|(.*)/(?:parameters\[.*\]|requestBody)/required = true")
+_COMPONENTS = "#/components/schemas/"
 
 
 @cache
@@ -31,55 +32,59 @@ def document() -> dict[str, Any]:
     return create_app(Settings(database_url=SecretStr("sqlite:///none.sqlite"))).openapi()
 
 
+def promised() -> dict[str, Any]:
+    """The document that this version keeps to."""
+    found: dict[str, Any] = json.loads(PROMISED.read_text())
+    return found
+
+
 def facts(described: dict[str, Any]) -> set[str]:
-    """All that it says but prose, and what each kind of error looks like."""
-    return set(_facts({name: described.get(name, {}) for name in ("paths", "components")}, ""))
+    """All that it says but prose, what each kind of error looks like, and the names of components."""
+    return set(_facts(described["paths"], "/paths", described["components"]["schemas"], ()))
 
 
-def _facts(value: Any, path: str) -> Iterator[str]:
+def _facts(value: Any, path: str, schemas: dict[str, Any], within: tuple[str, ...]) -> Iterator[str]:
     if isinstance(value, list):
         for item in value:
-            yield from _facts(item, f"{path}[{item.get('name', '') if isinstance(item, dict) else ''}]")
+            name = item.get("name", "") if isinstance(item, dict) else ""
+            yield from _facts(item, f"{path}[{name}]", schemas, within)
+    elif isinstance(value, dict) and "$ref" in value:
+        name = value["$ref"].removeprefix(_COMPONENTS)
+        if name not in within:  # a tree has its own kind in it
+            yield from _facts(schemas[name], path, schemas, (*within, name))
     elif isinstance(value, dict):
         is_prose = set() if path.endswith("/properties") else _PROSE
-        told = {} if _ERROR.search(path) else {name: value[name] for name in value.keys() - is_prose}
-        for name, item in told.items():
-            yield from _facts(item, f"{path}/{name}")
-        if not told:
+        kept = {} if _ERROR.search(path) else {name: value[name] for name in value.keys() - is_prose}
+        for name, item in kept.items():
+            yield from _facts(item, f"{path}/{name}", schemas, within)
+        if not kept:
             yield path
-    else:
+    elif not str(value).startswith(_COMPONENTS):
         yield f"{path} = {json.dumps(value)}"
 
 
-def breaks(promised: set[str], described: dict[str, Any]) -> list[str]:
-    """What is not as it was promised: facts that are gone, and what a request has to have that it had not."""
-    found = facts(described)
-    asked = ("/paths/", *(f"/components/schemas/{name}/" for name in _requests(described)))
+def breaks(before: dict[str, Any], described: dict[str, Any]) -> list[str]:
+    """Facts that are gone, and what a request has to have that it had not."""
+    old, found = facts(before), facts(described)
 
     def is_new_duty(line: str) -> bool:
         match = _REQUIRED.fullmatch(line)
         place = f"{match[1] or match[2]}/" if match else ""
-        return place.startswith(asked) and any(old.startswith(place) for old in promised)
+        is_asked = "/requestBody/" in place or "/parameters[" in place
+        return is_asked and any(one.startswith(place) for one in old)
 
-    new = [line for line in found - promised if is_new_duty(line)]
-    return sorted([*(f"gone: {line}" for line in promised - found), *(f"required: {line}" for line in new)])
-
-
-def _requests(described: dict[str, Any]) -> set[str]:
-    """Names of the schemas that bodies of requests are made of."""
-    schemas = described["components"]["schemas"]
-    bodies = [way.get("requestBody", {}) for path in described["paths"].values() for way in path.values()]
-    found: set[str] = set()
-    left = _referred(bodies)
-    while left:
-        found |= left
-        left = _referred([schemas[name] for name in left]) - found
-    return found
+    new = [line for line in found - old if is_new_duty(line)]
+    return sorted([*(f"gone: {line}" for line in old - found), *(f"required: {line}" for line in new)])
 
 
-def _referred(value: Any) -> set[str]:
-    return set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(value)))
+def _without_prose(value: Any, is_named: bool = False) -> Any:
+    if isinstance(value, list):
+        return [_without_prose(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = value if is_named else {name: value[name] for name in value.keys() - _PROSE}
+    return {name: _without_prose(kept[name], name == "properties") for name in sorted(kept)}
 
 
 if __name__ == "__main__":
-    PROMISED.write_text("".join(f"{line}\n" for line in sorted(facts(document()))))
+    PROMISED.write_text(json.dumps(_without_prose(document()), separators=(",", ":")) + "\n")

@@ -17,8 +17,8 @@ from dcp.server.catalog.lineage import add_lineage
 from dcp.server.catalog.structures import StructureFacts, StructureTensor
 from dcp.server.core.http.routers import walk_routes
 from dcp.server.database.tables import sessions
-from dcp.server.features.scan.registering import Registration, register
-from dcp.server.features.scan.scanner import Scanner
+from dcp.server.features.scan.registering import Registration, observe
+from dcp.server.features.scan.scanner import scan_root
 from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.formats.native.manifest import encode_manifest
 from tests.support.app import App
@@ -91,15 +91,16 @@ def note(app: App, actor: str, action: str, target: str, detail: dict[str, Any],
 
 def scan(app: App, root: str = "main") -> None:
     """Bring the catalog up to date."""
-    Scanner(app.service.database, app.service.roots).scan(root)
+    scan_root(app.service.database, app.service.roots, root)
 
 
 def registered(app: App, key: str) -> int:
     """The id of a checkpoint that is looked at now."""
     of = Registration(root="main", key=key)
-    found = register(app.service.database, app.service.roots, of, actor="test").id
-    assert found is not None
-    return found
+    database = app.service.database
+    found = database.transact(observe(database, app.service.roots, of, actor="test"))
+    assert found.id is not None
+    return int(found.id)
 
 
 def posted_paths(app: App) -> set[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +14,15 @@ import dcp
 from tests.support.fault_doors import Fault, OpenWithFaults
 from tests.support.versions import version_state
 
-__all__ = ["STATE", "Acting", "ObjectLoadPlanner", "ObjectSavePlanner", "act_in_phase", "outcome"]
+__all__ = [
+    "STATE",
+    "Acting",
+    "ObjectLoadPlanner",
+    "ObjectSavePlanner",
+    "act_in_phase",
+    "outcome",
+    "warned",
+]
 
 STATE = {"w": torch.arange(6.0), "step": 3}
 
@@ -46,6 +56,18 @@ class Acting:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """There is nothing to take."""
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """What the package logs within the block, on this rank."""
+    told, handler, logger = list[str](), logging.Handler(logging.WARNING), logging.getLogger("dcp")
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)
 
 
 def outcome(act: Callable[[], Any]) -> tuple[tuple[str, ...], str, Any]:

@@ -38,16 +38,26 @@ def _done(value: Any) -> Future[Any]:
     return future
 
 
-class ItemWriter(StorageWriter):
-    """Pickles each item into a file of its own; an interface from before torch's keywords were added."""
+class _Placed:
+    """What reading and writing have in common."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.calls: list[str] = []
+        self.places: dict[MetadataIndex, str] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another place."""
         self.path = Path(checkpoint_id) if checkpoint_id else self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path."""
+        return True
+
+
+class ItemWriter(_Placed, StorageWriter):
+    """Pickles each item into a file of its own; an interface from before torch's keywords were added."""
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
         """Without the ``rank`` and ``use_collectives`` of newer storages."""
@@ -85,26 +95,13 @@ class ItemWriter(StorageWriter):
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         (self.path / "index.pickle").write_bytes(pickle.dumps(metadata))
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path."""
-        return True
-
     def storage_meta(self) -> StorageMeta | None:
         """Nothing to tell."""
         return None
 
 
-class ItemReader(StorageReader):
+class ItemReader(_Placed, StorageReader):
     """Reads what `ItemWriter` wrote."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self.places: dict[MetadataIndex, str] = {}
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Another place."""
-        self.path = Path(checkpoint_id) if checkpoint_id else self.path
 
     def read_metadata(self) -> Metadata:
         """Without the ``rank`` of newer storages."""
@@ -136,11 +133,6 @@ class ItemReader(StorageReader):
             target.copy_(content)
             planner.commit_tensor(item, target)
         return _done(None)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any path."""
-        return True
 
 
 class PlainSavePlanner(SavePlanner):

@@ -18,18 +18,6 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = [
-    "differences",
-    "expected_parts",
-    "fill",
-    "full_tensor",
-    "leaves",
-    "local_parts",
-    "put",
-    "raw",
-    "scrub",
-]
-
 Parts = list[torch.Tensor]
 
 

@@ -21,23 +21,6 @@ from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME
 from tests.support.harmless_values import same
 from tests.support.values import leaves
 
-__all__ = [
-    "ABSENT",
-    "MIXED",
-    "TOGETHER",
-    "copy_folder",
-    "is_version",
-    "listing",
-    "names_in",
-    "save_version",
-    "seen_by_dcp",
-    "seen_by_stock",
-    "stock_save_version",
-    "version_apart",
-    "version_of",
-    "version_state",
-]
-
 ABSENT = "absent"
 """Nothing is committed, and the error says so."""
 

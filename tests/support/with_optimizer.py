@@ -15,17 +15,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import dcp
 
-__all__ = [
-    "full_state",
-    "parts_there",
-    "save_apart",
-    "save_mixed",
-    "save_stock",
-    "seen_by_stock_at",
-    "stock_sees",
-    "weights_of_stock",
-]
-
 
 def full_state(version: int = 1) -> dict[str, Any]:
     """A state whose every tensor tells the version and itself; 0 is to load into.

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dcp.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, UnsafeObjectError
+from tests.support.batches import losses
 from tests.support.conversion import flip
 from tests.support.crashes import Ending, Group, in_lab, run_groups
 from tests.support.harmless_values import same
@@ -35,12 +36,6 @@ def plugin_of(**options: Any) -> Any:
     from dcp.integrations.lightning import DcpCheckpointIO
 
     return DcpCheckpointIO(**options)
-
-
-def _losses(folder: Path, rank: int = 0) -> dict[int, str]:
-    from tests.support.lightning_training import losses
-
-    return losses(folder, rank)
 
 
 def _killed_and_resumed(
@@ -80,7 +75,7 @@ def test_a_trainer_killed_in_a_save_goes_on_bit_for_bit(
     which those checkpoints stay that ModelCheckpoint keeps."""
     whole, killed = _killed_and_resumed(tmp_path, strategy, ranks, die_at, resume_on=ranks)
     for rank in range(ranks):
-        assert _losses(killed, rank) == _losses(whole, rank)
+        assert losses(killed, rank) == losses(whole, rank)
     left = sorted(path.name for path in (whole / "checkpoints").iterdir())
     assert len(left) == 3, left  # the two best and the last
     assert left[-1] == LAST
@@ -96,7 +91,7 @@ def test_a_trainer_goes_on_with_another_number_of_ranks(
 ) -> None:
     """Killed in the save of step 9, it goes on after step 6, to the end."""
     whole, killed = _killed_and_resumed(tmp_path, strategy, ranks, 6, resume_on)
-    before, after = _losses(whole), _losses(killed)
+    before, after = losses(whole), losses(killed)
     assert sorted(after) == list(range(STEPS))
     assert [after[step] for step in range(6)] == [before[step] for step in range(6)]
     assert all(float.fromhex(loss) < 1 for loss in after.values())

@@ -3,7 +3,6 @@ interface in our words, and the real package where it is installed (`make test-t
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 import dcp
+from tests.support.batches import losses
 from tests.support.crashes import Ending, Group, in_lab, run_groups
 from tests.support.megatron_interface import PACKAGE, Interface, install
 
@@ -33,11 +33,6 @@ def _run(*jobs: tuple[Path, int, dict[str, Any]]) -> list[list[Ending]]:
     endings = in_lab(_trained, list(jobs))
     assert isinstance(endings, list)
     return endings
-
-
-def _losses(folder: Path, rank: int = 0) -> dict[int, str]:
-    lines = (folder / f"losses-{rank}.jsonl").read_text().splitlines()
-    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
 
 def _values(endings: list[Ending]) -> list[Any]:
@@ -66,7 +61,7 @@ def test_killed_in_a_save_it_goes_on_bit_for_bit(tmp_path: Path, interface: str,
     assert [value["sum"] for value in _values(resumed)] == [value["sum"] for value in _values(finished)]
     assert resumed[0].value["common"] == {"tp": 2, "pp": pp, "iteration": 6}
     for rank in range(ranks):
-        assert _losses(killed, rank) == _losses(whole, rank)
+        assert losses(killed, rank) == losses(whole, rank)
 
 
 @pytest.mark.exhaustive

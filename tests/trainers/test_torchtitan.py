@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.batches import losses
 from tests.support.crashes import Ending, Group, in_lab, run_groups
 
 STEPS = 14
@@ -28,11 +28,6 @@ def _run(*jobs: tuple[Path, int, dict[str, Any]]) -> list[list[Ending]]:
     endings = in_lab(_trained, list(jobs))
     assert isinstance(endings, list)
     return endings
-
-
-def _losses(folder: Path, rank: int = 0) -> dict[int, str]:
-    lines = (folder / f"losses-{rank}.jsonl").read_text().splitlines()
-    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
 
 
 def _steps(folder: Path) -> list[str]:
@@ -65,7 +60,7 @@ def test_killed_in_a_save_it_goes_on_bit_for_bit(tmp_path: Path, interface: str,
     assert finished[0].value is not None
     assert finished[0].value[0] == STEPS
     for rank in range(2):
-        assert _losses(killed, rank) == _losses(whole, rank)
+        assert losses(killed, rank) == losses(whole, rank)
     assert _steps(whole) == _steps(killed) == ["step-12", "step-14"]
 
 

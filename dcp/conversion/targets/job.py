@@ -35,11 +35,11 @@ from dcp.storage.errors import (
 )
 from dcp.storage.formats.checksums import crc32
 from dcp.storage.formats.dtypes import Dtype
-from dcp.storage.formats.format import found
+from dcp.storage.formats.format import Format, found
 from dcp.storage.formats.index import UNKNOWN
 from dcp.storage.formats.native.record import object_record
 from dcp.storage.formats.plain import encode_plain
-from dcp.storage.formats.registry import file_names, target_named
+from dcp.storage.formats.registry import file_names, formats, target_named
 from dcp.storage.formats.torch.archive import ObjectBlob
 from dcp.storage.formats.torch.pickle_reader import DevicePickle, SizePickle, TensorPickle
 from dcp.storage.formats.torch.python_values import HARMLESS_MARK, decode_value
@@ -345,6 +345,8 @@ def place_of(target: str | os.PathLike[str], to: str, open_store: OpenWith) -> T
     one, written = target_named(to)
     is_named = one.has_suffix(text.rstrip("/"))
     is_file = written.as_file == "always" or (written.as_file == "by name" and is_named)
+    if not is_named and written.as_file != "never":
+        _check_suffix(text, to, one)
     store = open_store(text)
     if not store.capabilities.is_writable:
         raise OptionError(
@@ -361,6 +363,17 @@ def place_of(target: str | os.PathLike[str], to: str, open_store: OpenWith) -> T
     if not name or parent.endswith("/") or "://" not in parent:
         raise OptionError(f"{text!r} names no file below a bucket or folder")
     return TargetPlace(store.url, open_store(parent), check_name(name), None)
+
+
+def _check_suffix(text: str, to: str, one: Format) -> None:
+    """Raise OptionError for a name that ends as files of another format do: readers would go by that."""
+    for other in formats():
+        if other.has_suffix(text.rstrip("/")) and other.target is not None:
+            kind, ends = other.target.name, ", ".join(one.suffixes)
+            raise OptionError(
+                f"{text} ends as files of the format {kind!r} do, and {to!r} is asked for: give to={kind!r} "
+                f"(--to {kind}), or a target that ends with {ends}"
+            )
 
 
 def _local_place(text: str, path: Path, store: Store, *, is_file: bool) -> TargetPlace:

@@ -247,6 +247,20 @@ class TensorReader(Closable):
         """Return the bytes of a value's record."""
         return self._engine.read_blob(file, offset, length)
 
+    def check_files(self, fqns: Iterable[str]) -> None:
+        """Look for the files that hold these tensors and values, at one request a file and no byte read.
+
+        Raises `CorruptCheckpointError` for one that is missing or not as long as it was committed.
+        """
+        index, files = self.index, set[int]()
+        for fqn in fqns:
+            row, value = index.position.get(fqn), index.objects.position.get(fqn)
+            if row is not None:
+                files.update(int(index.chunk_files[chunk]) for chunk in index.chunks(row))
+            if value is not None:
+                files.add(int(index.objects.files[value]))
+        self._engine.check_files(sorted(files - {UNKNOWN}))
+
     # -- chunks ----------------------------------------------------------------------------------------------
 
     def is_c_ordered(self, chunk: int) -> bool:

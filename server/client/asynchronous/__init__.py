@@ -1,4 +1,1 @@
-"""The client for asyncio and trio.
-
-What both clients share is in the folder above.
-"""
+"""The client for asyncio and trio."""

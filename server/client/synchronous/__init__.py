@@ -1,4 +1,1 @@
-"""The client that waits for its answers, made of `asynchronous` by ``make sync-client``: edit that one.
-
-What both clients share is in the folder above.
-"""
+"""The synchronous client, generated from the asynchronous one by ``make client``."""

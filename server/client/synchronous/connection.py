@@ -1,5 +1,5 @@
-# Made of asynchronous/connection.py by `make sync-client`: edit that one.
-"""Requests and their answers: repeated, read, streamed, page after page; for `Client`."""
+# Generated from asynchronous/connection.py by `make client`.
+"""Connections: send requests, repeat them, read answers, streams and pages; for `Client`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from typing import Any, Final, Generic, Self, TypeVar
 
 import httpx
 
-from dcp.server.client import calls
 from dcp.server.client.calls import Call, PagedCall
 from dcp.server.client.downloads import Download, OnBytes
 from dcp.server.client.errors import AnswerError, ProblemError, TransportError
-from dcp.server.client.events import EventStream
+from dcp.server.client.events import EventStream, JobEvent
 from dcp.server.client.transport import (
     RetryPolicy,
     base_url_of,
@@ -27,19 +26,18 @@ from dcp.server.client.transport import (
     parsed,
     transport_error,
 )
-from dcp.server.records.jobs import JobEvent
 
 __all__ = ["HttpConnection", "Pages"]
 
 T = TypeVar("T")
 
 _STREAM_SILENCE_SECONDS: Final = 60.0
-"""The service sends something each quarter of a minute."""
+"""The service sends something every 15 seconds."""
 _STREAM_FAILURES: Final = 10
 
 
 class Pages(Generic[T]):
-    """A list of the service, fetched page by page while it is iterated over; each iteration begins anew."""
+    """A list of the service, fetched page by page during iteration; each iteration starts again."""
 
     def __init__(self, fetch: Callable[[Call[Any]], Any], call: PagedCall[T], page_size: int) -> None:
         self._fetch = fetch
@@ -51,28 +49,28 @@ class Pages(Generic[T]):
             yield from page
 
     def pages(self) -> Iterator[list[T]]:
-        """Page after page; where the service searches for long, some are short or empty."""
+        """Iterate over pages. Where the service searches for long, some are short or empty."""
         cursor: str | None = None
         while True:
-            page = self._fetch(calls.calls_of_page(self._call, self._page_size, cursor))
+            page = self._fetch(self._call.page(self._page_size, cursor))
             yield page.items
             cursor = page.next_cursor
             if cursor is None:
                 return
 
     def first(self) -> T | None:
-        """The first item, by requests for no more than that."""
+        """Get the first item, or None of an empty list."""
         for item in Pages(self._fetch, self._call, 1):
             return item
         return None
 
     def all(self) -> list[T]:
-        """All of them."""
+        """Get all items."""
         return list(self)
 
 
 class HttpConnection:
-    """What a client is made of; see `Client`."""
+    """The connection of a client; see `Client`."""
 
     def __init__(
         self,
@@ -120,7 +118,7 @@ class HttpConnection:
         return response.content
 
     def _response(self, call: Call[Any]) -> httpx.Response:
-        """The answer, read; one that tells of a passing failure only if it is the last."""
+        """The answer, read; that of a passing failure only after the last attempt."""
         request = httpx_request(self._http, call)
         attempt = 0
         while True:
@@ -139,11 +137,12 @@ class HttpConnection:
                     return response
             time.sleep(pause)
 
-    def _joined(self, page: Callable[[str | None], Call[tuple[T, str | None]]]) -> list[T]:
-        found, cursor = self._send(page(None))
+    def _parts(self, call: Call[tuple[T, str | None]]) -> list[T]:
+        """All pages of an answer that comes in pages."""
+        found, cursor = self._send(call)
         parts = [found]
         while cursor is not None:
-            found, cursor = self._send(page(cursor))
+            found, cursor = self._send(call.after(cursor))
             parts.append(found)
         return parts
 
@@ -175,7 +174,7 @@ class HttpConnection:
                 time.sleep(pause)
 
     def _fetch_part(self, call: Call[Any], download: Download) -> Exception | None:
-        """What comes by one request; the failure that ended it."""
+        """Fetch what one request brings. Returns the failure that ended it."""
         request = httpx_request(self._http, call)
         request.headers.update(download.headers())
         try:
@@ -187,14 +186,14 @@ class HttpConnection:
                     for chunk in response.iter_raw():
                         download.write(chunk)
                 if not download.is_whole:
-                    return TransportError("the service ended its answer")
+                    return TransportError("the service closed the connection")
         except httpx.HTTPError as error:
             return transport_error(error, self.url)
         return None
 
     @contextmanager
     def _stream(self, request: httpx.Request) -> Generator[httpx.Response]:
-        """An answer as it comes; where it is to be had elsewhere, from there, which learns no key."""
+        """An answer as it comes; where the service redirects, from there, without the key."""
         response = self._http.send(request, stream=True)
         try:
             if not response.is_redirect:
@@ -202,7 +201,7 @@ class HttpConnection:
                 return
             place = response.next_request
             if place is None or place.url.scheme not in ("http", "https"):
-                raise AnswerError("the service redirects to nowhere")
+                raise AnswerError("the service redirects to an invalid URL")
             wanted = {
                 name: request.headers[name] for name in ("Range", "If-Range") if name in request.headers
             }
@@ -216,10 +215,11 @@ class HttpConnection:
         finally:
             response.close()
 
-    def _watch(self, path: str, stream: EventStream) -> Iterator[JobEvent]:
+    def _watch(self, call: Call[None], stream: EventStream) -> Iterator[JobEvent]:
         while not stream.ended:
             try:
-                request = self._http.build_request("GET", f"{calls.API}{path}", headers=stream.headers())
+                request = httpx_request(self._http, call)
+                request.headers.update(stream.headers())
                 request.extensions["timeout"]["read"] = _STREAM_SILENCE_SECONDS
                 with self._stream(request) as response:
                     if response.status_code == 204:
@@ -238,9 +238,7 @@ class HttpConnection:
                     raise transport_error(error, self.url) from error
             except ProblemError as error:
                 pause = stream.failed()
-                wanted = self._policy.pause_seconds(
-                    calls.plain("GET", path, {}, None, None), stream.failures, error
-                )
+                wanted = self._policy.pause_seconds(call, stream.failures, error)
                 if wanted is None:
                     raise
                 pause = max(pause, wanted)

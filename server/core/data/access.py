@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from fastapi import Depends
 
-from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
+from dcp.server.catalog.details import get_checkpoint
 from dcp.server.core.data.opening import OpenCheckpoint, OpenCheckpoints, OpenChunks
 from dcp.server.core.data.sending.responses import Streams
 from dcp.server.core.http.context import Service
@@ -20,6 +20,7 @@ from dcp.server.core.problems import ConflictError, GoneError
 from dcp.server.core.roots import StorageRoot
 from dcp.server.core.security.keys import valid_keys
 from dcp.server.core.security.principal import Principal
+from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.storage.errors import CheckpointError
 
 if TYPE_CHECKING:

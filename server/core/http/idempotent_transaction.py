@@ -7,7 +7,7 @@ same ``Idempotency-Key`` would do it again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request, Response
 from sqlalchemy import Connection
@@ -31,7 +31,7 @@ class IdempotentTransaction:
         self._response = response
 
     def __call__(self, act: Callable[[Connection], A]) -> A:
-        """Run ``act``, which returns a record or model as the answer and sets the headers of the response.
+        """Return the record or answer that ``act`` makes, which also sets the headers of the response.
 
         Raises ConflictError, and does nothing, if another request has taken the key since.
         """
@@ -48,11 +48,11 @@ class IdempotentTransaction:
         self._request.state.is_kept = True
         return answer
 
-    def _kept(self, answer: Any) -> KeptAnswer:
+    def _kept(self, made: object) -> KeptAnswer:
         set_by_route = self._response.headers
         headers = {name: set_by_route[name] for name in KEPT_HEADERS if name in set_by_route}
         status = self._response.status_code or self._request.scope["route"].status_code or 200
-        body = answer_of(answer_model(type(answer)), answer).model_dump_json().encode()
+        body = answer_of(answer_model(type(made)), made).model_dump_json().encode()
         return KeptAnswer(status, {"content-type": "application/json", **headers}, body)
 
 

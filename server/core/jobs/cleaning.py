@@ -1,12 +1,16 @@
-"""Forgetting jobs that have been over for long."""
+"""The clean-up: forgetting jobs that ended long ago, documents and drafts."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from sqlalchemy import ColumnElement, Connection, Table, delete, func, select
 
+from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext
 from dcp.server.core.security.principal import SYSTEM
+from dcp.server.database.documents import abandon_documents
+from dcp.server.database.drafts import forget_drafts
 from dcp.server.database.tables import (
     job_events,
     jobs,
@@ -17,7 +21,10 @@ from dcp.server.database.tables import (
 )
 from dcp.server.records.jobs import FINAL_STATES
 
-__all__ = ["forget_jobs", "forget_scans"]
+__all__ = ["CLEAN_UP", "forget_jobs", "forget_scans"]
+
+_KEEP_SCANS_SECONDS: Final = 3600.0
+_KEEP_DRAFTS_SECONDS: Final = 86_400.0
 
 _REFERRING: Final[tuple[Table, ...]] = (lineage, verifications, statistics)
 
@@ -31,8 +38,8 @@ def forget_jobs(connection: Connection, before: float, *, limit: int = 500) -> i
     return _forget(connection, limit, jobs.c.state.in_(FINAL_STATES), jobs.c.finished_seconds < before)
 
 
-def forget_scans(connection: Connection, before: float) -> int:
-    """The same, only of scheduled scans that succeeded: there is one a minute."""
+def forget_scans(connection: Connection, before: float, *, limit: int = 500) -> int:
+    """Remove periodic scans that succeeded: there is one a minute. Otherwise as `forget_jobs`."""
     return _forget(
         connection,
         500,
@@ -61,3 +68,14 @@ def _forget(connection: Connection, limit: int, *conditions: ColumnElement[bool]
     unused = [jobs.c.id.not_in(query) for query in referred]
     connection.execute(delete(jobs).where(jobs.c.id.in_(old), *unused))
     return len(old)
+
+
+def _clean_up(context: ScheduleContext) -> None:
+    context.database.transact(partial(abandon_documents, now=context.now))
+    forget_drafts(context.database, context.now - _KEEP_DRAFTS_SECONDS)
+    before = context.now - context.settings.keep_jobs_seconds
+    context.repeat(partial(forget_jobs, before=before))
+    context.repeat(partial(forget_scans, before=max(before, context.now - _KEEP_SCANS_SECONDS)))
+
+
+CLEAN_UP: Final = PeriodicWork("clean-up", 600.0, _clean_up)

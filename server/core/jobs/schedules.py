@@ -1,4 +1,4 @@
-"""Periodic work that one process at a time does: each is a row with the time when it is due, and a lease."""
+"""Periodic work, done by one process at a time: each is a row with the time when it is due, and a lease."""
 
 from __future__ import annotations
 
@@ -20,36 +20,44 @@ from dcp.server.database.tables import schedules as table
 __all__ = ["PeriodicWork", "ScheduleContext", "Scheduler"]
 
 _THREADS: Final = 4
+_MOST_SECONDS: Final = 5.0
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleContext:
-    """The context of periodic work."""
+    """The service, for periodic work. ``stop`` is set when the worker ends: work of more than a second or two
+    looks at it."""
 
     settings: Settings
     database: Database
     now: float
     stop: threading.Event
-    """Set when the worker ends: what takes longer than a second or two looks at it."""
+
+    def repeat(self, act: Callable[[Connection], object]) -> None:
+        """Run ``act`` in transactions of its own while it returns that more is left to do, for a few seconds
+        at most, and until the worker ends."""
+        until = time.monotonic() + _MOST_SECONDS
+        while self.database.transact(act) and not self.stop.is_set() and time.monotonic() < until:
+            pass
 
 
 @dataclass(frozen=True, slots=True)
 class PeriodicWork:
-    """``act`` is called every ``interval_seconds``, counted from its end, in a thread of its own.
+    """Work in a thread of its own: ``act`` every ``interval_seconds``, counted from its end.
 
-    Its effects must bear that it is done twice where a process was believed dead. Where ``is_needed`` is
-    given and says no, nothing is written.
+    It may be repeated where a process was believed dead. ``is_needed`` is a query by which workers find out
+    whether there is anything to do; while there is not, nothing is written.
     """
 
     name: str
     interval_seconds: float
     act: Callable[[ScheduleContext], object]
-    is_needed: Callable[[Connection, float], bool] | None = None
+    is_needed: Callable[[Connection, ScheduleContext], bool] | None = None
 
 
 class Scheduler:
-    """Does what is due, in threads of its own; `tick` is called every now and then."""
+    """Runs the work that is due in threads; `tick` is called several times a second."""
 
     def __init__(
         self,
@@ -71,7 +79,7 @@ class Scheduler:
         self._next_renewal = 0.0
 
     def tick(self) -> None:
-        """Start what is due, and keep the leases of what runs. Raises DatabaseUnavailableError."""
+        """Start the work that is due, and renew the leases of what runs. Raises DatabaseUnavailableError."""
         now = self._clock()
         with self._lock:
             running = set(self._running)
@@ -83,7 +91,7 @@ class Scheduler:
                 self._pool.submit(self._act, self._schedules[name], now)
 
     def close(self) -> None:
-        """Stop what runs, and wait for it."""
+        """Ask what runs to stop, and wait for it."""
         self._stop.set()
         self._pool.shutdown()
 
@@ -98,7 +106,10 @@ class Scheduler:
 
     def _is_needed(self, connection: Connection, name: str, now: float) -> bool:
         is_needed = self._schedules[name].is_needed
-        return is_needed is None or is_needed(connection, now)
+        return is_needed is None or is_needed(connection, self._context(now))
+
+    def _context(self, now: float) -> ScheduleContext:
+        return ScheduleContext(self._settings, self._database, now, self._stop)
 
     def _take(self, name: str, now: float) -> bool:
         lease = {"lease_owner": self._owner, "lease_until_seconds": now + self._settings.lease_seconds}
@@ -126,7 +137,7 @@ class Scheduler:
 
     def _act(self, schedule: PeriodicWork, now: float) -> None:
         try:
-            schedule.act(ScheduleContext(self._settings, self._database, now, self._stop))
+            schedule.act(self._context(now))
         except DatabaseUnavailableError as error:
             _log.warning("database unavailable", schedule=schedule.name, error=str(error))
         except Exception:  # noqa: BLE001 - one that fails must not end the others, nor itself for ever
@@ -137,7 +148,7 @@ class Scheduler:
                 self._running.discard(schedule.name)
 
     def _settle(self, schedule: PeriodicWork) -> None:
-        """The next time; where that cannot be written, the lease runs out."""
+        """Write when it is due next; where that fails, the lease runs out."""
         values: dict[str, Any] = {"due_seconds": self._clock() + schedule.interval_seconds}
         values |= {"lease_owner": None, "lease_until_seconds": None}
         statement = update(table).where(table.c.name == schedule.name, table.c.lease_owner == self._owner)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, select
 
-from dcp.server.catalog.checkpoints import get_checkpoint
+from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import MissingError, StateError
 from dcp.server.catalog.source_facts import fingerprint_of, marks_of
 from dcp.server.core.jobs.kind import JobContext, PermanentJobError, TransientJobError, UnavailableJobError

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 from fastapi import Request
 from fastapi.responses import HTMLResponse
-from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PrefixLoader, StrictUndefined
+from jinja2 import ChoiceLoader, DictLoader, Environment, FileSystemLoader, PrefixLoader, StrictUndefined
 
 from dcp.server.core.feature import Feature
 from dcp.server.core.pages.assets import Assets
@@ -40,7 +40,12 @@ _HEADERS: Final = {
 
 def environment_of(features: Sequence[Feature], assets: Assets) -> Environment:
     """Templates: those of the core by their names, those of a feature by its name and a slash before it."""
-    own = {one.name: FileSystemLoader(one.folder / "templates") for one in features}
+    own = {
+        one.name: DictLoader(one.templates)
+        if one.folder is None
+        else FileSystemLoader(one.folder / "templates")
+        for one in features
+    }
     environment = Environment(
         loader=ChoiceLoader([FileSystemLoader(Path(__file__).parent / "templates"), PrefixLoader(own)]),
         autoescape=True,

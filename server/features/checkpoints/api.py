@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dcp.server.catalog import details, listing
+from dcp.server.catalog.filters import Sort
 
 
 def get_checkpoint(checkpoint_id: int, database: Any, caller: Any, response: Any) -> Any:
@@ -17,5 +18,5 @@ def list_checkpoints(query: Any, database: Any, caller: Any) -> Any:
     """A page of checkpoints."""
     with database.read() as connection:
         return listing.list_checkpoints(
-            connection, query, listing.Sort.parse(query.sort), query.cursor, query.limit, caller.roots
+            connection, query, Sort.parse(query.sort), query.cursor, query.limit, caller.roots
         )

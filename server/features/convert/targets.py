@@ -16,7 +16,7 @@ from dcp.server.catalog.roots import root_id
 from dcp.server.core.jobs.ledger.states import JobRow, Json
 from dcp.server.core.jobs.ledger.transitions import submit_behind
 from dcp.server.database.tables import checkpoints
-from dcp.server.features.scan.asking import scan_spec
+from dcp.server.features.scan.job import scan_spec
 
 __all__ = ["record_target"]
 

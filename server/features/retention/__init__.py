@@ -1,14 +1,14 @@
-"""Retention: policies, previews, deletion with grace, parts that are dropped, purges."""
+"""Retention: policies and their previews, deletion with grace, parts that are dropped, purges."""
 
 from __future__ import annotations
 
 from typing import Final
 
 from dcp.server.core.feature import Feature
-from dcp.server.features.retention.delete import DeleteKind
-from dcp.server.features.retention.job import RetentionKind
+from dcp.server.features.retention.deletion import DeleteKind
+from dcp.server.features.retention.job import RetentionKind, is_policy_due, submit_policies
 from dcp.server.features.retention.prune import PruneKind
-from dcp.server.features.retention.purge import PurgeKind
+from dcp.server.features.retention.purge import PurgeKind, is_purge_due, submit_purges
 
 __all__ = ["feature"]
 
@@ -16,5 +16,7 @@ feature: Final = Feature(
     "retention",
     __name__,
     kinds=[RetentionKind(), DeleteKind(), PruneKind(), PurgeKind()],
-    web=["api", "deletion_api", "forms"],
+    web=["web", "forms"],
 )
+feature.schedule("retention", 10.0, is_needed=is_policy_due)(submit_policies)
+feature.schedule("purges", 10.0, is_needed=is_purge_due)(submit_purges)

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
 
 from fastapi import Query as InQuery
-from fastapi import Response
 from pydantic import BaseModel, Field
 
 from dcp.manager.retention import Retention
@@ -14,12 +13,11 @@ from dcp.server.catalog.audit import last_removal
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import Precondition
-from dcp.server.core.http.idempotent_transaction import IdempotentTransaction
 from dcp.server.core.inputs import MAX_ID, Name, Query, Text
-from dcp.server.features.retention import deletion_api, feature
-from dcp.server.features.retention.answers import Keep, RunPreview
-from dcp.server.features.retention.planning import plan_run
-from dcp.server.features.retention.totals import tensor_bytes
+from dcp.server.features.retention import feature
+from dcp.server.features.retention.planning import plan_run, tensor_bytes
+from dcp.server.features.retention.policies import Keep
+from dcp.server.features.retention.web import delete_checkpoint, restore_checkpoint
 from dcp.server.records.administration import TensorBytes
 from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.runs import Run
@@ -48,15 +46,14 @@ def delete_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
 @feature.form("/checkpoints/{checkpoint_id}/delete", scope="delete")
 def delete_form(checkpoint_id: IdPath, ask: Ask) -> str:
     """Delete the checkpoint; until the grace period is over it can be restored."""
-    deletion_api.delete_checkpoint(checkpoint_id, ask.service, ask.author, _seen(ask), Response())
+    delete_checkpoint(checkpoint_id, ask, _seen(ask))
     return f"/checkpoints/{checkpoint_id}?{urlencode({'done': 'deleted'})}"
 
 
 @feature.form("/checkpoints/{checkpoint_id}/restore", scope="delete")
 def restore_form(checkpoint_id: IdPath, ask: Ask) -> str:
     """Undo the deletion."""
-    transact = IdempotentTransaction(ask.service.database, ask.request, ask.response)
-    deletion_api.restore_checkpoint(checkpoint_id, ask.author, transact, _seen(ask), Response())
+    restore_checkpoint(checkpoint_id, ask, _seen(ask))
     return f"/checkpoints/{checkpoint_id}?{urlencode({'done': 'restored'})}"
 
 
@@ -120,7 +117,7 @@ def preview_panel(ask: Ask, run: Run) -> dict[str, Any]:
     preview = saved = None
     if query.keep is not None:
         retention = Retention.from_dict(query.keep.document())
-        preview = RunPreview.of(ask.find(plan_run, run.id, run.key, retention, ask.now))
+        preview = ask.find(plan_run, run.id, run.key, retention, ask.now).preview
     if query.below_step is not None:
         saved = ask.find(tensor_bytes, run.id, ask.visible, below_step=query.below_step)
     return {"query": query, "preview": preview, "tensor_bytes": saved}

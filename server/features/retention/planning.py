@@ -1,29 +1,34 @@
-"""What a policy makes of the checkpoints in the catalog; nothing is changed here.
+"""Retention plans: the checkpoints that a policy keeps, deletes and drops parts of. Nothing is changed here.
 
-The rules are those of `dcp.Retention` (`dcp.manager.retention`), applied to each run, and in it to
-each format by itself: a run's converted weights do not count as the newest of its training checkpoints. Kept
-in any case are checkpoints without a step, pinned ones, and those that an alias names.
+The rules are those of `dcp.Retention` (`dcp.manager.retention`), applied to each run, and in it to each
+format by itself: a run's converted weights do not count as the newest of its training checkpoints.
+Checkpoints without a step, pinned ones, and those that an alias names are always kept.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, case, func, or_, select
 
 from dcp.manager.retention import Part, Retention, plan
 from dcp.server.catalog.formats import format_in_catalog
-from dcp.server.catalog.names import matches
-from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs
-from dcp.server.features.retention.parts import bytes_of_parts, dropped_patterns
-from dcp.server.records.administration import RetentionDecision
-from dcp.steps import StepState
+from dcp.server.catalog.names import check_pattern, matches
+from dcp.server.catalog.runs import get_run
+from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs, structure_tensors
+from dcp.server.records.administration import (
+    RetentionDecision,
+    RetentionPreview,
+    RetentionTotals,
+    TensorBytes,
+)
+from dcp.steps import OPTIMIZER, StepState
 from dcp.storage.formats.registry import DCP, TORCH_DCP
 
-__all__ = ["RunPlan", "plan_run", "runs_of"]
+__all__ = ["RunPlan", "plan_run", "retention_totals", "runs_of", "tensor_bytes"]
 
 _WITH_PARTS: Final = frozenset({format_in_catalog(one.name) for one in (DCP, TORCH_DCP)})
 """Formats with a commit that can be replaced."""
@@ -31,9 +36,9 @@ _WITH_PARTS: Final = frozenset({format_in_catalog(one.name) for one in (DCP, TOR
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """All committed and unreadable checkpoints of a run, with what is decided.
+    """The decisions on all committed and unreadable checkpoints of a run.
 
-    ``unjudged``: a sentence on each rule by a metric that nothing has, where it alone keeps checkpoints.
+    ``unjudged``: a sentence on each rule by a metric that no checkpoint has, where it alone keeps some.
     """
 
     run_id: int
@@ -43,13 +48,29 @@ class RunPlan:
 
     @property
     def deleted(self) -> list[RetentionDecision]:
-        """The checkpoints that go."""
+        """The checkpoints to delete."""
         return [one for one in self.decisions if not one.reasons]
 
     @property
     def dropped(self) -> list[RetentionDecision]:
-        """The checkpoints that stay, and lose a part."""
+        """The checkpoints to keep, but for some parts."""
         return [one for one in self.decisions if one.drops]
+
+    @property
+    def preview(self) -> RetentionPreview:
+        """The plan for people: those to delete come first, then those that lose parts."""
+        whole = [one for one in self.decisions if one.reasons and not one.drops]
+        return RetentionPreview(
+            self.run_id,
+            self.run,
+            kept=len(self.decisions) - len(self.deleted),
+            deleted=len(self.deleted),
+            deleted_bytes=sum(one.bytes for one in self.deleted),
+            checkpoints=tuple([*self.deleted, *self.dropped, *whole][:1000]),
+            unjudged=self.unjudged,
+            dropped=len(self.dropped),
+            dropped_bytes=sum(one.dropped_bytes for one in self.dropped),
+        )
 
 
 class _CheckpointRow(NamedTuple):
@@ -69,7 +90,7 @@ class _CheckpointRow(NamedTuple):
 def runs_of(
     connection: Connection, root: str, run_glob: str, *, after: int | None = None, limit: int | None = None
 ) -> list[tuple[int, str]]:
-    """(id, key) of the runs of a root whose keys match, in the order of keys, behind the run ``after``."""
+    """List (id, key) of the runs of a root whose keys match, by key, from behind the run ``after``."""
     query = (
         select(runs.c.id, runs.c.key)
         .join(roots, roots.c.id == runs.c.root_id)
@@ -84,7 +105,7 @@ def runs_of(
 
 
 def plan_run(connection: Connection, run_id: int, run: str, keep: Retention, now: float) -> RunPlan:
-    """What is kept of one run, and what goes."""
+    """Decide which checkpoints of a run are kept."""
     rows = _rows(connection, run_id, with_dropped=bool(keep.dropping))
     found: dict[int, tuple[str, ...]] = {}
     drops: dict[int, tuple[Part, ...]] = {}
@@ -113,10 +134,10 @@ def plan_run(connection: Connection, run_id: int, run: str, keep: Retention, now
 def _taken(
     connection: Connection, rows: Iterable[_CheckpointRow], drops: Mapping[int, Sequence[Part]]
 ) -> dict[int, tuple[tuple[str, ...], int]]:
-    """By checkpoint the names of the parts that it has and that are to be dropped, and their bytes."""
+    """Return by checkpoint the names of the parts that it has and that are to be dropped, and their bytes."""
     wanted = {row.id: row.structure_id for row in rows if row.id in drops and row.structure_id is not None}
     parts = {part.name: part for own in drops.values() for part in own}
-    sizes = bytes_of_parts(connection, wanted.values(), list(parts.values())) if wanted else {}
+    sizes = _bytes_of_parts(connection, wanted.values(), list(parts.values())) if wanted else {}
     found = {}
     for number, structure in wanted.items():
         own = {part.name: sizes[part.name][structure] for part in drops[number]}
@@ -133,9 +154,9 @@ def _plan_group(
     named: dict[int, list[str]],
     measured: dict[int, dict[str, float]],
 ) -> tuple[dict[int, tuple[str, ...]], Iterable[str], dict[int, tuple[Part, ...]]]:
-    """Reasons by checkpoint, what could not be judged, and parts that are to be dropped, by checkpoint.
+    """Return reasons by checkpoint, sentences on rules that cannot be applied, and parts to drop.
 
-    Of several with one step the newest good one counts; the others share its fate, if nothing else.
+    Of several checkpoints of one step the newest good one counts; the others are kept or deleted with it.
     """
     by_step: defaultdict[int, list[_CheckpointRow]] = defaultdict(list)
     for row in rows:
@@ -185,13 +206,13 @@ def _rows(connection: Connection, run_id: int, *, with_dropped: bool) -> list[_C
     found = []
     for row in connection.execute(query).mappings():
         own = dict(row)
-        dropped = dropped_patterns(own.pop("provenance", None))
+        dropped = _dropped_patterns(own.pop("provenance", None))
         found.append(_CheckpointRow(**own, dropped=dropped))
     return found
 
 
 def _names(connection: Connection, run_id: int) -> dict[int, list[str]]:
-    """Aliases by checkpoint; all of a run's are of its own checkpoints."""
+    """Return the aliases of a run by checkpoint."""
     found: dict[int, list[str]] = {}
     query = select(aliases.c.checkpoint_id, aliases.c.name).where(aliases.c.run_id == run_id)
     for number, name in connection.execute(query.order_by(aliases.c.name)):
@@ -200,7 +221,8 @@ def _names(connection: Connection, run_id: int) -> dict[int, list[str]]:
 
 
 def _metrics(connection: Connection, run_id: int, keep: Retention) -> dict[int, dict[str, float]]:
-    """Those that the rules ask for; all where one of them is nowhere, for what is said of it."""
+    """Return the metrics that the rules need by checkpoint; all metrics where one of these is missing, for
+    the sentence about it."""
     wanted = {rule.metric for rule in keep.bests}
     if not wanted:
         return {}
@@ -220,3 +242,106 @@ def _by_checkpoint(rows: Iterable[Any]) -> dict[int, dict[str, float]]:
     for number, name, value in rows:
         found.setdefault(number, {})[name] = value
     return found
+
+
+# -- bytes of parts ------------------------------------------------------------------------------------------
+
+
+class _PartBytes(NamedTuple):
+    """Counts of one structure: tensors that match, their bytes, and the bytes of all tensors."""
+
+    tensors: int
+    bytes: int
+    total_bytes: int
+
+
+def _part_bytes(
+    connection: Connection, structures: Iterable[int], only: Sequence[str]
+) -> dict[int, _PartBytes]:
+    """Sum the bytes of tensors whose names match one of the globs ``only``, by structure."""
+    table = structure_tensors.c
+    globs = [matches(connection, table.fqn, check_pattern("only", glob)) for glob in only]
+    is_one = case((or_(*globs), 1), else_=0)
+    found = {}
+    for number in structures:
+        query = select(func.sum(is_one), func.sum(is_one * table.bytes), func.sum(table.bytes))
+        row = connection.execute(query.where(table.structure_id == number, table.kind == "tensor")).one()
+        found[number] = _PartBytes(int(row[0] or 0), int(row[1] or 0), int(row[2] or 0))
+    return found
+
+
+def _bytes_of_parts(
+    connection: Connection, structures: Iterable[int], parts: Sequence[Part]
+) -> dict[str, dict[int, _PartBytes]]:
+    """Sum bytes by the part's name and by structure; a pattern also matches names below one that it
+    matches."""
+    numbers = sorted(set(structures))
+    return {
+        part.name: _part_bytes(
+            connection, numbers, [glob for one in part.patterns for glob in (one, f"{one}.*")]
+        )
+        for part in parts
+    }
+
+
+def _dropped_patterns(provenance: Any) -> frozenset[str]:
+    """Return the patterns of parts that were dropped from a checkpoint, by its provenance in the catalog."""
+    parts = provenance.get("dropped") if isinstance(provenance, Mapping) else None
+    notes = parts if isinstance(parts, list) else []
+    lists = (note.get("patterns") for note in notes if isinstance(note, Mapping))
+    return frozenset(str(glob) for globs in lists if isinstance(globs, list) for glob in globs)
+
+
+# -- totals --------------------------------------------------------------------------------------------------
+
+
+def retention_totals(
+    connection: Connection, root: str, run_glob: str, keep: Retention, now: float
+) -> RetentionTotals:
+    """Add up the plans of all runs whose keys match."""
+    totals = Counter({field.name: 0 for field in fields(RetentionTotals) if field.name != "is_cut"})
+    for run_id, run in runs_of(connection, root, run_glob):
+        plan = plan_run(connection, run_id, run, keep, now)
+        shown = plan.preview
+        totals.update(
+            runs=1,
+            kept=shown.kept,
+            kept_bytes=sum(one.bytes for one in plan.decisions) - shown.deleted_bytes - shown.dropped_bytes,
+            deleted=shown.deleted,
+            deleted_bytes=shown.deleted_bytes,
+            unjudged_runs=bool(shown.unjudged),
+            dropped=shown.dropped,
+            dropped_bytes=shown.dropped_bytes,
+        )
+    return RetentionTotals(**totals, is_cut=False)
+
+
+def tensor_bytes(
+    connection: Connection,
+    run_id: int,
+    visible: frozenset[str] | None = None,
+    *,
+    only: Sequence[str] = OPTIMIZER,
+    below_step: int | None = None,
+) -> TensorBytes:
+    """Sum the bytes of tensors whose names match one of ``only``, in the committed checkpoints of a run, or
+    in those with a step below ``below_step``. `MissingError` for a run that may not be seen."""
+    get_run(connection, run_id, visible)
+    column = checkpoints.c
+    own = [column.run_id == run_id, column.state == "committed"]
+    if below_step is not None:
+        own += [column.step_order >= 0, column.step_order < below_step]
+    named = select(aliases.c.name).where(aliases.c.checkpoint_id == column.id).exists()
+    is_held = case((or_(column.is_pinned, named), 1), else_=0)
+    query = select(column.structure_id, func.count().label("number"), func.sum(is_held).label("held"))
+    rows = connection.execute(query.where(*own).group_by(column.structure_id)).all()
+    free = {row.structure_id: row.number - int(row.held) for row in rows if row.structure_id is not None}
+    sums = _part_bytes(connection, [number for number, count in free.items() if count], only)
+    return TensorBytes(
+        run_id,
+        checkpoints=sum(row.number for row in rows),
+        held=sum(int(row.held) for row in rows),
+        tensors=sum(free[number] * found.tensors for number, found in sums.items()),
+        bytes=sum(free[number] * found.bytes for number, found in sums.items()),
+        total_bytes=sum(free[number] * found.total_bytes for number, found in sums.items()),
+    )

@@ -1,162 +1,136 @@
-"""Retention policies as rows: what is kept of which runs, how often that is applied, with how much grace."""
+"""Retention policies: as they are asked for and stored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, Self
 
-from sqlalchemy import Connection, Select, delete, select
+from pydantic import AfterValidator, Field, model_validator
+from sqlalchemy import delete, select
 
 from dcp.manager.retention import Retention
-from dcp.server.catalog.errors import MissingError
-from dcp.server.catalog.named import NamedRows
+from dcp.server.catalog.errors import InvalidQueryError
 from dcp.server.catalog.names import check_pattern
-from dcp.server.catalog.roots import root_id
-from dcp.server.database.tables import retention_policies as table
-from dcp.server.database.tables import roots, schedules
+from dcp.server.core.inputs import Finite, Name, Request, Text
+from dcp.server.core.resource import Resource
+from dcp.server.core.settings import Settings
+from dcp.server.database.records import record_of_row
+from dcp.server.database.tables import retention_policies, roots, schedules
+from dcp.server.records.administration import RetentionPolicy
 
 __all__ = [
-    "NewPolicy",
-    "PolicyRow",
-    "create_policy",
-    "delete_policy",
-    "get_policy",
-    "list_policies",
-    "update_policy",
+    "POLICIES",
+    "Keep",
+    "KeepBest",
+    "KeepPart",
+    "PolicyChange",
+    "PolicyRequest",
+    "PreviewRequest",
+    "writable_roots",
 ]
 
-_ROWS: Final = NamedRows(table, "retention policy")
+POLICIES: Final = Resource(
+    retention_policies,
+    what="retention policy",
+    noun="retention",
+    tag="p{id}",
+    record=lambda row, etag: record_of_row(RetentionPolicy, row, etag=etag),
+    detail=lambda row: {"name": row.name, "root": row.root, "run_glob": row.run_glob, "keep": row.keep},
+    query=select(retention_policies, roots.c.name.label("root")).join(
+        roots, roots.c.id == retention_policies.c.root_id
+    ),
+    is_visible=lambda row, visible: visible is None or row.root in visible,
+    forget=lambda connection, number: connection.execute(
+        delete(schedules).where(schedules.c.name == f"retention:{number}")
+    ),
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewPolicy:
-    """A policy. ``keep`` is what `Retention.to_dict` gives."""
-
-    name: str
-    root: str
-    run_glob: str
-    keep: Mapping[str, Any]
-    grace_seconds: float
-    interval_seconds: float
-    is_enabled: bool
+def writable_roots(settings: Settings) -> frozenset[str]:
+    """List the names of roots that are configured and not read-only."""
+    return frozenset(name for name, root in settings.roots.items() if not root.readonly)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyRow(NewPolicy):
-    """A stored one."""
-
-    id: int
-    version: int
-    created_seconds: float
-    updated_seconds: float
-
-    @property
-    def retention(self) -> Retention:
-        """The rules."""
-        return Retention.from_dict(self.keep)
-
-    @property
-    def etag(self) -> str:
-        """The entity tag, with quotes."""
-        return f'"p{self.id}-{self.version}"'
+def _checked_glob(glob: str) -> str:
+    try:
+        return check_pattern("parts", glob)
+    except InvalidQueryError as error:
+        raise ValueError(str(error)) from error
 
 
-def create_policy(connection: Connection, new: NewPolicy, now: float) -> PolicyRow:
-    """Store it. Raises MissingError for the root, StateError if there is one of its name."""
-    check_pattern("run_glob", new.run_glob)
-    values = _columns(new) | {"root_id": root_id(connection, new.root)}
-    return get_policy(connection, _ROWS.insert(connection, values, now))
+_DAY: float = 86_400.0
+_Count = Annotated[int, Field(ge=1, le=2**53 - 1)]
+_Grace = Annotated[
+    Finite, Field(ge=0, le=3660 * _DAY, description="How long deleted checkpoints can be restored.")
+]
+_Interval = Annotated[Finite, Field(ge=60, le=366 * _DAY, description="How often it is applied.")]
+_RootName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+_PartGlob = Annotated[Text, Field(min_length=1, max_length=250), AfterValidator(_checked_glob)]
+_Glob = Annotated[
+    Text, Field(min_length=1, max_length=256, description="Matches keys of runs; `*` is any text.")
+]
 
 
-def get_policy(connection: Connection, policy_id: int, visible: frozenset[str] | None = None) -> PolicyRow:
-    """One; MissingError if there is none that may be seen."""
-    row = connection.execute(_select(visible).where(table.c.id == policy_id)).mappings().one_or_none()
-    if row is None:
-        raise MissingError(_ROWS.what, policy_id)
-    return PolicyRow(**row)
+class KeepBest(Request):
+    """The ``count`` best steps by a metric."""
+
+    metric: Name
+    count: _Count = 1
+    mode: Literal["min", "max"] = "min"
 
 
-def list_policies(
-    connection: Connection,
-    visible: frozenset[str] | None = None,
-    *,
-    after: int = 0,
-    limit: int | None = None,
-    is_enabled: bool | None = None,
-) -> list[PolicyRow]:
-    """The policies that may be seen, by id."""
-    query = _select(visible).where(table.c.id > after).order_by(table.c.id).limit(limit)
-    if is_enabled is not None:
-        query = query.where(table.c.is_enabled == is_enabled)
-    return [PolicyRow(**row) for row in connection.execute(query).mappings()]
+class KeepPart(Request):
+    """The steps that keep a part, such as the optimizer: any of these rules keeps it, one at least."""
+
+    last: _Count | None = Field(default=None, description="The newest n.")
+    every_steps: _Count | None = Field(default=None, description="Steps that are multiples of it.")
+    best: list[KeepBest] | None = Field(default=None, min_length=1, max_length=16)
+    younger_than_seconds: Annotated[Finite, Field(gt=0)] | None = None
 
 
-def update_policy(
-    connection: Connection,
-    policy_id: int,
-    changes: Mapping[str, Any],
-    now: float,
-    *,
-    expected_version: int | None = None,
-    visible: frozenset[str] | None = None,
-) -> PolicyRow:
-    """Change the fields named. Raises MissingError, ChangedError, StateError as `create_policy`."""
-    _lock(connection, policy_id, expected_version, visible)
-    if "run_glob" in changes:
-        check_pattern("run_glob", changes["run_glob"])
-    _ROWS.update(connection, policy_id, changes, now)
-    return get_policy(connection, policy_id)
+class Keep(KeepPart):
+    """The steps that are kept: any of these rules keeps one. At least one rule is given, or rules for parts
+    alone, and then all steps are kept. The newest good one is always kept, whole."""
 
-
-def delete_policy(
-    connection: Connection,
-    policy_id: int,
-    *,
-    expected_version: int | None = None,
-    visible: frozenset[str] | None = None,
-) -> PolicyRow:
-    """Remove it; what it has deleted stays so."""
-    policy = _lock(connection, policy_id, expected_version, visible)
-    connection.execute(delete(schedules).where(schedules.c.name == f"retention:{policy_id}"))
-    connection.execute(delete(table).where(table.c.id == policy_id))
-    return policy
-
-
-def _lock(
-    connection: Connection, policy_id: int, expected_version: int | None, visible: frozenset[str] | None
-) -> PolicyRow:
-    _ROWS.lock(connection, policy_id)
-    policy = get_policy(connection, policy_id, visible)
-    _ROWS.expect(policy_id, policy.version, expected_version)
-    return policy
-
-
-def _select(visible: frozenset[str] | None) -> Select[Any]:
-    names = (
-        "id",
-        "name",
-        "is_enabled",
-        "run_glob",
-        "keep",
-        "grace_seconds",
-        "interval_seconds",
-        "version",
-        "created_seconds",
-        "updated_seconds",
+    optimizer: KeepPart | None = Field(
+        default=None, description="The steps that keep their optimizer; the others keep the rest."
     )
-    query = select(*(table.c[name] for name in names), roots.c.name.label("root")).join_from(
-        table, roots, roots.c.id == table.c.root_id
+    parts: dict[_PartGlob, KeepPart] | None = Field(
+        default=None, min_length=1, max_length=16, description="The same by globs on names of entries."
     )
-    return query if visible is None else query.where(roots.c.name.in_(sorted(visible)))
+
+    @model_validator(mode="after")
+    def _keeps(self) -> Self:
+        Retention.from_dict(self.document())
+        return self
+
+    def document(self) -> dict[str, Any]:
+        """Return the members that are given, as they are stored."""
+        return self.model_dump(exclude_none=True)
 
 
-def _columns(new: NewPolicy) -> dict[str, Any]:
-    return {
-        "name": new.name,
-        "is_enabled": new.is_enabled,
-        "run_glob": new.run_glob,
-        "keep": dict(new.keep),
-        "grace_seconds": new.grace_seconds,
-        "interval_seconds": new.interval_seconds,
-    }
+class PreviewRequest(Request):
+    """A policy to preview."""
+
+    root: _RootName
+    run_glob: _Glob = "*"
+    keep: Keep
+
+
+class PolicyRequest(PreviewRequest):
+    """A new policy."""
+
+    name: Name
+    grace_seconds: _Grace | None = Field(default=None, description="None: as the service is configured.")
+    interval_seconds: _Interval = 3600.0
+    is_enabled: bool = True
+
+
+class PolicyChange(Request):
+    """The fields to change."""
+
+    name: Name | None = None
+    run_glob: _Glob | None = None
+    keep: Keep | None = None
+    grace_seconds: _Grace | None = None
+    interval_seconds: _Interval | None = None
+    is_enabled: bool | None = None

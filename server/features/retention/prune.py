@@ -1,7 +1,6 @@
-"""``prune``: parts of a checkpoint, such as its optimizer, are dropped, and the rest stays.
+"""The job ``prune``: drops parts of a checkpoint, such as its optimizer, by `dcp.manager.dropping`.
 
-How is in `dcp.manager.dropping`. Pinned ones, those that an alias names, and those that another job
-is about are left alone.
+Refused for checkpoints that are pinned, that an alias names, or that another job uses.
 """
 
 from __future__ import annotations
@@ -9,19 +8,20 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from sqlalchemy import Connection, select, update
 
 from dcp.manager.retention import part_named
 from dcp.server.catalog import audit
-from dcp.server.catalog.checkpoints import get_checkpoint
+from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import StateError
-from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
+from dcp.server.core.jobs.kind import JobContext, PermanentJobError, ReportProgress
 from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
 from dcp.server.core.jobs.ledger.transitions import submit_behind
 from dcp.server.core.jobs.parameters import CheckpointId, Globs, Parameters
+from dcp.server.core.jobs.simple_kind import SimpleKind
 from dcp.server.core.jobs.subjects import (
     Subject,
     find_subject,
@@ -30,19 +30,22 @@ from dcp.server.core.jobs.subjects import (
     storage_errors,
 )
 from dcp.server.core.problems import ForbiddenError
-from dcp.server.core.security.principal import Principal, Scope
+from dcp.server.core.security.principal import Principal
 from dcp.server.core.settings import Settings
-from dcp.server.database.tables import aliases, checkpoints
-from dcp.server.features.retention.parts import in_use
-from dcp.server.features.scan.asking import scan_spec
+from dcp.server.database.tables import checkpoints, jobs
+from dcp.server.features.retention.deletion import alias_of
+from dcp.server.features.retention.policies import writable_roots
+from dcp.server.features.scan.job import scan_spec
+from dcp.server.records.administration import Scope
+from dcp.server.records.jobs import FINAL_STATES
 from dcp.storage.stores.base import Store
 
-__all__ = ["PruneKind", "PruneParams", "prune_spec"]
+__all__ = ["PruneKind", "PruneParams", "in_use", "prune_spec"]
 
 
 class PruneParams(Parameters):
-    """The checkpoint, and what goes: "optimizer", or globs on names. With ``rewrite`` what stays of files
-    that hold both is written anew, so that all of it is freed."""
+    """The checkpoint, and the parts to drop: "optimizer", or globs on names. With ``rewrite`` files that also
+    hold other data are written anew, so that all bytes of the parts are freed."""
 
     checkpoint_id: CheckpointId
     parts: Globs = ("optimizer",)
@@ -50,7 +53,7 @@ class PruneParams(Parameters):
 
 
 def prune_spec(subject: Subject, params: PruneParams, created_by: str) -> JobSpec:
-    """The job; there is one of a checkpoint at a time."""
+    """Make the job; a checkpoint has one at a time."""
     return JobSpec(
         kind="prune",
         params=params.model_dump(mode="json"),
@@ -61,8 +64,8 @@ def prune_spec(subject: Subject, params: PruneParams, created_by: str) -> JobSpe
     )
 
 
-class PruneKind(Kind[PruneParams]):
-    """One task, which may be repeated from any point on."""
+class PruneKind(SimpleKind[PruneParams]):
+    """Dropping, which may be repeated from any point on."""
 
     name: ClassVar[str] = "prune"
     scope: ClassVar[Scope] = "delete"
@@ -72,35 +75,37 @@ class PruneKind(Kind[PruneParams]):
     def specify(
         self, connection: Connection, params: PruneParams, caller: Principal, settings: Settings
     ) -> JobSpec:
-        """As `Kind.specify`. StateError for one that is held, or that another job is about."""
+        """As `Kind.specify`. StateError for a checkpoint that is held, or that another job uses."""
         subject = find_subject(connection, params.checkpoint_id, caller.roots)
-        if subject.root not in settings.roots or settings.roots[subject.root].readonly:
+        if subject.root not in writable_roots(settings):
             raise ForbiddenError(f"root {subject.root} is read-only")
-        _check_free(connection, subject.id)
+        _check_held(connection, subject.id)
+        if in_use(connection, [subject.id]):
+            raise StateError(
+                f"a job is about checkpoint {subject.id} now, and may be reading it: wait for that one",
+                state="committed",
+            )
         return prune_spec(subject, params, caller.name)
 
     def prepare(self, connection: Connection, params: PruneParams) -> Json:
         """As `Kind.prepare`."""
         try:
-            subject = find_subject(connection, params.checkpoint_id)
-            _check_held(connection, subject.id)
+            _check_held(connection, params.checkpoint_id)
+            return super().prepare(connection, params)
         except StateError as error:
             raise PermanentJobError(str(error)) from error
-        return subject.to_json()
 
-    def plan(self, context: JobContext, params: PruneParams) -> JobPlan:
-        """As `Kind.plan`."""
-        payload = {"subject": dict(context.prepared), "params": params.model_dump(mode="json")}
-        return JobPlan(
-            tasks=[TaskSpec(payload=payload, weight_bytes=context.prepared["bytes"])],
-            plan_data={"subject": dict(context.prepared)},
-        )
-
-    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
-        """As `Kind.run_task`."""
+    def run(
+        self,
+        context: JobContext,
+        params: PruneParams,
+        subjects: Sequence[Subject],
+        report_progress: ReportProgress,
+    ) -> Json:
+        """As `SimpleKind.run`."""
         from dcp.manager.dropping import drop_parts
 
-        subject, params = Subject(**payload["subject"]), PruneParams.model_validate(payload["params"])
+        (subject,) = subjects
         root, place = open_place(context, subject)
         if root.readonly or place.file is not None:
             why = f"root {root.name} is read-only" if root.readonly else "it is a file, and no checkpoint"
@@ -117,14 +122,11 @@ class PruneKind(Kind[PruneParams]):
             "freed_bytes": found.freed_bytes,
             "shared_bytes": found.shared_bytes,
             "rewritten_bytes": found.rewritten_bytes,
+            "subject": subject.to_json(),
         }
 
-    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
-        """As `Kind.publish`."""
-        return {**results[0], "subject": dict(plan_data["subject"])}
-
     def record(self, connection: Connection, job: JobRow, result: Json) -> None:
-        """The audit log says what was freed; a scan reads what is there now."""
+        """Audit what was freed, and submit a scan of the run."""
         subject, now = Subject(**result["subject"]), time.time()
         detail = {name: result[name] for name in ("outcome", "files", "freed_bytes", "rewritten_bytes")}
         detail |= {"parts": [part["name"] for part in result["parts"]], "job": job.id}
@@ -137,26 +139,24 @@ class PruneKind(Kind[PruneParams]):
         submit_behind(connection, scan_spec(subject.root, subject.run, created_by="system"), now)
 
 
+def in_use(connection: Connection, checkpoint_ids: Sequence[int]) -> set[int]:
+    """Return the checkpoints that a job which has not ended uses: it may be reading them."""
+    query = select(jobs.c.checkpoint_id).where(
+        jobs.c.checkpoint_id.in_(checkpoint_ids), jobs.c.state.not_in(FINAL_STATES)
+    )
+    return {int(number) for number in connection.execute(query).scalars()}
+
+
 def _check_held(connection: Connection, checkpoint_id: int) -> None:
     found = get_checkpoint(connection, checkpoint_id)
-    query = select(aliases.c.name).where(aliases.c.checkpoint_id == checkpoint_id).order_by(aliases.c.name)
-    named = connection.execute(query).scalars().first()
-    if found.is_pinned or named is not None:
-        why = "pinned" if found.is_pinned else f"{named!r} of its run"
+    alias = alias_of(connection, checkpoint_id)
+    if found.is_pinned or alias is not None:
+        why = "pinned" if found.is_pinned else f"{alias!r} of its run"
         raise StateError(f"checkpoint {checkpoint_id} is {why}: it stays whole", state=found.state)
 
 
-def _check_free(connection: Connection, checkpoint_id: int) -> None:
-    _check_held(connection, checkpoint_id)
-    if in_use(connection, [checkpoint_id]):
-        raise StateError(
-            f"a job is about checkpoint {checkpoint_id} now, and may be reading it: wait for that one",
-            state="committed",
-        )
-
-
 def _is_meant(store: Store, subject: Subject, fingerprint: str) -> bool:
-    """Whether what is there is still what the catalog knows."""
+    """Compare the checkpoint with the one that the catalog knows."""
     from dcp.steps import read_commit
 
     if subject.save_id is None:

@@ -1,25 +1,28 @@
-"""``purge``: the bytes of a checkpoint that was deleted by order, and whose grace is over, are removed.
+"""The job ``purge``: removes the bytes of a deleted checkpoint whose grace is over; and its submission.
 
-What is removed is what the catalog knows. If something else was saved under the key since, it stays. While a
-purge waits, the checkpoint may be restored, and the job is cancelled; once it has begun it may not.
+It removes the files that the catalog knows; those of another checkpoint that was saved under the key since
+stay. Restoring the checkpoint cancels a purge that has not begun, and is refused afterwards.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Select, exists, select
 
 from dcp.server.catalog import audit
-from dcp.server.catalog.checkpoints import get_checkpoint, set_state
+from dcp.server.catalog.checkpoints import set_state
+from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.roots import root_row
 from dcp.server.catalog.source_facts import fingerprint_of, marks_of
-from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
-from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
+from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress
+from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json, TaskSpec
+from dcp.server.core.jobs.ledger.transitions import submit_or_join
 from dcp.server.core.jobs.parameters import CheckpointId, Parameters
+from dcp.server.core.jobs.schedules import ScheduleContext
 from dcp.server.core.jobs.subjects import (
     Subject,
     find_subject,
@@ -28,10 +31,12 @@ from dcp.server.core.jobs.subjects import (
     storage_errors,
 )
 from dcp.server.core.problems import ForbiddenError, UnavailableError
-from dcp.server.core.security.principal import Principal, Scope
+from dcp.server.core.security.principal import SYSTEM, Principal
 from dcp.server.core.settings import Settings
-from dcp.server.database.tables import checkpoints
+from dcp.server.database.tables import checkpoints, jobs, roots
 from dcp.server.features.retention.deletion import purge_dedup_key
+from dcp.server.features.retention.policies import writable_roots
+from dcp.server.records.administration import Scope
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.opening import SourcePlace, index_at
@@ -42,21 +47,25 @@ if TYPE_CHECKING:  # imported where they are needed: the API process only makes 
     from dcp.manager.removal import Removed
     from dcp.steps import Commit
 
-__all__ = ["PurgeKind", "PurgeParams"]
+__all__ = ["PurgeKind", "PurgeParams", "is_purge_due", "submit_purges"]
+
+_MAX_PURGES: Final = 200
+_RETRY_SECONDS: Final = 3600.0
+"""A purge that has failed is submitted again after this time."""
 
 _Weight = tuple[str, int, float]
-"""Name, size in bytes, time of the last change: which content of a file is meant, as far as that shows."""
+"""Name, size in bytes and time of the last change: they identify the content of a file."""
 
 
 class PurgeParams(Parameters):
-    """The checkpoint, which is deleted; without ``now`` its grace must be over."""
+    """The deleted checkpoint; without ``now`` its grace must be over."""
 
     checkpoint_id: CheckpointId
     now: bool = False
 
 
 class PurgeKind(Kind[PurgeParams]):
-    """One task, which may be repeated from any point on."""
+    """Removal by one task, which may be repeated from any point on."""
 
     name: ClassVar[str] = "purge"
     scope: ClassVar[Scope] = "delete"
@@ -72,19 +81,7 @@ class PurgeKind(Kind[PurgeParams]):
         if subject.root in settings.roots and settings.roots[subject.root].readonly:
             raise ForbiddenError(f"root {subject.root} is read-only")
         self._check_due(connection, params)
-        return self.spec(subject, params, caller)
-
-    def spec(self, subject: Subject, params: PurgeParams, caller: Principal) -> JobSpec:
-        """The job, without a look at whether the grace is over."""
-        return JobSpec(
-            kind=self.name,
-            params=params.model_dump(mode="json"),
-            created_by=caller.name,
-            root=subject.root,
-            checkpoint_id=subject.id,
-            dedup_key=purge_dedup_key(subject.id),
-            max_attempts=self.max_attempts,
-        )
+        return _spec(subject, params, caller)
 
     def prepare(self, connection: Connection, params: PurgeParams) -> Json:
         """As `Kind.prepare`."""
@@ -105,13 +102,13 @@ class PurgeKind(Kind[PurgeParams]):
             )
 
     def plan(self, context: JobContext, params: PurgeParams) -> JobPlan:
-        """Which files go is decided once: of half of them nobody could tell any more."""
+        """Choose the files to remove, once: half of them do not identify a checkpoint any more."""
         subject = Subject(**context.prepared["subject"])
         root, place = open_place(context, subject)
         with storage_errors(root):
             is_there = place.file is not None or bool(place.store.list())
             if not is_there and (context.prepared["in_doubt"] or root.is_empty()):
-                # What is on the right disk would come back as purged, and nobody would ever remove it.
+                # The files on the right disk would stay for ever, with their checkpoint marked as purged.
                 raise UnavailableError(
                     f"root {root.name} has lost much, or all: is that its storage? dcp roots list says more"
                 )
@@ -148,7 +145,7 @@ class PurgeKind(Kind[PurgeParams]):
         return {**results[0], "checkpoint_id": plan_data["id"]}
 
     def record(self, connection: Connection, job: JobRow, result: Json) -> None:
-        """Purged; or, where it was pinned in its folder, as it was before it was deleted."""
+        """Mark it as purged; or, where it was pinned in its folder, as it was before it was deleted."""
         number, now = result["checkpoint_id"], time.time()
         detail = {name: result[name] for name in ("outcome", "files", "bytes")}
         audit.record(connection, job.created_by, "checkpoint.purge", f"checkpoint:{number}", detail, now=now)
@@ -170,6 +167,18 @@ class PurgeKind(Kind[PurgeParams]):
         )
 
 
+def _spec(subject: Subject, params: PurgeParams, caller: Principal) -> JobSpec:
+    return JobSpec(
+        kind=PurgeKind.name,
+        params=params.model_dump(mode="json"),
+        created_by=caller.name,
+        root=subject.root,
+        checkpoint_id=subject.id,
+        dedup_key=purge_dedup_key(subject.id),
+        max_attempts=PurgeKind.max_attempts,
+    )
+
+
 def _remove_commit(place: SourcePlace, subject: Subject) -> Removed:
     from dcp.manager.removal import remove_checkpoint
 
@@ -184,10 +193,8 @@ def _remove_commit(place: SourcePlace, subject: Subject) -> Removed:
 
 
 def _weights(place: SourcePlace, subject: Subject) -> list[_Weight] | None:
-    """The files of weights without a commit, the index first; none if others are there.
-
-    None: it has a commit, or had one.
-    """
+    """Return the files of weights without a commit, the index first; an empty list if they are other files
+    than those of the subject, None if the checkpoint has a commit, or had one."""
     listing, known = {info.name: info for info in place.store.list()}, format_of(subject.format)
     if place.file is None and (
         (known is not None and known.has_commit) or any(is_commit_object(name) for name in listing)
@@ -210,7 +217,7 @@ def _weights(place: SourcePlace, subject: Subject) -> list[_Weight] | None:
 
 
 def _lists_others(name: str) -> bool:
-    """Whether a file of weights says which others there are: the first to go."""
+    """Recognize the index of a folder of weights, which is removed first."""
     return any(one.is_in_folder(name) and one.suffixes and not one.has_suffix(name) for one in formats())
 
 
@@ -219,15 +226,15 @@ def _weight(info: FileInfo) -> _Weight:
 
 
 def _is_older(marks: Sequence[FileInfo], subject: Subject) -> bool:
-    """Whether nothing was written since it was deleted: all that tells, where nothing else is known of it."""
+    """Find out whether nothing was written since it was deleted, where nothing else identifies it."""
     newest = max((info.modified_seconds for info in marks), default=0.0)
     return subject.deleted_seconds is not None and newest <= subject.deleted_seconds
 
 
 def _remove_files(store: Store, files: Sequence[_Weight]) -> Removed:
-    """The first one on its own: without the index nothing loads that is not whole any more.
+    """Remove the first file on its own: without the index nothing loads that is incomplete.
 
-    What was written since the job was planned stays: the next export has the same names and sizes.
+    Files that were written since the job was planned stay: the next export has the same names and sizes.
     """
     from dcp.manager.removal import Removed
 
@@ -235,7 +242,7 @@ def _remove_files(store: Store, files: Sequence[_Weight]) -> Removed:
     gone = [
         weight[0] for weight in files if weight[0] in there and _weight(there[weight[0]]) == tuple(weight)
     ]
-    if not gone:  # an attempt before this one has come so far, and perhaps removed the folder
+    if not gone:  # an earlier attempt has removed the files, and perhaps the folder
         is_replaced = any(weight[0] in there for weight in files)
         return Removed("replaced" if is_replaced else "deleted", left=tuple(there))
     for name in gone[:1]:
@@ -246,3 +253,45 @@ def _remove_files(store: Store, files: Sequence[_Weight]) -> Removed:
     store.remove_root()
     left = tuple(info.name for info in store.list())
     return Removed("deleted", len(gone), sum(there[name].size_bytes for name in gone), left)
+
+
+# -- once the grace is over ----------------------------------------------------------------------------------
+
+
+def is_purge_due(connection: Connection, context: ScheduleContext) -> bool:
+    """Find out whether `submit_purges` has anything to do."""
+    return connection.execute(_due(context).limit(1)).first() is not None
+
+
+def submit_purges(context: ScheduleContext) -> None:
+    """Submit purges of checkpoints whose grace is over."""
+    context.database.transact(lambda connection: _submit(connection, context))
+
+
+def _submit(connection: Connection, context: ScheduleContext) -> None:
+    for number in connection.execute(_due(context)).scalars().all():
+        subject = find_subject(connection, number, state="deleted")
+        submit_or_join(connection, _spec(subject, PurgeParams(checkpoint_id=number), SYSTEM), context.now)
+
+
+def _due(context: ScheduleContext) -> Select[Any]:
+    """Select deleted checkpoints of writable roots: those of other roots may wait for ever, and must not
+    stand before these. A purge that has failed lately is not repeated yet."""
+    lately = exists().where(
+        jobs.c.checkpoint_id == checkpoints.c.id,
+        jobs.c.kind == PurgeKind.name,
+        jobs.c.state != "cancelled",
+        jobs.c.finished_seconds.is_(None) | (jobs.c.finished_seconds > context.now - _RETRY_SECONDS),
+    )
+    return (
+        select(checkpoints.c.id)
+        .join(roots, roots.c.id == checkpoints.c.root_id)
+        .where(
+            checkpoints.c.state == "deleted",
+            checkpoints.c.purge_after_seconds <= context.now,
+            roots.c.name.in_(sorted(writable_roots(context.settings))),
+            ~lately,
+        )
+        .order_by(checkpoints.c.id)
+        .limit(_MAX_PURGES)
+    )

@@ -1,4 +1,4 @@
-"""Rules: jobs that follow an event by themselves."""
+"""Rules: jobs submitted automatically when checkpoints are committed, verified or tagged."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from dcp.server.core.feature import Feature
 
 __all__ = ["feature"]
 
-feature: Final = Feature("rules", __name__, web=["api"])
+feature: Final = Feature("rules", __name__, web=["web"], work=["matching"])

@@ -1,136 +1,117 @@
-"""Automation rules as rows."""
+"""Rules as they are declared and stored: an event, a condition, and the jobs to submit."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import TypeAdapter
-from sqlalchemy import Connection, delete, select
+from pydantic import Field, TypeAdapter, model_validator
 
-from dcp.server.catalog.errors import MissingError
-from dcp.server.catalog.named import NamedRows
-from dcp.server.catalog.names import check_pattern
-from dcp.server.database.tables import rules as table
-from dcp.server.features.rules.actions import Action, Condition
+from dcp.server.catalog.formats import SourceFormat
+from dcp.server.core.inputs import Name
+from dcp.server.core.jobs.parameters import Parameters, PlainText
+from dcp.server.core.resource import Resource
+from dcp.server.database.records import record_of_row
+from dcp.server.database.tables import rules
+from dcp.server.features.convert.job import ConvertOptions, ConvertParams
+from dcp.server.records.administration import Rule
 
-__all__ = ["NewRule", "RuleRow", "create_rule", "delete_rule", "get_rule", "list_rules", "update_rule"]
+__all__ = [
+    "ACTIONS",
+    "RULES",
+    "Action",
+    "Condition",
+    "ConvertAction",
+    "RuleEvent",
+    "StatsAction",
+    "VerifyAction",
+]
 
-_ROWS: Final = NamedRows(table, "rule")
-_ACTIONS: Final[TypeAdapter[tuple[Action, ...]]] = TypeAdapter(tuple[Action, ...])
-_NAMES: Final = (
-    "id",
-    "name",
-    "is_enabled",
-    "event",
-    "condition",
-    "actions",
-    "version",
-    "created_seconds",
-    "updated_seconds",
+RuleEvent = Literal["checkpoint.committed", "checkpoint.verified", "checkpoint.tagged"]
+
+_FIELD: Final = re.compile(r"\{([^{}]*)\}")
+_EXAMPLE: Final = {"root": "r", "run": "a/b", "name": "step-1", "stem": "step-1", "step": 1, "id": 1}
+
+RULES: Final = Resource(
+    rules,
+    what="rule",
+    noun="rule",
+    tag="r{id}",
+    record=lambda row, etag: record_of_row(Rule, row, etag=etag),
+    detail=lambda row: {
+        "name": row.name,
+        "event": row.event,
+        "actions": [action["kind"] for action in row.actions],
+    },
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewRule:
-    """A rule: on ``event``, for checkpoints of the ``condition``, these ``actions``."""
+class Condition(Parameters):
+    """The checkpoints that a rule is for: all that is given must hold.
 
-    name: str
-    is_enabled: bool
-    event: str
-    condition: Condition
-    actions: tuple[Action, ...]
+    ``run`` is a glob on the key of the run. ``tag``: it has the tag, or gets it later. ``every_steps``: its
+    step is a multiple.
+    """
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuleRow(NewRule):
-    """A stored one. Events from before it was made, or changed last, do not concern it."""
-
-    id: int
-    version: int
-    created_seconds: float
-    updated_seconds: float
-
-    @property
-    def etag(self) -> str:
-        """The entity tag, with quotes."""
-        return f'"r{self.id}-{self.version}"'
-
-
-def create_rule(connection: Connection, new: NewRule, now: float) -> RuleRow:
-    """Store it; StateError if there is one of its name, InvalidQueryError for a glob that cannot be meant."""
-    values = _columns(
-        {
-            "name": new.name,
-            "is_enabled": new.is_enabled,
-            "event": new.event,
-            "condition": new.condition,
-            "actions": new.actions,
-        }
+    root: Annotated[str, Field(min_length=1, max_length=63)] | None = None
+    run: PlainText | None = None
+    tag: Name | None = None
+    formats: Annotated[tuple[SourceFormat, ...], Field(min_length=1, max_length=4, strict=False)] | None = (
+        None
     )
-    return get_rule(connection, _ROWS.insert(connection, values, now))
+    every_steps: Annotated[int, Field(ge=1, le=2**53 - 1)] | None = None
 
 
-def get_rule(connection: Connection, rule_id: int) -> RuleRow:
-    """One; MissingError if there is none."""
-    row = connection.execute(select(table).where(table.c.id == rule_id)).mappings().one_or_none()
-    if row is None:
-        raise MissingError(_ROWS.what, rule_id)
-    return _rule(row)
+class VerifyAction(Parameters):
+    """Compare all bytes with their checksums."""
+
+    kind: Literal["verify"]
 
 
-def list_rules(
-    connection: Connection, *, after: int = 0, limit: int | None = None, is_enabled: bool | None = None
-) -> list[RuleRow]:
-    """The rules by id."""
-    query = select(table).where(table.c.id > after).order_by(table.c.id).limit(limit)
-    if is_enabled is not None:
-        query = query.where(table.c.is_enabled == is_enabled)
-    return [_rule(row) for row in connection.execute(query).mappings()]
+class StatsAction(Parameters):
+    """Compute statistics of the values."""
+
+    kind: Literal["stats"]
 
 
-def update_rule(
-    connection: Connection,
-    rule_id: int,
-    changes: Mapping[str, Any],
-    now: float,
-    *,
-    expected_version: int | None = None,
-) -> RuleRow:
-    """Change the fields named, of `NewRule`. Raises MissingError, ChangedError, and as `create_rule`."""
-    _lock(connection, rule_id, expected_version)
-    _ROWS.update(connection, rule_id, _columns(changes), now)
-    return get_rule(connection, rule_id)
+class ConvertAction(ConvertOptions):
+    """Convert it to ``target_key``, with the fields ``{run}``, ``{name}``, ``{stem}`` (the name without its
+    suffix), ``{step}``, ``{root}`` and ``{id}``. Results of conversions are not converted again."""
+
+    kind: Literal["convert"]
+    target_key: Annotated[str, Field(min_length=1, max_length=1024)]
+
+    @model_validator(mode="after")
+    def _expands(self) -> Self:
+        self.params(1, _EXAMPLE)
+        return self
+
+    def params(self, checkpoint_id: int, fields: Mapping[str, object]) -> ConvertParams:
+        """Make the parameters of the job for this checkpoint. Raises ValueError for a field that is missing,
+        and as the parameters do."""
+        given: dict[str, Any] = self.model_dump(exclude={"kind", "target_key"}, exclude_unset=True)
+        key = _expanded(self.target_key, fields)
+        return ConvertParams.model_validate({**given, "checkpoint_id": checkpoint_id, "target_key": key})
 
 
-def delete_rule(connection: Connection, rule_id: int, *, expected_version: int | None = None) -> RuleRow:
-    """Remove it; jobs that it has made go on."""
-    rule = _lock(connection, rule_id, expected_version)
-    connection.execute(delete(table).where(table.c.id == rule_id))
-    return rule
+Action = Annotated[VerifyAction | StatsAction | ConvertAction, Field(discriminator="kind")]
+ACTIONS: Final[TypeAdapter[tuple[Action, ...]]] = TypeAdapter(tuple[Action, ...])
 
 
-def _lock(connection: Connection, rule_id: int, expected_version: int | None) -> RuleRow:
-    _ROWS.lock(connection, rule_id)
-    rule = get_rule(connection, rule_id)
-    _ROWS.expect(rule_id, rule.version, expected_version)
-    return rule
+def _expanded(template: str, fields: Mapping[str, object]) -> str:
+    """Fill in the fields of ``template``; an empty run leaves no slash. Raises ValueError."""
 
+    def value(match: re.Match[str]) -> str:
+        found = fields.get(match[1])
+        if found is None:
+            known = ", ".join(f"{{{name}}}" for name in _EXAMPLE)
+            if match[1] not in _EXAMPLE:
+                raise ValueError(f"target_key: {match[0]} is none of {known}")
+            raise ValueError(f"target_key: the checkpoint has no {match[1]}")
+        return str(found)
 
-def _rule(row: Mapping[Any, Any]) -> RuleRow:
-    values = {name: row[name] for name in _NAMES}
-    values["condition"] = Condition.model_validate(row["condition"])
-    values["actions"] = _ACTIONS.validate_python(row["actions"], strict=False)
-    return RuleRow(**values)
-
-
-def _columns(values: Mapping[str, Any]) -> dict[str, Any]:
-    found = dict(values)
-    if "condition" in found:
-        if found["condition"].run is not None:
-            check_pattern("condition.run", found["condition"].run)
-        found["condition"] = found["condition"].model_dump(mode="json", exclude_none=True)
-    if "actions" in found:
-        found["actions"] = [action.model_dump(mode="json", exclude_unset=True) for action in found["actions"]]
-    return found
+    expanded = _FIELD.sub(value, template)
+    if "{" in expanded or "}" in expanded:
+        raise ValueError("target_key: braces are for fields only")
+    return re.sub(r"/{2,}", "/", expanded).lstrip("/") if "{run}" in template else expanded

@@ -1,37 +1,45 @@
-"""``scan``: the catalog is brought up to date with a root, or with a folder in it."""
+"""The job ``scan``: brings the catalog up to date with a root, or with a folder in it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any, ClassVar, Final
 
 import structlog
 from pydantic import Field
 from sqlalchemy import Connection
 
+from dcp.server.catalog.roots import sync_roots
 from dcp.server.core.inputs import MAX_ID
-from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
-from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
+from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress
+from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json, TaskSpec
+from dcp.server.core.jobs.ledger.transitions import submit
 from dcp.server.core.jobs.parameters import Parameters
+from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext
 from dcp.server.core.jobs.subjects import open_database, storage_errors
 from dcp.server.core.problems import ForbiddenError, NotFoundError
-from dcp.server.core.roots import check_key
-from dcp.server.core.security.principal import Principal, Scope
+from dcp.server.core.roots import Roots, check_key
+from dcp.server.core.security.principal import SYSTEM, Principal
 from dcp.server.core.settings import Settings
-from dcp.server.features.scan.asking import scan_spec
-from dcp.server.features.scan.scanner import Scanner
+from dcp.server.features.scan.scanner import scan_root
+from dcp.server.records.administration import Scope
 
-__all__ = ["ScanKind", "ScanParams"]
+__all__ = ["ScanKind", "ScanParams", "scan_spec", "scans"]
 
-_TOLD: Final = ("new", "changed", "incomplete", "unreadable", "vanished", "lost")
+_PRIORITY: Final = 10
+"""Scans are short, and other jobs may depend on what they find."""
+_LOGGED: Final = ("new", "changed", "incomplete", "unreadable", "vanished", "lost")
 _log = structlog.get_logger(__name__)
 
 
 class ScanParams(Parameters):
-    """The root, and the folder ``below`` which is looked through; "" is all of it.
+    """The root, and the folder ``below`` to scan; "" is all of it.
 
-    ``accept_lost``: up to so many checkpoints that are not found are gone, however large a part of the root
-    they are; somebody has looked. That needs the scope delete.
+    ``accept_lost``: believe that up to so many checkpoints are gone, however large a part of the root they
+    are, because a person has looked. That needs the scope delete.
     """
 
     root: Annotated[str, Field(min_length=1, max_length=63)]
@@ -39,15 +47,31 @@ class ScanParams(Parameters):
     accept_lost: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
 
 
+def scan_spec(
+    root: str, below: str = "", *, created_by: str, priority: int = 0, accept_lost: int = 0
+) -> JobSpec:
+    """Make the job; a folder has one at a time, whoever submits it."""
+    place = f"{root}/{below}\0{accept_lost}" if accept_lost else f"{root}/{below}"
+    digest = hashlib.sha256(place.encode()).hexdigest()[:40]
+    return JobSpec(
+        kind="scan",
+        params={"root": root, "below": below, "accept_lost": accept_lost},
+        created_by=created_by,
+        priority=priority,
+        root=root,
+        dedup_key=f"scan:{digest}",
+    )
+
+
 class ScanKind(Kind[ScanParams]):
-    """One task, which writes what it finds as it goes."""
+    """A scan by one task, which writes what it finds as it proceeds."""
 
     name: ClassVar[str] = "scan"
     scope: ClassVar[Scope] = "write"
     params = ScanParams
     needs_database: ClassVar[bool] = True
-    waits: ClassVar[bool] = False  # the next one is asked for soon
-    has_own_slot: ClassVar[bool] = True  # what is converted for hours must not keep others from being found
+    waits: ClassVar[bool] = False  # the next one is submitted soon
+    has_own_slot: ClassVar[bool] = True  # conversions of hours must not keep new checkpoints from being found
 
     def specify(
         self, connection: Connection, params: ScanParams, caller: Principal, settings: Settings
@@ -68,19 +92,37 @@ class ScanKind(Kind[ScanParams]):
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
         with open_database(context) as database, storage_errors(context.roots.get(payload["root"])):
-            scanner = Scanner(database, context.roots)
-            accepted = payload.get("accept_lost", 0)  # planned by a version before it, perhaps
-            return scanner.scan(payload["root"], below=payload["below"], accepted=accepted).document()
+            params = ScanParams.model_validate(payload)
+            below, accepted = params.below, params.accept_lost
+            return asdict(scan_root(database, context.roots, params.root, below=below, accepted=accepted))
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
         return dict(results[0])
 
     def record(self, connection: Connection, job: JobRow, result: Json) -> None:
-        """Nothing is left to write; the log tells of what was found for the first time."""
+        """Log the changes: the task has written them already."""
         is_first = result.get("is_first", False)
-        told = {name: result[name] for name in _TOLD if result.get(name)}
-        if is_first or told:
-            _log.info("scanned", root=result["root"], found=result["found"], **told)
+        changes = {name: result[name] for name in _LOGGED if result.get(name)}
+        if is_first or changes:
+            _log.info("scanned", root=result["root"], found=result["found"], **changes)
         for line in result["trouble"] if is_first or result.get("lost") else ():
             _log.warning("scanned with trouble", root=result["root"], trouble=line)
+
+
+def scans(settings: Settings) -> Iterable[PeriodicWork]:
+    """Make the periodic scans of all roots that have an interval."""
+    for name, root in sorted(settings.roots.items()):
+        if root.scan_seconds > 0:
+            yield PeriodicWork(f"scan:{name}", root.scan_seconds, partial(_submit, root=name))
+
+
+def _submit(context: ScheduleContext, root: str) -> None:
+    urls = {found.name: found.url for found in Roots(context.settings.roots)}
+    spec = scan_spec(root, created_by=SYSTEM.name, priority=_PRIORITY)
+
+    def act(connection: Connection) -> None:
+        sync_roots(connection, urls, now=context.now)
+        submit(connection, spec, context.now)
+
+    context.database.transact(act)

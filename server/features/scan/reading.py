@@ -1,7 +1,7 @@
-"""From a candidate to its facts: of a manifest only what it says of the checkpoint as a whole is decoded.
+"""Reading candidates: their facts, for which little of a manifest is decoded.
 
-Steps of one run have the same structure, so a structure is decoded when it is seen for the first time, and
-recognised by a digest of the manifest's encoded columns after that.
+Steps of one run have the same structure, so a structure is decoded once, and recognised by a digest of the
+manifest's encoded columns after that.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.posix.files import is_below, path_of_descriptor
 from dcp.storage.stores.posix.store import PosixStore
 
-__all__ = ["Reader", "StructureMemo"]
+__all__ = ["Reader"]
 
 _RACY_SECONDS: Final = 2.0
-"""A file this young may change again without its time showing it: it is read again the next time."""
+"""A file this young may change again without another time: it is read again the next time."""
 _SKEW_SECONDS: Final = 60.0
 _SETTLED_SECONDS: Final = 60.0
-"""A file without a commit object that cannot be read and is younger than this is being written."""
+"""An unreadable file without a commit object that is younger than this is being written."""
 _WHOLE_METADATA_BYTES: Final = 4 << 20
 _MEMO_TENSORS: Final = 500_000
 
 
-class StructureMemo:
+class _StructureMemo:
     """Structures by the encoded columns that they were decoded from; bounded, and safe from any thread."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class StructureMemo:
         self._guard = threading.Lock()
 
     def get(self, key: bytes, decode: Callable[[], StructureFacts]) -> StructureFacts:
-        """The structure of ``key``; what ``decode`` returns if it is not known."""
+        """Return the structure of ``key``, by ``decode`` if it is not known."""
         with self._guard:
             found = self._entries.get(key)
             if found is not None:
@@ -83,26 +83,24 @@ class StructureMemo:
 
 
 class Reader:
-    """Reads candidates below ``root``; safe from any thread."""
+    """A reader of candidates below ``root``; safe from any thread."""
 
-    def __init__(
-        self, root: StorageRoot, *, memo: StructureMemo | None = None, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, root: StorageRoot, *, clock: Callable[[], float] = time.time) -> None:
         self.root = root
-        self._memo = memo if memo is not None else StructureMemo()
+        self._memo = _StructureMemo()
         self._clock = clock
         self._base = root.url_of("")
 
     def facts(self, candidate: Candidate) -> CheckpointFacts | None:
-        """What it is now; None if it is not there any more.
+        """Return its facts; None if it is not there any more.
 
-        What its bytes are to blame for is a fact ("unreadable"). Raises OSError where the storage is, and
+        Bytes that cannot be understood are a fact ("unreadable"). Raises OSError where the storage fails, and
         then nothing is known about the checkpoint.
         """
         observed_seconds = self._clock()
         try:
             if candidate.kind == "incomplete":
-                # What was listed a while ago may be committed by now, and its trainer may have said so.
+                # It may be committed by now, and registered by its trainer.
                 found = classify(
                     candidate.key, {info.name: info for info in self._store(candidate.key).list()}
                 )
@@ -147,7 +145,7 @@ class Reader:
         )
 
     def fingerprint(self, candidate: Candidate) -> str | None:
-        """What tells whether it has changed; None while that cannot be told."""
+        """Return its fingerprint, which changes with it; None while it is too young for that."""
         if self._is_young(candidate.marks, _RACY_SECONDS):
             return None
         return fingerprint_of(candidate.marks)
@@ -184,7 +182,8 @@ class Reader:
     def _from_manifest(
         self, candidate: Candidate, observed_seconds: float, fingerprint: str | None
     ) -> CheckpointFacts | None:
-        """The facts if the manifest is the truth about this folder, and says all; else None."""
+        """Return the facts, if the manifest is that of the files in this folder and has them all; else
+        None."""
         key, sizes = candidate.key, {info.name: info.size_bytes for info in candidate.marks}
         if not 0 < sizes.get(MANIFEST_NAME, 0) <= MAX_MANIFEST_BYTES:
             return None
@@ -213,10 +212,10 @@ class Reader:
         )
 
     def _belongs(self, key: str, summary: ManifestSummary, size_bytes: int) -> bool:
-        """Whether `.metadata` is the one published with the manifest, or the one that this was to replace."""
+        """Return whether `.metadata` is the one published with the manifest, or the one that it replaced."""
         save_id = summary.provenance.get("save_id")
         if summary.torch_metadata_crc is not None and isinstance(save_id, str):
-            # Its first bytes say of which save it is, and all of it is many times as large as the manifest.
+            # Its first bytes name its save, and all of it is many times as large as the manifest.
             head = torch_metadata_head(save_id, size_bytes)
             if self._head(key, METADATA_NAME, len(head), size_bytes) == head:
                 return True
@@ -226,9 +225,10 @@ class Reader:
         return crc32(metadata) in (summary.torch_metadata_crc, summary.replaced_torch_metadata_crc)
 
     def _head(self, key: str, name: str, count: int, size_bytes: int) -> bytes:
-        """The first ``count`` bytes of a file that was listed with ``size_bytes``, or all if it has fewer.
+        """Read the first ``count`` bytes of a file that was listed with ``size_bytes``, or all if it has
+        fewer.
 
-        A local one is read past `Store`, which spends more on being general than the file costs.
+        A local file is read without `Store`, which takes longer than the file.
         """
         if self.root.path is None:
             return self._remote_head(key, name, count, size_bytes)
@@ -245,14 +245,14 @@ class Reader:
         return self._store(key).read(name, limit_bytes=MAX_MANIFEST_BYTES)
 
     def _remote_head(self, key: str, name: str, count: int, size_bytes: int) -> bytes:
-        """By one request, since the size is known from the listing."""
+        """Read the same by one request, since the size is known from the listing."""
         store = self._store(key)
         if name == MANIFEST_NAME:
             return store.read(name, limit_bytes=MAX_MANIFEST_BYTES)
         try:
             with store.open_read(name, expected_bytes=size_bytes) as handle:
                 return handle.pread(min(count, size_bytes), 0)
-        except CorruptCheckpointError:  # of another size by now: no head that anybody expects
+        except CorruptCheckpointError:  # of another size by now: no expected head
             return b""
 
     def _store(self, key: str) -> Store:

@@ -1,7 +1,7 @@
-"""Registration by a trainer: it says where a checkpoint is, and the server looks for itself.
+"""Registration by a trainer: it names a checkpoint, and the service reads it.
 
-Nothing that a trainer could be wrong about is taken on its word: what is committed, of which size and
-structure, is read from storage, so that a registration that comes twice or late changes nothing.
+Nothing that a trainer could be wrong about is taken from its request: the state, size and structure are read
+from storage, so that a registration that comes twice or late changes nothing.
 """
 
 from __future__ import annotations
@@ -9,20 +9,23 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, Self
 from urllib.parse import unquote, urlsplit
 
+from pydantic import ConfigDict, Field, StringConstraints, model_validator
 from sqlalchemy import Connection
 
 from dcp.server.catalog.checkpoints import mark_vanished, upsert_checkpoint
 from dcp.server.catalog.facts import CheckpointFacts
+from dcp.server.catalog.labels import MAX_LABELS
 from dcp.server.catalog.source_facts import step_of_name
 from dcp.server.catalog.structures import prepare_structures
-from dcp.server.core.problems import ConflictError, NotFoundError, UnprocessableError
+from dcp.server.core.inputs import MAX_ID, Finite, Name, Request, Text
+from dcp.server.core.problems import ConflictError, NotFoundError
 from dcp.server.core.roots import Roots, StorageRoot, check_key
 from dcp.server.database.engine import Database
 from dcp.server.features.scan.reading import Reader
@@ -30,42 +33,38 @@ from dcp.server.features.scan.walk import Candidate, classify
 from dcp.server.records.checkpoints import Registered
 from dcp.storage.errors import CheckpointError
 
-__all__ = ["Registration", "look_at", "observe", "place_of", "register", "resolve"]
+__all__ = ["Registration", "observe", "place_of"]
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://(.*)", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Registration:
-    """What a trainer says: the checkpoint ``key`` of the root named ``root``, or below the URL ``root_url``.
+class Registration(Request):
+    """A checkpoint that a trainer has saved, or (``deleted``) has deleted.
 
-    ``step`` counts only where the checkpoint says none itself; ``tags`` and ``metrics`` are added.
-    ``save_id`` is that of the save it is about: if another one has come since, that is what is registered.
-    ``deleted``: it has been deleted, and is marked as gone if it is.
+    The service reads it: whether it is committed, its size and structure are never taken from the request.
+    One of ``root`` and ``root_url`` (the URL of the folder that holds it) is needed.
     """
 
-    key: str
-    root: str | None = None
-    root_url: str | None = None
-    step: int | None = None
-    save_id: str | None = None
-    tags: frozenset[str] = frozenset()
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"root": "main", "key": "run/step-1", "tags": ["nightly"], "metrics": {"loss": 2.5}}]
+        }
+    )
+
+    root: Annotated[str, StringConstraints(min_length=1, max_length=63)] | None = None
+    root_url: Annotated[Text, StringConstraints(min_length=1)] | None = None
+    key: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+    step: Annotated[int, Field(ge=0, le=MAX_ID)] | None = None
+    save_id: Annotated[Text, StringConstraints(min_length=1, max_length=64)] | None = None
+    tags: Annotated[list[Name], Field(max_length=MAX_LABELS)] = Field(default_factory=list)
+    metrics: Annotated[dict[Name, Finite], Field(max_length=MAX_LABELS)] = Field(default_factory=dict)
     deleted: bool = False
 
-
-def register(
-    database: Database,
-    roots: Roots,
-    registration: Registration,
-    *,
-    actor: str,
-    visible: frozenset[str] | None = None,
-    clock: Callable[[], float] = time.time,
-) -> Registered:
-    """Read what is there, and write it to the catalog: `observe`, and a transaction of its own."""
-    write = observe(database, roots, registration, actor=actor, visible=visible, clock=clock)
-    return database.transact(write)
+    @model_validator(mode="after")
+    def _placed(self) -> Self:
+        if (self.root is None) == (self.root_url is None):
+            raise ValueError("one of root and root_url is needed")
+        return self
 
 
 def observe(
@@ -77,16 +76,19 @@ def observe(
     visible: frozenset[str] | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Callable[[Connection], Registered]:
-    """Read what is there; what is returned writes it to the catalog, in a writing transaction. A large
-    structure, which says nothing of a checkpoint by itself, is written here, in many short ones.
+    """Read the checkpoint. Returns a function that writes it to the catalog, in a transaction. A large
+    structure, which belongs to no checkpoint alone, is written here, in many short transactions.
 
-    Raises NotFoundError for a root that is not there (or not ``visible``) and where nothing is, ConflictError
-    where nothing is committed (the trainer may ask again), UnprocessableError for a key that is not clean,
-    UnavailableError where the storage does not answer, and the catalog's errors.
+    Raises NotFoundError for a root that is missing (or not ``visible``) and where nothing is stored,
+    ConflictError where nothing is committed (the trainer may ask again), UnprocessableError for a key that is
+    not clean, UnavailableError where the storage does not answer, and the catalog's errors.
     """
-    root, key = resolve(roots, registration, visible)
-    observed = clock()  # before the look: what appears while it looks must not count as gone
-    facts = look_at(root, key, clock=clock)
+    if registration.root_url is None:
+        root, key = _in_root(roots, registration.root or "", visible), check_key(registration.key)
+    else:
+        root, key = _at_url(roots, registration.root_url, registration.key, visible)
+    observed = clock()  # before reading: a checkpoint that appears meanwhile must not count as gone
+    facts = _facts(root, key, clock)
     if registration.deleted and facts is None:
 
         def forget(connection: Connection) -> Registered:
@@ -114,14 +116,14 @@ def _labelled(facts: CheckpointFacts, registration: Registration) -> CheckpointF
     if registration.step is not None and step in (None, step_of_name(facts.key)):
         step = registration.step
     return replace(
-        facts, step=step, tags=registration.tags, metrics={**facts.metrics, **registration.metrics}
+        facts, step=step, tags=frozenset(registration.tags), metrics={**facts.metrics, **registration.metrics}
     )
 
 
-def look_at(root: StorageRoot, key: str, *, clock: Callable[[], float] = time.time) -> CheckpointFacts | None:
-    """The facts of the checkpoint ``key`` as it is now; None if there is nothing. Raises a ProblemError."""
+def _facts(root: StorageRoot, key: str, clock: Callable[[], float]) -> CheckpointFacts | None:
+    """Read the facts of a checkpoint; None if there is none. Raises a ProblemError."""
     try:
-        candidate = _candidate(root, check_key(key))
+        candidate = _candidate(root, key)
         return None if candidate is None else Reader(root, clock=clock).facts(candidate)
     except (CheckpointError, OSError) as error:
         raise root.problem(error) from error
@@ -136,37 +138,34 @@ def _candidate(root: StorageRoot, key: str) -> Candidate | None:
     return next((candidate for candidate in found if candidate.key == key), None)
 
 
-def resolve(
-    roots: Roots, registration: Registration, visible: frozenset[str] | None = None
-) -> tuple[StorageRoot, str]:
-    """The root and the key in it that a registration means. Raises as `register`."""
-    if (registration.root is None) == (registration.root_url is None):
-        raise UnprocessableError("one of root and root_url is needed", field="root")
-    if registration.root is not None:
-        if visible is not None and registration.root not in visible:
-            raise NotFoundError(f"there is no root {registration.root[:64]!r}")
-        return roots.get(registration.root), check_key(registration.key)
-    place = _normal(registration.root_url or "")
-    best: tuple[StorageRoot, str] | None = None
-    for root in roots:
-        if visible is not None and root.name not in visible:
-            continue
-        for own in _places_of(root):
-            inner = _below(place, own)
-            if inner is not None and (best is None or len(inner) < len(best[1])):
-                best = root, inner
-    if best is None:
-        raise NotFoundError("no root holds that URL; ask the operator to configure one")
-    root, inner = best
-    return root, check_key(f"{inner}/{registration.key}" if inner else registration.key)
-
-
 def place_of(roots: Roots, url: str, visible: frozenset[str] | None = None) -> tuple[str, str]:
-    """The name of the root that holds the path or URL ``url``, and the key in it. Raises NotFoundError,
+    """Find the name of the root that holds the path or URL ``url``, and the key in it. Raises NotFoundError,
     UnprocessableError."""
     folder, _, name = url.rstrip("/").rpartition("/")
-    root, key = resolve(roots, Registration(root_url=folder, key=name), visible)
+    root, key = _at_url(roots, folder, name, visible)
     return root.name, key
+
+
+def _in_root(roots: Roots, name: str, visible: frozenset[str] | None) -> StorageRoot:
+    if visible is not None and name not in visible:
+        raise NotFoundError(f"there is no root {name[:64]!r}")
+    return roots.get(name)
+
+
+def _at_url(roots: Roots, url: str, key: str, visible: frozenset[str] | None) -> tuple[StorageRoot, str]:
+    """Find the innermost root that holds the folder ``url``, and the key in it."""
+    place = _normal(url)
+    found = [
+        (inner, root)
+        for root in roots
+        if visible is None or root.name in visible
+        for inner in (_below(place, own) for own in _places_of(root))
+        if inner is not None
+    ]
+    if not found:
+        raise NotFoundError("no root holds that URL; ask the operator to configure one")
+    inner, root = min(found, key=lambda one: len(one[0]))
+    return root, check_key(f"{inner}/{key}" if inner else key)
 
 
 def _places_of(root: StorageRoot) -> set[str]:
@@ -176,7 +175,7 @@ def _places_of(root: StorageRoot) -> set[str]:
 
 
 def _normal(url: str) -> str:
-    """A URL as text that can be compared: paths absolute and without links, ``s3a`` as ``s3``."""
+    """Return a URL as text that can be compared: paths absolute and without links, ``s3a`` as ``s3``."""
     match = _URL.fullmatch(url)
     if match is None:
         return os.path.realpath(url) if Path(url).is_absolute() else ""
@@ -184,13 +183,14 @@ def _normal(url: str) -> str:
     if scheme == "file":
         try:
             return os.path.realpath(unquote(urlsplit(url).path))
-        except ValueError:  # such as file://[, which is nowhere
+        except ValueError:  # such as file://[
             return ""
     return f"{'s3' if scheme == 's3a' else scheme}://{match[2].rstrip('/')}"
 
 
 def _below(place: str, root: str) -> str | None:
-    """The part of ``place`` that is below ``root``, "" for the root itself; None if it is elsewhere."""
+    """Return the part of ``place`` that is below ``root``, "" for the root itself; None if it is
+    elsewhere."""
     root = root.rstrip("/")
     if place == root:
         return ""

@@ -1,17 +1,17 @@
-"""The scanner: brings the catalog up to date with what lies below a root.
+"""The scanner: brings the catalog up to date with the storage of a root.
 
-What has not changed, by names, sizes and times, is not opened. What is found is written in batches, each in a
-transaction of its own, so that a scan that is killed has only not finished, and several may run at once. A
-checkpoint counts as vanished once the folder that held it has been listed without it, and only if nobody has
-written its row since. Nothing vanishes from a folder or a root that cannot be listed, and not much at once
-without a person's word (`dcp.server.features.scan.losses`).
+Checkpoints that have not changed, by names, sizes and times, are not opened. The others are written in
+batches, each in a transaction of its own, so that a scan that is killed has only not finished, and several
+may run at once. A checkpoint has vanished once its folder has been listed without it, if its row has not been
+written since. Nothing vanishes from a folder or a root that cannot be listed, and not much at once without a
+person's word (`judge`).
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
@@ -25,12 +25,11 @@ from dcp.server.catalog.structures import prepare_structures
 from dcp.server.core.problems import UnavailableError
 from dcp.server.core.roots import Roots, StorageRoot
 from dcp.server.database.engine import Database
-from dcp.server.features.scan.losses import Doubt, Losses, Missing, judge
-from dcp.server.features.scan.reading import Reader, StructureMemo
+from dcp.server.features.scan.reading import Reader
 from dcp.server.features.scan.walk import Candidate, PassedOver, is_in, walk
 from dcp.storage.errors import CheckpointError
 
-__all__ = ["ScanReport", "ScanStoppedError", "Scanner"]
+__all__ = ["ScanReport", "scan_root"]
 
 _BATCH: Final = 256
 _AT_ONCE: Final = 16
@@ -38,21 +37,20 @@ _NOTED_TROUBLE: Final = 10
 _NOTED_RUNS: Final = 1000
 _MAX_EXAMPLE: Final = 200
 _MAX_TROUBLE: Final = 20
-"""So many checkpoints that the storage does not give: it is away, and asking for the others is no use."""
+"""After so many checkpoints that the storage fails to give, the scan fails: the storage is away."""
 _SETTLED: Final = frozenset({"committed", "unreadable", "incomplete", "deleted"})
-_BY_ORDER: Final = frozenset({"deleted", "purged"})
-
-
-class ScanStoppedError(Exception):
-    """The scan was told to stop; what it had found by then is in the catalog."""
+_DELETED: Final = frozenset({"deleted", "purged"})
+_MANY: Final = 10
+_SHARE: Final = 0.2
+"""Of all checkpoints of a root. Fewer are lost by cleaning up by hand, and by retention."""
 
 
 @dataclass(slots=True)
 class ScanReport:
-    """What a scan has done. ``opened`` of the ``found`` ones had changed; ``trouble`` is what could not be
-    looked at, of which nothing is known, and how much was passed over and why. Of ``known`` checkpoints
-    ``lost`` were not found, and are kept as they were, because they are too many at once; ``vanished`` are
-    those that are gone."""
+    """The result of a scan. ``opened`` of the ``found`` checkpoints had changed; ``trouble`` lists places
+    that could not be read, and reasons for passing over others, with counts. Of ``known`` checkpoints
+    ``vanished`` are gone; ``lost`` were not found, and are kept as they were, because they are too many at
+    once."""
 
     root: str
     is_first: bool = False
@@ -69,142 +67,98 @@ class ScanReport:
     seconds: float = 0.0
     trouble: list[str] = field(default_factory=list)
 
-    def document(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self)
 
+def scan_root(
+    database: Database, roots: Roots, root: str, *, below: str = "", accepted: int = 0
+) -> ScanReport:
+    """Scan ``root``, or the folder ``below`` in it, whose report is not noted with the root.
 
-class Scanner:
-    """Scans roots into the catalog of ``database``; it may be kept, and remembers structures between scans.
+    A person has said that up to ``accepted`` checkpoints are gone: with more, none is believed to be.
 
-    ``on_progress`` is called with the report as it grows, ``stopped`` is asked between batches.
+    Raises NotFoundError for a root that is not configured, UnavailableError and the storage's errors
+    (OSError) where it is not there or cannot be listed, which are noted with the root, and
+    `DatabaseUnavailableError`.
     """
+    place = roots.get(root)
+    row = _root_row(database, roots, root)
+    begun = time.monotonic()
 
-    def __init__(
-        self,
-        database: Database,
-        roots: Roots,
-        *,
-        clock: Callable[[], float] = time.time,
-        batch: int = _BATCH,
-    ) -> None:
-        self._database = database
-        self._roots = roots
-        self._clock = clock
-        self._batch = batch
-        self._memo = StructureMemo()
-
-    def scan(
-        self,
-        root: str,
-        *,
-        below: str = "",
-        accepted: int = 0,
-        stopped: Callable[[], bool] | None = None,
-        on_progress: Callable[[ScanReport], None] | None = None,
-    ) -> ScanReport:
-        """Scan ``root``, or what of it is below the folder ``below``, which is not noted with the root.
-
-        A person has said that up to ``accepted`` checkpoints are gone: more are not believed then either.
-
-        Raises NotFoundError for a root that is not configured, `ScanStoppedError`, UnavailableError and the
-        storage's errors (OSError) where it is not there or cannot be listed, which are noted with the root,
-        and `DatabaseUnavailableError`.
-        """
-        place = self._roots.get(root)
-        row = self._ensured(root)
-        begun = time.monotonic()
-        try:
-            place.check_there()
-            scan = _Scan(self._database, place, self._memo, self._clock, self._batch, below)
-            scan.report.is_first = row.scanned_seconds is None
-            for _ in scan.steps(accepted, Doubt(row.doubted_runs, row.is_other_place)):
-                scan.report.seconds = time.monotonic() - begun
-                if on_progress is not None:
-                    on_progress(scan.report)
-                if stopped is not None and stopped():
-                    raise ScanStoppedError(f"the scan of {root} was stopped")
-        except (UnavailableError, CheckpointError, OSError) as error:
-            if not below:
-                self._note(root, row.scan_state, place.problem(error).detail)
-            raise
-        scan.report.seconds = time.monotonic() - begun
+    def note(state: Any, problem: str | None) -> None:
         if not below:
-            self._note(root, scan.noted(), scan.problem)
-        return scan.report
+            database.transact(
+                lambda connection: set_scanned(connection, root, state=state, error=problem, now=time.time())
+            )
 
-    def _ensured(self, root: str) -> RootRow:
-        try:
-            with self._database.read() as connection:
-                return root_row(connection, root)
-        except MissingError:
-            urls = {each.name: each.url for each in self._roots}
-            self._database.transact(lambda connection: sync_roots(connection, urls))
-            with self._database.read() as connection:
-                return root_row(connection, root)
+    try:
+        place.check_there()
+        scan = _Scan(database, place, below)
+        scan.report.is_first = row.scanned_seconds is None
+        scan.run(accepted, row)
+    except (UnavailableError, CheckpointError, OSError) as error:
+        note(row.scan_state, place.problem(error).detail)
+        raise
+    scan.report.seconds = time.monotonic() - begun
+    note(scan.noted(), scan.problem)
+    return scan.report
 
-    def _note(self, root: str, state: Any, problem: str | None) -> None:
-        self._database.transact(
-            lambda connection: set_scanned(connection, root, state=state, error=problem, now=self._clock())
-        )
+
+def _root_row(database: Database, roots: Roots, root: str) -> RootRow:
+    try:
+        with database.read() as connection:
+            return root_row(connection, root)
+    except MissingError:
+        urls = {each.name: each.url for each in roots}
+        database.transact(lambda connection: sync_roots(connection, urls))
+        with database.read() as connection:
+            return root_row(connection, root)
 
 
 class _Scan:
     """One scan of one root."""
 
-    def __init__(
-        self,
-        database: Database,
-        root: StorageRoot,
-        memo: StructureMemo,
-        clock: Callable[[], float],
-        batch: int,
-        below: str,
-    ) -> None:
+    def __init__(self, database: Database, root: StorageRoot, below: str) -> None:
         self._database = database
         self._root = root
-        self._reader = Reader(root, memo=memo, clock=clock)
-        self._clock = clock
-        self._batch = batch
+        self._reader = Reader(root)
         self._below = below
+        self._begun = time.time()
         self._identity: tuple[int, int] | None = None
         self.report = ScanReport(root.name)
         self._known: dict[str, dict[str, Known]] = {}
-        """By run, those that have not been found yet; a run is here from its first candidate to its last."""
+        """By run, checkpoints that have not been found yet; a run is here from its first candidate to its
+        last."""
         self._living: dict[str, int] = {}
-        """By run, how many of those that are known were there."""
+        """By run, how many of the known checkpoints were there."""
         self._done: set[str] = set()
         self._closed: list[str] = []
-        """Folders that could not be listed: of what is in them nothing is known."""
+        """Folders that could not be listed: of their contents nothing is known."""
         self._waiting: list[Candidate] = []
         self._found: Counter[str] = Counter()
         self._missing: list[Missing] = []
         self.problem: str | None = None
-        """What an operator should know of it first, None if all is well."""
+        """The first thing that an operator should know, None if all is well."""
         self._doubted: Losses | None = None
         self._passed_over: dict[str, tuple[int, str]] = {}
         """By reason: how many, and one of them."""
         self._hidden: defaultdict[str, set[str]] = defaultdict(set)
-        """By run, what in it is not known any more."""
+        """By run, names of which nothing is known any more."""
 
     def noted(self) -> dict[str, Any]:
-        """What is kept with the root: the report, and what the next scan has to know of this one."""
-        state = self.report.document() | {"trouble": self.report.trouble[:_NOTED_TROUBLE]}
+        """Return what is kept with the root: the report, and the doubts for the next scan."""
+        state = asdict(self.report) | {"trouble": self.report.trouble[:_NOTED_TROUBLE]}
         if self._doubted is not None:
             runs = [each.run for each in self._doubted.doubted[:_NOTED_RUNS]]
             state |= {"doubted_runs": runs, "is_other_place": self._doubted.is_other_place}
         return state
 
-    def steps(self, accepted: int, before: Doubt) -> Iterator[None]:
-        """Scan, and come up for air after each batch; the arguments are those of `losses.judge`."""
-        self._begun = self._clock()
+    def run(self, accepted: int, before: RootRow) -> None:
+        """Scan; the arguments are those of `judge`."""
         self._identity = self._root.identity()
         for found in walk(self._root, self._below):
             if isinstance(found, Candidate):
                 self._consider(found)
-                if len(self._waiting) >= self._batch:
+                if len(self._waiting) >= _BATCH:
                     self._write()
-                    yield
             elif isinstance(found, PassedOver):
                 self._pass_over(found)
             elif found.problem is not None:
@@ -213,13 +167,11 @@ class _Scan:
             else:
                 self._leave(found.run_key)
         self._write()
-        yield
-        yield from self._forgotten_runs()
+        self._leave_runs_without_folder()
         self._check_same_place()
         losses = judge(self._missing, self.report.known, accepted=accepted, before=before)
         for run in losses.gone:
             self._vanish(run.keys)
-            yield
         self._doubt(losses)
         if self.report.trouble:
             self.problem = self.report.trouble[0]
@@ -227,7 +179,7 @@ class _Scan:
             self.report.trouble.append(f"passed over: {why}: {count}, such as {example}")
 
     def _pass_over(self, passed: PassedOver) -> None:
-        """Counted, and no failure of the scan: it has been that way at the scan before, too."""
+        """Count it; it is no problem of the scan, since it was that way at the scan before, too."""
         count, example = self._passed_over.get(passed.why, (0, ascii(passed.key)[:_MAX_EXAMPLE]))
         self._passed_over[passed.why] = count + 1, example
         if passed.hides:
@@ -239,7 +191,7 @@ class _Scan:
         self.report.found += 1
         run, _, name = candidate.key.rpartition("/")
         known = self._known_of(run).pop(name, None)
-        if known is None or known.state not in _BY_ORDER:
+        if known is None or known.state not in _DELETED:
             self._found[run] += 1
         if known is None or not self._is_as_known(candidate, known):
             self._waiting.append(candidate)
@@ -257,7 +209,7 @@ class _Scan:
         return self._known[run]
 
     def _leave(self, run: str) -> None:
-        """All of a run has been listed: what is known of it and was not found is missing."""
+        """Note the known checkpoints of a run that were not found, once all of it has been listed."""
         self._done.add(run)
         left = self._known_of(run)
         known, found = self._living.pop(run), self._found.pop(run, 0)
@@ -268,27 +220,20 @@ class _Scan:
         if names:
             self._missing.append(Missing(run, names, known, found))
 
-    def _forgotten_runs(self) -> Iterator[None]:
-        """Runs whose folders are not there at all."""
+    def _leave_runs_without_folder(self) -> None:
         with self._database.read() as connection:
             runs = run_keys(connection, self._root.name)
         for run in runs:
-            if run in self._done or not is_in(run, self._below):
-                continue
-            if not any(is_in(run, folder) for folder in self._closed):
+            is_listed = run in self._done or any(is_in(run, folder) for folder in self._closed)
+            if is_in(run, self._below) and not is_listed:
                 self._leave(run)
-                yield
 
     def _vanish(self, keys: Sequence[str]) -> None:
-        for start in range(0, len(keys), self._batch):
-            some = keys[start : start + self._batch]
+        for start in range(0, len(keys), _BATCH):
+            some = keys[start : start + _BATCH]
             self.report.vanished += self._database.transact(
                 lambda connection, some=some: mark_vanished(  # type: ignore[misc]
-                    connection,
-                    self._root.name,
-                    some,
-                    observed_seconds=self._begun,
-                    now=self._clock(),
+                    connection, self._root.name, some, observed_seconds=self._begun, now=time.time()
                 )
             )
 
@@ -314,9 +259,9 @@ class _Scan:
         if not facts:
             return
         self._check_same_place()
-        prepare_structures(self._database, (one.structure for one in facts), clock=self._clock)
+        prepare_structures(self._database, (one.structure for one in facts))
         upserted = self._database.transact(
-            lambda connection: upsert_checkpoints(connection, facts, now=self._clock())
+            lambda connection: upsert_checkpoints(connection, facts, now=time.time())
         )
         for one, row in zip(facts, upserted, strict=True):
             self.report.new += row.is_new
@@ -326,8 +271,8 @@ class _Scan:
             self.report.unreadable += one.state == "unreadable"
 
     def _check_same_place(self) -> None:
-        """Raise UnavailableError where another folder has taken the root's place since the scan began: what
-        was found is of both, and what was not found may be there."""
+        """Raise UnavailableError where another folder has taken the root's place since the scan began: the
+        checkpoints found are of both, and those not found may be in the first one."""
         if self._root.identity() != self._identity:
             raise UnavailableError(
                 f"the folder of root {self._root.name} was replaced by another one during the scan"
@@ -350,5 +295,65 @@ class _Scan:
             self._trouble(candidate.key, self._root.problem(error).detail)
         return None
 
-    def _trouble(self, key: str, what: str) -> None:
-        self.report.trouble.append(f"{key}: {what}"[:1000])
+    def _trouble(self, key: str, problem: str) -> None:
+        self.report.trouble.append(f"{key}: {problem}"[:1000])
+
+
+# -- losses --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """The ``names`` that are known of a run and were not found. ``known`` checkpoints of it were there,
+    ``found`` are there now, new ones too."""
+
+    run: str
+    names: tuple[str, ...]
+    known: int
+    found: int
+
+    @property
+    def lost(self) -> int:
+        """The number by which the run is smaller."""
+        return min(len(self.names), max(0, self.known - self.found))
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys, relative to the root."""
+        return [f"{self.run}/{name}" if self.run else name for name in self.names]
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """A judgement: ``gone`` is to be marked as vanished, ``doubted`` stays as it is. ``is_other_place``:
+    nothing was found of what was known when the doubt began."""
+
+    gone: Sequence[Missing]
+    doubted: Sequence[Missing] = ()
+    is_other_place: bool = False
+
+    @property
+    def count(self) -> int:
+        """The number of checkpoints that may be gone."""
+        return sum(len(each.names) for each in self.doubted)
+
+
+def judge(missing: Sequence[Missing], known: int, *, accepted: int, before: RootRow) -> Losses:
+    """Decide which of ``missing`` are believed to be gone, of a root that had ``known`` checkpoints in all.
+
+    A disk that is not mounted, another folder in the place of the root or of a part of it, a mistyped
+    address: all of these look like checkpoints that were deleted. So much at once is believed only when a
+    person says so, for up to ``accepted`` checkpoints. Trainers that keep their last few steps lose nothing
+    here: as many come as go. As long as runs are smaller whose loss the scan ``before`` has doubted, it is
+    doubted, so that it does not become a small share while the root grows; and no other loss is believed
+    meanwhile.
+    """
+    smaller = [each for each in missing if each.lost]
+    lost = sum(each.lost for each in smaller)
+    is_all = 0 < lost == known
+    lasts = any(each.run in before.doubted_runs for each in smaller)
+    is_too_much = is_all or lasts or (lost >= _MANY and lost > _SHARE * known)
+    doubted = Losses(
+        [each for each in missing if not each.lost], smaller, is_all or (lasts and before.is_other_place)
+    )
+    return doubted if is_too_much and doubted.count > accepted else Losses(missing)

@@ -1,18 +1,18 @@
-"""Which checkpoints lie below a root: found by names, sizes and times alone; nothing is opened.
+"""The walk over a root: checkpoints found by names, sizes and times alone; nothing is opened.
 
-What a folder is:
+Kinds of folders:
 
 - with a commit object it is a checkpoint;
-- with data files of ours or of stock torch and no commit it is an incomplete one;
+- with data files of dcp or stock torch and no commit it is an incomplete one;
 - with files that mark a folder of their format, as weights from model hubs (`model.safetensors`, an index,
   numbered shards), it is one, too;
 - else its files that are named as single-file checkpoints are one each.
 
-Whatever it is, its subfolders are looked at, because trainers keep steps in the folder of the last model.
-The root itself is never a checkpoint, since it has no key. Hidden folders are passed over, and so is what no
-key can name, which is told. Links are followed as `links` says: into the root only, as in the
-cache of a model hub, and what is found anyway is not found by the name of a link. `.bin` alone says too
-little: such a file counts in a folder of weights only.
+Subfolders are always walked, because trainers keep steps in the folder of the last model. The root itself is
+never a checkpoint, since it has no key. Hidden folders are skipped; names that no key can have are reported
+as passed over. Links are followed into the root only, as in the cache of a model hub, and files and folders
+that the walk finds anyway are not found by the name of a link. `.bin` alone says too little: such a file
+counts in a folder of weights only.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from typing import Final, Literal, Self, TypeAlias
 
 from dcp.server.catalog.source_facts import marks_of
 from dcp.server.core.roots import MAX_KEY_CHARACTERS, StorageRoot, fault_of_key
-from dcp.server.features.scan.links import LinkedFile, LinkedFolder, Links, Refused
 from dcp.storage.commit_names import DATA_SUFFIX, MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.errors import CheckpointNotFoundError
 from dcp.storage.formats.registry import file_names
 from dcp.storage.stores.base import FileInfo
-from dcp.storage.stores.posix.files import storage_error
+from dcp.storage.stores.posix.files import is_below, storage_error
 
 __all__ = ["Candidate", "Left", "PassedOver", "WalkResult", "classify", "is_in", "walk"]
 
@@ -39,16 +38,19 @@ MAX_DEPTH: Final = 24
 
 _TOO_LONG: Final = f"keys of more than {MAX_KEY_CHARACTERS} characters"
 _TOO_DEEP: Final = f"more than {MAX_DEPTH} folders deep"
+_NOWHERE: Final = "links that lead nowhere"
+_CIRCLE: Final = "links that lead in a circle"
+_OUT: Final = "links that lead out of the root, which are not followed"
 
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+@, -]{0,199}(?<!\.)")
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What may be a checkpoint. ``marks`` are the files that its fingerprint is of.
+    """A possible checkpoint. ``marks`` are the files that its fingerprint is of.
 
     kind: "commit" (a folder with a commit object), "weights" (a folder of weights), "file" (``key`` is the
-    file), or "incomplete" (data without a commit; ``marks`` are all of it).
+    file), or "incomplete" (data without a commit; ``marks`` are all files of it).
     """
 
     key: str
@@ -58,9 +60,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """No further candidate will come whose run is ``run_key``: what is not found by now is not there.
+    """The end of a run: no further candidate of ``run_key`` comes.
 
-    ``problem``: it could not be listed, so that nothing is known about what is not found.
+    ``problem``: it could not be listed, so that nothing is known about checkpoints that were not found.
     """
 
     run_key: str
@@ -69,8 +71,8 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class PassedOver:
-    """What is at ``key`` (which need not be a clean one) is not looked at, and ``why``: words that several
-    share. ``hides``: of what is known at this key or below nothing is known any more."""
+    """A file or folder that is not looked at, and ``why``, in words that several share; ``key`` need not be a
+    clean one. ``hides``: nothing is known any more about checkpoints at this key or below."""
 
     key: str
     why: str
@@ -81,9 +83,9 @@ WalkResult: TypeAlias = Candidate | Left | PassedOver
 
 
 def walk(root: StorageRoot, below: str = "") -> Iterator[WalkResult]:
-    """Everything below ``below`` (a folder's key, or ""); each folder that may hold checkpoints is left once.
+    """Walk ``below`` (a folder's key, or ""); each folder that may hold checkpoints ends with one `Left`.
 
-    Raises the store's errors: CheckpointNotFoundError if a local root is not there (its disk may be away, and
+    Raises the store's errors: CheckpointNotFoundError if a local root is missing (its disk may be away, and
     then nothing has vanished).
     """
     if root.path is None:
@@ -96,7 +98,7 @@ def walk(root: StorageRoot, below: str = "") -> Iterator[WalkResult]:
 
 
 def classify(key: str, files: Mapping[str, FileInfo]) -> list[Candidate]:
-    """The candidates that a folder with these ``files`` is or has; the root (``key`` "") is none itself."""
+    """Return the candidates that a folder with these ``files`` is or has; the root (``key`` "") is none."""
     infos = list(files.values())
     commits = [info for info in infos if is_commit_object(info.name)]
     if key and commits:
@@ -119,15 +121,16 @@ class _FolderWalk:
     """One walk over the root at ``base``."""
 
     def __init__(self, base: str) -> None:
-        self._links = Links(base, _is_found_anyway)
+        self._base = os.path.realpath(base)
+        self._entered: set[tuple[int, int]] = set()
 
     def walk(self, path: str, key: str, depth: int, *, linked: bool = False) -> Iterator[WalkResult]:
-        """The folder ``path`` and all below it, under its ``key``.
+        """Walk the folder ``path`` and all below it, under its ``key``.
 
-        ``linked``: it is behind a link, and not found where it is. Such ones are found once, so that there
-        are no circles.
+        ``linked``: it is behind a link, and is not found without it. Such folders are walked once, so that
+        there are no circles.
         """
-        if linked and not self._links.enter(path):
+        if linked and not self._enter(path):
             return
         try:
             listing = self._listing(path)
@@ -136,7 +139,7 @@ class _FolderWalk:
         except OSError as error:
             if depth == 0 and not key:
                 raise storage_error(error, "list", path) from error
-            # One that may not be looked into must not keep the others from being found.
+            # A folder that may not be listed must not keep the others from being found.
             yield Left(key, f"{type(error).__name__}: {os.strerror(error.errno or 0)}")
             return
         prefix = f"{key}/" if key else ""
@@ -186,21 +189,41 @@ class _FolderWalk:
         name = entry.name
         if name.startswith(".") and not counts:
             return
-        target = self._links.resolve(entry.path, name, counts=counts)
-        if isinstance(target, LinkedFolder):
-            found.add_folder(name, target.path, is_link=True)
-        elif isinstance(target, LinkedFile):
-            found.add_file(target.info)
-            if target.is_found_anyway:
-                found.found_anyway.add(name)
-        elif isinstance(target, Refused):
-            found.passed_over.append(PassedOver(name, target.why, target.hides))
+        real = os.path.realpath(entry.path)
+        try:
+            status = os.lstat(real)
+        except OSError:
+            found.passed_over.append(PassedOver(name, _NOWHERE))
+            return
+        is_folder, is_file = stat.S_ISDIR(status.st_mode), counts and stat.S_ISREG(status.st_mode)
+        if stat.S_ISLNK(status.st_mode):
+            found.passed_over.append(PassedOver(name, _CIRCLE))
+        elif real == self._base or not (is_folder or is_file):
+            return
+        elif not is_below(real, self._base):
+            found.passed_over.append(PassedOver(name, _OUT, hides=True))
+        else:
+            is_found_anyway = _is_found_anyway(os.path.relpath(real, self._base), is_file=not is_folder)
+            if not is_folder:
+                found.add_file(FileInfo(name, status.st_size, status.st_mtime), is_found_anyway)
+            elif not is_found_anyway:
+                found.add_folder(name, real, is_link=True)
+
+    def _enter(self, path: str) -> bool:
+        """Return whether a folder behind a link has not been entered yet."""
+        try:
+            status = os.lstat(path)
+        except OSError:
+            return False
+        before = len(self._entered)
+        self._entered.add((status.st_dev, status.st_ino))
+        return len(self._entered) > before
 
 
 @dataclass(slots=True)
 class _Listing:
-    """What counts in a folder. Folders are names, paths and whether that is of a link; ``passed_over`` has
-    names for keys."""
+    """The contents of a folder that count. Folders are (name, path, is a link); ``passed_over`` has names for
+    keys."""
 
     files: dict[str, FileInfo] = field(default_factory=dict)
     folders: list[tuple[str, str, bool]] = field(default_factory=list)
@@ -208,31 +231,33 @@ class _Listing:
     passed_over: list[PassedOver] = field(default_factory=list)
 
     def add_folder(self, name: str, path: str, *, is_link: bool = False) -> None:
-        """Unless no key can name it."""
+        """Add a folder, unless no key can name it."""
         fault = _fault_of(name)
         if fault is None:
             self.folders.append((name, path, is_link))
         else:
             self.passed_over.append(PassedOver(name, fault))
 
-    def add_file(self, info: FileInfo) -> None:
-        """A single file needs a name that a key can have; others are never named by one."""
+    def add_file(self, info: FileInfo, is_found_anyway: bool = False) -> None:
+        """Add a file. One that is a checkpoint needs a name that a key can have."""
         fault = _fault_of(info.name) if file_names().is_single(info.name) else None
         if fault is None:
             self.files[info.name] = info
+            if is_found_anyway:
+                self.found_anyway.add(info.name)
         else:
             self.passed_over.append(PassedOver(info.name, fault))
 
     def in_order(self) -> Self:
-        """By name."""
+        """Sort by name."""
         self.folders.sort()
         self.passed_over.sort(key=lambda passed: passed.key)
         self.files = dict(sorted(self.files.items()))
         return self
 
 
-def _is_found_anyway(key: str, is_file: bool) -> bool:
-    """Whether the walk comes by ``key``, of a folder or a single file, without any link."""
+def _is_found_anyway(key: str, *, is_file: bool) -> bool:
+    """Return whether the walk finds ``key``, of a folder or a single file, without any link."""
     folder, _, name = key.rpartition("/")
     if is_file and (not file_names().is_single(name) or name.startswith(".")):
         return False
@@ -254,7 +279,7 @@ def _may_have_folders(path: str) -> bool:
 
 
 def _commit_marks(folder: str) -> tuple[FileInfo, ...]:
-    """The commit objects that nearly every checkpoint has, by two requests and no listing."""
+    """Find the commit objects that nearly every checkpoint has, by two requests and no listing."""
     found = []
     for name in (METADATA_NAME, MANIFEST_NAME):
         try:
@@ -267,7 +292,7 @@ def _commit_marks(folder: str) -> tuple[FileInfo, ...]:
 
 
 def _counts(name: str) -> bool:
-    """Whether a file of this name says anything about what its folder is; others are not even asked for."""
+    """Return whether a file of this name says anything about its folder; others are not even looked at."""
     return (
         is_commit_object(name)
         or name.endswith(DATA_SUFFIX)
@@ -281,7 +306,7 @@ def _is_data_file(name: str) -> bool:
 
 
 def _fault_of(name: str) -> str | None:
-    """Why no key can have this part; None if one can."""
+    """Return the reason why no key can have this part; None if one can."""
     if _PLAIN_NAME.fullmatch(name):
         return None
     fault = fault_of_key(name)
@@ -292,7 +317,7 @@ def _fault_of(name: str) -> str | None:
 
 
 def _walk_listing(root: StorageRoot, below: str) -> Iterator[WalkResult]:
-    """By one listing, in an order in which all that is below a folder comes together."""
+    """Walk by one listing, in an order in which everything below a folder comes together."""
     runs: list[str] = []
     for folder in root.walk(below):
         while runs and not is_in(folder.key, runs[-1]):
@@ -323,5 +348,5 @@ def _why_not(key: str, parts: Sequence[str]) -> str | None:
 
 
 def is_in(key: str, folder: str) -> bool:
-    """Whether ``key`` is that of ``folder`` or below it; "" is the root."""
+    """Return whether ``key`` is that of ``folder`` or below it; "" is the root."""
     return not folder or key == folder or key.startswith(f"{folder}/")

@@ -1,4 +1,4 @@
-"""Webhooks: events posted to a URL, signed and repeated."""
+"""Webhooks: events posted to a URL, signed, and repeated until they are delivered."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from dcp.server.core.feature import Feature
 
 __all__ = ["feature"]
 
-feature: Final = Feature("webhooks", __name__, web=["api"])
+feature: Final = Feature("webhooks", __name__, web=["web"], work=["ledger", "sending"])

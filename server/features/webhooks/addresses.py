@@ -1,9 +1,9 @@
-"""Where a webhook may go: to public addresses, and to what the operator allows; nowhere else.
+"""The address guard: webhooks go to public addresses, and to those that the operator allows.
 
-Whoever may set a URL must not be able to make the service speak to what only the service can reach: its own
-ports, neighbours in its network, the metadata service of a cloud. A URL is taken only in its plain form; its
-host is resolved once for each delivery, every address found is judged, and the connection goes to the address
-that was judged, so that a name which resolves differently the next moment gains nothing.
+A person who may set a URL must not make the service connect to addresses that only the service can reach: its
+own ports, neighbours in its network, the metadata service of a cloud. URLs are accepted in their plain form
+only; the host is resolved once for each delivery, every address found is checked, and the connection goes to
+a checked address, so that a name which resolves differently the next moment gains nothing.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _URL: Final = re.compile(
 _LABEL: Final = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
 _NUMBER: Final = re.compile(r"[0-9]+|0x[0-9a-f]*")
 
-# Of IANA's registries of special-purpose addresses, what is not everybody's; and the address of Azure's own
-# services, which is public in form only.
+# From IANA's registries of special-purpose addresses, those that are not global; and the address of Azure's
+# own services, which is public in form only.
 _IPV4_REFUSED: Final = tuple(
     IPv4Network(network)
     for network in (
@@ -80,7 +80,7 @@ _REFUSED_PORTS: Final = frozenset(
 
 
 class RefusedUrlError(ValueError):
-    """Nothing is sent there; the message says why, in words for whoever set the URL."""
+    """A URL that is refused; the message says why, for the person who has set it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +107,14 @@ class WebhookUrl:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What may be reached although it is not public, and without TLS: networks, and hosts by their names."""
+    """Networks, and names of hosts, that may be reached although they are not public, and without TLS."""
 
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
     hosts: frozenset[str] = frozenset()
 
     @classmethod
     def parse(cls, entries: Sequence[str]) -> Allowed:
-        """An entry of ``webhook_allow_private``: ``10.0.0.0/8``, ``fd00::/8``, ``192.168.1.7``,
+        """Parse entries of ``webhook_allow_private``: ``10.0.0.0/8``, ``fd00::/8``, ``192.168.1.7``,
         ``hooks.internal``."""
         networks: list[IPv4Network | IPv6Network] = []
         hosts: set[str] = set()
@@ -128,7 +128,7 @@ class Allowed:
         return cls(tuple(networks), frozenset(hosts))
 
     def covers(self, host: str, address: Address) -> bool:
-        """Whether the operator has named the host, or a network of the address."""
+        """Return whether the operator has named the host, or a network of the address."""
         plain = _unwrapped(address)
         return host in self.hosts or any(
             plain in network for network in self.networks if network.version == plain.version
@@ -139,7 +139,7 @@ class Allowed:
 
 
 def parse_url(url: str, allowed: Allowed) -> WebhookUrl:
-    """Take a URL apart, and refuse what can be refused without asking for addresses: `RefusedUrlError`."""
+    """Parse a URL, and refuse what can be refused without its addresses: `RefusedUrlError`."""
     if len(url) > MAX_URL_LENGTH:
         raise RefusedUrlError(f"the URL has more than {MAX_URL_LENGTH} characters")
     match = _URL.fullmatch(url)
@@ -167,7 +167,7 @@ def parse_url(url: str, allowed: Allowed) -> WebhookUrl:
 
 
 def permitted_addresses(target: WebhookUrl, allowed: Allowed, resolve: Resolve) -> tuple[str, ...]:
-    """The addresses to connect to, judged; one that is not permitted refuses all of them.
+    """Return the addresses to connect to; one that is not permitted refuses all of them.
 
     Raises `RefusedUrlError`, or OSError where the name is not resolved.
     """
@@ -184,7 +184,7 @@ def permitted_addresses(target: WebhookUrl, allowed: Allowed, resolve: Resolve) 
 
 
 def resolve_host(host: str, port: int) -> list[str]:
-    """The addresses that the system finds."""
+    """Ask the system for the addresses of a host."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
     return [str(entry[4][0]) for entry in found]
 
@@ -216,7 +216,7 @@ def _is_public(address: Address) -> bool:
 
 
 def _unwrapped(address: Address) -> Address:
-    # What is IPv4 in the clothes of IPv6 is judged as IPv4.
+    # IPv4 addresses within IPv6 are checked as IPv4.
     if isinstance(address, IPv6Address):
         if address.ipv4_mapped is not None:
             return address.ipv4_mapped

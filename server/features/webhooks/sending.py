@@ -1,31 +1,190 @@
-"""One request to one address, within a time that no receiver can stretch."""
+"""Sending: rounds of deliveries that are due, and the request of each, whose time no receiver can stretch."""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Final
 
-from dcp.server.features.webhooks.addresses import WebhookUrl
+import structlog
+from sqlalchemy import Connection
 
-__all__ = ["ReceiverAnswer", "SendError", "post"]
+from dcp.server.core.answers import rfc3339
+from dcp.server.core.jobs.schedules import ScheduleContext
+from dcp.server.core.settings import Settings
+from dcp.server.database.engine import Database
+from dcp.server.features.webhooks import feature
+from dcp.server.features.webhooks.addresses import (
+    Allowed,
+    RefusedUrlError,
+    Resolve,
+    WebhookUrl,
+    parse_url,
+    permitted_addresses,
+    resolve_host,
+)
+from dcp.server.features.webhooks.ledger import DeliveryClaim, DeliveryOutcome, claim_next, due_hooks, record
+from dcp.server.features.webhooks.signing import Sealer, SealError, headers_for
+from dcp.version import __version__
 
+__all__ = ["Deliverer", "ReceiverAnswer", "SendError", "post"]
+
+_SENDERS: Final = 8
+_LEASE_MARGIN_SECONDS: Final = 60.0  # for resolving a name, which has a time limit of the system
+_ROUND_FACTOR: Final = 2.0
 _MAX_RETRY_AFTER_SECONDS: Final = 86_400.0
+
+_log = structlog.get_logger(__name__)
+
+# -- rounds --------------------------------------------------------------------------------------------------
+
+
+def _is_any_due(connection: Connection, context: ScheduleContext) -> bool:
+    return bool(due_hooks(connection, context.now))
+
+
+@feature.schedule("webhooks", is_needed=_is_any_due)
+def deliver(context: ScheduleContext) -> int:
+    """Deliver what is due, and return the number of attempts. May be called in several processes at once.
+
+    Takes about twice ``webhook_seconds`` at most; the rest is due the next time.
+    """
+    return Deliverer(context.settings, context.database).round(context.now)
+
+
+class Deliverer:
+    """A sender of what is due: to a few webhooks at a time, to each in the order of events.
+
+    A webhook that fails gets nothing more in the same round. ``resolve`` finds addresses, ``context`` holds
+    the certificates that are trusted.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        database: Database,
+        *,
+        resolve: Resolve = resolve_host,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        self._database = database
+        self._seconds = settings.webhook_seconds
+        self._allowed = Allowed.parse(settings.webhook_allow_private)
+        self._resolve = resolve
+        self._context = context or _trusted()
+        self._sealer = Sealer.from_settings(settings)
+
+    def round(self, now: float) -> int:
+        """Deliver what is due, and return the number of attempts. Raises DatabaseUnavailableError."""
+        began = time.monotonic()
+
+        def clock() -> float:
+            return now + time.monotonic() - began
+
+        with self._database.read() as connection:
+            due = due_hooks(connection, now)
+        if not due:
+            return 0
+        give_up = now + _ROUND_FACTOR * self._seconds
+        with ThreadPoolExecutor(min(_SENDERS, len(due)), thread_name_prefix="webhook") as pool:
+            return sum(pool.map(lambda hook_id: self._serve(hook_id, clock, give_up), due))
+
+    def _serve(self, hook_id: int, clock: Callable[[], float], give_up: float) -> int:
+        lease_seconds = self._seconds + _LEASE_MARGIN_SECONDS
+        attempts = 0
+        while clock() < give_up:
+            claim = self._database.transact(
+                lambda connection: claim_next(connection, hook_id, clock(), lease_seconds)
+            )
+            if claim is None:
+                break
+            outcome = self._attempt(claim, clock())
+            attempts += 1
+            self._database.transact(partial(record, claim=claim, outcome=outcome, now=clock()))
+            if outcome.error is not None:
+                # The URL may hold a secret of the receiver, so the log has the number only.
+                _log.warning("webhook failed", webhook=hook_id, error=outcome.error, attempt=claim.attempt)
+                break
+        return attempts
+
+    def _attempt(self, claim: DeliveryClaim, now: float) -> DeliveryOutcome:
+        body = _payload(claim)
+        try:
+            headers = headers_for(self._signing(claim, now), claim.message_id, now, body)
+            target = parse_url(claim.hook.url, self._allowed)
+            addresses = permitted_addresses(target, self._allowed, self._resolve)
+        except RefusedUrlError as error:
+            return DeliveryOutcome(None, f"refused: {error}")
+        except SealError as error:
+            return DeliveryOutcome(None, f"not signed: {error}")
+        except (OSError, UnicodeError):
+            return DeliveryOutcome(None, "the name of the host is not resolved")
+        headers |= {"Content-Type": "application/json", "User-Agent": f"dcphub/{__version__}"}
+        try:
+            answer = post(
+                target, addresses, headers, body, timeout_seconds=self._seconds, context=self._context
+            )
+        except SendError as error:
+            return DeliveryOutcome(None, str(error))
+        if 200 <= answer.status < 300:
+            return DeliveryOutcome(answer.status, None)
+        why = "redirects are not followed" if 300 <= answer.status < 400 else "not taken"
+        return DeliveryOutcome(answer.status, f"answered {answer.status}: {why}", answer.retry_after_seconds)
+
+    def _signing(self, claim: DeliveryClaim, now: float) -> list[str]:
+        until = claim.hook.previous_until_seconds
+        stored = claim.secrets if until is not None and now < until else claim.secrets[:1]
+        return [self._sealer.open(one) for one in stored]
+
+
+def _payload(claim: DeliveryClaim) -> bytes:
+    """Make the body, which is the same in each attempt: it has only facts that do not change any more."""
+    event = claim.event
+    checkpoint = {
+        "id": event.checkpoint_id,
+        "root": event.root,
+        "run": event.run,
+        "key": event.key,
+        "step": event.step,
+        "format": event.format,
+        "href": f"/api/v1/checkpoints/{event.checkpoint_id}",
+    }
+    document = {
+        "type": event.kind,
+        "timestamp": rfc3339(event.at_seconds),
+        "data": {
+            "root": event.root,
+            "checkpoint": None if event.checkpoint_id is None else checkpoint,
+            "detail": event.data,
+        },
+    }
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+@cache
+def _trusted() -> ssl.SSLContext:
+    return ssl.create_default_context()  # reading the certificates takes longer than a delivery
+
+
+# -- one request ---------------------------------------------------------------------------------------------
 
 
 class SendError(OSError):
-    """There was no answer; the message says at which step."""
+    """A request without an answer; the message says at which step it failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverAnswer:
-    """What the receiver said; its body is not read, so that nothing of it can be shown to anybody."""
+    """The head of an answer. Its body is not read, so that nothing of it can be shown."""
 
     status: int
     retry_after_seconds: float | None
@@ -40,7 +199,7 @@ def post(
     timeout_seconds: float,
     context: ssl.SSLContext,
 ) -> ReceiverAnswer:
-    """POST to the first of ``addresses`` that takes a connection. Redirects are answers; no proxy is used.
+    """Send a POST to the first of ``addresses`` that takes a connection. Redirects are answers.
 
     ``timeout_seconds`` is for all of it: connecting, TLS, sending and the head of the answer. Raises
     `SendError`.
@@ -66,7 +225,7 @@ def post(
 
 
 class _Pinned(http.client.HTTPConnection):
-    """Over a socket that is connected to an address already; certificates are compared with the name."""
+    """A connection over a socket that is connected to an address; certificates are compared with the name."""
 
     def __init__(self, target: WebhookUrl, connected: socket.socket, context: ssl.SSLContext) -> None:
         super().__init__(target.host, target.port)
@@ -91,7 +250,7 @@ class _Pinned(http.client.HTTPConnection):
 def _connected(target: WebhookUrl, addresses: Sequence[str], give_up: float) -> socket.socket:
     problem: OSError | None = None
     for number, address in enumerate(addresses):
-        # Those that remain get as much time each: one that swallows packets must not hide the others.
+        # Each address gets the same time: one that swallows packets must not hide the others.
         left = (give_up - time.monotonic()) / (len(addresses) - number)
         if left <= 0:
             break

@@ -1,105 +1,118 @@
-"""Signatures by which a receiver knows that a delivery is ours, and new: those of Standard Webhooks.
+"""Secrets of webhooks: made, checked, sealed in the database, and used to sign deliveries.
 
-The headers ``webhook-id``, ``webhook-timestamp`` (seconds since the epoch) and ``webhook-signature``: one
-``v1,BASE64`` or several with spaces between, while a rotated secret is still valid. Signed is
-``ID.TIMESTAMP.BODY`` by HMAC-SHA256, with the bytes of the secret behind ``whsec_``.
+Signatures are those of Standard Webhooks. Secrets are sealed with the operator's key, by Fernet (AES-128 in
+CBC mode and HMAC-SHA256) of the package cryptography: with the database or a backup of it, and without the
+settings, a secret can be neither read nor replaced. Without such a key they are stored in clear text.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
-import hmac
+import functools
 import secrets
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Final, Self
 
-__all__ = [
-    "SECRET_PREFIX",
-    "TOLERANCE_SECONDS",
-    "SignatureError",
-    "check_secret",
-    "headers_for",
-    "key_of",
-    "new_secret",
-    "verify",
-]
+from cryptography.fernet import Fernet, InvalidToken
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from pydantic import SecretStr
+from standardwebhooks import Webhook
 
-SECRET_PREFIX: Final = "whsec_"
-TOLERANCE_SECONDS: Final = 300.0
-"""How far a receiver's clock, and a delivery under way, may be from the timestamp."""
+from dcp.server.core.settings import Settings
 
-_SECRET_BYTES: Final = 32
-_SHORTEST_BYTES: Final = 24
-_LONGEST_BYTES: Final = 64
+__all__ = ["SEALED_PREFIX", "SealError", "Sealer", "check_secret", "headers_for", "new_secret"]
 
-
-class SignatureError(ValueError):
-    """Not ours, changed on the way, or old."""
+SEALED_PREFIX: Final = "sealed1:"
+_PREFIX: Final = "whsec_"
 
 
 def new_secret() -> str:
-    """One that nobody can guess."""
-    return SECRET_PREFIX + base64.b64encode(secrets.token_bytes(_SECRET_BYTES)).decode()
+    """Make a random secret."""
+    return _PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
 
 
-def check_secret(secret: str) -> None:
-    """Raises ValueError for what is no secret of the standard's: ``whsec_`` and 24 to 64 bytes in base64."""
-    if not _SHORTEST_BYTES <= len(key_of(secret)) <= _LONGEST_BYTES:
-        raise ValueError(f"a secret has {_SHORTEST_BYTES} to {_LONGEST_BYTES} bytes")
+def check_secret(secret: str) -> str:
+    """Return the secret. Raises ValueError unless it is ``whsec_`` and 24 to 64 bytes in base64."""
+    if not secret.startswith(_PREFIX):
+        raise ValueError(f"a secret begins with {_PREFIX}")
+    try:
+        key = base64.b64decode(secret.removeprefix(_PREFIX), validate=True)
+    except binascii.Error:
+        raise ValueError("a secret is base64 after its prefix") from None
+    if not 24 <= len(key) <= 64:
+        raise ValueError("a secret has 24 to 64 bytes")
+    return secret
 
 
-def headers_for(signing_secrets: Sequence[str], message_id: str, now: float, body: bytes) -> dict[str, str]:
-    """The three headers of a delivery that is sent at ``now``."""
-    timestamp = str(int(now))
-    signatures = [_signature(secret, message_id, timestamp, body) for secret in signing_secrets]
+def headers_for(signing: Iterable[str], message_id: str, now: float, body: bytes) -> dict[str, str]:
+    """Make the headers of a delivery that is sent at ``now``, with a signature of each secret."""
+    at = datetime.fromtimestamp(int(now), UTC)
     return {
         "webhook-id": message_id,
-        "webhook-timestamp": timestamp,
-        "webhook-signature": " ".join(signatures),
+        "webhook-timestamp": str(int(now)),
+        "webhook-signature": " ".join(
+            Webhook(secret).sign(message_id, at, body.decode()) for secret in signing
+        ),
     }
 
 
-def verify(
-    signing_secrets: Sequence[str],
-    headers: Mapping[str, str],
-    body: bytes,
-    now: float,
-    *,
-    tolerance_seconds: float = TOLERANCE_SECONDS,
-) -> str:
-    """What a receiver does: the message's id, by which repetitions are told, or `SignatureError`.
+class SealError(ValueError):
+    """A secret that cannot be opened; the message says what the operator has to do."""
 
-    ``headers`` with names in lower case, or of a mapping that does not mind.
-    """
+
+@dataclass(frozen=True, slots=True)
+class Sealer:
+    """A box for secrets: sealed with the first of ``keys``, opened with any, in clear without keys."""
+
+    keys: tuple[bytes, ...] = field(default=(), repr=False)
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self:
+        """Make one with `webhook_key`, and `webhook_key_before` for secrets that are not sealed anew yet."""
+        given = (settings.webhook_key, settings.webhook_key_before)
+        return cls(tuple(key.get_secret_value().encode() for key in given if isinstance(key, SecretStr)))
+
+    def seal(self, secret: str) -> str:
+        """Return the secret as it is stored."""
+        if not self.keys:
+            return secret
+        return SEALED_PREFIX + _fernet(self.keys[0]).encrypt(secret.encode()).decode()
+
+    def open(self, stored: str) -> str:
+        """Return a stored secret, which may be from before there was a key. Raises `SealError`."""
+        if not stored.startswith(SEALED_PREFIX):
+            return stored
+        for key in self.keys:
+            secret = _opened(stored, key)
+            if secret is not None:
+                return secret
+        raise SealError("the secret is sealed with another key: see `webhook_key` in the service's settings")
+
+    def renewed(self, stored: str) -> str | None:
+        """Seal a stored secret anew. Returns None if it is sealed with the first key already, or if no key
+        opens it: then it stays as it is."""
+        if not self.keys or _opened(stored, self.keys[0]) is not None:
+            return None
+        try:
+            return self.seal(self.open(stored))
+        except SealError:
+            return None
+
+
+def _opened(stored: str, key: bytes) -> str | None:
+    if not stored.startswith(SEALED_PREFIX):
+        return None
     try:
-        message_id = headers["webhook-id"]
-        timestamp = headers["webhook-timestamp"]
-        given = headers["webhook-signature"].split()
-        sent = int(timestamp)
-    except (KeyError, ValueError) as error:
-        raise SignatureError(f"not a signed delivery: {error}") from error
-    if abs(now - sent) > tolerance_seconds:
-        raise SignatureError(f"sent {now - sent:.0f} s ago; {tolerance_seconds:.0f} at most")
-    wanted = [_signature(secret, message_id, timestamp, body) for secret in signing_secrets]
-    # Compared with all, without stopping at the first: how long it takes tells nothing.
-    matches = [hmac.compare_digest(one.encode(), other.encode()) for one in wanted for other in given]
-    if not any(matches):
-        raise SignatureError("no signature matches")
-    return message_id
+        return _fernet(key).decrypt(stored.removeprefix(SEALED_PREFIX)).decode()
+    except InvalidToken:
+        return None
 
 
-def _signature(secret: str, message_id: str, timestamp: str, body: bytes) -> str:
-    signed = f"{message_id}.{timestamp}.".encode() + body
-    return "v1," + base64.b64encode(hmac.digest(key_of(secret), signed, hashlib.sha256)).decode()
-
-
-def key_of(secret: str) -> bytes:
-    """The bytes that sign. Raises ValueError for what is no secret."""
-    if not secret.startswith(SECRET_PREFIX):
-        raise ValueError(f"a secret begins with {SECRET_PREFIX}")
-    try:
-        return base64.b64decode(secret.removeprefix(SECRET_PREFIX), validate=True)
-    except binascii.Error:
-        raise ValueError("a secret is base64 after its prefix") from None
+@functools.lru_cache(maxsize=8)
+def _fernet(key: bytes) -> Fernet:
+    derived = HKDF(SHA256(), length=32, salt=None, info=b"dcphub webhook secrets").derive(key)
+    return Fernet(base64.urlsafe_b64encode(derived))

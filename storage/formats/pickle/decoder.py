@@ -227,6 +227,8 @@ class _Machine:
     def run(self) -> Any:
         """Return the value of the pickle."""
         data, table = self.data, _TABLE
+        if not data:  # as a crash or a full disk leaves a file
+            raise CheckpointFormatError("it is empty: what was written there is lost", position=0)
         try:
             while True:
                 pos = self.pos

@@ -115,19 +115,23 @@ class PosixStore(Store):
 
     def make_root(self) -> None:
         """Make the folder; each that is new is made durable in its parent."""
+        refused: StorageError | None = None
         for _ in range(_MAKE_ATTEMPTS):  # who removes the checkpoint that was there removes the folder, too
             try:
                 self._make(self._root)
             except StorageError as error:
                 if error.errno not in (errno.ENOENT, errno.EEXIST):
                     raise
+                refused = error
             if self.exists():
                 with suppress(OSError):  # who clears old empty folders away leaves this one
                     os.utime(self._root)
                 return
             if os.path.lexists(self._root):
                 break
-        fault = broken_link(self._root) or f"{self.url} is not a folder"
+        is_absent = refused is not None and not os.path.lexists(self._root)
+        other = f"{self.url} cannot be made ({refused})" if is_absent else f"{self.url} is not a folder"
+        fault = broken_link(self._root) or other
         raise StorageError(f"{fault}, so no checkpoint can be stored there", path=self.url, op="mkdir")
 
     def _make(self, folder: Path) -> None:

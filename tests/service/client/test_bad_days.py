@@ -11,9 +11,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from dcp.server.client import (
+from dcp.server.client.errors import (
     AnswerError,
-    Client,
     ConflictError,
     DownloadError,
     JobCancelledError,
@@ -23,6 +22,7 @@ from dcp.server.client import (
     UnavailableError,
     WaitTimeoutError,
 )
+from dcp.server.client.synchronous.client import Client
 from tests.support.both_clients import KINDS, client_of
 from tests.support.power_cuts import Recording
 from tests.support.scripted_service import Answer, Asked, ScriptedService, scripted_service
@@ -53,8 +53,9 @@ def problem(status: int, **more: Any) -> Answer:
 
 def job(state: str, **more: Any) -> dict[str, Any]:
     """A job as the service answers."""
-    given = {"id": 7, "kind": "verify", "state": state, "params": {}, "created_by": "key:a"}
-    return given | {"created_at": "2026-01-01T00:00:00.000Z"} | more
+    given = {"id": 7, "kind": "verify", "state": state, "params": {}, "created_by": "key:a", "priority": 0}
+    ledger = {"created_at": "2026-01-01T00:00:00.000Z", "is_ending": False, "attempt": 0, "max_attempts": 3}
+    return given | ledger | more
 
 
 @pytest.mark.parametrize("first", [problem(503), Answer(202, job("queued"), cut=3)])
@@ -108,7 +109,7 @@ def test_something_else_answers(connect: Connect) -> None:
         for ask in (client.roots, lambda: client.checkpoint(1), lambda: client.checkpoints().first()):
             with pytest.raises(AnswerError):
                 ask()
-        with pytest.raises(AnswerError, match="no array"):
+        with pytest.raises(AnswerError, match="not an array"):
             client.tensor(1, "w")
         service.answer = lambda asked: Answer(404, b"<html>", {"Content-Type": "text/html"})
         with pytest.raises(ProblemError, match="404 Not Found"):
@@ -117,8 +118,8 @@ def test_something_else_answers(connect: Connect) -> None:
 
 @pytest.mark.parametrize("url", ["localhost:8470", "ftp://host", "", "http://"])
 def test_no_url(url: str) -> None:
-    """Refuses at once what is no URL of a service."""
-    with pytest.raises(ValueError, match="no URL"):
+    """Refuses an invalid URL at once."""
+    with pytest.raises(ValueError, match="not the URL"):
         Client(url)
 
 
@@ -340,6 +341,6 @@ def test_watching(connect: Connect) -> None:
 def test_a_proxy_that_packs(connect: Connect, tmp_path: Path) -> None:
     """Writes nothing that comes packed: its size would be right, and its bytes wrong."""
     packed = Answer(200, BYTES, TAGGED | {"Content-Encoding": "gzip"})
-    with scripted_service(lambda asked: packed) as service, pytest.raises(AnswerError, match="packs"):
+    with scripted_service(lambda asked: packed) as service, pytest.raises(AnswerError, match="compresses"):
         connect(service).download(1, tmp_path / "file")
     assert list(tmp_path.iterdir()) == []

@@ -30,7 +30,7 @@ from tests.support.app import running_app
 from tests.support.catalog import API, Catalog
 from tests.support.command import run
 from tests.support.hook_bench import MAX_ATTEMPTS, RETRY_SECONDS
-from tests.support.openapi import PROMISED, breaks, document
+from tests.support.openapi import breaks, document, promised
 from tests.support.service import Service
 
 ROOT = Path(__file__).parents[3]
@@ -109,7 +109,7 @@ def test_every_route_is_there_with_its_scope(catalog: Catalog) -> None:
 
 def test_openapi_has_all_that_was_promised() -> None:
     """Paths, parameters, members, types, limits, statuses; and requests need nothing that they did not."""
-    assert breaks(set(PROMISED.read_text().splitlines()), document()) == []
+    assert breaks(promised(), document()) == []
 
 
 def test_openapi_says_what_is_for_everybody() -> None:

@@ -6,20 +6,24 @@ import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from tests.support.hook_bench import MAX_ATTEMPTS, NOW, RETRY_SECONDS, Bench, SignatureError, verify
-from tests.support.job_workers import Database
+from tests.support.app import running_app
+from tests.support.databases import MakeDatabase
+from tests.support.hook_bench import MAX_ATTEMPTS, NOW, RETRY_SECONDS, Bench, verify
 from tests.support.receivers import Receiver, raw_server
 
 DAY = 86_400.0
 
 
 @pytest.fixture
-def bench(database: Database) -> Bench:
+def bench(make_database: MakeDatabase, tmp_path: Path) -> Iterator[Bench]:
     """On each database."""
-    return Bench(database)
+    given = {"webhook_allow_private": ["127.0.0.0/8"], "webhook_seconds": 20.0, "auth": "off"}
+    with running_app(make_database(), tmp_path, clock=lambda: NOW, **given) as app:
+        yield Bench(app)
 
 
 @pytest.fixture
@@ -58,9 +62,9 @@ def test_an_event_arrives_signed_and_says_what_happened(bench: Bench, receiver: 
         },
     }
     assert request.headers["content-type"] == "application/json"
-    assert verify(hook.secrets, request.headers, request.body, NOW + 1).startswith("evt_")
-    with pytest.raises(SignatureError):
-        verify(["whsec_" + "A" * 44], request.headers, request.body, NOW + 1)
+    assert verify([hook.secret], request.headers, request.body, NOW + 1)
+    assert request.headers["webhook-id"].startswith("evt_")
+    assert not verify(["whsec_" + "A" * 44], request.headers, request.body, NOW + 1)
     (delivery,) = bench.deliveries(hook)
     assert (delivery.state, delivery.status_code, delivery.attempt) == ("delivered", 204, 1)
     assert bench.round(NOW + 5) == 0
@@ -78,7 +82,7 @@ def test_webhooks_are_told_of_their_events_and_roots_only(bench: Bench) -> None:
         bench.emit("checkpoint.committed", "main")
         bench.emit("checkpoint.verified", "other")
         bench.emit("something.else", "other")
-        bench.emit_rootless("checkpoint.deleted")  # not for those who were told which roots
+        bench.emit("checkpoint.deleted", "")  # not for those who were told which roots
         bench.round()
         bench.change(disabled, is_enabled=True)
         bench.round(NOW + 1)
@@ -144,7 +148,7 @@ def test_gone_disables_at_once_and_long_failure_in_the_end(bench: Bench, receive
     assert bench.audited("webhook.disable") == [f"webhook:{failing.id}", f"webhook:{gone.id}"]
     assert bench.round(NOW + 7 * DAY) == 0
     enabled = bench.change(gone, is_enabled=True)
-    assert (enabled.disabled_reason, enabled.failing_since_seconds) == (None, None)
+    assert (enabled.disabled_reason, enabled.failing_since) == (None, None)
     assert bench.round(NOW + 7 * DAY) == 1
     assert bench.deliveries(gone)[0].state == "delivered"
 
@@ -159,7 +163,7 @@ def test_a_sender_that_is_killed_is_followed_by_another(bench: Bench, receiver: 
     record(500, NOW + 82)
     (delivery,) = bench.deliveries(hook)
     assert (delivery.state, delivery.attempt, delivery.status_code) == ("delivered", 2, 204)
-    assert bench.state(hook).failing_since_seconds is None
+    assert bench.state(hook).failing_since is None
 
 
 def test_several_senders_at_once_send_each_event_once(bench: Bench, receiver: Receiver) -> None:
@@ -227,14 +231,13 @@ def test_names_are_resolved_once_for_each_delivery_and_the_answer_is_what_counts
 def test_rotated_secrets_sign_both_until_the_overlap_ends(bench: Bench, receiver: Receiver) -> None:
     """A receiver that has not heard of the new one verifies in the meantime, and no longer."""
     hook = bench.hook(receiver.url)
-    old = hook.secrets[0]
+    old = hook.secret
     new = bench.rotate(hook, 3600.0)
     for at in (NOW + 10, NOW + 3610):
         bench.emit(at=at)
         bench.round(at)
     during, after = receiver.requests
     for secret in (old, new):
-        assert verify([secret], during.headers, during.body, NOW + 10) == during.headers["webhook-id"]
-    assert verify([new], after.headers, after.body, NOW + 3610) == after.headers["webhook-id"]
-    with pytest.raises(SignatureError):
-        verify([old], after.headers, after.body, NOW + 3610)
+        assert verify([secret], during.headers, during.body, NOW + 10)
+    assert verify([new], after.headers, after.body, NOW + 3610)
+    assert not verify([old], after.headers, after.body, NOW + 3610)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 from pydantic import ValidationError
+from standardwebhooks import Webhook
 
 from dcp.server.core.settings import Settings
 from dcp.server.features.webhooks.addresses import (
@@ -19,9 +20,15 @@ from dcp.server.features.webhooks.addresses import (
     parse_url,
     permitted_addresses,
 )
-from dcp.server.features.webhooks.sealing import SEALED_PREFIX, Sealer, SealError
 from dcp.server.features.webhooks.sending import ReceiverAnswer, SendError, post
-from dcp.server.features.webhooks.signing import SignatureError, check_secret, headers_for, new_secret, verify
+from dcp.server.features.webhooks.signing import (
+    SEALED_PREFIX,
+    Sealer,
+    SealError,
+    check_secret,
+    headers_for,
+    new_secret,
+)
 from tests.support.receivers import CERTIFICATES, Receiver, drip, raw_server
 
 NOTHING = Allowed()
@@ -166,24 +173,21 @@ def test_what_resolves_to_nothing_or_to_no_address_is_no_target() -> None:
     target = parse_url("https://hooks.example.com/", NOTHING)
     with pytest.raises(OSError, match="no address"):
         permitted_addresses(target, NOTHING, lambda host, port: [])
-    with pytest.raises(RefusedUrlError):
-        permitted_addresses(target, NOTHING, lambda host, port: ["fe80::1%eth0"])
-    with pytest.raises(RefusedUrlError):
-        permitted_addresses(target, NOTHING, lambda host, port: ["not-an-address"])
+    for wrong in ("fe80::1%eth0", "not-an-address"):
+        with pytest.raises(RefusedUrlError):
+            permitted_addresses(target, NOTHING, lambda host, port, wrong=wrong: [wrong])  # type: ignore[misc]
 
 
 # -- signatures ----------------------------------------------------------------------------------------------
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
-MESSAGE = "msg_p5jXN8AQM9LWM0D4loKWxJek"
 BODY = b'{"test": 2432232314}'
-SENT = 1614265330.0
 
 
 def test_the_example_of_the_standard_comes_out() -> None:
     """The identifier, time, body and secret of Standard Webhooks' own example give its signature."""
-    assert headers_for([SECRET], MESSAGE, SENT, BODY) == {
-        "webhook-id": MESSAGE,
+    assert headers_for([SECRET], "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330.0, BODY) == {
+        "webhook-id": "msg_p5jXN8AQM9LWM0D4loKWxJek",
         "webhook-timestamp": "1614265330",
         "webhook-signature": "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE=",
     }
@@ -196,30 +200,11 @@ def test_new_secrets_differ_and_sign() -> None:
     for secret in secrets:
         check_secret(secret)
         assert len(base64.b64decode(secret.removeprefix("whsec_"))) == 32
-        assert verify([secret], headers_for([secret], "evt_1", SENT, BODY), BODY, SENT + 299) == "evt_1"
+        headers = headers_for([SECRET, secret], "evt_1", time.time(), BODY)
+        assert Webhook(secret).verify(BODY, headers) == Webhook(SECRET).verify(BODY, headers)
     for weak in ("", "abc", "whsec_", "whsec_%%%%", "whsec_" + "A" * 20, "whsec_" + "A" * 120):
         with pytest.raises(ValueError):
             check_secret(weak)
-
-
-CHANGED = [
-    *(("webhook-id", "evt_2"), ("webhook-timestamp", "1614265331"), ("webhook-timestamp", "now")),
-    *(("webhook-signature", ""), ("webhook-signature", "v1,AAAA"), ("webhook-signature", "é")),
-    ("webhook-signature", "v1a,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="),
-]
-
-
-def test_changed_and_old_deliveries_are_refused() -> None:
-    """Signs identifier, time and body; refuses more than five minutes in either direction."""
-    headers = headers_for([SECRET], MESSAGE, SENT, BODY)
-    wrong = [headers | {name: value} for name, value in CHANGED]
-    wrong += [{key: value for key, value in headers.items() if key != name} for name in headers]
-    for given, body in (*((one, BODY) for one in wrong), (headers, BODY + b" "), (headers, BODY[:-1] + b")")):
-        with pytest.raises(SignatureError):
-            verify([SECRET], given, body, SENT)
-    for late in (301.0, -301.0):
-        with pytest.raises(SignatureError, match="ago"):
-            verify([SECRET], headers, BODY, SENT + late)
 
 
 # -- one request ---------------------------------------------------------------------------------------------
@@ -256,11 +241,8 @@ def test_certificates_of_others_and_of_nobody_are_refused() -> None:
         with pytest.raises(SendError, match="certificate"):
             send(WebhookUrl("https", "other.example.com", receiver.port, "/"), "127.0.0.1")
         with pytest.raises(SendError, match="certificate"):
-            send(
-                WebhookUrl("https", "hooks.example.com", receiver.port, "/"),
-                "127.0.0.1",
-                context=ssl.create_default_context(),
-            )
+            named = WebhookUrl("https", "hooks.example.com", receiver.port, "/")
+            send(named, "127.0.0.1", context=ssl.create_default_context())
         assert receiver.requests == []
 
 

@@ -39,7 +39,6 @@ __all__ = [
     "list_tasks",
     "payload_of",
     "plan_of",
-    "progress_of",
     "task_documents",
     "task_results",
     "tasks_begun_seconds",

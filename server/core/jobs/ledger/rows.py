@@ -41,6 +41,7 @@ from dcp.server.records.declaring import moment
 from dcp.server.records.jobs import FINAL_STATES, JobProgress, JobState
 
 __all__ = [
+    "NEXT_PHASE",
     "NO_LEASE",
     "by_priority",
     "emit",
@@ -54,14 +55,24 @@ __all__ = [
     "job_of_row",
     "lock_job",
     "progress_of",
+    "release_phase",
     "select_jobs",
     "select_tasks",
+    "set_job",
+    "set_task",
     "short_result",
     "task_of_row",
     "unfinished_job",
 ]
 
 NO_LEASE: Final[dict[str, Any]] = {"lease_owner": None, "lease_until_seconds": None}
+NEXT_PHASE: Final[dict[str, Any]] = {
+    "attempt": 0,
+    "not_before_seconds": 0.0,
+    "waiting": null(),
+    **NO_LEASE,
+}
+"""Columns of a job whose next phase can be claimed at once."""
 _TASK_COLUMNS: Final = [column for column in tasks.c if column is not tasks.c.result]
 _MAX_RESULT_BYTES: Final = 2048
 _MAX_VALUE_BYTES: Final = 256
@@ -156,6 +167,24 @@ def held_task(connection: Connection, held: Held) -> tuple[JobRow, TaskRow]:
     return job, task_of_row(row)
 
 
+def set_job(connection: Connection, job_id: int, **values: Any) -> None:
+    """Set columns of a job."""
+    connection.execute(update(jobs).where(jobs.c.id == job_id).values(**values))
+
+
+def set_task(connection: Connection, task_id: int, **values: Any) -> None:
+    """Set columns of a task."""
+    connection.execute(update(tasks).where(tasks.c.id == task_id).values(**values))
+
+
+def release_phase(connection: Connection, job: JobRow, **values: Any) -> None:
+    """End the lease of a phase that is not completed; a plan begins anew."""
+    if job.state == "planning":
+        values["state"] = "queued"
+        forget_tasks(connection, job)
+    set_job(connection, job.id, **values, **NO_LEASE)
+
+
 def forget_tasks(connection: Connection, job: JobRow, first: int = 0) -> None:
     """From number ``first`` on: the job is to be planned anew, or not at all."""
     connection.execute(delete(tasks).where(tasks.c.job_id == job.id, tasks.c.number >= first))
@@ -192,7 +221,7 @@ def finish(
             # It may have all that its tasks have found, which is not needed twice.
             nothing = {"result": null(), "document_id": None}
             connection.execute(update(tasks).where(tasks.c.job_id == job.id).values(**nothing))
-    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
+    set_job(connection, job.id, **values)
     emit(connection, job.id, "state", now, state=state, error=job.error and asdict(job.error))
 
 

@@ -1,0 +1,1327 @@
+# Generated from the OpenAPI document by `make client`.
+"""Answers of the service, and options of its operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, TypedDict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alias:
+    """A name that moves from checkpoint to checkpoint of a run. ``is_protected``: only admins move it."""
+
+    run_id: int
+    name: str
+    checkpoint_id: int
+    is_protected: bool
+    updated_at: datetime
+    updated_by: str | None = None
+    etag: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEntry:
+    """A change, by whom and of what."""
+
+    id: int
+    at: datetime
+    actor: str
+    action: str
+    target: str
+    detail: Mapping[str, Any] | None = None
+    request_id: str | None = None
+    address: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BinValues:
+    """The values of the checkpoints of a bin that have one; ``last`` is that of the highest step."""
+
+    name: str
+    """What is summed up: bytes, save_seconds, or a metric's name."""
+    count: int
+    min: float
+    max: float
+    mean: float
+    last: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A checkpoint with its labels. ``run`` is the key of the run, ``key`` that of the checkpoint."""
+
+    id: int
+    root: str
+    run_id: int
+    run: str
+    """Key of the folder that holds it; empty: the root itself."""
+    key: str
+    name: str
+    step: int | None = None
+    format: str
+    state: str
+    committed_at: datetime
+    discovered_at: datetime
+    updated_at: datetime
+    deleted_at: datetime | None = None
+    purge_after: datetime | None = None
+    """From then on a deleted one cannot be restored."""
+    bytes: int
+    file_count: int
+    world_size: int | None = None
+    structure_id: int | None = None
+    dtypes: Mapping[str, int] | None = None
+    """Bytes by dtype."""
+    verification: str
+    verified_at: datetime | None = None
+    problem: str | None = None
+    """Why it cannot be read, or what verification found."""
+    is_pinned: bool
+    tags: tuple[str, ...]
+    aliases: tuple[str, ...]
+    metrics: Mapping[str, float]
+    nonfinite_metrics: Mapping[str, str]
+    """By name "nan", "inf" or "-inf", which JSON has no numbers for."""
+    partial: tuple[str, ...]
+    """What was saved of a state that was not saved whole; empty: all of it."""
+    version: int
+    etag: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFacets:
+    """Checkpoints that a list would have (``count``), and by the values of each filter those that it
+    would have with another value of that filter."""
+
+    count: int
+    is_cut: bool
+    """Always false: all checkpoints are counted."""
+    facets: tuple[Facet, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """A box of a tensor, and the file with its bytes."""
+
+    rank: int | None = None
+    file: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    bytes: int
+    file_offset: int | None = None
+    """Of its first byte in the file; null: not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """One event for one webhook; ``state``: "waiting", "delivered" or "failed"."""
+
+    id: int
+    webhook_id: int
+    message_id: str
+    """The header `webhook-id`: the same in each attempt."""
+    event: str
+    state: str
+    attempts: int
+    max_attempts: int = 10
+    status_code: int | None = None
+    """What the receiver answered last."""
+    error: str | None = None
+    created_at: datetime
+    next_attempt_at: datetime | None = None
+    delivered_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diff:
+    """What differs. `counts` are of all tensors, `tensors` are a page of those that were asked for;
+    `objects` are the first 500."""
+
+    a: int
+    b: int
+    basis: str
+    counts: Mapping[str, int]
+    equal_tensors: int
+    equal_objects: int
+    object_count: int
+    """Of the values that differ."""
+    tensors: tuple[TensorDifference, ...]
+    objects: tuple[ObjectDifference, ...]
+    matching: int | None = None
+    """Tensors that differ and were requested."""
+    job_id: int | None = None
+    """The job that compared values."""
+    created_at: datetime | None = None
+    """Of that job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriftLayer:
+    """The tensors of one layer, or of ``layers`` neighbouring ones where there are very many, by step."""
+
+    name: str
+    relative_l2: tuple[float | None, ...]
+    changed: tuple[float | None, ...]
+    nonfinite: tuple[int | None, ...]
+    layers: int = 1
+    """Neighbouring ones are one where there are very many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriftStep:
+    """What differs at ``step`` from ``from_step``, the one before: checkpoints ``b`` and ``a``.
+    ``added`` and ``removed`` are tensors. ``problem``: why they could not be compared."""
+
+    a: int
+    b: int
+    from_step: int | None = None
+    step: int | None = None
+    problem: str | None = None
+    added: int
+    removed: int
+    bytes_read: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facet:
+    """The values of one filter, the most frequent first; ``is_cut``: there are more."""
+
+    name: str
+    values: tuple[FacetValue, ...]
+    is_cut: bool
+    """There are more values than are shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FacetValue:
+    """A value of a filter, and how many checkpoints it would leave. ``root`` and ``run_id`` are of a
+    run."""
+
+    value: str
+    count: int
+    root: str | None = None
+    run_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """A file of a checkpoint."""
+
+    name: str
+    bytes: int
+    modified_at: datetime
+    role: str
+    """data: it holds tensors; commit: it makes the folder a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A job. ``is_ending``: it was cancelled or has failed, and is being stopped and cleared away."""
+
+    id: int
+    kind: str
+    state: str
+    params: Mapping[str, Any]
+    created_by: str
+    created_at: datetime
+    is_ending: bool
+    priority: int
+    root: str | None = None
+    checkpoint_id: int | None = None
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+    not_before: datetime | None = None
+    """When it is tried again."""
+    cancel_requested_at: datetime | None = None
+    attempt: int
+    """Of the present phase: how many have failed."""
+    max_attempts: int
+    progress: JobProgress | None = None
+    result: Mapping[str, Any] | None = None
+    is_result_whole: bool = True
+    """In lists false for a large one: this is what is short of it. Ask for the job."""
+    error: JobFailure | None = None
+    waiting: JobWaiting | None = None
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the job has ended."""
+        return self.state in ("succeeded", "failed", "cancelled")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFailure:
+    """The failure of a job or task."""
+
+    type: str
+    detail: str
+    is_retryable: bool
+    """Whether the same may work at another time."""
+    is_environment: bool = False
+    """A machine, a network or a storage is at fault, and not the job's data."""
+    task: int | None = None
+    """The number of the task that failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobLogLine:
+    """An event of a job as a sentence."""
+
+    id: int
+    at: datetime
+    kind: str
+    text: str
+    data: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobProgress:
+    """Of the tasks of a job; bytes count what is done of those that still run, too."""
+
+    done_tasks: int
+    total_tasks: int
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobTask:
+    """One task of a job, in the order of ``number``; what it has to do is the service's own business."""
+
+    number: int
+    state: str
+    attempt: int
+    done_bytes: int
+    weight_bytes: int
+    not_before: datetime | None = None
+    error: JobFailure | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobThroughput:
+    """The throughput of the tasks of a job."""
+
+    job_id: int
+    state: str
+    done_bytes: int
+    total_bytes: int
+    seconds: float | None = None
+    """Since the tasks were begun, to the end of the job."""
+    bytes_per_second: float | None = None
+    seconds_left: float | None = None
+    """At this rate; null once the job has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobWaiting:
+    """The failure of the last attempt, where another one follows; a job that has ended has an
+    ``error``."""
+
+    type: str
+    detail: str
+    since: datetime
+    """The first such failure in a row."""
+    next_attempt_at: datetime
+    """Or as soon as the job is retried by hand."""
+    count: int
+    """How many have failed so."""
+    is_retryable: bool
+    """Whether the same may work at another time."""
+    is_environment: bool = False
+    """A machine, a network or a storage is at fault, and not the job's data."""
+    task: int | None = None
+    """The number of the task that failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """A key without its secret."""
+
+    id: int
+    name: str
+    prefix: str
+    scopes: tuple[str, ...]
+    roots: tuple[str, ...] | None = None
+    created_at: datetime
+    expires_at: datetime | None = None
+    revoked_at: datetime | None = None
+    used_at: datetime | None = None
+    """Within a minute or so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lineage:
+    """Ancestors and descendants, nearest first; ``is_cut``: there are more. ``also_in``: what has the
+    same tensors under the same names, wherever it comes from, by their digests."""
+
+    nodes: tuple[LineageNode, ...]
+    edges: tuple[LineageEdge, ...]
+    is_cut: bool
+    """There are more than are shown."""
+    also_in: tuple[LineageNode, ...]
+    """The first 50 that have the same tensors, by their digests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineageEdge:
+    """``child_id`` was made of ``parent_id``."""
+
+    child_id: int
+    parent_id: int
+    kind: str
+    job_id: int | None = None
+    created_at: datetime
+    map: str | None = None
+    """The weight map that it was made through."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineageNode:
+    """A checkpoint; ``distance`` is negative for ancestors of the requested one."""
+
+    id: int
+    root: str
+    key: str
+    step: int | None = None
+    format: str
+    state: str
+    distance: int
+    """In steps of making; negative for what it comes from, 0 is itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadCheck:
+    """Whether a checkpoint fills a state, as far as names, shapes and dtypes tell. `answer`: rename
+    and cast are what has to be given to dcp.load."""
+
+    checkpoint_id: int
+    answer: str
+    wanted: int
+    """Names in the state."""
+    plain: LoadFindings
+    """Without a renaming."""
+    rename: Mapping[str, str]
+    """For dcp.load; {} if it mends nothing."""
+    renamed: LoadFindings | None = None
+    """With that."""
+    hint: str | None = None
+    """What dcp.load would say about what is missing."""
+    code: str
+    """Lines of Python that load it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadFindings:
+    """How the names of a state fit."""
+
+    matching: int
+    """That are there, with this shape and dtype as far as they are known."""
+    counts: Mapping[str, int]
+    """By kind of problem, all of them."""
+    problems: tuple[LoadProblem, ...]
+    """The first 500 of each kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadProblem:
+    """A name that is not the same in a state and in the checkpoint that is to fill it."""
+
+    kind: str
+    fqn: str
+    """As the state has it; of an unexpected one as the checkpoint has it."""
+    stored_fqn: str | None = None
+    """In the checkpoint; null if it is not there."""
+    wanted: TensorFacts | None = None
+    """In the state; null of values and of what is not known."""
+    stored: TensorFacts | None = None
+    """In the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectDifference:
+    """A value that is not the same on both sides; undecided: it is pickled, and was not read."""
+
+    fqn: str
+    kind: str
+    before: str | None = None
+    """As text, cut; of plain data."""
+    after: str | None = None
+    """As text, cut; of plain data."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseRow:
+    """Neighbouring ranks, of which there may be one."""
+
+    first_rank: int
+    last_rank: int
+    slowest_rank: int
+    """The one whose phases together took longest."""
+    total_seconds: float
+    """Of the slowest one, all phases that are no part of another."""
+    seconds: tuple[float | None, ...]
+    """By phase: of the slowest rank in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShare:
+    """What one rank wrote."""
+
+    rank: int | None = None
+    """None: of files whose names tell none."""
+    files: int
+    file_bytes: int | None = None
+    chunks: int
+    tensors: int
+    tensor_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """The result of a registration; ``id`` is None if what was deleted had never been known.
+    ``is_present``: whether storage has it."""
+
+    id: int | None = None
+    root: str
+    key: str
+    is_new: bool
+    is_present: bool
+    save_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionDecision:
+    """A checkpoint, and why it is kept; it goes if there are no ``reasons``. Of one that is kept
+    ``drops`` are the parts that go, with ``dropped_bytes`` of tensors."""
+
+    checkpoint_id: int
+    key: str
+    step: int | None = None
+    bytes: int
+    reasons: tuple[str, ...]
+    drops: tuple[str, ...] = ()
+    """Parts that would be dropped from it, such as optimizer."""
+    dropped_bytes: int = 0
+    """Of their tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionPolicy:
+    """A rule of which checkpoints to keep; ``keep`` as `dcp.Retention` has it."""
+
+    id: int
+    name: str
+    root: str
+    run_glob: str
+    keep: Mapping[str, Any]
+    grace_seconds: float
+    interval_seconds: float
+    is_enabled: bool
+    version: int
+    created: datetime
+    updated: datetime
+    etag: str
+    """For If-Match."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionPreview:
+    """The retention preview of a run; ``checkpoints``: up to 1,000, those that go first."""
+
+    run_id: int
+    run: str
+    kept: int
+    deleted: int
+    deleted_bytes: int
+    checkpoints: tuple[RetentionDecision, ...]
+    """Up to 1,000; those that go come first."""
+    unjudged: tuple[str, ...]
+    """On each rule by a metric that nothing has: it keeps all."""
+    dropped: int = 0
+    """Of those kept, how many lose a part."""
+    dropped_bytes: int = 0
+    """Of the tensors of these parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionTotals:
+    """The retention preview of all runs together."""
+
+    runs: int
+    kept: int
+    kept_bytes: int
+    deleted: int
+    deleted_bytes: int
+    """What is freed once the grace is over."""
+    unjudged_runs: int
+    """Runs with a rule by a metric that nothing in them has."""
+    is_cut: bool
+    """Always false: all runs are counted."""
+    dropped: int = 0
+    """Of those kept, how many lose a part."""
+    dropped_bytes: int = 0
+    """Of the tensors of these parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Root:
+    """A place where the service finds checkpoints; ``url`` is shown to admins only."""
+
+    name: str
+    description: str
+    url: str | None = None
+    """Where it is; only for keys with the scope admin."""
+    is_configured: bool
+    """False: the settings name it no more; its rows are kept."""
+    readonly: bool
+    scan_every_seconds: float | None = None
+    """None: only on request."""
+    scanned_at: datetime | None = None
+    scan_error: str | None = None
+    lost: int = 0
+    """Checkpoints that the last scan did not find and kept as they were, because they are too many at
+    once. If they are gone for good: a job scan with accept_lost."""
+    last_scan: Any = None
+    """What the last scan did that came to its end: found, opened, new, vanished, trouble, ..."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RootCheck:
+    """Whether the storage of a root answers now, and is the one that the catalog knows."""
+
+    root: str
+    is_ok: bool
+    detail: str | None = None
+    """What is wrong; null if nothing is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """On ``event``, for checkpoints that meet ``condition``, jobs are made as ``actions`` say."""
+
+    id: int
+    name: str
+    event: str
+    condition: Mapping[str, Any]
+    actions: tuple[Mapping[str, Any], ...]
+    is_enabled: bool
+    version: int
+    created: datetime
+    updated: datetime
+    etag: str
+    """For If-Match."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A folder that holds checkpoints; counts, sums and the latest are of the committed ones."""
+
+    id: int
+    root: str
+    key: str
+    """Relative to the root; empty: the root itself."""
+    checkpoint_count: int
+    latest_step: int | None = None
+    latest_at: datetime | None = None
+    bytes: int
+    created_at: datetime
+    updated_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunDrift:
+    """How the tensors of a run change from step to step, as a job found. ``layers``: 512 rows at most,
+    in which all ``layer_count`` are."""
+
+    run_id: int
+    job_id: int
+    created_at: datetime
+    steps: tuple[DriftStep, ...]
+    layers: tuple[DriftLayer, ...]
+    layer_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTimeline:
+    """The checkpoints of a run that have a step, in bins; ``metric_names`` are those its newest one
+    has."""
+
+    run_id: int
+    count: int
+    """Checkpoints with a step, within the requested steps."""
+    metric_names: tuple[str, ...]
+    """What the newest checkpoint that has metrics has."""
+    bins: tuple[TimelineBin, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePhase:
+    """A phase of a save, over all ranks."""
+
+    name: str
+    within: str | None = None
+    """The phase that it is a part of."""
+    is_blocking: bool
+    """Training waited for it."""
+    ranks: int
+    """That noted it."""
+    min_seconds: float
+    median_seconds: float
+    max_seconds: float
+    slowest_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavePhases:
+    """How long the phases of a save took, by rank."""
+
+    rank_count: int
+    phases: tuple[SavePhase, ...]
+    rows: tuple[PhaseRow, ...]
+    blocking_seconds: float
+    background_seconds: float
+    assemble_seconds: float | None = None
+    """Of the coordinator, for the index."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchHit:
+    """Something whose name has what was searched for. ``rank``: 0 is the same name, 1 begins with it,
+    2 has it at the beginning of a word, 3 anywhere."""
+
+    kind: str
+    text: str
+    """The name that was found."""
+    rank: int
+    """0: the same name; 1: begins with it; 2: at a word's beginning; 3: anywhere."""
+    root: str | None = None
+    run: str | None = None
+    run_id: int | None = None
+    checkpoint_id: int | None = None
+    key: str | None = None
+    step: int | None = None
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """A metric over the steps of a run; ``count`` checkpoints have it as a finite number."""
+
+    run_id: int
+    metric: str
+    count: int
+    """Checkpoints with a step and this metric."""
+    points: tuple[SeriesPoint, ...]
+    nonfinite_count: int = 0
+    """Checkpoints with a step of which it is NaN or infinite."""
+    first_nonfinite_step: int | None = None
+    """The first of these."""
+    last_nonfinite_step: int | None = None
+    """The last of these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeriesPoint:
+    """Neighbouring checkpoints of a run, ``count`` of them; ``checkpoint_id`` is of one."""
+
+    checkpoint_id: int
+    """Of one of them."""
+    first_step: int
+    last_step: int
+    last_at: datetime
+    """When the newest was committed."""
+    count: int
+    min: float
+    max: float
+    mean: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardMap:
+    """What lies where: rows of files by rank, bins of bytes. Cells are columns of one length."""
+
+    rank_count: int
+    file_count: int
+    begin: int
+    end: int
+    bin_bytes: int
+    bins: int
+    largest_rank: int | None = None
+    """The one that has the most bytes of tensors."""
+    largest_rank_bytes: int
+    mean_rank_bytes: float
+    rows: tuple[ShardMapRow, ...]
+    names: tuple[str, ...]
+    name_bytes: tuple[int, ...]
+    """Of names: how much of it is stored, by all ranks."""
+    name_layers: tuple[int | None, ...]
+    """Of names: the number of its layer, if it has one."""
+    is_replicated: tuple[bool, ...]
+    """Of names: more of it is stored than there is."""
+    dtypes: tuple[str, ...]
+    cell_rows: tuple[int, ...]
+    cell_bins: tuple[int, ...]
+    cell_bytes: tuple[int, ...]
+    cell_chunks: tuple[int, ...]
+    cell_names: tuple[int, ...]
+    """Places in names: the tensor with the most bytes."""
+    cell_dtypes: tuple[int, ...]
+    """Places in dtypes: of that tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardMapRow:
+    """Files of neighbouring ranks, of which there may be one."""
+
+    first_rank: int | None = None
+    last_rank: int | None = None
+    file: str
+    """The first of them."""
+    files: int
+    file_bytes: int | None = None
+    """null: not known."""
+    tensor_bytes: int
+    largest_rank_bytes: int
+    """Of the rank that has the most in them."""
+    replicated_bytes: int
+    """Of tensors of which more is stored than there is of them."""
+    chunks: int
+    """Of tensors, in them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedTensor:
+    """A tensor and how it is cut."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunk_count: int
+    chunks: tuple[Chunk, ...]
+    """The first 4,096 of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """Statistics of a checkpoint's values: of all tensors together, and of those of this page."""
+
+    is_stale: bool
+    """The checkpoint was replaced since they were computed."""
+    created_at: datetime
+    job_id: int | None = None
+    total: Any = None
+    tensor_count: int
+    tensors: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredChunk:
+    """A box of a tensor, and where its bytes are."""
+
+    fqn: str
+    dtype: str
+    rank: int | None = None
+    file: str
+    file_offset: int
+    """Of its first byte in the file."""
+    bytes: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    copies: int | None = None
+    """How often this box is stored; null: too many to compare."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A tensor, or a value that is none (then without dtype and shape)."""
+
+    fqn: str
+    kind: str
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorBytes:
+    """Bytes of some tensors in older checkpoints of a run, which saving without them would free."""
+
+    run_id: int
+    checkpoints: int
+    held: int
+    """Of them, pinned or named by an alias; their bytes are not counted."""
+    tensors: int
+    """In all of them, those whose names match."""
+    bytes: int
+    """Of these tensors."""
+    total_bytes: int
+    """Of all tensors of these checkpoints."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDifference:
+    """A tensor that is not the same on both sides; undecided: of values the checksums do not tell."""
+
+    fqn: str
+    kind: str
+    before: TensorFacts | None = None
+    after: TensorFacts | None = None
+    values: ValueDifference | None = None
+    """By how much, as the job has found."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFacts:
+    """What a tensor is on one side."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorGrid:
+    """A matrix as cells, row by row. Values that were not asked for are empty."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the slice, as a matrix."""
+    rows: int
+    columns: int
+    is_sampled: bool
+    """Of each cell only a part was read: there is too much of it."""
+    read_elements: int
+    mean: tuple[float | None, ...]
+    min: tuple[float | None, ...]
+    max: tuple[float | None, ...]
+    abs_max: tuple[float | None, ...]
+    nonfinite: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStatistics:
+    """Statistics of one tensor's values."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    statistics: Mapping[str, Any] | None = None
+    """null: bits without a meaning as numbers."""
+    is_kept: bool
+    """As a job has computed them; else they were read for this answer."""
+    computed_at: datetime | None = None
+    """By the job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineBin:
+    """Neighbouring checkpoints of a run by step, ``count`` of them in whatever states."""
+
+    checkpoint_id: int
+    """The last committed one, or the last of all."""
+    first_step: int
+    last_step: int
+    first_at: datetime
+    last_at: datetime
+    """When the newest was committed."""
+    count: int
+    states: Mapping[str, int]
+    """Checkpoints by state."""
+    verifications: Mapping[str, int]
+    """Committed checkpoints by verification."""
+    pinned: int
+    aliases: tuple[str, ...]
+    bytes: BinValues | None = None
+    save_seconds: BinValues | None = None
+    metrics: tuple[BinValues, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeNode:
+    """What is called `name` below the prefix, with the sums of all below it."""
+
+    name: str
+    tensors: int
+    objects: int
+    bytes: int
+    entry: Tensor | None = None
+    """Set where the name itself is a tensor or a value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueDifference:
+    """By how much the values of a tensor differ."""
+
+    elements: int
+    differing: int
+    """That are not the same."""
+    nonfinite: int
+    """Of these, NaN or infinite on a side."""
+    max_abs: float | None = None
+    """The greatest difference; null for bits without a meaning, and where nothing is finite."""
+    relative_l2: float | None = None
+    """The L2 norm of the differences divided by that of the tensor before; null if that is 0, and
+    where nothing is finite."""
+    nonfinite_after: int = 0
+    """NaN or infinite in the tensor after, whether they differ or not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """One verification; ``is_current``: the checkpoint is still what was verified."""
+
+    id: int
+    outcome: str
+    """good or damaged."""
+    mode: str
+    is_current: bool
+    """Whether the checkpoint is still what was verified."""
+    findings: Any = None
+    checked_bytes: int
+    seconds: float
+    created_at: datetime
+    job_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Webhook:
+    """A URL that receives events; ``roots`` None: of all roots."""
+
+    id: int
+    url: str
+    events: tuple[str, ...]
+    roots: tuple[str, ...] | None = None
+    """null: all."""
+    description: str
+    is_enabled: bool
+    disabled_reason: str | None = None
+    """Why the service disabled it."""
+    failing_since: datetime | None = None
+    """No delivery has succeeded since."""
+    previous_secret_until: datetime | None = None
+    """Until then the secret before signs as well."""
+    created_at: datetime
+    updated_at: datetime
+    etag: str
+    """For If-Match."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whoami:
+    """The caller. ``scopes`` are all that it has, also those that "admin" implies; ``roots`` None:
+    all."""
+
+    name: str
+    key_id: int | None = None
+    """null: no key is needed here."""
+    scopes: tuple[str, ...]
+    """All, also those that others imply."""
+    roots: tuple[str, ...] | None = None
+    """null: all."""
+    expires_at: datetime | None = None
+    """Of the key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointDetail(Checkpoint):
+    """All that is known of a checkpoint. What is of the structure is None where that is not known."""
+
+    save_id: str | None = None
+    resumed_from: str | None = None
+    """The save id of the checkpoint that its training went on from."""
+    fingerprint: str | None = None
+    """Of its commit: another one is another content."""
+    content_digest: str | None = None
+    """Of the names and digests of all tensors; null without a manifest or a verification."""
+    user_metadata: Any = None
+    provenance: Any = None
+    structure_digest: str | None = None
+    tensor_count: int | None = None
+    object_count: int | None = None
+    element_count: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreatedKey(Key):
+    """A new key, with the only sight of it, which is in no repr."""
+
+    key: str = field(repr=False)
+    """Shown now and never again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WebhookSecret(Webhook):
+    """A webhook, with the only sight of its new secret, which is in no repr."""
+
+    secret: str = field(repr=False)
+
+
+class CheckpointQuery(TypedDict, total=False):
+    """Options of GET /checkpoints."""
+
+    root: str | None
+    run_id: int | None
+    run: str | None
+    run_contains: str | None
+    run_glob: str | None
+    min_step: int | None
+    max_step: int | None
+    since: datetime | None
+    """Committed from this time on."""
+    until: datetime | None
+    """Committed before this time."""
+    format: str | Sequence[str] | None
+    state: str | Sequence[str] | None
+    """Committed ones, if not given."""
+    verification: str | Sequence[str] | None
+    tag: str | Sequence[str] | None
+    alias: str | None
+    metric: str | Sequence[str] | None
+    """Comparisons such as loss<2.5."""
+    dtype: str | None
+    tensor: str | None
+    name_contains: str | None
+    name_glob: str | None
+    pinned: bool | None
+    sort: str | None
+    """time, step, bytes, name or metric:NAME, the greatest first with a minus."""
+
+
+class RegistrationOptions(TypedDict, total=False):
+    """Options of POST /checkpoints."""
+
+    root: str | None
+    root_url: str | None
+    step: int | None
+    save_id: str | None
+    tags: str | Sequence[str] | None
+    metrics: Mapping[str, Any] | None
+    deleted: bool | None
+
+
+class FacetQuery(TypedDict, total=False):
+    """Options of GET /checkpoints/facets."""
+
+    root: str | None
+    run_id: int | None
+    run: str | None
+    run_contains: str | None
+    run_glob: str | None
+    min_step: int | None
+    max_step: int | None
+    since: datetime | None
+    """Committed from this time on."""
+    until: datetime | None
+    """Committed before this time."""
+    format: str | Sequence[str] | None
+    state: str | Sequence[str] | None
+    """Committed ones, if not given."""
+    verification: str | Sequence[str] | None
+    tag: str | Sequence[str] | None
+    alias: str | None
+    metric: str | Sequence[str] | None
+    """Comparisons such as loss<2.5."""
+    dtype: str | None
+    tensor: str | None
+    name_contains: str | None
+    name_glob: str | None
+    pinned: bool | None
+    values: int | None
+    """Values of each filter at most."""
+
+
+class LookupQuery(TypedDict, total=False):
+    """Options of GET /checkpoints/lookup."""
+
+    root: str | None
+    key: str | None
+    run: str | None
+    step: int | None
+    alias: str | None
+    uri: str | None
+
+
+class DiffQuery(TypedDict, total=False):
+    """Options of GET /checkpoints/{checkpoint_id}/diff."""
+
+    basis: str | None
+    """values: as the job diff has found last, not found before that; else checksums where both have
+    them in their indexes, else structure."""
+    kind: str | Sequence[str] | None
+    """All, if not given."""
+    glob: str | None
+    order: str | None
+    """Those first that differ most; name: as they were saved; weights: by relative_l2, those of
+    optimizers last."""
+
+
+class DownloadQuery(TypedDict, total=False):
+    """Options of GET /checkpoints/{checkpoint_id}/download."""
+
+    format: str | None
+    """torch is for torch.load(weights_only=True), unless numpy arrays or the like are among the
+    values."""
+    only: str | Sequence[str] | None
+    """Globs of names."""
+    exclude: str | Sequence[str] | None
+    """Globs of names."""
+    dtype: str | None
+    """Floating-point tensors are cast to it."""
+    drop_objects: bool | None
+    """Leave out values that the format cannot hold, instead of refusing."""
+
+
+class PhasesQuery(TypedDict, total=False):
+    """Options of GET /checkpoints/{checkpoint_id}/phases."""
+
+    rows: int | None
+    """As many rows of ranks at most."""
+    first_rank: int | None
+    last_rank: int | None
+
+
+class StoredChunksQuery(TypedDict, total=False):
+    """Options of GET /checkpoints/{checkpoint_id}/shards/chunks."""
+
+    first_rank: int | None
+    last_rank: int | None
+    begin: int | None
+    """The first byte of each file."""
+    end: int | None
+    glob: str | None
+
+
+class ShardMapQuery(TypedDict, total=False):
+    """Options of GET /checkpoints/{checkpoint_id}/shards/map."""
+
+    first_rank: int | None
+    last_rank: int | None
+    begin: int | None
+    """The first byte of each file."""
+    end: int | None
+    glob: str | None
+    rows: int | None
+    """As many rows of files at most."""
+    bins: int | None
+    """As many bins of bytes at most."""
+
+
+class TensorQuery(TypedDict, total=False):
+    """Options of GET /checkpoints/{checkpoint_id}/tensors."""
+
+    glob: str | None
+    kind: str | None
+    dtype: str | None
+
+
+class LoadOptions(TypedDict, total=False):
+    """Options of GET /checkpoints/{checkpoint_id}/will-it-load."""
+
+    state_of: int | None
+    """Of another checkpoint."""
+    shapes_job: int | None
+    """That a job of the kind shapes has found."""
+    map: str | None
+    """A ready weight map to load through."""
+    inverse: bool | None
+    """The map's other way."""
+    below: str | None
+    """What the map's source is below here."""
+
+
+class JobQuery(TypedDict, total=False):
+    """Options of GET /jobs."""
+
+    state: str | Sequence[str] | None
+    kind: str | Sequence[str] | None
+    root: str | None
+    checkpoint_id: int | None
+    created_by: str | None
+    scans: bool | None
+    """Also the scheduled scans, one a minute."""
+
+
+class PolicyOptions(TypedDict, total=False):
+    """Options of POST /retention/policies."""
+
+    run_glob: str | None
+    """Matches keys of runs; `*` is any text."""
+    grace_seconds: float | None
+    """None: as the service is configured."""
+    interval_seconds: float | None
+    """How often it is applied."""
+    is_enabled: bool | None
+
+
+class PolicyChanges(TypedDict, total=False):
+    """Options of PATCH /retention/policies/{policy_id}."""
+
+    name: str | None
+    run_glob: str | None
+    keep: Mapping[str, Any] | None
+    grace_seconds: float | None
+    interval_seconds: float | None
+    is_enabled: bool | None
+
+
+class RuleOptions(TypedDict, total=False):
+    """Options of POST /rules."""
+
+    event: str | None
+    condition: Mapping[str, Any] | None
+    is_enabled: bool | None
+
+
+class RuleChanges(TypedDict, total=False):
+    """Options of PATCH /rules/{rule_id}."""
+
+    name: str | None
+    event: str | None
+    condition: Mapping[str, Any] | None
+    actions: Sequence[Mapping[str, Any]] | None
+    is_enabled: bool | None
+
+
+class RunQuery(TypedDict, total=False):
+    """Options of GET /runs."""
+
+    root: str | None
+    contains: str | None
+    glob: str | None
+    sort: str | None
+
+
+class TimelineQuery(TypedDict, total=False):
+    """Options of GET /runs/{run_id}/timeline."""
+
+    metric: str | Sequence[str] | None
+    """Also these."""
+    points: int | None
+    """As many bins at most."""
+    min_step: int | None
+    max_step: int | None
+
+
+class WebhookOptions(TypedDict, total=False):
+    """Options of POST /webhooks."""
+
+    events: str | Sequence[str] | None
+    roots: str | Sequence[str] | None
+    """Names of roots; null: all."""
+    description: str | None
+    is_enabled: bool | None
+    secret: str | None
+
+
+class WebhookChanges(TypedDict, total=False):
+    """Options of PATCH /webhooks/{webhook_id}."""
+
+    url: str
+    events: str | Sequence[str]
+    roots: str | Sequence[str] | None
+    """Names of roots; null: all."""
+    description: str
+    is_enabled: bool

@@ -1,0 +1,517 @@
+# Generated from asynchronous/methods.py by `make client`.
+# Generated from the OpenAPI document by `make client`.
+"""Operations of the API as methods."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, Unpack
+
+from dcp.server.client.calls import (
+    Call,
+    PagedCall,
+    given,
+    if_match,
+    many,
+    nothing,
+    one,
+    query,
+    segment,
+)
+from dcp.server.client.generated import models
+from dcp.server.client.synchronous.connection import HttpConnection, Pages
+
+
+class Methods(HttpConnection):
+    """Methods of `Client` that send one request each."""
+
+    def audit(
+        self,
+        *,
+        page_size: int = 100,
+        actor: str | None = None,
+        action: str | None = None,
+        target: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+    ) -> Pages[models.AuditEntry]:
+        """Entries, newest first; actor, action and target have to be equal."""
+        call = PagedCall(
+            "/audit",
+            one(models.AuditEntry),
+            query(actor=actor, action=action, target=target, since=since, until=until),
+        )
+        return Pages(self._send, call, page_size)
+
+    def checkpoints(
+        self, *, page_size: int = 100, **options: Unpack[models.CheckpointQuery]
+    ) -> Pages[models.Checkpoint]:
+        """Checkpoints, the newest first; deleted and unreadable ones only if `state` asks for them."""
+        call = PagedCall("/checkpoints", one(models.Checkpoint), query(**options))
+        return Pages(self._send, call, page_size)
+
+    def register(self, key: str, **options: Unpack[models.RegistrationOptions]) -> models.Registered:
+        """Look at a checkpoint now, instead of at the next scan. A repetition changes nothing."""
+        call = Call("POST", "/checkpoints", one(models.Registered), body=given({"key": key, **options}))
+        return self._send(call)
+
+    def lookup(self, **options: Unpack[models.LookupQuery]) -> models.CheckpointDetail:
+        """The checkpoint of this name. Of several, as in other roots and formats, a committed one, and the
+        newest."""
+        call = Call("GET", "/checkpoints/lookup", one(models.CheckpointDetail), query(**options))
+        return self._send(call)
+
+    def delete(
+        self, checkpoint_id: int, *, grace_seconds: float | None = None, etag: str | None = None
+    ) -> models.CheckpointDetail:
+        """Delete a checkpoint. Its bytes stay, and it can be restored, until its grace is over."""
+        call = Call(
+            "DELETE",
+            f"/checkpoints/{checkpoint_id}",
+            one(models.CheckpointDetail),
+            query(grace_seconds=grace_seconds),
+            headers=if_match(etag),
+        )
+        return self._send(call)
+
+    def checkpoint(self, checkpoint_id: int) -> models.CheckpointDetail:
+        """All that is known of a checkpoint."""
+        call = Call("GET", f"/checkpoints/{checkpoint_id}", one(models.CheckpointDetail))
+        return self._send(call)
+
+    def files(self, checkpoint_id: int) -> list[models.File]:
+        """The checkpoint's own files, as they are in the storage now."""
+        call = Call("GET", f"/checkpoints/{checkpoint_id}/files", many(models.File))
+        return self._send(call)
+
+    def lineage(self, checkpoint_id: int) -> models.Lineage:
+        """All ancestors and descendants that the key may see, nearest first."""
+        call = Call("GET", f"/checkpoints/{checkpoint_id}/lineage", one(models.Lineage))
+        return self._send(call)
+
+    def set_metrics(
+        self, checkpoint_id: int, metrics: Mapping[str, Any], *, etag: str | None = None
+    ) -> models.CheckpointDetail:
+        """Set metrics, or remove them."""
+        call = Call(
+            "PATCH",
+            f"/checkpoints/{checkpoint_id}/metrics",
+            one(models.CheckpointDetail),
+            body=given({"metrics": metrics}),
+            headers=if_match(etag),
+        )
+        return self._send(call)
+
+    def phases(self, checkpoint_id: int, **options: Unpack[models.PhasesQuery]) -> models.SavePhases:
+        """How long the phases of its save took, by rank, as far as the save noted it."""
+        call = Call("GET", f"/checkpoints/{checkpoint_id}/phases", one(models.SavePhases), query(**options))
+        return self._send(call)
+
+    def unpin(self, checkpoint_id: int, *, etag: str | None = None) -> models.CheckpointDetail:
+        """Allow that it is deleted again."""
+        call = Call(
+            "DELETE",
+            f"/checkpoints/{checkpoint_id}/pin",
+            one(models.CheckpointDetail),
+            headers=if_match(etag),
+        )
+        return self._send(call)
+
+    def pin(self, checkpoint_id: int, *, etag: str | None = None) -> models.CheckpointDetail:
+        """Protect the checkpoint from deletion, also by retention."""
+        call = Call(
+            "PUT", f"/checkpoints/{checkpoint_id}/pin", one(models.CheckpointDetail), headers=if_match(etag)
+        )
+        return self._send(call)
+
+    def restore(self, checkpoint_id: int, *, etag: str | None = None) -> models.CheckpointDetail:
+        """Restore a deleted checkpoint, unless its bytes are being purged already."""
+        call = Call(
+            "POST",
+            f"/checkpoints/{checkpoint_id}/restore",
+            one(models.CheckpointDetail),
+            headers=if_match(etag),
+        )
+        return self._send(call)
+
+    def shards(
+        self, checkpoint_id: int, *, page_size: int = 500, glob: str | None = None
+    ) -> Pages[models.ShardedTensor]:
+        """Tensors with the boxes that they are cut into, and the rank and file of each."""
+        call = PagedCall(f"/checkpoints/{checkpoint_id}/shards", one(models.ShardedTensor), query(glob=glob))
+        return Pages(self._send, call, page_size)
+
+    def stored_chunks(
+        self, checkpoint_id: int, *, page_size: int = 500, **options: Unpack[models.StoredChunksQuery]
+    ) -> Pages[models.StoredChunk]:
+        """Chunks of the map one by one, by rank, file and place, and in how many copies."""
+        call = PagedCall(
+            f"/checkpoints/{checkpoint_id}/shards/chunks", one(models.StoredChunk), query(**options)
+        )
+        return Pages(self._send, call, page_size)
+
+    def shard_map(self, checkpoint_id: int, **options: Unpack[models.ShardMapQuery]) -> models.ShardMap:
+        """Which rank holds what, and where: rows of files by rank, bins of bytes, the largest tensor in
+        each."""
+        call = Call("GET", f"/checkpoints/{checkpoint_id}/shards/map", one(models.ShardMap), query(**options))
+        return self._send(call)
+
+    def rank_shares(self, checkpoint_id: int, *, page_size: int = 500) -> Pages[models.RankShare]:
+        """How much each rank wrote."""
+        call = PagedCall(f"/checkpoints/{checkpoint_id}/shards/ranks", one(models.RankShare))
+        return Pages(self._send, call, page_size)
+
+    def compute_statistics(self, checkpoint_id: int) -> models.Job:
+        """Have them computed of all tensors, by a job; they are kept with the checkpoint."""
+        call = Call("POST", f"/checkpoints/{checkpoint_id}/statistics", one(models.Job))
+        return self._send(call)
+
+    def remove_tag(self, checkpoint_id: int, tag: str, *, etag: str | None = None) -> models.CheckpointDetail:
+        """Remove a tag. A tag that the checkpoint does not have changes nothing."""
+        call = Call(
+            "DELETE",
+            f"/checkpoints/{checkpoint_id}/tags/{segment(tag)}",
+            one(models.CheckpointDetail),
+            headers=if_match(etag),
+        )
+        return self._send(call)
+
+    def add_tag(self, checkpoint_id: int, tag: str, *, etag: str | None = None) -> models.CheckpointDetail:
+        """Add a tag. A tag that the checkpoint has already changes nothing."""
+        call = Call(
+            "PUT",
+            f"/checkpoints/{checkpoint_id}/tags/{segment(tag)}",
+            one(models.CheckpointDetail),
+            headers=if_match(etag),
+        )
+        return self._send(call)
+
+    def tensors(
+        self, checkpoint_id: int, *, page_size: int = 500, **options: Unpack[models.TensorQuery]
+    ) -> Pages[models.Tensor]:
+        """Tensors and values by name, as they were when the checkpoint was found; nothing is read."""
+        call = PagedCall(f"/checkpoints/{checkpoint_id}/tensors", one(models.Tensor), query(**options))
+        return Pages(self._send, call, page_size)
+
+    def verifications(self, checkpoint_id: int, *, limit: int | None = None) -> list[models.Verification]:
+        """The last verifications, newest first."""
+        call = Call(
+            "GET",
+            f"/checkpoints/{checkpoint_id}/verifications",
+            many(models.Verification),
+            query(limit=limit),
+        )
+        return self._send(call)
+
+    def verify(self, checkpoint_id: int) -> models.Job:
+        """Have every byte read and compared, by a job."""
+        call = Call("POST", f"/checkpoints/{checkpoint_id}/verifications", one(models.Job))
+        return self._send(call)
+
+    def jobs(self, *, page_size: int = 100, **options: Unpack[models.JobQuery]) -> Pages[models.Job]:
+        """Jobs, newest first. Of states and kinds, any of those that are given."""
+        call = PagedCall("/jobs", one(models.Job), query(**options))
+        return Pages(self._send, call, page_size)
+
+    def job(self, job_id: int) -> models.Job:
+        """One job, with its progress, and its result once it has succeeded."""
+        call = Call("GET", f"/jobs/{job_id}", one(models.Job))
+        return self._send(call)
+
+    def cancel(self, job_id: int) -> models.Job:
+        """Stop the job, and remove what it left. A repetition is fine; publishing is not stopped."""
+        call = Call("POST", f"/jobs/{job_id}/cancel", one(models.Job))
+        return self._send(call)
+
+    def retry(self, job_id: int) -> models.Job:
+        """Begin a job anew that has failed or was cancelled."""
+        call = Call("POST", f"/jobs/{job_id}/retry", one(models.Job))
+        return self._send(call)
+
+    def job_tasks(self, job_id: int, *, page_size: int = 500) -> Pages[models.JobTask]:
+        """The tasks of the job by number, once it is planned."""
+        call = PagedCall(f"/jobs/{job_id}/tasks", one(models.JobTask))
+        return Pages(self._send, call, page_size)
+
+    def job_throughput(self, job_id: int) -> models.JobThroughput:
+        """The speed of its tasks, and an estimate of the time that is left."""
+        call = Call("GET", f"/jobs/{job_id}/throughput", one(models.JobThroughput))
+        return self._send(call)
+
+    def keys(
+        self,
+    ) -> list[models.Key]:
+        """All keys, revoked and expired ones too."""
+        call = Call("GET", "/keys", many(models.Key))
+        return self._send(call)
+
+    def create_key(
+        self,
+        name: str,
+        *,
+        scopes: str | Sequence[str] | None = None,
+        roots: str | Sequence[str] | None = None,
+        expires_in_seconds: float | None = None,
+    ) -> models.CreatedKey:
+        """Create a key. The answer shows it for the only time, so that it is not kept for an Idempotency-
+        Key."""
+        call = Call(
+            "POST",
+            "/keys",
+            one(models.CreatedKey),
+            body=given(
+                {"name": name, "scopes": scopes, "roots": roots, "expires_in_seconds": expires_in_seconds}
+            ),
+            has_secret=True,
+        )
+        return self._send(call)
+
+    def revoke_key(self, key_id: int) -> models.Key:
+        """End a key at once and for ever; it stays in the list. Again is fine."""
+        call = Call("DELETE", f"/keys/{key_id}", one(models.Key))
+        return self._send(call)
+
+    def key(self, key_id: int) -> models.Key:
+        """One key."""
+        call = Call("GET", f"/keys/{key_id}", one(models.Key))
+        return self._send(call)
+
+    def retention_policies(self, *, page_size: int = 100) -> Pages[models.RetentionPolicy]:
+        """List the policies of the roots that the key may see, by id."""
+        call = PagedCall("/retention/policies", one(models.RetentionPolicy))
+        return Pages(self._send, call, page_size)
+
+    def delete_retention_policy(self, policy_id: int, *, etag: str | None = None) -> None:
+        """Delete a policy. Checkpoints that it has deleted stay deleted."""
+        call = Call("DELETE", f"/retention/policies/{policy_id}", nothing, headers=if_match(etag))
+        return self._send(call)
+
+    def retention_policy(self, policy_id: int) -> models.RetentionPolicy:
+        """Get a policy."""
+        call = Call("GET", f"/retention/policies/{policy_id}", one(models.RetentionPolicy))
+        return self._send(call)
+
+    def change_retention_policy(
+        self, policy_id: int, *, etag: str | None = None, **options: Unpack[models.PolicyChanges]
+    ) -> models.RetentionPolicy:
+        """Change the given fields; a job of the policy that is running stops."""
+        call = Call(
+            "PATCH",
+            f"/retention/policies/{policy_id}",
+            one(models.RetentionPolicy),
+            body={**options},
+            headers=if_match(etag),
+        )
+        return self._send(call)
+
+    def retention_policy_totals(self, policy_id: int) -> models.RetentionTotals:
+        """Add up what a policy would keep, delete and free; nothing is changed."""
+        call = Call("GET", f"/retention/policies/{policy_id}/preview/totals", one(models.RetentionTotals))
+        return self._send(call)
+
+    def retention_totals(
+        self, root: str, keep: Mapping[str, Any], *, run_glob: str | None = None
+    ) -> models.RetentionTotals:
+        """Add up what a policy would keep, delete and free; nothing is changed."""
+        call = Call(
+            "POST",
+            "/retention/preview/totals",
+            one(models.RetentionTotals),
+            body=given({"root": root, "run_glob": run_glob, "keep": keep}),
+            only_reads=True,
+        )
+        return self._send(call)
+
+    def check_roots(
+        self,
+    ) -> list[models.RootCheck]:
+        """Whether the storage of each root answers: looked at now, or within the last two seconds."""
+        call = Call("GET", "/root-checks", many(models.RootCheck))
+        return self._send(call)
+
+    def roots(
+        self,
+    ) -> list[models.Root]:
+        """All roots that the key may see, by name, with their last scans."""
+        call = Call("GET", "/roots", many(models.Root))
+        return self._send(call)
+
+    def rules(self, *, page_size: int = 100) -> Pages[models.Rule]:
+        """List all rules by id."""
+        call = PagedCall("/rules", one(models.Rule))
+        return Pages(self._send, call, page_size)
+
+    def create_rule(
+        self, name: str, actions: Sequence[Mapping[str, Any]], **options: Unpack[models.RuleOptions]
+    ) -> models.Rule:
+        """Create a rule, for events from now on."""
+        call = Call(
+            "POST", "/rules", one(models.Rule), body=given({"name": name, "actions": actions, **options})
+        )
+        return self._send(call)
+
+    def delete_rule(self, rule_id: int, *, etag: str | None = None) -> None:
+        """Delete a rule. Its jobs continue."""
+        call = Call("DELETE", f"/rules/{rule_id}", nothing, headers=if_match(etag))
+        return self._send(call)
+
+    def rule(self, rule_id: int) -> models.Rule:
+        """Get a rule."""
+        call = Call("GET", f"/rules/{rule_id}", one(models.Rule))
+        return self._send(call)
+
+    def change_rule(
+        self, rule_id: int, *, etag: str | None = None, **options: Unpack[models.RuleChanges]
+    ) -> models.Rule:
+        """Change the given fields, for events from now on."""
+        call = Call("PATCH", f"/rules/{rule_id}", one(models.Rule), body={**options}, headers=if_match(etag))
+        return self._send(call)
+
+    def runs(self, *, page_size: int = 100, **options: Unpack[models.RunQuery]) -> Pages[models.Run]:
+        """Runs, the one with the newest checkpoint first."""
+        call = PagedCall("/runs", one(models.Run), query(**options))
+        return Pages(self._send, call, page_size)
+
+    def run(self, run_id: int) -> models.Run:
+        """One run."""
+        call = Call("GET", f"/runs/{run_id}", one(models.Run))
+        return self._send(call)
+
+    def aliases(self, run_id: int) -> list[models.Alias]:
+        """All aliases of a run, by name."""
+        call = Call("GET", f"/runs/{run_id}/aliases", many(models.Alias))
+        return self._send(call)
+
+    def alias(self, run_id: int, name: str) -> models.Alias:
+        """The checkpoint that the alias names."""
+        call = Call("GET", f"/runs/{run_id}/aliases/{segment(name)}", one(models.Alias))
+        return self._send(call)
+
+    def set_alias(
+        self,
+        run_id: int,
+        name: str,
+        checkpoint_id: int,
+        *,
+        is_protected: bool | None = None,
+        etag: str | None = None,
+    ) -> models.Alias:
+        """Let the alias name this checkpoint of the run. Without If-Match only if there is no such alias
+        yet."""
+        call = Call(
+            "PUT",
+            f"/runs/{run_id}/aliases/{segment(name)}",
+            one(models.Alias),
+            body=given({"checkpoint_id": checkpoint_id, "is_protected": is_protected}),
+            headers=if_match(etag),
+        )
+        return self._send(call)
+
+    def run_drift(self, run_id: int) -> models.RunDrift:
+        """As a job has found it last; not found before the first one, and once that job is forgotten."""
+        call = Call("GET", f"/runs/{run_id}/drift", one(models.RunDrift))
+        return self._send(call)
+
+    def compute_drift(self, run_id: int) -> models.Job:
+        """Have it computed of up to 50 steps, by a job; `POST /jobs` with the kind `drift` chooses them."""
+        call = Call("POST", f"/runs/{run_id}/drift", one(models.Job))
+        return self._send(call)
+
+    def run_series(self, run_id: int, metric: str, *, points: int | None = None) -> models.Series:
+        """A metric over the steps of a run; of more checkpoints than points, each point is of several."""
+        call = Call("GET", f"/runs/{run_id}/series", one(models.Series), query(metric=metric, points=points))
+        return self._send(call)
+
+    def run_tensor_bytes(
+        self, run_id: int, *, only: str | Sequence[str] | None = None, below_step: int | None = None
+    ) -> models.TensorBytes:
+        """The bytes of tensors in the checkpoints of a run, by their names; of optimizers by default."""
+        call = Call(
+            "GET",
+            f"/runs/{run_id}/tensor-bytes",
+            one(models.TensorBytes),
+            query(only=only, below_step=below_step),
+        )
+        return self._send(call)
+
+    def run_timeline(self, run_id: int, **options: Unpack[models.TimelineQuery]) -> models.RunTimeline:
+        """The checkpoints of a run over its steps, of all states, neighbours summed up: bytes, seconds of
+        saving, metrics, states, aliases."""
+        call = Call("GET", f"/runs/{run_id}/timeline", one(models.RunTimeline), query(**options))
+        return self._send(call)
+
+    def webhooks(self, *, page_size: int = 100) -> Pages[models.Webhook]:
+        """List the webhooks that the key may see, by id."""
+        call = PagedCall("/webhooks", one(models.Webhook))
+        return Pages(self._send, call, page_size)
+
+    def create_webhook(self, url: str, **options: Unpack[models.WebhookOptions]) -> models.WebhookSecret:
+        """Create a webhook. The answer shows its secret, once: no Idempotency-Key keeps it."""
+        call = Call(
+            "POST",
+            "/webhooks",
+            one(models.WebhookSecret),
+            body=given({"url": url, **options}),
+            has_secret=True,
+        )
+        return self._send(call)
+
+    def delete_webhook(self, webhook_id: int, *, etag: str | None = None) -> None:
+        """Delete a webhook and its deliveries."""
+        call = Call("DELETE", f"/webhooks/{webhook_id}", nothing, headers=if_match(etag))
+        return self._send(call)
+
+    def webhook(self, webhook_id: int) -> models.Webhook:
+        """Get a webhook."""
+        call = Call("GET", f"/webhooks/{webhook_id}", one(models.Webhook))
+        return self._send(call)
+
+    def change_webhook(
+        self, webhook_id: int, *, etag: str | None = None, **options: Unpack[models.WebhookChanges]
+    ) -> models.Webhook:
+        """Change the given fields. Deliveries that wait for a disabled webhook are sent once it is
+        enabled."""
+        call = Call(
+            "PATCH", f"/webhooks/{webhook_id}", one(models.Webhook), body={**options}, headers=if_match(etag)
+        )
+        return self._send(call)
+
+    def redeliver(self, webhook_id: int, delivery_id: int) -> models.Delivery:
+        """Make a delivery again, from its first attempt on."""
+        call = Call(
+            "POST", f"/webhooks/{webhook_id}/deliveries/{delivery_id}/redeliver", one(models.Delivery)
+        )
+        return self._send(call)
+
+    def rotate_webhook_secret(
+        self,
+        webhook_id: int,
+        *,
+        secret: str | None = None,
+        overlap_seconds: float | None = None,
+        etag: str | None = None,
+    ) -> models.WebhookSecret:
+        """Give it a new secret. Until the overlap is over, deliveries carry signatures of both."""
+        call = Call(
+            "POST",
+            f"/webhooks/{webhook_id}/rotate-secret",
+            one(models.WebhookSecret),
+            body=given({"secret": secret, "overlap_seconds": overlap_seconds}),
+            headers=if_match(etag),
+            has_secret=True,
+        )
+        return self._send(call)
+
+    def test_webhook(self, webhook_id: int) -> models.Delivery:
+        """Send it an event of the type `webhook.test`; a worker does so within seconds."""
+        call = Call("POST", f"/webhooks/{webhook_id}/test", one(models.Delivery))
+        return self._send(call)
+
+    def whoami(
+        self,
+    ) -> models.Whoami:
+        """The name, the scopes and the roots of the key; without keys every caller is `local`, and may
+        all."""
+        call = Call("GET", "/whoami", one(models.Whoami))
+        return self._send(call)

@@ -1,0 +1,64 @@
+"""Consumers of events: functions of features that get what has happened, in order and once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import Connection
+
+from dcp.server.catalog.events import (
+    CatalogEvent,
+    events_after,
+    last_event_id,
+    lock_position,
+    move_on,
+    position,
+)
+from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext
+from dcp.server.core.settings import Settings
+
+__all__ = ["Consume", "Consumer"]
+
+Consume = Callable[[Connection, Sequence[CatalogEvent], ScheduleContext], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """A reader of all events of ``kinds``, or of every kind, from the first one on.
+
+    ``consume`` is called with up to ``batch`` of them, in the transaction that notes how far the consumer
+    ``name`` has come: what it writes is written once. One process at a time does so. While ``is_needed``
+    returns False, events are skipped.
+    """
+
+    name: str
+    kinds: frozenset[str] | None
+    consume: Consume
+    is_needed: Callable[[Connection], bool] | None = None
+    batch: int = 500
+
+    def work(self, settings: Settings) -> PeriodicWork:
+        """Make the periodic work of a worker."""
+        return PeriodicWork(f"events:{self.name}", settings.poll_seconds, self.run, self._is_behind)
+
+    def run(self, context: ScheduleContext) -> None:
+        """Consume what has happened since the last time."""
+        context.repeat(lambda connection: self._consume_some(connection, context))
+
+    def _is_behind(self, connection: Connection, context: ScheduleContext) -> bool:
+        return last_event_id(connection) > position(connection, self.name)
+
+    def _consume_some(self, connection: Connection, context: ScheduleContext) -> bool:
+        """Returns whether more may be left."""
+        begin, newest = lock_position(connection, self.name), last_event_id(connection)
+        is_needed = self.is_needed is None or self.is_needed(connection)
+        found = events_after(connection, begin, self.batch, kinds=self.kinds) if is_needed else []
+        if found:
+            self.consume(connection, found, context)
+        is_full = len(found) == self.batch
+        last = found[-1].id if found else begin
+        end = last if is_full else max(last, newest)
+        if end > begin:
+            move_on(connection, self.name, end)
+        return is_full

@@ -1,0 +1,200 @@
+"""Resources: rows that people create, list, read, change and delete, with ETags and audit entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+
+from sqlalchemy import Connection, Row, Select, Table, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from dcp.server.catalog.cursors import decode_cursor, encode_cursor
+from dcp.server.catalog.errors import ChangedError, MissingError, StateError
+from dcp.server.records.declaring import fields_of, moment
+from dcp.server.records.lists import Page
+
+if TYPE_CHECKING:
+    from dcp.server.core.ask import Ask
+    from dcp.server.core.http.dependencies import PageParams, Precondition
+
+__all__ = ["Resource", "record_of_row"]
+
+R = TypeVar("R")
+
+Visible = frozenset[str] | None
+_Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Resource(Generic[R]):
+    """Rows of ``table``, which has the columns ``version``, ``created_seconds`` and ``updated_seconds``.
+
+    A column ``name`` is unique. Errors call a row ``what``, entries of the audit log ``noun``; ETags are
+    ``"{tag}-{version}"``, where ``{id}`` in ``tag`` is the row's. ``record`` makes the answer of a row and
+    its ETag, ``detail`` what is audited. ``query`` selects other than the columns of the table,
+    ``is_visible`` says whether a key for some roots may see a row, and ``forget`` deletes what refers to one.
+    """
+
+    table: Table
+    what: str
+    noun: str
+    tag: str
+    record: Callable[[Row[Any], str], R]
+    detail: Callable[[Row[Any]], _Values] = lambda row: {}
+    query: Select[Any] | None = None
+    is_visible: Callable[[Row[Any], Visible], bool] = lambda row, visible: True
+    forget: Callable[[Connection, int], object] = lambda connection, number: None
+
+    # -- rows ------------------------------------------------------------------------------------------------
+
+    @property
+    def select(self) -> Select[Any]:
+        """A query of all rows."""
+        return select(self.table) if self.query is None else self.query
+
+    def find(
+        self, connection: Connection, number: int, visible: Visible = None, *, locked: bool = False
+    ) -> Row[Any]:
+        """Return a row; MissingError if there is none that may be seen."""
+        query = self.select.where(self.table.c.id == number)
+        if locked:
+            query = query.with_for_update(of=self.table)
+        row = connection.execute(query).one_or_none()
+        if row is None or not self.is_visible(row, visible):
+            raise MissingError(self.what, number)
+        return row
+
+    def rows(self, connection: Connection, /, visible: Visible = None, **values: Any) -> list[Row[Any]]:
+        """Return all rows with these values that may be seen, by id. There are few."""
+        query = self._with(values).order_by(self.table.c.id)
+        return [row for row in connection.execute(query) if self.is_visible(row, visible)]
+
+    def has(self, connection: Connection, **values: Any) -> bool:
+        """Return whether there is a row with these values."""
+        return connection.execute(self._with(values).limit(1)).first() is not None
+
+    def _with(self, values: _Values) -> Select[Any]:
+        return self.select.where(*(self.table.c[name] == value for name, value in values.items()))
+
+    def insert(
+        self, connection: Connection, ask: Ask, values: _Values, detail: _Values | None = None
+    ) -> Row[Any]:
+        """Add a row. StateError if there is one of its name."""
+        now = ask.author.now_seconds
+        statement = insert(self.table).values(**values, created_seconds=now, updated_seconds=now)
+        self._check_name(connection, values, None)
+        try:
+            number = connection.execute(statement.returning(self.table.c.id)).scalar_one()
+        except IntegrityError as error:
+            self._refuse_name(values, error)
+        row = self.find(connection, number)
+        self.audit(connection, ask, "create", row, detail)
+        return row
+
+    def lock(self, connection: Connection, ask: Ask, number: int, match: Precondition) -> Row[Any]:
+        """Return a row that is to be changed. MissingError; ChangedError if it is not as ``match`` says."""
+        expected = match.version(self.tag.format(id=number))
+        row = self.find(connection, number, ask.visible, locked=True)
+        if expected is not None and row.version != expected:
+            raise ChangedError(self.what, number, expected=expected, version=row.version)
+        return row
+
+    def update(
+        self,
+        connection: Connection,
+        ask: Ask,
+        row: Row[Any],
+        values: _Values,
+        action: str = "change",
+        detail: _Values | None = None,
+    ) -> Row[Any]:
+        """Change a row that is locked. StateError if there is another one of its new name."""
+        self._check_name(connection, values, row.id)
+        statement = update(self.table).where(self.table.c.id == row.id)
+        new = {**values, "version": row.version + 1, "updated_seconds": ask.author.now_seconds}
+        try:
+            connection.execute(statement.values(**new))
+        except IntegrityError as error:
+            self._refuse_name(values, error)
+        found = self.find(connection, row.id)
+        self.audit(connection, ask, action, found, detail)
+        return found
+
+    def _check_name(self, connection: Connection, values: _Values, own: int | None) -> None:
+        if "name" in values:
+            query = select(self.table.c.id).where(self.table.c.name == values["name"])
+            if connection.execute(query).scalar() not in (None, own):
+                self._refuse_name(values)
+
+    def _refuse_name(self, values: _Values, error: Exception | None = None) -> NoReturn:
+        raise StateError(f"there is a {self.what} {values.get('name')!r} already", state="exists") from error
+
+    def audit(
+        self, connection: Connection, ask: Ask, action: str, row: Row[Any], detail: _Values | None = None
+    ) -> None:
+        """Write an entry of the audit log."""
+        shown = self.detail(row) if detail is None else detail
+        ask.author.change(None).record(connection, f"{self.noun}.{action}", f"{self.noun}:{row.id}", shown)
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    def answer(self, ask: Ask, row: Row[Any], *, is_new: bool = False) -> R:
+        """Return the record of a row, and set the headers of the response."""
+        if is_new:
+            ask.response.headers["Location"] = f"{ask.request.url.path}/{row.id}"
+        ask.response.headers["ETag"] = self._etag(row)
+        return self.record(row, self._etag(row))
+
+    def create(self, ask: Ask, values: _Values) -> R:
+        """Answer a POST: `insert`."""
+        return ask.transact(
+            lambda connection: self.answer(ask, self.insert(connection, ask, values), is_new=True)
+        )
+
+    def page(self, ask: Ask, page: PageParams) -> Page[R]:
+        """Answer the GET of the list, by id."""
+        after = 0 if page.cursor is None else decode_cursor(page.cursor, self.noun, int)[0]
+        left = [row for row in ask.find(self.rows, ask.visible) if row.id > after]
+        shown = left[: page.limit]
+        cursor = encode_cursor(self.noun, shown[-1].id) if len(left) > len(shown) else None
+        return Page(tuple(self.record(row, self._etag(row)) for row in shown), cursor)
+
+    def read(self, ask: Ask, number: int) -> R:
+        """Answer the GET of one."""
+        return self.answer(ask, ask.find(self.find, number, ask.visible))
+
+    def change(self, ask: Ask, number: int, match: Precondition, values: _Values) -> R:
+        """Answer a PATCH: `lock` and `update`."""
+
+        def act(connection: Connection) -> Row[Any]:
+            return self.update(connection, ask, self.lock(connection, ask, number, match), values)
+
+        return self.answer(ask, ask.transact(act))
+
+    def delete(self, ask: Ask, number: int, match: Precondition) -> None:
+        """Answer a DELETE."""
+
+        def act(connection: Connection) -> None:
+            row = self.lock(connection, ask, number, match)
+            self.forget(connection, number)
+            connection.execute(delete(self.table).where(self.table.c.id == number))
+            self.audit(connection, ask, "delete", row)
+
+        ask.transact(act)
+
+    def _etag(self, row: Row[Any]) -> str:
+        return f'"{self.tag.format(id=row.id)}-{row.version}"'
+
+
+def record_of_row(kind: type[R], row: Row[Any], **given: Any) -> R:
+    """Make a record of the columns of ``row`` with the names of its fields, and of ``given`` fields."""
+    values = dict(given)
+    for field in fields_of(kind):
+        if field.name not in given:
+            value = row._mapping[field.column]
+            if value is not None and field.hint is datetime:
+                value = moment(value)
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+    return kind(**values)

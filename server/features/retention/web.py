@@ -1,0 +1,194 @@
+"""Operations of retention: policies, previews, deleting and restoring checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+from fastapi import Query
+from sqlalchemy import Connection
+
+from dcp.manager.retention import Retention
+from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
+from dcp.server.catalog.details import get_checkpoint
+from dcp.server.catalog.names import check_pattern
+from dcp.server.catalog.roots import root_id
+from dcp.server.core.answers import IdPath
+from dcp.server.core.ask import Ask
+from dcp.server.core.http.dependencies import IfMatch, PageParams, check_visible
+from dcp.server.core.http.dependencies import Page as PageQuery
+from dcp.server.core.jobs.answers import JobAnswer
+from dcp.server.core.problems import ForbiddenError, NotFoundError
+from dcp.server.features.retention import deletion, feature
+from dcp.server.features.retention.job import RetentionKind, RetentionParams
+from dcp.server.features.retention.planning import plan_run, retention_totals, runs_of
+from dcp.server.features.retention.policies import (
+    POLICIES,
+    PolicyChange,
+    PolicyRequest,
+    PreviewRequest,
+    writable_roots,
+)
+from dcp.server.records.administration import RetentionPolicy, RetentionPreview, RetentionTotals
+from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.lists import Page
+
+_MAX_GRACE_SECONDS: Final = 3660 * 86_400.0
+_MAX_RUNS: Final = 50
+_MAX_PLANNED: Final = 5_000
+"""Checkpoints after which a page of previews ends; a run with more has a page of its own."""
+
+_POLICY: Final = "/retention/policies/{policy_id}"
+
+
+@feature.post("/retention/policies", tag="retention", scope="delete", status=201, errors=(404, 409))
+def create_retention_policy(body: PolicyRequest, ask: Ask) -> RetentionPolicy:
+    """Create a policy. It is applied at once, and then at its interval; preview it first."""
+    check_visible(ask.caller, body.root)
+    if body.root not in ask.settings.roots:
+        raise NotFoundError(f"there is no root {body.root!r}")
+    if body.root not in writable_roots(ask.settings):
+        raise ForbiddenError(f"root {body.root} is read-only")
+    check_pattern("run_glob", body.run_glob)
+    values = body.model_dump(exclude={"root", "keep"}) | {
+        "root_id": ask.find(root_id, body.root),
+        "keep": body.keep.document(),
+    }
+    if body.grace_seconds is None:
+        values["grace_seconds"] = ask.settings.delete_grace_seconds
+    return POLICIES.create(ask, values)
+
+
+@feature.get("/retention/policies", tag="retention", errors=())
+def list_retention_policies(ask: Ask, page: PageQuery) -> Page[RetentionPolicy]:
+    """List the policies of the roots that the key may see, by id."""
+    return POLICIES.page(ask, page)
+
+
+@feature.post("/retention/preview", tag="retention", scope="read")
+def preview_retention(body: PreviewRequest, ask: Ask, page: PageQuery) -> Page[RetentionPreview]:
+    """Preview a policy run by run; nothing is changed."""
+    keep = _tried(body, ask)
+    return _preview(ask, page, body.root, body.run_glob, keep)
+
+
+@feature.post("/retention/preview/totals", tag="retention", scope="read")
+def preview_retention_totals(body: PreviewRequest, ask: Ask) -> RetentionTotals:
+    """Add up what a policy would keep, delete and free; nothing is changed."""
+    keep = _tried(body, ask)
+    return ask.find(retention_totals, body.root, body.run_glob, keep, ask.now)
+
+
+@feature.get(_POLICY, tag="retention")
+def get_retention_policy(policy_id: IdPath, ask: Ask) -> RetentionPolicy:
+    """Get a policy."""
+    return POLICIES.read(ask, policy_id)
+
+
+@feature.get(_POLICY + "/preview", tag="retention")
+def preview_retention_policy(policy_id: IdPath, ask: Ask, page: PageQuery) -> Page[RetentionPreview]:
+    """Preview a policy run by run; nothing is changed."""
+    policy = ask.find(POLICIES.find, policy_id, ask.visible)
+    return _preview(ask, page, policy.root, policy.run_glob, Retention.from_dict(policy.keep))
+
+
+@feature.get(_POLICY + "/preview/totals", tag="retention")
+def preview_retention_policy_totals(policy_id: IdPath, ask: Ask) -> RetentionTotals:
+    """Add up what a policy would keep, delete and free; nothing is changed."""
+    policy = ask.find(POLICIES.find, policy_id, ask.visible)
+    keep = Retention.from_dict(policy.keep)
+    return ask.find(retention_totals, policy.root, policy.run_glob, keep, ask.now)
+
+
+@feature.patch(_POLICY, tag="retention", scope="delete", errors=(404, 409, 412))
+def change_retention_policy(
+    policy_id: IdPath, body: PolicyChange, ask: Ask, match: IfMatch
+) -> RetentionPolicy:
+    """Change the given fields; a job of the policy that is running stops."""
+    if body.run_glob is not None:
+        check_pattern("run_glob", body.run_glob)
+    return POLICIES.change(ask, policy_id, match, body.model_dump(exclude_none=True))
+
+
+@feature.delete(_POLICY, tag="retention", scope="delete", status=204, errors=(404, 412))
+def delete_retention_policy(policy_id: IdPath, ask: Ask, match: IfMatch) -> None:
+    """Delete a policy. Checkpoints that it has deleted stay deleted."""
+    POLICIES.delete(ask, policy_id, match)
+
+
+@feature.post(_POLICY + "/run", tag="retention", scope="delete", status=202)
+def run_retention_policy(policy_id: IdPath, ask: Ask) -> JobAnswer:
+    """Apply a policy now, by a job."""
+    return ask.submit(RetentionKind, RetentionParams(policy_id=policy_id))
+
+
+def _tried(body: PreviewRequest, ask: Ask) -> Retention:
+    check_visible(ask.caller, body.root)
+    check_pattern("run_glob", body.run_glob)
+    return Retention.from_dict(body.keep.document())
+
+
+def _preview(ask: Ask, page: PageParams, root: str, run_glob: str, keep: Retention) -> Page[RetentionPreview]:
+    mark = query_mark("preview", root, run_glob)
+    after = None if page.cursor is None else decode_cursor(page.cursor, mark, int)[0]
+    limit = min(page.limit, _MAX_RUNS)
+    with ask.reading() as connection:
+        found = runs_of(connection, root, run_glob, after=after, limit=limit + 1)
+        items: list[RetentionPreview] = []
+        planned = 0
+        for run_id, run in found[:limit]:
+            plan = plan_run(connection, run_id, run, keep, ask.now)
+            items.append(plan.preview)
+            planned += len(plan.decisions)
+            if planned >= _MAX_PLANNED:
+                break
+    return Page(tuple(items), encode_cursor(mark, items[-1].run_id) if len(found) > len(items) else None)
+
+
+# -- deletion ------------------------------------------------------------------------------------------------
+
+
+@feature.delete("/checkpoints/{checkpoint_id}", tag="deletion", scope="delete", errors=(404, 409, 412))
+def delete_checkpoint(
+    checkpoint_id: IdPath,
+    ask: Ask,
+    match: IfMatch,
+    grace_seconds: Annotated[
+        float | None,
+        Query(
+            ge=0, le=_MAX_GRACE_SECONDS, description="How long it can be restored; default: as is configured."
+        ),
+    ] = None,
+) -> CheckpointDetail:
+    """Delete a checkpoint. Its bytes stay, and it can be restored, until its grace is over.
+
+    Refused if it is pinned, or an alias names it.
+    """
+    root = ask.find(get_checkpoint, checkpoint_id, ask.visible).root
+    if root not in writable_roots(ask.settings):
+        raise ForbiddenError(f"root {root} is read-only, or not configured any more")
+    grace = ask.settings.delete_grace_seconds if grace_seconds is None else grace_seconds
+    change = ask.author.change(match.version(f"c{checkpoint_id}"))
+
+    def act(connection: Connection) -> CheckpointDetail:
+        found = deletion.delete_softly(connection, checkpoint_id, grace, change)
+        detail = {"grace_seconds": grace}
+        change.record(connection, "checkpoint.delete", f"checkpoint:{checkpoint_id}", detail)
+        return found
+
+    found = ask.transact(act)
+    ask.response.headers["ETag"] = found.etag
+    return found
+
+
+@feature.post("/checkpoints/{checkpoint_id}/restore", tag="deletion", scope="delete", errors=(404, 409, 412))
+def restore_checkpoint(checkpoint_id: IdPath, ask: Ask, match: IfMatch) -> CheckpointDetail:
+    """Restore a deleted checkpoint, unless its bytes are being purged already."""
+    change = ask.author.change(match.version(f"c{checkpoint_id}"))
+
+    def act(connection: Connection) -> CheckpointDetail:
+        found = deletion.restore(connection, checkpoint_id, change)
+        change.record(connection, "checkpoint.restore", f"checkpoint:{checkpoint_id}", {})
+        ask.response.headers["ETag"] = found.etag
+        return found
+
+    return ask.transact(act)

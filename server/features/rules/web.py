@@ -1,0 +1,96 @@
+"""``/rules``: operations for admins."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pydantic import Field
+
+from dcp.server.catalog.names import check_pattern
+from dcp.server.core.answers import IdPath
+from dcp.server.core.ask import Ask
+from dcp.server.core.http.dependencies import IfMatch
+from dcp.server.core.http.dependencies import Page as PageQuery
+from dcp.server.core.inputs import Name, Request
+from dcp.server.core.problems import UnprocessableError
+from dcp.server.features.rules import feature
+from dcp.server.features.rules.rules import RULES, Action, Condition, ConvertAction, RuleEvent
+from dcp.server.records.administration import Rule
+from dcp.server.records.lists import Page
+
+_ADMIN: Final[dict[str, Any]] = {"tag": "rules", "scope": "admin", "all_roots": True}
+
+
+class RuleRequest(Request):
+    """A rule: on an event, for checkpoints that meet the condition, submit these jobs."""
+
+    name: Name
+    event: RuleEvent = "checkpoint.committed"
+    condition: Condition = Condition()
+    actions: list[Action] = Field(min_length=1, max_length=8)
+    is_enabled: bool = True
+
+
+class RuleChange(Request):
+    """The fields to change."""
+
+    name: Name | None = None
+    event: RuleEvent | None = None
+    condition: Condition | None = None
+    actions: list[Action] | None = Field(default=None, min_length=1, max_length=8)
+    is_enabled: bool | None = None
+
+
+@feature.post("/rules", **_ADMIN, status=201, errors=(409,))
+def create_rule(body: RuleRequest, ask: Ask) -> Rule:
+    """Create a rule, for events from now on."""
+    return RULES.create(ask, _values(body, ask))
+
+
+@feature.get("/rules", **_ADMIN, errors=())
+def list_rules(ask: Ask, page: PageQuery) -> Page[Rule]:
+    """List all rules by id."""
+    return RULES.page(ask, page)
+
+
+@feature.get("/rules/{rule_id}", **_ADMIN)
+def get_rule(rule_id: IdPath, ask: Ask) -> Rule:
+    """Get a rule."""
+    return RULES.read(ask, rule_id)
+
+
+@feature.patch("/rules/{rule_id}", **_ADMIN, errors=(404, 409, 412))
+def change_rule(rule_id: IdPath, body: RuleChange, ask: Ask, match: IfMatch) -> Rule:
+    """Change the given fields, for events from now on."""
+    return RULES.change(ask, rule_id, match, _values(body, ask))
+
+
+@feature.delete("/rules/{rule_id}", **_ADMIN, status=204, errors=(404, 412))
+def delete_rule(rule_id: IdPath, ask: Ask, match: IfMatch) -> None:
+    """Delete a rule. Its jobs continue."""
+    RULES.delete(ask, rule_id, match)
+
+
+def _values(body: RuleRequest | RuleChange, ask: Ask) -> dict[str, Any]:
+    """Check the given fields, which would else be refused at each event, and return their columns."""
+    _check_roots(body, ask)
+    values = {name: value for name, value in body if value is not None}
+    if body.condition is not None:
+        if body.condition.run is not None:
+            check_pattern("condition.run", body.condition.run)
+        values["condition"] = body.condition.model_dump(mode="json", exclude_none=True)
+    if body.actions is not None:
+        values["actions"] = [one.model_dump(mode="json", exclude_unset=True) for one in body.actions]
+    return values
+
+
+def _check_roots(body: RuleRequest | RuleChange, ask: Ask) -> None:
+    known = ask.settings.roots
+    source = None if body.condition is None else body.condition.root
+    targets = [one.target_root for one in body.actions or () if isinstance(one, ConvertAction)]
+    for name in [source, *targets]:
+        if name is not None and name not in known:
+            raise UnprocessableError(f"there is no root {name!r}")
+    for name in targets:
+        if name is not None and known[name].readonly:
+            raise UnprocessableError(f"root {name} is read-only")

@@ -1,0 +1,215 @@
+"""``/webhooks``: operations for admins, since webhooks send requests in the name of the service."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Final
+
+from pydantic import AfterValidator, Field, StringConstraints
+from pydantic.json_schema import SkipJsonSchema
+from sqlalchemy import Connection, Row
+
+from dcp.server.catalog.cursors import decode_cursor, encode_cursor
+from dcp.server.core.answers import IdPath
+from dcp.server.core.ask import Ask
+from dcp.server.core.http.dependencies import IfMatch
+from dcp.server.core.http.dependencies import Page as PageQuery
+from dcp.server.core.inputs import Request, Text
+from dcp.server.core.problems import ConflictError, ForbiddenError, UnprocessableError
+from dcp.server.database.tables import webhooks
+from dcp.server.features.webhooks import feature, ledger
+from dcp.server.features.webhooks.addresses import MAX_URL_LENGTH, Allowed, RefusedUrlError, parse_url
+from dcp.server.features.webhooks.hooks import ALL_EVENTS, HOOKS, EventKind
+from dcp.server.features.webhooks.ledger import delivery_of
+from dcp.server.features.webhooks.signing import Sealer, check_secret, new_secret
+from dcp.server.records.administration import Delivery, DeliveryState, Webhook, WebhookSecret
+from dcp.server.records.lists import Page
+
+_ADMIN: Final[dict[str, Any]] = {"tag": "webhooks", "scope": "admin"}
+_WEBHOOK: Final = "/webhooks/{webhook_id}"
+
+Url = Annotated[str, StringConstraints(min_length=1, max_length=MAX_URL_LENGTH, pattern=r"^[!-~]+$")]
+RootNames = Annotated[
+    list[Annotated[str, StringConstraints(min_length=1, max_length=64)]], Field(max_length=256)
+]
+Events = Annotated[list[EventKind], Field(min_length=1, max_length=len(ALL_EVENTS))]
+Secret = Annotated[
+    str,
+    StringConstraints(min_length=30, max_length=128, pattern=r"^whsec_[A-Za-z0-9+/=]+$"),
+    AfterValidator(check_secret),
+    Field(description="`whsec_` and 24 to 64 bytes in base64; default: a random one."),
+]
+
+
+class WebhookRequest(Request):
+    """A new webhook."""
+
+    url: Url = Field(
+        description="https and a public address; http and others only where the operator allows it."
+    )
+    events: Events = Field(default_factory=lambda: list(ALL_EVENTS))
+    roots: RootNames | None = Field(default=None, description="Names of roots; null: all.")
+    description: Text = ""
+    is_enabled: bool = True
+    secret: Secret | None = Field(default=None, repr=False)
+
+
+class WebhookChange(Request):
+    """The fields to change. Only `roots` may be null."""
+
+    url: Url | SkipJsonSchema[None] = None
+    events: Events | SkipJsonSchema[None] = None
+    roots: RootNames | None = Field(default=None, description="Names of roots; null: all.")
+    description: Text | SkipJsonSchema[None] = None
+    is_enabled: bool | SkipJsonSchema[None] = None
+
+
+class RotateSecret(Request):
+    """A new secret; deliveries carry signatures of both for a while."""
+
+    secret: Secret | None = Field(default=None, repr=False)
+    overlap_seconds: float = Field(default=86_400.0, ge=0, le=30 * 86_400)
+
+
+# -- webhooks ------------------------------------------------------------------------------------------------
+
+
+@feature.post("/webhooks", **_ADMIN, status=201, errors=(409,))
+def create_webhook(body: WebhookRequest, ask: Ask) -> WebhookSecret:
+    """Create a webhook. The answer shows its secret, once: no Idempotency-Key keeps it."""
+    values = _checked(body.model_dump(exclude={"secret"}), ask)
+    secret = body.secret or new_secret()
+    values["secret"] = Sealer.from_settings(ask.settings).seal(secret)
+
+    def act(connection: Connection) -> Row[Any]:
+        return HOOKS.insert(connection, ask, values, {"events": values["events"]})
+
+    return _with_secret(HOOKS.answer(ask, ask.transact_secretly(act), is_new=True), secret)
+
+
+@feature.get("/webhooks", **_ADMIN, errors=())
+def list_webhooks(ask: Ask, page: PageQuery) -> Page[Webhook]:
+    """List the webhooks that the key may see, by id."""
+    return HOOKS.page(ask, page)
+
+
+@feature.get(_WEBHOOK, **_ADMIN)
+def get_webhook(webhook_id: IdPath, ask: Ask) -> Webhook:
+    """Get a webhook."""
+    return HOOKS.read(ask, webhook_id)
+
+
+@feature.patch(_WEBHOOK, **_ADMIN, errors=(404, 412))
+def change_webhook(webhook_id: IdPath, body: WebhookChange, ask: Ask, match: IfMatch) -> Webhook:
+    """Change the given fields. Deliveries that wait for a disabled webhook are sent once it is enabled."""
+    values = _checked(body.model_dump(exclude_unset=True), ask)
+
+    def act(connection: Connection) -> Row[Any]:
+        hook = HOOKS.lock(connection, ask, webhook_id, match)
+        is_back = values.get("is_enabled") and not hook.is_enabled
+        reset = {"disabled_reason": None, "failing_since_seconds": None} if is_back else {}
+        return HOOKS.update(connection, ask, hook, values | reset, detail={"changed": sorted(values)})
+
+    return HOOKS.answer(ask, ask.transact(act))
+
+
+@feature.delete(_WEBHOOK, **_ADMIN, status=204, errors=(404, 412))
+def delete_webhook(webhook_id: IdPath, ask: Ask, match: IfMatch) -> None:
+    """Delete a webhook and its deliveries."""
+    HOOKS.delete(ask, webhook_id, match)
+
+
+@feature.post(_WEBHOOK + "/rotate-secret", **_ADMIN, errors=(404, 409, 412))
+def rotate_webhook_secret(webhook_id: IdPath, body: RotateSecret, ask: Ask, match: IfMatch) -> WebhookSecret:
+    """Give it a new secret. Until the overlap is over, deliveries carry signatures of both."""
+    secret = body.secret or new_secret()
+    has_overlap = body.overlap_seconds > 0
+    values = {
+        "secret": Sealer.from_settings(ask.settings).seal(secret),
+        "previous_secret": webhooks.c.secret if has_overlap else None,
+        "previous_until_seconds": ask.now + body.overlap_seconds if has_overlap else None,
+    }
+
+    def act(connection: Connection) -> Row[Any]:
+        hook = HOOKS.lock(connection, ask, webhook_id, match)
+        return HOOKS.update(
+            connection, ask, hook, values, "rotate", {"overlap_seconds": body.overlap_seconds}
+        )
+
+    return _with_secret(HOOKS.answer(ask, ask.transact_secretly(act)), secret)
+
+
+def _with_secret(hook: Webhook, secret: str) -> WebhookSecret:
+    shown = {field.name: getattr(hook, field.name) for field in dataclasses.fields(hook)}
+    return WebhookSecret(**shown, secret=secret)
+
+
+def _checked(values: dict[str, Any], ask: Ask) -> dict[str, Any]:
+    """Check the given fields, and return their columns."""
+    if "roots" in values:
+        _check_roots(values["roots"], ask)
+        values["roots"] = values["roots"] and sorted(set(values["roots"]))
+    empty = [name for name, value in values.items() if value is None and name != "roots"]
+    if empty:
+        raise UnprocessableError(f"{empty[0]} cannot be null")
+    if "url" in values:
+        try:
+            parse_url(values["url"], Allowed.parse(ask.settings.webhook_allow_private))
+        except RefusedUrlError as error:
+            raise UnprocessableError(f"url: {error}") from error
+    if "events" in values:
+        values["events"] = sorted(set(values["events"]))
+    return values
+
+
+def _check_roots(names: list[str] | None, ask: Ask) -> None:
+    if names is None and ask.visible is not None:
+        raise ForbiddenError("this key is for some roots only, so name the webhook's roots", scope="admin")
+    for name in names or ():
+        if not ask.caller.may_see(name) or name not in ask.roots.names():
+            raise UnprocessableError("roots: there is no such root, or none that this key may see")
+
+
+# -- deliveries ----------------------------------------------------------------------------------------------
+
+
+@feature.post(_WEBHOOK + "/test", **_ADMIN, status=202, errors=(404, 409))
+def test_webhook(webhook_id: IdPath, ask: Ask) -> Delivery:
+    """Send it an event of the type `webhook.test`; a worker does so within seconds."""
+
+    def act(connection: Connection) -> Delivery:
+        hook = HOOKS.find(connection, webhook_id, ask.visible)
+        if not hook.is_enabled:
+            raise ConflictError("the webhook is disabled; enable it first", state="disabled")
+        HOOKS.audit(connection, ask, "test", hook, {})
+        return delivery_of(ledger.send_test(connection, hook, ask.now))
+
+    return ask.transact(act)
+
+
+@feature.get(_WEBHOOK + "/deliveries", **_ADMIN)
+def list_webhook_deliveries(
+    webhook_id: IdPath, ask: Ask, page: PageQuery, state: DeliveryState | None = None
+) -> Page[Delivery]:
+    """List deliveries, newest event first. Old ones are forgotten."""
+    mark = f"deliveries-{webhook_id}-{state}"
+    before = decode_cursor(page.cursor, mark, int)[0] if page.cursor is not None else None
+    with ask.reading() as connection:
+        HOOKS.find(connection, webhook_id, ask.visible)
+        found = ledger.list_deliveries(connection, webhook_id, state, before, page.limit + 1)
+    shown = found[: page.limit]
+    cursor = encode_cursor(mark, shown[-1].event_id) if len(found) > page.limit else None
+    return Page(tuple(map(delivery_of, shown)), cursor)
+
+
+@feature.post(_WEBHOOK + "/deliveries/{delivery_id}/redeliver", **_ADMIN, status=202, errors=(404, 409))
+def redeliver_webhook_delivery(webhook_id: IdPath, delivery_id: IdPath, ask: Ask) -> Delivery:
+    """Make a delivery again, from its first attempt on."""
+
+    def act(connection: Connection) -> Delivery:
+        hook = HOOKS.find(connection, webhook_id, ask.visible)
+        delivery = ledger.redeliver(connection, webhook_id, delivery_id, ask.now)
+        HOOKS.audit(connection, ask, "redeliver", hook, {"event_id": delivery.event_id})
+        return delivery_of(delivery)
+
+    return ask.transact(act)

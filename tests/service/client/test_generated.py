@@ -1,0 +1,11 @@
+from __future__ import annotations
+
+from tools.client import CLIENT, generated
+
+
+def test_generated_modules_are_up_to_date() -> None:
+    """Models, requests and methods are those of the OpenAPI document, and both clients are the same."""
+    texts = generated()
+    assert [path for path, text in texts.items() if path.read_text() != text] == [], "make client"
+    marked = {path for path in CLIENT.rglob("*.py") if path.read_text().startswith("# Generated ")}
+    assert marked == texts.keys()

@@ -1,0 +1,1 @@
+"""Development tools: programs that write parts of the product."""

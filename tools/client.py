@@ -1,0 +1,66 @@
+"""Generate `dcp.server.client`: models and operations from the OpenAPI document of the service, and the
+synchronous client from the asynchronous one.
+
+``python -m tools.client`` writes the files; with ``--check`` it fails where one is stale.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+from dcp.server.app import create_app
+from dcp.server.core.settings import Settings
+from tools.openapi_client import modules
+from tools.synchronous import synchronous
+
+__all__ = ["CLIENT", "generated"]
+
+CLIENT: Final = Path(__file__).parents[1] / "server" / "client"
+_FOLDERS: Final = {"models": "generated", "operations": "generated", "methods": "asynchronous"}
+
+
+def generated() -> dict[Path, str]:
+    """The texts of all generated modules, in the style of the repository."""
+    written = {
+        name: (CLIENT / "asynchronous" / f"{name}.py").read_text() for name in ("client", "connection")
+    }
+    functions = re.findall(r"\boperations\.(\w+)\(", written["client"])
+    methods = re.findall(r"\bdef (\w+)\(", written["client"])
+    texts = {
+        f"{_FOLDERS[name]}/{name}.py": f"# Generated from the OpenAPI document by `make client`.\n{text}"
+        for name, text in modules(create_app(Settings()).openapi(), functions, methods).items()
+    }
+    for name, text in (written | {"methods": texts["asynchronous/methods.py"]}).items():
+        head = f"# Generated from asynchronous/{name}.py by `make client`.\n"
+        texts[f"synchronous/{name}.py"] = head + synchronous(text)
+    return {CLIENT / name: _formatted(CLIENT / name, text) for name, text in texts.items()}
+
+
+def _formatted(path: Path, text: str) -> str:
+    # sorted imports, `yield from` and `list()`, which have no like among what is awaited
+    for command in (["check", "--fix", "--unsafe-fixes", "--select", "I,C416,F401,UP028"], ["format"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--quiet", "--stdin-filename", str(path), "-"]
+        run = subprocess.run(ruff, input=text, capture_output=True, text=True, check=False)
+        if run.returncode:
+            raise RuntimeError(f"ruff {command[0]} of {path}: {run.stderr or run.stdout}")
+        text = run.stdout
+    return text
+
+
+def main() -> None:
+    """Write the files, or with ``--check`` compare them."""
+    stale = {
+        path: text for path, text in generated().items() if not path.exists() or path.read_text() != text
+    }
+    if "--check" in sys.argv and stale:
+        sys.exit(f"stale, run `make client`: {', '.join(str(path) for path in stale)}")
+    for path, text in stale.items():
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
