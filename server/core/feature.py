@@ -2,8 +2,8 @@
 
 A feature is a module or a folder with a `Feature` named ``feature``. Its decorators declare routes of the
 API, pages, forms, panels on the pages of checkpoints and runs, periodic work and consumers of events; its job
-kinds are in ``kinds``. Those of the service stand in `dcp.server.features.FEATURES`; those of other packages come by the entry point group
-``dcphub.service_features``. Work of a worker beside jobs is one function each::
+kinds are in ``kinds``. Those of the service stand in `dcp.server.features.FEATURES`; those of other packages
+come by the entry point group ``dcphub.service_features``. Work of a worker beside jobs is one function each::
 
     @feature.consumer("notes", kinds=["checkpoint.committed"])
     def note(connection, events, context):
