@@ -18,7 +18,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, tuple_
 from dcp.server.catalog.errors import InvalidQueryError
 from dcp.server.records.lists import Page
 
-__all__ = ["decode_cursor", "encode_cursor", "query_mark", "read_page"]
+__all__ = ["decode_cursor", "encode_cursor", "offset_of", "query_mark", "read_page"]
 
 T = TypeVar("T")
 
@@ -73,6 +73,11 @@ def read_page(
     more = len(rows) > limit
     next_cursor = encode_cursor(mark, *rows[limit - 1][-len(places) :]) if more else None
     return Page(tuple(make(row) for row in rows[:limit]), next_cursor)
+
+
+def offset_of(cursor: str | None, mark: str, first: int = 0) -> int:
+    """The number that a cursor has, from which a page begins; ``first`` without a cursor."""
+    return first if cursor is None else max(first, decode_cursor(cursor, mark, int)[0])
 
 
 def query_mark(*parts: object) -> str:

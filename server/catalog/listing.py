@@ -35,6 +35,7 @@ __all__ = [
     "Search",
     "counts_of",
     "list_checkpoints",
+    "neighbour",
     "order_of",
     "plan",
     "select_by",
@@ -76,6 +77,29 @@ def list_checkpoints(
         end = page[-1]
     shown = _shown(connection, [number for _, number in page])
     return Page(tuple(shown), None if end is None else encode_cursor(mark, *end))
+
+
+def neighbour(
+    connection: Connection,
+    found: Checkpoint,
+    visible: frozenset[str] | None = None,
+    *,
+    is_next: bool,
+    tensor: str | None = None,
+) -> Checkpoint | None:
+    """The committed checkpoint of the run that comes next to ``found`` by step, of those that have the
+    ``tensor``, if it is given; None without any."""
+    if found.step is None or (found.step == 0 and not is_next):
+        return None
+    wanted = CheckpointFilter(
+        run_id=found.run_id,
+        tensor=tensor,
+        min_step=found.step + 1 if is_next else None,
+        max_step=None if is_next else found.step - 1,
+    )
+    order = Sort("step", descending=not is_next)
+    page = list_checkpoints(connection, wanted, order, limit=1, visible=visible)
+    return next(iter(page.items), None)
 
 
 class Search:

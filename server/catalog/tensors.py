@@ -4,22 +4,42 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, case, func, literal, select
 
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark, read_page
-from dcp.server.catalog.names import check_pattern, in_order, matches
+from dcp.server.catalog.names import check_pattern, in_order, is_of_optimizer, matches
 from dcp.server.database.records import record_of_row
 from dcp.server.database.tables import structure_tensors
 from dcp.server.records.contents import EntryKind, Tensor, TreeNode
 from dcp.server.records.lists import Page
 
-__all__ = ["tensors_page", "tree_level"]
+__all__ = ["TreePart", "parts_of", "tensors_page", "tree_level"]
 
 _COUNTED: Final = 2000
 """Names of one level of a tree that are put in order as people count; more would be read for each page."""
+
+
+_PARTS: Final = 12
+_LONG_NAME: Final = 80
+"""Longer names are not those of a model or an optimizer, and no globs."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreePart:
+    """All that is below ``name``, tensors of ``bytes``."""
+
+    name: str
+    tensors: int
+    bytes: int
+
+    @property
+    def is_optimizer(self) -> bool:
+        """Whether it belongs to an optimizer, by its name."""
+        return is_of_optimizer(self.name)
 
 
 def tensors_page(
@@ -88,6 +108,31 @@ def tree_level(
         for row in shown
     )
     return Page(nodes, encode_cursor(mark, nodes[-1].name) if len(rows) > limit else None)
+
+
+def parts_of(connection: Connection, structure_id: int | None) -> list[TreePart]:
+    """The parts of a checkpoint, such as a model and its optimizer: the top of the tree, and the level below
+    a name that holds an optimizer among others. Nothing where there are many."""
+    if structure_id is None:
+        return []
+    top = _parts_below(connection, structure_id, "")
+    if any(one.is_optimizer for one in top):
+        return top
+    parts: list[TreePart] = []
+    for one in top:
+        inner = _parts_below(connection, structure_id, one.name)
+        parts += inner if any(each.is_optimizer for each in inner) else [one]
+    return parts
+
+
+def _parts_below(connection: Connection, structure_id: int, prefix: str) -> list[TreePart]:
+    nodes = tree_level(connection, structure_id, prefix, limit=_PARTS + 1).items
+    start = f"{prefix}." if prefix else ""
+    return [
+        TreePart(f"{start}{one.name}", one.tensors, one.bytes)
+        for one in (nodes if len(nodes) <= _PARTS else ())
+        if one.tensors and one.entry is None and len(one.name) < _LONG_NAME
+    ]
 
 
 def _ordered(

@@ -11,12 +11,15 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 from sqlalchemy import Connection
 
+from dcp.server.core.data.access import Data
+from dcp.server.core.data.responses import CACHE, NotModifiedError, is_unchanged
 from dcp.server.core.http.context import Service
 from dcp.server.core.http.dependencies import Writer
 from dcp.server.core.http.idempotent_transaction import IdempotentTransaction
 from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.jobs.kind import Kind
-from dcp.server.core.jobs.ledger.reading import last_job
+from dcp.server.core.jobs.ledger.reading import get_job, last_job
+from dcp.server.core.jobs.ledger.rows import progress_of
 from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.jobs.submitting import submit_kind
 from dcp.server.core.pages import rendering
@@ -25,7 +28,9 @@ from dcp.server.core.pages.tokens import Form
 from dcp.server.core.problems import UnauthorizedError
 from dcp.server.core.roots import Roots
 from dcp.server.core.security.principal import Principal
+from dcp.server.core.security.redaction import redact
 from dcp.server.core.settings import Settings
+from dcp.server.records.checkpoints import Checkpoint
 
 __all__ = ["Ask", "AskDep"]
 
@@ -80,6 +85,11 @@ class Ask:
         return self.service.roots
 
     @property
+    def data(self) -> Data:
+        """The bytes of checkpoints that the caller may see."""
+        return Data(self.service, self.caller)
+
+    @property
     def now(self) -> float:
         """The time, in seconds since the epoch."""
         return self.service.clock()
@@ -118,6 +128,19 @@ class Ask:
         self.response.headers["ETag"] = found.etag
         return found
 
+    def place_of(self, checkpoint: Checkpoint) -> str:
+        """The URL of a checkpoint, with a placeholder for that of its root unless the caller may know it."""
+        root = checkpoint.root
+        url = redact(self.settings.roots[root].url) if self.caller.may("admin") else f"WHERE {root} IS"
+        return f"{url.rstrip('/')}/{checkpoint.key}"
+
+    def tag(self, etag: str) -> None:
+        """Give the answer this entity tag, before it is made. Raises NotModifiedError where the client has
+        the answer already, and PreconditionFailedError."""
+        self.response.headers.update({"ETag": etag, "Cache-Control": CACHE})
+        if is_unchanged(self.request.headers, etag):
+            raise NotModifiedError(etag)
+
     def reading(self) -> AbstractContextManager[Connection]:
         """Open a connection that only reads, for several queries that must agree."""
         return self.service.database.read()
@@ -149,11 +172,18 @@ class Ask:
             self.response,
         )
 
+    def job(self, job_id: int) -> JobAnswer:
+        """A job with its progress. Raises MissingError."""
+        with self.reading() as connection:
+            job = get_job(connection, job_id, self.visible)
+            progress = {} if job.is_final else progress_of(connection, [job_id])
+        return JobAnswer.of(job, progress=progress.get(job_id, job.progress))
+
     def last_job(self, kind: type[Kind[M]], params: M, after: int = 0) -> JobAnswer | None:
         """Find the newest job with the result key of ``params`` and a number above ``after``, for a page that
         waits for it."""
         job = self.find(last_job, kind.result_key(params), self.visible)
-        return None if job is None or job.id <= after else JobAnswer.of(job)
+        return None if job is None or job.id <= after else self.job(job.id)
 
 
 async def _ask(request: Request, response: Response) -> Ask:

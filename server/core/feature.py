@@ -61,7 +61,8 @@ class RouteOptions(TypedDict, total=False):
 class Route:
     """An operation of the API below ``/api/v1``. ``handle`` returns a record or an answer.
 
-    ``all_roots``: not for keys that are restricted to some roots.
+    ``responses`` are other ones, as FastAPI describes them. ``all_roots``: not for keys that are restricted
+    to some roots.
     """
 
     method: str

@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute
 
 from dcp.server.core.answers import problems
 from dcp.server.core.ask import Ask, AskDep
+from dcp.server.core.data.responses import NotModifiedError, not_modified
 from dcp.server.core.feature import Access, Feature, Page, Panel, Route
 from dcp.server.core.http.dependencies import public, requires
 from dcp.server.core.http.routers import API, api_router
@@ -49,7 +50,10 @@ def _add_route(router: Any, route: Route) -> None:
 
     @functools.wraps(route.handle)
     def handle(*args: Any, **kwargs: Any) -> Any:
-        return answer_of(model, route.handle(*args, **kwargs))
+        try:
+            return answer_of(model, route.handle(*args, **kwargs))
+        except NotModifiedError as found:
+            return not_modified(found.etag)
 
     _declare(handle, signature.replace(return_annotation=model))
     router.add_api_route(

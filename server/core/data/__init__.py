@@ -1,4 +1,2 @@
-"""The bytes of checkpoints on their way to a client: tensors, slices, files, and what is made of them.
-
-Everything that opens a checkpoint to answer a request is here; what the catalog remembers of one is not.
-"""
+"""The bytes of checkpoints for requests: open checkpoints, and
+answers whose bodies are read while they are sent."""

@@ -1,32 +1,40 @@
-"""From a checkpoint of the catalog to its bytes, for those who may see it."""
+"""Checkpoints of the catalog, found and opened in their storage for callers who may see them.
+
+Each is opened once, and kept while it is in use and has not changed.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Final
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
 
-from fastapi import Depends
+from fastapi import Request
 
 from dcp.server.catalog.details import get_checkpoint
-from dcp.server.core.data.opening import OpenCheckpoint, OpenCheckpoints, OpenChunks
-from dcp.server.core.data.sending.responses import Streams
+from dcp.server.catalog.values import short_name
+from dcp.server.core.data.responses import Body, BodyResponse, Streams, choose_range, disposition
+from dcp.server.core.data.sharing import SharedValues
 from dcp.server.core.http.context import Service
-from dcp.server.core.http.dependencies import ServiceDep
-from dcp.server.core.problems import ConflictError, GoneError
+from dcp.server.core.problems import ConflictError, GoneError, NotFoundError, UnavailableError
 from dcp.server.core.roots import StorageRoot
 from dcp.server.core.security.keys import valid_keys
 from dcp.server.core.security.principal import Principal
 from dcp.server.records.checkpoints import CheckpointDetail
-from dcp.storage.errors import CheckpointError
+from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
+from dcp.storage.stores.base import TEMPORARY_PREFIX, Store
 
 if TYPE_CHECKING:
-    pass
+    from dcp.storage.formats.index import CheckpointIndex
+    from dcp.storage.formats.opening import SourcePlace
 
-__all__ = ["DataAccess", "DataDep", "Readable"]
+__all__ = ["Data", "FoundCheckpoint", "OpenCheckpoint", "Readable", "Stamped"]
 
 _GONE: Final = {
     "deleted": "it was deleted; restore it first",
@@ -36,79 +44,235 @@ _NOT_YET: Final = {
     "incomplete": "its save has not been committed",
     "unreadable": "it cannot be read",
 }
+_KEPT_BYTES: Final = 64 << 20
+_KEPT: Final = 16
+_LARGE_BYTES: Final = 4 << 20
+_MAX_WAITING: Final = 24
+"""Threads that may wait for large checkpoints; the others stay free for other requests."""
+
+_NAME_BYTES: Final = 400
+"""Memory of a name: the text, its place in a dict, and its path, which is a tuple of texts."""
+_MOVING: Final = frozenset({"notes.msgpack"})
+"""Files of a checkpoint that change without its data."""
+
+
+@dataclass(frozen=True)
+class Stamped:
+    """A state of a checkpoint. ``stamp`` changes whenever the name, size or time of one of its files does."""
+
+    root: str
+    key: str
+    stamp: str
+
+    def etag(self, *facts: object) -> str:
+        """The strong entity tag of a result that depends on this checkpoint and ``facts``."""
+        text = "\0".join((self.root, self.key, self.stamp, *map(repr, facts)))
+        return f'"{hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]}"'
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint(Stamped):
+    """A checkpoint whose files are listed, and whose index is not read. ``is_large``: its index is."""
+
+    place: SourcePlace
+    is_large: bool
+
+    @property
+    def state(self) -> Stamped:
+        """The checkpoint by name and stamp alone."""
+        return Stamped(self.root, self.key, self.stamp)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenCheckpoint(Stamped):
+    """A checkpoint with its index."""
+
+    store: Store
+    index: CheckpointIndex
+    file: str | None
+
+    @cached_property
+    def held_bytes(self) -> int:
+        """The approximate memory of the index."""
+        return _size_bytes(self.index)
+
+    @cached_property
+    def whole_index(self) -> CheckpointIndex:
+        """The index with all that its format stores outside of it, such as values that are no tensors; read
+        once. Raises errors of the formats and the storage."""
+        from dcp.storage.formats.opening import complete_index  # only here, as all that reads tensors
+
+        return complete_index(self.store, self.index)
+
+    def row(self, fqn: str) -> int:
+        """The row in the index of the tensor ``fqn``, or of that which the catalog, which shortens very long
+        names, lists as ``fqn``. Raises NotFoundError."""
+        row = self.index.position.get(fqn)
+        if row is None and ("..." in fqn or "\\" in fqn):
+            row = next((at for at, name in enumerate(self.index.fqns) if short_name(name) == fqn), None)
+        if row is None:
+            is_value = fqn in self.index.objects.position
+            what = "a value, and no tensor" if is_value else "not in the checkpoint"
+            raise NotFoundError(f"{fqn[:200]!r} is {what}")
+        return row
+
+
+class _OpenCheckpoints:
+    """The open checkpoints that were used last. Thread-safe; large ones are not kept, but shared.
+
+    Each is read once, however many requests need it; those with large indexes one at a time, because reading
+    them takes ten times their memory.
+    """
+
+    def __init__(self) -> None:
+        self._values = SharedValues[Stamped, OpenCheckpoint](count=_KEPT, kept_bytes=_KEPT_BYTES)
+        self._large = threading.Lock()
+
+    def open(self, found: FoundCheckpoint) -> OpenCheckpoint:
+        """The checkpoint with its index. Raises UnavailableError where very many requests wait for one, and
+        errors of the formats and the storage."""
+        known = self._values.find(found.state)
+        if known is not None:
+            return known
+        if found.is_large and self._values.waiting >= _MAX_WAITING:
+            raise UnavailableError("many wait for large checkpoints to be opened", retry_seconds=5)
+        return self._values.get(found.state, lambda: self._read(found))
+
+    def _read(self, found: FoundCheckpoint) -> OpenCheckpoint:
+        from dcp.storage.formats.opening import index_at
+
+        with self._large if found.is_large else nullcontext():
+            index = index_at(found.place)
+        place = found.place
+        return OpenCheckpoint(found.root, found.key, found.stamp, place.store, index, place.file)
+
+
+def _find_checkpoint(root: StorageRoot, key: str) -> FoundCheckpoint:
+    """List the files of a checkpoint. Raises CheckpointNotFoundError if there are none."""
+    from dcp.storage.commit_names import is_commit_object
+
+    place = root.place(key)
+    if place.file is not None:
+        info = place.store.stat(place.file)
+        listing = [] if info is None else [info]
+    else:
+        listing = [
+            info
+            for info in place.store.list()
+            if info.name not in _MOVING and not info.name.startswith(TEMPORARY_PREFIX)
+        ]
+    if not listing:
+        raise CheckpointNotFoundError(f"{place.url} does not exist", path=place.url)
+    digest = hashlib.sha256()
+    for info in listing:
+        digest.update(f"{info.name}\0{info.size_bytes}\0{info.modified_seconds!r}\n".encode())
+    indexes = sum(info.size_bytes for info in listing if is_commit_object(info.name))
+    return FoundCheckpoint(root.name, key, digest.hexdigest(), place, indexes > _LARGE_BYTES)
+
+
+def _size_bytes(index: CheckpointIndex) -> int:
+    import numpy as np
+
+    values = vars(index).values()  # not by name: members that are decoded on demand stay undecoded
+    total = sum(array.nbytes for array in values if isinstance(array, np.ndarray))
+    total += sum(map(len, index.fqns)) + _NAME_BYTES * (len(index.fqns) + len(index.objects))
+    return total + sum(len(value) for value in index.objects.values)
+
+
+# -- for one caller ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Readable:
-    """A checkpoint as the catalog has it, its root, and its index as the storage has it now.
-
-    ``is_allowed``: whether the key that it was opened with still is one.
-    """
+    """A checkpoint as the catalog has it, its root, and its index as the storage has it now."""
 
     row: CheckpointDetail
     root: StorageRoot
     opened: OpenCheckpoint
-    is_allowed: Callable[[], bool]
 
     @contextmanager
     def problems(self) -> Iterator[None]:
-        """Errors of reading it become problems."""
-        try:
+        """Turn errors of reading it into problems."""
+        with _problems(self.root):
             yield
-        except (CheckpointError, OSError) as error:
-            raise self.root.problem(error, is_known=True) from error
 
 
-class DataAccess:
-    """What requests for bytes share in one process."""
+class _Shared:
+    """State that requests for bytes share in one process."""
 
     def __init__(self, service: Service) -> None:
-        self.service = service
-        self.checkpoints = OpenCheckpoints()
         settings = service.settings
+        self.checkpoints = _OpenCheckpoints()
         self.streams = Streams(settings.max_downloads, settings.min_download_bytes_per_second)
 
-    def row(self, checkpoint_id: int, caller: Principal) -> CheckpointDetail:
-        """The checkpoint as the catalog has it. Raises MissingError."""
-        with self.service.database.read() as connection:
-            return get_checkpoint(connection, checkpoint_id, caller.roots)
 
-    def open(self, checkpoint_id: int, caller: Principal) -> Readable:
+class Data:
+    """The bytes of checkpoints, for one caller."""
+
+    def __init__(self, service: Service, caller: Principal) -> None:
+        self._service = service
+        self._caller = caller
+        self._shared = service.own(_Shared)
+
+    @property
+    def streams(self) -> Streams:
+        """The downloads of this process."""
+        return self._shared.streams
+
+    def open(self, checkpoint_id: int) -> Readable:
         """The checkpoint, ready to be read. Raises MissingError, GoneError and ConflictError (by its state),
         and problems of the storage."""
-        row, root = self._found(checkpoint_id, caller)
-        opened = self.checkpoints.open(root, row.key)
-        return Readable(row, root, opened, partial(self._is_allowed, caller.key_id))
+        row, root = self._place(checkpoint_id)
+        with _problems(root):
+            return Readable(row, root, self._shared.checkpoints.open(_find_checkpoint(root, row.key)))
 
-    def chunks(self, checkpoint_id: int, caller: Principal) -> OpenChunks:
-        """Its chunks by rank. Raises as `open` does."""
-        row, root = self._found(checkpoint_id, caller)
-        return self.checkpoints.chunks(root, row.key)
+    def find(self, checkpoint_id: int) -> FoundCheckpoint:
+        """The checkpoint, whose index is not read. Raises as `open` does."""
+        row, root = self._place(checkpoint_id)
+        with _problems(root):
+            return _find_checkpoint(root, row.key)
 
-    def has_chunks(self, checkpoint_id: int, caller: Principal) -> bool:
-        """Whether they are there already. Raises as `open` does."""
-        row, root = self._found(checkpoint_id, caller)
-        return self.checkpoints.has_chunks(root, row.key)
+    def answer(
+        self,
+        request: Request,
+        found: Readable,
+        body: Body,
+        name: str,
+        etag: str,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> BodyResponse:
+        """The answer with the range of ``body`` that the request wants, as a file called ``name``."""
+        return BodyResponse(
+            body,
+            choose_range(request.headers, body.size_bytes, etag),
+            self.streams,
+            headers={"ETag": etag, "Content-Disposition": disposition(name), **headers},
+            problem=found.root.problem,
+            is_allowed=self._is_allowed,
+        )
 
-    def _found(self, checkpoint_id: int, caller: Principal) -> tuple[CheckpointDetail, StorageRoot]:
-        row = self.row(checkpoint_id, caller)
+    def _is_allowed(self) -> bool:
+        """Check whether the caller's key is still valid."""
+        if self._caller.key_id is None:
+            return True
+        with self._service.database.read() as connection:
+            return bool(valid_keys(connection, [self._caller.key_id], time.time()))
+
+    def _place(self, checkpoint_id: int) -> tuple[CheckpointDetail, StorageRoot]:
+        with self._service.database.read() as connection:
+            row = get_checkpoint(connection, checkpoint_id, self._caller.roots)
         if row.state in _GONE:
             raise GoneError(f"checkpoint {checkpoint_id}: {_GONE[row.state]}", state=row.state)
         if row.state in _NOT_YET:
             raise ConflictError(f"checkpoint {checkpoint_id}: {_NOT_YET[row.state]}", state=row.state)
-        if row.root not in self.service.roots:
+        if row.root not in self._service.roots:
             raise GoneError(f"the root {row.root} is not configured any more")
-        return row, self.service.roots.get(row.root)
-
-    def _is_allowed(self, key_id: int | None) -> bool:
-        if key_id is None:
-            return True
-        with self.service.database.read() as connection:
-            return bool(valid_keys(connection, [key_id], time.time()))
+        return row, self._service.roots.get(row.root)
 
 
-async def _data(service: ServiceDep) -> DataAccess:
-    return service.own(DataAccess)
-
-
-DataDep = Annotated[DataAccess, Depends(_data)]
+@contextmanager
+def _problems(root: StorageRoot) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        raise root.problem(error, is_known=True) from error

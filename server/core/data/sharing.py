@@ -1,4 +1,4 @@
-"""Values that are dear to make: each made once however many ask for it, and the last ones kept."""
+"""Values that are expensive to make: each made once for all requests, and the last ones kept."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from weakref import WeakValueDictionary
 __all__ = ["AbandonedError", "SharedValues", "Wanted"]
 
 Wanted = Callable[[], None]
-"""Asked between the steps of making; raises `AbandonedError` where it is of no use any more."""
+"""Called between the steps of making a value; raises `AbandonedError` once no request waits for it."""
 
 
 class AbandonedError(Exception):
-    """Nobody waits for the value any more."""
+    """No request waits for the value any more."""
 
 
 class _Sized(Protocol):
     @property
     def held_bytes(self) -> int:
-        """About how much memory it takes."""
+        """The approximate memory of the value."""
 
 
 K = TypeVar("K", bound=Hashable)
@@ -38,11 +38,10 @@ class _Making(Generic[V]):
 
 
 class SharedValues(Generic[K, V]):
-    """Values by a key that names the content, so that what was replaced is never given; safe to use from any
-    thread.
+    """Values by a key that names the content, so that no replaced content is returned. Thread-safe.
 
-    Up to ``count`` of them are kept, of ``kept_bytes`` together. What is larger is shared while a request
-    has it.
+    Up to ``count`` of them are kept, of ``kept_bytes`` together. Larger ones are shared while a request has
+    them.
     """
 
     def __init__(self, *, count: int, kept_bytes: int) -> None:
@@ -56,21 +55,21 @@ class SharedValues(Generic[K, V]):
 
     @property
     def waiting(self) -> int:
-        """How many wait for one now, those who make one included."""
+        """The number of requests that wait for a value now, including those that make one."""
         return self._waiting
 
     def __contains__(self, key: K) -> bool:
-        """Whether it is there, or being made."""
+        """Check whether a value is kept, or being made."""
         with self._lock:
             return self._known(key) is not None or key in self._making
 
     def find(self, key: K) -> V | None:
-        """The value, if it is there."""
+        """The value, if it is kept."""
         with self._lock:
             return self._known(key)
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """The value; if there is none, what ``make`` returns in this thread. Raises what it raises."""
+        """The value; without one that which ``make`` returns in this thread, and raises what it raises."""
         making, is_new = self._join(key)
         try:
             if is_new:
@@ -80,12 +79,12 @@ class SharedValues(Generic[K, V]):
             self._leave(key, making)
 
     async def get_from(self, executor: Executor, key: K, make: Callable[[Wanted], V]) -> V:
-        """The same, made by ``executor``. Cancelled, it is given up, unless others wait for the same."""
+        """As `get`, made by ``executor``. Cancelled with the last request that waits for the value."""
         making, is_new = self._join(key)
         try:
             if is_new:
                 executor.submit(self._make, key, making, make)
-            # Not the future itself, which others wait for too, and which would be cancelled with this one.
+            # shielded: other requests wait for the same future
             return await asyncio.shield(asyncio.wrap_future(making.future))
         finally:
             self._leave(key, making)
@@ -116,7 +115,7 @@ class SharedValues(Generic[K, V]):
             self._waiting -= 1
             making.waiting -= 1
             if not making.waiting and self._making.get(key) is making:
-                del self._making[key]  # who comes now begins anew
+                del self._making[key]  # a later request begins anew
 
     def _make(self, key: K, making: _Making[V], make: Callable[[Wanted], V]) -> None:
         def check() -> None:
@@ -126,7 +125,7 @@ class SharedValues(Generic[K, V]):
         try:
             check()
             made = make(check)
-        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+        except BaseException as error:  # noqa: BLE001 - passed on to all that wait
             making.future.set_exception(error)
             made = None
         with self._lock:

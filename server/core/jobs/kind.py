@@ -149,6 +149,7 @@ class Kind(ABC, Generic[P]):
     """A kind of job. One object of it is in ``kinds`` of a feature."""
 
     name: ClassVar[str]
+    about: ClassVar[str] = ""  # one sentence for users: the work of its jobs
     scope: ClassVar[Scope]  # what a key needs to submit one
     params: type[P]
     needs_database: ClassVar[bool] = False  # such tasks are never sent to other machines

@@ -33,14 +33,14 @@ _UNSEEN: Final = frozenset(
 )
 _LABELS: Final = {
     "target_root": "Target root",
-    "target_key": "Target name",
+    "target_key": "Target key",
     "dtype": "Cast to",
     "map": "Weight map",
     "inverse": "Reverse mapping (true or empty)",
     "below": "Prefix of the map's model",
-    "drop_objects": "Leave out values that the format cannot hold (true or empty)",
-    "exclude": "Leave out",
-    "leave_out": "Leave out",
+    "drop_objects": "Drop values that the format cannot hold (true or empty)",
+    "exclude": "Exclude",
+    "leave_out": "Exclude",
     "formula": "Or a formula",
     "last": "Number of steps",
     "decay": "Decay",

@@ -15,8 +15,9 @@ from starlette.types import Scope as AsgiScope
 from dcp.server.core.http.dependencies import requires
 from dcp.server.core.http.handlers import wants_page
 from dcp.server.core.pages.problems import MovedError
+from dcp.server.core.problems import UnprocessableError
 
-__all__ = ["READ", "BrowserRoute", "pages_router", "query_of"]
+__all__ = ["READ", "BrowserRoute", "checked", "pages_router", "query_of"]
 
 Q = TypeVar("Q", bound=BaseModel)
 
@@ -54,6 +55,17 @@ def query_of(kind: type[Q], **given: Any) -> Q:
     except ValidationError as error:
         found = [{**one, "loc": ("query", *one["loc"])} for one in error.errors(include_url=False)]
         raise RequestValidationError(found) from None
+
+
+def checked(kind: type[Q], **given: Any) -> Q:
+    """Make a model of the fields of a form. Raises UnprocessableError with the first mistake."""
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        message = f"{where}: {first['msg']}" if where else str(first["msg"])
+        raise UnprocessableError(message, field=where) from None
 
 
 READ: Final[list[Any]] = [requires("read")]

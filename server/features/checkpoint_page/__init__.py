@@ -8,4 +8,4 @@ from dcp.server.core.feature import Feature
 
 __all__ = ["feature"]
 
-feature: Final = Feature("checkpoint_page", __name__, web=["page", "actions"])
+feature: Final = Feature("checkpoint_page", __name__, web=["page"])

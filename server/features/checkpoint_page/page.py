@@ -10,10 +10,10 @@ from pydantic import Field
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.filters import CheckpointFilter
 from dcp.server.catalog.names import in_order
+from dcp.server.catalog.tensors import TreePart, parts_of
 from dcp.server.catalog.verifications import list_verifications
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
-from dcp.server.core.data.access import DataAccess
 from dcp.server.core.http.dependencies import PageParams
 from dcp.server.core.inputs import Query
 from dcp.server.core.jobs.ledger.reading import get_job
@@ -22,11 +22,10 @@ from dcp.server.features.checkpoints.snippets import snippets_of
 from dcp.server.features.checkpoints.web import find_page
 from dcp.server.features.diff.changes import changes_below, changes_of_list
 from dcp.server.features.diff.job import DiffKind, DiffParams
-from dcp.server.features.diff.kept import Differences
-from dcp.server.features.downloads import api as downloads_api
+from dcp.server.features.diff.web import Differences
+from dcp.server.features.downloads.web import list_files
 from dcp.server.features.roots import roots_of
 from dcp.server.features.tensors import api as tensors_api
-from dcp.server.features.tensors.trees import TreePart, parts_of
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
 from dcp.server.records.contents import Verification
 from dcp.storage.commit_names import METADATA_NAME
@@ -93,7 +92,7 @@ def actions_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
 @feature.page("/checkpoints/{checkpoint_id}/files", "files.html")
 def files_page(checkpoint_id: IdPath, ask: Ask) -> dict[str, Any]:
     """List its files as they are in storage now, and say whether stock torch finds what it needs."""
-    listed = downloads_api.list_files(checkpoint_id, _data(ask), ask.caller)
+    listed = list_files(checkpoint_id, ask)
     return {
         "twin": f"/api/v1/checkpoints/{checkpoint_id}/files",
         "found": ask.find(get_checkpoint, checkpoint_id, ask.visible),
@@ -126,11 +125,11 @@ def _neighbour(found: CheckpointDetail, ask: Ask, *, is_next: bool) -> Checkpoin
 
 
 def _tensors(of: CheckpointDetail, before: Checkpoint | None, view: TensorView, ask: Ask) -> dict[str, Any]:
-    given = of.id, ask.service.database, _data(ask), ask.caller, PageParams(_TENSORS, view.cursor)
+    page = PageParams(_TENSORS, view.cursor)
     if view.is_list:
-        found: Any = tensors_api.list_tensors(*given, view.pattern, view.kind, view.dtype)
+        found: Any = tensors_api.list_tensors(of.id, ask, page, view.pattern, view.kind, view.dtype)
     else:
-        found = tensors_api.tensor_tree(*given, view.prefix)
+        found = tensors_api.tensor_tree(of.id, ask, page, view.prefix)
     largest = max((item.bytes for item in found.items), default=0) or 1
     return {
         "view": view,
@@ -148,7 +147,7 @@ def _changes(
     nothing = {"changes": None, "is_cut": False, "change_job": None}
     if before is None or view.colour != "change" or of.state != "committed":
         return nothing
-    kept = ask.service.own(Differences).kept(before.id, of.id, ask.caller)
+    kept = ask.service.own(Differences).kept(ask, before.id, of.id)
     job = ask.last_job(DiffKind, DiffParams(a=before.id, b=of.id), 0 if kept is None else kept[0].id)
     if kept is None:
         return nothing | {"change_job": job}
@@ -161,8 +160,7 @@ def _optimizers(of: CheckpointDetail, ask: Ask) -> list[TreePart]:
     """The parts that are an optimizer's, unless all are, so that the weights can be loaded without them."""
     if "hx-request" in ask.request.headers:  # for a part of the page that does not show them
         return []
-    parts = parts_of(of.id, ask.service.database, _data(ask), ask.caller)
-    found = [one for one in parts if one.is_optimizer]
+    found = [one for one in ask.find(parts_of, of.structure_id) if one.is_optimizer]
     return found if sum(one.tensors for one in found) < (of.tensor_count or 0) else []
 
 
@@ -170,7 +168,3 @@ def _parents(prefix: str) -> list[tuple[str, str]]:
     """The last eight of the names above, each with the prefix of its level."""
     parts = prefix.split(".") if prefix else []
     return [(part, ".".join(parts[: index + 1])) for index, part in enumerate(parts)][-8:]
-
-
-def _data(ask: Ask) -> DataAccess:
-    return ask.service.own(DataAccess)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from glob import escape
 from typing import Any
 
-__all__ = ["Snippet", "snippets_of", "tensor_snippets"]
+__all__ = ["Snippet", "snippets_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +25,6 @@ def snippets_of(found: Any, root: Any, base_url: str) -> list[Snippet]:
         f'    client.download({found.id}, "checkpoint.safetensors", drop_objects=True)'
     )
     return [*([Snippet("From storage", code)] if code else []), Snippet("From this catalog", client)]
-
-
-def tensor_snippets(found: Any, root: Any, fqn: str, base_url: str) -> list[Snippet]:
-    """For one tensor of it; no other is read."""
-    return [
-        Snippet(
-            "As a tensor", f"import dcp\n\nstate = dcp.read({_place(found, root)!r}, only={escape(fqn)!r})"
-        ),
-        Snippet(
-            "From this catalog, as an array",
-            "from dcp.server.client import Client\n\n"
-            f"with Client({base_url.rstrip('/')!r}) as client:\n"
-            f"    array = client.tensor({found.id}, {fqn!r})",
-        ),
-    ]
 
 
 def _place(found: Any, root: Any) -> str:

@@ -1,4 +1,4 @@
-"""Conversions and merges, by jobs."""
+"""Conversions and merges of checkpoints, by jobs."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ from dcp.server.features.convert.merge import MergeKind
 
 __all__ = ["feature"]
 
-feature: Final = Feature("convert", __name__, kinds=[ConvertKind(), MergeKind()], web=["panels"])
+feature: Final = Feature("convert", __name__, kinds=[ConvertKind(), MergeKind()], web=["web", "panels"])

@@ -1,4 +1,4 @@
-"""``merge``: the weighted sum of checkpoints, under a root. It is a conversion of several as one."""
+"""Merges (kind ``merge``): the weighted sum of checkpoints, under a root; a conversion of several as one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from dcp.server.core.jobs.ledger.states import Json
 from dcp.server.core.jobs.parameters import CheckpointId
 from dcp.server.core.jobs.subjects import Subject, find_subject, open_source, storage_errors
 from dcp.server.core.roots import StorageRoot
-from dcp.server.features.convert.job import TargetKind, TargetParams
+from dcp.server.features.convert.job import TargetKind
+from dcp.server.features.convert.options import TargetParams
 from dcp.storage.errors import PlanError
 
 if TYPE_CHECKING:
@@ -35,9 +36,9 @@ _Weights = Annotated[tuple[_Weight, ...], Field(min_length=1, max_length=64, str
 class MergeParams(TargetParams):
     """The checkpoints ``sources``, and ``adapters`` in the layout of peft, as `dcp.merge` takes them.
 
-    Instead of sources ``run_id`` and ``last``: the newest steps of a run, whatever these are when the job is
-    planned. At most one of ``weights``, ``formula`` and ``decay``: with the last the first source is the
-    newest. A ``map`` is of all sources, and goes without adapters.
+    Instead of sources ``run_id`` and ``last``: the newest steps of a run at the time when the job is planned.
+    At most one of ``weights``, ``formula`` and ``decay``: with the last the first source is the newest. A
+    ``map`` is of all sources, and excludes adapters.
     """
 
     sources: Annotated[tuple[CheckpointId, ...], Field(max_length=64, strict=False)] = ()
@@ -72,11 +73,11 @@ class MergeParams(TargetParams):
 
     @property
     def source_ids(self) -> Sequence[int]:
-        """The numbers of the sources that are said."""
+        """The ids of the given sources and adapters."""
         return (*self.sources, *self.adapters)
 
     def arithmetic(self) -> Arithmetic:
-        """What is computed. OptionError for weights that cannot be."""
+        """The weighted sum. Raises OptionError for weights that do not fit."""
         count = self.last or len(self.sources)
         own = weights_of_sources(count, self.weights, self.formula, self.decay)
         added = weights_of_adapters(len(self.adapters), self.adapter_weights)
@@ -88,39 +89,37 @@ class MergeParams(TargetParams):
 
 
 class MergeKind(TargetKind[MergeParams]):
-    """Of several checkpoints, which are all its parents."""
+    """The merge of several checkpoints, all of which are its parents."""
 
     name: ClassVar[str] = "merge"
+    about: ClassVar[str] = "Add checkpoints with weights, or average the newest steps of a run."
     lineage: ClassVar[LineageKind] = "merged_from"
     done: ClassVar[str] = "checkpoint.merge"
     params = MergeParams
 
-    def prepare(self, connection: Connection, params: MergeParams) -> Json:
-        """As `Kind.prepare`."""
-        return {"subjects": [one.to_json() for one in self.subjects(connection, params)]}
-
     def subjects(
         self, connection: Connection, params: MergeParams, visible: frozenset[str] | None = None
     ) -> list[Subject]:
-        """As `TargetKind.subjects`; of a run those steps that are the newest now."""
+        """As `TargetKind.subjects`; of a run its newest steps."""
         numbers = list(params.source_ids)
         if params.run_id is not None and params.last is not None:
             get_run(connection, params.run_id, visible)
             numbers = [*newest_steps(connection, params.run_id, params.last), *numbers]
         return [find_subject(connection, number, visible) for number in numbers]
 
-    def made_of(self, subject: Json, params: MergeParams) -> list[Json]:
+    def made_of(self, subjects: Sequence[Subject], params: MergeParams) -> list[Json]:
         """As `TargetKind.made_of`, with the weights."""
         sums = params.arithmetic()
         weights = (*sums.weights, *sums.adapter_weights)
-        facts = ({name: one[name] for name in ("id", "root", "key", "step")} for one in subject["subjects"])
-        return [{**one, "weight": weight} for one, weight in zip(facts, weights, strict=True)]
+        return [
+            {"id": one.id, "root": one.root, "key": one.key, "step": one.step, "weight": weight}
+            for one, weight in zip(subjects, weights, strict=True)
+        ]
 
-    def open(self, context: JobContext, subject: Json) -> tuple[list[StorageRoot], Source]:
+    def open(self, context: JobContext, subjects: Sequence[Subject]) -> tuple[list[StorageRoot], Source]:
         """As `TargetKind.open`."""
         from dcp.conversion.merging import open_joined
 
-        subjects = [Subject(**one) for one in subject["subjects"]]
         roots = [context.roots.get(name) for name in {one.root for one in subjects} if name in context.roots]
         members = [partial(_source_of, context, one) for one in subjects]
         with storage_errors(*roots):

@@ -1,4 +1,4 @@
-"""Regular expressions that came over the network, applied to names for a bounded time.
+"""Renames with regular expressions from requests, for a bounded time.
 
 An expression such as ``(a+)+$`` takes twice as long with each letter that nearly matches. In a subprocess the
 processor time that all of them together take is counted, and what exceeds it is interrupted: `re` looks for
@@ -21,7 +21,7 @@ from dcp.storage.errors import PlanError
 __all__ = ["BoundedRename", "check_sets"]
 
 LIMIT_SECONDS: Final = 10.0
-"""Of the processor; a million names through a dozen plain expressions take a few."""
+"""Processor time; a million names through a dozen plain expressions take a few seconds."""
 
 _MAX_NAME_CHARACTERS: Final = 16_384
 _MAX_IN_SETS: Final = 1 << 21

@@ -9,4 +9,4 @@ from dcp.server.features.diff.job import DiffKind
 
 __all__ = ["feature"]
 
-feature: Final = Feature("diff", __name__, kinds=[DiffKind()], web=["api", "pages", "changes"])
+feature: Final = Feature("diff", __name__, kinds=[DiffKind()], web=["web", "changes"])

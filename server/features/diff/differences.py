@@ -1,6 +1,6 @@
-"""What differs between two checkpoints: as far as their indexes tell, or as a job has compared their values.
+"""Differences of two checkpoints: by their indexes, or from the result of a job that compared their values.
 
-Nothing here reads a payload.
+No payload is read.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from dcp.inspection.values.difference import (
 )
 from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.server.catalog.names import is_of_optimizer
-from dcp.server.core.data.opening import OpenCheckpoint
+from dcp.server.core.data.access import OpenCheckpoint
+from dcp.server.features.diff.job import text_of
 from dcp.server.records.contents import Basis, DifferenceOrder
 from dcp.storage.formats.index import CheckpointIndex
-from dcp.storage.formats.torch.python_values import value_text
 
 __all__ = ["ContentDifference", "chosen", "compare", "of_document"]
 
 _KINDS: Final = ("added", "removed", "shape", "dtype", "changed", "undecided")
-_MAX_TEXT: Final = 200
 _TENSOR_BYTES: Final = 1200
-"""Of a tensor that differs, in memory: its name, its facts on both sides, its values."""
+"""Memory of a tensor that differs: its name, its facts on both sides, its values."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class ContentDifference:
-    """``equal`` counts the tensors in which nothing was found to differ, ``equal_objects`` the values.
-    ``counts`` are of all tensors that differ, by kind, of which ``tensors`` may be the first."""
+    """Tensors and values that differ. ``equal`` and ``equal_objects`` count the others. ``counts`` are of all
+    tensors that differ, by kind, of which ``tensors`` may be the first."""
 
     basis: Basis
     tensors: tuple[TensorDifference, ...]
@@ -48,19 +47,19 @@ class ContentDifference:
 
     @property
     def is_cut(self) -> bool:
-        """Whether more tensors differ than ``tensors`` has."""
+        """Check whether more tensors differ than ``tensors`` has."""
         return sum(self.counts.values()) > len(self.tensors)
 
     @property
     def held_bytes(self) -> int:
-        """About how much memory it takes."""
+        """The approximate memory of the differences."""
         return _TENSOR_BYTES * (len(self.tensors) + len(self.objects) + 1)
 
 
 def chosen(
     found: ContentDifference, kinds: Collection[str], glob: str | None, order: DifferenceOrder
 ) -> list[TensorDifference]:
-    """The tensors of these kinds (all if none is given) whose names match, those first that differ most."""
+    """The tensors of these kinds (all if none is given) whose names match, in the given order."""
     tensors = [
         one
         for one in found.tensors
@@ -70,7 +69,7 @@ def chosen(
 
 
 def _most(amount: Callable[[ValueDifference], float | None]) -> Callable[[TensorDifference], float]:
-    """What is not known comes last."""
+    """The largest first, unknown amounts last."""
 
     def key(one: TensorDifference) -> float:
         value = None if one.values is None else amount(one.values)
@@ -80,7 +79,7 @@ def _most(amount: Callable[[ValueDifference], float | None]) -> Callable[[Tensor
 
 
 def _distance(values: ValueDifference) -> float | None:
-    """What nobody can measure because nothing in it is finite has moved the most."""
+    """The distance of a tensor; infinite where it cannot be measured because nothing is finite."""
     return math.inf if values.relative_l2 is None and values.nonfinite else values.relative_l2
 
 
@@ -93,7 +92,7 @@ _ORDERS: Final[Mapping[str, Callable[[TensorDifference], Any]]] = {
 
 
 def of_document(result: Mapping[str, Any]) -> ContentDifference:
-    """What a job has found, as `difference_document` wrote it."""
+    """The differences in the result of a job."""
     tensors = tuple(map(_known_difference, result["tensors"]))
     objects = tuple(ObjectDifference(**one) for one in result["objects"])
     counts = _counts(tensors) | result.get("counts", {})
@@ -103,7 +102,7 @@ def of_document(result: Mapping[str, Any]) -> ContentDifference:
 
 def _known_difference(one: Mapping[str, Any]) -> TensorDifference:
     before = _known_facts(one["before"])
-    # most have the same on both sides: of tens of thousands every object less counts
+    # most have the same facts on both sides, and there are tens of thousands
     after = before if one["before"] == one["after"] else _known_facts(one["after"])
     values = None if one["values"] is None else ValueDifference(**one["values"])
     return TensorDifference(one["fqn"], one["kind"], before, after, values)
@@ -128,16 +127,12 @@ def _of_indexes(
     equal: int,
     equal_objects: int,
 ) -> ContentDifference:
-    shown = tuple(replace(one, before=_text(one.before), after=_text(one.after)) for one in objects)
+    shown = tuple(replace(one, before=text_of(one.before), after=text_of(one.after)) for one in objects)
     return ContentDifference(basis, tensors, shown, len(objects), equal, equal_objects, _counts(tensors))
 
 
-def _text(value: Any) -> str | None:
-    return None if value is None else value_text(value)[:_MAX_TEXT]
-
-
 def compare(a: OpenCheckpoint, b: OpenCheckpoint, basis: Basis | None = None) -> ContentDifference:
-    """``b`` compared with ``a``, the one before; by checksums where both have those in their indexes.
+    """Compare ``b`` with ``a``, the one before; by checksums where both have those in their indexes.
 
     Raises errors of the checkpoints, and of the storage.
     """
@@ -154,7 +149,7 @@ def compare(a: OpenCheckpoint, b: OpenCheckpoint, basis: Basis | None = None) ->
 
 
 def _has_checksums(index: CheckpointIndex) -> bool:
-    # Others have a checksum in each record, which would have to be opened, one by one.
+    # other formats have a checksum in each record, which would have to be opened one by one
     return bool(len(index.crcs)) or not int(index.payload_lengths.sum())
 
 

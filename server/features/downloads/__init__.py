@@ -8,4 +8,4 @@ from dcp.server.core.feature import Feature
 
 __all__ = ["feature"]
 
-feature: Final = Feature("downloads", __name__, web=["api"])
+feature: Final = Feature("downloads", __name__, web=["web"])

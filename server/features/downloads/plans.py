@@ -1,15 +1,17 @@
-"""A checkpoint as one file of safetensors or torch.save, laid out before a byte is read."""
+"""Plans of downloads: a checkpoint as one file of safetensors or torch.save, laid out before it is read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
-from dcp.server.core.data.opening import OpenCheckpoint
-from dcp.server.core.data.sending.bodies import Body
-from dcp.server.core.data.sending.responses import SMALL_BYTES
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from dcp.server.catalog.formats import DownloadFormat
+from dcp.server.core.data.access import OpenCheckpoint
+from dcp.server.core.data.responses import SMALL_BYTES, Body
 from dcp.server.core.data.sharing import SharedValues, Wanted
 from dcp.storage.formats.registry import target_named
 from dcp.version import __version__
@@ -22,25 +24,33 @@ __all__ = [
     "download_name",
     "is_small_download",
     "plan_download",
-    "plans_of",
 ]
 
 _SMALL_ENTRIES: Final = 1_000
 _AT_ONCE: Final = 2
 _KEPT_BYTES: Final = 96 << 20
 _KEPT: Final = 64
+_FORMAT: Final = (
+    "torch is for torch.load(weights_only=True), unless numpy arrays or the like are among the values."
+)
+
+_Glob = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 
 
-@dataclass(frozen=True, slots=True)
-class DownloadOptions:
-    """What is taken, as for `dcp.convert`: globs of names, a dtype to cast to, whether values that are no
-    plain data may be left out."""
+class DownloadOptions(BaseModel):
+    """Options of a download, as for `dcp.convert`."""
 
-    to: str
-    only: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    dtype: str | None = None
-    drop_objects: bool = False
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    to: Annotated[DownloadFormat, Field(alias="format", description=_FORMAT)] = "safetensors"
+    only: Annotated[list[_Glob] | None, Field(max_length=64, description="Globs of names.")] = None
+    exclude: Annotated[list[_Glob] | None, Field(max_length=64, description="Globs of names.")] = None
+    dtype: Annotated[
+        str | None, Field(max_length=32, description="Floating-point tensors are cast to it.")
+    ] = None
+    drop_objects: Annotated[
+        bool, Field(description="Leave out values that the format cannot hold, instead of refusing.")
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -55,13 +65,13 @@ class PlannedDownload:
 
 
 def download_etag(opened: OpenCheckpoint, options: DownloadOptions) -> str:
-    """The entity tag of the very bytes: a layout depends on nothing but the files, the options and the
-    version of ours."""
+    """The entity tag of the bytes: a layout depends on nothing but the files, the options and the version of
+    dcp."""
     return opened.etag("download", __version__, options)
 
 
 def download_name(opened: OpenCheckpoint, options: DownloadOptions) -> str:
-    """What a client may call the file."""
+    """The name of the file that a client is offered."""
     stem = opened.key.rpartition("/")[2]
     if opened.file is not None:
         stem = stem.rpartition(".")[0] or stem
@@ -73,7 +83,7 @@ def _suffix(options: DownloadOptions) -> str:
 
 
 def is_small_download(opened: OpenCheckpoint) -> bool:
-    """Whether planning and sending all of it is a matter of milliseconds."""
+    """Check whether planning and sending all of it takes milliseconds."""
     index = opened.index
     entries = index.tensor_count + len(index.objects)
     return entries <= _SMALL_ENTRIES and index.tensor_bytes <= SMALL_BYTES // 4  # a cast may make it larger
@@ -90,13 +100,14 @@ def plan_download(
     from dcp.conversion.targets.job import ConversionOptions, LayoutJob
     from dcp.inspection.entries import choose_entries
     from dcp.planners.garbage_collection import garbage_collection_paused
-    from dcp.server.core.data.sending.planned import PlannedBody
+    from dcp.server.core.data.planned import PlannedBody
     from dcp.storage.engine.read import ReadEngine
 
     store, index = opened.store, opened.whole_index
     check()
-    only, exclude = list(options.only) or None, list(options.exclude) or None
-    entries = choose_entries(index, only=only, exclude=exclude, dtype=options.dtype)
+    entries = choose_entries(
+        index, only=options.only or None, exclude=options.exclude or None, dtype=options.dtype
+    )
     check()
     file_name = f"download{_suffix(options)}"
     with garbage_collection_paused(), ReadEngine(store, index, verify="blocks") as engine:
@@ -108,21 +119,23 @@ def plan_download(
 
 
 class Plans:
-    """Plans of downloads by entity tag: each made once however many ask for it, a few at a time.
+    """Plans of downloads by entity tag: each made once however many need it, a few at a time.
 
     A plan of 100,000 tensors is half a second of a processor and tens of MiB; ranges of one download share
-    it, and it is kept while they are asked for. A plan whose last client has gone is given up.
+    it, and it is kept while it is in use. A plan whose last client has gone is cancelled.
+
+    ``service.own(Plans)`` are those of one process.
     """
 
-    def __init__(self, *, kept_bytes: int = _KEPT_BYTES) -> None:
-        self._values = SharedValues[str, PlannedDownload](count=_KEPT, kept_bytes=kept_bytes)
+    def __init__(self, _service: object = None) -> None:
+        self._values = SharedValues[str, PlannedDownload](count=_KEPT, kept_bytes=_KEPT_BYTES)
         self._pools = {
             is_small: ThreadPoolExecutor(threads, thread_name_prefix="dcp-plan")
             for is_small, threads in ((False, _AT_ONCE), (True, 2 * _AT_ONCE))
         }
 
     def __contains__(self, etag: str) -> bool:
-        """Whether it is there, or being made."""
+        """Check whether the plan is kept, or being made."""
         return etag in self._values
 
     async def get(
@@ -134,8 +147,3 @@ class Plans:
         wait for the same.
         """
         return await self._values.get_from(self._pools[is_small], etag, make)
-
-
-def plans_of(_service: object) -> Plans:
-    """The plans that requests of one process share: ``service.own(plans_of)``."""
-    return Plans()

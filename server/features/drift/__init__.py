@@ -1,4 +1,4 @@
-"""Drift: changes of a run's layers from step to step, found by a job and drawn as a heat map."""
+"""Drift: changes of a run's layers between steps, computed by a job and drawn as a heat map."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ feature: Final = Feature(
     __name__,
     kinds=[DriftKind()],
     web=["web"],
-    links=[Link("run", "What changes from step to step", "/runs/{id}/drift")],
+    links=[Link("run", "Changes between steps", "/runs/{id}/drift")],
 )

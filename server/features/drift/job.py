@@ -1,10 +1,11 @@
-"""``drift``: how a run's tensors change from step to step: one difference for each two neighbours."""
+"""Drift of a run (kind ``drift``): changes of its tensors between neighbouring steps."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
@@ -19,10 +20,11 @@ from dcp.server.core.inputs import MAX_ID
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
 from dcp.server.core.jobs.ledger.states import JobSpec, Json
 from dcp.server.core.jobs.parameters import Globs, Parameters
-from dcp.server.core.jobs.subjects import Subject, find_subject, open_source, storage_errors
+from dcp.server.core.jobs.subjects import Subject, find_subject
 from dcp.server.core.problems import ProblemError
 from dcp.server.core.security.principal import Principal, Scope
 from dcp.server.core.settings import Settings
+from dcp.server.features.diff.job import readers_of
 
 if TYPE_CHECKING:
     from dcp.inspection.values.difference import Difference
@@ -50,6 +52,7 @@ class DriftKind(Kind[DriftParams]):
     """A task for each two neighbours; the result is a row for each layer."""
 
     name: ClassVar[str] = "drift"
+    about: ClassVar[str] = "Compare neighbouring steps of a run, layer by layer."
     scope: ClassVar[Scope] = "read"
     params = DriftParams
     preload: ClassVar[tuple[str, ...]] = (
@@ -96,7 +99,7 @@ class DriftKind(Kind[DriftParams]):
         return JobPlan(tasks=tasks, plan_data={"run_id": params.run_id})
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
-        """As `Kind.run_task`. A step that cannot be read is told as such, and the others are compared."""
+        """As `Kind.run_task`. A step that cannot be read has a ``problem``; the others are compared."""
         a, b = Subject(**payload["a"]), Subject(**payload["b"])
         step = {"a": a.id, "b": b.id, "from_step": a.step, "step": b.step, "problem": None}
         try:
@@ -104,8 +107,12 @@ class DriftKind(Kind[DriftParams]):
         except ProblemError as error:
             _raise_passing(error)
             nothing = {"added": 0, "removed": 0, "bytes_read": 0}
-            told = {"step": {**step, **nothing, "problem": error.detail}}
-            return told | {"layers": {}, "nonfinite": None, "before": _nonfinite_of(context, b, payload)}
+            return {
+                "step": {**step, **nothing, "problem": error.detail},
+                "layers": {},
+                "nonfinite": None,
+                "before": _nonfinite_of(context, b, payload),
+            }
         return {
             "step": {
                 **step,
@@ -149,19 +156,12 @@ def _chosen(connection: Connection, params: DriftParams) -> list[int]:
 def _compare(
     context: JobContext, a: Subject, b: Subject, payload: Json, report_progress: ReportProgress
 ) -> tuple[Difference, Mapping[str, int], Mapping[str, int]]:
-    """What differs, the elements of each tensor of ``b``, and how many are not finite in those that are the
-    same, if these are the first two steps: nobody else reads them."""
+    """The difference, the elements of each tensor of ``b``, and, of the first two steps, the elements that
+    are not finite in the tensors that are the same: no other task reads those."""
     from dcp.inspection.values.difference import diff
     from dcp.inspection.values.statistics import statistics_of_row
-    from dcp.inspection.values.tensor_reading import TensorReader
 
-    root_a, first = open_source(context, a)
-    root_b, second = open_source(context, b)
-    with (
-        storage_errors(root_a, root_b),
-        TensorReader(first.store, first.index, verify="full", name=first.name) as before,
-        TensorReader(second.store, second.index, verify="full", name=second.name) as after,
-    ):
+    with readers_of(context, a, b) as (before, after):
         found = diff(
             before,
             after,
@@ -173,12 +173,12 @@ def _compare(
         for fqn in found.equal if payload.get("is_first") else ():
             statistics = statistics_of_row(before, before.index.position[fqn])
             counts[fqn] = 0 if statistics is None else statistics.nans + statistics.infs
-    return found, _elements(second.index), {fqn: count for fqn, count in counts.items() if count}
+    return found, _elements(after.index), {fqn: count for fqn, count in counts.items() if count}
 
 
 def _nonfinite_of(context: JobContext, b: Subject, payload: Json) -> Mapping[str, int]:
-    """How many elements are not finite in the tensors of ``b``, which could not be compared with the step
-    before: so the step behind it knows. Nothing if it was ``b`` that cannot be read."""
+    """The numbers of elements that are not finite in the tensors of ``b``, which could not be compared with
+    the step before, for the step after it. Nothing if ``b`` itself cannot be read."""
     try:
         return _compare(context, b, b, {**payload, "is_first": True}, lambda done: None)[2]
     except ProblemError as error:
@@ -187,7 +187,7 @@ def _nonfinite_of(context: JobContext, b: Subject, payload: Json) -> Mapping[str
 
 
 def _raise_passing(error: ProblemError) -> None:
-    """Raise what may be over soon, so that the task is tried again."""
+    """Raise an error that may pass, so that the task is tried again."""
     if error.status >= 500 or error.status == 429:
         raise error
 
@@ -201,49 +201,52 @@ def _elements(index: CheckpointIndex) -> dict[str, int]:
 
 @dataclass(slots=True)
 class _LayerSums:
+    """Sums over the tensors of a layer; ``squares`` are of the distances of ``compared`` elements."""
+
     elements: int = 0
     compared: int = 0
     differing: int = 0
     nonfinite: int = 0
     squares: float = 0.0
 
-    def document(self) -> dict[str, Any]:
+    def add(self, **sums: float) -> None:
+        """Add to the sums of these names."""
+        for name, value in sums.items():
+            setattr(self, name, getattr(self, name) + value)
+
+    @property
+    def changed(self) -> float | None:
+        """The share of elements that changed."""
+        return self.differing / self.elements if self.elements else None
+
+    @property
+    def relative_l2(self) -> float | None:
+        """The root mean square of the relative L2 of the tensors, weighed by elements; None where all are
+        NaN or infinite."""
         is_known = self.compared and self.nonfinite < self.elements
-        squares = self.squares / self.compared if is_known else None
-        return {
-            "relative_l2": None if squares is None else math.sqrt(squares),
-            "changed": self.differing / self.elements if self.elements else None,
-            "nonfinite": self.nonfinite,
-            "elements": self.elements,
-            "compared": self.compared,
-        }
+        return math.sqrt(self.squares / self.compared) if is_known else None
 
 
-def _layers(found: Difference, elements: Mapping[str, int]) -> dict[str, Any]:
-    """By layer: the root mean square of its tensors' relative L2, weighed by elements; the share of elements
-    that changed; how many elements are not finite. A tensor that was all 0 has no relative L2."""
-    layers: dict[str, _LayerSums] = {}
+def _layers(found: Difference, elements: Mapping[str, int]) -> dict[str, Json]:
+    """The sums by layer. A tensor that was all 0 has no relative L2."""
+    layers: defaultdict[str, _LayerSums] = defaultdict(_LayerSums)
     for fqn in found.equal:
-        layer = layers.setdefault(layer_of(fqn), _LayerSums())
-        layer.elements += elements.get(fqn, 0)
-        layer.compared += elements.get(fqn, 0)
+        count = elements.get(fqn, 0)
+        layers[layer_of(fqn)].add(elements=count, compared=count)
     for one in found.tensors:
         if one.values is None:
             continue
-        layer = layers.setdefault(layer_of(one.fqn), _LayerSums())
-        layer.elements += one.values.elements
-        layer.differing += one.values.differing
-        layer.nonfinite += one.values.nonfinite_after
-        distance = one.values.relative_l2
+        values, layer = one.values, layers[layer_of(one.fqn)]
+        layer.add(elements=values.elements, differing=values.differing, nonfinite=values.nonfinite_after)
+        distance = values.relative_l2
         if distance is not None and math.isfinite(distance):
-            layer.compared += one.values.elements
-            layer.squares += one.values.elements * distance**2
-    return {name: layer.document() for name, layer in layers.items()}
+            layer.add(compared=values.elements, squares=values.elements * distance**2)
+    return {name: asdict(layer) for name, layer in layers.items()}
 
 
 def _nonfinite(found: Difference) -> dict[str, int]:
-    """How many elements are not finite after the step, by name, of tensors that had or got some; 0 of those
-    that are not compared. Tensors that did not change are as the step before left them."""
+    """The numbers of elements that are not finite after the step, by name, of tensors that had or got some;
+    0 of those that are not compared. Unchanged tensors have as many as before."""
     return {
         one.fqn: 0 if one.values is None else one.values.nonfinite_after
         for one in found.tensors
@@ -252,8 +255,8 @@ def _nonfinite(found: Difference) -> dict[str, int]:
 
 
 def _carry_nonfinite(results: Sequence[Json]) -> None:
-    """Count what is not finite in the layers of later steps, too: nothing that has become NaN changes any
-    more, and what does not change is not read."""
+    """Count elements that are not finite in later steps, too: a tensor that is NaN does not change any more,
+    and unchanged tensors are not read."""
     present: dict[str, int] = {}
     for result in results:
         if result["nonfinite"] is None:  # could not be compared
@@ -264,31 +267,23 @@ def _carry_nonfinite(results: Sequence[Json]) -> None:
             layer = result["layers"].get(layer_of(fqn))
             if fqn not in result["nonfinite"] and layer is not None:
                 layer["nonfinite"] += count
-                if layer["nonfinite"] >= layer["elements"]:
-                    layer["relative_l2"] = None
         present |= result["nonfinite"]
         present = {fqn: count for fqn, count in present.items() if count}
 
 
 def _row(names: Sequence[str], steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Neighbouring layers, of which there may be one, step by step."""
-    found = [_together([layers[name] for name in names if name in layers]) for layers in steps]
+    """One layer, or several neighbouring ones, step by step."""
+    found = [_joined([layers[name] for name in names if name in layers]) for layers in steps]
     columns = {
-        column: [one.get(column) for one in found] for column in ("relative_l2", "changed", "nonfinite")
+        column: [None if one is None else getattr(one, column) for one in found]
+        for column in ("relative_l2", "changed", "nonfinite")
     }
     name = names[0] if len(names) == 1 else f"{names[0]} \N{HORIZONTAL ELLIPSIS} {names[-1]}"
     return {"name": name, "layers": len(names), **columns}
 
 
-def _together(layers: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """As if they were one layer."""
-    if len(layers) < 2:
-        return layers[0] if layers else {}
+def _joined(layers: Sequence[Mapping[str, Any]]) -> _LayerSums | None:
     whole = _LayerSums()
     for one in layers:
-        whole.elements += one["elements"]
-        whole.differing += round(one["elements"] * (one["changed"] or 0))
-        whole.nonfinite += one["nonfinite"]
-        whole.compared += one["compared"]
-        whole.squares += one["compared"] * (one["relative_l2"] or 0) ** 2
-    return whole.document()
+        whole.add(**one)
+    return whole if layers else None

@@ -1,4 +1,4 @@
-"""The drift of a run as a heat map: a row for each layer, or for several, a column for each two steps."""
+"""Heat map of the drift of a run: a row for one or several layers, a column for each pair of steps."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ROWS: Final = 64
 _GROUPS: Final = 16
 _LEVELS: Final = 8
 _DECADES: Final = 4
-"""Of distances those that are smaller than the greatest by more than this are of the lowest level."""
+"""Distances that are smaller than the maximum by more decades have the lowest level."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriftRow:
-    """Layers from ``first`` on, ``count`` of them, of whose values these are the greatest. ``y``: the row in
+    """Layers from ``first`` on, ``count`` of them, with the maximum of their values. ``y``: the row in
     the picture; a heading (``count`` 0) has no values."""
 
     y: int
@@ -37,23 +37,23 @@ class DriftRow:
 @dataclass(frozen=True, slots=True)
 class DriftPicture:
     """``paths``: the cells of each level, "l0" (nothing changed) to "l8", and those with NaN or infinity
-    ("nan"), as one path each, a unit a cell. ``edges`` are the least values of the levels from l1 on.
-    ``greatest`` and ``first_nonfinite``, the first NaN or infinity: where it is, as its row and column."""
+    ("nan"), as one path each, a unit a cell. ``edges`` are the minimum values of the levels from l1 on.
+    ``maximum`` and ``first_nonfinite``: row and column of the maximum, and of the first NaN or infinity."""
 
     rows: tuple[DriftRow, ...]
     height: int
     width: int
     paths: Mapping[str, str]
     edges: tuple[float, ...]
-    greatest: tuple[DriftRow, int] | None
+    maximum: tuple[DriftRow, int] | None
     first_nonfinite: tuple[DriftRow, int] | None
 
 
 def drift_picture(
     layers: Sequence[Any], width: int, value: DriftValue, first: int = 0, count: int | None = None
 ) -> DriftPicture:
-    """The picture of the layers of a run's drift, as the API has them, over ``width`` pairs of steps; of
-    ``count`` from ``first`` on."""
+    """The picture of the layers of a `RunDrift` over ``width`` pairs of steps; of ``count`` layers from
+    ``first`` on."""
     end = len(layers) if count is None else min(len(layers), first + count)
     rows = tuple(_rows(layers, range(min(first, end), end), value))
     edges = _edges([each for row in rows for each in row.values if each], value)
@@ -61,7 +61,7 @@ def drift_picture(
         (f"l{_level(each, edges)}", row, x)
         for row in rows
         for x, (each, wrong) in enumerate(zip(row.values, row.nonfinite, strict=True))
-        if each is not None and (each or not wrong)  # what has NaN is not called unchanged
+        if each is not None and (each or not wrong)  # a cell with NaN is not unchanged
     ]
     flags = [("nan", row, x) for row in rows for x, each in enumerate(row.nonfinite) if each]
     known = [(each, row, x) for row in rows for x, each in enumerate(row.values) if each]
@@ -89,7 +89,7 @@ def _paths(cells: Iterable[tuple[str, DriftRow, int]]) -> dict[str, str]:
 
 
 def _rows(layers: Sequence[Any], places: range, value: DriftValue) -> Iterable[DriftRow]:
-    """With headings where names have their beginnings in common, and bins within those."""
+    """The rows, with headings where names have a common beginning, and bins within those."""
     groups = [
         (group, [*members]) for group, members in groupby(places, key=lambda at: _parted(layers[at].name)[0])
     ]
@@ -125,12 +125,12 @@ def _row(
         name,
         members[0],
         len(some),
-        tuple(map(_greatest, zip(*(getattr(one, value) for one in some), strict=True))),
-        tuple(map(_greatest, zip(*(one.nonfinite for one in some), strict=True))),
+        tuple(map(_maximum, zip(*(getattr(one, value) for one in some), strict=True))),
+        tuple(map(_maximum, zip(*(one.nonfinite for one in some), strict=True))),
     )
 
 
-def _greatest(values: Iterable[Any]) -> Any:
+def _maximum(values: Iterable[Any]) -> Any:
     return max((one for one in values if one is not None), default=None)
 
 
@@ -138,7 +138,7 @@ def _greatest(values: Iterable[Any]) -> Any:
 
 
 def _edges(values: Sequence[float], value: DriftValue) -> tuple[float, ...]:
-    """Shares by equal parts; distances by equal factors, up to the greatest."""
+    """The lower ends of the levels: shares by equal parts, distances by equal factors."""
     if not values:
         return ()
     if value == "changed":
@@ -150,7 +150,7 @@ def _edges(values: Sequence[float], value: DriftValue) -> tuple[float, ...]:
 
 
 def _level(value: float, edges: Sequence[float]) -> int:
-    """0 of what did not change; the levels of ``edges`` are counted from 1 on."""
+    """The level of a value: 0 of no change, then those of ``edges`` from 1 on."""
     if not value or math.isnan(value):
         return 0
     return max(1, sum(value >= edge * (1 - 1e-9) for edge in edges))

@@ -13,8 +13,8 @@ __all__ = ["DriftLayer", "DriftStep", "RunDrift"]
 
 @dataclass(frozen=True, slots=True)
 class DriftStep:
-    """What differs at ``step`` from ``from_step``, the one before: checkpoints ``b`` and ``a``. ``added`` and
-    ``removed`` are tensors. ``problem``: why they could not be compared."""
+    """Two neighbouring steps: checkpoint ``b`` at ``step``, and ``a`` at ``from_step``. ``added`` and
+    ``removed`` count tensors. ``problem``: the reason why they could not be compared."""
 
     a: int
     b: int
@@ -47,8 +47,8 @@ class DriftLayer:
 
 @dataclass(frozen=True, slots=True)
 class RunDrift:
-    """How the tensors of a run change from step to step, as a job found. ``layers``: 512 rows at most, in
-    which all ``layer_count`` are."""
+    """Changes of a run's tensors between steps, as a job found them. ``layers``: at most 512 rows, which
+    cover all ``layer_count`` layers."""
 
     run_id: int
     job_id: int

@@ -1,4 +1,4 @@
-"""The drift of a run: JSON, the job that finds it, and the page with its heat map."""
+"""The drift of a run: its JSON, the forms that compute it, and the page with its heat map."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dcp.server.records.documents import record_of
 
 @feature.get("/runs/{run_id}/drift", tag="runs")
 def get_run_drift(run_id: IdPath, ask: Ask) -> RunDrift:
-    """As a job has found it last; not found before the first one, and once that job is forgotten."""
+    """The result of the last job; not found before the first one, and once that job is forgotten."""
     ask.find(get_run, run_id, ask.visible)
     found = _found(run_id, ask)
     if found is None:
@@ -43,12 +43,12 @@ def _found(run_id: int, ask: Ask) -> RunDrift | None:
 
 @feature.post("/runs/{run_id}/drift", tag="runs", scope="read", status=202, errors=(404, 409))
 def compute_run_drift(run_id: IdPath, ask: Ask) -> JobAnswer:
-    """Have it computed of up to 50 steps, by a job; `POST /jobs` with the kind `drift` chooses them."""
+    """Compute it for up to 50 steps, by a job; `POST /jobs` with the kind `drift` chooses the steps."""
     return ask.submit(DriftKind, DriftParams(run_id=run_id))
 
 
 class DriftView(BaseModel):
-    """Which value is shown, of which names; of ``count`` layers from ``first`` on."""
+    """The value that is shown, and the layers: ``count`` of them from ``first`` on."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -61,7 +61,7 @@ class DriftView(BaseModel):
 
 @feature.page("/runs/{run_id}/drift", "drift.html")
 def drift_page(run_id: IdPath, view: Annotated[DriftView, Query()], ask: Ask) -> dict[str, Any]:
-    """What a job found last, and one that is at work on it."""
+    """The result of the last job, and the progress of a running one."""
     run = ask.find(get_run, run_id, ask.visible)
     drift = _found(run_id, ask)
     layers = _of(drift, view)
@@ -85,12 +85,12 @@ def _of(drift: RunDrift | None, view: DriftView) -> Sequence[DriftLayer]:
 
 
 def _weights(drift: RunDrift) -> list[DriftLayer]:
-    """Without what optimizers keep: moments move by much more than weights, and would outshine them."""
+    """The layers without optimizer states, whose changes are much larger than those of weights."""
     return [one for one in drift.layers if not is_of_optimizer(one.name)]
 
 
 @feature.form("/runs/{run_id}/drift", scope="read")
 def compute_drift_form(run_id: IdPath, ask: Ask) -> str:
-    """Have it found out, of up to 50 steps."""
+    """Compute it for up to 50 steps."""
     compute_run_drift(run_id, ask)
     return f"/runs/{run_id}/drift"

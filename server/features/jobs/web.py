@@ -18,6 +18,7 @@ from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import Page as Paging
 from dcp.server.core.inputs import MAX_ID, Name, Request
 from dcp.server.core.jobs.answers import JobAnswer, TaskAnswer
+from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.ledger import reading, rows, transitions
 from dcp.server.core.jobs.ledger.reading import JobFilter
 from dcp.server.core.jobs.ledger.states import JobRow
@@ -51,16 +52,17 @@ class _AnyJob(Request):
         params: Any
 
 
-def _new_job(name: str, params: type) -> type[_AnyJob]:
-    title = name.replace("_", " ").title().replace(" ", "")
-    fields: dict[str, Any] = {"kind": (Literal[name], ...), "params": (params, ...)}
-    return create_model(f"New{title}Job", __base__=_AnyJob, __doc__=f"A job of the kind {name}.", **fields)
+def _new_job(kind: Kind[Any]) -> type[_AnyJob]:
+    title = kind.name.replace("_", " ").title().replace(" ", "")
+    fields: dict[str, Any] = {"kind": (Literal[kind.name], ...), "params": (kind.params, ...)}
+    doc = kind.about or f"A job of the kind {kind.name}."
+    return create_model(f"New{title}Job", __base__=_AnyJob, __doc__=doc, **fields)
 
 
 if TYPE_CHECKING:
     NewJob = _AnyJob
 else:
-    _MODELS: Final = tuple(_new_job(name, kinds()[name].params) for name in sorted(kinds()))
+    _MODELS: Final = tuple(map(_new_job, kinds().values()))
     NewJob = Annotated[Union[_MODELS], Field(discriminator="kind")]  # noqa: UP007 - of a tuple
 
 

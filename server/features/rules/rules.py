@@ -14,7 +14,7 @@ from dcp.server.core.jobs.parameters import Parameters, PlainText
 from dcp.server.core.resource import Resource
 from dcp.server.database.records import record_of_row
 from dcp.server.database.tables import rules
-from dcp.server.features.convert.job import ConvertOptions, ConvertParams
+from dcp.server.features.convert.options import ConvertOptions, ConvertParams
 from dcp.server.records.administration import Rule
 
 __all__ = [

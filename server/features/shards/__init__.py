@@ -1,4 +1,4 @@
-"""Shards: which rank holds what, phases of a save, the map of a checkpoint."""
+"""Shards: the files and bytes of each rank, and the phases of a save."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["feature"]
 feature: Final = Feature(
     "shards",
     __name__,
-    web=["drawings_api", "api", "pages", "anatomy"],
+    web=["web", "anatomy"],
     links=[
         Link("checkpoint", "Shards by rank", "/checkpoints/{id}/shards"),
         Link("checkpoint", "Save anatomy", "/checkpoints/{id}/anatomy"),

@@ -1,6 +1,6 @@
-"""Which rank holds what and where, in as many cells as can be drawn: rows of files, bins of bytes.
+"""Maps of shards: the bytes of each rank in as many cells as can be drawn, rows of files and bins of bytes.
 
-Some million chunks are added up as columns; nothing is made for each.
+Some million chunks are summed as columns, without an object for each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from dcp.server.catalog.names import layer_number
 from dcp.server.catalog.values import clean_text
-from dcp.server.core.data.chunk_columns import NO_RANK, ChunkColumns
+from dcp.server.features.shards.chunks import NO_RANK, ChunkColumns
 from dcp.server.records.drawings import ShardMap, ShardMapRow
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import UNKNOWN
@@ -24,7 +24,7 @@ __all__ = ["MAX_CELLS", "shard_map"]
 
 MAX_CELLS: Final = 1 << 15
 _BLOCK: Final = 1 << 19
-"""Chunks that are added up at a time, and one file at least."""
+"""Chunks that are summed at a time, and one file at least."""
 _MAX_KEY: Final = 1 << 62
 
 Int64 = npt.NDArray[np.int64]
@@ -52,53 +52,34 @@ def shard_map(
         end = max(begin + 1, *(int(column.max(initial=0)) for column in sizes))
     row_count = min(rows, len(files))
     row_of_file = np.arange(len(files)) * row_count // max(1, len(files))
-    cells = _Cells.of(row_count, min(bins, max(1, MAX_CELLS // max(1, row_count))), begin, end)
+    cells = _Cells(row_count, min(bins, max(1, MAX_CELLS // max(1, row_count))), begin, end)
     sums = np.zeros((3, len(files)), np.int64)
     for block in _blocks(columns, files, columns.matching(glob), _MAX_KEY // (end - begin + 2)):
         place = slice(block.first - files.start, block.first - files.start + block.count)
         sums[:, place] = block.sums(columns.is_replicated)
         cells.add(block.chosen(block.lengths > 0), row_of_file[place])
-    ranks = _RankBytes.of(columns.ranks[own], sums[0])
+    ranks, rank_bytes = _rank_bytes(columns.ranks[own], sums[0])
     edges = np.searchsorted(row_of_file, np.arange(row_count + 1)).tolist()
     return ShardMap(
-        rank_count=len(ranks.ranks),
+        rank_count=len(ranks),
         file_count=len(columns.files),
         begin=begin,
         end=end,
         bin_bytes=cells.bin_bytes,
         bins=cells.bins,
-        largest_rank=ranks.largest,
-        largest_rank_bytes=ranks.largest_bytes,
-        mean_rank_bytes=ranks.mean_bytes,
+        largest_rank=int(ranks[rank_bytes.argmax()]) if len(ranks) else None,
+        largest_rank_bytes=int(rank_bytes.max(initial=0)),
+        mean_rank_bytes=float(rank_bytes.mean()) if len(ranks) else 0.0,
         rows=tuple(_row(columns, files[first:stop], sums[:, first:stop]) for first, stop in pairwise(edges)),
         **cells.answer(columns),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _RankBytes:
-    """How many bytes each rank has; files without a rank are nobody's."""
-
-    ranks: Int64
-    sums: Int64
-
-    @classmethod
-    def of(cls, ranks: Int64, sizes: Int64) -> _RankBytes:
-        known = ranks != NO_RANK
-        found, places = np.unique(ranks[known], return_inverse=True)
-        return cls(found, _sums(places, sizes[known], len(found)))
-
-    @property
-    def largest(self) -> int | None:
-        return int(self.ranks[self.sums.argmax()]) if len(self.ranks) else None
-
-    @property
-    def largest_bytes(self) -> int:
-        return int(self.sums.max(initial=0))
-
-    @property
-    def mean_bytes(self) -> float:
-        return float(self.sums.mean()) if len(self.ranks) else 0.0
+def _rank_bytes(ranks: Int64, sizes: Int64) -> tuple[Int64, Int64]:
+    """The ranks, and the bytes of each; without files that have no rank."""
+    known = ranks != NO_RANK
+    found, places = np.unique(ranks[known], return_inverse=True)
+    return found, _sums(places, sizes[known], len(found))
 
 
 def _row(columns: ChunkColumns, files: range, sums: Int64) -> ShardMapRow:
@@ -114,7 +95,7 @@ def _row(columns: ChunkColumns, files: range, sums: Int64) -> ShardMapRow:
         files=len(files),
         file_bytes=None if (sizes == UNKNOWN).any() else int(sizes.sum()),
         tensor_bytes=tensor_bytes,
-        largest_rank_bytes=_RankBytes.of(ranks, sums[0]).largest_bytes,
+        largest_rank_bytes=int(_rank_bytes(ranks, sums[0])[1].max(initial=0)),
         replicated_bytes=replicated_bytes,
         chunks=chunks,
     )
@@ -145,7 +126,7 @@ class _Files:
         return np.stack([*by_file, counts])
 
     def chosen(self, own: Bools) -> _Files:
-        """Only those."""
+        """The chosen chunks alone."""
         if own.all():
             return self
         starts = _before(own)[self.starts]
@@ -153,7 +134,7 @@ class _Files:
 
 
 def _before(values: npt.NDArray[Any]) -> Int64:
-    """The sum of all before each, and of all."""
+    """The sums of all values before each, and of all."""
     return np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
 
 
@@ -173,7 +154,7 @@ def _blocks(columns: ChunkColumns, files: range, matching: Bools | None, most_fi
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """What of ``chunks`` chunks lies in a cell, ``bytes`` together, of which ``most`` are of the tensor
+    """Pieces of ``chunks`` chunks in a cell, of ``bytes`` in all, of which ``most`` are of the tensor
     ``largest``."""
 
     cells: Int64
@@ -183,28 +164,21 @@ class _Pieces:
     largest: npt.NDArray[np.unsignedinteger[Any]]
 
 
-@dataclass(frozen=True, slots=True)
 class _Cells:
-    """What is in each cell, with the tensor that has the most bytes in it."""
+    """The content of each cell: ``sums`` of bytes and of chunks, and the bytes of its largest chunk, which is
+    of the tensor ``largest`` (-1: the cell is empty)."""
 
-    bins: int
-    bin_bytes: int
-    begin: int
-    span: int
-    sums: Int64
-    """Bytes and chunks, and of the bytes the most that one chunk has."""
-    largest: Int64
-
-    @classmethod
-    def of(cls, rows: int, bins: int, begin: int, end: int) -> _Cells:
-        bins = min(bins, end - begin)
-        bin_bytes = -(-(end - begin) // bins)
-        count = rows * bins
-        return cls(bins, bin_bytes, begin, end - begin, np.zeros((3, count), np.int64), np.full(count, -1))
+    def __init__(self, rows: int, bins: int, begin: int, end: int) -> None:
+        self.begin = begin
+        self.span = end - begin
+        self.bins = min(bins, self.span)
+        self.bin_bytes = -(-self.span // self.bins)
+        self.sums = np.zeros((3, rows * self.bins), np.int64)
+        self.largest = np.full(rows * self.bins, -1)
 
     def add(self, block: _Files, row_of_file: Int64) -> None:
-        """What of the chunks lies in the bins, cut at their ends: of each where it begins, counted in runs of
-        neighbours; and what of it is behind that."""
+        """Add the chunks to the bins, cut at their ends: the first piece of each in runs of neighbours, then
+        the others."""
         low = block.begins - self.begin
         edges = np.minimum(np.arange(self.bins + 1) * self.bin_bytes, self.span)
         counts = self._counts(block, low, edges)
@@ -223,7 +197,7 @@ class _Cells:
         self._put(self._rest(row_of_file[files], bin_ends[rest], reach[rest], block.tensors[rest]))
 
     def _counts(self, block: _Files, low: Int64, edges: Int64) -> Int64:
-        """How many chunks begin in each bin of each file: by bisection, since they are sorted so."""
+        """The number of chunks that begin in each bin of each file: by bisection, since they are sorted."""
         files = np.arange(block.count) * (self.span + 2)
         keys = np.repeat(files, np.diff(block.starts)) + np.clip(low, -1, self.span)
         places = np.searchsorted(keys, (files[:, None] + edges).reshape(-1))
@@ -231,7 +205,7 @@ class _Cells:
         return found
 
     def _rest(self, rows: Int64, low: Int64, high: Int64, tensors: npt.NDArray[Any]) -> _Pieces:
-        """Of chunks in these rows, from ``low``, where a bin begins, to ``high``."""
+        """The pieces of chunks in these rows, from ``low``, where a bin begins, to ``high``."""
         high = np.minimum(high, self.span)
         first = low // self.bin_bytes
         counts = np.maximum(0, (high - 1) // self.bin_bytes - first + 1)
@@ -244,7 +218,7 @@ class _Cells:
     def _put(self, pieces: _Pieces) -> None:
         for place, values in enumerate((pieces.bytes, pieces.chunks)):
             self.sums[place] += _sums(pieces.cells, values, len(self.largest))
-        order = np.argsort(pieces.most, kind="stable")  # of several to one place the last one stays
+        order = np.argsort(pieces.most, kind="stable")  # of several pieces for one cell the last one stays
         most, largest = np.zeros_like(self.largest), np.full_like(self.largest, -1)
         most[pieces.cells[order]] = pieces.most[order]
         largest[pieces.cells[order]] = pieces.largest[order]
@@ -274,7 +248,7 @@ class _Cells:
 
 
 def _runs(cells: Int64, counts: Int64, sizes: Int64, tensors: npt.NDArray[Any]) -> _Pieces:
-    """Consecutive chunks, ``counts`` of them in each cell, as one piece a run."""
+    """Consecutive chunks, ``counts`` of them in each cell, as one piece for each run."""
     starts = np.cumsum(counts) - counts
     most = np.maximum.reduceat(sizes, starts)
     is_most = np.flatnonzero(sizes == np.repeat(most, counts))

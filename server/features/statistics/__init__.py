@@ -1,4 +1,4 @@
-"""Statistics of the values of tensors, computed by a job."""
+"""Statistics of the values of tensors, which a job computes."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ from dcp.server.features.statistics.job import StatsKind
 
 __all__ = ["feature"]
 
-feature: Final = Feature("statistics", __name__, kinds=[StatsKind()], web=["api"])
+feature: Final = Feature("statistics", __name__, kinds=[StatsKind()], web=["web"])

@@ -1,4 +1,4 @@
-"""Tensors: names, values, slices, pictures."""
+"""Tensors: their names as lists and trees, their values, and their files."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from dcp.server.core.feature import Feature
 
 __all__ = ["feature"]
 
-feature: Final = Feature("tensors", __name__, web=["api", "drawings_api", "pages", "layers"])
+feature: Final = Feature("tensors", __name__, web=["api", "page", "slices", "layers"])

@@ -1,45 +1,47 @@
-"""``/checkpoints/{id}/tensors``: names as pages and as a tree; one tensor, or a slice of it."""
+"""Tensors in the API: names as pages and as a tree; one tensor, or a slice of it, with its values."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Final, Literal, get_args
 
-from fastapi import Depends, Query, Request, Response
+from fastapi import Depends, Query, Response
 
+from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.tensors import tensors_page, tree_level
 from dcp.server.core.answers import IdPath, problems
-from dcp.server.core.data.access import DataDep
-from dcp.server.core.data.sending.responses import (
-    BodyResponse,
-    choose_range,
-    disposition,
-    is_unchanged,
-    not_modified,
-)
-from dcp.server.core.http.dependencies import Caller, Db, Page, requires
+from dcp.server.core.ask import Ask, AskDep
+from dcp.server.core.data.responses import NOT_MODIFIED, binary, is_unchanged, not_modified
+from dcp.server.core.http.dependencies import Page as PageQuery
+from dcp.server.core.http.dependencies import requires
 from dcp.server.core.http.routers import api_router
 from dcp.server.core.problems import UnprocessableError
-from dcp.server.features.tensors.answers import (
-    TensorAnswer,
-    TensorPage,
-    TreeNodeAnswer,
-    TreePageAnswer,
-    binary,
-)
-from dcp.server.features.tensors.slices import TensorFormat, parse_slices
+from dcp.server.features.statistics.web import kept_statistics
+from dcp.server.features.tensors import feature
+from dcp.server.features.tensors.slices import GridValue, parse_slices
+from dcp.server.records.contents import Tensor, TreeNode
+from dcp.server.records.drawings import TensorGrid, TensorStatistics
+from dcp.server.records.lists import Page
 
-__all__ = ["router"]
+__all__ = ["get_tensor_statistics", "list_tensors", "router", "tensor_tree"]
 
 router = api_router("/checkpoints/{checkpoint_id}/tensors", tags=["data"], dependencies=[requires("read")])
 
-_USUAL = (400, 401, 403, 404, 421, 422, 429, 503)
-_MAX_NAME = 4096
+_TENSORS: Final = "/checkpoints/{checkpoint_id}/tensors"
+_ERRORS: Final = (400, 401, 403, 404, 421, 422, 429, 503)
+_READ_ERRORS: Final = (409, 410, 412, *_ERRORS)
+_MAX_NAME: Final = 4096
 
 _Fqn = Annotated[str | None, Query(min_length=1, max_length=_MAX_NAME, description="Its name.")]
 _OldFqn = Annotated[
     str | None,
     Query(alias="name", min_length=1, max_length=_MAX_NAME, deprecated=True, description="The same as fqn."),
 ]
+_Slice = Annotated[
+    str | None,
+    Query(alias="slice", max_length=512, description="As numpy has it.", examples=["0:2,:,-1"]),
+]
+_Side = Annotated[int, Query(ge=1, le=256, description="As many cells at most.")]
 
 
 async def _fqn(fqn: _Fqn = None, old: _OldFqn = None) -> str:
@@ -53,53 +55,47 @@ async def _fqn(fqn: _Fqn = None, old: _OldFqn = None) -> str:
 Fqn = Annotated[str, Depends(_fqn)]
 
 
-@router.get("", responses=problems(*_USUAL))
+@dataclass(frozen=True, slots=True)
+class TreePage:
+    """One level of the tree of names, in their order."""
+
+    prefix: str
+    items: tuple[TreeNode, ...]
+    next_cursor: str | None
+
+
+@feature.get(_TENSORS, tag="data", errors=_ERRORS)
 def list_tensors(
     checkpoint_id: IdPath,
-    database: Db,
-    data: DataDep,
-    caller: Caller,
-    page: Page,
+    ask: Ask,
+    page: PageQuery,
     glob: Annotated[str | None, Query(min_length=1, max_length=256, examples=["layers.*.weight"])] = None,
     kind: Literal["tensor", "object"] | None = None,
     dtype: Annotated[str | None, Query(max_length=32, examples=["bfloat16"])] = None,
-) -> TensorPage:
+) -> Page[Tensor]:
     """Tensors and values by name, as they were when the checkpoint was found; nothing is read."""
-    row = data.row(checkpoint_id, caller)
+    row = ask.find(get_checkpoint, checkpoint_id, ask.visible)
     if row.structure_id is None:
-        return TensorPage(items=[], next_cursor=None)
-    with database.read() as connection:
-        found = tensors_page(
-            connection,
-            row.structure_id,
-            limit=page.limit,
-            cursor=page.cursor,
-            glob=glob,
-            kind=kind,
-            dtype=dtype,
-        )
-    return TensorPage(items=[TensorAnswer.of(entry) for entry in found.items], next_cursor=found.next_cursor)
+        return Page((), None)
+    given: dict[str, Any] = {"glob": glob, "kind": kind, "dtype": dtype}
+    return ask.find(tensors_page, row.structure_id, limit=page.limit, cursor=page.cursor, **given)
 
 
-@router.get("/tree", responses=problems(*_USUAL))
+@feature.get(_TENSORS + "/tree", tag="data", errors=_ERRORS)
 def tensor_tree(
     checkpoint_id: IdPath,
-    database: Db,
-    data: DataDep,
-    caller: Caller,
-    page: Page,
+    ask: Ask,
+    page: PageQuery,
     prefix: Annotated[
         str, Query(max_length=_MAX_NAME, description="A name without its last dot; the top without it.")
     ] = "",
-) -> TreePageAnswer:
+) -> TreePage:
     """One level of the tree that the dots in the names make."""
-    row = data.row(checkpoint_id, caller)
+    row = ask.find(get_checkpoint, checkpoint_id, ask.visible)
     if row.structure_id is None:
-        return TreePageAnswer(prefix=prefix, items=[], next_cursor=None)
-    with database.read() as connection:
-        found = tree_level(connection, row.structure_id, prefix, limit=page.limit, cursor=page.cursor)
-    nodes = [TreeNodeAnswer.of(node) for node in found.items]
-    return TreePageAnswer(prefix=prefix, items=nodes, next_cursor=found.next_cursor)
+        return TreePage(prefix, (), None)
+    found = ask.find(tree_level, row.structure_id, prefix, limit=page.limit, cursor=page.cursor)
+    return TreePage(prefix, found.items, found.next_cursor)
 
 
 @router.head("/data", name="head_tensor", include_in_schema=False)
@@ -107,47 +103,69 @@ def tensor_tree(
     "/data",
     name="tensor_data",
     response_class=Response,
-    responses={**binary("The file."), **problems(409, 410, 412, 416, *_USUAL)},
+    responses={**binary("The file."), **problems(416, *_READ_ERRORS)},
 )
 def tensor_data(
     checkpoint_id: IdPath,
     fqn: Fqn,
-    request: Request,
-    data: DataDep,
-    caller: Caller,
-    taken: Annotated[
-        str | None,
-        Query(alias="slice", max_length=512, description="As numpy has it.", examples=["0:2,:,-1"]),
-    ] = None,
+    ask: AskDep,
+    taken: _Slice = None,
     to: Annotated[
-        TensorFormat, Query(alias="format", description=".npy has float32 for what numpy has not.")
+        Literal["npy", "safetensors"],
+        Query(alias="format", description=".npy has float32 for what numpy has not."),
     ] = "npy",
 ) -> Response:
     """One tensor, or a slice of it, as .npy or .safetensors. Only what this needs is read, and compared."""
-    from dcp.server.features.tensors.values import (
-        plan_tensor,  # only here: a service is to answer soon after its start
-    )
+    from dcp.server.features.tensors.values import plan_tensor  # only here, as all that reads tensors
 
     slices = parse_slices(taken)
-    found = data.open(checkpoint_id, caller)
+    found = ask.data.open(checkpoint_id)
     etag = found.opened.etag("tensor", fqn, slices, to)
     with found.problems():
-        planned = plan_tensor(found.opened, fqn, slices, to)
-    if is_unchanged(request.headers, etag):
+        body, dtype, shape = plan_tensor(found.opened, fqn, slices, to)
+    if is_unchanged(ask.request.headers, etag):
         return not_modified(etag)
-    name = f"{fqn}.{to}"
-    headers = {
-        "ETag": etag,
-        "Content-Disposition": disposition(name),
-        "X-DCP-Dtype": planned.stored_dtype,
-        "X-DCP-Shape": ",".join(map(str, planned.shape)),
-    }
-    chosen = choose_range(request.headers, planned.body.size_bytes, etag)
-    return BodyResponse(
-        planned.body,
-        chosen,
-        data.streams,
-        headers=headers,
-        problem=found.root.problem,
-        is_allowed=found.is_allowed,
-    )
+    headers = {"X-DCP-Dtype": dtype, "X-DCP-Shape": ",".join(map(str, shape))}
+    return ask.data.answer(ask.request, found, body, f"{fqn}.{to}", etag, headers)
+
+
+@feature.get(_TENSORS + "/grid", tag="data", errors=_READ_ERRORS, responses=NOT_MODIFIED)
+def get_tensor_grid(
+    checkpoint_id: IdPath,
+    fqn: Fqn,
+    ask: Ask,
+    taken: Annotated[
+        str | None,
+        Query(alias="slice", max_length=512, description="What leaves two dimensions.", examples=["0,:,:"]),
+    ] = None,
+    rows: _Side = 128,
+    columns: _Side = 128,
+    value: Annotated[list[GridValue] | None, Query(max_length=5, description="All, if not given.")] = None,
+) -> TensorGrid:
+    """A tensor, or a slice of it, in cells with the mean, minimum and maximum of what each covers.
+
+    Only what this needs is read; of more than some ten million elements a part of each cell.
+    """
+    from dcp.server.features.tensors.values import tensor_grid
+
+    slices = parse_slices(taken)
+    found = ask.data.open(checkpoint_id)
+    ask.tag(found.opened.etag("grid", fqn, slices, rows, columns, value))
+    with found.problems():
+        grid = tensor_grid(found.opened, fqn, slices, rows=rows, columns=columns)
+    left_out = () if value is None else set(get_args(GridValue)) - set(value)
+    emptied: dict[str, Any] = dict.fromkeys(left_out, ())
+    return replace(grid, **emptied)
+
+
+@feature.get(_TENSORS + "/statistics", tag="data", errors=_READ_ERRORS)
+def get_tensor_statistics(checkpoint_id: IdPath, fqn: Fqn, ask: Ask) -> TensorStatistics:
+    """Statistics of one tensor: as a job has computed them; else, if it is not large, it is read now."""
+    from dcp.server.features.tensors.values import tensor_statistics
+
+    kept = kept_statistics(ask, checkpoint_id, fqn)
+    if kept is not None:
+        return kept
+    found = ask.data.open(checkpoint_id)
+    with found.problems():
+        return tensor_statistics(found.opened, fqn)

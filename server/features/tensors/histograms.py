@@ -1,4 +1,4 @@
-"""Histograms of tensors' values as bars, of several tensors on common edges. Drawn by `histogram.html`."""
+"""Histograms of tensors as bars, of several tensors on common edges; drawn by `tensors/histogram.html`."""
 
 from __future__ import annotations
 

@@ -1,39 +1,95 @@
-"""The layers of a checkpoint: which are dead, which explode, how large they are."""
+"""Layers of a checkpoint: their sizes, norms and gradients, and their dead and exploding tensors."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal
 
-from fastapi import Query, Request, Response
+from fastapi import Query
 
-from dcp.server.catalog.names import in_order
+from dcp.server.catalog.details import get_checkpoint
+from dcp.server.catalog.names import in_order, layer_of
 from dcp.server.catalog.verifications import get_statistics, statistics_tensors
 from dcp.server.core.answers import IdPath
-from dcp.server.core.data.access import DataAccess, DataDep
-from dcp.server.core.http.dependencies import Caller, Db
-from dcp.server.core.pages.marks import LARGE
-from dcp.server.core.pages.queries import READ, pages_router
-from dcp.server.core.pages.rendering import page
-from dcp.server.core.security.principal import Principal
-from dcp.server.features.checkpoints import api
-from dcp.server.features.tensors.layer_drawing import Layer, layers_of
-from dcp.server.features.tensors.pages import statistics_jobs
-
-__all__ = ["router"]
-
-router = pages_router()
+from dcp.server.core.ask import Ask
+from dcp.server.core.pages.marks import LARGE, Mark, largest_of, mark_of, norm_of
+from dcp.server.features.statistics.job import StatsKind, StatsParams
+from dcp.server.features.tensors import feature
 
 _ROWS: Final = 200
-_Order = Literal["name", "norm", "largest", "zeros", "gradient"]
+
+
+@dataclass(slots=True)
+class Layer:
+    """A layer. ``tensors`` counts weights, ``states`` those of optimizers. ``elements``, ``zeros`` and the
+    ``largest`` magnitude are of the weights; ``marked`` are dead and exploding tensors, by name."""
+
+    name: str
+    tensors: int = 0
+    states: int = 0
+    elements: int = 0
+    zeros: int = 0
+    nonfinite: int = 0
+    largest: float | None = None
+    marked: dict[str, Mark] = field(default_factory=dict)
+    _squares: float = 0.0
+    _second: float = 0.0
+    _second_elements: int = 0
+
+    @property
+    def norm(self) -> float:
+        """The norm of all weights as one vector; NaN or infinite where an element is."""
+        return math.sqrt(self._squares)
+
+    @property
+    def gradient_rms(self) -> float | None:
+        """The root of the mean second moment; NaN or infinite where an element of that is."""
+        return math.sqrt(self._second / self._second_elements) if self._second_elements else None
+
+    @property
+    def marks(self) -> Counter[str]:
+        """The number of tensors with each mark."""
+        return Counter(mark.kind for mark in self.marked.values())
+
+    def add(
+        self, fqn: str, dtype: str, values: Mapping[str, Any], *, is_state: bool, moment: Any = None
+    ) -> None:
+        """Add a tensor with its statistics; ``moment`` are those of the second moment of a weight."""
+        mark = mark_of(dtype, values, moment)
+        if mark is not None:
+            self.marked[fqn] = mark
+        self.nonfinite += values["nans"] + values["infs"] if "float" in dtype else 0
+        if is_state:
+            self.states += 1
+            return
+        self.tensors += 1
+        self.elements += values["count"]
+        self.zeros += values["zeros"]
+        self._squares += (norm_of(values) or 0.0) ** 2
+        largest = largest_of(values)
+        if largest is not None:
+            self.largest = largest if self.largest is None else max(self.largest, largest)
+
+    def add_second_moment(self, values: Mapping[str, Any]) -> None:
+        """Add the second moment of one of its weights."""
+        if values["nans"] + values["infs"]:
+            self._second += math.nan if values["nans"] else math.inf
+        elif values["mean"] is None or values["mean"] < 0:
+            return
+        else:
+            self._second += values["mean"] * values["count"]
+        self._second_elements += values["count"]
 
 
 def _falling(value: float | None) -> float:
-    """NaN comes before all numbers, and what is not known after them."""
+    """A key that puts NaN before all numbers, and what is not known after them."""
     return 1.0 if value is None else -math.inf if math.isnan(value) else -value
 
 
-_KEYS: Final[dict[str, Any]] = {
+_KEYS: Final[dict[str, Callable[[Layer], Any]]] = {
     "name": lambda layer: in_order(layer.name),
     "norm": lambda layer: _falling(layer.norm),
     "largest": lambda layer: _falling(layer.largest),
@@ -42,59 +98,76 @@ _KEYS: Final[dict[str, Any]] = {
 }
 
 
-@router.get("/checkpoints/{checkpoint_id}/layers", dependencies=READ)
+@feature.page("/checkpoints/{checkpoint_id}/layers", "layers.html")
 def layers_page(
     checkpoint_id: IdPath,
-    request: Request,
-    database: Db,
-    data: DataDep,
-    caller: Caller,
+    ask: Ask,
     mark: Literal["any", "dead", "exploding"] | None = None,
-    sort: _Order = "name",
+    sort: Literal["name", "norm", "largest", "zeros", "gradient"] = "name",
     cursor: Annotated[int, Query(ge=0, le=10**7)] = 0,
-) -> Response:
-    """By layer, what the statistics of its tensors say; those that are marked by themselves."""
-    found = api.get_checkpoint(checkpoint_id, database, caller, Response())
-    layers = _layers(checkpoint_id, database, data, caller)
+) -> dict[str, Any]:
+    """The statistics of the tensors of each layer; with ``mark`` of those layers that have it."""
+    found = ask.find(get_checkpoint, checkpoint_id, ask.visible)
+    layers = _layers(checkpoint_id, ask)
     shown = [
         layer
         for layer in layers or ()
         if mark is None or (layer.marks if mark == "any" else layer.marks[mark])
     ]
     shown.sort(key=_KEYS[sort])
-    return page(
-        request,
-        "layers.html",
-        twin=f"/api/v1/checkpoints/{checkpoint_id}" + ("" if layers is None else "/statistics"),
-        found=found,
-        is_known=layers is not None,
-        layers=shown[cursor : cursor + _ROWS],
-        count=len(layers or ()),
-        next_cursor=cursor + _ROWS if len(shown) > cursor + _ROWS else None,
-        is_first=cursor == 0,
-        totals={kind: sum(layer.marks[kind] for layer in layers or ()) for kind in ("exploding", "dead")},
-        jobs=statistics_jobs(checkpoint_id, database, caller),
-        mark=mark,
-        sort=sort,
-        large=LARGE,
-    )
+    return {
+        "twin": f"/api/v1/checkpoints/{checkpoint_id}" + ("" if layers is None else "/statistics"),
+        "found": found,
+        "is_known": layers is not None,
+        "layers": shown[cursor : cursor + _ROWS],
+        "next_cursor": cursor + _ROWS if len(shown) > cursor + _ROWS else None,
+        "is_first": cursor == 0,
+        "totals": {kind: sum(layer.marks[kind] for layer in layers or ()) for kind in ("exploding", "dead")},
+        "job": ask.last_job(StatsKind, StatsParams(checkpoint_id=checkpoint_id)),
+        "mark": mark,
+        "sort": sort,
+        "large": LARGE,
+    }
 
 
-def _layers(checkpoint_id: int, database: Db, data: DataAccess, caller: Principal) -> list[Layer] | None:
-    """None where no job has computed statistics of what the checkpoint is now."""
-    from dcp.server.features.tensors.optimizer_states import (
-        OptimizerStates,  # only here, as all that reads checkpoints
-    )
+def _layers(checkpoint_id: int, ask: Ask) -> list[Layer] | None:
+    """The layers; None where no job has computed statistics of the present content."""
+    from dcp.server.features.tensors.optimizers import OptimizerStates  # only here, as all that reads tensors
 
-    with database.read() as connection:
-        kept = get_statistics(connection, checkpoint_id, caller.roots)
+    with ask.reading() as connection:
+        kept = get_statistics(connection, checkpoint_id, ask.visible)
         if kept is None or kept.is_stale:
             return None
         tensors = statistics_tensors(connection, checkpoint_id, 0, kept.tensor_count)
-    readable = data.open(checkpoint_id, caller)
+    readable = ask.data.open(checkpoint_id)
     with readable.problems():
         states = OptimizerStates(readable.opened.whole_index)
     weights = {
         name: kept.weights[0] for kept in states if len(kept.weights) == 1 for name in kept.states.values()
     }
-    return layers_of(tensors, weights, states.is_state)
+    return _layers_of(tensors, weights, states.is_state)
+
+
+def _layers_of(
+    tensors: Iterable[Mapping[str, Any]],
+    weights: Mapping[str, str],
+    is_state: Callable[[str], bool],
+) -> list[Layer]:
+    """The layers, from the statistics of tensors as a job keeps them.
+
+    A state is in the layer of its weight, which ``weights`` has; other states are in layers of their own.
+    """
+    known = {one["fqn"]: one for one in tensors if one["statistics"] is not None}
+    moments = {
+        weights[fqn]: one for fqn, one in known.items() if fqn in weights and fqn.endswith(".exp_avg_sq")
+    }
+    layers: dict[str, Layer] = {}
+    for fqn, one in known.items():
+        name = layer_of(weights.get(fqn, fqn))
+        layer = layers.setdefault(name, Layer(name))
+        moment = moments.get(fqn)
+        if moment is not None:
+            layer.add_second_moment(moment["statistics"])
+        of_moment = None if moment is None else moment["statistics"]
+        layer.add(fqn, one["dtype"], one["statistics"], is_state=is_state(fqn), moment=of_moment)
+    return list(layers.values())

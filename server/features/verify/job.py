@@ -1,4 +1,4 @@
-"""``verify``: every byte of a checkpoint is read and compared with the checksums that were committed."""
+"""Verification (kind ``verify``): every byte of a checkpoint is compared with its checksums."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ class VerifyKind(SimpleKind[CheckpointParams]):
     """The verification of one checkpoint."""
 
     name: ClassVar[str] = "verify"
+    about: ClassVar[str] = "Read every byte of a checkpoint and compare it with its checksums."
     scope: ClassVar[Scope] = "write"
     params = CheckpointParams
     preload: ClassVar[tuple[str, ...]] = ("dcp.inspection.verification",)
@@ -73,7 +74,7 @@ class VerifyKind(SimpleKind[CheckpointParams]):
         }
 
     def record(self, connection: Connection, job: JobRow, result: Json) -> None:
-        """The verdict counts for the checkpoint only if it is still what was verified."""
+        """Record the verdict; it counts for the checkpoint only if its content is still the verified one."""
         now, subject = time.time(), Subject(**result["subject"])
         row = lock_checkpoint(connection, subject.id)
         add_verification(

@@ -1,4 +1,4 @@
-"""Verifications of a checkpoint: listed, and asked for by the API or its page."""
+"""Verifications of a checkpoint: listed, and started by the API or its page."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def list_verifications(
     errors=(404, 409, 410),
 )
 def verify_checkpoint(checkpoint_id: IdPath, ask: Ask) -> JobAnswer:
-    """Have every byte read and compared, by a job."""
+    """Read and compare every byte, by a job."""
     return ask.submit(VerifyKind, CheckpointParams(checkpoint_id=checkpoint_id))
 
 

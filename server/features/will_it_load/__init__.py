@@ -1,4 +1,4 @@
-"""Answers to "will it load?": a checkpoint beside the state that is to take it."""
+"""Checks of whether a checkpoint fills the state of a model or of another checkpoint."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ from dcp.server.features.will_it_load.job import ShapesKind
 
 __all__ = ["feature"]
 
-feature: Final = Feature("will_it_load", __name__, kinds=[ShapesKind()], web=["api", "pages"])
+feature: Final = Feature("will_it_load", __name__, kinds=[ShapesKind()], web=["web"])

@@ -1,4 +1,4 @@
-"""What of a state a checkpoint has: missing, unexpected, other shape, other dtype, and what mends it."""
+"""Load checks: names of a state that are missing, unexpected, or of another shape or dtype; and remedies."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _FATAL: Final = ("missing", "shape", "kind")
 def check_load(
     checkpoint_id: int, index: CheckpointIndex, state: StateNames, place: str, through: str | None = None
 ) -> LoadCheck:
-    """Whether the checkpoint with this index, which is at ``place``, fills the state. ``through``: the index
-    is behind a map, which this argument of `dcp.load` means."""
+    """Check whether the checkpoint with this index, which is at ``place``, fills the state. ``through``: the
+    argument of `dcp.load` for the map that the index is behind."""
     plain = _findings(index, state, lambda name: name)
-    rules, hint = _mending(index, state) if plain.counts["missing"] else ({}, None)
+    rules, hint = _remedy(index, state) if plain.counts["missing"] else ({}, None)
     renamed = None
     if rules and (rename := renamer(rules)) is not None:
         renamed = _findings(index, state, rename)
@@ -48,7 +48,7 @@ def check_load(
     )
 
 
-def _mending(index: CheckpointIndex, state: StateNames) -> tuple[dict[str, str], str]:
+def _remedy(index: CheckpointIndex, state: StateNames) -> tuple[dict[str, str], str]:
     names = [*state.tensors, *state.values]
     is_there = {name: name in index.position or name in index.objects.position for name in names}
     missing = [name for name in names if not is_there[name]]
@@ -65,9 +65,9 @@ def _findings(index: CheckpointIndex, state: StateNames, stored_name: Callable[[
         counts[one.kind] += 1
         if counts[one.kind] <= _LISTED:
             problems.append(one)
-    told = {kind: counts[kind] for kind in get_args(LoadProblemKind)}
-    lacking = sum(told.values()) - told["unexpected"]
-    return LoadFindings(len(state.tensors) + len(state.values) - lacking, told, tuple(problems))
+    of_each = {kind: counts[kind] for kind in get_args(LoadProblemKind)}
+    lacking = sum(of_each.values()) - of_each["unexpected"]
+    return LoadFindings(len(state.tensors) + len(state.values) - lacking, of_each, tuple(problems))
 
 
 def _problems(

@@ -1,7 +1,7 @@
-"""``shapes``: names, shapes and dtypes of the model that a config.json of Hugging Face describes.
+"""Shapes of a model (kind ``shapes``): its names, shapes and dtypes, from a config.json of Hugging Face.
 
-The model is made by another process, without memory for its tensors, within a time, and without code of
-anybody's model: see `dcp.integrations.model_shapes`, which is a program because this service has no torch.
+The model is made by another process, without memory for its tensors, within a time, and without remote
+code: see `dcp.integrations.model_shapes`, which is a program because this service has no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["ShapesKind", "ShapesParams"]
 
 _MAX_CHARACTERS: Final = 1 << 16
 _SECONDS: Final = 900.0
-"""For a machine that has much else to do; the program bounds the time of its processor."""
+"""Enough for a busy machine; the program limits its own processor time."""
 
 
 def _bounded(config: Any) -> Any:
@@ -39,7 +39,7 @@ def _bounded(config: Any) -> Any:
 
 
 class ShapesParams(Parameters):
-    """The model is one that the checkpoint is to be loaded into."""
+    """The config of a model into which the checkpoint is to be loaded."""
 
     checkpoint_id: CheckpointId
     config: Annotated[Plain, AfterValidator(_bounded)]
@@ -49,6 +49,9 @@ class ShapesKind(SimpleKind[ShapesParams]):
     """The shapes of a model."""
 
     name: ClassVar[str] = "shapes"
+    about: ClassVar[str] = (
+        "Create the model of a config.json without its weights, and list its names, shapes and dtypes."
+    )
     scope: ClassVar[Scope] = "read"
     params = ShapesParams
     max_attempts: ClassVar[int] = 1
@@ -77,7 +80,7 @@ class ShapesKind(SimpleKind[ShapesParams]):
             raise PermanentJobError(f"making the model took more than {_SECONDS:g} s") from None
         if done.returncode:
             raise PermanentJobError(
-                "making the model was ended: it takes more processor time or memory than there is for this"
+                "making the model was stopped: it exceeds the limit of processor time or memory"
             )
         found: Json = json.loads(done.stdout)
         if "problem" in found:
@@ -86,6 +89,6 @@ class ShapesKind(SimpleKind[ShapesParams]):
 
 
 def _environment() -> dict[str, str]:
-    """What the program needs, and none of the service's secrets."""
+    """The variables that the program needs, and none of the service's secrets."""
     kept = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}

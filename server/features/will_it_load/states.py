@@ -1,4 +1,4 @@
-"""The names, shapes and dtypes of a state, of what people have at hand of it."""
+"""States: names, shapes and dtypes, parsed from the forms in which users have them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from dcp.storage.formats.index import CheckpointIndex
 
 __all__ = [
-    "MAX_NAMES",
     "StateNames",
     "StateTensor",
     "document_of_text",
@@ -24,7 +23,7 @@ __all__ = [
     "state_of_index",
 ]
 
-MAX_NAMES: Final = 100_000
+_MAX_NAMES: Final = 100_000
 _MAX_CHARACTERS: Final = 4096
 _MAX_DIMENSIONS: Final = 64
 _BY_ANY_NAME: Final = {
@@ -39,7 +38,7 @@ _HOW: Final = (
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """What is None is not known, and so not compared."""
+    """A tensor of a state. A dtype or shape that is None is not known, and not compared."""
 
     dtype: str | None
     shape: tuple[int, ...] | None
@@ -55,7 +54,7 @@ class StateNames:
 
 
 def state_of_index(index: CheckpointIndex) -> StateNames:
-    """That of another checkpoint."""
+    """The state of another checkpoint."""
     tensors = {
         fqn: StateTensor(index.dtype(row).name, index.shape(row)) for row, fqn in enumerate(index.fqns)
     }
@@ -63,12 +62,12 @@ def state_of_index(index: CheckpointIndex) -> StateNames:
 
 
 def is_config(document: Mapping[str, Any]) -> bool:
-    """Whether it is a config.json of Hugging Face, and tells of a state only to who builds the model."""
+    """Check whether it is a config.json of Hugging Face, whose state is known once the model is made."""
     return isinstance(document.get("model_type"), str)
 
 
 def document_of_text(text: str) -> dict[str, Any]:
-    """What was pasted. Raises UnprocessableError."""
+    """Parse pasted text. Raises UnprocessableError."""
     try:
         return parse_json(text.encode("utf-8", "surrogatepass"), "the text")
     except CheckpointFormatError as error:
@@ -95,8 +94,8 @@ def _state(named: Iterable[tuple[Any, Any]], values: Iterable[Any], has_values: 
     others = frozenset(map(_name, values))
     if not tensors and not others:
         raise UnprocessableError(f"there is no tensor in it; {_HOW}", field="text")
-    if len(tensors) + len(others) > MAX_NAMES:
-        raise UnprocessableError(f"more than {MAX_NAMES:,} names", field="text")
+    if len(tensors) + len(others) > _MAX_NAMES:
+        raise UnprocessableError(f"more than {_MAX_NAMES:,} names", field="text")
     return StateNames(tensors, others, has_values)
 
 

@@ -16,8 +16,8 @@ import pytest
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from dcp.server.core.data.sending.bodies import Body, empty_part
-from dcp.server.core.data.sending.responses import (
+from dcp.server.core.data.responses import (
+    Body,
     BodyResponse,
     ByteRange,
     PlannedResponse,
@@ -49,8 +49,7 @@ class Counted(Body):
         """In parts of `PART` bytes."""
         try:
             for at in range(begin, end, PART):
-                part = empty_part(min(PART, end - at))
-                part[:] = bytes(len(part))
+                part = memoryview(bytearray(min(PART, end - at)))
                 self.read_bytes += len(part)
                 yield part
         finally:

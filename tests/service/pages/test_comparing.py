@@ -84,7 +84,7 @@ def test_what_changed_at_once_and_by_values(site: Site) -> None:
     path = f"/diff?a={a}&b={b}"
     page = site.browser.page(path)
     assert "5 differ" in page.text and "3 values changed" in page.text and "1 removed" in page.text
-    assert "Checksums tell which tensors changed" in page.text
+    assert "Checksums show which tensors changed" in page.text
     assert "float32 2 \N{RIGHTWARDS ARROW} float32 3" in rows_of(page)
     begun = site.submit(path, "/diff/values")
     assert any("/api/v1/jobs/1/events" in given.get("sse-connect", "") for _, given in begun.elements)
@@ -96,7 +96,7 @@ def test_what_changed_at_once_and_by_values(site: Site) -> None:
     weight = rows_of(done).partition("m.layers.0.weight")[2]
     assert weight.split("m.")[0].split()[:4] == ["0.083333", "100", "%", "0.1"]
     assert "1 values changed float32 4" in rows_of(done).partition("m.head")[2]  # one NaN
-    assert "first of all in m.head : 1. Those first" in done.text
+    assert "most of them in m.head : 1. Show them first" in done.text
     assert f"{path}&order=nonfinite" in done.links
     (twin,) = [given["href"] for _, given in done.elements if given.get("class") == "twin"]
     answer = site.app.base.get(twin).json()
@@ -145,11 +145,11 @@ def test_the_drift_of_a_run(site: Site) -> None:
     kinds = [given["class"] for name, given in page.elements if name == "path" and "class" in given]
     assert {"l0", "l8", "nan"} <= set(kinds)
     assert f"/diff?a={site.id(1)}&b={site.id(2)}" in page.links
-    table = page.text.partition("The same as a table")[2]
+    table = page.text.partition("Show as table")[2]
     assert "m.layers.0 0.090909 0.083333" in table and "m.layers.1 0 0" in table
     assert "1 NaN or ∞" in table and "tensors added 1" in table
-    assert "NaN or infinity came first in m at step 3." in page.text
-    changed = site.browser.page(f"{path}?value=changed").text.partition("The same as a table")[2]
+    assert "NaN or infinity first appeared in m at step 3." in page.text
+    changed = site.browser.page(f"{path}?value=changed").text.partition("Show as table")[2]
     assert "m.layers.0 100 % 100 %" in changed
     assert site.browser.get(f"{path}?value=nonsense").status_code == 422
     assert site.browser.get("/runs/99/drift").status_code == 404

@@ -44,8 +44,8 @@ def test_which_rank_wrote_how_much(app: App, browser: Browser, tmp_path: Path) -
     assert f"/checkpoints/{number}/shards" in browser.page(f"/checkpoints/{number}").links
     page = browser.page(f"/checkpoints/{number}/shards")
     assert "Rank 0 wrote 1.02 times" not in page.text
-    assert "All wrote about as much" in page.text and "1 of 5 ranks wrote nothing." in page.text
-    assert "80 B are of tensors that are stored more than once: replicas." in page.text
+    assert "All ranks wrote about the same amount" in page.text and "1 of 5 ranks wrote nothing." in page.text
+    assert "80 B belong to tensors that are stored more than once." in page.text
     for below in ("shards", "shards/chunks"):
         assert browser.get(f"/checkpoints/{number}/{below}?glob=a%7F").status_code == 422
     part = next(link for link in page.links if "first_rank=2" in link)
@@ -73,9 +73,9 @@ def test_what_a_save_was_waiting_for(app: App, browser: Browser, tmp_path: Path)
     number = sharded(app, tmp_path, rank_seconds=ranks, assemble_seconds=0.25)
     assert f"/checkpoints/{number}/anatomy" in browser.page(f"/checkpoints/{number}").links
     page = browser.page(f"/checkpoints/{number}/anatomy")
-    assert "Training waited 0.5 s; 5.2 s went on behind it." in page.text
+    assert "Training waited 0.5 s; 5.2 s ran in the background." in page.text
     assert "it waited for rank 70, which took 5.0 s, 2.5 times the median of 2.0 s." in page.text
-    assert page.text.index("local plan of plan") > page.text.index("plan goes on")
+    assert page.text.index("local plan of plan") > page.text.index("plan background")
     cells = [
         given["class"] for name, given in page.elements if name == "td" and "h" in given.get("class", "")
     ]
@@ -86,7 +86,7 @@ def test_what_a_save_was_waiting_for(app: App, browser: Browser, tmp_path: Path)
     rows = [1 for name, given in narrowed.elements if name == "th" and given.get("scope") == "row"]
     assert len(rows) == 5 + 2
     assert "All 128 ranks" in narrowed.text and "2.5 times the median" in narrowed.text
-    assert "no such ranks" in browser.page(f"/checkpoints/{number}/anatomy?first_rank=500").text
+    assert "No such ranks" in browser.page(f"/checkpoints/{number}/anatomy?first_rank=500").text
 
 
 def test_what_has_no_ranks_or_phases(app: App, browser: Browser, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_what_has_no_ranks_or_phases(app: App, browser: Browser, tmp_path: Path)
     path = tmp_path / "main" / "weights.pt"
     torch.save({"w": torch.ones(4, 4)}, path)
     number = registered(app, path, "weights.pt")
-    assert "do not tell which rank wrote them" in browser.page(f"/checkpoints/{number}/shards").text
+    assert "do not show which rank wrote them" in browser.page(f"/checkpoints/{number}/shards").text
     assert "No phases are recorded of this save." in browser.page(f"/checkpoints/{number}/anatomy").text
     gone = add_checkpoint(app.service.database, "gone/step-1")
     of_tensor = [f"tensors{part}?fqn=w" for part in ("", "/slice", "/steps")]

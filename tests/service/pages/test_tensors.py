@@ -142,8 +142,8 @@ def test_names_of_any_kind(site: Any, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("empty", "It has no elements"),
-        ("nothing", "of which there are none"),
+        ("empty", "The tensor has no elements"),
+        ("nothing", "No element is finite"),
         ("scalar", "2.5"),
         ("complex", "no values that can be ordered"),
         ("flags", "0.66667"),
@@ -178,7 +178,7 @@ def test_chunks_as_boxes(site: Any) -> None:
     ]
     assert [one[0] for one in boxes("b")[:3]] == ["0.0%", "33.333%", "66.667%"]
     text = browser.page(tensor(3, "deep")).text
-    assert "cut in too many dimensions" in text and text.count(".distcp") == 8
+    assert "split along too many dimensions" in text and text.count(".distcp") == 8
 
 
 def test_what_an_optimizer_keeps(site: Any) -> None:
@@ -190,7 +190,7 @@ def test_what_an_optimizer_keeps(site: Any) -> None:
         for fact in ("layers.0.weight of optim", "weight", "exp_avg", "exp_avg_sq", "step"):
             assert fact in panel, (fqn, fact)
         assert "Gradient, root mean square 20 " in panel  # the root of 4 / (1 - 0.99)
-        assert "First moment beside it 0.25" in panel  # 0.5 / (1 - 0.9) / 20
+        assert "First moment / gradient 0.25" in panel  # 0.5 / (1 - 0.9) / 20
     assert "dead" in browser.page(tensor(1, "model.layers.0.bias")).text
     assert "Optimizer" not in browser.page(tensor(1, "model.conv")).text
 
@@ -211,7 +211,7 @@ def test_what_is_large_is_read_only_when_it_is_asked_for(site: Any) -> None:
     assert not [g for _, g in read.elements if g.get("id") == "values" and "hx-get" in g]
     for path in (tensor(number, "huge"), tensor(number, "huge", read="true")):
         shown = browser.page(path)
-        assert "not computed yet" in shown.text and shown.form(f"/checkpoints/{number}/statistics")
+        assert "not been computed yet" in shown.text and shown.form(f"/checkpoints/{number}/statistics")
 
 
 @pytest.mark.parametrize("case", ["order", "named", "twice", "buffers"])
@@ -235,7 +235,7 @@ def test_layers_dead_and_exploding(site: Any) -> None:
     """Offered to be computed; then by layer, with the reasons; filtered by marks."""
     app, browser, folder = site
     before = browser.page("/checkpoints/2/layers")
-    assert "not computed yet" in before.text
+    assert "not been computed yet" in before.text
     sent = browser.submit(before.form("/checkpoints/2/statistics"))
     assert sent.url.path == "/checkpoints/2/layers"
     waiting = PageText(sent.text)
@@ -246,7 +246,7 @@ def test_layers_dead_and_exploding(site: Any) -> None:
     assert "exploding" in row
     assert " NaN " in row.partition("exploding")[0], "the norm of a layer that has NaN"
     assert "1 NaN and 1 infinite" in browser.get("/checkpoints/2/layers").text
-    assert "126 finite elements; 2 are left out" in browser.page(tensor(2, "model.layers.1.weight")).text
+    assert "126 finite elements, without the 2" in browser.page(tensor(2, "model.layers.1.weight")).text
     by_norm = browser.page("/checkpoints/2/layers?sort=norm").text
     assert by_norm.index("model.layers.1") < by_norm.index("model.layers.0")
     norm = weights(2)["layers.0.weight"].double().norm()
@@ -255,7 +255,7 @@ def test_layers_dead_and_exploding(site: Any) -> None:
     assert "model.layers.0" in dead.text and "model.layers.1" not in dead.text
     assert browser.page("/checkpoints/2/layers?sort=norm&mark=any").text
     kept = browser.page(tensor(2, "model.layers.0.weight"))
-    assert "As a job has computed them" in kept.text
+    assert "Computed by a job" in kept.text
     steps = browser.page(tensor(1, "model.layers.0.weight", "/steps"))
     first = weights(1)["layers.0.weight"].double().norm()
     assert f"{norm:.5g}" in steps.text and f"{first:.5g}" in steps.text

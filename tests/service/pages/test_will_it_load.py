@@ -83,8 +83,8 @@ def shapes(**changes: Any) -> dict[str, Any]:
 def test_a_state_that_fits_under_other_names(here: App, tmp_path: Path) -> None:
     """The answer has the rename, and the lines of Python that it gives load the checkpoint."""
     page = pasted(here, "run/step-1", json.dumps(shapes()))
-    assert "Yes, with a rename." in page.text and "4 of 4 names fit" in page.text
-    code = page.text.partition("In Python")[2].partition("Into which state?")[0]
+    assert "Yes, with a rename." in page.text and "4 of 4 names match" in page.text
+    code = page.text.partition("In Python")[2].partition("Choose a state")[0]
     assert "rename={'^': 'model.'}" in code
     place = number(here, "run/step-1")
     body = {"tensors": [{"fqn": name, "shape": one["shape"]} for name, one in shapes().items()]}
@@ -115,7 +115,7 @@ def test_through_a_weight_map(here: App, tmp_path: Path) -> None:
     chosen = {"map": "qwen3:hf-to-titan", "below": "model"}
     page = PageText(browser.submit(form, text=json.dumps(state), **chosen).text)
     assert faults_of(page) == []
-    assert "2 of 3 names fit behind the map qwen3:hf-to-titan" in page.text
+    assert "2 of 3 names match through the map qwen3:hf-to-titan" in page.text
     assert "lm_head.weight" in page.text.partition("Missing 1")[2]
     del state["lm_head.weight"]
     body = {"tensors": [{"fqn": name, "shape": shape} for name, shape in state.items()]}
@@ -163,11 +163,11 @@ def test_what_does_not_fit_is_listed(here: App) -> None:
         }
     )
     page = pasted(here, "bare/step-1", json.dumps(given))
-    assert "No." in page.text and "1 of 4 names fit" in page.text
+    assert "No." in page.text and "1 of 4 names match" in page.text
     for kind, name, facts in (
         ("Missing 1", f"new.{HOSTILE}".replace("\u202e", "\\u202e"), ""),
-        ("Other shape 1", "0.bias", "float32 9 float32 3"),
-        ("Other dtype 1", "0.weight", f"bfloat16 3 {TIMES} 4 float32 3 {TIMES} 4"),
+        ("Different shape 1", "0.bias", "float32 9 float32 3"),
+        ("Different dtype 1", "0.weight", f"bfloat16 3 {TIMES} 4 float32 3 {TIMES} 4"),
         ("Unexpected 2", "1.bias", "float32 2"),
     ):
         section = page.text.partition(kind)[2]
@@ -223,7 +223,7 @@ def test_what_people_have_of_a_state(here: App) -> None:
     for document in (shapes(), {"checkpoint": {}, "tensors": shown}, header):
         assert "Yes, as it is." in pasted(here, "bare/step-1", json.dumps(document)).text
     index = {"metadata": {}, "weight_map": dict.fromkeys(shapes(), "1.safetensors")}
-    assert "4 of 4 names fit" in pasted(here, "bare/step-1", json.dumps(index)).text
+    assert "4 of 4 names match" in pasted(here, "bare/step-1", json.dumps(index)).text
 
 
 # -- models of Hugging Face ----------------------------------------------------------------------------------

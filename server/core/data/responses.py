@@ -1,0 +1,473 @@
+"""Answers whose bodies are read while they are sent: ranges, entity tags, and the end if one side stops.
+
+A body has a known Content-Length, and is read in parts, front to back. Checksums are compared before the last
+part is handed out. If reading fails after the head has gone out, the connection is closed before the last
+byte, so that a part is never taken for the whole. If the client goes away, or takes less than a minimum rate
+for a long time, reading stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import quote
+
+import structlog
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dcp.server.core.problems import (
+    BrokenBodyError,
+    PreconditionFailedError,
+    ProblemError,
+    RangeError,
+    TooManyRequestsError,
+    UnavailableError,
+)
+from dcp.server.core.roots import storage_problem
+from dcp.server.core.security.principal import Principal
+from dcp.storage.errors import CheckpointError, CorruptCheckpointError
+from dcp.storage.stores.base import Store
+
+__all__ = [
+    "CACHE",
+    "NOT_MODIFIED",
+    "PART_BYTES",
+    "SMALL_BYTES",
+    "Body",
+    "BodyResponse",
+    "BrokenBodyError",
+    "ByteRange",
+    "FileBody",
+    "NotModifiedError",
+    "PlannedResponse",
+    "Streams",
+    "binary",
+    "choose_range",
+    "disposition",
+    "empty_part",
+    "is_unchanged",
+    "not_modified",
+    "part_bytes_of",
+]
+
+NOT_MODIFIED: Final[dict[int | str, dict[str, Any]]] = {
+    304: {"description": "Nothing has changed (If-None-Match)."}
+}
+"""For ``responses=`` of a route that calls `Ask.tag`."""
+
+CACHE: Final = "private, no-cache"
+"""Clients keep the answer, and revalidate it by its entity tag."""
+
+STALL_SECONDS: Final = 60.0
+"""Time by which a client may fall behind the minimum rate; one that pauses for longer is disconnected."""
+
+KEY_SECONDS: Final = 2.0
+"""Time between two checks of the key while a body is sent."""
+
+PART_BYTES: Final = 2 << 20
+"""Bytes that are read, checked and sent at a time; three parts are in memory at once."""
+
+_REMOTE_PART_BYTES: Final = 8 << 20
+"""Bytes of a part where requests are expensive: pieces of it are fetched at once."""
+
+_RETRY_SECONDS: Final = 10
+
+SMALL_BYTES: Final = 4 << 20
+"""Bodies up to this size need no place among the downloads."""
+
+_RANGE: Final = re.compile(r"\s*bytes\s*=\s*([0-9]{0,19})\s*-\s*([0-9]{0,19})\s*", re.IGNORECASE)
+_log = structlog.get_logger(__name__)
+
+
+def binary(description: str) -> dict[int | str, dict[str, Any]]:
+    """The ``responses=`` of a route that answers with bytes: all, a range, or that nothing changed."""
+    content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    return {
+        200: {"description": description, "content": content},
+        206: {"description": "The range that was asked for.", "content": content},
+        **NOT_MODIFIED,
+    }
+
+
+class NotModifiedError(Exception):
+    """The client has the answer with this entity tag already."""
+
+    def __init__(self, etag: str) -> None:
+        super().__init__(etag)
+        self.etag = etag
+
+
+class _NotAllowedError(Exception):
+    """The key of the request is not valid any more."""
+
+
+class Body(ABC):
+    """``size_bytes`` bytes. Every call of `parts` reads anew, so that several requests may use a body."""
+
+    size_bytes: int
+
+    @abstractmethod
+    def parts(self, begin: int, end: int) -> Generator[memoryview]:
+        """Bytes ``begin`` to ``end``, in order; close it to stop early. Raises errors of the storage.
+
+        Parts belong to the caller: their memory is not used again.
+        """
+
+
+def empty_part(size: int) -> memoryview:
+    """Memory for a part: not zeroed, and from numpy, whose blocks the C library reuses, since new pages for
+    each part would cost a tenth of the time."""
+    import numpy as np  # only here: a service is to answer soon after its start
+
+    return np.empty(size, np.uint8).data
+
+
+def part_bytes_of(store: Store) -> int:
+    """The size of parts that are read from ``store``."""
+    return _REMOTE_PART_BYTES if store.read_profile.scatter else PART_BYTES
+
+
+class FileBody(Body):
+    """A file of a store as it is."""
+
+    def __init__(self, store: Store, name: str, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._store = store
+        self._name = name
+        self._part_bytes = part_bytes_of(store)
+
+    def parts(self, begin: int, end: int) -> Generator[memoryview]:
+        """Read the parts one by one. Raises CorruptCheckpointError if the file has become shorter."""
+        with self._store.open_read(self._name, expected_bytes=self.size_bytes) as handle:
+            for at in range(begin, end, self._part_bytes):
+                part = empty_part(min(self._part_bytes, end - at))
+                handle.preadv([part], at)
+                yield part
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Bytes ``begin`` to ``end`` of ``size``; ``is_part``: requested as a range, even if it is all."""
+
+    begin: int
+    end: int
+    size: int
+    is_part: bool = False
+
+
+def choose_range(headers: Mapping[str, str], size: int, etag: str) -> ByteRange:
+    """Choose the range of a GET by ``Range`` and ``If-Range`` (RFC 9110, section 14).
+
+    Several ranges, and invalid ones, are answered by the whole. Raises RangeError.
+    """
+    text = headers.get("range")
+    if text is None or headers.get("if-range", etag).strip() != etag:
+        return ByteRange(0, size, size)
+    match = _RANGE.fullmatch(text)
+    if match is None or not (match[1] or match[2]):
+        return ByteRange(0, size, size)
+    if not match[1]:
+        begin, end = max(0, size - int(match[2])), size
+    else:
+        begin = int(match[1])
+        end = min(size, int(match[2]) + 1) if match[2] else size
+        if match[2] and int(match[2]) < begin:
+            return ByteRange(0, size, size)
+    if begin >= size or begin >= end:
+        raise RangeError(
+            f"the range begins at byte {begin} of {size}", headers={"Content-Range": f"bytes */{size}"}
+        )
+    return ByteRange(begin, end, size, is_part=True)
+
+
+def is_unchanged(headers: Mapping[str, str], etag: str) -> bool:
+    """Check whether ``If-None-Match`` names ``etag``. Raises PreconditionFailedError if ``If-Match`` names
+    others."""
+    wanted = headers.get("if-match")
+    if wanted is not None and not _names(wanted, etag, is_weak=False):
+        raise PreconditionFailedError("the content is not the one that If-Match names")
+    known = headers.get("if-none-match")
+    return known is not None and _names(known, etag, is_weak=True)
+
+
+def not_modified(etag: str) -> Response:
+    """The answer 304: the client has the present content."""
+    return Response(None, 304, {"ETag": etag, "Cache-Control": CACHE})
+
+
+def _names(text: str, etag: str, *, is_weak: bool) -> bool:
+    tags = [tag.strip() for tag in text.split(",")]
+    if is_weak:
+        tags = [tag.removeprefix("W/") for tag in tags]
+    return "*" in tags or etag in tags
+
+
+def disposition(name: str) -> str:
+    """The ``Content-Disposition`` of a file called ``name`` (RFC 6266), whatever characters that has."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "_", name)[-128:] or "download"
+    return (
+        f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(name[-512:], safe='', errors='replace')}"
+    )
+
+
+class Streams:
+    """Threads that read the bodies of a process, and places for a bounded number of downloads.
+
+    One key holds half of the places at most, so that some are left for other keys. A client that takes fewer
+    than ``min_bytes_per_second`` for long is disconnected.
+    """
+
+    def __init__(self, max_downloads: int, min_bytes_per_second: int = 0) -> None:
+        self.max_downloads = max_downloads
+        self.max_of_key = -(-max_downloads // 2)
+        self.seconds_per_byte = 1 / min_bytes_per_second if min_bytes_per_second else 0.0
+        self._threads = max_downloads + 2
+        self._pool: ThreadPoolExecutor | None = None
+        self._pid = 0
+        self._lock = threading.Lock()
+        self._places: Counter[int | None] = Counter()
+
+    @property
+    def running(self) -> int:
+        """The places that are taken."""
+        return self._places.total()
+
+    @property
+    def pool(self) -> ThreadPoolExecutor:
+        """The threads, started when they are first needed in each process."""
+        with self._lock:
+            if self._pool is None or self._pid != os.getpid():
+                self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="dcp-body")
+                self._pid = os.getpid()
+            return self._pool
+
+    @contextlib.contextmanager
+    def slot(self, scope: Scope) -> Generator[None]:
+        """One of the places, for the key of the request. Raises UnavailableError where all are taken, and
+        TooManyRequestsError where the key has its share of them."""
+        principal = scope.get("state", {}).get("principal")
+        key_id = principal.key_id if isinstance(principal, Principal) else None
+        with self._lock:
+            if self.running >= self.max_downloads:
+                raise UnavailableError(
+                    f"{self.max_downloads} downloads are under way, and no more at a time are allowed",
+                    retry_seconds=_RETRY_SECONDS,
+                )
+            if key_id is not None and self._places[key_id] >= self.max_of_key:
+                raise TooManyRequestsError(
+                    f"{self.max_of_key} downloads with this key are under way, as many as one key may have",
+                    headers={"Retry-After": str(_RETRY_SECONDS)},
+                )
+            self._places[key_id] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._places[key_id] -= 1
+                self._places += Counter()  # forgets keys that have none
+
+
+class BodyResponse(Response):
+    """``chosen`` bytes of ``body``, read by a thread one part ahead of what is sent.
+
+    That thread calls ``is_allowed`` now and then, and stops reading when it returns False.
+    """
+
+    def __init__(
+        self,
+        body: Body,
+        chosen: ByteRange,
+        streams: Streams,
+        *,
+        headers: Mapping[str, str],
+        problem: Callable[[BaseException], ProblemError] = storage_problem,
+        is_allowed: Callable[[], bool] = lambda: True,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> None:
+        length = chosen.end - chosen.begin
+        every = {"Cache-Control": CACHE, **headers, "Accept-Ranges": "bytes", "Content-Length": str(length)}
+        if chosen.is_part:
+            every["Content-Range"] = f"bytes {chosen.begin}-{chosen.end - 1}/{chosen.size}"
+        super().__init__(None, 206 if chosen.is_part else 200, every, "application/octet-stream")
+        self._source = body
+        self._chosen = chosen
+        self._streams = streams
+        self._problem = problem
+        self._is_allowed = is_allowed
+        self._stall_seconds = stall_seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI. Raises a ProblemError while nothing has been sent, later `BrokenBodyError`."""
+        await PlannedResponse(self._itself, self._streams, lambda: False)(scope, receive, send)
+
+    async def _itself(self) -> BodyResponse:
+        return self
+
+    @property
+    def is_small(self) -> bool:
+        """Check whether it is small enough to need no place among the downloads."""
+        return self._chosen.end - self._chosen.begin <= SMALL_BYTES
+
+    async def answer(self, scope: Scope, send: Send, gone: asyncio.Future[None]) -> None:
+        """Send the answer, with a place if it needs one; ``gone`` ends when the client leaves."""
+        if scope["method"] == "HEAD":
+            await self._send_head(send)
+        else:
+            await self._send_body(scope, send, gone)
+
+    async def _send_head(self, send: Send) -> None:
+        await self._start(send)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _start(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+
+    async def _send_body(self, scope: Scope, send: Send, gone: asyncio.Future[None]) -> None:
+        parts = _while_allowed(self._source.parts(self._chosen.begin, self._chosen.end), self._is_allowed)
+        reader = _PartsReader(parts, self._streams.pool)
+        left = self._chosen.end - self._chosen.begin
+        has_begun = False
+        patience_seconds = self._stall_seconds
+        try:
+            reader.read_ahead()
+            while left > 0:
+                part = await reader.part()
+                if not has_begun:  # an error before this is an answer of its own
+                    has_begun = True
+                    await self._start(send)
+                left -= len(part)
+                if left > 0:
+                    reader.read_ahead()
+                due_seconds = len(part) * self._streams.seconds_per_byte
+                begun = time.monotonic()
+                async with asyncio.timeout(patience_seconds + due_seconds):
+                    await send({"type": "http.response.body", "body": part, "more_body": left > 0})
+                if due_seconds:
+                    late_seconds = time.monotonic() - begun - due_seconds
+                    patience_seconds = min(self._stall_seconds, patience_seconds - late_seconds)
+                if gone.done():
+                    _log.info("client went away", path=scope["path"], left_bytes=left)
+                    return
+            if not has_begun:
+                await self._start(send)
+                await send({"type": "http.response.body", "body": b""})
+        except TimeoutError:
+            _log.info(
+                "answer broken off", path=scope["path"], left_bytes=left, error="the client is too slow"
+            )
+            raise BrokenBodyError("the client is too slow") from None
+        except _NotAllowedError:
+            _log.info("answer broken off", path=scope["path"], left_bytes=left, error="the key has ended")
+            raise BrokenBodyError("the key has ended") from None
+        except (CheckpointError, OSError) as error:
+            if not has_begun:
+                raise self._problem(error) from error
+            _log.warning("answer broken off", path=scope["path"], left_bytes=left, error=str(error))
+            raise BrokenBodyError("the source cannot be read any further") from error
+        finally:
+            reader.close()
+
+
+class PlannedResponse(Response):
+    """An answer that is planned first; where ``is_costly``, only with a place among the downloads.
+
+    ``plan`` is cancelled if the client goes away.
+    """
+
+    def __init__(
+        self,
+        plan: Callable[[], Coroutine[Any, Any, BodyResponse]],
+        streams: Streams,
+        is_costly: Callable[[], bool],
+    ) -> None:
+        super().__init__(None)
+        self._plan = plan
+        self._streams = streams
+        self._is_costly = is_costly
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI. Raises a ProblemError while nothing has been sent, later `BrokenBodyError`."""
+        with contextlib.ExitStack() as place:
+            has_place = self._is_costly()
+            if has_place:
+                place.enter_context(self._streams.slot(scope))
+            gone = asyncio.ensure_future(_departure(receive))
+            try:
+                response = await _unless(gone, self._plan())
+                if response.is_small or scope["method"] == "HEAD":
+                    place.close()
+                elif not has_place:
+                    place.enter_context(self._streams.slot(scope))
+                await response.answer(scope, send, gone)
+            finally:
+                gone.cancel()
+
+
+async def _unless(gone: asyncio.Future[None], plan: Coroutine[Any, Any, BodyResponse]) -> BodyResponse:
+    planning = asyncio.ensure_future(plan)
+    try:
+        await asyncio.wait((planning, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not planning.done():
+            planning.cancel()
+    if not planning.done():
+        raise UnavailableError("the client has gone away")
+    return planning.result()
+
+
+def _while_allowed(parts: Generator[memoryview], is_allowed: Callable[[], bool]) -> Generator[memoryview]:
+    """The ``parts`` as long as they are allowed; then raises `_NotAllowedError`."""
+    asked = time.monotonic()
+    with contextlib.closing(parts):
+        for part in parts:
+            yield part
+            if time.monotonic() - asked >= KEY_SECONDS:
+                if not is_allowed():
+                    raise _NotAllowedError
+                asked = time.monotonic()
+
+
+class _PartsReader:
+    """Reads the parts of a body in a thread, one at a time."""
+
+    def __init__(self, parts: Generator[memoryview], pool: ThreadPoolExecutor) -> None:
+        self._parts = parts
+        self._pool = pool
+        self._ahead: Future[memoryview | None] | None = None
+
+    def read_ahead(self) -> None:
+        """Begin to read the next part."""
+        self._ahead = self._pool.submit(next, self._parts, None)
+
+    async def part(self) -> memoryview:
+        """The part that is being read. Raises errors of reading, and CorruptCheckpointError at the end."""
+        if self._ahead is None:
+            raise RuntimeError("nothing is being read")
+        part = await asyncio.wrap_future(self._ahead)
+        if part is None:
+            raise CorruptCheckpointError("the source is shorter than it was")
+        return part
+
+    def close(self) -> None:
+        """Stop reading: at once, or when the part that is under way has been read."""
+        if self._ahead is None:
+            self._parts.close()
+        else:
+            self._ahead.cancel()
+            self._ahead.add_done_callback(lambda _: self._parts.close())
+
+
+async def _departure(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

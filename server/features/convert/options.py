@@ -1,0 +1,200 @@
+"""Options of conversions: parameters that jobs, rules and forms have in common."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from dcp.planners.weight_maps.weight_map import WeightMap, ready_maps, weight_map
+from dcp.server.catalog.formats import TargetFormat, fault_of_target_name
+from dcp.server.core.inputs import Name, Plain
+from dcp.server.core.jobs.parameters import CheckpointId, Globs, Parameters, PlainText
+from dcp.server.features.convert.renaming import BoundedRename, check_sets
+from dcp.storage.errors import CheckpointError, PlanError
+from dcp.storage.formats.dtypes import check_castable
+from dcp.storage.formats.registry import SAFETENSORS, target_named
+from dcp.storage.near_names import close_to
+
+if TYPE_CHECKING:  # imported where it is needed: the API process only makes such jobs
+    from dcp.conversion.targets.job import ConversionOptions
+
+__all__ = ["ConvertOptions", "ConvertParams", "MapChoice", "TargetParams"]
+
+_MAX_MAP_BYTES: Final = 256 << 10
+
+Size = Annotated[int, Field(ge=0, le=1 << 40)]
+
+
+def _small(data: dict[str, Any]) -> dict[str, Any]:
+    if len(json.dumps(data)) > _MAX_MAP_BYTES:
+        raise ValueError(f"more than {_MAX_MAP_BYTES} bytes of JSON")
+    return data
+
+
+MapData = Annotated[dict[str, Plain], AfterValidator(_small)]
+
+
+@dataclass(frozen=True, slots=True)
+class MapChoice:
+    """A weight map, or none: the name of a ready one, or data, never a file of the service's machine. The
+    other fields are as for `dcp.weight_map`."""
+
+    given: str | Mapping[str, Any] | None = None
+    inverse: bool = False
+    below: str | None = None
+    config: Mapping[str, Any] | None = None
+    sizes: Mapping[str, int] | None = None
+
+    def weights(self) -> WeightMap | None:
+        """The map. Raises OptionError for data that is no map."""
+        if self.given is None:
+            return None
+        found = weight_map(self.given, self.config).with_numbers(self.sizes or {})
+        return weight_map(found, inverse=self.inverse, below=self.below)
+
+    def check(self) -> None:
+        """Raise ValueError for a choice that cannot be meant."""
+        if self.given is None:
+            if self.inverse or self.below or self.config is not None or self.sizes is not None:
+                raise ValueError("inverse, below, config and sizes require a map, and there is none")
+            return
+        if isinstance(self.given, str) and self.given not in (ready := ready_maps()):
+            near = close_to(self.given, list(ready)) or list(ready)
+            raise ValueError(
+                f"map: {self.given!r} is no ready map; there are {', '.join(near)}. Others are given as data"
+            )
+        try:
+            self.weights()
+        except CheckpointError as error:
+            raise ValueError(f"map: {error}") from None
+
+
+class ConvertOptions(Parameters):
+    """Options of a conversion, as for `dcp.convert`. ``target_root`` None is the source's own; ``tags`` are
+    those of the target.
+
+    ``map`` is the name of a ready weight map, or its data; ``inverse``, ``below``, ``config`` (the content of
+    a model's ``config.json``, if it is not beside the source) and ``sizes`` are as for `dcp.weight_map`. The
+    folder ``hf_key`` of ``hf_root`` (None: the source's root) has the files that ``from_pretrained`` needs
+    besides weights, as ``hf`` and ``hf_also`` of `dcp.convert`.
+    """
+
+    to: TargetFormat
+    target_root: Annotated[str, Field(min_length=1, max_length=63)] | None = None
+    only: Globs | None = None
+    exclude: Globs | None = None
+    rename: (
+        Annotated[dict[PlainText, Annotated[str, Field(max_length=1024)]], Field(max_length=64)] | None
+    ) = None
+    map: PlainText | MapData | None = None
+    inverse: bool = False
+    below: PlainText | None = None
+    config: MapData | None = None
+    sizes: Annotated[dict[PlainText, Size], Field(max_length=64)] | None = None
+    dtype: PlainText | Annotated[dict[PlainText, PlainText], Field(max_length=256)] | None = None
+    shard_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 50)] | None = None
+    files: Annotated[int, Field(ge=1, le=4096)] = 1
+    chunks: Literal["keep", "split"] = "keep"
+    drop_objects: bool = False
+    hf_key: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    hf_root: Annotated[str, Field(min_length=1, max_length=63)] | None = None
+    hf_also: Globs | None = None
+    tags: Annotated[tuple[Name, ...], Field(max_length=32, strict=False)] = ()
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        for name in [self.dtype] if isinstance(self.dtype, str) else (self.dtype or {}).values():
+            try:
+                check_castable(name)
+            except PlanError as error:
+                raise ValueError(str(error)) from None
+        self.map_choice.check()
+        _check_rename(self.rename or {})
+        if self.hf_key is not None and self.to != SAFETENSORS.name:
+            raise ValueError("hf_key: only folders of safetensors have files of Hugging Face beside weights")
+        if self.hf_key is None and (self.hf_root is not None or self.hf_also is not None):
+            raise ValueError("hf_root and hf_also require hf_key")
+        return self
+
+    @property
+    def map_choice(self) -> MapChoice:
+        """The weight map."""
+        return MapChoice(self.map, self.inverse, self.below, self.config, self.sizes)
+
+    def options(self) -> ConversionOptions:
+        """The options of the conversion."""
+        from dcp.conversion.targets.job import ConversionOptions
+
+        weights = self.map_choice.weights()
+        return ConversionOptions(
+            self.to,
+            files=self.files,
+            chunks=self.chunks,
+            shard_bytes=self.shard_bytes,
+            drop_objects=self.drop_objects,
+            only=self.only,
+            exclude=self.exclude,
+            rename=None if self.rename is None else BoundedRename(self.rename),
+            dtype=self.dtype,
+            weight_maps=() if weights is None else (weights,),
+        )
+
+
+def _check_rename(expressions: Mapping[str, str]) -> None:
+    check_sets(expressions)
+    for pattern, replacement in expressions.items():
+        try:
+            _with_its_groups(re.compile(pattern)).sub(replacement, "")
+        except (re.error, IndexError, OverflowError, RecursionError) as error:
+            raise ValueError(f"rename: {pattern[:100]!r} is no regular expression: {error}") from None
+
+
+def _with_its_groups(pattern: re.Pattern[str]) -> re.Pattern[str]:
+    """An expression with the same groups that matches at once, to try a replacement with: the original may
+    run forever even on an empty text, where nothing interrupts it."""
+    names = {number: name for name, number in pattern.groupindex.items()}
+    groups = (
+        f"(?P<{names[number]}>)" if number in names else "()" for number in range(1, pattern.groups + 1)
+    )
+    return re.compile("".join(groups))
+
+
+class TargetParams(ConvertOptions, ABC):
+    """Options, and the key of the target, where nothing may be yet.
+
+    ``target_key`` ends in ``.pt`` or another suffix of torch.save files for "torch", in ``.safetensors`` for
+    one file of "safetensors"; without a suffix it is a folder, of shards for "safetensors".
+    """
+
+    target_key: Annotated[str, Field(min_length=1, max_length=1024)]
+
+    @property
+    @abstractmethod
+    def source_ids(self) -> Sequence[int]:
+        """The sources; without a ``target_root`` the root of the first one is that of the target."""
+
+    @model_validator(mode="after")
+    def _found_again(self) -> Self:
+        fault = fault_of_target_name(target_named(self.to)[0], self.target_key.lower())
+        if any(part.startswith(".") and part.strip(".") for part in self.target_key.split("/")):
+            fault = "no part may begin with '.': scans skip hidden files, so the result would be lost"
+        if fault is not None:
+            raise ValueError(f"target_key: {fault}")
+        return self
+
+
+class ConvertParams(TargetParams):
+    """A checkpoint of the catalog, and its conversion."""
+
+    checkpoint_id: CheckpointId
+
+    @property
+    def source_ids(self) -> Sequence[int]:
+        """The checkpoint."""
+        return (self.checkpoint_id,)

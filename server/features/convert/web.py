@@ -1,0 +1,93 @@
+"""Forms that convert a checkpoint, merge several, or average the newest steps of a run."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final, TypeVar
+
+from dcp.server.core.answers import IdPath
+from dcp.server.core.ask import Ask
+from dcp.server.core.jobs.parameters import Parameters
+from dcp.server.core.pages.queries import checked
+from dcp.server.core.pages.tokens import Form, FormDep
+from dcp.server.core.problems import UnprocessableError
+from dcp.server.features.convert import feature
+from dcp.server.features.convert.job import ConvertKind
+from dcp.server.features.convert.merge import MergeKind, MergeParams
+from dcp.server.features.convert.options import ConvertParams
+
+M = TypeVar("M", bound=Parameters)
+
+_PAGE: Final = re.compile(r"(?:[^?#]*/checkpoints/)?([0-9]{1,15})(?:[/?#].*)?", re.ASCII | re.DOTALL)
+
+
+@feature.form("/checkpoints/{checkpoint_id}/convert", scope="convert")
+def convert_form(checkpoint_id: IdPath, form: FormDep, ask: Ask) -> str:
+    """Convert it to another format, as a job."""
+    params = _params(
+        ConvertParams,
+        form,
+        checkpoint_id=checkpoint_id,
+        map=form.optional("map"),
+        inverse=form.is_checked("inverse"),
+        below=form.optional("below"),
+        exclude=form.all("exclude") or None,
+    )
+    return f"/jobs/{ask.submit(ConvertKind, params).id}"
+
+
+@feature.form("/checkpoints/{checkpoint_id}/merge", scope="convert")
+def merge_form(checkpoint_id: IdPath, form: FormDep, ask: Ask) -> str:
+    """Merge it with others, as a job."""
+    sources = [checkpoint_id, *map(_checkpoint_of, _listed(form, "with"))]
+    weights = [_number("weights", one) for one in _listed(form, "weights")] or None
+    return _merge(form, ask, sources=sources, weights=weights, formula=form.optional("formula"))
+
+
+@feature.form("/runs/{run_id}/merge", scope="convert")
+def average_form(run_id: IdPath, form: FormDep, ask: Ask) -> str:
+    """Average the newest steps of a run, as a job."""
+    last, decay = _number("last", form.text("last")), form.optional("decay")
+    if not last.is_integer():
+        raise UnprocessableError("last: a whole number of steps", field="last")
+    return _merge(form, ask, run_id=run_id, last=int(last), decay=decay and _number("decay", decay))
+
+
+def _merge(form: Form, ask: Ask, **sources: Any) -> str:
+    accumulate, exclude = form.optional("accumulate"), _listed(form, "leave_out") or None
+    params = _params(MergeParams, form, **sources, accumulate=accumulate, exclude=exclude)
+    return f"/jobs/{ask.submit(MergeKind, params).id}"
+
+
+def _params(model: type[M], form: Form, **given: Any) -> M:
+    """The parameters of a form: those that all forms here have, and the others that are ``given``."""
+    given |= {
+        "to": form.text("to"),
+        "target_root": form.optional("target_root"),
+        "target_key": form.text("target_key"),
+        "dtype": form.optional("dtype"),
+        "drop_objects": form.is_checked("drop_objects"),
+    }
+    return checked(model, **{name: value for name, value in given.items() if value is not None})
+
+
+def _listed(form: Form, name: str) -> list[str]:
+    """The values of a field, which commas separate."""
+    return [part.strip() for part in form.text(name).split(",") if part.strip()]
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UnprocessableError(f"{name}: {text[:100]!r} is no number", field=name) from None
+
+
+def _checkpoint_of(text: str) -> int:
+    """The number of a checkpoint, given as such or as the address of its page."""
+    match = _PAGE.fullmatch(text)
+    if match is None:
+        raise UnprocessableError(
+            f"{text[:100]!r} is neither the number of a checkpoint nor the address of its page", field="with"
+        )
+    return int(match[1])

@@ -1,0 +1,307 @@
+"""Differences of two checkpoints, of their indexes at once or of values as a job found them: API and page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from glob import escape
+from typing import TYPE_CHECKING, Annotated, Any, Final
+from urllib.parse import urlencode
+
+from fastapi import Query, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from dcp.server.catalog.cursors import encode_cursor, offset_of, query_mark
+from dcp.server.catalog.details import get_checkpoint
+from dcp.server.catalog.listing import neighbour
+from dcp.server.catalog.names import check_pattern
+from dcp.server.catalog.tensors import parts_of
+from dcp.server.catalog.values import clean_text
+from dcp.server.core.answers import IdPath
+from dcp.server.core.ask import Ask
+from dcp.server.core.data.sharing import SharedValues
+from dcp.server.core.http.dependencies import Page, PageParams
+from dcp.server.core.inputs import MAX_ID
+from dcp.server.core.jobs.ledger.reading import get_job, last_job
+from dcp.server.core.jobs.ledger.states import JobRow
+from dcp.server.core.jobs.subjects import find_subject
+from dcp.server.core.pages.problems import MovedError
+from dcp.server.core.pages.rendering import page
+from dcp.server.core.pages.tokens import FormDep
+from dcp.server.core.problems import NotFoundError, ProblemError, UnprocessableError
+from dcp.server.features.diff import feature
+from dcp.server.features.diff.job import DiffKind, DiffParams
+from dcp.server.features.tensors.api import get_tensor_statistics
+from dcp.server.features.tensors.histograms import histogram_picture
+from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.contents import Basis, Diff, DifferenceKind, DifferenceOrder, TensorDifference
+
+if TYPE_CHECKING:
+    from dcp.server.features.diff.differences import ContentDifference
+
+__all__ = ["Differences"]
+
+_MAX_OBJECTS: Final = 500
+_BASIS: Final = (
+    "values: as the job diff has found last, not found before that; else checksums where both have them in "
+    "their indexes, else structure."
+)
+_ORDER: Final = (
+    "The largest differences first; name: as they were saved; weights: by relative_l2, those of optimizers "
+    "last."
+)
+_LONG_NAME: Final = 40
+_ROWS: Final = 100
+_OBJECTS: Final = 50
+_OFFERED: Final = 50
+"""Checkpoints that are offered where more than two were selected in a list."""
+
+_Id = Annotated[int, Field(ge=1, le=MAX_ID)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiffPage(Diff):
+    """Differences. `counts` are of all tensors, `tensors` are a page of the requested ones; `objects` are the
+    first 500."""
+
+    next_cursor: str | None
+
+
+class Differences:
+    """The last differences that requests of one process needed: ``service.own(Differences)``."""
+
+    def __init__(self, _service: object) -> None:
+        self._values = SharedValues[str, "ContentDifference"](count=8, kept_bytes=96 << 20)
+
+    def of_indexes(self, ask: Ask, a: int, b: int, basis: Basis | None) -> tuple[object, ContentDifference]:
+        """The difference as far as the indexes tell, and a mark of both contents. Raises as `Data.open`."""
+        from dcp.server.features.diff.differences import compare  # only here, as all that reads checkpoints
+
+        after, before = ask.data.open(b), ask.data.open(a)
+        key = after.opened.etag(before.opened.etag("diff"), basis)
+        with after.problems(), before.problems():
+            found = self._values.get(key, lambda: compare(before.opened, after.opened, basis))
+        return (before.opened.stamp, after.opened.stamp), found
+
+    def kept(self, ask: Ask, a: int, b: int) -> tuple[JobRow, ContentDifference] | None:
+        """The last job that compared all values, and its result; None without one, and where a checkpoint was
+        replaced since. Raises MissingError and StateError."""
+        from dcp.server.features.diff.differences import of_document
+
+        with ask.reading() as connection:
+            contents = {
+                name: find_subject(connection, number, ask.visible).content
+                for name, number in (("a", a), ("b", b))
+            }
+            key = DiffKind.result_key(DiffParams(a=a, b=b))
+            job = last_job(connection, key, ask.visible, succeeded=True)
+        if job is None or job.result is None or job.result.get("contents") != contents:
+            return None
+
+        def decode() -> ContentDifference:
+            return of_document(ask.find(get_job, job.id).result or {})
+
+        return job, self._values.get(f"job {job.id}", decode)
+
+
+@feature.get(
+    "/checkpoints/{checkpoint_id}/diff",
+    tag="data",
+    errors=(400, 401, 403, 404, 409, 410, 421, 422, 429, 503),
+)
+def diff_checkpoints(
+    checkpoint_id: IdPath,
+    before: Annotated[int, Query(ge=1, le=MAX_ID, description="The checkpoint to compare with.")],
+    ask: Ask,
+    page: Page,
+    basis: Annotated[Basis | None, Query(description=_BASIS)] = None,
+    kind: Annotated[
+        list[DifferenceKind] | None, Query(max_length=6, description="All, if not given.")
+    ] = None,
+    glob: Annotated[str | None, Query(min_length=1, max_length=256, examples=["layers.*.weight"])] = None,
+    order: Annotated[DifferenceOrder, Query(description=_ORDER)] = "name",
+) -> DiffPage:
+    """Compare it with the checkpoint `before`. No tensor is read; values are compared by the job `diff`."""
+    return _page_of(ask, before, checkpoint_id, page, basis, kind or (), glob, order)
+
+
+def _page_of(
+    ask: Ask,
+    a: int,
+    b: int,
+    rows: PageParams,
+    basis: Basis | None,
+    kinds: Sequence[DifferenceKind] = (),
+    glob: str | None = None,
+    order: DifferenceOrder = "name",
+) -> DiffPage:
+    """A page of the tensors of these kinds that differ between ``a``, the one before, and ``b``. Raises
+    NotFoundError where the values are to be compared and no job has done that."""
+    from dcp.server.features.diff.differences import chosen
+
+    if glob is not None:
+        check_pattern("glob", glob)
+    content, found, job = _found(ask, a, b, basis)
+    mark = query_mark("diff", a, b, content, basis, kinds, glob, order)
+    begin = offset_of(rows.cursor, mark)
+    tensors = chosen(found, kinds, glob, order)
+    end = begin + rows.limit
+    return DiffPage(
+        a=a,
+        b=b,
+        basis=found.basis,
+        counts=found.counts,
+        equal_tensors=found.equal,
+        equal_objects=found.equal_objects,
+        object_count=found.object_count,
+        tensors=_cleaned(tensors[begin:end]),
+        objects=_cleaned(found.objects[:_MAX_OBJECTS]),
+        matching=len(tensors),
+        job_id=None if job is None else job.id,
+        created_at=None if job is None else job.created_at,
+        next_cursor=encode_cursor(mark, end) if end < len(tensors) else None,
+    )
+
+
+def _cleaned(found: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(replace(one, fqn=clean_text(one.fqn)) for one in found)
+
+
+def _found(ask: Ask, a: int, b: int, basis: Basis | None) -> tuple[object, ContentDifference, JobRow | None]:
+    """A mark of the content, the difference, and the job that has found it."""
+    differences = ask.service.own(Differences)
+    if basis != "values":
+        return *differences.of_indexes(ask, a, b, basis), None
+    kept = differences.kept(ask, a, b)
+    if kept is None:
+        raise NotFoundError(
+            f"the values of {a} and {b} have not been compared, or one was replaced since; "
+            "the job diff does it"
+        )
+    job, found = kept
+    return job.id, found, job
+
+
+# -- the page ------------------------------------------------------------------------------------------------
+
+
+class DiffView(BaseModel):
+    """``b`` is compared with ``a``, the one before; ``of``: checkpoints that were selected in a list. The
+    others choose the tensors, the ``top`` of their names, their order, and one for histograms."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    a: _Id | None = None
+    b: _Id | None = None
+    of: Annotated[list[_Id], Field(max_length=500)] = []
+    kind: DifferenceKind | None = None
+    glob: Annotated[str, Field(max_length=150)] | None = None
+    top: Annotated[str, Field(max_length=_LONG_NAME)] | None = None
+    order: DifferenceOrder | None = None
+    tensor: Annotated[str, Field(max_length=4096)] | None = None
+    cursor: Annotated[str, Field(max_length=2048)] | None = None
+    done: Annotated[str, Field(max_length=32)] | None = None
+
+    @property
+    def pattern(self) -> str | None:
+        """The pattern of names: the text is a part of a name, below ``top``."""
+        if self.top is None:
+            return None if self.glob is None else f"*{self.glob}*"
+        return f"{escape(self.top)}.*" + ("" if self.glob is None else f"{self.glob}*")
+
+
+@feature.page("/diff", "diff.html")
+def diff_page(view: Annotated[DiffView, Query()], ask: Ask) -> dict[str, Any] | Response:
+    """The differences; without two checkpoints in the address a form that chooses them."""
+    ticked = [ask.find(get_checkpoint, one, ask.visible) for one in view.of[:_OFFERED]]
+    ticked.sort(key=lambda one: (-1 if one.step is None else one.step, one.committed_at, one.id))
+    if len(view.of) == 2:
+        raise MovedError(f"/diff?a={ticked[0].id}&b={ticked[1].id}")
+    after_id = view.of[0] if len(view.of) == 1 else view.b
+    if len(view.of) > 2 or after_id is None:
+        twin = "/api/v1/checkpoints"
+        return {"twin": twin, "found": None, "view": view, "ticked": ticked, "after": None, "gone": []}
+    after = ask.find(get_checkpoint, after_id, ask.visible)
+    if view.of or view.a is None:
+        raise MovedError(_with_step_before(after, ask))
+    before = ask.find(get_checkpoint, view.a, ask.visible)
+    if gone := [one for one in (before, after) if one.state != "committed"]:
+        values = {"view": view, "gone": gone, "before": before, "after": after}
+        return page(ask.request, "diff/diff.html", 409, found=None, **values)
+    return _differences(before, after, view, ask)
+
+
+def _differences(
+    before: CheckpointDetail, after: CheckpointDetail, view: DiffView, ask: Ask
+) -> dict[str, Any]:
+    found, twin = _shown(before.id, after.id, view, ask)
+    return {
+        "twin": twin,
+        "view": view,
+        "before": before,
+        "after": after,
+        "gone": [],
+        "found": found,
+        "tops": [one.name for one in ask.find(parts_of, after.structure_id) if len(one.name) < _LONG_NAME],
+        "nonfinite": _nonfinite(before.id, after.id, found, ask),
+        "order": view.order or "weights",
+        "objects": found.objects[:_OBJECTS],
+        "job": ask.last_job(DiffKind, DiffParams(a=before.id, b=after.id), found.job_id or 0),
+        "histograms": None if view.tensor is None else _histograms(before.id, after.id, view.tensor, ask),
+    }
+
+
+def _histograms(a: int, b: int, fqn: str, ask: Ask) -> dict[str, Any]:
+    """The histograms of one tensor before and after, on common edges; or why there are none."""
+    try:
+        of_each = {
+            name: (get_tensor_statistics(number, fqn, ask).statistics or {}).get("histogram")
+            for name, number in (("before", a), ("after", b))
+        }
+    except ProblemError as problem:
+        return {"picture": None, "problem": problem.detail}
+    return {"picture": histogram_picture(of_each), "problem": None}
+
+
+def _shown(a: int, b: int, view: DiffView, ask: Ask) -> tuple[DiffPage, str]:
+    """The differences of values where a job has found them, else of the indexes; and the path of the JSON."""
+    kinds = [view.kind] if view.kind else []
+    rows = PageParams(_ROWS, view.cursor)
+    given: dict[str, Any] = {"before": a, "kind": view.kind, "glob": view.pattern}
+    order = view.order or "weights"
+    try:
+        found = _page_of(ask, a, b, rows, "values", kinds, view.pattern, order)
+        given |= {"basis": "values", "order": order}
+    except NotFoundError:
+        found = _page_of(ask, a, b, rows, None, kinds, view.pattern, "weights")
+    query = urlencode({name: value for name, value in given.items() if value is not None})
+    return found, f"/api/v1/checkpoints/{b}/diff?{query}"
+
+
+def _nonfinite(a: int, b: int, found: DiffPage, ask: Ask) -> TensorDifference | None:
+    """The tensor with the most values that are not finite among those that changed; None without any."""
+    if found.basis != "values":
+        return None
+    worst = _page_of(ask, a, b, PageParams(1, None), "values", order="nonfinite").tensors
+    values = worst[0].values if worst else None
+    return worst[0] if values is not None and values.nonfinite else None
+
+
+def _with_step_before(after: CheckpointDetail, ask: Ask) -> str:
+    before = ask.find(neighbour, after, ask.visible, is_next=False)
+    if before is None:
+        raise UnprocessableError(
+            f"checkpoint {after.id} has no committed step before it: choose one to compare it with"
+        )
+    return f"/diff?a={before.id}&b={after.id}"
+
+
+@feature.form("/diff/values", scope="read")
+def compare_values_form(form: FormDep, ask: Ask) -> str:
+    """Compare the values, as a job."""
+    try:
+        params = DiffParams(a=int(form.text("a")), b=int(form.text("b")))
+    except ValueError:
+        raise UnprocessableError("a and b are the numbers of two checkpoints") from None
+    ask.submit(DiffKind, params)
+    return f"/diff?a={params.a}&b={params.b}"

@@ -1,0 +1,290 @@
+"""Shards: the map of a checkpoint, and lists of ranks, tensors and chunks; in the API and as pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+from urllib.parse import urlencode
+
+from fastapi import Query
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from dcp.server.catalog.cursors import encode_cursor, offset_of, query_mark
+from dcp.server.catalog.details import get_checkpoint
+from dcp.server.catalog.names import check_pattern
+from dcp.server.core.answers import IdPath
+from dcp.server.core.ask import Ask
+from dcp.server.core.data.access import Stamped
+from dcp.server.core.data.responses import NOT_MODIFIED
+from dcp.server.core.data.sharing import SharedValues
+from dcp.server.core.http.dependencies import MAX_PAGE
+from dcp.server.core.http.dependencies import Page as PageQuery
+from dcp.server.core.inputs import Text
+from dcp.server.core.pages.formatting import bytes_text, count_text, times_text
+from dcp.server.core.pages.queries import query_of
+from dcp.server.core.problems import UnprocessableError
+from dcp.server.features.shards import feature
+from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.contents import RankShare, ShardedTensor, StoredChunk
+from dcp.server.records.drawings import ShardMap
+from dcp.server.records.lists import Page
+
+__all__ = ["KeptChunks", "Rank", "is_late"]
+
+Rank = Annotated[int, Field(ge=0, lt=1 << 31)]
+_Offset = Annotated[int, Field(ge=0, lt=1 << 62)]
+_SHARDS: Final = "/checkpoints/{checkpoint_id}/shards"
+_ERRORS: Final = (400, 401, 403, 404, 409, 410, 421, 422, 429, 503)
+_PAGE_CHUNKS: Final = 20_000
+_ROWS: Final = 64
+_CHUNKS: Final = 100
+_LARGE: Final = 500_000
+"""Chunks: reading the index of so many takes too long for a page."""
+_SAME: Final = 1.005
+_EVEN: Final = 1.05
+"""Share of the mean up to which there is no imbalance."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    first_rank: Rank | None = None
+    last_rank: Rank | None = None
+    begin: Annotated[_Offset, Field(description="The first byte of each file.")] = 0
+    end: Annotated[_Offset, Field(description="Behind the last byte; that of the longest file.")] | None = (
+        None
+    )
+    glob: Annotated[Text, StringConstraints(min_length=1, max_length=256)] | None = None
+
+    def check(self) -> None:
+        """Raise UnprocessableError or InvalidQueryError for a part that cannot be meant."""
+        if self.end is not None and self.end <= self.begin:
+            raise UnprocessableError("the end is not behind the begin", field="end")
+        if self.glob is not None:
+            check_pattern("glob", self.glob)
+
+
+class ShardMapQuery(_Part):
+    """The ranks, bytes and tensors of a map, and the number of its cells."""
+
+    rows: Annotated[int, Field(ge=1, le=512, description="As many rows of files at most.")] = 128
+    bins: Annotated[int, Field(ge=1, le=512, description="As many bins of bytes at most.")] = 64
+
+
+class StoredChunksQuery(_Part):
+    """The ranks, bytes and tensors of a list of chunks."""
+
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE, description="Rows of a page at most.")] = 50
+    cursor: (
+        Annotated[
+            str, Field(min_length=1, max_length=4096, description="The next_cursor of the page before.")
+        ]
+        | None
+    ) = None
+
+
+@dataclass(frozen=True, eq=False)
+class OpenChunks(Stamped):
+    """The chunks of a checkpoint, and what its writer noted of the save."""
+
+    columns: Any
+    provenance: Mapping[str, Any]
+
+    @property
+    def held_bytes(self) -> int:
+        """The approximate memory of the chunks."""
+        return int(self.columns.held_bytes)
+
+
+class KeptChunks:
+    """The chunks of the checkpoints that were looked at last, also of those whose indexes are too large to
+    be kept: ``service.own(KeptChunks)``."""
+
+    def __init__(self, _service: object) -> None:
+        # five million chunks take 90 MiB
+        self._values = SharedValues[Stamped, OpenChunks](count=16, kept_bytes=128 << 20)
+
+    def has(self, ask: Ask, checkpoint_id: int) -> bool:
+        """Check whether `get` answers at once. Raises as `Data.open` does."""
+        return self._values.find(ask.data.find(checkpoint_id).state) is not None
+
+    def get(self, ask: Ask, checkpoint_id: int) -> OpenChunks:
+        """The chunks of a checkpoint. Raises as `Data.open` does."""
+        state = ask.data.find(checkpoint_id).state
+        return self._values.get(state, lambda: self._read(ask, checkpoint_id))
+
+    def _read(self, ask: Ask, checkpoint_id: int) -> OpenChunks:
+        from dcp.server.features.shards.chunks import ChunkColumns  # only here, as all that needs numpy
+
+        opened = ask.data.open(checkpoint_id).opened
+        columns = ChunkColumns(opened.index)
+        return OpenChunks(opened.root, opened.key, opened.stamp, columns, opened.index.provenance)
+
+
+@feature.get(_SHARDS, tag="data", errors=_ERRORS)
+def list_shards(
+    checkpoint_id: IdPath,
+    ask: Ask,
+    page: PageQuery,
+    glob: Annotated[str | None, Query(min_length=1, max_length=256, examples=["layers.*.weight"])] = None,
+) -> Page[ShardedTensor]:
+    """Tensors with the boxes that they are cut into, and the rank and file of each.
+
+    A page ends early where its tensors have many chunks.
+    """
+    from dcp.server.features.shards.chunks import sharded_tensors
+
+    opened = ask.data.open(checkpoint_id).opened
+    mark = query_mark("shards", checkpoint_id, opened.stamp, glob)
+    after = offset_of(page.cursor, mark, -1)
+    shown: list[ShardedTensor] = []
+    chunks = 0
+    for row, tensor in sharded_tensors(opened.index, after_row=after, glob=glob):
+        if len(shown) == page.limit or (shown and chunks + len(tensor.chunks) > _PAGE_CHUNKS):
+            return Page(tuple(shown), encode_cursor(mark, after))
+        shown.append(tensor)
+        after = row
+        chunks += len(tensor.chunks)
+    return Page(tuple(shown), None)
+
+
+@feature.get(_SHARDS + "/ranks", tag="data", errors=_ERRORS)
+def list_rank_shares(checkpoint_id: IdPath, ask: Ask, page: PageQuery) -> Page[RankShare]:
+    """Files, bytes, chunks and tensors of each rank."""
+    from dcp.server.features.shards.chunks import rank_shares
+
+    opened = ask.data.open(checkpoint_id).opened
+    mark = query_mark("ranks", checkpoint_id, opened.stamp)
+    begin = offset_of(page.cursor, mark)
+    shares, end = rank_shares(opened.index), begin + page.limit
+    return Page(tuple(shares[begin:end]), encode_cursor(mark, end) if end < len(shares) else None)
+
+
+@feature.get(_SHARDS + "/map", tag="data", errors=(412, *_ERRORS), responses=NOT_MODIFIED)
+def get_shard_map(checkpoint_id: IdPath, query: Annotated[ShardMapQuery, Query()], ask: Ask) -> ShardMap:
+    """The map of shards: rows of files by rank, bins of bytes, and the largest tensor in each bin."""
+    query.check()
+    found = ask.service.own(KeptChunks).get(ask, checkpoint_id)
+    ask.tag(found.etag("map", query))
+    return _map_of(found, query)
+
+
+def _map_of(found: OpenChunks, query: ShardMapQuery) -> ShardMap:
+    """The map of the part that ``query`` names."""
+    from dcp.server.features.shards.shard_map import shard_map  # only here, as all that needs numpy
+
+    return shard_map(found.columns, **query.model_dump())
+
+
+@feature.get(_SHARDS + "/chunks", tag="data", errors=_ERRORS)
+def list_stored_chunks(
+    checkpoint_id: IdPath, query: Annotated[StoredChunksQuery, Query()], ask: Ask
+) -> Page[StoredChunk]:
+    """Chunks of the map one by one, by rank, file and place, with their numbers of copies."""
+    from dcp.server.features.shards.chunks import stored_chunks
+
+    query.check()
+    found = ask.service.own(KeptChunks).get(ask, checkpoint_id)
+    part = query.model_dump(exclude={"limit", "cursor"})
+    mark = query_mark("chunks", checkpoint_id, found.stamp, sorted(part.items(), key=str))
+    after = offset_of(query.cursor, mark, -1)
+    index = ask.data.open(checkpoint_id).opened.index
+    chunks = stored_chunks(found.columns, index, after=after, limit=query.limit + 1, **part)
+    shown = tuple(chunk for _, chunk in chunks[: query.limit])
+    is_last = len(chunks) == len(shown)
+    return Page(shown, None if is_last else encode_cursor(mark, chunks[query.limit - 1][0]))
+
+
+# -- pages ---------------------------------------------------------------------------------------------------
+
+
+class ShardsView(_Part):
+    """The shown part of the map: ranks, bytes of their files, tensors with ``glob`` in their names."""
+
+    glob: Annotated[str, Field(max_length=254)] | None = None
+    colour: Literal["layer", "dtype", "bytes"] = "layer"
+    wait: Annotated[bool, Field(description="Also where it takes long.")] = False
+    cursor: Annotated[str, Field(max_length=4096)] | None = None
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """The part, as the query of the API names it."""
+        given = self.model_dump(include={"first_rank", "last_rank", "begin", "end"}, exclude_none=True)
+        given = {name: value for name, value in given.items() if value or name != "begin"}
+        return given | ({"glob": f"*{self.glob}*"} if self.glob else {})
+
+    def values(self, found: CheckpointDetail, path: str) -> dict[str, Any]:
+        """The values that both pages have, with the JSON of the part at ``path`` below the shards."""
+        query = f"?{urlencode(self.part)}" if self.part else ""
+        return {"found": found, "view": self, "twin": f"/api/v1/checkpoints/{found.id}/shards/{path}{query}"}
+
+
+@feature.page(_SHARDS, "shards.html")
+def shards_page(checkpoint_id: IdPath, view: Annotated[ShardsView, Query()], ask: Ask) -> dict[str, Any]:
+    """The map, drawn by a script that loads finer bins; the bytes of each rank, as text and as a table."""
+    found = ask.find(get_checkpoint, checkpoint_id, ask.visible)
+    shown = None
+    if not is_late(ask, found, waits=view.wait):
+        query = query_of(ShardMapQuery, **view.part, rows=_ROWS, bins=1)
+        query.check()
+        shown = _map_of(ask.service.own(KeptChunks).get(ask, checkpoint_id), query)
+    return {
+        **view.values(found, "map"),
+        "is_late": shown is None,
+        "map": shown,
+        "balance": None if shown is None else _balance(shown, found.world_size, is_whole=not view.part),
+    }
+
+
+@feature.page(_SHARDS + "/chunks", "chunks.html")
+def chunks_page(checkpoint_id: IdPath, view: Annotated[ShardsView, Query()], ask: Ask) -> dict[str, Any]:
+    """The chunks as a table: tensors, boxes, places."""
+    found = ask.find(get_checkpoint, checkpoint_id, ask.visible)
+    chunks = None
+    if not is_late(ask, found, waits=view.wait, with_boxes=True):
+        query = query_of(StoredChunksQuery, **view.part, limit=_CHUNKS, cursor=view.cursor)
+        chunks = list_stored_chunks(found.id, query, ask)
+    return {
+        **view.values(found, "chunks"),
+        "is_late": chunks is None,
+        "chunks": chunks.items if chunks else (),
+        "next_cursor": chunks.next_cursor if chunks else None,
+    }
+
+
+def is_late(ask: Ask, found: CheckpointDetail, *, waits: bool, with_boxes: bool = False) -> bool:
+    """Check whether the content of the index is to follow the page, because reading it takes long: not with
+    ``waits``, and not in the request by which the page loads it."""
+    is_large = (found.tensor_count or 0) * (found.world_size or 1) > _LARGE
+    if not is_large or waits or "hx-request" in ask.request.headers:
+        return False
+    return with_boxes or not ask.service.own(KeptChunks).has(ask, found.id)
+
+
+def _balance(found: ShardMap, world_size: int | None, *, is_whole: bool) -> list[str]:
+    """Sentences on the bytes of the ranks; on ranks that wrote nothing only where the map is whole."""
+    if found.largest_rank is None or not found.mean_rank_bytes:
+        return ["The file names do not show which rank wrote them."] if found.rows else []
+    sentences = [_share(found)]
+    silent = (world_size or 0) - found.rank_count
+    if is_whole and silent > 0:
+        sentences.append(f"{count_text(silent)} of {count_text(world_size)} ranks wrote nothing.")
+    replicated = sum(row.replicated_bytes for row in found.rows)
+    if replicated:
+        sentences.append(f"{bytes_text(replicated)} belong to tensors that are stored more than once.")
+    return sentences
+
+
+def _share(found: ShardMap) -> str:
+    mean, ratio = bytes_text(found.mean_rank_bytes), found.largest_rank_bytes / found.mean_rank_bytes
+    if found.rank_count == 1:
+        return f"Rank {found.largest_rank} wrote all of it, {bytes_text(found.largest_rank_bytes)}."
+    if ratio < _SAME:
+        return f"All {count_text(found.rank_count)} ranks wrote the same amount: {mean}."
+    if ratio < _EVEN:
+        return f"All ranks wrote about the same amount: {mean} each, at most {times_text(ratio)} times that."
+    return (
+        f"Rank {found.largest_rank} wrote {times_text(ratio)} times the mean: "
+        f"{bytes_text(found.largest_rank_bytes)}; the mean is {mean}."
+    )

@@ -1,0 +1,91 @@
+"""Statistics of a checkpoint's values: those that a job has computed, and the form that starts it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlencode
+
+from dcp.server.catalog import verifications
+from dcp.server.catalog.cursors import encode_cursor, offset_of, query_mark
+from dcp.server.core.answers import IdPath
+from dcp.server.core.ask import Ask
+from dcp.server.core.http.dependencies import Page
+from dcp.server.core.jobs.answers import JobAnswer
+from dcp.server.core.pages.tokens import FormDep
+from dcp.server.core.problems import NotFoundError
+from dcp.server.features.statistics import feature
+from dcp.server.features.statistics.job import StatsKind, StatsParams
+from dcp.server.records.contents import Statistics
+from dcp.server.records.declaring import moment
+from dcp.server.records.drawings import TensorStatistics
+
+__all__ = ["kept_statistics"]
+
+_PATH: Final = "/checkpoints/{checkpoint_id}/statistics"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatisticsPage(Statistics):
+    """Statistics of a checkpoint's values: of all tensors together, and of those of this page."""
+
+    next_cursor: str | None
+
+
+@feature.get(_PATH, tag="data")
+def get_statistics(checkpoint_id: IdPath, ask: Ask, page: Page) -> StatisticsPage:
+    """The statistics that are kept; not found before the first computation. A page is of tensors."""
+    with ask.reading() as connection:
+        found = verifications.get_statistics(connection, checkpoint_id, ask.visible)
+        if found is None:
+            raise NotFoundError(
+                f"no statistics of checkpoint {checkpoint_id} are kept; POST here to compute them"
+            )
+        mark = query_mark("statistics", checkpoint_id, found.created_seconds)
+        begin = offset_of(page.cursor, mark)
+        end = begin + page.limit
+        tensors = verifications.statistics_tensors(connection, checkpoint_id, begin, end)
+    return StatisticsPage(
+        is_stale=found.is_stale,
+        created_at=moment(found.created_seconds),
+        job_id=found.job_id,
+        total=found.result.get("total"),
+        tensor_count=found.tensor_count,
+        tensors=tuple(tensors),
+        next_cursor=None if end >= found.tensor_count else encode_cursor(mark, end),
+    )
+
+
+@feature.post(_PATH, tag="data", scope="read", status=202, errors=(404, 409, 410))
+def compute_statistics(checkpoint_id: IdPath, ask: Ask) -> JobAnswer:
+    """Compute the statistics of all tensors, by a job; they are kept with the checkpoint."""
+    return ask.submit(StatsKind, StatsParams(checkpoint_id=checkpoint_id))
+
+
+@feature.form(_PATH, scope="read")
+def statistics_form(checkpoint_id: IdPath, form: FormDep, ask: Ask) -> str:
+    """Compute the statistics of all its tensors, and return to the page with the form."""
+    compute_statistics(checkpoint_id, ask)
+    fqn = form.optional("fqn")
+    below = f"tensors?{urlencode({'fqn': fqn})}" if fqn else "layers"
+    return f"/checkpoints/{checkpoint_id}/{below}"
+
+
+def kept_statistics(ask: Ask, checkpoint_id: int, fqn: str) -> TensorStatistics | None:
+    """The statistics of one tensor that a job has computed; None without any, and where the checkpoint was
+    replaced since. Raises MissingError."""
+    with ask.reading() as connection:
+        row = verifications.get_statistics(connection, checkpoint_id, ask.visible)
+        if row is None or row.is_stale:
+            return None
+        found = verifications.statistics_of_tensor(connection, checkpoint_id, fqn)
+    if found is None:
+        return None
+    return TensorStatistics(
+        found["fqn"],
+        found["dtype"],
+        tuple(found["shape"]),
+        found["statistics"],
+        is_kept=True,
+        computed_at=moment(row.created_seconds),
+    )

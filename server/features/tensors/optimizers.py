@@ -1,0 +1,278 @@
+"""Optimizer states: the tensors that an optimizer keeps of each weight, by the names of its state dict.
+
+An optimizer is known by its ``param_groups``. Its states of a parameter are below ``state`` beside them: by
+the parameter's name, as `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` has it, or by its
+number, as `Optimizer.state_dict` has it. A number stands for a name where the groups have ``param_names``;
+else for a tensor only where order and shapes leave no other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Final, Literal
+
+from dcp.server.core.ask import Ask
+from dcp.server.core.pages.marks import Mark, mark_of, rms_of
+from dcp.server.core.problems import ProblemError
+from dcp.server.features.tensors.page import NamedTensor, statistics_of
+from dcp.storage.errors import CheckpointError
+from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
+from dcp.storage.formats.torch.python_values import decode_value
+
+__all__ = ["OptimizerStates", "panel_of"]
+
+_GROUPS: Final = "param_groups"
+_STATE: Final = "state."
+_MOST: Final = 64
+"""Optimizers that are looked at, so that hostile names cost no more."""
+_MOST_NAMES: Final = 1_000_000
+_ROWS: Final = 16
+_READ_ROWS: Final = 6
+"""A weight and the states of Adam and the like; others are only looked up, so that names which fit thousands
+of tensors cost no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptState:
+    """The states of one ``parameter`` in the optimizer whose entries begin with ``optimizer``.
+
+    ``states`` are names of entries, by the names of the states (``exp_avg``). ``weights`` are the tensors
+    that the parameter can be: ``by`` "name" all that have its name, or end with it; by "order" the one at its
+    place, where the optimizer has one group, as many parameters as the model has tensors, and all shapes
+    agree; by "nothing" none, and ``parameter`` is a number. ``betas`` are those of Adam and the like; None if
+    they are not known, or not the same for all parameters.
+    """
+
+    optimizer: str
+    parameter: str
+    states: Mapping[str, str]
+    weights: tuple[str, ...]
+    by: Literal["name", "order", "nothing"]
+    betas: tuple[float, float] | None
+
+
+class OptimizerStates:
+    """The states of all optimizers in a checkpoint, by its names; none where these are more than a
+    million."""
+
+    def __init__(self, index: CheckpointIndex) -> None:
+        """``index`` is whole: it has the values of the groups that are plain data."""
+        self._index = index
+        is_small = len(index.fqns) + len(index.objects) <= _MOST_NAMES
+        names = [*index.fqns, *index.objects.fqns] if is_small else []
+        self._prefixes = tuple(sorted(sorted(_prefixes(names))[:_MOST], key=len, reverse=True))
+        self._groups = {prefix: _groups(index, prefix) for prefix in self._prefixes}
+        self._names = {prefix: _names(groups) for prefix, groups in self._groups.items()}
+        self._kept: dict[str, dict[str, dict[str, str]]] = {}
+        for name in names:
+            self._keep(name)
+        self._weights = self._weights_by_name()
+
+    def is_state(self, fqn: str) -> bool:
+        """Check whether this is an entry of an optimizer, and no weight."""
+        return self._optimizer_of(fqn) is not None
+
+    def beside(self, fqn: str) -> list[KeptState]:
+        """The states of this weight; of a state all those of the same parameter."""
+        return [kept for kept in self if fqn in kept.weights or fqn in kept.states.values()]
+
+    def __iter__(self) -> Iterator[KeptState]:
+        """All states, by optimizer."""
+        for prefix, parameters in self._kept.items():
+            in_order, betas = self._weights_by_order(prefix), _betas(self._groups[prefix])
+            for parameter, states in parameters.items():
+                name = self._names[prefix].get(parameter, parameter)
+                if not name.isdecimal():
+                    yield KeptState(prefix, name, states, tuple(self._weights.get(name, ())), "name", betas)
+                elif parameter in in_order:
+                    yield KeptState(prefix, parameter, states, (in_order[parameter],), "order", betas)
+                else:
+                    yield KeptState(prefix, parameter, states, (), "nothing", betas)
+
+    def _optimizer_of(self, name: str) -> str | None:
+        found = (prefix for prefix in self._prefixes if name.startswith(prefix))
+        return next((prefix for prefix in found if name.startswith((_STATE, _GROUPS), len(prefix))), None)
+
+    def _keep(self, name: str) -> None:
+        prefix = self._optimizer_of(name)
+        if prefix is not None and name.startswith(_STATE, len(prefix)):
+            parameter, _, state = name[len(prefix) + len(_STATE) :].rpartition(".")
+            self._kept.setdefault(prefix, {}).setdefault(parameter, {})[state] = name
+
+    def _weights_by_name(self) -> dict[str, list[str]]:
+        wanted = {name for of_each in self._kept.values() for name in of_each}
+        wanted |= {name for of_each in self._names.values() for name in of_each.values()}
+        found: dict[str, list[str]] = defaultdict(list)
+        for fqn in self._index.fqns if wanted else ():
+            end = "" if self.is_state(fqn) else fqn
+            while end:
+                if end in wanted:
+                    found[end].append(fqn)
+                end = end.partition(".")[2]
+        return found
+
+    def _weights_by_order(self, prefix: str) -> dict[str, str]:
+        """The weights by number; empty unless exactly one part of the checkpoint fits."""
+        groups = self._groups[prefix]
+        numbers = groups[0].get("params") if len(groups) == 1 else None
+        if not isinstance(numbers, list) or not all(isinstance(number, int) for number in numbers):
+            return {}
+        parts: dict[str, list[str]] = defaultdict(list)
+        for fqn in self._index.fqns:
+            if not self.is_state(fqn):
+                parts[fqn.partition(".")[0]].append(fqn)
+        tried = [
+            dict(zip(map(str, numbers), part, strict=False))
+            for part in parts.values()
+            if len(part) == len(numbers)
+        ]
+        fitting = [weights for weights in tried if self._fit(prefix, weights)]
+        return fitting[0] if len(fitting) == 1 else {}
+
+    def _fit(self, prefix: str, weights: Mapping[str, str]) -> bool:
+        for parameter, states in self._kept[prefix].items():
+            shapes = {shape for name in states.values() if len(shape := self._shape(name)) > 0}
+            if parameter not in weights or not shapes <= {self._shape(weights[parameter])}:
+                return False
+        return True
+
+    def _shape(self, fqn: str) -> tuple[int, ...]:
+        row = self._index.position.get(fqn)
+        return () if row is None else self._index.shape(row)
+
+
+def _prefixes(names: Iterable[str]) -> set[str]:
+    """The prefixes of the entries of optimizers: the text before ``param_groups``."""
+    found = set()
+    for name in names:
+        before, sign, after = name.partition(_GROUPS)
+        if sign and (not before or before.endswith(".")) and (not after or after.startswith(".")):
+            found.add(before)
+    return found
+
+
+def _groups(index: CheckpointIndex, prefix: str) -> list[dict[str, Any]]:
+    """The parameter groups: a list in one value, or flattened, with a value for each member of each."""
+    begin = f"{prefix}{_GROUPS}"
+    groups: dict[str, dict[str, Any]] = defaultdict(dict)
+    for place, name in enumerate(index.objects.fqns):
+        if name == begin:
+            whole = _plain(index, place)
+            return [group for group in whole if isinstance(group, dict)] if isinstance(whole, list) else []
+        if name.startswith(begin + "."):
+            number, _, member = name[len(begin) + 1 :].rpartition(".")
+            if member in ("params", "param_names", "betas"):
+                groups[number][member] = _plain(index, place)
+            else:
+                groups[number].setdefault(member, None)
+    return list(groups.values())
+
+
+def _names(groups: list[dict[str, Any]]) -> dict[str, str]:
+    """The names by number, of groups that have both."""
+    found: dict[str, str] = {}
+    for group in groups:
+        numbers, names = group.get("params"), group.get("param_names")
+        if isinstance(numbers, list) and isinstance(names, list) and len(numbers) == len(names):
+            found.update({str(n): str(name) for n, name in zip(numbers, names, strict=True)})
+    return found
+
+
+def _betas(groups: list[dict[str, Any]]) -> tuple[float, float] | None:
+    found = {
+        tuple(given) if isinstance(given := group.get("betas"), list | tuple) else () for group in groups
+    }
+    betas = found.pop() if len(found) == 1 else ()
+    is_pair = len(betas) == 2 and all(isinstance(one, float) and 0 <= one < 1 for one in betas)
+    return (betas[0], betas[1]) if is_pair else None
+
+
+def _plain(index: CheckpointIndex, place: int) -> Any:
+    at = int(index.objects.plain[place])
+    if at == UNKNOWN:
+        return None
+    try:
+        return decode_value(index.objects.values[at])
+    except CheckpointError:
+        return None
+
+
+# -- panels --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PanelRow:
+    """A weight or a state. ``values``: its statistics; None if they are not known."""
+
+    state: str | None
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    values: Mapping[str, Any] | None
+    mark: Mark | None
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A parameter with its states. ``gradient_rms`` is of the second moment, ``alike`` the share of the first
+    moment in it; None where they are not known. ``is_corrected``: without the bias of both."""
+
+    kept: KeptState
+    rows: tuple[PanelRow, ...]
+    gradient_rms: float | None
+    weight_rms: float | None
+    alike: float | None = None
+    is_corrected: bool = False
+
+
+def panel_of(kept: KeptState, named: NamedTensor, ask: Ask, most_bytes: int) -> Panel:
+    """The panel of one parameter; tensors of more than ``most_bytes`` are not read."""
+    names: Iterable[tuple[str | None, str]] = [*((None, fqn) for fqn in kept.weights), *kept.states.items()]
+    rows: list[PanelRow] = []
+    for state, fqn in islice(names, _ROWS):
+        if fqn in named.readable.opened.index.position:
+            rows.append(_row(state, fqn, named, ask, most_bytes if len(rows) < _READ_ROWS else 0))
+    states = {row.state: row.values for row in rows if row.state is not None}
+    weights = [row.values for row in rows if row.state is None]
+    return _with_moments(kept, tuple(rows), states, weights[0] if len(weights) == 1 else None)
+
+
+def _row(state: str | None, fqn: str, named: NamedTensor, ask: Ask, most_bytes: int) -> PanelRow:
+    index = named.readable.opened.index
+    try:
+        found = statistics_of(ask, named.readable, fqn, most_bytes)
+    except ProblemError:
+        found = None
+    values = None if found is None else found.statistics
+    row = index.position[fqn]
+    dtype = index.dtype(row).name
+    return PanelRow(state, fqn, dtype, index.shape(row), values, mark_of(dtype, values))
+
+
+def _with_moments(
+    kept: KeptState, rows: tuple[PanelRow, ...], states: Mapping[str, Any], weight: Mapping[str, Any] | None
+) -> Panel:
+    """The panel with the root mean squares of gradient and weight, and the share of the gradient that keeps
+    its direction.
+
+    The bias of the moments is corrected as Adam does it (Kingma and Ba, 2015, algorithm 1), where its step is
+    known; without that the moments cannot be compared.
+    """
+    first, second, step = (states.get(name) for name in ("exp_avg", "exp_avg_sq", "step"))
+    weight_rms = None if weight is None else rms_of(weight)
+    if second is not None and second["nans"] + second["infs"]:
+        return Panel(kept, rows, math.nan if second["nans"] else math.inf, weight_rms)
+    if second is None or second["mean"] is None or second["mean"] < 0:
+        return Panel(kept, rows, None, weight_rms)
+    steps = step["min"] if step is not None and step["count"] == 1 else None
+    if kept.betas is None or not steps or steps < 1:
+        return Panel(kept, rows, math.sqrt(second["mean"]), weight_rms)
+    biases = [1 - beta**steps for beta in kept.betas]
+    gradient = math.sqrt(second["mean"] / biases[1])
+    own = None if first is None else rms_of(first)
+    alike = own / biases[0] / gradient if own is not None and gradient else None
+    return Panel(kept, rows, gradient, weight_rms, alike, is_corrected=True)

@@ -1,0 +1,291 @@
+"""Pages of a tensor: its values, its chunks, the states of optimizers, and its values in other steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from glob import escape
+from itertools import islice
+from typing import Annotated, Any, Final
+from urllib.parse import urlencode
+
+from fastapi import Depends, Query
+
+from dcp.server.catalog.filters import CheckpointFilter, Sort
+from dcp.server.catalog.listing import list_checkpoints, neighbour
+from dcp.server.catalog.values import short_name
+from dcp.server.core.answers import IdPath
+from dcp.server.core.ask import Ask, AskDep
+from dcp.server.core.data.access import Readable
+from dcp.server.core.pages.drawing import polyline
+from dcp.server.core.pages.marks import LARGE, largest_of, mark_of
+from dcp.server.core.problems import ProblemError
+from dcp.server.features.checkpoints.snippets import Snippet
+from dcp.server.features.statistics.job import StatsKind, StatsParams
+from dcp.server.features.statistics.web import kept_statistics
+from dcp.server.features.tensors import feature
+from dcp.server.features.tensors.histograms import histogram_picture
+from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
+from dcp.server.records.contents import Chunk, ShardedTensor
+from dcp.server.records.drawings import TensorStatistics
+
+__all__ = ["NamedDep", "NamedTensor", "statistics_of"]
+
+_SMALL_BYTES: Final = 1 << 20
+"""Read while a page is made; a page loads what takes longer by a request of its own."""
+_LARGE_BYTES: Final = 64 << 20
+_MAX_GLOB: Final = 256
+_CHUNKS: Final = 200
+_MAX_BOXES: Final = 1024
+"""More boxes cannot be distinguished, and make the page too large."""
+_PANELS: Final = 4
+_SMALL_COUNT: Final = 2_000
+"""Tensors of checkpoints whose indexes open quickly enough to read one for each step."""
+_STEPS: Final = 24
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """A tensor that is ready to be read. ``fqn`` is its name in the catalog, ``of`` has its chunks."""
+
+    found: CheckpointDetail
+    readable: Readable
+    fqn: str
+    row: int
+    of: ShardedTensor
+
+    @property
+    def elements(self) -> int:
+        """The elements of the whole tensor."""
+        return math.prod(self.of.shape)
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of all its chunks."""
+        index = self.readable.opened.index
+        chunks = index.chunks(self.row)
+        return int(index.payload_lengths[chunks.start : chunks.stop].sum())
+
+    @property
+    def is_plain(self) -> bool:
+        """Check whether lists can be filtered by its name, because it is no glob."""
+        return len(self.fqn) <= _MAX_GLOB and not any(sign in self.fqn for sign in "*?[")
+
+    @property
+    def twin(self) -> str:
+        """The path of its statistics; of a tensor that is too large to be read that of its chunks."""
+        if self.stored_bytes <= _LARGE_BYTES or not self.is_plain:
+            path, query = "tensors/statistics", {"fqn": self.fqn}
+        else:
+            path, query = "shards", {"glob": self.fqn}
+        return f"/api/v1/checkpoints/{self.found.id}/{path}?{urlencode(query)}"
+
+    def url(self, path: str = "", **query: str) -> str:
+        """The path of the page of the tensor, or of one below it."""
+        return f"/checkpoints/{self.found.id}/tensors{path}?{urlencode({'fqn': self.fqn, **query})}"
+
+
+def _named(
+    checkpoint_id: IdPath, fqn: Annotated[str, Query(min_length=1, max_length=4096)], ask: AskDep
+) -> NamedTensor:
+    from dcp.server.features.shards.chunks import sharded_tensors  # only here, as all that reads tensors
+
+    readable = ask.data.open(checkpoint_id)
+    row = readable.opened.row(fqn)
+    _, tensor = next(sharded_tensors(readable.opened.index, after_row=row - 1))
+    return NamedTensor(readable.row, readable, short_name(tensor.fqn), row, tensor)
+
+
+NamedDep = Annotated[NamedTensor, Depends(_named)]
+
+
+def statistics_of(
+    ask: Ask, readable: Readable, fqn: str, most_bytes: int, *, with_histogram: bool = False
+) -> TensorStatistics | None:
+    """The statistics that a job has computed; without any, or without the histogram that is wanted, those of
+    the tensor as it is now, if it has at most ``most_bytes``. None for a larger one."""
+    from dcp.server.features.tensors.values import tensor_statistics
+
+    kept = kept_statistics(ask, readable.row.id, fqn)
+    if kept is not None and not (with_histogram and (kept.statistics or {}).get("histogram") is None):
+        return kept
+    index = readable.opened.index
+    row = readable.opened.row(fqn)
+    if math.prod(index.shape(row)) * index.dtype(row).itemsize > most_bytes:
+        return kept
+    with readable.problems():
+        return tensor_statistics(readable.opened, fqn)
+
+
+@feature.page("/checkpoints/{checkpoint_id}/tensors", "tensor.html")
+def tensor_page(named: NamedDep, ask: Ask, read: bool = False) -> dict[str, Any]:
+    """The tensor; with ``read`` also its values where they take longer to read."""
+    found = named.found
+    before, after = (
+        ask.find(neighbour, found, ask.visible, is_next=is_next, tensor=named.fqn) if named.is_plain else None
+        for is_next in (False, True)
+    )
+    return {
+        "twin": named.twin,
+        "named": named,
+        "found": found,
+        "tensor": named.of,
+        "boxes": _boxes_of(named.of),
+        "chunks": named.of.chunks[:_CHUNKS],
+        "before": before,
+        "after": after,
+        "snippets": _snippets(named, ask),
+        "is_readable": named.stored_bytes <= _LARGE_BYTES,
+        "job": ask.last_job(StatsKind, StatsParams(checkpoint_id=found.id)),
+        "large": LARGE,
+        "read": read,
+        **_values(named, ask, _LARGE_BYTES if read else _SMALL_BYTES),
+    }
+
+
+def _snippets(named: NamedTensor, ask: Ask) -> list[Snippet]:
+    """Code that loads the tensor; no other is read."""
+    place, fqn = ask.place_of(named.found), named.of.fqn
+    return [
+        Snippet("As a tensor", f"import dcp\n\nstate = dcp.read({place!r}, only={escape(fqn)!r})"),
+        Snippet(
+            "From this catalog, as an array",
+            "from dcp.server.client import Client\n\n"
+            f"with Client({str(ask.request.base_url).rstrip('/')!r}) as client:\n"
+            f"    array = client.tensor({named.found.id}, {fqn!r})",
+        ),
+    ]
+
+
+def _values(named: NamedTensor, ask: Ask, most_bytes: int) -> dict[str, Any]:
+    """Statistics, histogram and panels, as far as they are kept or not too large to be read."""
+    from dcp.server.features.tensors.optimizers import OptimizerStates, panel_of
+
+    statistics, fault = None, None
+    try:
+        statistics = statistics_of(ask, named.readable, named.of.fqn, most_bytes, with_histogram=True)
+    except ProblemError as error:
+        fault = error.detail
+    histogram = None if statistics is None else (statistics.statistics or {}).get("histogram")
+    with named.readable.problems():
+        states = OptimizerStates(named.readable.opened.whole_index)
+    return {
+        "statistics": statistics,
+        "fault": fault,
+        "histogram": histogram_picture({named.of.fqn: histogram}),
+        "mark": None if statistics is None else mark_of(statistics.dtype, statistics.statistics),
+        "panels": [
+            panel_of(kept, named, ask, most_bytes) for kept in islice(states.beside(named.of.fqn), _PANELS)
+        ],
+        "is_state": states.is_state(named.of.fqn),
+    }
+
+
+# -- chunks --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnBox:
+    """A chunk, in per cent of width and height. All chunks of a rank have the same ``colour``."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: int
+    of: Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class BoxPicture:
+    """Boxes over two ``dimensions``: down (None: there is only one) and across."""
+
+    boxes: tuple[DrawnBox, ...]
+    dimensions: tuple[int | None, int]
+
+
+def _boxes_of(tensor: ShardedTensor) -> BoxPicture | None:
+    """The chunks of a tensor as boxes over the two dimensions that they cut.
+
+    None where more are cut, where there are too many chunks, and for a tensor without elements.
+    """
+    shape = tensor.shape
+    if not shape or 0 in shape or tensor.chunk_count > _MAX_BOXES:
+        return None
+    cut = [at for at, size in enumerate(shape) if any(chunk.sizes[at] != size for chunk in tensor.chunks)]
+    if len(cut) > 2:
+        return None
+    others = sorted((at for at in range(len(shape)) if at not in cut), key=lambda at: (-shape[at], at))
+    chosen = sorted([*cut, *others][:2])
+    down, across = (None, chosen[0]) if len(chosen) == 1 else (chosen[0], chosen[1])
+    holders = {holder: place for place, holder in enumerate(dict.fromkeys(map(_holder, tensor.chunks)))}
+    boxes = []
+    for chunk in tensor.chunks:
+        (x, width), (y, height) = _extent(chunk, shape, across), _extent(chunk, shape, down)
+        boxes.append(DrawnBox(x, y, width, height, holders[_holder(chunk)] % 6, chunk))
+    return BoxPicture(tuple(boxes), (down, across))
+
+
+def _holder(chunk: Chunk) -> str | int:
+    return chunk.file if chunk.rank is None else chunk.rank
+
+
+def _extent(chunk: Chunk, shape: Sequence[int], dimension: int | None) -> tuple[float, float]:
+    """The begin and length of a chunk along ``dimension``, in per cent."""
+    if dimension is None:
+        return 0.0, 100.0
+    size = shape[dimension]
+    return round(100 * chunk.offsets[dimension] / size, 3), round(100 * chunk.sizes[dimension] / size, 3)
+
+
+# -- other steps ---------------------------------------------------------------------------------------------
+
+
+@feature.page("/checkpoints/{checkpoint_id}/tensors/steps", "steps.html")
+def steps_page(named: NamedDep, ask: Ask) -> dict[str, Any]:
+    """The tensor in neighbouring checkpoints, with what is known of its values there."""
+    rows: list[tuple[Checkpoint, Any, float | None, Any]] = []
+    for one in _around(named, ask):
+        found = _values_at(one, named, ask)
+        values = None if found is None else found.statistics
+        if found is None or values is None:
+            rows.append((one, None, None, None))
+        else:
+            rows.append((one, values, largest_of(values), mark_of(found.dtype, values)))
+    query = {"run_id": named.found.run_id, "tensor": named.fqn, "sort": "step"}
+    known = [(values, largest) for _, values, largest, _ in rows if values is not None]
+    return {
+        "twin": f"/api/v1/checkpoints?{urlencode(query)}" if named.is_plain else named.twin,
+        "named": named,
+        "found": named.found,
+        "rows": rows,
+        "norms": polyline([values["norm"] for values, _ in known if values["norm"] is not None]),
+        "largest": polyline([one for _, one in known if one is not None and math.isfinite(one)]),
+        "known": len(known),
+    }
+
+
+def _values_at(one: Checkpoint, named: NamedTensor, ask: Ask) -> TensorStatistics | None:
+    """The statistics that a job has computed; of a small tensor in a small checkpoint those as it is now."""
+    if named.stored_bytes > _SMALL_BYTES or (named.found.tensor_count or 0) > _SMALL_COUNT:
+        return kept_statistics(ask, one.id, named.of.fqn)
+    try:
+        return statistics_of(ask, ask.data.open(one.id), named.of.fqn, _SMALL_BYTES)
+    except ProblemError:  # the page of that checkpoint shows it
+        return None
+
+
+def _around(named: NamedTensor, ask: Ask) -> list[Checkpoint]:
+    """Checkpoints by step, this one among them."""
+    step = named.found.step
+    if step is None or not named.is_plain:
+        return [named.found]
+    later = _listed(named, ask, "step", min_step=step)
+    return [*_listed(named, ask, "-step", max_step=step - 1)[::-1], *later] if step else later
+
+
+def _listed(named: NamedTensor, ask: Ask, order: str, **steps: int) -> list[Checkpoint]:
+    wanted = CheckpointFilter(run_id=named.found.run_id, tensor=named.fqn, **steps)  # type: ignore[arg-type]
+    sort = Sort.parse(order)
+    return list(ask.find(list_checkpoints, wanted, sort, limit=_STEPS // 2, visible=ask.visible).items)
