@@ -1,4 +1,4 @@
-"""Dependencies of routes: the service, its database, the caller and its scopes.
+"""Dependencies of routes: their access, preconditions and pages.
 
 Every route declares its access: ``dependencies=[requires("read")]``, or ``dependencies=[public]``.
 `create_app` refuses an application with a route that does not. Below ``/api/`` a valid key is needed in any
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, Final, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Final, Union, get_args, get_origin
 
 from fastapi import Depends, Header, Query, Request
 from fastapi.dependencies.models import Dependant
@@ -20,7 +20,6 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from dcp.server.catalog.labels import Change
-from dcp.server.core.http.context import Service
 from dcp.server.core.problems import (
     ForbiddenError,
     NotFoundError,
@@ -30,20 +29,15 @@ from dcp.server.core.problems import (
     UnprocessableError,
 )
 from dcp.server.core.security.principal import Principal, Scope
-from dcp.server.database.engine import Database
 
 __all__ = [
     "MAX_PAGE",
-    "Author",
-    "Caller",
-    "Db",
     "IfMatch",
     "Page",
     "PageParams",
     "Precondition",
     "Public",
     "Requires",
-    "ServiceDep",
     "Writer",
     "check_visible",
     "public",
@@ -55,14 +49,6 @@ MAX_PAGE: Final = 500
 # All are coroutines, because FastAPI sends other functions to a thread, each by itself.
 
 
-async def _service(request: Request) -> Service:
-    return cast(Service, request.app.state.service)
-
-
-async def _database(request: Request) -> Database:
-    return cast(Service, request.app.state.service).database
-
-
 async def _caller(request: Request) -> Principal:
     principal = getattr(request.state, "principal", None)
     if not isinstance(principal, Principal):
@@ -70,9 +56,7 @@ async def _caller(request: Request) -> Principal:
     return principal
 
 
-ServiceDep = Annotated[Service, Depends(_service)]
-Db = Annotated[Database, Depends(_database)]
-Caller = Annotated[Principal, Depends(_caller)]
+_Caller = Annotated[Principal, Depends(_caller)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +66,7 @@ class Requires:
     scope: Scope
     all_roots: bool = False
 
-    async def __call__(self, caller: Caller, request: Request) -> None:
+    async def __call__(self, caller: _Caller, request: Request) -> None:
         """Raises `ForbiddenError`, and `UnprocessableError` for a query that is unknown or twice there."""
         _check_query(request)
         if not caller.may(self.scope):
@@ -227,14 +211,6 @@ class Writer:
             request_id=self.request_id,
             address=self.address,
         )
-
-
-async def _author(request: Request, caller: Caller, service: ServiceDep) -> Writer:
-    address = None if request.client is None else request.client.host
-    return Writer(caller, service.clock(), getattr(request.state, "request_id", None), address)
-
-
-Author = Annotated[Writer, Depends(_author)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.routing import Match
 from starlette.types import Scope as AsgiScope
 
-from dcp.server.core.http.dependencies import requires
 from dcp.server.core.http.handlers import wants_page
 from dcp.server.core.pages.problems import MovedError
 from dcp.server.core.problems import UnprocessableError
 
-__all__ = ["READ", "BrowserRoute", "checked", "pages_router", "query_of"]
+__all__ = ["BrowserRoute", "checked", "pages_router", "query_of"]
 
 Q = TypeVar("Q", bound=BaseModel)
 
@@ -66,7 +65,3 @@ def checked(kind: type[Q], **given: Any) -> Q:
         where = ".".join(map(str, first["loc"]))
         message = f"{where}: {first['msg']}" if where else str(first["msg"])
         raise UnprocessableError(message, field=where) from None
-
-
-READ: Final[list[Any]] = [requires("read")]
-"""Of a page's ``dependencies``."""
