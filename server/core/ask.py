@@ -21,6 +21,7 @@ from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.ledger.reading import count_queued, get_job, last_job
 from dcp.server.core.jobs.ledger.rows import progress_of
+from dcp.server.core.jobs.ledger.states import JobRow
 from dcp.server.core.jobs.ledger.transitions import submit_or_join
 from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.pages import rendering
@@ -195,6 +196,10 @@ class Ask:
             job = get_job(connection, job_id, self.visible)
             progress = {} if job.is_final else progress_of(connection, [job_id])
         return JobAnswer.of(job, progress=progress.get(job_id, job.progress))
+
+    def last_result(self, kind: type[Kind[M]], params: M) -> JobRow | None:
+        """The newest job with the result key of ``params`` that succeeded, with its whole ``result``."""
+        return self.find(last_job, kind.result_key(params), self.visible, succeeded=True, whole=True)
 
     def last_job(self, kind: type[Kind[M]], params: M, after: int = 0) -> JobAnswer | None:
         """Find the newest job with the result key of ``params`` and a number above ``after``, for a page that

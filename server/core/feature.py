@@ -119,8 +119,8 @@ class Panel:
 class Feature:
     """One feature, declared in ``module``.
 
-    A package has its templates in the folder ``templates``, scripts and styles in ``static``; a feature of
-    one file has the texts of its templates in the field ``templates``, by name.
+    A package has its templates in the folder ``templates``, scripts and styles in ``static``. A feature of one
+    file has the texts of its templates in the field ``templates``, by name, or in such a folder beside it.
 
     ``web``: the modules below ``module`` that declare its routes and pages, imported by processes that serve
     HTTP alone; not needed where the module of the feature declares them. ``work``: those that declare
@@ -142,10 +142,14 @@ class Feature:
     panels: list[Panel] = field(default_factory=list)
 
     @property
-    def folder(self) -> Path | None:
-        """The folder of a package; None for a feature of one file, whose folder is not its own."""
-        folders = getattr(importlib.import_module(self.module), "__path__", None)
-        return None if folders is None else Path(folders[0])
+    def folder(self) -> Path:
+        """The folder of the package, or of the one file, which may share it with others."""
+        return Path(str(importlib.import_module(self.module).__file__)).parent
+
+    @property
+    def is_package(self) -> bool:
+        """Whether the folder is the feature's own."""
+        return hasattr(importlib.import_module(self.module), "__path__")
 
     def load(self) -> list[APIRouter]:
         """Import the modules that declare routes and pages. Returns the routers of FastAPI that they have as

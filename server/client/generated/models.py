@@ -136,9 +136,9 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diff:
-    """What differs. `counts` are of all tensors, `tensors` are a page of those that were asked for;
-    `objects` are the first 500."""
+class DiffPage:
+    """Differences. `counts` are of all tensors, `tensors` are a page of the requested ones; `objects`
+    are the first 500."""
 
     a: int
     b: int
@@ -172,8 +172,8 @@ class DriftLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftStep:
-    """What differs at ``step`` from ``from_step``, the one before: checkpoints ``b`` and ``a``.
-    ``added`` and ``removed`` are tensors. ``problem``: why they could not be compared."""
+    """Two neighbouring steps: checkpoint ``b`` at ``step``, and ``a`` at ``from_step``. ``added`` and
+    ``removed`` count tensors. ``problem``: the reason why they could not be compared."""
 
     a: int
     b: int
@@ -208,7 +208,7 @@ class FacetValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
-    """A file of a checkpoint."""
+    """A file of a checkpoint; ``role``: "data", "commit" or "other"."""
 
     name: str
     bytes: int
@@ -394,8 +394,9 @@ class LineageNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCheck:
-    """Whether a checkpoint fills a state, as far as names, shapes and dtypes tell. `answer`: rename
-    and cast are what has to be given to dcp.load."""
+    """The check that a checkpoint fills a state, by names, shapes and dtypes. ``rename``: the rules
+    that let `dcp.load` find what is missing under other names, {} if nothing does; ``renamed``:
+    what is found then."""
 
     checkpoint_id: int
     answer: str
@@ -415,7 +416,7 @@ class LoadCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFindings:
-    """How the names of a state fit."""
+    """Names of a state that fit. ``counts``: by kind of problem; ``problems``: the first 500 of each."""
 
     matching: int
     """That are there, with this shape and dtype as far as they are known."""
@@ -427,7 +428,8 @@ class LoadFindings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadProblem:
-    """A name that is not the same in a state and in the checkpoint that is to fill it."""
+    """A name that is not the same in a state and in the checkpoint that is to fill it. ``stored_fqn``:
+    what it is called in the checkpoint."""
 
     kind: str
     fqn: str
@@ -442,7 +444,8 @@ class LoadProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectDifference:
-    """A value that is not the same on both sides; undecided: it is pickled, and was not read."""
+    """A value that is not the same on both sides: the first 200 characters of each, if it is plain
+    data."""
 
     fqn: str
     kind: str
@@ -454,7 +457,8 @@ class ObjectDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseRow:
-    """Neighbouring ranks, of which there may be one."""
+    """Neighbouring ranks; ``seconds`` are by phase, of the slowest of them, in the order of the
+    phases."""
 
     first_rank: int
     last_rank: int
@@ -468,7 +472,7 @@ class PhaseRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """What one rank wrote."""
+    """The share that one rank wrote; ``rank`` None is files whose names have none."""
 
     rank: int | None = None
     """None: of files whose names tell none."""
@@ -633,8 +637,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunDrift:
-    """How the tensors of a run change from step to step, as a job found. ``layers``: 512 rows at most,
-    in which all ``layer_count`` are."""
+    """Changes of a run's tensors between steps, as a job found them. ``layers``: at most 512 rows,
+    which cover all ``layer_count`` layers."""
 
     run_id: int
     job_id: int
@@ -659,7 +663,7 @@ class RunTimeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePhase:
-    """A phase of a save, over all ranks."""
+    """A phase of a save, over all ranks that noted it. ``within``: it is a part of that one."""
 
     name: str
     within: str | None = None
@@ -676,7 +680,7 @@ class SavePhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePhases:
-    """How long the phases of a save took, by rank."""
+    """Seconds of the phases of a save, by rank; empty where the writer noted nothing."""
 
     rank_count: int
     phases: tuple[SavePhase, ...]
@@ -741,7 +745,7 @@ class SeriesPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMap:
-    """What lies where: rows of files by rank, bins of bytes. Cells are columns of one length."""
+    """Shards by place: rows of files by rank, and in each row bins of ``bin_bytes`` from ``begin`` on."""
 
     rank_count: int
     file_count: int
@@ -774,7 +778,7 @@ class ShardMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMapRow:
-    """Files of neighbouring ranks, of which there may be one."""
+    """Files of neighbouring ranks. ``rank`` None: of files whose names tell none."""
 
     first_rank: int | None = None
     last_rank: int | None = None
@@ -794,7 +798,7 @@ class ShardMapRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedTensor:
-    """A tensor and how it is cut."""
+    """A tensor and how it is cut; ``chunks`` are the first of ``chunk_count``."""
 
     fqn: str
     dtype: str
@@ -805,7 +809,7 @@ class ShardedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
+class StatisticsPage:
     """Statistics of a checkpoint's values: of all tensors together, and of those of this page."""
 
     is_stale: bool
@@ -836,7 +840,7 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A tensor, or a value that is none (then without dtype and shape)."""
+    """A tensor, or a value that is none (``kind`` "object", without dtype and shape)."""
 
     fqn: str
     kind: str
@@ -863,7 +867,8 @@ class TensorBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
-    """A tensor that is not the same on both sides; undecided: of values the checksums do not tell."""
+    """A tensor that is not the same on both sides; "undecided": the job "diff" can tell of its values.
+    ``values``: by how much, where that job has compared them."""
 
     fqn: str
     kind: str
@@ -875,7 +880,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFacts:
-    """What a tensor is on one side."""
+    """A tensor on one side of a difference."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -883,7 +888,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorGrid:
-    """A matrix as cells, row by row. Values that were not asked for are empty."""
+    """A matrix, or a slice that is one, as ``rows`` times ``columns`` cells, row by row."""
 
     fqn: str
     dtype: str
@@ -903,7 +908,8 @@ class TensorGrid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStatistics:
-    """Statistics of one tensor's values."""
+    """Of one tensor's values. ``is_kept``: as a job has computed them, at ``computed_at``; else they
+    were read for this answer."""
 
     fqn: str
     dtype: str
@@ -941,7 +947,7 @@ class TimelineBin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeNode:
-    """What is called `name` below the prefix, with the sums of all below it."""
+    """The sums of all below one name; ``entry`` where the name itself is a tensor or a value."""
 
     name: str
     tensors: int
@@ -953,7 +959,8 @@ class TreeNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDifference:
-    """By how much the values of a tensor differ."""
+    """By how much the values of a tensor differ. ``relative_l2``: the L2 norm of the differences
+    divided by that of the tensor before."""
 
     elements: int
     differing: int
@@ -1154,7 +1161,7 @@ class DiffQuery(TypedDict, total=False):
     """All, if not given."""
     glob: str | None
     order: str | None
-    """Those first that differ most; name: as they were saved; weights: by relative_l2, those of
+    """The largest differences first; name: as they were saved; weights: by relative_l2, those of
     optimizers last."""
 
 
@@ -1180,7 +1187,9 @@ class PhasesQuery(TypedDict, total=False):
     rows: int | None
     """As many rows of ranks at most."""
     first_rank: int | None
+    """Of the rows; phases are over all ranks."""
     last_rank: int | None
+    """Of the rows; phases are over all ranks."""
 
 
 class StoredChunksQuery(TypedDict, total=False):
@@ -1223,13 +1232,13 @@ class LoadOptions(TypedDict, total=False):
     state_of: int | None
     """Of another checkpoint."""
     shapes_job: int | None
-    """That a job of the kind shapes has found."""
+    """Found by a job of the kind shapes."""
     map: str | None
     """A ready weight map to load through."""
     inverse: bool | None
-    """The map's other way."""
+    """Reverse the mapping."""
     below: str | None
-    """What the map's source is below here."""
+    """The prefix here of the names in the map's source."""
 
 
 class JobQuery(TypedDict, total=False):

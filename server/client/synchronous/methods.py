@@ -104,7 +104,7 @@ class Methods(HttpConnection):
         return self._send(call)
 
     def phases(self, checkpoint_id: int, **options: Unpack[models.PhasesQuery]) -> models.SavePhases:
-        """How long the phases of its save took, by rank, as far as the save noted it."""
+        """The seconds of each phase of its save, by rank, as far as the save recorded them."""
         call = Call("GET", f"/checkpoints/{checkpoint_id}/phases", one(models.SavePhases), query(**options))
         return self._send(call)
 
@@ -145,25 +145,24 @@ class Methods(HttpConnection):
     def stored_chunks(
         self, checkpoint_id: int, *, page_size: int = 500, **options: Unpack[models.StoredChunksQuery]
     ) -> Pages[models.StoredChunk]:
-        """Chunks of the map one by one, by rank, file and place, and in how many copies."""
+        """Chunks of the map one by one, by rank, file and place, with their numbers of copies."""
         call = PagedCall(
             f"/checkpoints/{checkpoint_id}/shards/chunks", one(models.StoredChunk), query(**options)
         )
         return Pages(self._send, call, page_size)
 
     def shard_map(self, checkpoint_id: int, **options: Unpack[models.ShardMapQuery]) -> models.ShardMap:
-        """Which rank holds what, and where: rows of files by rank, bins of bytes, the largest tensor in
-        each."""
+        """The map of shards: rows of files by rank, bins of bytes, and the largest tensor in each bin."""
         call = Call("GET", f"/checkpoints/{checkpoint_id}/shards/map", one(models.ShardMap), query(**options))
         return self._send(call)
 
     def rank_shares(self, checkpoint_id: int, *, page_size: int = 500) -> Pages[models.RankShare]:
-        """How much each rank wrote."""
+        """Files, bytes, chunks and tensors of each rank."""
         call = PagedCall(f"/checkpoints/{checkpoint_id}/shards/ranks", one(models.RankShare))
         return Pages(self._send, call, page_size)
 
     def compute_statistics(self, checkpoint_id: int) -> models.Job:
-        """Have them computed of all tensors, by a job; they are kept with the checkpoint."""
+        """Compute the statistics of all tensors, by a job; they are kept with the checkpoint."""
         call = Call("POST", f"/checkpoints/{checkpoint_id}/statistics", one(models.Job))
         return self._send(call)
 
@@ -205,7 +204,7 @@ class Methods(HttpConnection):
         return self._send(call)
 
     def verify(self, checkpoint_id: int) -> models.Job:
-        """Have every byte read and compared, by a job."""
+        """Read and compare every byte, by a job."""
         call = Call("POST", f"/checkpoints/{checkpoint_id}/verifications", one(models.Job))
         return self._send(call)
 
@@ -409,12 +408,12 @@ class Methods(HttpConnection):
         return self._send(call)
 
     def run_drift(self, run_id: int) -> models.RunDrift:
-        """As a job has found it last; not found before the first one, and once that job is forgotten."""
+        """The result of the last job; not found before the first one, and once that job is forgotten."""
         call = Call("GET", f"/runs/{run_id}/drift", one(models.RunDrift))
         return self._send(call)
 
     def compute_drift(self, run_id: int) -> models.Job:
-        """Have it computed of up to 50 steps, by a job; `POST /jobs` with the kind `drift` chooses them."""
+        """Compute it for up to 50 steps, by a job; `POST /jobs` with the kind `drift` chooses the steps."""
         call = Call("POST", f"/runs/{run_id}/drift", one(models.Job))
         return self._send(call)
 
