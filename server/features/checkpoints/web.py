@@ -31,8 +31,6 @@ from dcp.server.records.search import CheckpointFacets, Facet
 
 __all__ = ["ListView", "LookupQuery", "Paged", "find_page", "listed", "lookup_checkpoint", "loss_of"]
 
-_MAX_LABELS: Final = 256
-
 
 class Paged(Query):
     """The size of a page, and where it begins."""
