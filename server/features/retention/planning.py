@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import Connection, case, func, or_, select
+from sqlalchemy import Connection, Row, Select, case, func, null, or_, select
 
 from dcp.manager.retention import Part, Retention, plan
 from dcp.server.catalog.formats import format_in_catalog
@@ -32,6 +32,12 @@ __all__ = ["RunPlan", "plan_run", "retention_totals", "runs_of", "tensor_bytes"]
 
 _WITH_PARTS: Final = frozenset({format_in_catalog(one.name) for one in (DCP, TORCH_DCP)})
 """Formats with a commit that can be replaced."""
+_COLUMNS: Final = (
+    *("id", "key", "step", "format", "state", "committed_seconds", "bytes", "verification", "is_pinned"),
+    "structure_id",
+)
+
+_Checkpoint = Row[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +79,6 @@ class RunPlan:
         )
 
 
-class _CheckpointRow(NamedTuple):
-    id: int
-    key: str
-    step: int | None
-    format: str
-    state: str
-    committed_seconds: float
-    bytes: int
-    verification: str
-    is_pinned: bool
-    structure_id: int | None
-    dropped: frozenset[str] = frozenset()
-
-
 def runs_of(
     connection: Connection, root: str, run_glob: str, *, after: int | None = None, limit: int | None = None
 ) -> list[tuple[int, str]]:
@@ -112,7 +104,7 @@ def plan_run(connection: Connection, run_id: int, run: str, keep: Retention, now
     unjudged: dict[str, None] = {}
     named = _names(connection, run_id)
     measured = _metrics(connection, run_id, keep)
-    by_format: defaultdict[str, list[_CheckpointRow]] = defaultdict(list)
+    by_format: defaultdict[str, list[_Checkpoint]] = defaultdict(list)
     for row in rows:
         if row.step is None:
             found[row.id] = ("no step",)
@@ -132,7 +124,7 @@ def plan_run(connection: Connection, run_id: int, run: str, keep: Retention, now
 
 
 def _taken(
-    connection: Connection, rows: Iterable[_CheckpointRow], drops: Mapping[int, Sequence[Part]]
+    connection: Connection, rows: Iterable[_Checkpoint], drops: Mapping[int, Sequence[Part]]
 ) -> dict[int, tuple[tuple[str, ...], int]]:
     """Return by checkpoint the names of the parts that it has and that are to be dropped, and their bytes."""
     wanted = {row.id: row.structure_id for row in rows if row.id in drops and row.structure_id is not None}
@@ -148,7 +140,7 @@ def _taken(
 
 
 def _plan_group(
-    rows: Sequence[_CheckpointRow],
+    rows: Sequence[_Checkpoint],
     keep: Retention,
     now: float,
     named: dict[int, list[str]],
@@ -158,7 +150,7 @@ def _plan_group(
 
     Of several checkpoints of one step the newest good one counts; the others are kept or deleted with it.
     """
-    by_step: defaultdict[int, list[_CheckpointRow]] = defaultdict(list)
+    by_step: defaultdict[int, list[_Checkpoint]] = defaultdict(list)
     for row in rows:
         by_step[row.step or 0].append(row)
     states = []
@@ -171,7 +163,7 @@ def _plan_group(
                 measured.get(best.id, {}),
                 "good" if _is_good(best) else "damaged",
                 any(row.is_pinned or row.id in named for row in same),
-                best.dropped,
+                _dropped_patterns(best.provenance),
             )
         )
     planned = plan(keep, states, now)
@@ -191,24 +183,19 @@ def _plan_group(
     return found, planned.unjudged.values(), drops
 
 
-def _is_good(row: _CheckpointRow) -> bool:
-    return row.state == "committed" and row.verification != "damaged"
+def _is_good(row: _Checkpoint) -> bool:
+    return bool(row.state == "committed" and row.verification != "damaged")
 
 
-def _rows(connection: Connection, run_id: int, *, with_dropped: bool) -> list[_CheckpointRow]:
-    names = [name for name in _CheckpointRow._fields if name != "dropped"]
-    names += ["provenance"] if with_dropped else []
-    query = (
-        select(*(checkpoints.c[name] for name in names))
+def _rows(connection: Connection, run_id: int, *, with_dropped: bool) -> Sequence[_Checkpoint]:
+    """Read the checkpoints of a run; their provenance only where it is needed, since it may be large."""
+    provenance = checkpoints.c.provenance if with_dropped else null()
+    query: Select[Any] = (
+        select(*(checkpoints.c[name] for name in _COLUMNS), provenance.label("provenance"))
         .where(checkpoints.c.run_id == run_id, checkpoints.c.state.in_(("committed", "unreadable")))
         .order_by(checkpoints.c.step, checkpoints.c.id)
     )
-    found = []
-    for row in connection.execute(query).mappings():
-        own = dict(row)
-        dropped = _dropped_patterns(own.pop("provenance", None))
-        found.append(_CheckpointRow(**own, dropped=dropped))
-    return found
+    return connection.execute(query).all()
 
 
 def _names(connection: Connection, run_id: int) -> dict[int, list[str]]:
