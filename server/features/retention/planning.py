@@ -146,41 +146,40 @@ def _plan_group(
     named: dict[int, list[str]],
     measured: dict[int, dict[str, float]],
 ) -> tuple[dict[int, tuple[str, ...]], Iterable[str], dict[int, tuple[Part, ...]]]:
-    """Return reasons by checkpoint, sentences on rules that cannot be applied, and parts to drop.
-
-    Of several checkpoints of one step the newest good one counts; the others are kept or deleted with it.
-    """
+    """Return reasons by checkpoint, sentences on rules that cannot be applied, and parts to drop."""
     by_step: defaultdict[int, list[_Checkpoint]] = defaultdict(list)
     for row in rows:
-        by_step[row.step or 0].append(row)
-    states = []
-    for step, same in by_step.items():
-        best = max(same, key=lambda row: (_is_good(row), row.committed_seconds, row.id))
-        states.append(
-            StepState(
-                step,
-                best.committed_seconds,
-                measured.get(best.id, {}),
-                "good" if _is_good(best) else "damaged",
-                any(row.is_pinned or row.id in named for row in same),
-                _dropped_patterns(best.provenance),
-            )
-        )
-    planned = plan(keep, states, now)
-    kept = planned.keep
-    found = {}
-    for step, same in by_step.items():
-        for row in same:
-            reasons = [reason for reason in kept.get(step, ()) if reason != "pinned"]
-            if row.is_pinned:
-                reasons.append("pinned")
-            reasons += [f"alias {name}" for name in named.get(row.id, ())]
-            if not reasons and step in kept:
-                reasons = ["another of this step is kept"]
-            found[row.id] = tuple(reasons)
+        by_step[row.step].append(row)
+    planned = plan(keep, [_state(same, named, measured) for same in by_step.values()], now)
+    found = {row.id: _reasons(row, planned.keep.get(row.step), named.get(row.id, ())) for row in rows}
     can_lose = [row for row in rows if row.state == "committed" and row.format in _WITH_PARTS]
-    drops = {row.id: planned.drop[row.step or 0] for row in can_lose if (row.step or 0) in planned.drop}
+    drops = {row.id: planned.drop[row.step] for row in can_lose if row.step in planned.drop}
     return found, planned.unjudged.values(), drops
+
+
+def _state(
+    same: Sequence[_Checkpoint], named: dict[int, list[str]], measured: dict[int, dict[str, float]]
+) -> StepState:
+    """Return the state of a step. Of several checkpoints the newest good one counts; the others are kept or
+    deleted with it."""
+    best = max(same, key=lambda row: (_is_good(row), row.committed_seconds, row.id))
+    return StepState(
+        best.step,
+        best.committed_seconds,
+        measured.get(best.id, {}),
+        "good" if _is_good(best) else "damaged",
+        any(row.is_pinned or row.id in named for row in same),
+        _dropped_patterns(best.provenance),
+    )
+
+
+def _reasons(row: _Checkpoint, of_step: Sequence[str] | None, names: Sequence[str]) -> tuple[str, ...]:
+    reasons = [reason for reason in of_step or () if reason != "pinned"]
+    reasons += ["pinned"] if row.is_pinned else []
+    reasons += [f"alias {name}" for name in names]
+    if not reasons and of_step is not None:
+        return ("another of this step is kept",)
+    return tuple(reasons)
 
 
 def _is_good(row: _Checkpoint) -> bool:
