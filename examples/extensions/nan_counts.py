@@ -30,7 +30,7 @@ class NanKind(SimpleKind[CheckpointParams]):
         context: JobContext,
         params: CheckpointParams,
         subjects: Sequence[Subject],
-        report_progress: ReportProgress,
+        report: ReportProgress,
     ) -> Mapping[str, Any]:
         """Count the NaNs of each layer: of all tensors whose names have it before the last dot."""
         from dcp.inspection.values.statistics import statistics
@@ -39,17 +39,15 @@ class NanKind(SimpleKind[CheckpointParams]):
         root, source = open_source(context, subjects[0])
         nans: Counter[str] = Counter()
         with storage_errors(root), TensorReader(source.store, source.index, verify="full") as reader:
-            found = statistics(reader, progress=lambda done, total: report_progress(done))
+            found = statistics(reader, progress=lambda done, total: report(done))
         for tensor in found.tensors:
             nans[tensor.fqn.rpartition(".")[0]] += tensor.statistics.nans if tensor.statistics else 0
         return {"layers": dict(sorted(nans.items()))}
 
 
 _PAGE = """{% extends "base.html" %}{% import "parts.html" as parts with context %}
-{% block title %}NaNs{% endblock %}{% block content %}<h1>NaNs by layer</h1>
-{% if layers is none %}<form method="post">{{ parts.token_field() }}<button>Count</button></form>{% endif %}
-<table class="rows"><tbody>{% for layer, nans in (layers or {}).items() %}
-<tr><th scope="row">{{ layer }}</th><td class="num">{{ nans|count }}</td></tr>{% endfor %}</tbody></table>
+{% block title %}NaNs{% endblock %}{% block content %}<h1>NaNs by layer</h1>{% if layers is none %}<form method="post">{{ parts.token_field() }}<button>Count</button></form>{% endif %}
+<table class="rows"><tbody>{% for layer, nans in (layers or {}).items() %}<tr><th scope="row">{{ layer }}</th><td class="num">{{ nans|count }}</td></tr>{% endfor %}</tbody></table>
 {% endblock %}"""
 
 feature = Feature(
@@ -77,5 +75,5 @@ def count_form(checkpoint_id: IdPath, ask: Ask) -> str:
 @feature.consumer("nan_counts", kinds=["checkpoint.committed"])
 def post(connection: Connection, events: Sequence[CatalogEvent], context: ScheduleContext) -> None:
     """Post the ids of new checkpoints to the URL in the environment; an error is tried again."""
-    ids = [event.checkpoint_id for event in events]
-    httpx.post(os.environ["NAN_COUNTS_URL"], json={"checkpoints": ids}, timeout=10).raise_for_status()
+    body = {"checkpoints": [event.checkpoint_id for event in events]}
+    httpx.post(os.environ["NAN_COUNTS_URL"], json=body, timeout=10).raise_for_status()

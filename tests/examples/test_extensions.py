@@ -19,8 +19,10 @@ import torch
 
 import dcp
 from dcp.features import registry
+from dcp.server.client import Client as ClientOfService
 from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
+from tests.support.receivers import Receiver
 from tests.support.service import Service, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -186,13 +188,43 @@ def test_a_planner_by_one_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 @pytest.fixture
-def service(installed: dict[str, str], places: dict[str, Path], tmp_path: Path) -> Iterator[Service]:
+def receiver() -> Iterator[Receiver]:
+    """The URL to which new checkpoints are posted."""
+    with Receiver() as running:
+        yield running
+
+
+@pytest.fixture
+def service(
+    installed: dict[str, str], places: dict[str, Path], tmp_path: Path, receiver: Receiver
+) -> Iterator[Service]:
     """A catalog of both places."""
     roots = {"data": {"url": str(places["data"])}, "zip": {"url": f"zip://{places['zip']}"}}
     settings = {"roots": roots, "database_url": f"sqlite:///{tmp_path}/catalog.sqlite"}
-    environment = {"PYTHONPATH": installed["PYTHONPATH"], "NAN_COUNTS_URL": "http://127.0.0.1:9/"}
+    environment = {"PYTHONPATH": installed["PYTHONPATH"], "NAN_COUNTS_URL": receiver.url}
     with Service(tmp_path / "service", settings, environment=environment) as running:
         yield running
+
+
+def test_a_feature_of_the_service_in_one_file(
+    service: Service, places: dict[str, Path], receiver: Receiver
+) -> None:
+    """A job counts, its page shows the counts, the page of the checkpoint links to it, commits are posted."""
+    state = {"layer.weight": torch.tensor([1.0, torch.nan, torch.nan]), "layer.bias": torch.ones(1)}
+    dcp.save(state, checkpoint_id=places["data"] / "run" / "step-00000009", no_dist=True)
+    with service.client() as client, ClientOfService(service.url) as catalog:
+        found = catalog.register("run/step-00000009", root="data")
+        job = catalog.wait(catalog.submit("nan_counts", {"checkpoint_id": found.id}).id)
+        assert job.result == {"layers": {"layer": 2}}
+        pages = {"accept": "text/html"}
+        page = client.get(f"/checkpoints/{found.id}/nans", headers=pages)
+        assert (page.status_code, "layer" in page.text, 'class="num">2<' in page.text) == (200, True, True)
+        assert f"/checkpoints/{found.id}/nans" in client.get(f"/checkpoints/{found.id}", headers=pages).text
+
+    def posted() -> bool:
+        return any(found.id in json.loads(one.body)["checkpoints"] for one in receiver.requests)
+
+    wait_until(posted, "the new checkpoint is posted")
 
 
 @pytest.mark.exhaustive
