@@ -46,17 +46,15 @@ class NanKind(SimpleKind[CheckpointParams]):
 
 
 _PAGE = """{% extends "base.html" %}{% import "parts.html" as parts with context %}
-{% block title %}NaNs{% endblock %}{% block content %}<h1>NaNs by layer</h1>{% if layers is none %}<form method="post">{{ parts.token_field() }}<button>Count</button></form>{% endif %}
-<table class="rows"><tbody>{% for layer, nans in (layers or {}).items() %}<tr><th scope="row">{{ layer }}</th><td class="num">{{ nans|count }}</td></tr>{% endfor %}</tbody></table>
+{% block title %}NaNs{% endblock %}{% block content %}<h1>NaNs by layer</h1>
+{% if layers is none %}<form method="post">{{ parts.token_field() }}<button>Count</button>
+</form>{% endif %}
+<table class="rows"><tbody>{% for layer, nans in (layers or {}).items() %}
+<tr><th scope="row">{{ layer }}</th><td class="num">{{ nans|count }}</td></tr>{% endfor %}</tbody></table>
 {% endblock %}"""
 
-feature = Feature(
-    "nan_counts",
-    __name__,
-    kinds=[NanKind()],
-    templates={"nans.html": _PAGE},
-    links=[Link("checkpoint", "NaNs by layer", "/checkpoints/{id}/nans")],
-)
+_LINK = Link("checkpoint", "NaNs by layer", "/checkpoints/{id}/nans")
+feature = Feature("nan_counts", __name__, kinds=[NanKind()], templates={"nans.html": _PAGE}, links=[_LINK])
 
 
 @feature.page("/checkpoints/{checkpoint_id}/nans", "nans.html")

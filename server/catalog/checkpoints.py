@@ -186,11 +186,7 @@ class _Batch:
         if not change.columns:
             self.done[place] = Upserted(row["id"], is_new=False, is_changed=False, became_committed=False)
             return
-        self.connection.execute(
-            update(checkpoints)
-            .where(checkpoints.c.id == row["id"])
-            .values(**change.columns, version=checkpoints.c.version + 1, updated_seconds=self.now)
-        )
+        bump(self.connection, row["id"], self.now, **change.columns)
         if change.is_other_save:
             self.connection.execute(delete(metrics).where(metrics.c.checkpoint_id == row["id"]))
         after = row | change.columns
@@ -268,18 +264,15 @@ def set_state(
         raise StateError(f"checkpoint {checkpoint_id} is {row['state']}: not {state}", state=row["state"])
     if state == "deleted" and row["is_pinned"]:
         raise StateError(f"checkpoint {checkpoint_id} is pinned: unpin it first", state=row["state"])
-    connection.execute(
-        update(checkpoints)
-        .where(checkpoints.c.id == checkpoint_id)
-        .values(
-            state=state,
-            version=checkpoints.c.version + 1,
-            updated_seconds=now,
-            observed_seconds=now,
-            problem=problem,
-            deleted_seconds={"deleted": now, "purged": row["deleted_seconds"]}.get(state),
-            purge_after_seconds=purge_after_seconds if state == "deleted" else None,
-        )
+    bump(
+        connection,
+        checkpoint_id,
+        now,
+        state=state,
+        observed_seconds=now,
+        problem=problem,
+        deleted_seconds={"deleted": now, "purged": row["deleted_seconds"]}.get(state),
+        purge_after_seconds=purge_after_seconds if state == "deleted" else None,
     )
     change = RunChange()
     change.count((row["state"], row["bytes"]), (state, row["bytes"]))

@@ -114,13 +114,11 @@ def lock_checkpoint(
     return row
 
 
-def bump(connection: Connection, checkpoint_id: int, now: float) -> None:
-    """Something about the checkpoint has changed: another version."""
-    connection.execute(
-        update(checkpoints)
-        .where(checkpoints.c.id == checkpoint_id)
-        .values(version=checkpoints.c.version + 1, updated_seconds=now)
-    )
+def bump(connection: Connection, checkpoint_id: int, now: float, **values: Any) -> None:
+    """Make another version of the checkpoint, with ``values`` of columns where these change."""
+    statement = update(checkpoints).where(checkpoints.c.id == checkpoint_id)
+    values |= {"version": checkpoints.c.version + 1, "updated_seconds": now}
+    connection.execute(statement.values(**values))
 
 
 def labels_of(connection: Connection, numbers: Iterable[int]) -> dict[int, dict[str, Any]]:

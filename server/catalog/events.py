@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from sqlalchemy import Connection, func, insert, select, text, update
@@ -80,19 +80,7 @@ def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float) -> 
         return
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ORDER_LOCK})
-    connection.execute(
-        insert(events),
-        [
-            {
-                "kind": event.kind,
-                "root_id": event.root_id,
-                "checkpoint_id": event.checkpoint_id,
-                "data": dict(event.data),
-                "at_seconds": now,
-            }
-            for event in new
-        ],
-    )
+    connection.execute(insert(events), [{**asdict(event), "at_seconds": now} for event in new])
 
 
 def events_after(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, Select, func, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, func, select
 
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.runs import get_run
@@ -270,25 +270,28 @@ def metric_series(
     """``metric`` of the committed checkpoints of a run that have a step: by step, in at most ``points`` of
     about as many checkpoints each. `MissingError` for a run that may not be seen."""
     get_run(connection, run_id, visible)
+    rows = connection.execute(_binned(run_id, metric, points))
+    found = tuple(record_of_row(SeriesPoint, row) for row in rows)
+    noted = checkpoints.c.user_metadata[("metrics", metric)].as_string()
+    of_steps = select(func.count(), func.min(checkpoints.c.step), func.max(checkpoints.c.step))
+    query = of_steps.where(*_with_step(run_id), noted.in_(NONFINITE))
+    nonfinite, first, last = connection.execute(query).one()
+    return Series(run_id, metric, sum(point.count for point in found), found, nonfinite, first, last)
+
+
+def _binned(run_id: int, metric: str, points: int) -> Select[Any]:
+    """Rows of `SeriesPoint`."""
     order = (checkpoints.c.step_order, checkpoints.c.id)
+    bin_number = func.ntile(points).over(order_by=order).label("bin")
     rows = (
         select(
-            checkpoints.c.id,
-            checkpoints.c.step,
-            checkpoints.c.committed_seconds,
-            metrics.c.value,
-            func.ntile(points).over(order_by=order).label("bucket"),
+            checkpoints.c.id, checkpoints.c.step, checkpoints.c.committed_seconds, metrics.c.value, bin_number
         )
         .join(metrics, metrics.c.checkpoint_id == checkpoints.c.id)
-        .where(
-            checkpoints.c.run_id == run_id,
-            checkpoints.c.state == "committed",
-            checkpoints.c.step.is_not(None),
-            metrics.c.name == metric,
-        )
+        .where(*_with_step(run_id), metrics.c.name == metric)
         .subquery()
     )
-    query = (
+    return (
         select(
             func.max(rows.c.id).label("checkpoint_id"),
             func.min(rows.c.step).label("first_step"),
@@ -299,20 +302,12 @@ def metric_series(
             func.max(rows.c.value).label("max"),
             func.avg(rows.c.value).label("mean"),
         )
-        .group_by(rows.c.bucket)
-        .order_by(rows.c.bucket)
+        .group_by(rows.c.bin)
+        .order_by(rows.c.bin)
     )
-    found = tuple(record_of_row(SeriesPoint, row) for row in connection.execute(query))
-    noted = checkpoints.c.user_metadata[("metrics", metric)].as_string()
-    odd = connection.execute(
-        select(func.count(), func.min(checkpoints.c.step), func.max(checkpoints.c.step)).where(
-            checkpoints.c.run_id == run_id,
-            checkpoints.c.state == "committed",
-            checkpoints.c.step.is_not(None),
-            noted.in_(NONFINITE),
-        )
-    ).one()
-    count = sum(point.count for point in found)
-    return Series(
-        run_id, metric, count, found, odd[0], first_nonfinite_step=odd[1], last_nonfinite_step=odd[2]
-    )
+
+
+def _with_step(run_id: int) -> tuple[ColumnElement[bool], ...]:
+    """Conditions of committed checkpoints of the run that have a step."""
+    is_committed = checkpoints.c.state == "committed"
+    return checkpoints.c.run_id == run_id, is_committed, checkpoints.c.step.is_not(None)

@@ -7,15 +7,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, insert, select
 
-from dcp.server.catalog.details import get_checkpoint, lock_checkpoint
+from dcp.server.catalog.details import bump, get_checkpoint, lock_checkpoint
 from dcp.server.catalog.events import checkpoint_event, emit_all
 from dcp.server.catalog.values import clean_json, clean_text
 from dcp.server.database.documents import find_item, read_items, write_document
 from dcp.server.database.records import record_of_row
 from dcp.server.database.sql import insert_or_update
-from dcp.server.database.tables import checkpoints, statistics, verifications
+from dcp.server.database.tables import statistics, verifications
 from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.contents import Verification
 from dcp.server.records.declaring import moment
@@ -109,18 +109,8 @@ def _change(
     now: float,
 ) -> None:
     """Set the verdict of the checkpoint ``row``, and emit its event."""
-    connection.execute(
-        update(checkpoints)
-        .where(checkpoints.c.id == row["id"])
-        .values(
-            verification=outcome,
-            verified_seconds=now,
-            problem=problem,
-            content_digest=content_digest,
-            version=checkpoints.c.version + 1,
-            updated_seconds=now,
-        )
-    )
+    found = {"verification": outcome, "verified_seconds": now, "problem": problem}
+    bump(connection, row["id"], now, **found, content_digest=content_digest)
     kind = "checkpoint.verified" if outcome == "good" else "checkpoint.damaged"
     emit_all(connection, [checkpoint_event(kind, row, mode=mode, problem=problem)], now=now)
 

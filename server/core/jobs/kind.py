@@ -169,6 +169,18 @@ class Kind(ABC, Generic[P]):
         """The key of the last result: a page with ``params`` shows the newest of the jobs that have it."""
         return cls.dedup_key(params)
 
+    def new_job(self, params: P, caller: Principal, **more: Any) -> JobSpec:
+        """A job of ``caller`` with ``params``. ``more`` are fields of `JobSpec`, also in place of these."""
+        fields: dict[str, Any] = {
+            "kind": self.name,
+            "params": params.model_dump(mode="json"),
+            "created_by": caller.name,
+            "dedup_key": self.dedup_key(params),
+            "result_key": self.result_key(params),
+            "max_attempts": self.max_attempts,
+        }
+        return JobSpec(**fields | more)
+
     @abstractmethod
     def specify(self, connection: Connection, params: P, caller: Principal, settings: Settings) -> JobSpec:
         """The job for ``params``, ready for the ledger, if ``caller`` may see and change what they name.

@@ -48,16 +48,8 @@ class SimpleKind(Kind[P]):
     def specify(self, connection: Connection, params: P, caller: Principal, settings: Settings) -> JobSpec:
         """As `Kind.specify`."""
         *_, subject = [find_subject(connection, one, caller.roots) for one in self._numbers(params)]
-        return JobSpec(
-            kind=self.name,
-            params=params.model_dump(mode="json"),
-            created_by=caller.name,
-            root=subject.root,
-            checkpoint_id=subject.id,
-            subjects=self._numbers(params),
-            dedup_key=self.dedup_key(params),
-            result_key=self.result_key(params),
-        )
+        numbers = self._numbers(params)
+        return self.new_job(params, caller, root=subject.root, checkpoint_id=subject.id, subjects=numbers)
 
     def prepare(self, connection: Connection, params: P) -> Json:
         """As `Kind.prepare`."""

@@ -72,14 +72,7 @@ class DriftKind(Kind[DriftParams]):
         """As `Kind.specify`."""
         run = get_run(connection, params.run_id, caller.roots)
         _chosen(connection, params)
-        return JobSpec(
-            kind=self.name,
-            params=params.model_dump(mode="json"),
-            created_by=caller.name,
-            root=run.root,
-            dedup_key=self.dedup_key(params),
-            result_key=self.result_key(params),
-        )
+        return self.new_job(params, caller, root=run.root)
 
     def prepare(self, connection: Connection, params: DriftParams) -> Json:
         """As `Kind.prepare`."""
