@@ -14,21 +14,15 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from dcp.server.core import monitoring
 from dcp.server.core.http import documentation
-from dcp.server.core.http.access import check_routes
+from dcp.server.core.http.admission import AuthenticationMiddleware, HostMiddleware
 from dcp.server.core.http.context import Service
 from dcp.server.core.http.handlers import install_handlers
-from dcp.server.core.http.large_bodies import LargeBodies
+from dcp.server.core.http.idempotency import IdempotencyMiddleware
 from dcp.server.core.http.lifespan import lifespan
-from dcp.server.core.http.middleware.authentication import AuthenticationMiddleware
-from dcp.server.core.http.middleware.compression import CompressionMiddleware
-from dcp.server.core.http.middleware.hosts import HostMiddleware
-from dcp.server.core.http.middleware.idempotency import IdempotencyMiddleware
-from dcp.server.core.http.middleware.limits import LimitMiddleware
-from dcp.server.core.http.middleware.methods import MethodMiddleware
-from dcp.server.core.http.middleware.requests import RequestMiddleware
-from dcp.server.core.http.paths import Paths
+from dcp.server.core.http.limits import LimitMiddleware
 from dcp.server.core.http.readiness import Readiness
-from dcp.server.core.http.routers import API, operation_id
+from dcp.server.core.http.responses import CompressionMiddleware, RequestMiddleware
+from dcp.server.core.http.routers import API, LargeBodies, MethodMiddleware, Paths, check_routes, operation_id
 from dcp.server.core.pages import assets
 from dcp.server.core.pages.problems import problem_page
 from dcp.server.core.pages.rendering import environment_of

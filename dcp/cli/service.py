@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
@@ -227,7 +228,7 @@ def _create(
         raise typer.BadParameter("letters, digits and _./:@+=- are taken, 128 at most", param_hint="NAME")
     now_seconds = time.time()
     with _opened(settings, is_made=True) as opened, opened.write() as connection:
-        record, secret = keys.create_key(
+        made = keys.create_key(
             connection,
             name=name,
             scopes=scopes,
@@ -236,9 +237,9 @@ def _create(
             now_seconds=now_seconds,
         )
         detail = {"name": name, "scopes": sorted({*scopes}), "roots": root}
-        audit.record(connection, "cli", "key.create", f"key:{record.id}", detail, now=now_seconds)
-    data = {"id": record.id, "name": name, "scopes": sorted({*scopes}), "key": secret}
-    return Answer(data, lambda: print(secret))
+        audit.record(connection, "cli", "key.create", f"key:{made.id}", detail, now=now_seconds)
+    data = {"id": made.id, "name": name, "scopes": sorted({*scopes}), "key": made.key}
+    return Answer(data, lambda: print(made.key))
 
 
 def _check_names(option: str, given: Any, known: Any) -> None:
@@ -260,12 +261,18 @@ def _list_keys(settings: Settings = _SETTINGS) -> Answer:
 
     with _opened(settings) as opened, opened.read() as connection:
         records = keys.list_keys(connection)
-    rows = []
-    for record in records:
-        roots = None if record.roots is None else sorted(record.roots)
-        facts = {"scopes": sorted(record.scopes), "roots": roots, "is_valid": record.is_valid(time.time())}
-        rows.append(asdict(record) | facts)
+    rows = [_facts_of(key) | {"is_valid": keys.is_valid(key, time.time())} for key in records]
     return Answer(rows, lambda: _print_keys(rows))
+
+
+def _facts_of(record: Any) -> dict[str, Any]:
+    """The fields of a record; times as seconds."""
+    return {
+        f"{name.removesuffix('_at')}_seconds" if name.endswith("_at") else name: (
+            value.timestamp() if isinstance(value, datetime) else value
+        )
+        for name, value in asdict(record).items()
+    }
 
 
 def _print_keys(keys: list[dict[str, Any]]) -> None:

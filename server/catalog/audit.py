@@ -1,43 +1,22 @@
-"""Who did what, when, to what: one row for each change that somebody asked for."""
+"""The audit log: a row for each requested change, with its actor, time and target."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sqlalchemy import Connection, insert, select
 
-from dcp.server.catalog.cursors import decode_cursor, encode_cursor
+from dcp.server.catalog.cursors import read_page
 from dcp.server.catalog.values import clean_json, clean_text
+from dcp.server.database.records import record_of_row
 from dcp.server.database.tables import audit
+from dcp.server.records.administration import AuditEntry
+from dcp.server.records.lists import Page
 
-__all__ = ["AuditEntry", "AuditPage", "audit_page", "last_removal", "record"]
-
-_CURSOR = "audit"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AuditEntry:
-    """One row. ``target`` is such as "checkpoint:12"."""
-
-    id: int
-    at_seconds: float
-    actor: str
-    action: str
-    target: str
-    detail: Any
-    request_id: str | None
-    address: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class AuditPage:
-    """Entries, newest first, and where the next page begins."""
-
-    entries: list[AuditEntry]
-    next_cursor: str | None
+__all__ = ["audit_page", "last_removal", "record"]
 
 
 def record(
@@ -76,7 +55,7 @@ def last_removal(connection: Connection, checkpoint_id: int) -> AuditEntry | Non
         .limit(1)
     )
     row = connection.execute(query).one_or_none()
-    return None if row is None else AuditEntry(**row._mapping)
+    return None if row is None else record_of_row(AuditEntry, row)
 
 
 def audit_page(
@@ -89,9 +68,10 @@ def audit_page(
     until_seconds: float | None = None,
     cursor: str | None = None,
     limit: int = 50,
-) -> AuditPage:
-    """Entries of this actor, action and target (each exactly), from ``since`` to before ``until``."""
-    query = select(audit).order_by(audit.c.id.desc()).limit(limit + 1)
+) -> Page[AuditEntry]:
+    """Entries of this actor, action and target (each exactly), newest first, from ``since_seconds`` to before
+    ``until_seconds``."""
+    query = select(audit)
     for column, value in ((audit.c.actor, actor), (audit.c.action, action), (audit.c.target, target)):
         if value is not None:
             query = query.where(column == value)
@@ -99,9 +79,6 @@ def audit_page(
         query = query.where(audit.c.at_seconds >= since_seconds)
     if until_seconds is not None:
         query = query.where(audit.c.at_seconds < until_seconds)
-    if cursor is not None:
-        (before,) = decode_cursor(cursor, _CURSOR, int)
-        query = query.where(audit.c.id < before)
-    rows = connection.execute(query).all()
-    entries = [AuditEntry(**row._mapping) for row in rows[:limit]]
-    return AuditPage(entries, encode_cursor(_CURSOR, entries[-1].id) if len(rows) > limit else None)
+    make = partial(record_of_row, AuditEntry)
+    key = (audit.c.id, int)
+    return read_page(connection, query, make, "audit", key, cursor=cursor, limit=limit, descending=True)

@@ -14,21 +14,18 @@ from typing import Any, Final
 from sqlalchemy import Connection, bindparam, delete, select, update
 
 from dcp.server.catalog import audit
-from dcp.server.catalog.details import CheckpointDetail, bump, get_checkpoint, labels_of, lock_checkpoint
+from dcp.server.catalog.details import bump, get_checkpoint, labels_of, lock_checkpoint
 from dcp.server.catalog.errors import InvalidQueryError, StateError
-from dcp.server.catalog.events import NewEvent, emit_all
-from dcp.server.catalog.facts import CheckpointFacts, State, Upserted, announcement, change_of
+from dcp.server.catalog.events import NewEvent, checkpoint_event, emit_all
+from dcp.server.catalog.facts import CheckpointFacts, Upserted, announcement, change_of
 from dcp.server.catalog.roots import root_id
 from dcp.server.catalog.runs import RunChange, ensure_runs, refresh_runs
 from dcp.server.catalog.structures import ensure_structures
 from dcp.server.database.sql import dialect_insert, insert_missing, insert_or_update
 from dcp.server.database.tables import checkpoint_names, checkpoints, metrics, tags
+from dcp.server.records.checkpoints import CheckpointDetail, State
 
 __all__ = [
-    "CheckpointDetail",
-    "CheckpointFacts",
-    "Upserted",
-    "get_checkpoint",
     "mark_vanished",
     "set_state",
     "upsert_checkpoint",
@@ -67,7 +64,7 @@ def upsert_checkpoints(
     """Write what has been found out of checkpoints, each key once; one answer for each, in order.
 
     Makes runs and structures as needed, updates the runs' sums, emits "checkpoint.committed" for content that
-    is new. With ``actor`` the audit log tells of each change; the scanner, which nobody asked, has none.
+    is new. With ``actor`` each change is in the audit log; scans have none.
     Raises `MissingError` for a root that `sync_roots` does not know.
     """
     now = time.time() if now is None else now
@@ -256,17 +253,15 @@ def set_state(
     now: float | None = None,
     problem: str | None = None,
     purge_after_seconds: float | None = None,
-    expected_version: int | None = None,
-    visible: frozenset[str] | None = None,
 ) -> CheckpointDetail:
     """Set the state, with what belongs to it; the checkpoint as it is then.
 
-    ``purge_after_seconds`` (a time) goes with "deleted". Emits "checkpoint.deleted"; the audit log
-    tells of it. Setting the state that it has does nothing. Raises `MissingError`, `ChangedError`, and
+    ``purge_after_seconds`` (a time) goes with "deleted". Emits "checkpoint.deleted"; writes an
+    audit entry. Setting the state that it has does nothing. Raises `MissingError`, `ChangedError`, and
     `StateError` for a state that does not follow the present one, and for deleting what is pinned.
     """
     now = time.time() if now is None else now
-    row = lock_checkpoint(connection, checkpoint_id, visible, expected_version)
+    row = lock_checkpoint(connection, checkpoint_id)
     if row["state"] == state:
         return get_checkpoint(connection, checkpoint_id)
     if state not in _NEXT[row["state"]]:
@@ -292,9 +287,8 @@ def set_state(
     before = {"from": row["state"], "to": state, "root": row["root"], "key": row["key"]}
     audit.record(connection, actor, "checkpoint.state", f"checkpoint:{checkpoint_id}", before, now=now)
     if state == "deleted":
-        told = {name: row[name] for name in ("root", "run", "key", "step", "format")}
-        data = told | {"purge_after_seconds": purge_after_seconds}
-        emit_all(connection, [NewEvent("checkpoint.deleted", row["root_id"], checkpoint_id, data)], now=now)
+        event = checkpoint_event("checkpoint.deleted", row, purge_after_seconds=purge_after_seconds)
+        emit_all(connection, [event], now=now)
     return get_checkpoint(connection, checkpoint_id)
 
 

@@ -1,4 +1,4 @@
-"""Cursors: where a page ended, as a word that clients hand back and need not understand.
+"""Cursors: the place at which a page ended, as a word that clients send back and need not understand.
 
 Nothing secret is in one and it gives no rights, so it is not signed; whatever comes back is checked.
 """
@@ -10,11 +10,17 @@ import binascii
 import hashlib
 import json
 import math
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from sqlalchemy import ColumnElement, Connection, Row, Select, tuple_
 
 from dcp.server.catalog.errors import InvalidQueryError
+from dcp.server.records.lists import Page
 
-__all__ = ["decode_cursor", "encode_cursor", "offset_of", "query_mark"]
+__all__ = ["decode_cursor", "encode_cursor", "offset_of", "query_mark", "read_page"]
+
+T = TypeVar("T")
 
 _VERSION: Final = 1
 _MAX_CHARACTERS: Final = 4096
@@ -28,7 +34,7 @@ def encode_cursor(mark: str, *values: int | float | str) -> str:
 
 
 def decode_cursor(cursor: str, mark: str, *types: type) -> tuple[Any, ...]:
-    """The values, one of each type. `InvalidQueryError` if it is none of ours, or of another query."""
+    """The values, one of each type. `InvalidQueryError` for one of another service or query."""
     try:
         if len(cursor) > _MAX_CHARACTERS:
             raise ValueError
@@ -45,13 +51,37 @@ def decode_cursor(cursor: str, mark: str, *types: type) -> tuple[Any, ...]:
     return tuple(values)
 
 
+def read_page(
+    connection: Connection,
+    query: Select[Any],
+    make: Callable[[Row[Any]], T],
+    mark: str,
+    *keys: tuple[ColumnElement[Any], type],
+    cursor: str | None,
+    limit: int,
+    descending: bool = False,
+) -> Page[T]:
+    """Up to ``limit`` rows of ``query`` behind the cursor as records, in the order of ``keys``, columns with
+    their types that tell rows apart. `InvalidQueryError` for a cursor of another query."""
+    columns = [column for column, _ in keys]
+    if cursor is not None:
+        order, last = tuple_(*columns), tuple_(*decode_cursor(cursor, mark, *(kind for _, kind in keys)))
+        query = query.where(order < last if descending else order > last)
+    query = query.order_by(*(column.desc() if descending else column.asc() for column in columns))
+    places = [column.label(f"place_{number}") for number, column in enumerate(columns)]
+    rows = connection.execute(query.add_columns(*places).limit(limit + 1)).all()
+    more = len(rows) > limit
+    next_cursor = encode_cursor(mark, *rows[limit - 1][-len(places) :]) if more else None
+    return Page(tuple(make(row) for row in rows[:limit]), next_cursor)
+
+
 def offset_of(cursor: str | None, mark: str, first: int = 0) -> int:
     """The number that a cursor has, from which a page begins; ``first`` without a cursor."""
     return first if cursor is None else max(first, decode_cursor(cursor, mark, int)[0])
 
 
 def query_mark(*parts: object) -> str:
-    """A short word for the query that ``parts`` describe: a cursor goes on with that query only."""
+    """A short word for the query that ``parts`` describe: a cursor is valid for that query only."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

@@ -16,8 +16,6 @@ from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
 from dcp.steps import PARTIAL, partial_of
 
 __all__ = [
-    "Checkpoint",
-    "CheckpointDetail",
     "CheckpointName",
     "find_checkpoint",
     "get_checkpoint",
@@ -32,7 +30,7 @@ C = TypeVar("C", bound=Checkpoint)
 
 _NOTED_METRICS: Final = "noted_metrics"
 _NOTED_PARTS: Final = "noted_parts"
-"""What the user metadata say of metrics, which may not be finite, and of a partial save."""
+"""Notes in user metadata: of metrics, which may not be finite, and of a partial save."""
 
 
 def row_columns(record: type[Checkpoint] = Checkpoint) -> list[Any]:
@@ -97,7 +95,7 @@ def lock_checkpoint(
     visible: frozenset[str] | None = None,
     expected_version: int | None = None,
 ) -> Mapping[Any, Any]:
-    """The row with ``root`` and ``run``; nobody else changes it before this transaction ends.
+    """The row with ``root`` and ``run``; locked until this transaction ends.
 
     Raises `MissingError`, and `ChangedError` if it is not in ``expected_version``.
     """

@@ -1,4 +1,4 @@
-"""What the catalog refuses.
+"""Errors of the catalog.
 
 ::
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class CatalogError(Exception):
-    """Base of all; its text may be shown to whoever asked."""
+    """Base of all; its text may be shown to the caller."""
 
 
 class MissingError(CatalogError):
@@ -36,7 +36,7 @@ class MissingError(CatalogError):
 
 
 class ChangedError(CatalogError):
-    """Somebody else changed it since: it has ``version``, and ``expected`` was asked for."""
+    """It was changed since: it has ``version``, and ``expected`` was required."""
 
     def __init__(self, what: str, key: int | str, *, expected: int, version: int) -> None:
         super().__init__(f"{what} {key} has changed: it is in version {version}, not {expected}")
@@ -55,7 +55,7 @@ class StateError(CatalogError):
 
 
 class ProtectedError(CatalogError):
-    """The alias ``name`` is protected; whoever asked may not move or remove it."""
+    """The alias ``name`` is protected; the caller may not move or remove it."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"alias {name!r} is protected: that needs the scope admin")

@@ -15,6 +15,7 @@ from dcp.server.database.tables import consumers, events, roots
 __all__ = [
     "CatalogEvent",
     "NewEvent",
+    "checkpoint_event",
     "emit",
     "emit_all",
     "events_after",
@@ -35,6 +36,12 @@ class NewEvent:
     root_id: int | None = None
     checkpoint_id: int | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
+
+
+def checkpoint_event(kind: str, row: Mapping[Any, Any], **data: Any) -> NewEvent:
+    """An event of a checkpoint: ``row`` with the keys of its root and run."""
+    known = {name: row[name] for name in ("root", "run", "key", "step", "format")}
+    return NewEvent(kind, row["root_id"], row["id"], known | data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +66,11 @@ def emit(
     now: float | None = None,
 ) -> None:
     """Write one event, which becomes visible with the transaction. See `emit_all`."""
-    emit_all(connection, [NewEvent(kind, root_id, checkpoint_id, data or {})], now=now)
+    event = NewEvent(kind, root_id, checkpoint_id, data or {})
+    emit_all(connection, [event], now=time.time() if now is None else now)
 
 
-def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float | None = None) -> None:
+def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float) -> None:
     """Write events; best as the last step of a transaction.
 
     PostgreSQL assigns ids before it commits. A reader of "all after 6" that sees 8 while 7 is not committed
@@ -72,7 +80,6 @@ def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float | No
         return
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _ORDER_LOCK})
-    at_seconds = time.time() if now is None else now
     connection.execute(
         insert(events),
         [
@@ -81,7 +88,7 @@ def emit_all(connection: Connection, new: Sequence[NewEvent], *, now: float | No
                 "root_id": event.root_id,
                 "checkpoint_id": event.checkpoint_id,
                 "data": dict(event.data),
-                "at_seconds": at_seconds,
+                "at_seconds": now,
             }
             for event in new
         ],
@@ -92,8 +99,9 @@ def events_after(
     connection: Connection, event_id: int, limit: int = 100, *, kinds: Iterable[str] | None = None
 ) -> list[CatalogEvent]:
     """List the next ``limit`` events after ``event_id``, oldest first; of all kinds if none are named."""
+    columns = (events.c[name] for name in ("id", "kind", "checkpoint_id", "data", "at_seconds"))
     query = (
-        select(events, roots.c.name.label("root"))
+        select(*columns, roots.c.name.label("root"))
         .outerjoin_from(events, roots, roots.c.id == events.c.root_id)
         .where(events.c.id > event_id)
         .order_by(events.c.id)
@@ -101,17 +109,7 @@ def events_after(
     )
     if kinds is not None:
         query = query.where(events.c.kind.in_(sorted(kinds)))
-    return [
-        CatalogEvent(
-            id=row.id,
-            kind=row.kind,
-            root=row.root,
-            checkpoint_id=row.checkpoint_id,
-            data=row.data,
-            at_seconds=row.at_seconds,
-        )
-        for row in connection.execute(query)
-    ]
+    return [CatalogEvent(**row._mapping) for row in connection.execute(query)]
 
 
 def last_event_id(connection: Connection) -> int:

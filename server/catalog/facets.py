@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 from sqlalchemy import Connection, Select, func, select
@@ -22,10 +21,10 @@ from dcp.server.records.search import CheckpointFacets, Facet, FacetName, FacetV
 __all__ = ["checkpoint_facets"]
 
 _LEFT_OUT: Final[Mapping[FacetName, Mapping[str, Any]]] = {
-    "state": {"states": frozenset()},
-    "verification": {"verifications": frozenset()},
-    "format": {"formats": frozenset()},
-    "pinned": {"is_pinned": None},
+    "state": {"state": ("any",)},
+    "verification": {"verification": ()},
+    "format": {"format": ()},
+    "pinned": {"pinned": None},
     "root": {"root": None},
     "run": {"run": None, "run_id": None},
     "tag": {},  # a checkpoint has several, and a list takes those that have all of them
@@ -57,7 +56,9 @@ def checkpoint_facets(
             counted[filtered] = _Counted(connection, filtered, visible)
         return counted[filtered]
 
-    facets = tuple(of(replace(wanted, **left_out)).facet(name, limit) for name, left_out in _LEFT_OUT.items())
+    facets = tuple(
+        of(wanted.model_copy(update=left_out)).facet(name, limit) for name, left_out in _LEFT_OUT.items()
+    )
     return CheckpointFacets(of(wanted).count, is_cut=False, facets=facets)
 
 

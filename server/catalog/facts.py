@@ -1,6 +1,6 @@
-"""What is known of a checkpoint when it has been looked at, and what becomes of its row.
+"""Facts about a checkpoint, and the changes of its row that follow from them.
 
-Facts are found by the scanner, or said by a trainer. Decides only; no I/O.
+Facts come from the scanner, or from a trainer. Decides only; no I/O.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dcp.server.catalog.errors import InvalidQueryError
 from dcp.server.catalog.formats import catalog_formats
 from dcp.server.catalog.structures import StructureFacts
 from dcp.server.catalog.values import check_key, check_label, clean_integer, clean_json, clean_text
-from dcp.server.records.checkpoints import CheckpointDetail, State, Verification
+from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.declaring import OwnColumn, fields_of
 
 __all__ = [
@@ -22,9 +22,7 @@ __all__ = [
     "CheckpointFacts",
     "FoundState",
     "RowChange",
-    "State",
     "Upserted",
-    "Verification",
     "announcement",
     "change_of",
     "is_new_content",
@@ -104,7 +102,7 @@ class CheckpointFacts:
 
 
 def _cleaned(stored: OwnColumn, value: Any) -> Any:
-    """What was found in foreign files, such that the column takes it."""
+    """A value from a foreign file, such that the column takes it."""
     if value is None:
         return None
     match stored.type:
@@ -133,7 +131,7 @@ def _shown(seconds: float) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Upserted:
-    """What was done. ``became_committed``: this content is there, whole, for the first time."""
+    """The result of an upsert. ``became_committed``: this content is there, whole, for the first time."""
 
     id: int
     is_new: bool
@@ -165,10 +163,10 @@ class RowChange:
 
 
 def change_of(row: Mapping[str, Any], facts: CheckpointFacts, columns: Mapping[str, Any]) -> RowChange:
-    """What ``facts`` (with their ``columns``) change in ``row``, one of `tables.checkpoints`.
+    """Changes by ``facts`` (with their ``columns``) of ``row``, one of `tables.checkpoints`.
 
-    What was observed before the row was changes nothing: a scan may write its batch after the trainer has
-    told of the commit that ended a save. What is deleted by order stays so while its bytes wait to be purged;
+    Facts that were observed before the row change nothing: a scan may write its batch after the trainer has
+    announced the commit of a save. What is deleted by order stays so while its bytes wait to be purged;
     only a new save to the same key brings it back. Content is announced as committed once.
     """
     is_new = is_new_content(row, facts, columns)
@@ -201,23 +199,23 @@ def change_of(row: Mapping[str, Any], facts: CheckpointFacts, columns: Mapping[s
 
 
 def announcement(columns: Mapping[str, Any]) -> str:
-    """What tells the content with these columns apart."""
+    """The name of the content with these columns."""
     return str(columns["save_id"] or columns["fingerprint"] or "")
 
 
 def is_new_content(row: Mapping[str, Any], facts: CheckpointFacts, columns: Mapping[str, Any]) -> bool:
-    """Whether the content is whole, and has not been announced yet."""
+    """Return True if the content is whole, and has not been announced yet."""
     if facts.state != "committed":
         return False
     if row["announced"] is None:
         return True
     names = {columns["save_id"], columns["fingerprint"]} - {None}
     if row["announced"] == "" and row["state"] not in ("incomplete", "unreadable"):
-        # It was too young for a fingerprint when it was told of: its time and size have to do.
+        # It was too young for a fingerprint when it was announced: its time and size have to do.
         return any(row[name] != columns[name] for name in ("committed_seconds", "bytes"))
     if not names or row["announced"] in names:
         return False
-    # Read again, without or with a save id that the first one had not told: the commit objects are the same.
+    # Read again, without or with a save id that the first one lacked: the commit objects are the same.
     is_same_object = (
         row["state"] not in ("incomplete", "unreadable")
         and columns["fingerprint"] is not None

@@ -46,7 +46,7 @@ def check_root(connection: Connection, root: str | None, visible: frozenset[str]
 
 
 def notes_of(connection: Connection, root: str | None, visible: frozenset[str] | None) -> list[str]:
-    """What whoever reads a list of one root, or of all, should know: why something may be missing."""
+    """Reasons why rows may be missing in a list of one root, or of all."""
     notes = []
     for row in list_roots(connection, visible):
         if root not in (None, row.name) or not row.is_configured:

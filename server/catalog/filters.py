@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Self, get_args
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
+from pydantic import Field
 from sqlalchemy import ColumnElement, Connection, Select, and_, exists, false, select
 
 from dcp.server.catalog.errors import InvalidQueryError
-from dcp.server.catalog.formats import catalog_formats
+from dcp.server.catalog.formats import FormatName
+from dcp.server.catalog.inputs import MAX_ID, Name, Query, Text, Time
 from dcp.server.catalog.names import check_pattern, contains, is_glob, matches
 from dcp.server.catalog.runs import RunFilter
 from dcp.server.catalog.values import check_label
@@ -33,14 +35,20 @@ from dcp.server.database.tables import (
 from dcp.server.records.checkpoints import CheckpointDetail, State, Verification
 from dcp.server.records.declaring import Within, fields_of
 
-__all__ = ["CheckpointFilter", "MetricCondition", "RowCondition", "Sort", "conditions_of"]
+__all__ = [
+    "CheckpointFilter",
+    "MetricCondition",
+    "RootName",
+    "RowCondition",
+    "Sort",
+    "SortText",
+    "conditions_of",
+]
 
 Comparison = Literal["<", "<=", "=", "!=", ">=", ">"]
 SortBy = Literal["time", "step", "bytes", "name", "metric"]
 
 _CONDITION: Final = re.compile(r"([A-Za-z0-9_./:@+-]+?)\s*(<=|>=|!=|==|=|<|>)\s*(\S+)")
-_MAX_CONDITIONS: Final = 8
-_MAX_STEP: Final = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,68 +77,73 @@ class MetricCondition:
             raise InvalidQueryError("metric", "name, comparison and number are needed: loss<2.5") from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFilter:
-    """All that is given holds; of the sets, one of what is in them. Patterns: as `patterns` says.
+_Pattern = Annotated[Text, Field(min_length=1, max_length=256)]
+_Step = Annotated[int, Field(ge=0, le=MAX_ID)]
+SortText = Annotated[
+    str,
+    Field(
+        max_length=140,
+        pattern=r"^-?(time|step|bytes|name|metric:[A-Za-z0-9_][A-Za-z0-9_./:@+=-]*)$",
+        description="time, step, bytes, name or metric:NAME, the greatest first with a minus.",
+    ),
+]
+RootName = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9._-]*$")]
 
-    Steps are inclusive; times from ``since`` to before ``until``. ``run`` is the key of a run. ``tags``: it
-    has all of them. ``tensor`` is a name or a glob: it has such a tensor. No ``states`` is all states.
+
+class CheckpointFilter(Query):
+    """Filters of lists of checkpoints, in queries of the API and in addresses of pages.
+
+    A checkpoint has to meet all that are given; where several values are given, one of them, but all of the
+    tags. Those that compare a column stand at its field in `dcp.server.records.checkpoints`.
     """
 
-    root: str | None = None
-    run_id: int | None = None
-    run: str | None = None
-    run_contains: str | None = None
-    run_glob: str | None = None
-    min_step: int | None = None
-    max_step: int | None = None
-    since_seconds: float | None = None
-    until_seconds: float | None = None
-    formats: frozenset[str] = frozenset()
-    states: frozenset[State] = frozenset({"committed"})
-    verifications: frozenset[Verification] = frozenset()
-    tags: frozenset[str] = frozenset()
-    alias: str | None = None
-    metrics: tuple[MetricCondition, ...] = ()
-    dtype: str | None = None
-    tensor: str | None = None
-    name_contains: str | None = None
-    name_glob: str | None = None
-    is_pinned: bool | None = None
+    root: RootName | None = None
+    run_id: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
+    run: Annotated[Text, Field(max_length=1024, description="The key of a run.")] | None = None
+    run_contains: _Pattern | None = None
+    run_glob: _Pattern | None = None
+    min_step: _Step | None = None
+    max_step: _Step | None = None
+    since: Annotated[Time | None, Field(description="Committed from this time on.")] = None
+    until: Annotated[Time | None, Field(description="Committed before this time.")] = None
+    format: Annotated[tuple[FormatName, ...], Field(max_length=8)] = ()
+    state: Annotated[
+        tuple[State | Literal["any"], ...], Field(max_length=8, description="Committed ones, if not given.")
+    ] = ()
+    verification: Annotated[tuple[Verification, ...], Field(max_length=8)] = ()
+    tag: Annotated[tuple[Name, ...], Field(max_length=8)] = ()
+    alias: Name | None = None
+    metric: Annotated[
+        tuple[_Pattern, ...],
+        Field(max_length=8, description="Comparisons such as loss<2.5.", examples=[["loss<2.5"]]),
+    ] = ()
+    dtype: Annotated[str, Field(max_length=32, pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
+    tensor: Annotated[_Pattern, Field(description="Has a tensor of this name or glob.")] | None = None
+    name_contains: _Pattern | None = None
+    name_glob: _Pattern | None = None
+    pinned: bool | None = None
 
-    def __post_init__(self) -> None:
-        for field, values, known in (
-            ("format", self.formats, catalog_formats()),
-            ("state", self.states, get_args(State)),
-            ("verification", self.verifications, get_args(Verification)),
-        ):
-            if not values <= frozenset(known):
-                raise InvalidQueryError(field, f"one of {', '.join(known)}")
+    def model_post_init(self, context: Any) -> None:
+        """Check patterns and comparisons. Raises InvalidQueryError."""
+        _ = self.metrics
         for field in ("run_contains", "run_glob", "tensor", "name_contains", "name_glob"):
             if (pattern := getattr(self, field)) is not None:
                 check_pattern(field, pattern)
-        for tag in self.tags:
-            check_label("tag", tag)
-        if self.alias is not None:
-            check_label("alias", self.alias)
-        if len(self.tags) > _MAX_CONDITIONS or len(self.metrics) > _MAX_CONDITIONS:
-            raise InvalidQueryError("filter", f"{_MAX_CONDITIONS} tags and {_MAX_CONDITIONS} metrics at most")
-        for field in ("min_step", "max_step"):
-            if (step := getattr(self, field)) is not None and not 0 <= step <= _MAX_STEP:
-                raise InvalidQueryError(field, "from 0 to 2^63 - 1")
-        for field in ("since_seconds", "until_seconds"):
-            if (seconds := getattr(self, field)) is not None and not math.isfinite(seconds):
-                raise InvalidQueryError(field, "not a time")
-        for field in ("root", "run", "dtype"):
-            if (text := getattr(self, field)) is not None and "\x00" in text:
-                raise InvalidQueryError(field, "there is a NUL in it")
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The states of checkpoints that are listed; empty for all."""
+        return () if "any" in self.state else self.state or ("committed",)
+
+    @property
+    def metrics(self) -> tuple[MetricCondition, ...]:
+        """The comparisons with metrics."""
+        return tuple(MetricCondition.parse(text) for text in self.metric)
 
     def mark(self) -> tuple[object, ...]:
         """The same for equal filters only, in all processes."""
-        return tuple(
-            sorted(value) if isinstance(value := getattr(self, name), frozenset) else value
-            for name in self.__slots__
-        )
+        values = (getattr(self, name) for name in CheckpointFilter.model_fields)
+        return tuple(sorted(value) if isinstance(value, tuple) else value for value in values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +258,7 @@ def _of_columns(wanted: CheckpointFilter) -> list[RowCondition]:
     for field in fields_of(CheckpointDetail):
         if field.any_of is not None:
             value = getattr(wanted, field.any_of.name)
-            values = sorted(value) if isinstance(value, frozenset) else [] if value is None else [value]
+            values = sorted({*value}) if isinstance(value, tuple) else [] if value is None else [value]
             if values:
                 found.append(_among(field.column, values))
     return found
@@ -290,7 +303,7 @@ def _tests_of_range(
 
 def _of_labels(wanted: CheckpointFilter) -> list[RowCondition]:
     found = []
-    for tag in sorted(wanted.tags):
+    for tag in sorted({*wanted.tag}):
         has = exists().where(tags.c.checkpoint_id == _c.id, tags.c.tag == tag).correlate(checkpoints)
         found.append(RowCondition(has, select(tags.c.checkpoint_id).where(tags.c.tag == tag)))
     if wanted.alias is not None:

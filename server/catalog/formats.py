@@ -32,7 +32,7 @@ UNKNOWN: Final = "unknown"
 
 
 def catalog_formats() -> list[str]:
-    """What a checkpoint's format may be."""
+    """The formats that a checkpoint may have."""
     return [*format_names(), UNKNOWN]
 
 
@@ -73,11 +73,11 @@ FormatName = Annotated[str, OneOfNames(catalog_formats)]
 SourceFormat = Annotated[str, OneOfNames(format_names)]
 TargetFormat = Annotated[str, OneOfNames(target_names)]
 DownloadFormat = Annotated[str, OneOfNames(_download_names)]
-"""What can be made as one file."""
+"""Formats that can be written as one file."""
 
 
 def fault_of_target_name(one: Format, key: str) -> str | None:
-    """Why a target that is called ``key`` (in lower case) would not be found again as one of this format."""
+    """The reason why a target ``key`` (in lower case) would not be found again as one of this format."""
     as_file = one.target.as_file if one.target is not None else "never"
     if as_file != "never" and one.has_suffix(key):
         return None

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Connection, Select, delete, insert, select, update
+from sqlalchemy import Connection, Row, Select, delete, insert, select, update
 
 from dcp.server.catalog import audit
-from dcp.server.catalog.details import CheckpointDetail, bump, get_checkpoint, lock_checkpoint
+from dcp.server.catalog.details import bump, get_checkpoint, lock_checkpoint
 from dcp.server.catalog.errors import (
     ChangedError,
     InvalidQueryError,
@@ -23,13 +23,15 @@ from dcp.server.catalog.errors import (
     ProtectedError,
     StateError,
 )
-from dcp.server.catalog.events import emit
+from dcp.server.catalog.events import checkpoint_event, emit_all
 from dcp.server.catalog.values import check_label
+from dcp.server.database.records import record_of_row
 from dcp.server.database.sql import insert_or_update
 from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs, tags
+from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.labels import Alias
 
 __all__ = [
-    "AliasRow",
     "Change",
     "add_tags",
     "delete_alias",
@@ -46,7 +48,7 @@ MAX_LABELS: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Who changes something, when, and on which conditions.
+    """A change: its actor, time and conditions.
 
     ``expected_version`` None is any; ``visible`` None is all roots. ``detail`` joins the audit entry.
     """
@@ -97,22 +99,8 @@ def add_tags(
                 for name in new
             ],
         )
-        data = {
-            "root": row["root"],
-            "run": row["run"],
-            "key": row["key"],
-            "step": row["step"],
-            "format": row["format"],
-            "tags": new,
-        }
-        emit(
-            connection,
-            "checkpoint.tagged",
-            root_id=row["root_id"],
-            checkpoint_id=checkpoint_id,
-            data=data,
-            now=change.at_seconds,
-        )
+        event = checkpoint_event("checkpoint.tagged", row, tags=new)
+        emit_all(connection, [event], now=change.at_seconds)
         return {"tags": new}
 
     return _changed(connection, checkpoint_id, "checkpoint.tag", change, act)
@@ -213,44 +201,20 @@ def _tags(connection: Connection, checkpoint_id: int) -> set[str]:
 # -- aliases -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AliasRow:
-    """A name in a run. ``is_protected``: only admins move or remove it."""
-
-    run_id: int
-    name: str
-    checkpoint_id: int
-    is_protected: bool
-    version: int
-    updated_seconds: float
-    updated_by: str | None
-
-    @property
-    def etag(self) -> str:
-        """The entity tag, with quotes."""
-        return f'"a{self.run_id}-{self.checkpoint_id}-{self.version}"'
-
-
-def get_alias(
-    connection: Connection, run_id: int, name: str, visible: frozenset[str] | None = None
-) -> AliasRow:
+def get_alias(connection: Connection, run_id: int, name: str, visible: frozenset[str] | None = None) -> Alias:
     """One alias; `MissingError` if there is none that may be seen."""
     row = connection.execute(
         _select(visible).where(aliases.c.run_id == run_id, aliases.c.name == name)
     ).first()
     if row is None:
         raise MissingError("alias", name)
-    return AliasRow(**row._mapping)
+    return _alias(row)
 
 
-def list_aliases(
-    connection: Connection, run_id: int, visible: frozenset[str] | None = None
-) -> list[AliasRow]:
+def list_aliases(connection: Connection, run_id: int, visible: frozenset[str] | None = None) -> list[Alias]:
     """The aliases of a run, by name."""
     query = _select(visible).where(aliases.c.run_id == run_id)
-    return sorted(
-        (AliasRow(**row._mapping) for row in connection.execute(query)), key=lambda alias: alias.name
-    )
+    return sorted(map(_alias, connection.execute(query)), key=lambda alias: alias.name)
 
 
 def set_alias(
@@ -262,7 +226,7 @@ def set_alias(
     *,
     is_admin: bool = False,
     is_protected: bool | None = None,
-) -> AliasRow:
+) -> Alias:
     """Let the alias name this checkpoint of the run; make it if it is not there.
 
     ``change.expected_version`` is that of the alias; 0 is "not there". ``is_protected`` None leaves it; only
@@ -282,7 +246,7 @@ def set_alias(
     if not is_admin and (wants_protection or was_protected):
         raise ProtectedError(name)
     if present is not None and present.checkpoint_id == checkpoint_id and not wants_protection:
-        return present
+        return _alias(present)
     values: dict[str, Any] = {
         "checkpoint_id": checkpoint_id,
         "updated_seconds": change.at_seconds,
@@ -329,13 +293,16 @@ def _select(visible: frozenset[str] | None) -> Select[Any]:
     )
 
 
-def _locked(connection: Connection, run_id: int, name: str) -> AliasRow | None:
-    query = _select(None).where(aliases.c.run_id == run_id, aliases.c.name == name).with_for_update()
-    row = connection.execute(query).first()
-    return None if row is None else AliasRow(**row._mapping)
+def _alias(row: Row[Any]) -> Alias:
+    return record_of_row(Alias, row, etag=f'"a{row.run_id}-{row.checkpoint_id}-{row.version}"')
 
 
-def _check(present: AliasRow | None, name: str, change: Change) -> None:
+def _locked(connection: Connection, run_id: int, name: str) -> Row[Any] | None:
+    query = select(aliases).where(aliases.c.run_id == run_id, aliases.c.name == name).with_for_update()
+    return connection.execute(query).first()
+
+
+def _check(present: Row[Any] | None, name: str, change: Change) -> None:
     version = 0 if present is None else present.version
     if change.expected_version is not None and change.expected_version != version:
         raise ChangedError("alias", name, expected=change.expected_version, version=version)
@@ -348,7 +315,7 @@ def _record(
     row: Mapping[Any, Any],
     change: Change,
     *,
-    before: AliasRow | None,
+    before: Row[Any] | None,
     after: int | None,
 ) -> None:
     detail = {

@@ -1,6 +1,6 @@
-"""Where checkpoints come from: converted from one or merged from several, as the job notes, or resumed.
+"""Lineage of checkpoints: converted from one or merged from several, as jobs note, or resumed.
 
-What it was resumed from each tells itself, by a save id: the two are found in any order.
+A resumed checkpoint names its source by a save id: the two may be found in any order.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from sqlalchemy import ColumnElement, Connection, literal, null, select, union_a
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import InvalidQueryError
 from dcp.server.catalog.values import clean_text
+from dcp.server.database.records import record_of_row
 from dcp.server.database.sql import insert_missing
 from dcp.server.database.tables import checkpoints, lineage, roots
 from dcp.server.records.checkpoints import CheckpointDetail
-from dcp.server.records.declaring import moment
 from dcp.server.records.labels import Lineage, LineageEdge, LineageNode
 
 __all__ = ["LineageKind", "add_lineage", "lineage_of"]
 
 LineageKind = Literal["converted_from", "merged_from"]
-"""What a job notes."""
+"""Kinds that jobs note."""
 
 MAX_NODES: Final = 500
 MAX_ALSO_IN: Final = 50
@@ -131,10 +131,7 @@ def _edges(connection: Connection, numbers: Iterable[int], direction: int) -> li
     noted = select(lineage).where(end.in_(sorted(numbers)))
     both = union_all(noted, resumed).subquery()
     query = select(both).order_by(both.c.child_id, both.c.parent_id, both.c.kind).limit(4 * MAX_NODES)
-    return [
-        LineageEdge(row.child_id, row.parent_id, row.kind, row.job_id, moment(row.created_seconds), row.map)
-        for row in connection.execute(query)
-    ]
+    return [record_of_row(LineageEdge, row) for row in connection.execute(query)]
 
 
 def _end(child: ColumnElement[Any], parent: ColumnElement[Any], direction: int) -> ColumnElement[Any]:

@@ -21,20 +21,18 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, Select, any_, func, literal_column, select, tuple_
 
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
-from dcp.server.catalog.details import Checkpoint, joined, row_columns, with_labels
-from dcp.server.catalog.filters import CheckpointFilter, MetricCondition, RowCondition, Sort, conditions_of
+from dcp.server.catalog.details import joined, row_columns, with_labels
+from dcp.server.catalog.filters import CheckpointFilter, RowCondition, Sort, conditions_of
 from dcp.server.database.tables import checkpoints, metrics
+from dcp.server.records.checkpoints import Checkpoint
+from dcp.server.records.lists import Page
 
 __all__ = [
     "FEW",
     "ORDERS",
     "WINDOWS",
-    "CheckpointFilter",
-    "CheckpointPage",
-    "MetricCondition",
     "QueryPlan",
     "Search",
-    "Sort",
     "counts_of",
     "list_checkpoints",
     "neighbour",
@@ -49,15 +47,7 @@ WINDOWS: Final = (1_000, 4_000, 16_000, 64_000)
 """Rows that are tested one after the other before a page is answered as it is."""
 
 _Place = tuple[Any, int]
-"""What is sorted by, and the id."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointPage:
-    """Checkpoints in order, and where the next page begins: None at the end."""
-
-    checkpoints: list[Checkpoint]
-    next_cursor: str | None
+"""The value to sort by, and the id."""
 
 
 def list_checkpoints(
@@ -67,11 +57,11 @@ def list_checkpoints(
     cursor: str | None = None,
     limit: int = 50,
     visible: frozenset[str] | None = None,
-) -> CheckpointPage:
+) -> Page[Checkpoint]:
     """A page of those that ``wanted`` leaves, and that may be seen.
 
     A page may have fewer than ``limit``, even none, and a next one: where filters that each leave many leave
-    next to nothing together, the search stops after `WINDOWS` rows, and the next page goes on there.
+    next to nothing together, the search stops after `WINDOWS` rows, and the next page continues there.
 
     What is written between two pages may be missed or, if it moves in the order, be seen twice; all that
     stays where it is is seen once. Raises `InvalidQueryError` for a cursor of another query.
@@ -86,7 +76,7 @@ def list_checkpoints(
     if len(found) > limit:
         end = page[-1]
     shown = _shown(connection, [number for _, number in page])
-    return CheckpointPage(shown, None if end is None else encode_cursor(mark, *end))
+    return Page(tuple(shown), None if end is None else encode_cursor(mark, *end))
 
 
 def neighbour(
@@ -103,14 +93,13 @@ def neighbour(
         return None
     wanted = CheckpointFilter(
         run_id=found.run_id,
-        states=frozenset({"committed"}),
         tensor=tensor,
         min_step=found.step + 1 if is_next else None,
         max_step=None if is_next else found.step - 1,
     )
     order = Sort("step", descending=not is_next)
     page = list_checkpoints(connection, wanted, order, limit=1, visible=visible)
-    return next(iter(page.checkpoints), None)
+    return next(iter(page.items), None)
 
 
 class Search:
@@ -257,7 +246,7 @@ def select_by(connection: Connection, chosen: QueryPlan, query: Select[Any]) -> 
 
 
 def counts_of(connection: Connection, conditions: Sequence[RowCondition]) -> list[int]:
-    """How many rows each of the conditions leaves that can be looked up; `FEW` and one is "many"."""
+    """The number of rows that each condition with candidates leaves; `FEW` and one is "many"."""
     queries = []
     for condition in conditions:
         if condition.candidates is None:

@@ -62,12 +62,12 @@ def fold(text: str) -> str:
 
 
 def pattern_of(name: str) -> str:
-    """What names that differ by numbers, or by large and small letters, have in common: "#" for a number."""
+    """The name in lower case with "#" for each number: the same for names that differ by these only."""
     return _NUMBER.sub("#", fold(name))
 
 
 def is_glob(pattern: str) -> bool:
-    """Whether it says anything that a plain name does not."""
+    """Return True for a pattern with characters that are special in globs."""
     return any(character in pattern for character in "*?[")
 
 
@@ -87,7 +87,7 @@ def matches(connection: Connection, column: ColumnElement[Any], glob: str) -> Co
 
 
 _Token = tuple[str, str]
-"""What it is ("any", "one", "of", "not of", "text"), and the characters."""
+"""A kind ("any", "one", "of", "not of", "text"), and the characters."""
 
 
 def _tokens(glob: str) -> list[_Token]:
@@ -147,7 +147,7 @@ def layer_of(fqn: str) -> str:
 
 
 def is_of_optimizer(fqn: str) -> bool:
-    """Whether its first or second name is that of an optimizer: ``optimizer.state.0``, ``app.optim.w``."""
+    """Return True if its first or second part names an optimizer: ``optimizer.state.0``, ``app.optim.w``."""
     return any(_OF_OPTIMIZER.fullmatch(name) for name in fqn.split(".", 2)[:2])
 
 

@@ -43,7 +43,7 @@ class RootRow:
 
     @property
     def lost(self) -> int:
-        """How many checkpoints the last scan did not find and did not believe to be gone."""
+        """The number of checkpoints that the last scan did not find and did not believe to be gone."""
         found = self._noted("lost")
         return found if type(found) is int else 0
 
@@ -55,7 +55,7 @@ class RootRow:
 
     @property
     def is_other_place(self) -> bool:
-        """Whether nothing was found of what the catalog knew."""
+        """True if the last scan found no checkpoint that the catalog knew."""
         return self._noted("is_other_place") is True
 
     def _noted(self, name: str) -> Any:
@@ -101,7 +101,7 @@ def root_row(connection: Connection, name: str) -> RootRow:
 
 
 def has_living(connection: Connection, name: str) -> bool:
-    """Whether the catalog knows checkpoints in the root that are there, as far as is known."""
+    """Return True if the catalog knows checkpoints in the root that are there, as far as is known."""
     query = (
         select(checkpoints.c.id)
         .join(roots, roots.c.id == checkpoints.c.root_id)
@@ -118,13 +118,11 @@ def list_roots(connection: Connection, visible: frozenset[str] | None = None) ->
 
 
 def set_scanned(
-    connection: Connection, name: str, *, state: Any, error: str | None = None, now: float | None = None
+    connection: Connection, name: str, *, state: Any, error: str | None = None, now: float
 ) -> None:
     """A scan of the root has ended: its state for the next one, and why it failed if it did."""
-    scanned = time.time() if now is None else now
-    _update(
-        connection, root_id(connection, name), scan_state=state, scan_error=error, scanned_seconds=scanned
-    )
+    number = root_id(connection, name)
+    _update(connection, number, scan_state=state, scan_error=error, scanned_seconds=now)
 
 
 def _update(connection: Connection, number: int, **values: Any) -> None:

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
 from sqlalchemy import Column, Connection, Select, bindparam, select, tuple_, update
 
-from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
+from dcp.server.catalog.cursors import query_mark, read_page
 from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.names import check_pattern, contains, matches
 from dcp.server.catalog.roots import root_id
 from dcp.server.database.records import record_of_row, shown_columns
 from dcp.server.database.sql import insert_missing
 from dcp.server.database.tables import checkpoints, metadata, roots, runs
+from dcp.server.records.lists import Page
 from dcp.server.records.runs import Run
 
 __all__ = [
     "Known",
-    "Run",
     "RunChange",
     "RunFilter",
-    "RunPage",
     "RunSort",
     "ensure_runs",
     "get_run",
@@ -46,7 +46,7 @@ _CHUNK: Final = 250
 
 @dataclass(slots=True)
 class RunChange:
-    """What has been added to a run; negative for what has been taken away."""
+    """Checkpoints and bytes added to a run; negative if they were removed."""
 
     checkpoints: int = 0
     bytes: int = 0
@@ -83,14 +83,6 @@ class RunFilter:
         return query
 
 
-@dataclass(frozen=True, slots=True)
-class RunPage:
-    """Runs in order, and where the next page begins."""
-
-    runs: list[Run]
-    next_cursor: str | None
-
-
 def ensure_runs(
     connection: Connection, places: Iterable[tuple[int, str]], *, now: float
 ) -> dict[tuple[int, str], int]:
@@ -123,21 +115,22 @@ def list_runs(
     cursor: str | None = None,
     limit: int = 50,
     visible: frozenset[str] | None = None,
-) -> RunPage:
+) -> Page[Run]:
     """A page of runs. Raises `InvalidQueryError` for a cursor of another query."""
     column, value_type = _SORTS[sort.removeprefix("-")]
     mark = query_mark("runs", run_filter, sort, visible if visible is None else sorted(visible))
     query = run_filter.apply(connection, select_runs(visible))
-    order = tuple_(column, runs.c.id)
-    if cursor is not None:
-        last = tuple_(*decode_cursor(cursor, mark, value_type, int))
-        query = query.where(order < last if sort.startswith("-") else order > last)
-    for each in (column, runs.c.id):
-        query = query.order_by(each.desc() if sort.startswith("-") else each.asc())
-    rows = connection.execute(query.add_columns(column.label("position")).limit(limit + 1)).mappings().all()
-    found = [record_of_row(Run, row) for row in rows[:limit]]
-    more = len(rows) > limit
-    return RunPage(found, encode_cursor(mark, rows[limit - 1]["position"], found[-1].id) if more else None)
+    return read_page(
+        connection,
+        query,
+        partial(record_of_row, Run),
+        mark,
+        (column, value_type),
+        (runs.c.id, int),
+        cursor=cursor,
+        limit=limit,
+        descending=sort.startswith("-"),
+    )
 
 
 def refresh_runs(connection: Connection, changes: Mapping[int, RunChange], *, now: float) -> None:
@@ -191,7 +184,7 @@ def _ids(connection: Connection, places: Sequence[tuple[int, str]]) -> dict[tupl
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What tells whether a checkpoint has to be looked at again."""
+    """The state by which the scanner decides to look at a checkpoint again."""
 
     state: str
     fingerprint: str | None

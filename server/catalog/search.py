@@ -1,4 +1,4 @@
-"""Search as one types: what has the words in its name, whatever letters are large, the best first.
+"""Search as one types: names that contain the text, in any case, the best first.
 
 Runs, names of checkpoints, aliases and tags are few enough to look at each. Of tensors the patterns of their
 names are looked at (`dcp.server.catalog.structures`), of which there are some hundred to a million
@@ -45,7 +45,7 @@ _TENSORS: Final = 100_000
 _MAX_STEP: Final = (1 << 63) - 1
 _BY_NAME: Final = "INDEXED BY ix_checkpoints_name_id"
 _BY_STRUCTURE: Final = "INDEXED BY ix_checkpoints_structure_id_id"
-"""Told to SQLite, which would go through all of a root instead."""
+"""Hints for SQLite, which would go through all of a root instead."""
 _LAST: Final = "\U0010ffff"
 
 
@@ -57,8 +57,8 @@ def search(
     kinds: Collection[HitKind] = (),
     limit: int = 10,
 ) -> SearchResult:
-    """What may be seen and has ``text`` in its name, or is the step or the path that it is: up to ``limit``
-    of each of ``kinds``, which are all if none is given. Raises `InvalidQueryError` for text that cannot be
+    """Visible things with ``text`` in their names, or with it as their step or path: up to ``limit`` of each
+    of ``kinds``, all by default. Raises `InvalidQueryError` for text that cannot be
     searched for."""
     typed = check_text("q", text.strip())
     unknown = [kind for kind in kinds if kind not in _FINDERS]

@@ -1,8 +1,8 @@
-"""What the catalog keeps of a checkpoint, taken from its index and the listing of its files alone.
+"""Facts of a checkpoint, taken from its index and the listing of its files alone.
 
 Pure: nothing is opened here. Foreign data is taken as far as the catalog has a place for it: steps of a
-hundred digits, metrics that are NaN, and times after the end of time come from files that anybody may have
-written.
+hundred digits, metrics that are NaN, and times after the end of time come from files of unknown
+origin.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def facts_of_source(
     marks: Sequence[FileInfo] | None = None,
     fingerprint: str | None = None,
 ) -> CheckpointFacts:
-    """The facts of an opened checkpoint. ``listing`` is that of the folder, which is asked for if None.
+    """The facts of an opened checkpoint. ``listing`` is that of the folder, which is read if None.
 
     ``marks`` and their ``fingerprint`` must be from before it was opened, so that a change in between shows;
     without ``marks`` they are those of ``listing``.
@@ -178,8 +178,8 @@ def facts_without_index(
     problem: str | None = None,
 ) -> CheckpointFacts:
     """The facts of one whose index cannot be read ("unreadable", ``problem`` says why), or of data that
-    nothing has committed ("incomplete"): a save is under way, or was killed. ``files`` is what there is of
-    it."""
+    nothing has committed ("incomplete"): a save is under way, or was killed. ``files`` are those
+    found."""
     return CheckpointFacts(
         root=root,
         key=key,

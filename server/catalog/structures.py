@@ -74,7 +74,7 @@ class StructureFacts:
 
 
 def ensure_structures(connection: Connection, facts: Sequence[StructureFacts]) -> dict[str, int]:
-    """The ids of structures, by digest; those that nobody has written are written."""
+    """The ids of structures, by digest; missing ones are written."""
     wanted = {one.digest: one for one in facts}
     known = _ids(connection, wanted)
     for digest in sorted(wanted.keys() - known.keys()):
@@ -85,7 +85,7 @@ def ensure_structures(connection: Connection, facts: Sequence[StructureFacts]) -
 def prepare_structures(
     database: Database, facts: Iterable[StructureFacts | None], *, clock: Callable[[], float] = time.time
 ) -> None:
-    """Write those that are large and that nobody has written, so that `ensure_structures` finds them."""
+    """Write those that are large and missing, so that `ensure_structures` finds them."""
     large = {one.digest: one for one in facts if one is not None and len(one.tensors) > _DRAFT_TENSORS}
     if not large:
         return

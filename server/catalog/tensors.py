@@ -1,16 +1,18 @@
-"""What is in a structure: its tensors and values page by page, or as a tree by the dots in their names."""
+"""Tensors and values of a structure, page by page, or as a tree by the dots in their names."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, case, func, literal, select
 
-from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
+from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark, read_page
 from dcp.server.catalog.names import check_pattern, in_order, is_of_optimizer, matches
+from dcp.server.database.records import record_of_row
 from dcp.server.database.tables import structure_tensors
 from dcp.server.records.contents import EntryKind, Tensor, TreeNode
 from dcp.server.records.lists import Page
@@ -65,19 +67,14 @@ def tensors_page(
         query = query.where(table.kind == kind)
     if dtype is not None:
         query = query.where(table.dtype == dtype)
-    if cursor is not None:
-        query = query.where(table.position > decode_cursor(cursor, mark, int)[0])
-    rows = connection.execute(query.order_by(table.position).limit(limit + 1)).all()
-    last = rows[limit - 1].position if len(rows) > limit else None
-    return Page(
-        tuple(_entry(row) for row in rows[:limit]), None if last is None else encode_cursor(mark, last)
-    )
+    key = (table.position, int)
+    return read_page(connection, query, _entry, mark, key, cursor=cursor, limit=limit)
 
 
 def tree_level(
     connection: Connection, structure_id: int, prefix: str, *, limit: int, cursor: str | None = None
 ) -> Page[TreeNode]:
-    """What is directly below ``prefix``, a name without its last dot; "" is the top.
+    """The names directly below ``prefix``, a name without its last dot; "" is the top.
 
     Raises `InvalidQueryError` for a cursor that cannot be meant.
     """
@@ -166,8 +163,7 @@ def _entries(connection: Connection, structure_id: int, names: Sequence[str]) ->
     return {row.fqn: _entry(row) for row in connection.execute(query)}
 
 
-def _entry(row: Any) -> Tensor:
-    return Tensor(row.fqn, row.kind, row.dtype, None if row.shape is None else tuple(row.shape), row.bytes)
+_entry: Final = partial(record_of_row, Tensor)
 
 
 def _place_of_dot(connection: Connection, text: ColumnElement[Any]) -> ColumnElement[Any]:

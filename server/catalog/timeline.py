@@ -16,6 +16,7 @@ from sqlalchemy import Connection, Row, Select, func, select
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.runs import get_run
 from dcp.server.catalog.values import NONFINITE
+from dcp.server.database.records import record_of_row
 from dcp.server.database.tables import aliases, checkpoints, lineage, metrics
 from dcp.server.records.declaring import moment
 from dcp.server.records.labels import Series, SeriesPoint
@@ -108,7 +109,7 @@ def newest_steps(connection: Connection, run_id: int, last: int) -> list[int]:
 
 
 def _problem(rows: Sequence[Any]) -> str:
-    """Why a step cannot be counted on; "" if it can."""
+    """The reason why a step cannot be used; "" if it can."""
     if len(rows) > 1:
         return f"is there {len(rows)} times, as {', '.join(str(row.id) for row in rows)}"
     row = rows[0]
@@ -121,7 +122,7 @@ def _problem(rows: Sequence[Any]) -> str:
 
 
 def save_seconds_of(phases: Any) -> float | None:
-    """How long a save took whose ranks took so long for each phase at most; None where nothing was noted."""
+    """Seconds of a save, from the slowest rank of each phase; None where nothing was noted."""
     known = phases if isinstance(phases, Mapping) else {}
     found = [known[name] for name in _SAVING if isinstance(known.get(name), int | float)]
     return sum(found) if found and math.isfinite(sum(found)) else None
@@ -292,7 +293,7 @@ def metric_series(
             func.max(rows.c.id).label("checkpoint_id"),
             func.min(rows.c.step).label("first_step"),
             func.max(rows.c.step).label("last_step"),
-            func.max(rows.c.committed_seconds).label("last_at"),
+            func.max(rows.c.committed_seconds).label("last_seconds"),
             func.count().label("count"),
             func.min(rows.c.value).label("min"),
             func.max(rows.c.value).label("max"),
@@ -301,10 +302,7 @@ def metric_series(
         .group_by(rows.c.bucket)
         .order_by(rows.c.bucket)
     )
-    found = tuple(
-        SeriesPoint(**{**row, "last_at": moment(row["last_at"])})
-        for row in connection.execute(query).mappings()
-    )
+    found = tuple(record_of_row(SeriesPoint, row) for row in connection.execute(query))
     noted = checkpoints.c.user_metadata[("metrics", metric)].as_string()
     odd = connection.execute(
         select(func.count(), func.min(checkpoints.c.step), func.max(checkpoints.c.step)).where(

@@ -1,4 +1,4 @@
-"""What was found out about the bytes of checkpoints: verifications, and statistics of their values."""
+"""Findings about the bytes of checkpoints: verifications, and statistics of their values."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, insert, select, update
 
-from dcp.server.catalog.details import CheckpointDetail, get_checkpoint, lock_checkpoint
-from dcp.server.catalog.events import emit
+from dcp.server.catalog.details import get_checkpoint, lock_checkpoint
+from dcp.server.catalog.events import checkpoint_event, emit_all
 from dcp.server.catalog.values import clean_json, clean_text
 from dcp.server.database.documents import find_item, read_items, write_document
+from dcp.server.database.records import record_of_row
 from dcp.server.database.sql import insert_or_update
 from dcp.server.database.tables import checkpoints, statistics, verifications
+from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.contents import Verification
 from dcp.server.records.declaring import moment
 
@@ -61,16 +63,15 @@ def add_verification(
     is_same: bool = True,
     content_digest: str | None = None,
     job_id: int | None = None,
-    now: float | None = None,
+    now: float,
 ) -> bool:
     """Write what a verification found; whether it is of what is there now.
 
     Only then it changes the checkpoint, and emits "checkpoint.verified" or "checkpoint.damaged". ``is_same``:
-    nothing else tells that it has been replaced. The fingerprint does not tell where the catalog has none
+    no other sign says that it has been replaced. The fingerprint is no sign where the catalog has none
     yet, as of a checkpoint that its trainer has registered just now. ``content_digest`` is of all tensors,
     where the checkpoint itself did not tell one.
     """
-    now = time.time() if now is None else now
     row = lock_checkpoint(connection, checkpoint_id)
     connection.execute(
         insert(verifications).values(
@@ -93,7 +94,7 @@ def add_verification(
 
 
 def outcomes_of_jobs(connection: Connection, jobs: Collection[int]) -> dict[int, str]:
-    """What these jobs found out, by their numbers; of those that verified nothing, nothing."""
+    """The outcomes of jobs by number; jobs that verified nothing are left out."""
     query = select(verifications.c.job_id, verifications.c.outcome).where(verifications.c.job_id.in_(jobs))
     return {row.job_id: row.outcome for row in connection.execute(query)} if jobs else {}
 
@@ -107,7 +108,7 @@ def _change(
     content_digest: str | None,
     now: float,
 ) -> None:
-    """What the verdict makes of the checkpoint ``row``, and the event that tells of it."""
+    """Set the verdict of the checkpoint ``row``, and emit its event."""
     connection.execute(
         update(checkpoints)
         .where(checkpoints.c.id == row["id"])
@@ -120,10 +121,8 @@ def _change(
             updated_seconds=now,
         )
     )
-    told = {name: row[name] for name in ("root", "run", "key", "step", "format")}
-    data = told | {"mode": mode, "problem": problem}
     kind = "checkpoint.verified" if outcome == "good" else "checkpoint.damaged"
-    emit(connection, kind, root_id=row["root_id"], checkpoint_id=row["id"], data=data, now=now)
+    emit_all(connection, [checkpoint_event(kind, row, mode=mode, problem=problem)], now=now)
 
 
 def list_verifications(
@@ -150,17 +149,7 @@ def _verification(row: Any, checkpoint: CheckpointDetail) -> Verification:
     # known yet, or that changed without the content, would speak against the verdict beside it.
     is_verdict = checkpoint.verification != "unverified" and checkpoint.verified_at == created_at
     is_same = row.fingerprint is not None and row.fingerprint == checkpoint.fingerprint
-    return Verification(
-        id=row.id,
-        outcome=row.outcome,
-        mode=row.mode,
-        is_current=is_verdict or is_same,
-        findings=row.findings,
-        checked_bytes=row.checked_bytes,
-        seconds=row.seconds,
-        created_at=created_at,
-        job_id=row.job_id,
-    )
+    return record_of_row(Verification, row, created_at=created_at, is_current=is_verdict or is_same)
 
 
 def set_statistics(
@@ -171,7 +160,6 @@ def set_statistics(
     result: Any,
     job_id: int | None = None,
     document_id: int | None = None,
-    now: float | None = None,
 ) -> None:
     """Keep statistics, in place of earlier ones. ``result`` is JSON, with the list ``tensors``, which the
     document has already if it is given."""
@@ -181,7 +169,7 @@ def set_statistics(
         "checkpoint_id": checkpoint_id,
         "fingerprint": fingerprint,
         "result": kept | {"tensor_count": len(tensors)},
-        "created_seconds": time.time() if now is None else now,
+        "created_seconds": time.time(),
         "job_id": job_id,
         "document_id": write_document(connection, {"tensors": tensors})
         if document_id is None
@@ -193,7 +181,7 @@ def set_statistics(
 def get_statistics(
     connection: Connection, checkpoint_id: int, visible: frozenset[str] | None = None
 ) -> StatisticsRow | None:
-    """What is kept, None if nothing; `MissingError` for a checkpoint that may not be seen."""
+    """The stored statistics, None without any; `MissingError` for a checkpoint that may not be seen."""
     detail = get_checkpoint(connection, checkpoint_id, visible)
     row = connection.execute(select(statistics).where(statistics.c.checkpoint_id == checkpoint_id)).first()
     if row is None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Annotated, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from fastapi import Depends, Request, Response
+from fastapi.responses import HTMLResponse
+from pydantic import BaseModel
 from sqlalchemy import Connection
 
 from dcp.server.core.data.access import Data
@@ -16,9 +18,14 @@ from dcp.server.core.http.dependencies import Writer
 from dcp.server.core.http.idempotent_transaction import IdempotentTransaction
 from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.jobs.kind import Kind
-from dcp.server.core.jobs.ledger.reading import get_job, last_job, progress_of
+from dcp.server.core.jobs.ledger.reading import get_job, last_job
+from dcp.server.core.jobs.ledger.rows import progress_of
+from dcp.server.core.jobs.ledger.states import JobRow
 from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.jobs.submitting import submit_kind
+from dcp.server.core.pages import rendering
+from dcp.server.core.pages.queries import query_of
+from dcp.server.core.pages.tokens import Form
 from dcp.server.core.problems import UnauthorizedError
 from dcp.server.core.roots import Roots
 from dcp.server.core.security.principal import Principal
@@ -28,7 +35,18 @@ from dcp.server.records.checkpoints import Checkpoint
 
 __all__ = ["Ask", "AskDep"]
 
+
+class Tagged(Protocol):
+    """A record with an ETag."""
+
+    @property
+    def etag(self) -> str:
+        """For If-Match."""
+
+
+E = TypeVar("E", bound=Tagged)
 P = ParamSpec("P")
+Q = TypeVar("Q", bound=BaseModel)
 M = TypeVar("M", bound=Parameters)
 T = TypeVar("T")
 
@@ -80,9 +98,36 @@ class Ask:
     @property
     def author(self) -> Writer:
         """The caller, for what is changed and audited."""
-        address = None if self.request.client is None else self.request.client.host
-        request_id = getattr(self.request.state, "request_id", None)
-        return Writer(self.caller, self.now, request_id, address)
+        return Writer(self.caller, self.now, self.request_id, self.address)
+
+    @property
+    def address(self) -> str | None:
+        """The address that the request comes from, if it is known."""
+        return None if self.request.client is None else self.request.client.host
+
+    @property
+    def request_id(self) -> str | None:
+        """The id of the request, for logs."""
+        return getattr(self.request.state, "request_id", None)
+
+    @property
+    def form(self) -> Form:
+        """The fields of the form that was sent."""
+        return Form(self.request.state.sent_form)
+
+    def query(self, kind: type[Q]) -> Q:
+        """The part of the address's query that ``kind`` declares."""
+        given = self.request.query_params
+        return query_of(kind, **{name: given[name] for name in kind.model_fields if name in given})
+
+    def page(self, template: str, status: int = 200, **values: Any) -> HTMLResponse:
+        """A page other than the one that the function declares, such as a form with what was wrong in it."""
+        return rendering.page(self.request, template, status, **values)
+
+    def tagged(self, found: E) -> E:
+        """The record ``found``, whose ``etag`` the answer has as its header."""
+        self.response.headers["ETag"] = found.etag
+        return found
 
     def place_of(self, checkpoint: Checkpoint) -> str:
         """The URL of a checkpoint, with a placeholder for that of its root unless the caller may know it."""
@@ -135,6 +180,10 @@ class Ask:
             progress = {} if job.is_final else progress_of(connection, [job_id])
         return JobAnswer.of(job, progress=progress.get(job_id, job.progress))
 
+    def last_result(self, kind: type[Kind[M]], params: M) -> JobRow | None:
+        """The newest job with the result key of ``params`` that succeeded, with its whole ``result``."""
+        return self.find(last_job, kind.result_key(params), self.visible, succeeded=True, whole=True)
+
     def last_job(self, kind: type[Kind[M]], params: M, after: int = 0) -> JobAnswer | None:
         """Find the newest job with the result key of ``params`` and a number above ``after``, for a page that
         waits for it."""
@@ -142,10 +191,9 @@ class Ask:
         return None if job is None or job.id <= after else self.job(job.id)
 
 
-async def ask_of(request: Request, response: Response) -> Any:
-    """Make the value of a parameter of the type `Ask`."""
+async def _ask(request: Request, response: Response) -> Ask:
     return Ask(request, response)
 
 
-AskDep = Annotated[Ask, Depends(ask_of)]
-"""A request, for routes that FastAPI declares."""
+AskDep = Annotated[Ask, Depends(_ask)]
+"""For functions of routers; those of features name `Ask` itself."""

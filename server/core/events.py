@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from sqlalchemy import Connection
 
@@ -23,20 +22,21 @@ __all__ = ["Consume", "Consumer"]
 
 Consume = Callable[[Connection, Sequence[CatalogEvent], ScheduleContext], object]
 
-_BATCH: Final = 100
-
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
     """A reader of all events of ``kinds``, or of every kind, from the first one on.
 
-    ``consume`` is called with some of them, in the transaction that notes how far the consumer ``name`` has
-    come: what it writes is written once. One process at a time does so.
+    ``consume`` is called with up to ``batch`` of them, in the transaction that notes how far the consumer
+    ``name`` has come: what it writes is written once. One process at a time does so. While ``is_needed``
+    returns False, events are skipped.
     """
 
     name: str
     kinds: frozenset[str] | None
     consume: Consume
+    is_needed: Callable[[Connection], bool] | None = None
+    batch: int = 500
 
     def work(self, settings: Settings) -> PeriodicWork:
         """Make the periodic work of a worker."""
@@ -52,10 +52,11 @@ class Consumer:
     def _consume_some(self, connection: Connection, context: ScheduleContext) -> bool:
         """Returns whether more may be left."""
         begin, newest = lock_position(connection, self.name), last_event_id(connection)
-        found = events_after(connection, begin, _BATCH, kinds=self.kinds)
+        is_needed = self.is_needed is None or self.is_needed(connection)
+        found = events_after(connection, begin, self.batch, kinds=self.kinds) if is_needed else []
         if found:
             self.consume(connection, found, context)
-        is_full = len(found) == _BATCH
+        is_full = len(found) == self.batch
         last = found[-1].id if found else begin
         end = last if is_full else max(last, newest)
         if end > begin:

@@ -20,25 +20,41 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
 
 from dcp.server.core.events import Consume, Consumer
 from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext
+from dcp.server.records.administration import Scope
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
+    from pydantic import BaseModel
     from sqlalchemy import Connection
 
     from dcp.server.core.jobs.kind import Kind
     from dcp.server.core.settings import Settings
-    from dcp.server.records.administration import Scope
 
-__all__ = ["Feature", "Link", "Page", "Route"]
+__all__ = ["Access", "Feature", "Link", "Page", "Panel", "PanelPlace", "Route"]
 
 C = TypeVar("C", bound=Consume)
 F = TypeVar("F", bound=Callable[..., Any])
 W = TypeVar("W", bound="Callable[[ScheduleContext], object]")
-LinkedFrom = Literal["run"]
+Access = Scope | Literal["public"]
+"""The scope that a key needs; "public": no key at all."""
+LinkedFrom = Literal["run", "checkpoint"]
+PanelPlace = Literal["checkpoint", "checkpoint.notices", "checkpoint.actions", "run"]
+"""Beside the content of a checkpoint's page, above it, in its box of actions; below the list of a run."""
+
+
+class RouteOptions(TypedDict, total=False):
+    """Options of a route. ``errors``: statuses that it documents; ``responses``: as FastAPI has them.
+    ``all_roots``: not for keys of some roots."""
+
+    scope: Access
+    status: int
+    errors: Sequence[int]
+    responses: dict[int | str, dict[str, Any]]
+    all_roots: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +68,8 @@ class Route:
     method: str
     path: str
     handle: Callable[..., Any]
-    scope: Scope
     tag: str
+    scope: Access = "read"
     status: int = 200
     errors: Sequence[int] = (404,)
     responses: dict[int | str, dict[str, Any]] = field(default_factory=dict)
@@ -71,18 +87,31 @@ class Page:
     method: Literal["GET", "POST"]
     path: str
     handle: Callable[..., Any]
-    scope: Scope
+    scope: Access
     template: str
     tag: str = ""
+    all_roots: bool = False
+    panels: Literal["checkpoint", "run", ""] = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link to ``path`` on the page of each run; ``{id}`` in it is the run's id."""
+    """A link to ``path`` on the page of each run or checkpoint; ``{id}`` in it is its id."""
 
     on: LinkedFrom
     label: str
     path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A section on another feature's page: `Feature.panel`."""
+
+    on: PanelPlace
+    template: str
+    fill: Callable[..., Mapping[str, Any] | None]
+    order: int
+    query: type[BaseModel] | None
 
 
 @dataclass(slots=True)
@@ -90,7 +119,7 @@ class Feature:
     """One feature, declared in ``module``.
 
     A package has its templates in the folder ``templates``, scripts and styles in ``static``; a feature of
-    one file has the texts of its templates in the field ``templates``, by name.
+    one file has the texts of its templates in the field ``templates`` by name, or in such a folder beside it.
 
     ``web``: the modules below ``module`` that declare its routes and pages, imported by processes that serve
     HTTP alone; not needed where the module of the feature declares them. ``work``: those that declare
@@ -109,82 +138,99 @@ class Feature:
     pages: list[Page] = field(default_factory=list)
     consumers: list[Consumer] = field(default_factory=list)
     schedules: list[Callable[[Settings], Iterable[PeriodicWork]]] = field(default_factory=list)
+    panels: list[Panel] = field(default_factory=list)
 
     @property
-    def folder(self) -> Path | None:
-        """The folder of a package; None for a feature of one file, whose folder is not its own."""
-        folders = getattr(importlib.import_module(self.module), "__path__", None)
-        return None if folders is None else Path(folders[0])
+    def folder(self) -> Path:
+        """The folder of the package, or of the one file, which may share it with others."""
+        return Path(str(importlib.import_module(self.module).__file__)).parent
+
+    @property
+    def is_package(self) -> bool:
+        """Whether the folder is the feature's own."""
+        return hasattr(importlib.import_module(self.module), "__path__")
 
     def load(self) -> list[APIRouter]:
-        """Import what declares routes and pages. Returns the routers of FastAPI that modules of ``web`` have
-        as ``router``, for what declarations cannot say."""
-        modules = [importlib.import_module(f"{self.module}.{name}") for name in self.web]
+        """Import the modules that declare routes and pages. Returns the routers of FastAPI that they have as
+        ``router``, for routes that declarations cannot say."""
+        names = [self.module, *(f"{self.module}.{name}" for name in self.web)]
+        modules = [importlib.import_module(name) for name in names]
         return [module.router for module in modules if hasattr(module, "router")]
 
-    def get(self, path: str, *, tag: str, scope: Scope = "read", **options: Any) -> Callable[[F], F]:
-        """Declare that GET of ``path`` below ``/api/v1`` is answered by the function. ``options``: those of
-        a `Route`, as for the other methods."""
-        return self._route("GET", path, scope, tag, options)
+    def get(self, path: str, *, tag: str, **options: Unpack[RouteOptions]) -> Callable[[F], F]:
+        """Declare that GET of ``path`` below ``/api/v1`` is answered by the function."""
+        return self._route("GET", path, tag, options)
 
-    def post(self, path: str, *, tag: str, scope: Scope, **options: Any) -> Callable[[F], F]:
-        """Declare that POST to ``path`` is answered by the function."""
-        return self._route("POST", path, scope, tag, options)
+    def post(self, path: str, *, tag: str, **options: Unpack[RouteOptions]) -> Callable[[F], F]:
+        """As `get`, of POST."""
+        return self._route("POST", path, tag, options)
 
-    def put(self, path: str, *, tag: str, scope: Scope, **options: Any) -> Callable[[F], F]:
-        """Declare that PUT of ``path`` is answered by the function."""
-        return self._route("PUT", path, scope, tag, options)
+    def put(self, path: str, *, tag: str, **options: Unpack[RouteOptions]) -> Callable[[F], F]:
+        """As `get`, of PUT."""
+        return self._route("PUT", path, tag, options)
 
-    def patch(self, path: str, *, tag: str, scope: Scope, **options: Any) -> Callable[[F], F]:
-        """Declare that PATCH of ``path`` is answered by the function."""
-        return self._route("PATCH", path, scope, tag, options)
+    def patch(self, path: str, *, tag: str, **options: Unpack[RouteOptions]) -> Callable[[F], F]:
+        """As `get`, of PATCH."""
+        return self._route("PATCH", path, tag, options)
 
-    def delete(self, path: str, *, tag: str, scope: Scope, **options: Any) -> Callable[[F], F]:
-        """Declare that DELETE of ``path`` is answered by the function."""
-        return self._route("DELETE", path, scope, tag, options)
+    def delete(self, path: str, *, tag: str, **options: Unpack[RouteOptions]) -> Callable[[F], F]:
+        """As `get`, of DELETE."""
+        return self._route("DELETE", path, tag, options)
 
-    def _route(
-        self, method: str, path: str, scope: Scope, tag: str, options: dict[str, Any]
-    ) -> Callable[[F], F]:
+    def _route(self, method: str, path: str, tag: str, options: RouteOptions) -> Callable[[F], F]:
         def declare(handle: F) -> F:
-            self.routes.append(Route(method, path, handle, scope, tag, **options))
+            self.routes.append(Route(method, path, handle, tag, **options))
             return handle
 
         return declare
 
-    def page(self, path: str, template: str, *, scope: Scope = "read", tag: str = "") -> Callable[[F], F]:
+    def page(
+        self,
+        path: str,
+        template: str,
+        *,
+        scope: Access = "read",
+        tag: str = "",
+        errors: Sequence[int] = (404,),
+        all_roots: bool = False,
+        panels: Literal["checkpoint", "run", ""] = "",
+    ) -> Callable[[F], F]:
         """Declare a page: ``template`` of this feature, filled with the values that the function returns.
 
         A function that returns a record answers the API at the same path as well, below ``tag`` of its
         documentation. Each page links to the JSON at its path, where the feature has such a route, else to
-        the value ``twin``.
+        the value ``twin``. A page with ``panels`` shows those of all features, of its value ``found``; its
+        function has the query of the page as ``view``.
         """
 
         def declare(handle: F) -> F:
-            self.pages.append(Page("GET", path, handle, scope, template, tag))
+            self.pages.append(Page("GET", path, handle, scope, template, tag, all_roots, panels))
             if tag:
-                self.routes.append(Route("GET", path, handle, scope, tag))
+                route = Route("GET", path, handle, tag, scope, errors=errors, all_roots=all_roots)
+                self.routes.append(route)
             return handle
 
         return declare
 
-    def form(self, path: str, *, scope: Scope) -> Callable[[F], F]:
+    def form(self, path: str, *, scope: Access, all_roots: bool = False) -> Callable[[F], F]:
         """Declare the target of a form. Its token is checked; the function returns the path to show next."""
 
         def declare(handle: F) -> F:
-            self.pages.append(Page("POST", path, handle, scope, ""))
+            self.pages.append(Page("POST", path, handle, scope, "", all_roots=all_roots))
             return handle
 
         return declare
 
-    def consumer(self, name: str, *, kinds: Iterable[str] | None = None) -> Callable[[C], C]:
+    def consumer(self, name: str, *, kinds: Iterable[str] | None = None, **options: Any) -> Callable[[C], C]:
         """Declare that workers call the function with all events, or those of ``kinds``, once and in order.
 
-        It gets ``(connection, events, context)``, and writes by the connection: see `Consumer`.
+        It gets ``(connection, events, context)``, and writes by the connection. ``options``: those of a
+        `Consumer`.
         """
+        wanted = None if kinds is None else frozenset(kinds)
 
         def declare(consume: C) -> C:
-            self.consumers.append(Consumer(name, None if kinds is None else frozenset(kinds), consume))
+            self.consumers.append(Consumer(name, wanted, consume, **options))
             return consume
 
         return declare
@@ -213,3 +259,19 @@ class Feature:
             importlib.import_module(f"{self.module}.{name}")
         consuming = [consumer.work(settings) for consumer in self.consumers]
         return consuming + [work for schedules in self.schedules for work in schedules(settings)]
+
+    def panel(
+        self, on: PanelPlace, template: str, *, order: int, query: type[BaseModel] | None = None
+    ) -> Callable[[F], F]:
+        """Declare a section on the page of a checkpoint or a run: ``template`` of this feature.
+
+        The function gets the `Ask` and the record that the page shows, and returns the values that the
+        template has as ``panel``, or None to show nothing. ``query``: what the address of the page may say
+        for it beside the page's own. Panels of a place stand in their ``order``.
+        """
+
+        def declare(fill: F) -> F:
+            self.panels.append(Panel(on, f"{self.name}/{template}", fill, order, query))
+            return fill
+
+        return declare

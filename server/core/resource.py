@@ -68,9 +68,15 @@ class Resource(Generic[R]):
 
     def rows(self, connection: Connection, /, visible: Visible = None, **values: Any) -> list[Row[Any]]:
         """Return all rows with these values that may be seen, by id. There are few."""
-        wanted = [self.table.c[name] == value for name, value in values.items()]
-        query = self.select.where(*wanted).order_by(self.table.c.id)
+        query = self._with(values).order_by(self.table.c.id)
         return [row for row in connection.execute(query) if self.is_visible(row, visible)]
+
+    def has(self, connection: Connection, **values: Any) -> bool:
+        """Return whether there is a row with these values."""
+        return connection.execute(self._with(values).limit(1)).first() is not None
+
+    def _with(self, values: _Values) -> Select[Any]:
+        return self.select.where(*(self.table.c[name] == value for name, value in values.items()))
 
     def insert(
         self, connection: Connection, ask: Ask, values: _Values, detail: _Values | None = None

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, get_args
 
 from fastapi import Request, Response
-from fastapi.responses import RedirectResponse
+from fastapi.responses import JSONResponse, RedirectResponse
+from pydantic import create_model
 from starlette.routing import BaseRoute
 
 from dcp.server.core.answers import problems
 from dcp.server.core.ask import Ask, AskDep
 from dcp.server.core.data.responses import NotModifiedError, not_modified
-from dcp.server.core.feature import Feature, Page, Route
-from dcp.server.core.http.dependencies import requires
+from dcp.server.core.feature import Access, Feature, Page, Panel, Route
+from dcp.server.core.http.dependencies import public, requires
 from dcp.server.core.http.routers import API, api_router
 from dcp.server.core.pages.queries import pages_router
-from dcp.server.core.pages.rendering import page
 from dcp.server.core.pages.tokens import FormDep
 from dcp.server.core.record_answers import answer_model, answer_of
 
@@ -28,13 +29,17 @@ __all__ = ["routes_of"]
 def routes_of(features: Iterable[Feature]) -> list[BaseRoute]:
     """The routes of the API, pages and forms that ``features`` declare."""
     found: list[BaseRoute] = []
-    for feature in features:
-        routers = feature.load()
+    loaded = [(feature, feature.load()) for feature in features]
+    panels = sorted(
+        (panel for feature, _ in loaded for panel in feature.panels), key=lambda panel: panel.order
+    )
+    for feature, routers in loaded:
         api, pages = api_router(), pages_router()
         for route in feature.routes:
             _add_route(api, route)
         for declared in feature.pages:
-            _add_page(pages, feature, declared)
+            own = [one for one in panels if declared.panels and one.on.split(".")[0] == declared.panels]
+            _add_page(pages, feature, declared, own)
         found += [route for router in (api, pages, *routers) for route in router.routes]
     return found
 
@@ -56,34 +61,69 @@ def _add_route(router: Any, route: Route) -> None:
         handle,
         methods=[route.method],
         status_code=route.status,
+        response_class=Response if model is Response else JSONResponse,
         tags=[route.tag],
-        dependencies=[requires(route.scope, all_roots=route.all_roots)],
+        dependencies=[_access(route.scope, route.all_roots)],
         responses=route.responses | problems(*route.errors),
     )
 
 
-def _add_page(router: Any, feature: Feature, declared: Page) -> None:
-    signature = _signature(declared.handle)
-    extra = inspect.Parameter("request", inspect.Parameter.KEYWORD_ONLY, annotation=Request)
-    if not declared.template:
-        extra = inspect.Parameter("form_", inspect.Parameter.KEYWORD_ONLY, annotation=FormDep)
+def _access(scope: Access, all_roots: bool) -> Any:
+    return public if scope == "public" else requires(scope, all_roots=all_roots)
+
+
+def _add_page(router: Any, feature: Feature, declared: Page, panels: Sequence[Panel]) -> None:
+    signature = _with_queries(_signature(declared.handle), panels)
+    extra = inspect.Parameter("form_", inspect.Parameter.KEYWORD_ONLY, annotation=FormDep)
+    if declared.method == "GET":
+        extra = inspect.Parameter("ask_", inspect.Parameter.KEYWORD_ONLY, annotation=AskDep)
 
     @functools.wraps(declared.handle)
     def handle(*args: Any, **kwargs: Any) -> Response:
-        given = kwargs.pop(extra.name)
+        given: Ask = kwargs.pop(extra.name)
         found = declared.handle(*args, **kwargs)
         if isinstance(found, Response):
             return found
-        if declared.template:
-            values = {"found": found} if declared.tag else found
-            return page(given, f"{feature.name}/{declared.template}", **{**_twin(feature, given), **values})
-        return RedirectResponse(found, 303)
+        if declared.method == "POST":
+            return RedirectResponse(found, 303)
+        values = {"found": found} if declared.tag else found
+        if declared.panels:
+            values["panels"] = _filled(panels, given, values["found"])
+        return given.page(
+            f"{feature.name}/{declared.template}", **{**_twin(feature, given.request), **values}
+        )
 
     parameters = [*signature.parameters.values(), extra]
     _declare(handle, signature.replace(parameters=parameters, return_annotation=Response))
     router.add_api_route(
-        declared.path, handle, methods=[declared.method], dependencies=[requires(declared.scope)]
+        declared.path,
+        handle,
+        methods=[declared.method],
+        name=f"{declared.handle.__name__}_page" if declared.tag else None,
+        dependencies=[_access(declared.scope, declared.all_roots)],
     )
+
+
+def _filled(panels: Iterable[Panel], ask: Ask, found: Any) -> dict[str, list[dict[str, Any]]]:
+    """The panels that have something to show, by place."""
+    shown: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    for panel in panels:
+        values = panel.fill(ask, found)
+        if values is not None:
+            shown[panel.on].append({**values, "template": panel.template})
+    return shown
+
+
+def _with_queries(signature: inspect.Signature, panels: Iterable[Panel]) -> inspect.Signature:
+    """The query of a page, ``view``, with the fields of its panels."""
+    queries = [panel.query for panel in panels if panel.query is not None]
+    if not queries:
+        return signature
+    view = signature.parameters["view"]
+    model, *notes = get_args(view.annotation)
+    joined = create_model(model.__name__, __base__=(model, *queries))
+    parameters = signature.parameters | {"view": view.replace(annotation=Annotated[joined, *notes])}
+    return signature.replace(parameters=list(parameters.values()))
 
 
 def _twin(feature: Feature, request: Request) -> dict[str, str]:

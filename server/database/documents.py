@@ -1,4 +1,4 @@
-"""Documents: JSON objects that are too large for the rows that tell of them, which have their number instead.
+"""Documents: JSON objects that are too large for the rows they belong to, which have their number instead.
 
 Lists, and long texts, lie in parts, so that a page reads a page, and are written as a draft before the
 transaction that refers to them. What tasks, jobs and statistics have in common they refer to together. A
@@ -103,8 +103,8 @@ def find_item(connection: Connection, number: int, field: str, name: str, value:
 
 
 def abandon_documents(connection: Connection, now: float) -> int:
-    """What nothing refers to any more is a draft from ``now`` on; how many. Not removed at once, because
-    somebody may be reading it."""
+    """Turn documents that no row refers to into drafts, and return their number. They are removed later,
+    since a reader may still use them."""
     unused = [~select(table.c.document_id).where(_is_of(table)).exists() for table in _REFERRING]
     name = draft_name(now, "") + cast(documents.c.id, Text)
     statement = update(documents).where(documents.c.name.is_(None), *unused).values(name=name)
@@ -120,7 +120,7 @@ def _is_cut(value: Any) -> bool:
 
 
 def _head(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What is in no part, and the names of all: `read_document` has them in this order."""
+    """The members that are in no part, and the names of all: `read_document` has them in this order."""
     return {name: type(value)() if _is_cut(value) else value for name, value in content.items()}
 
 

@@ -1,4 +1,4 @@
-"""Drafts: what is too large for one transaction is written in short ones, under a name that nobody looks for.
+"""Drafts: data too large for one transaction is written in short ones, under a name that no reader looks up.
 
 A draft is a row of one table with many parts in another. Its parts are written, and removed, some at a time
 with pauses: on SQLite writers take turns, and none may be long. One short transaction gives it the name under
@@ -22,7 +22,7 @@ from dcp.server.database.tables import document_parts, documents, structure_tens
 __all__ = ["DOCUMENTS", "STRUCTURES", "Drafts", "Pause", "draft_name", "forget_drafts"]
 
 _DRAFT: Final = "draft-"
-"""How the name of a draft begins; then the time, so that old ones are found."""
+"""The beginning of the name of a draft; the time follows, by which old ones are found."""
 
 _MOST_PAUSE_SECONDS: Final = 0.1
 

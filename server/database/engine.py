@@ -38,7 +38,7 @@ _REPEATABLE: Final = {"40001", "40P01"}
 
 _AWAY: Final = ("08", "53", "57", "25006", "55P03")
 """PostgreSQL, how SQLSTATEs begin that are about the server: no connection, no resources, stopped or timed
-out by it, read-only since a failover, a lock that nobody lets go."""
+out by it, read-only since a failover, a lock that is not released."""
 
 _AWAY_SQLITE: Final = {
     sqlite3.SQLITE_CORRUPT,
@@ -279,7 +279,7 @@ def _hide_values(error: DBAPIError) -> None:
 
 
 def _first_line(error: SQLAlchemyError) -> str:
-    # Without the statement and its parameters, which may hold what is nobody's business in a log.
+    # Without the statement and its parameters, which may hold secrets.
     cause = error.orig if isinstance(error, DBAPIError) else error
     return str(cause).strip().partition("\n")[0]
 

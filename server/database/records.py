@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from datetime import datetime
+from functools import cache, partial
 from typing import Any, Final, TypeVar, cast, get_origin
 
 from sqlalchemy import (
@@ -73,7 +74,7 @@ def _default(value: bool | int | str | None) -> Any:
 
 
 def checks_of(record: type[Any]) -> list[CheckConstraint]:
-    """What the database itself refuses."""
+    """Checks by the database of the values of fields."""
     return [
         CheckConstraint(
             f"{field.column} IN ({', '.join(repr(value) for value in field.one_of.values)})",
@@ -99,19 +100,21 @@ def shown_columns(record: type[Any], table: str, metadata: MetaData) -> list[Any
 def record_of_row(record: type[R], row: Any, **given: Any) -> R:
     """The record with the values of a row, each by the name of its column, and with those ``given``."""
     columns = row._mapping if isinstance(row, Row) else row
-    values = {
-        field.name: _decoded(field, columns[field.column])
-        for field in fields_of(record)
-        if field.name not in given
-    }
-    return record(**values, **given)
+    for name, column, decode in _readers(cast(Any, record)):
+        if name not in given:
+            value = columns[column]
+            given[name] = value if value is None or decode is None else decode(value)
+    return record(**given)
 
 
-def _decoded(field: RecordField, value: Any) -> Any:
-    if value is None:
-        return None
-    if field.hint is datetime:
-        return moment(value)
-    if get_origin(field.hint) is tuple:
-        return tuple(value)
-    return record_of(cast(Any, field.hint), value) if is_dataclass(field.hint) else value
+@cache
+def _readers(record: type[Any]) -> list[tuple[str, str, Callable[[Any], Any] | None]]:
+    return [(field.name, field.column, _decoder(field.hint)) for field in fields_of(record)]
+
+
+def _decoder(hint: Any) -> Callable[[Any], Any] | None:
+    if hint is datetime:
+        return moment
+    if get_origin(hint) is tuple:
+        return tuple
+    return partial(record_of, cast(Any, hint)) if is_dataclass(hint) else None

@@ -64,7 +64,7 @@ def _document() -> Column[int]:
     return Column("document_id", ID, index=True)
 
 
-# -- what there is -------------------------------------------------------------------------------------------
+# -- the catalog --------------------------------------------------------------------------------------------
 
 roots: Final = Table(
     "roots",
@@ -151,9 +151,9 @@ checkpoints: Final = Table(
     _ref("root_id", "roots.id", nullable=False),
     Column("step_order", BigInteger, Computed("coalesce(step, -1)", persisted=True)),  # none sorts first
     Column("observed_seconds", Float, nullable=False, server_default="0"),  # when it was as it says here
-    Column("announced", String(64)),  # the content told as committed: its save id, or else its fingerprint
+    Column("announced", String(64)),  # the committed content: its save id, or else its fingerprint
     UniqueConstraint("root_id", "key"),
-    # One for each order, and by time within what is often asked for: a page is read from an index, without
+    # One for each order, and by time within frequent filters: a page is read from an index, without
     # sorting and without reading on. `dcp.server.catalog.listing` says which one.
     Index(None, "committed_seconds", "id"),
     Index(None, "step_order", "id"),
@@ -182,7 +182,7 @@ checkpoints: Final = Table(
     Index(None, "content_digest"),  # who has the same tensors
     *checks_of(CheckpointDetail),
 )
-"""What is shown of them is declared by `CheckpointDetail`; what is not, here."""
+"""The columns that are shown are declared by `CheckpointDetail`; the others here."""
 
 checkpoint_names: Final = Table(
     "checkpoint_names",
@@ -228,7 +228,7 @@ lineage: Final = Table(
     metadata,
     _ref("child_id", "checkpoints.id", primary_key=True),
     _ref("parent_id", "checkpoints.id", primary_key=True),
-    Column("kind", String(32), primary_key=True),  # a `LineageKind`; what is resumed tells itself
+    Column("kind", String(32), primary_key=True),  # a `LineageKind`; resumed checkpoints say so themselves
     _ref("job_id", "jobs.id"),
     Column("created_seconds", Float, nullable=False),
     Column("map", String(256)),  # the weight map that it was made through
@@ -287,7 +287,7 @@ events: Final = Table(
     Column("at_seconds", Float, nullable=False),
     Index(None, "checkpoint_id", "id"),
 )
-"""What others wait for: written in the transaction that makes it true. Kinds: "checkpoint.committed",
+"""Events of the catalog, written in the transaction of the change. Kinds: "checkpoint.committed",
 "checkpoint.verified", "checkpoint.damaged", "checkpoint.converted", "checkpoint.deleted",
 "checkpoint.tagged"."""
 
@@ -511,7 +511,7 @@ sessions: Final = Table(
     Column("created_seconds", Float, nullable=False),
     Column("expires_seconds", Float, nullable=False, index=True),
 )
-"""Browsers that somebody has signed in with a key: they may what it may, and no longer than it."""
+"""Browsers that are signed in with a key: they have its rights, and no longer than it."""
 
 idempotency: Final = Table(
     "idempotency_keys",

@@ -7,6 +7,7 @@ point group ``dcphub.service_features``.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -60,13 +61,22 @@ class FeatureError(CheckpointError):
 
 
 @cache
-def features() -> tuple[Feature, ...]:
-    """All features: ours in order, then those of other packages by name. Raises FeatureError."""
-    ours = [importlib.import_module(f"{__name__}.{name}").feature for name in FEATURES]
+def features(*, is_worker: bool = False) -> tuple[Feature, ...]:
+    """All features: ours in order, then those of other packages by name. Raises FeatureError.
+
+    ``is_worker``: without ours of a single file, which are pages alone.
+    """
+    names = [f"{__name__}.{name}" for name in FEATURES]
+    ours = [importlib.import_module(name).feature for name in names if not is_worker or _is_folder(name)]
     others = [_load(one) for one in sorted(entry_points(group=_GROUP), key=lambda one: one.name)]
     found = (*ours, *others)
     _check_unique("feature", [one.name for one in found])
     return found
+
+
+def _is_folder(name: str) -> bool:
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.submodule_search_locations is not None
 
 
 def _load(entry: EntryPoint) -> Feature:
@@ -83,14 +93,15 @@ def _load(entry: EntryPoint) -> Feature:
 @cache
 def kinds() -> Mapping[str, Kind[Any]]:
     """The kinds of jobs of all features, by name. Raises FeatureError."""
-    found = [kind for feature in features() for kind in feature.kinds]
+    found = [kind for feature in features(is_worker=True) for kind in feature.kinds]
     _check_unique("kind of job", [kind.name for kind in found])
     return {kind.name: kind for kind in sorted(found, key=lambda kind: kind.name)}
 
 
 def schedules(settings: Settings) -> Sequence[PeriodicWork]:
     """Collect the periodic work of all features, and the clean-up of the core."""
-    return [*(work for feature in features() for work in feature.periodic_work(settings)), CLEAN_UP]
+    found = features(is_worker=True)
+    return [*(work for feature in found for work in feature.periodic_work(settings)), CLEAN_UP]
 
 
 def _check_unique(what: str, names: Sequence[str]) -> None:

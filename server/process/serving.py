@@ -21,7 +21,7 @@ import uvicorn
 from dcp.server.app import create_app
 from dcp.server.core.http.context import Service
 from dcp.server.core.http.readiness import prepare_database
-from dcp.server.core.monitoring.processes import shared_folder
+from dcp.server.core.monitoring.exposition import shared_folder
 from dcp.server.core.problems import UnavailableError
 from dcp.server.core.roots import Roots
 from dcp.server.core.settings import Settings

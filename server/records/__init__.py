@@ -1,4 +1,4 @@
-"""What the service shows, each declared once: JSON and the client's type follow, and columns of the catalog.
+"""Records that the service returns, each declared once: JSON, the client's type and columns follow.
 
 Nothing here imports anything but the standard library, because the client does with httpx alone. What is done
 with records is in `dcp.server.catalog`; their columns are made in `dcp.server.database`, their JSON in

@@ -1,4 +1,4 @@
-"""Keys, webhooks, rules, retention: what is set up once."""
+"""Keys, webhooks, rules, retention, and the audit log."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from dcp.server.records.declaring import OneOf, Shown
 
 __all__ = [
+    "AuditEntry",
     "CreatedKey",
     "Delivery",
     "DeliveryState",
@@ -34,6 +35,20 @@ DeliveryState = Literal["waiting", "delivered", "failed"]
 _Etag = Annotated[str, Shown("For If-Match.")]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditEntry:
+    """A change, by whom and of what."""
+
+    id: int
+    at: datetime
+    actor: Annotated[str, Shown(examples=("key:ci", "system"))]
+    action: Annotated[str, Shown(examples=("checkpoint.state",))]
+    target: Annotated[str, Shown(examples=("checkpoint:12",))]
+    detail: Mapping[str, Any] | None
+    request_id: str | None
+    address: str | None
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """An API key without what it is made of; ``roots`` None: for all. ``used_at`` is right to a minute."""
@@ -51,10 +66,10 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Whoami:
-    """Who asks. ``scopes`` are all that it may, those that "admin" implies included; ``roots`` None: all."""
+    """The caller. ``scopes`` are all that it has, also those that "admin" implies; ``roots`` None: all."""
 
     name: str
-    key_id: Annotated[int | None, Shown("null: nobody needs a key here.")]
+    key_id: Annotated[int | None, Shown("null: no key is needed here.")]
     scopes: Annotated[tuple[str, ...], OneOf(Scope), Shown("All, also those that others imply.")]
     roots: Annotated[tuple[str, ...] | None, Shown("null: all.")]
     expires_at: Annotated[datetime | None, Shown("Of the key.")] = None
@@ -69,7 +84,7 @@ class CreatedKey(Key):
 
 @dataclass(frozen=True, slots=True)
 class Webhook:
-    """A URL that is told of events; ``roots`` None: of all roots."""
+    """A URL that receives events; ``roots`` None: of all roots."""
 
     id: int
     url: str
@@ -128,7 +143,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """What is kept of which runs; ``keep`` as `dcp.Retention` has it."""
+    """A rule of which checkpoints to keep; ``keep`` as `dcp.Retention` has it."""
 
     id: int
     name: str
@@ -162,7 +177,7 @@ class RetentionDecision:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPreview:
-    """What would become of a run's checkpoints; ``checkpoints``: up to 1,000, those that go first.
+    """The retention preview of a run; ``checkpoints``: up to 1,000, those that go first.
 
     ``unjudged``: a sentence on each rule by a metric that nothing has, which therefore keeps all.
     """
@@ -182,7 +197,7 @@ class RetentionPreview:
 
 @dataclass(frozen=True, slots=True)
 class RetentionTotals:
-    """What would become of all runs together."""
+    """The retention preview of all runs together."""
 
     runs: int
     kept: int
@@ -197,7 +212,7 @@ class RetentionTotals:
 
 @dataclass(frozen=True, slots=True)
 class TensorBytes:
-    """What some tensors of older checkpoints of a run take: what saving them without would free.
+    """Bytes of some tensors in older checkpoints of a run, which saving without them would free.
 
     Of ``checkpoints`` committed ones, ``held`` are pinned or named by an alias, and count no bytes.
     """

@@ -40,13 +40,13 @@ class Checkpoint:
         Found("of the same content"),
         Within(least="min_step", most="max_step", column="step_order"),
     ]
-    format: Annotated[str, OwnColumn("code", 16), Found(), IsFormat(), AnyOf("formats")]
+    format: Annotated[str, OwnColumn("code", 16), Found(), IsFormat(), AnyOf("format")]
     state: Annotated[str, OwnColumn("code", 16), Found(), OneOf(State, is_checked=True), AnyOf("states")]
     committed_at: Annotated[
         datetime,
         OwnColumn("seconds"),
         Found("of the same content"),
-        Within(least="since_seconds", below="until_seconds"),
+        Within(least="since", below="until"),
     ]
     discovered_at: Annotated[datetime, OwnColumn("seconds")]
     updated_at: Annotated[datetime, OwnColumn("seconds")]
@@ -67,13 +67,13 @@ class Checkpoint:
         str,
         OwnColumn("code", 16, default="unverified"),
         OneOf(Verification, is_checked=True),
-        AnyOf("verifications"),
+        AnyOf("verification"),
     ]
     verified_at: Annotated[datetime | None, OwnColumn("seconds")] = None
     problem: Annotated[
         str | None, OwnColumn("text"), Found(), Shown("Why it cannot be read, or what verification found.")
     ] = None
-    is_pinned: Annotated[bool, OwnColumn("flag", default=False), Found("always"), AnyOf("is_pinned")]
+    is_pinned: Annotated[bool, OwnColumn("flag", default=False), Found("always"), AnyOf("pinned")]
     tags: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class CheckpointDetail(Checkpoint):
         str | None,
         OwnColumn("code", 32),
         Found("of the same content"),
-        Shown("Of the names and digests of all tensors; null where no manifest or verification tells."),
+        Shown("Of the names and digests of all tensors; null without a manifest or a verification."),
     ] = None
     user_metadata: Annotated[Any, OwnColumn("json"), Found("always")] = None
     # run, framework and library versions, timings: what the manifest says
@@ -122,7 +122,7 @@ class CheckpointDetail(Checkpoint):
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """What came of a registration; ``id`` is None if what was deleted had never been known. ``is_present``:
+    """The result of a registration; ``id`` is None if what was deleted had never been known. ``is_present``:
     whether storage has it."""
 
     id: int | None

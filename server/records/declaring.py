@@ -1,4 +1,4 @@
-"""The words in which records say what their fields are; they stand in the fields' ``Annotated`` types."""
+"""Declarations of the fields of records, in their ``Annotated`` types."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ class IsFormat:
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
-    """Lists may be asked for some of its values: by the field ``name`` of the list's filter."""
+    """Lists can be filtered by some of its values: by the field ``name`` of the list's filter."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """Lists may be asked for a range: from ``least`` on, to ``most`` or to before ``below``, fields of the
+    """Lists can be filtered by a range: from ``least`` on, to ``most`` or to before ``below``, fields of the
     filter. ``column``: another one that has the same order, with -1 where there is no value."""
 
     least: str
@@ -97,7 +97,7 @@ class Within:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What the documentation of the API says of it. ``may_be_absent``: no promise that each answer has it;
+    """The field in the documentation of the API. ``may_be_absent``: no promise that each answer has it;
     it is the field's default then."""
 
     description: str | None = None
@@ -107,7 +107,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class RecordField:
-    """What a field is declared as; ``hint`` is without what stands in ``Annotated`` and without None.
+    """The declaration of a field; ``hint`` is without what stands in ``Annotated`` and without None.
     ``is_secret``: in no ``repr``."""
 
     name: str

@@ -1,4 +1,4 @@
-"""Jobs: what is to be done, how far it is, why it failed."""
+"""Jobs: their state, progress, tasks, events and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FINAL_STATES: Final = ("succeeded", "failed", "cancelled")
 
 @dataclass(frozen=True, slots=True)
 class JobProgress:
-    """How far the tasks of a job are; bytes count what is done of those that still run, too."""
+    """Progress of the tasks of a job; bytes count what is done of those that still run, too."""
 
     done_tasks: int = 0
     total_tasks: int = 0
@@ -49,7 +49,7 @@ _FailedTask = Annotated[int | None, Shown("The number of the task that failed.",
 
 @dataclass(frozen=True, slots=True)
 class JobFailure:
-    """Why a job or a task failed: the ``type`` of the exception, and a text for whoever made the job.
+    """The failure of a job or a task: the ``type`` of the exception, and a text for the user.
 
     ``is_environment``: neither the job nor its data is at fault, but a machine, a network or a storage.
     """
@@ -63,7 +63,7 @@ class JobFailure:
 
 @dataclass(frozen=True, slots=True)
 class JobWaiting:
-    """Why the last attempt at a job failed, which is tried again at ``next_attempt_at``, or when it is
+    """The failure of the last attempt at a job, which is tried again at ``next_attempt_at``, or when it is
     retried by hand. ``since``: the first of ``count`` such failures in a row."""
 
     type: str
@@ -110,7 +110,7 @@ class Job:
 
     @property
     def is_final(self) -> bool:
-        """Whether it has ended."""
+        """True once it has ended."""
         return self.state in FINAL_STATES
 
 
@@ -152,8 +152,8 @@ class JobLogLine:
 
 @dataclass(frozen=True, slots=True)
 class JobThroughput:
-    """How fast the tasks of a job are. Rates are of the time since they were begun, which is ``seconds``;
-    None where nothing is done yet."""
+    """Throughput of the tasks of a job, over the ``seconds`` since they were started; None where nothing is
+    done yet."""
 
     job_id: int
     state: Annotated[str, OneOf(JobState)]
@@ -161,4 +161,4 @@ class JobThroughput:
     total_bytes: int
     seconds: Annotated[float | None, Shown("Since the tasks were begun, to the end of the job.")]
     bytes_per_second: float | None
-    seconds_left: Annotated[float | None, Shown("If it goes on so; null once the job has ended.")]
+    seconds_left: Annotated[float | None, Shown("At this rate; null once the job has ended.")]

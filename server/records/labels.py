@@ -55,7 +55,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class LineageNode:
-    """A checkpoint; ``distance`` is negative for what the one asked for comes from."""
+    """A checkpoint; ``distance`` is negative for ancestors of the requested one."""
 
     id: int
     root: str

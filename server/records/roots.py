@@ -24,7 +24,7 @@ class Root:
     url: Annotated[str | None, Shown("Where it is; only for keys with the scope admin.")] = None
     is_configured: Annotated[bool, Shown("False: the settings name it no more; its rows are kept.")] = True
     readonly: bool = False
-    scan_every_seconds: Annotated[float | None, Shown("None: only when it is asked for.")] = None
+    scan_every_seconds: Annotated[float | None, Shown("None: only on request.")] = None
     scanned_at: datetime | None = None
     scan_error: str | None = None
     lost: Annotated[

@@ -67,6 +67,6 @@ class RunTimeline:
     """The checkpoints of a run that have a step, in bins; ``metric_names`` are those its newest one has."""
 
     run_id: int
-    count: Annotated[int, Shown("Checkpoints with a step, within the steps that were asked for.")]
+    count: Annotated[int, Shown("Checkpoints with a step, within the requested steps.")]
     metric_names: Annotated[tuple[str, ...], Shown("What the newest checkpoint that has metrics has.")]
     bins: tuple[TimelineBin, ...]

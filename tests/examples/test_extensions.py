@@ -45,6 +45,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (metadata / "entry_points.txt").write_text(
         "[dcphub.formats]\nnpy = npy_folder:FORMAT\n[dcphub.stores]\nzip = zip_store:STORE_TYPE\n"
         "[dcphub.features]\nmin_max = min_max:MinMax\nhub_names = hub_names:HubNames\n"
+        "[dcphub.service_features]\nnan_counts = nan_counts:feature\n"
     )
     path = os.pathsep.join(filter(None, (str(folder), str(ROOT), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path}
@@ -79,7 +80,7 @@ def test_the_document_shows_the_files_and_they_are_short() -> None:
         text = file.read_text()
         assert f"```python\n{text}```" in page, file.name
         assert len(text.splitlines()) < _MOST_LINES, file.name
-    assert len(FILES) == 5
+    assert len(FILES) == 6
 
 
 def test_a_store_in_one_file(installed: dict[str, str], places: dict[str, Path], tmp_path: Path) -> None:
@@ -189,7 +190,7 @@ def service(installed: dict[str, str], places: dict[str, Path], tmp_path: Path) 
     """A catalog of both places."""
     roots = {"data": {"url": str(places["data"])}, "zip": {"url": f"zip://{places['zip']}"}}
     settings = {"roots": roots, "database_url": f"sqlite:///{tmp_path}/catalog.sqlite"}
-    environment = {"PYTHONPATH": installed["PYTHONPATH"]}
+    environment = {"PYTHONPATH": installed["PYTHONPATH"], "NAN_COUNTS_URL": "http://127.0.0.1:9/"}
     with Service(tmp_path / "service", settings, environment=environment) as running:
         yield running
 

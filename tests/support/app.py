@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,9 +14,11 @@ from fastapi.testclient import TestClient
 from pydantic import SecretStr
 
 from dcp.server.app import create_app
+from dcp.server.core.jobs.schedules import ScheduleContext
 from dcp.server.core.security.keys import create_key
 from dcp.server.core.security.principal import Scope
 from dcp.server.core.settings import Settings
+from dcp.server.features import schedules
 from tests.support.databases import migrated_sqlite
 
 __all__ = ["App", "running_app"]
@@ -39,10 +42,15 @@ class App:
         made.portal = self.base.portal
         return made
 
+    def work(self, now: float, *names: str) -> list[Any]:
+        """What a worker does periodically, of these names, as if it were ``now``."""
+        context = ScheduleContext(self.service.settings, self.service.database, now, threading.Event())
+        return [one.act(context) for one in schedules(self.service.settings) if one.name in names]
+
     def key(self, *scopes: Scope, roots: list[str] | None = None, name: str | None = None) -> str:
         """A new key."""
         with self.service.database.write() as connection:
-            _, secret = create_key(
+            made = create_key(
                 connection,
                 name=name or "-".join([*scopes, *(roots or ())]),
                 scopes=scopes,
@@ -50,7 +58,7 @@ class App:
                 expires_seconds=None,
                 now_seconds=self.service.clock(),
             )
-        return secret
+        return made.key
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +9,7 @@ from typing import Any, Final
 
 import pytest
 from fastapi.testclient import TestClient
-from sqlalchemy import func, select
 
-from dcp.server.core.jobs.schedules import ScheduleContext
-from dcp.server.database.tables import jobs
-from dcp.server.features import schedules
 from tests.support.app import App, running_app
 from tests.support.catalog_roots import write_manifest
 from tests.support.databases import MakeDatabase
@@ -97,17 +92,9 @@ class Catalog:
 
     def regular_work(self, later_seconds: float = 0.0) -> int:
         """What a worker does now and then, as if at a later time; how many jobs come of it."""
-        database, settings = self.worker.database, self.worker.settings
-        context = ScheduleContext(settings, database, time.time() + later_seconds, threading.Event())
-        before = self._job_count()
-        for work in schedules(settings):
-            if work.name in ("events:automation", "retention", "purges"):
-                work.act(context)
-        return self._job_count() - before
-
-    def _job_count(self) -> int:
-        with self.worker.database.read() as connection:
-            return connection.execute(select(func.count(jobs.c.id))).scalar_one()
+        before = len(pages(self.http, "/jobs", limit=500))
+        self.app.work(time.time() + later_seconds, "events:automation", "retention", "purges")
+        return len(pages(self.http, "/jobs", limit=500)) - before
 
 
 def _key(one: Any) -> tuple[str, str]:

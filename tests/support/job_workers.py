@@ -18,12 +18,11 @@ from pydantic import SecretStr
 from sqlalchemy import func, select, update
 
 from dcp.server.core.jobs.executors.executor import Executor
-from dcp.server.core.jobs.executors.opening import open_executor
 from dcp.server.core.jobs.ledger.reading import find_job, job_events_after, list_tasks
 from dcp.server.core.jobs.ledger.states import Backoff, JobEventRow, JobRow, JobSpec, TaskRow
 from dcp.server.core.jobs.ledger.transitions import request_cancel, submit
 from dcp.server.core.jobs.schedules import PeriodicWork
-from dcp.server.core.jobs.worker import Worker
+from dcp.server.core.jobs.worker import Worker, open_executor
 from dcp.server.core.settings import Settings
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import audit, jobs, tasks

@@ -34,11 +34,11 @@ class AsyncMethods(AsyncHttpConnection):
         target: str | None = None,
         since: datetime | None = None,
         until: datetime | None = None,
-    ) -> AsyncPages[models.Audit]:
-        """What was done, newest first; actor, action and target have to be equal."""
+    ) -> AsyncPages[models.AuditEntry]:
+        """Entries, newest first; actor, action and target have to be equal."""
         call = PagedCall(
             "/audit",
-            one(models.Audit),
+            one(models.AuditEntry),
             query(actor=actor, action=action, target=target, since=since, until=until),
         )
         return AsyncPages(self._send, call, page_size)
@@ -51,13 +51,13 @@ class AsyncMethods(AsyncHttpConnection):
         return AsyncPages(self._send, call, page_size)
 
     async def register(self, key: str, **options: Unpack[models.RegistrationOptions]) -> models.Registered:
-        """Look at a checkpoint now, instead of at the next scan. Saying it twice changes nothing."""
+        """Look at a checkpoint now, instead of at the next scan. A repetition changes nothing."""
         call = Call("POST", "/checkpoints", one(models.Registered), body=given({"key": key, **options}))
         return await self._send(call)
 
     async def lookup(self, **options: Unpack[models.LookupQuery]) -> models.CheckpointDetail:
-        """The checkpoint that is called so. Of several, as in other roots and formats, a committed one,
-        and the newest."""
+        """The checkpoint of this name. Of several, as in other roots and formats, a committed one, and the
+        newest."""
         call = Call("GET", "/checkpoints/lookup", one(models.CheckpointDetail), query(**options))
         return await self._send(call)
 
@@ -85,14 +85,14 @@ class AsyncMethods(AsyncHttpConnection):
         return await self._send(call)
 
     async def lineage(self, checkpoint_id: int) -> models.Lineage:
-        """What the checkpoint was made of, and what was made of it."""
+        """All ancestors and descendants that the key may see, nearest first."""
         call = Call("GET", f"/checkpoints/{checkpoint_id}/lineage", one(models.Lineage))
         return await self._send(call)
 
     async def set_metrics(
         self, checkpoint_id: int, metrics: Mapping[str, Any], *, etag: str | None = None
     ) -> models.CheckpointDetail:
-        """Set metrics, or take them away."""
+        """Set metrics, or remove them."""
         call = Call(
             "PATCH",
             f"/checkpoints/{checkpoint_id}/metrics",
@@ -108,7 +108,7 @@ class AsyncMethods(AsyncHttpConnection):
         return await self._send(call)
 
     async def unpin(self, checkpoint_id: int, *, etag: str | None = None) -> models.CheckpointDetail:
-        """It may be deleted again."""
+        """Allow that it is deleted again."""
         call = Call(
             "DELETE",
             f"/checkpoints/{checkpoint_id}/pin",
@@ -118,7 +118,7 @@ class AsyncMethods(AsyncHttpConnection):
         return await self._send(call)
 
     async def pin(self, checkpoint_id: int, *, etag: str | None = None) -> models.CheckpointDetail:
-        """Neither retention nor anybody deletes it."""
+        """Protect the checkpoint from deletion, also by retention."""
         call = Call(
             "PUT", f"/checkpoints/{checkpoint_id}/pin", one(models.CheckpointDetail), headers=if_match(etag)
         )
@@ -168,7 +168,7 @@ class AsyncMethods(AsyncHttpConnection):
     async def remove_tag(
         self, checkpoint_id: int, tag: str, *, etag: str | None = None
     ) -> models.CheckpointDetail:
-        """Take a tag away; one that it has not is fine."""
+        """Remove a tag. A tag that the checkpoint does not have changes nothing."""
         call = Call(
             "DELETE",
             f"/checkpoints/{checkpoint_id}/tags/{segment(tag)}",
@@ -180,7 +180,7 @@ class AsyncMethods(AsyncHttpConnection):
     async def add_tag(
         self, checkpoint_id: int, tag: str, *, etag: str | None = None
     ) -> models.CheckpointDetail:
-        """Give a tag; one that it has is fine."""
+        """Add a tag. A tag that the checkpoint has already changes nothing."""
         call = Call(
             "PUT",
             f"/checkpoints/{checkpoint_id}/tags/{segment(tag)}",
@@ -224,7 +224,7 @@ class AsyncMethods(AsyncHttpConnection):
         return await self._send(call)
 
     async def cancel(self, job_id: int) -> models.Job:
-        """Stop it, and clear away what it left. Again is fine; what is being published is not stopped."""
+        """Stop the job, and remove what it left. A repetition is fine; publishing is not stopped."""
         call = Call("POST", f"/jobs/{job_id}/cancel", one(models.Job))
         return await self._send(call)
 
@@ -234,12 +234,12 @@ class AsyncMethods(AsyncHttpConnection):
         return await self._send(call)
 
     def job_tasks(self, job_id: int, *, page_size: int = 500) -> AsyncPages[models.JobTask]:
-        """What the job consists of, once it is planned."""
+        """The tasks of the job by number, once it is planned."""
         call = PagedCall(f"/jobs/{job_id}/tasks", one(models.JobTask))
         return AsyncPages(self._send, call, page_size)
 
     async def job_throughput(self, job_id: int) -> models.JobThroughput:
-        """How fast its tasks are, and how long they still take if they go on so."""
+        """The speed of its tasks, and an estimate of the time that is left."""
         call = Call("GET", f"/jobs/{job_id}/throughput", one(models.JobThroughput))
         return await self._send(call)
 
@@ -258,7 +258,7 @@ class AsyncMethods(AsyncHttpConnection):
         roots: str | Sequence[str] | None = None,
         expires_in_seconds: float | None = None,
     ) -> models.CreatedKey:
-        """Make a key. The answer shows it for the only time, so that it is not kept for an Idempotency-
+        """Create a key. The answer shows it for the only time, so that it is not kept for an Idempotency-
         Key."""
         call = Call(
             "POST",
@@ -337,7 +337,7 @@ class AsyncMethods(AsyncHttpConnection):
     async def roots(
         self,
     ) -> list[models.Root]:
-        """All roots."""
+        """All roots that the key may see, by name, with their last scans."""
         call = Call("GET", "/roots", many(models.Root))
         return await self._send(call)
 
@@ -383,12 +383,12 @@ class AsyncMethods(AsyncHttpConnection):
         return await self._send(call)
 
     async def aliases(self, run_id: int) -> list[models.Alias]:
-        """The aliases of a run."""
+        """All aliases of a run, by name."""
         call = Call("GET", f"/runs/{run_id}/aliases", many(models.Alias))
         return await self._send(call)
 
     async def alias(self, run_id: int, name: str) -> models.Alias:
-        """Which checkpoint the alias names."""
+        """The checkpoint that the alias names."""
         call = Call("GET", f"/runs/{run_id}/aliases/{segment(name)}", one(models.Alias))
         return await self._send(call)
 
@@ -430,8 +430,7 @@ class AsyncMethods(AsyncHttpConnection):
     async def run_tensor_bytes(
         self, run_id: int, *, only: str | Sequence[str] | None = None, below_step: int | None = None
     ) -> models.TensorBytes:
-        """What the tensors of some names take in its checkpoints: those of optimizers if nothing else is
-        said."""
+        """The bytes of tensors in the checkpoints of a run, by their names; of optimizers by default."""
         call = Call(
             "GET",
             f"/runs/{run_id}/tensor-bytes",
@@ -441,7 +440,7 @@ class AsyncMethods(AsyncHttpConnection):
         return await self._send(call)
 
     async def run_timeline(self, run_id: int, **options: Unpack[models.TimelineQuery]) -> models.RunTimeline:
-        """Its checkpoints over the steps, in whatever states, neighbours added up: bytes, seconds of
+        """The checkpoints of a run over its steps, of all states, neighbours summed up: bytes, seconds of
         saving, metrics, states, aliases."""
         call = Call("GET", f"/runs/{run_id}/timeline", one(models.RunTimeline), query(**options))
         return await self._send(call)
@@ -518,6 +517,7 @@ class AsyncMethods(AsyncHttpConnection):
     async def whoami(
         self,
     ) -> models.Whoami:
-        """The name, the scopes and the roots of the key; without keys everybody is `local`, and may all."""
+        """The name, the scopes and the roots of the key; without keys every caller is `local`, and may
+        all."""
         call = Call("GET", "/whoami", one(models.Whoami))
         return await self._send(call)

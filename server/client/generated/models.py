@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alias:
-    """A name that moves from checkpoint to checkpoint of a run. ``etag`` is for If-Match."""
+    """A name that moves from checkpoint to checkpoint of a run. ``is_protected``: only admins move it."""
 
     run_id: int
     name: str
@@ -23,11 +23,11 @@ class Alias:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Audit:
-    """Somebody did something."""
+class AuditEntry:
+    """A change, by whom and of what."""
 
     id: int
-    at: str
+    at: datetime
     actor: str
     action: str
     target: str
@@ -38,7 +38,7 @@ class Audit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BinValues:
-    """The values of the checkpoints of a bin that have one."""
+    """The values of the checkpoints of a bin that have one; ``last`` is that of the highest step."""
 
     name: str
     """What is summed up: bytes, save_seconds, or a metric's name."""
@@ -51,7 +51,7 @@ class BinValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint with its labels. ``etag`` is for If-Match."""
+    """A checkpoint with its labels. ``run`` is the key of the run, ``key`` that of the checkpoint."""
 
     id: int
     root: str
@@ -93,7 +93,8 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacets:
-    """Counts beside a list: each filter's with all others applied."""
+    """Checkpoints that a list would have (``count``), and by the values of each filter those that it
+    would have with another value of that filter."""
 
     count: int
     is_cut: bool
@@ -186,7 +187,7 @@ class DriftStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facet:
-    """The values of one filter, the most frequent first."""
+    """The values of one filter, the most frequent first; ``is_cut``: there are more."""
 
     name: str
     values: tuple[FacetValue, ...]
@@ -196,7 +197,8 @@ class Facet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FacetValue:
-    """A value of a filter, and how many checkpoints it would leave."""
+    """A value of a filter, and how many checkpoints it would leave. ``root`` and ``run_id`` are of a
+    run."""
 
     value: str
     count: int
@@ -252,7 +254,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFailure:
-    """Why it failed."""
+    """The failure of a job or task."""
 
     type: str
     detail: str
@@ -300,7 +302,7 @@ class JobTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobThroughput:
-    """How fast the tasks of a job are."""
+    """The throughput of the tasks of a job."""
 
     job_id: int
     state: str
@@ -310,12 +312,13 @@ class JobThroughput:
     """Since the tasks were begun, to the end of the job."""
     bytes_per_second: float | None = None
     seconds_left: float | None = None
-    """If it goes on so; null once the job has ended."""
+    """At this rate; null once the job has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobWaiting:
-    """Why the last attempt failed, where another one follows; a job that has ended has an ``error``."""
+    """The failure of the last attempt, where another one follows; a job that has ended has an
+    ``error``."""
 
     type: str
     detail: str
@@ -335,7 +338,7 @@ class JobWaiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A key without what it is made of; ``prefix`` is its part that may be shown."""
+    """A key without its secret."""
 
     id: int
     name: str
@@ -351,7 +354,8 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
-    """All ancestors and descendants that the key may see, nearest first."""
+    """Ancestors and descendants, nearest first; ``is_cut``: there are more. ``also_in``: what has the
+    same tensors under the same names, wherever it comes from, by their digests."""
 
     nodes: tuple[LineageNode, ...]
     edges: tuple[LineageEdge, ...]
@@ -363,7 +367,7 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineageEdge:
-    """One was made of another."""
+    """``child_id`` was made of ``parent_id``."""
 
     child_id: int
     parent_id: int
@@ -376,7 +380,7 @@ class LineageEdge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineageNode:
-    """A checkpoint."""
+    """A checkpoint; ``distance`` is negative for ancestors of the requested one."""
 
     id: int
     root: str
@@ -482,7 +486,8 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registered:
-    """What came of it. ``id`` is null where something was deleted that had never been known."""
+    """The result of a registration; ``id`` is None if what was deleted had never been known.
+    ``is_present``: whether storage has it."""
 
     id: int | None = None
     root: str
@@ -510,7 +515,7 @@ class RetentionDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPolicy:
-    """What is kept of which runs; ``keep`` as `dcp.Retention` has it."""
+    """A rule of which checkpoints to keep; ``keep`` as `dcp.Retention` has it."""
 
     id: int
     name: str
@@ -529,7 +534,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPreview:
-    """What would become of a run's checkpoints; ``checkpoints``: up to 1,000, those that go first."""
+    """The retention preview of a run; ``checkpoints``: up to 1,000, those that go first."""
 
     run_id: int
     run: str
@@ -548,7 +553,7 @@ class RetentionPreview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionTotals:
-    """What would become of all runs together."""
+    """The retention preview of all runs together."""
 
     runs: int
     kept: int
@@ -568,7 +573,7 @@ class RetentionTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Root:
-    """A place where checkpoints are found."""
+    """A place where the service finds checkpoints; ``url`` is shown to admins only."""
 
     name: str
     description: str
@@ -578,7 +583,7 @@ class Root:
     """False: the settings name it no more; its rows are kept."""
     readonly: bool
     scan_every_seconds: float | None = None
-    """None: only when it is asked for."""
+    """None: only on request."""
     scanned_at: datetime | None = None
     scan_error: str | None = None
     lost: int = 0
@@ -617,7 +622,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A folder that holds checkpoints; what is counted are committed ones."""
+    """A folder that holds checkpoints; counts, sums and the latest are of the committed ones."""
 
     id: int
     root: str
@@ -646,11 +651,12 @@ class RunDrift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTimeline:
-    """The checkpoints of a run over its steps."""
+    """The checkpoints of a run that have a step, in bins; ``metric_names`` are those its newest one
+    has."""
 
     run_id: int
     count: int
-    """Checkpoints with a step, within the steps that were asked for."""
+    """Checkpoints with a step, within the requested steps."""
     metric_names: tuple[str, ...]
     """What the newest checkpoint that has metrics has."""
     bins: tuple[TimelineBin, ...]
@@ -688,7 +694,8 @@ class SavePhases:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchHit:
-    """Something whose name has what was searched for."""
+    """Something whose name has what was searched for. ``rank``: 0 is the same name, 1 begins with it,
+    2 has it at the beginning of a word, 3 anywhere."""
 
     kind: str
     text: str
@@ -706,7 +713,7 @@ class SearchHit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """A metric over the steps of a run."""
+    """A metric over the steps of a run; ``count`` checkpoints have it as a finite number."""
 
     run_id: int
     metric: str
@@ -723,7 +730,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeriesPoint:
-    """Neighbouring checkpoints of a run, of which there may be one."""
+    """Neighbouring checkpoints of a run, ``count`` of them; ``checkpoint_id`` is of one."""
 
     checkpoint_id: int
     """Of one of them."""
@@ -845,7 +852,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorBytes:
-    """Bytes of some tensors of older checkpoints."""
+    """Bytes of some tensors in older checkpoints of a run, which saving without them would free."""
 
     run_id: int
     checkpoints: int
@@ -918,7 +925,7 @@ class TensorStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineBin:
-    """Neighbouring checkpoints of a run, of which there may be one. Values are of committed ones."""
+    """Neighbouring checkpoints of a run by step, ``count`` of them in whatever states."""
 
     checkpoint_id: int
     """The last committed one, or the last of all."""
@@ -989,7 +996,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Webhook:
-    """A URL that is told of events; ``roots`` None: of all roots."""
+    """A URL that receives events; ``roots`` None: of all roots."""
 
     id: int
     url: str
@@ -1012,11 +1019,12 @@ class Webhook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whoami:
-    """Who asks, and what that one may."""
+    """The caller. ``scopes`` are all that it has, also those that "admin" implies; ``roots`` None:
+    all."""
 
     name: str
     key_id: int | None = None
-    """null: nobody needs a key here."""
+    """null: no key is needed here."""
     scopes: tuple[str, ...]
     """All, also those that others imply."""
     roots: tuple[str, ...] | None = None
@@ -1027,7 +1035,7 @@ class Whoami:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDetail(Checkpoint):
-    """All that is known of a checkpoint."""
+    """All that is known of a checkpoint. What is of the structure is None where that is not known."""
 
     save_id: str | None = None
     resumed_from: str | None = None
@@ -1035,7 +1043,7 @@ class CheckpointDetail(Checkpoint):
     fingerprint: str | None = None
     """Of its commit: another one is another content."""
     content_digest: str | None = None
-    """Of the names and digests of all tensors; null where no manifest or verification tells."""
+    """Of the names and digests of all tensors; null without a manifest or a verification."""
     user_metadata: Any = None
     provenance: Any = None
     structure_digest: str | None = None
@@ -1046,7 +1054,7 @@ class CheckpointDetail(Checkpoint):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreatedKey(Key):
-    """A new key, with the only sight of it."""
+    """A new key, with the only sight of it, which is in no repr."""
 
     key: str = field(repr=False)
     """Shown now and never again."""
@@ -1243,7 +1251,7 @@ class JobQuery(TypedDict, total=False):
     checkpoint_id: int | None
     created_by: str | None
     scans: bool | None
-    """Also the scans that the service makes by itself, one a minute."""
+    """Also the scheduled scans, one a minute."""
 
 
 class PolicyOptions(TypedDict, total=False):

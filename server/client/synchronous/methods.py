@@ -35,11 +35,11 @@ class Methods(HttpConnection):
         target: str | None = None,
         since: datetime | None = None,
         until: datetime | None = None,
-    ) -> Pages[models.Audit]:
-        """What was done, newest first; actor, action and target have to be equal."""
+    ) -> Pages[models.AuditEntry]:
+        """Entries, newest first; actor, action and target have to be equal."""
         call = PagedCall(
             "/audit",
-            one(models.Audit),
+            one(models.AuditEntry),
             query(actor=actor, action=action, target=target, since=since, until=until),
         )
         return Pages(self._send, call, page_size)
@@ -52,13 +52,13 @@ class Methods(HttpConnection):
         return Pages(self._send, call, page_size)
 
     def register(self, key: str, **options: Unpack[models.RegistrationOptions]) -> models.Registered:
-        """Look at a checkpoint now, instead of at the next scan. Saying it twice changes nothing."""
+        """Look at a checkpoint now, instead of at the next scan. A repetition changes nothing."""
         call = Call("POST", "/checkpoints", one(models.Registered), body=given({"key": key, **options}))
         return self._send(call)
 
     def lookup(self, **options: Unpack[models.LookupQuery]) -> models.CheckpointDetail:
-        """The checkpoint that is called so. Of several, as in other roots and formats, a committed one,
-        and the newest."""
+        """The checkpoint of this name. Of several, as in other roots and formats, a committed one, and the
+        newest."""
         call = Call("GET", "/checkpoints/lookup", one(models.CheckpointDetail), query(**options))
         return self._send(call)
 
@@ -86,14 +86,14 @@ class Methods(HttpConnection):
         return self._send(call)
 
     def lineage(self, checkpoint_id: int) -> models.Lineage:
-        """What the checkpoint was made of, and what was made of it."""
+        """All ancestors and descendants that the key may see, nearest first."""
         call = Call("GET", f"/checkpoints/{checkpoint_id}/lineage", one(models.Lineage))
         return self._send(call)
 
     def set_metrics(
         self, checkpoint_id: int, metrics: Mapping[str, Any], *, etag: str | None = None
     ) -> models.CheckpointDetail:
-        """Set metrics, or take them away."""
+        """Set metrics, or remove them."""
         call = Call(
             "PATCH",
             f"/checkpoints/{checkpoint_id}/metrics",
@@ -109,7 +109,7 @@ class Methods(HttpConnection):
         return self._send(call)
 
     def unpin(self, checkpoint_id: int, *, etag: str | None = None) -> models.CheckpointDetail:
-        """It may be deleted again."""
+        """Allow that it is deleted again."""
         call = Call(
             "DELETE",
             f"/checkpoints/{checkpoint_id}/pin",
@@ -119,7 +119,7 @@ class Methods(HttpConnection):
         return self._send(call)
 
     def pin(self, checkpoint_id: int, *, etag: str | None = None) -> models.CheckpointDetail:
-        """Neither retention nor anybody deletes it."""
+        """Protect the checkpoint from deletion, also by retention."""
         call = Call(
             "PUT", f"/checkpoints/{checkpoint_id}/pin", one(models.CheckpointDetail), headers=if_match(etag)
         )
@@ -167,7 +167,7 @@ class Methods(HttpConnection):
         return self._send(call)
 
     def remove_tag(self, checkpoint_id: int, tag: str, *, etag: str | None = None) -> models.CheckpointDetail:
-        """Take a tag away; one that it has not is fine."""
+        """Remove a tag. A tag that the checkpoint does not have changes nothing."""
         call = Call(
             "DELETE",
             f"/checkpoints/{checkpoint_id}/tags/{segment(tag)}",
@@ -177,7 +177,7 @@ class Methods(HttpConnection):
         return self._send(call)
 
     def add_tag(self, checkpoint_id: int, tag: str, *, etag: str | None = None) -> models.CheckpointDetail:
-        """Give a tag; one that it has is fine."""
+        """Add a tag. A tag that the checkpoint has already changes nothing."""
         call = Call(
             "PUT",
             f"/checkpoints/{checkpoint_id}/tags/{segment(tag)}",
@@ -219,7 +219,7 @@ class Methods(HttpConnection):
         return self._send(call)
 
     def cancel(self, job_id: int) -> models.Job:
-        """Stop it, and clear away what it left. Again is fine; what is being published is not stopped."""
+        """Stop the job, and remove what it left. A repetition is fine; publishing is not stopped."""
         call = Call("POST", f"/jobs/{job_id}/cancel", one(models.Job))
         return self._send(call)
 
@@ -229,12 +229,12 @@ class Methods(HttpConnection):
         return self._send(call)
 
     def job_tasks(self, job_id: int, *, page_size: int = 500) -> Pages[models.JobTask]:
-        """What the job consists of, once it is planned."""
+        """The tasks of the job by number, once it is planned."""
         call = PagedCall(f"/jobs/{job_id}/tasks", one(models.JobTask))
         return Pages(self._send, call, page_size)
 
     def job_throughput(self, job_id: int) -> models.JobThroughput:
-        """How fast its tasks are, and how long they still take if they go on so."""
+        """The speed of its tasks, and an estimate of the time that is left."""
         call = Call("GET", f"/jobs/{job_id}/throughput", one(models.JobThroughput))
         return self._send(call)
 
@@ -253,7 +253,7 @@ class Methods(HttpConnection):
         roots: str | Sequence[str] | None = None,
         expires_in_seconds: float | None = None,
     ) -> models.CreatedKey:
-        """Make a key. The answer shows it for the only time, so that it is not kept for an Idempotency-
+        """Create a key. The answer shows it for the only time, so that it is not kept for an Idempotency-
         Key."""
         call = Call(
             "POST",
@@ -332,7 +332,7 @@ class Methods(HttpConnection):
     def roots(
         self,
     ) -> list[models.Root]:
-        """All roots."""
+        """All roots that the key may see, by name, with their last scans."""
         call = Call("GET", "/roots", many(models.Root))
         return self._send(call)
 
@@ -378,12 +378,12 @@ class Methods(HttpConnection):
         return self._send(call)
 
     def aliases(self, run_id: int) -> list[models.Alias]:
-        """The aliases of a run."""
+        """All aliases of a run, by name."""
         call = Call("GET", f"/runs/{run_id}/aliases", many(models.Alias))
         return self._send(call)
 
     def alias(self, run_id: int, name: str) -> models.Alias:
-        """Which checkpoint the alias names."""
+        """The checkpoint that the alias names."""
         call = Call("GET", f"/runs/{run_id}/aliases/{segment(name)}", one(models.Alias))
         return self._send(call)
 
@@ -425,8 +425,7 @@ class Methods(HttpConnection):
     def run_tensor_bytes(
         self, run_id: int, *, only: str | Sequence[str] | None = None, below_step: int | None = None
     ) -> models.TensorBytes:
-        """What the tensors of some names take in its checkpoints: those of optimizers if nothing else is
-        said."""
+        """The bytes of tensors in the checkpoints of a run, by their names; of optimizers by default."""
         call = Call(
             "GET",
             f"/runs/{run_id}/tensor-bytes",
@@ -436,7 +435,7 @@ class Methods(HttpConnection):
         return self._send(call)
 
     def run_timeline(self, run_id: int, **options: Unpack[models.TimelineQuery]) -> models.RunTimeline:
-        """Its checkpoints over the steps, in whatever states, neighbours added up: bytes, seconds of
+        """The checkpoints of a run over its steps, of all states, neighbours summed up: bytes, seconds of
         saving, metrics, states, aliases."""
         call = Call("GET", f"/runs/{run_id}/timeline", one(models.RunTimeline), query(**options))
         return self._send(call)
@@ -511,6 +510,7 @@ class Methods(HttpConnection):
     def whoami(
         self,
     ) -> models.Whoami:
-        """The name, the scopes and the roots of the key; without keys everybody is `local`, and may all."""
+        """The name, the scopes and the roots of the key; without keys every caller is `local`, and may
+        all."""
         call = Call("GET", "/whoami", one(models.Whoami))
         return self._send(call)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from fastapi import Request
 
-from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
+from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.values import short_name
 from dcp.server.core.data.responses import Body, BodyResponse, Streams, choose_range, disposition
 from dcp.server.core.data.sharing import SharedValues
@@ -26,6 +26,7 @@ from dcp.server.core.problems import ConflictError, GoneError, NotFoundError, Un
 from dcp.server.core.roots import StorageRoot
 from dcp.server.core.security.keys import valid_keys
 from dcp.server.core.security.principal import Principal
+from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
 from dcp.storage.stores.base import TEMPORARY_PREFIX, Store
 

@@ -2,7 +2,7 @@
 
 Every route says who may: ``dependencies=[requires("read")]``, or ``dependencies=[public]``. `create_app`
 refuses an application with a route that does not. Below ``/api/`` nobody comes without a valid key (see
-`dcp.server.core.http.middleware.authentication`), so that `public` is for what lies outside.
+`dcp.server.core.http.admission`), so that `public` is for what lies outside.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from dcp.server.core.problems import (
     UnauthorizedError,
     UnprocessableError,
 )
-from dcp.server.core.roots import Roots
 from dcp.server.core.security.principal import Principal, Scope
 from dcp.server.database.engine import Database
 
@@ -62,10 +61,6 @@ async def _service(request: Request) -> Service:
 
 async def _database(request: Request) -> Database:
     return cast(Service, request.app.state.service).database
-
-
-async def _roots(request: Request) -> Roots:
-    return cast(Service, request.app.state.service).roots
 
 
 async def _caller(request: Request) -> Principal:

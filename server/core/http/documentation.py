@@ -15,8 +15,8 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
 
 from dcp.server.core.answers import Problem, problems
-from dcp.server.core.http.access import access_of, walk_routes
 from dcp.server.core.http.dependencies import Public, Requires, public
+from dcp.server.core.http.routers import access_of, walk_routes
 from dcp.server.core.problems import NotFoundError
 
 __all__ = ["OPENAPI_PATH", "install", "router"]

@@ -13,7 +13,7 @@ from fastapi import Depends, Request, Response
 from sqlalchemy import Connection
 
 from dcp.server.core.http.dependencies import Db
-from dcp.server.core.http.kept_answers import KEPT_HEADERS, KeptAnswer, Reservation, keep
+from dcp.server.core.http.idempotency import KEPT_HEADERS, KeptAnswer, Reservation, keep
 from dcp.server.core.record_answers import answer_model, answer_of
 from dcp.server.database.engine import Database
 

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
 from dcp.server.core.http.context import Service
-from dcp.server.core.http.kept_answers import forget_old
+from dcp.server.core.http.idempotency import forget_old
 from dcp.server.core.http.readiness import Readiness
 from dcp.server.database.engine import DatabaseUnavailableError
 

@@ -1,27 +1,47 @@
-"""Where routes are, and what the description calls them.
+"""Routes: prefixes, names, who may use each, the methods of paths, and threads for large bodies.
 
-A router is made with its whole prefix, and `dcp.server.app` takes its routes as they are: FastAPI's
-``include_router`` would make each a second time, and look through all routers twice for every request.
+A router is made with its whole prefix, and `dcp.server.app` takes its routes as they are: FastAPI would make
+each a second time in ``include_router``, and look through all routers twice for every request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import contextvars
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from typing import Any, Final
 
-from fastapi import APIRouter
-from fastapi.routing import APIRoute
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.routing import APIRoute, RouteContext, iter_route_contexts
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from dcp.server.core.http.large_bodies import LargeBodyRoute
+from dcp.server.core.http.dependencies import Public, Requires
+from dcp.server.core.http.handlers import method_problem, problem_response
+from dcp.server.core.problems import TooManyRequestsError
+from dcp.server.core.security.principal import Principal
 
-__all__ = ["API", "api_router", "operation_id"]
+__all__ = [
+    "API",
+    "LargeBodies",
+    "LargeBodyRoute",
+    "MethodMiddleware",
+    "Paths",
+    "access_of",
+    "api_router",
+    "check_routes",
+    "operation_id",
+    "walk_routes",
+]
 
 API: Final = "/api/v1"
 
 
 def operation_id(route: APIRoute) -> str:
-    """Its function's name, which is no other route's (`dcp.server.core.http.access.check_routes`)."""
+    """Its function's name, which is no other route's (`check_routes`)."""
     return route.name
 
 
@@ -36,3 +56,142 @@ def api_router(
         generate_unique_id_function=operation_id,
         route_class=LargeBodyRoute,
     )
+
+
+def walk_routes(app: FastAPI) -> Iterator[RouteContext]:
+    """All routes there are, those of routers in routers included."""
+    yield from iter_route_contexts(app.routes)
+
+
+def access_of(route: RouteContext) -> Requires | Public | None:
+    """Who may use it; None if it does not say, or says two things."""
+    dependant = getattr(route, "dependant", None)
+    found = [
+        dependency.call
+        for dependency in getattr(dependant, "dependencies", ())
+        if isinstance(dependency.call, Requires | Public)
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def check_routes(app: FastAPI) -> None:
+    """Raises ValueError for a route that does not say who may use it, or whose name is another one's, too."""
+    names: set[str] = set()
+    for route in walk_routes(app):
+        if access_of(route) is None:
+            raise ValueError(
+                f'{route.path}: dependencies=[requires("read")], another scope or [public] is missing'
+            )
+        name = str(getattr(route, "name", ""))
+        if name in names:
+            raise ValueError(f"{route.path}: another route is called {name}, and that is its operation id")
+        names.add(name)
+
+
+class Paths:
+    """The paths of all ``routes``. One that several templates fit is that one's which spells more of it.
+
+    The framework would go on to the other template where this one has not the method, and take a word for a
+    value: what there is at the path would then depend on the method.
+    """
+
+    def __init__(self, routes: Iterable[RouteContext]) -> None:
+        self._methods: Final[defaultdict[str, set[str]]] = defaultdict(set)
+        for route in routes:
+            self._methods[str(route.path)] |= route.methods or set()
+        self._patterns: Final = {template: compile_path(template)[0] for template in self._methods}
+        self._spelled: Final = [
+            pattern
+            for template, pattern in self._patterns.items()
+            if any(self._spells_more(template, other) for other in self._patterns)
+        ]
+
+    def methods(self, path: str) -> frozenset[str]:
+        """The methods that ``path`` has; none if there is nothing."""
+        fit = [template for template, pattern in self._patterns.items() if pattern.fullmatch(path)]
+        own = [template for template in fit if not any(self._spells_more(other, template) for other in fit)]
+        return frozenset().union(*(self._methods[template] for template in own))
+
+    def is_refused(self, method: str, path: str) -> bool:
+        """Whether the framework would take ``path``, which has not ``method``, for a value of another's."""
+        return any(pattern.fullmatch(path) for pattern in self._spelled) and method not in self.methods(path)
+
+    def _spells_more(self, template: str, other: str) -> bool:
+        # "/a/{b}" is itself a path that fits "/a/{c}" and "/{d}/{e}"
+        return bool(self._patterns[other].fullmatch(template)) and not self._patterns[template].fullmatch(
+            other
+        )
+
+
+class MethodMiddleware:
+    """Answers 405 where the framework would take a path that is spelled out for a value of another one's."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] == "http" and scope["app"].state.paths.is_refused(scope["method"], scope["path"]):
+            await problem_response(method_problem(scope), scope)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+
+_LARGE_BYTES: Final = 256 << 10
+_OF_KEY: Final = 2
+_THREADS: Final = 4
+_RETRY_SECONDS: Final = 5
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+class LargeBodies:
+    """The threads of one application, and how many requests of each key they have; for its event loop."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="dcp-large-body")
+        self._of: Counter[str] = Counter()
+
+    async def handle(self, request: Request, handler: Handler) -> Response:
+        """Handle the request in a thread. Raises TooManyRequestsError where its key has enough under way."""
+        principal = getattr(request.state, "principal", None)
+        who = principal.identity if isinstance(principal, Principal) else ""
+        if self._of[who] >= _OF_KEY:
+            raise TooManyRequestsError(
+                f"{_OF_KEY} large bodies of this key are being read, and no more at a time are taken",
+                headers={"Retry-After": str(_RETRY_SECONDS)},
+            )
+        self._of[who] += 1
+        context = contextvars.copy_context()
+        done = self._pool.submit(context.run, lambda: asyncio.run(handler(request)))
+        loop = asyncio.get_running_loop()
+        done.add_done_callback(lambda _: _call(loop, self._leave, who))
+        return await asyncio.wrap_future(done)
+
+    def _leave(self, who: str) -> None:
+        self._of[who] -= 1
+        if not self._of[who]:
+            del self._of[who]
+
+
+def _call(loop: asyncio.AbstractEventLoop, act: Callable[[str], None], who: str) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(act, who)
+
+
+class LargeBodyRoute(APIRoute):
+    """A route whose large bodies are for `LargeBodies`, which is ``app.state.large_bodies``."""
+
+    def get_route_handler(self) -> Handler:
+        """As of FastAPI, which reads and checks the body in it; that alone where the route takes none."""
+        handler: Handler = super().get_route_handler()
+        if self.body_field is None:
+            return handler
+
+        async def handle(request: Request) -> Response:
+            if len(await request.body()) < _LARGE_BYTES:
+                return await handler(request)
+            bodies: LargeBodies = request.app.state.large_bodies
+            return await bodies.handle(request, handler)
+
+        return handle

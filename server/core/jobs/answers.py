@@ -1,4 +1,4 @@
-"""Jobs: what is to be done, how far it is, and what has happened."""
+"""Jobs as JSON: state, progress, tasks, events."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ __all__ = [
     "JobAnswer",
     "JobErrorAnswer",
     "JobEventAnswer",
-    "JobList",
     "LogLineAnswer",
-    "LogPage",
     "ProgressAnswer",
     "TaskAnswer",
-    "TaskList",
     "ThroughputAnswer",
     "WaitingAnswer",
 ]
@@ -33,12 +30,12 @@ class ProgressAnswer(RecordAnswer):
 
 @answers(records.JobFailure)
 class JobErrorAnswer(RecordAnswer):
-    """Why it failed."""
+    """The failure of a job or task."""
 
 
 @answers(records.JobWaiting)
 class WaitingAnswer(RecordAnswer):
-    """Why the last attempt failed, where another one follows; a job that has ended has an ``error``."""
+    """The failure of the last attempt, where another one follows; a job that has ended has an ``error``."""
 
 
 @answers(records.Job)
@@ -46,40 +43,19 @@ class JobAnswer(RecordAnswer):
     """A job. ``is_ending``: it was cancelled or has failed, and is being stopped and cleared away."""
 
 
-class JobList(Answer):
-    """A page, newest first."""
-
-    items: list[JobAnswer]
-    next_cursor: str | None
-
-
 @answers(records.JobTask)
 class TaskAnswer(RecordAnswer):
     """One task of a job, in the order of ``number``; what it has to do is the service's own business."""
 
 
-class TaskList(Answer):
-    """A page, by number."""
-
-    items: list[TaskAnswer]
-    next_cursor: str | None
-
-
 @answers(records.JobThroughput)
 class ThroughputAnswer(RecordAnswer):
-    """How fast the tasks of a job are."""
+    """The throughput of the tasks of a job."""
 
 
 @answers(records.JobLogLine)
 class LogLineAnswer(RecordAnswer):
     """An event of a job as a sentence."""
-
-
-class LogPage(Answer):
-    """The last lines, in their order; the next page has those before."""
-
-    items: list[LogLineAnswer]
-    next_cursor: str | None
 
 
 class JobEventAnswer(Answer):

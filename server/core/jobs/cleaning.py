@@ -42,7 +42,7 @@ def forget_scans(connection: Connection, before: float, *, limit: int = 500) -> 
     """Remove periodic scans that succeeded: there is one a minute. Otherwise as `forget_jobs`."""
     return _forget(
         connection,
-        limit,
+        500,
         jobs.c.kind == "scan",
         jobs.c.created_by == SYSTEM.name,
         jobs.c.state == "succeeded",

@@ -1,7 +1,7 @@
-"""What happens to jobs, for all who follow one or all in this process: one look at the database for them.
+"""Feeds of the events of jobs: one look at the database for all followers in this process.
 
-The look is taken by a thread that lives as long as somebody follows. Who has not taken what was found last is
-not looked for, so that a slow client costs one page of memory.
+A thread looks as long as there are followers. It skips those that have not taken the last news, so that a
+slow client costs one page of memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _KNOWN: Final = 4 * (_PAGE + _OVERLAP)
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What was found, with progress by job. ``is_last``: nothing more is to come, because the job has ended
+    """New events, with progress by job. ``is_last``: no more will come, because the job has ended
     and all its events are here, or, with ``state`` None, because it was forgotten, the key has ended or the
     database is away."""
 
@@ -68,11 +68,11 @@ class Following:
 
     @property
     def waits(self) -> bool:
-        """Whether it has taken what was found last."""
+        """True once it has taken the last news."""
         return self._news is None
 
     async def take(self, seconds: float) -> News | None:
-        """What is new; None if nothing is within ``seconds``."""
+        """The news; None without any within ``seconds``."""
         try:
             async with asyncio.timeout(seconds):
                 await self._has_news.wait()
@@ -155,7 +155,7 @@ class _Feed(ABC, Generic[F]):
             try:
                 for begin in range(0, len(everybody), _AT_ONCE):
                     has_more |= self._look(everybody[begin : begin + _AT_ONCE])
-            except Exception as error:  # noqa: BLE001 - nobody must wait for a look that is not taken
+            except Exception as error:  # noqa: BLE001 - followers must not wait for ever
                 if not isinstance(error, DatabaseUnavailableError):
                     _log.exception("jobs cannot be followed")
                 for one in everybody:  # they ask again, and are refused as long as it lasts

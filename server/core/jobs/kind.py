@@ -1,15 +1,15 @@
-"""What a kind of job is: how it is planned, what its tasks do, how it is published and recorded.
+"""Kinds of jobs: a kind plans a job, does its tasks, publishes and records it.
 
 A job is planned, then its tasks run, in any order and some of them at once, then it is published. These
 three run in a subprocess that may be killed at any instant, without the database, and again if need be:
 
 - `Kind.plan` writes nothing outside of ``context.work_folder``, or under names that follow from
   ``context.attempt_name``: the ledger knows it before the plan begins, so that `Kind.clear_plans` finds what
-  a plan has left of which nobody has heard any more.
+  a lost plan has left.
 - `Kind.run_task` may be repeated, also while an earlier attempt that was believed dead still runs: what it
   writes must be the same each time, or go to a place that carries ``context.attempt_name``.
-- `Kind.publish` is one atomic step. If it died after that step and before anybody heard of it, it is called
-  again: it must then see that it is done and return the same result.
+- `Kind.publish` is one atomic step. If it died after that step and before the worker heard of it, it is
+  called again: it must then see that it is done and return the same result.
 - `Kind.discard` clears away what tasks of a cancelled or failed job have left; never what is published.
 
 `Kind.prepare` and `Kind.record` run in the worker, with the database: the first says what is known of the
@@ -68,7 +68,7 @@ _OF_THE_JOB: Final = frozenset(
         errno.EXDEV,
     }
 )
-"""What is wrong with a name, a file or a call: the same at any time."""
+"""Errors of a name, a file or a call: the same at any time."""
 
 ReportProgress = Callable[[int], None]
 """Called with the bytes that are done so far, as often as one likes."""
@@ -87,7 +87,7 @@ class UnavailableJobError(TransientJobError):
 
 
 def is_retryable(error: BaseException) -> bool:
-    """Whether another attempt may help: for errors of storage, network and memory, and problems of 5xx."""
+    """Return True if another attempt may help: errors of storage, network and memory, and problems of 5xx."""
     if isinstance(error, ProblemError):
         return error.status >= 500 or error.status == 429
     if isinstance(error, CheckpointError) and not isinstance(error, StorageError | TimeoutError):
@@ -96,8 +96,8 @@ def is_retryable(error: BaseException) -> bool:
 
 
 def is_environment(error: BaseException) -> bool:
-    """Whether a machine, a network or a storage is at fault, and neither the job nor its data: no space, no
-    permission, a storage that is away or does not keep up."""
+    """Return True if a machine, a network or a storage is at fault, and not the job or its data: no space,
+    no permission, a storage that is away or does not keep up."""
     if isinstance(error, ProblemError):
         if not isinstance(error.__cause__, OSError):
             return error.status in _PASSING_STATUS
@@ -109,7 +109,7 @@ def is_environment(error: BaseException) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class JobContext:
-    """What plan, tasks and publishing get beside their arguments.
+    """The context of plan, tasks and publishing, beside their arguments.
 
     ``work_folder`` is empty, of this attempt alone, and removed after it. ``settings`` come without the
     database's URL, unless the kind ``needs_database``. ``prepared`` is what `Kind.prepare` returned.
@@ -177,12 +177,12 @@ class Kind(ABC, Generic[P]):
         """
 
     def prepare(self, connection: Connection, params: P) -> Json:
-        """What the catalog knows that planning needs. Only reads."""
+        """Facts from the catalog that planning needs. Only reads."""
         return {}
 
     @abstractmethod
     def plan(self, context: JobContext, params: P) -> JobPlan:
-        """What is to be done."""
+        """The tasks of the job."""
 
     @abstractmethod
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
@@ -196,7 +196,7 @@ class Kind(ABC, Generic[P]):
         """Clear away what is left of a job that was given up."""
 
     def clear_plans(self, context: JobContext, params: P) -> None:
-        """Clear away what ``context.earlier_attempts`` at the plan have left; asked for where a kind
+        """Clear away what ``context.earlier_attempts`` at the plan have left; called where a kind
         ``leaves_plans`` and the job has ended without a plan. None of them is at work any more."""
 
     def record(self, connection: Connection, job: JobRow, result: Json) -> None:

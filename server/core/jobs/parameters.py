@@ -1,4 +1,4 @@
-"""What the parameters of several kinds have in common."""
+"""Parameters that several kinds of jobs have in common."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Parameters(Request):
     """Parameters of a job."""
 
     def digest(self) -> str:
-        """The same for the same parameters: what tells jobs apart that there is to be one of at a time."""
+        """A digest of the parameters, for keys of jobs of which one at a time is unfinished."""
         document = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(document.encode()).hexdigest()[:40]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, ClassVar, TypeVar
 
 from sqlalchemy import Connection
@@ -31,7 +30,7 @@ class SimpleKind(Kind[P]):
     """A kind of which `run` is all that has to be written, beside ``name``, ``scope`` and ``params``.
 
     ``subjects`` are the parameters that are ids of checkpoints. These must be committed and visible to
-    whoever submits the job, which is about the last one. An unfinished job with the same parameters is
+    the caller; the job is about the last one. An unfinished job with the same parameters is
     joined.
     """
 
@@ -63,7 +62,7 @@ class SimpleKind(Kind[P]):
     def prepare(self, connection: Connection, params: P) -> Json:
         """As `Kind.prepare`."""
         found = [find_subject(connection, number) for number in self._numbers(params)]
-        return {"subjects": [asdict(subject) for subject in found]}
+        return {"subjects": [subject.to_json() for subject in found]}
 
     def plan(self, context: JobContext, params: P) -> JobPlan:
         """As `Kind.plan`."""

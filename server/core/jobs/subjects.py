@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from sqlalchemy import Connection, select
 
-from dcp.server.catalog.checkpoints import get_checkpoint
+from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import MissingError, StateError
 from dcp.server.catalog.source_facts import fingerprint_of, marks_of
 from dcp.server.core.jobs.kind import JobContext, PermanentJobError, TransientJobError, UnavailableJobError
@@ -37,7 +37,7 @@ _CHUNK: Final = 500
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What tasks have to know of a checkpoint: where it is, and which content of it is meant."""
+    """A checkpoint as tasks need it: its place, and which content of it is meant."""
 
     id: int
     root: str
@@ -57,11 +57,11 @@ class Subject:
 
     @property
     def content(self) -> str | None:
-        """What tells that a checkpoint is still of this content, as far as that shows."""
+        """The name of its content, as far as it is known."""
         return self.save_id or self.fingerprint
 
     def is_same(self, row: Mapping[Any, Any]) -> bool:
-        """Whether ``row``, one of `tables.checkpoints`, is still of this content, as far as that shows."""
+        """Return True if ``row``, one of `tables.checkpoints`, still has this content, as far as known."""
         for name, mine in (("save_id", self.save_id), ("fingerprint", self.fingerprint)):
             if mine is not None and row[name] is not None:
                 return bool(row[name] == mine)
@@ -79,19 +79,9 @@ def find_subject(
     found = get_checkpoint(connection, checkpoint_id, visible)
     if found.state != state:
         raise StateError(f"checkpoint {checkpoint_id} is {found.state}, not {state}", state=found.state)
-    return Subject(
-        id=found.id,
-        root=found.root,
-        key=found.key,
-        run=found.run,
-        name=found.name,
-        step=found.step,
-        format=found.format,
-        bytes=found.bytes,
-        save_id=found.save_id,
-        fingerprint=found.fingerprint,
-        deleted_seconds=None if found.deleted_at is None else found.deleted_at.timestamp(),
-    )
+    deleted_seconds = None if found.deleted_at is None else found.deleted_at.timestamp()
+    values = {field.name: getattr(found, field.name) for field in fields(Subject)[:-1]}
+    return Subject(**values, deleted_seconds=deleted_seconds)
 
 
 def roots_of_committed(
@@ -132,7 +122,7 @@ def open_source(context: JobContext, subject: Subject) -> tuple[StorageRoot, Sou
 
 
 def fingerprint_at(place: SourcePlace) -> str:
-    """What tells whether the checkpoint at ``place`` has changed."""
+    """The fingerprint of the checkpoint at ``place``: another one after a change."""
     if place.file is not None:
         info = place.store.stat(place.file)
         return fingerprint_of([] if info is None else [info])

@@ -6,7 +6,6 @@ from fastapi import Response
 from pydantic import BaseModel
 from sqlalchemy import Connection
 
-from dcp.server.catalog import audit
 from dcp.server.core.http.context import Service
 from dcp.server.core.http.dependencies import Writer
 from dcp.server.core.http.idempotent_transaction import IdempotentTransaction
@@ -47,16 +46,8 @@ def submit_new(
     job_id, is_new = transitions.submit_or_join(connection, spec, author.now_seconds)
     if is_new:
         check_queue(connection, author, service.settings.max_queued_jobs)
-        audit.record(
-            connection,
-            author.principal.name,
-            "job.submit",
-            f"job:{job_id}",
-            {"kind": spec.kind, "params": dict(spec.params)},
-            now=author.now_seconds,
-            request_id=author.request_id,
-            address=author.address,
-        )
+        detail = {"kind": spec.kind, "params": dict(spec.params)}
+        author.change(None).record(connection, "job.submit", f"job:{job_id}", detail)
     response.headers["Location"] = f"/api/v1/jobs/{job_id}"
     return JobAnswer.of(reading.get_job(connection, job_id))
 

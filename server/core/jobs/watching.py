@@ -1,4 +1,4 @@
-"""What people who watch a job are told of it: how fast it is, and what happened as sentences. Pure."""
+"""The throughput of a job, and its events as sentences, for people who watch it. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _sentence(kind: str, data: Mapping[str, Any]) -> str:
         "submitted": f"submitted by {data.get('created_by')}",
         "state": str(data.get("state")),
         "retry": f"again in {float(data.get('delay_seconds') or 0):.3g} s",
-        "cancel_requested": f"{data.get('actor')} wants it cancelled",
+        "cancel_requested": f"cancellation requested by {data.get('actor')}",
         "ending": "is being stopped and cleared away",
         "discard_failed": "what it left cannot be cleared away yet",
     }.get(kind, kind)

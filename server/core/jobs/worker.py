@@ -1,9 +1,9 @@
-"""A worker: claims what is to be done, has it carried out, and tells the ledger what became of it.
+"""A worker: claims work, has it carried out, and reports the outcome to the ledger.
 
 One thread does all that touches the ledger. Phases and tasks run elsewhere
 (`dcp.server.core.jobs.executors`), as many at a time as there may be; their ends arrive in a queue. A
 database that is away stops nothing that runs: results are kept until it is back, or until the lease is over
-and somebody else may have the work.
+and other workers may take the work.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from typing import Any, Final
 import structlog
 from sqlalchemy import Connection
 
-from dcp.server.core.jobs.executors.executor import Executor, Running
-from dcp.server.core.jobs.executors.opening import open_executor
-from dcp.server.core.jobs.executors.subprocess_main import error_of, load_kinds
+from dcp.server.core.jobs.executors.executor import Executor, ProcessOutcome, Running
+from dcp.server.core.jobs.executors.subprocess_main import Setup, error_of, load_kinds
 from dcp.server.core.jobs.executors.subprocess_messages import Order
-from dcp.server.core.jobs.executors.subprocesses import ProcessOutcome
+from dcp.server.core.jobs.executors.subprocesses import WarmProcessPool
 from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.ledger.claims import ClaimLimits, claim, has_work, renew, stopped
 from dcp.server.core.jobs.ledger.failures import DEFAULT_BACKOFF, expire_leases, fail, has_expired
@@ -48,7 +47,7 @@ from dcp.server.database.documents import prepare_document
 from dcp.server.database.engine import Database, DatabaseUnavailableError, Encoded, encode_json
 from dcp.server.records.jobs import JobFailure
 
-__all__ = ["DEFAULT_KINDS", "Worker"]
+__all__ = ["DEFAULT_KINDS", "Worker", "open_executor"]
 
 DEFAULT_KINDS: Final = "dcp.server.features:kinds"
 _KILL_SECONDS: Final = 5.0
@@ -77,7 +76,7 @@ class _Entry:
 
 
 class Worker:
-    """Does jobs of the ledger until it is told to stop; any number of them may share a database.
+    """Does jobs of the ledger until it is stopped; any number of them may share a database.
 
     ``schedules`` are what it does periodically, beside jobs. An ``executor`` that is given is not closed, and
     several may share it; else it is the one of the settings.
@@ -195,12 +194,12 @@ class Worker:
             except DatabaseUnavailableError:
                 self._ended.put((made.held, ProcessOutcome()))
                 raise
-            except Exception as error:  # noqa: BLE001 - told to the ledger
+            except Exception as error:  # noqa: BLE001 - reported to the ledger
                 _log.warning("cannot be started", job=made.job.id, phase=made.phase, error=str(error))
                 self._ended.put((made.held, ProcessOutcome(error=error_of(error))))
 
     def _room(self) -> ClaimLimits | None:
-        """What may be begun now; None for nothing."""
+        """The limits for what may be started now; None for nothing."""
         in_own_slot = any(entry.claim.job.kind in self._own_kinds for entry in self._entries.values())
         if len(self._entries) - in_own_slot < self._settings.concurrency:
             return self._limits
@@ -268,7 +267,7 @@ class Worker:
     # -- what runs --
 
     def _expire(self) -> None:
-        """What workers have left that are not heard of any more."""
+        """Expire the leases of workers that do not renew them."""
         if (begun := time.monotonic()) < self._next_sweep:
             return
         self._next_sweep = begun + min(_SWEEP_SECONDS, self._settings.lease_seconds / 3)
@@ -328,7 +327,7 @@ class Worker:
     # -- what has ended --
 
     def _settle(self) -> None:
-        """Tell the ledger how things have ended. What cannot be told is kept for the next time."""
+        """Report outcomes to the ledger. What cannot be reported is kept for the next time."""
         while True:
             try:
                 held, outcome = self._ended.get_nowait()
@@ -345,7 +344,7 @@ class Worker:
             except DatabaseUnavailableError:
                 raise
             except Exception:  # noqa: BLE001 - it is left to its lease, and must not hold up the others
-                _log.exception("cannot be told", job=held.job_id)
+                _log.exception("cannot be reported", job=held.job_id)
             del self._entries[held]
 
     def _tell(self, entry: _Entry, outcome: ProcessOutcome) -> None:
@@ -367,7 +366,7 @@ class Worker:
             self._fail(made, error)
 
     def _prepare(self, entry: _Entry, result: Json) -> None:
-        """Write what is large before the transaction that tells of it, for which others wait."""
+        """Write what is large before the transaction that refers to it, for which others wait."""
         if entry.claim.phase == "plan":
             entry.plan_data = encode_json(result["plan_data"])
             self._add_tasks(entry, result["tasks"])
@@ -407,7 +406,7 @@ class Worker:
     def _tell_failed(self, made: Claim, error: JobFailure) -> None:
         job = made.job
         log = _log.warning
-        if not self._kinds[job.kind].waits:  # it is asked for again and again, and fails as often
+        if not self._kinds[job.kind].waits:  # it is requested again and again, and fails as often
             is_told = self._failing.get((job.kind, job.root)) == error
             self._failing[job.kind, job.root] = error
             log = _log.debug if is_told else log
@@ -436,6 +435,18 @@ class Worker:
             self._failing.pop((job.kind, job.root), None)
         else:
             complete_discard(connection, made.held, now)
+
+
+def open_executor(settings: Settings, kinds: str) -> Executor:
+    """The one of the settings: ``processes``, or ``dask://HOST:PORT``; ValueError for others."""
+    setup = Setup(settings, kinds)
+    if settings.executor == "processes":
+        return WarmProcessPool(setup)
+    if settings.executor.startswith("dask://"):
+        from dcp.server.core.jobs.executors.dask import DaskExecutor
+
+        return DaskExecutor(setup, settings.executor.removeprefix("dask://"))
+    raise ValueError(f"executor: 'processes' or 'dask://HOST:PORT', not {settings.executor!r}")
 
 
 def _together(specs: Sequence[Json]) -> list[Sequence[Json]]:

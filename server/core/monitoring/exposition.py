@@ -1,11 +1,17 @@
-"""The text that Prometheus fetches."""
+"""The text that Prometheus fetches, added up over the processes of one API.
+
+Processes count in files of one folder: the multi-process mode of prometheus_client, whose folder is named by
+an environment variable that has to be set before the processes start. One process needs none of it.
+"""
 
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -16,14 +22,69 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 from prometheus_client.registry import Collector
 from sqlalchemy.exc import SQLAlchemyError
 
-from dcp.server.core.monitoring.instruments import Instruments
-from dcp.server.core.monitoring.measuring import MeasureMiddleware, watch_database
-from dcp.server.core.monitoring.processes import FOLDER_VARIABLE, living_processes, resident_bytes
+from dcp.server.core.monitoring.measuring import Instruments, MeasureMiddleware, watch_database
 from dcp.server.core.monitoring.state import read_state
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.version import __version__
 
-__all__ = ["CONTENT_TYPE", "Monitoring", "install"]
+__all__ = [
+    "CONTENT_TYPE",
+    "FOLDER_VARIABLE",
+    "Monitoring",
+    "install",
+    "living_processes",
+    "resident_bytes",
+    "shared_folder",
+]
+
+FOLDER_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A folder for the counts of all processes that are started inside; removed at the end.
+
+    A folder that the environment names already is taken as it is, and stays.
+    """
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        yield Path(named)
+        return
+    with tempfile.TemporaryDirectory(prefix="dcp-metrics-", ignore_cleanup_errors=True) as folder:
+        os.environ[FOLDER_VARIABLE] = folder
+        try:
+            yield Path(folder)
+        finally:
+            del os.environ[FOLDER_VARIABLE]
+
+
+def living_processes(folder: Path | None) -> set[int]:
+    """The processes that count in ``folder`` and run, this one among them."""
+    found = {os.getpid()}
+    if folder is not None:
+        numbers = {path.stem.rpartition("_")[2] for path in folder.glob("*_*.db")}
+        found |= {int(number) for number in numbers if number.isdigit() and _is_alive(int(number))}
+    return found
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process that is not swapped out; 0 where it, or ``/proc``, is not there."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 _KEPT_SECONDS: Final = 5.0

@@ -14,8 +14,8 @@ from typing import Final
 from fastapi import APIRouter, Request, Response
 
 from dcp.server.core.feature import Feature
+from dcp.server.core.http.admission import STATIC_PREFIX
 from dcp.server.core.http.dependencies import public
-from dcp.server.core.http.middleware.authentication import STATIC_PREFIX
 from dcp.server.core.problems import NotFoundError
 
 __all__ = ["Assets", "router"]
@@ -44,7 +44,7 @@ class Assets:
     """All files by their paths below ``static/``, the core's and those of features; not their licences."""
 
     def __init__(self, features: Iterable[Feature]) -> None:
-        folders = [_FOLDER, *(one.folder / "static" for one in features if one.folder is not None)]
+        folders = [_FOLDER, *(one.folder / "static" for one in features if one.is_package)]
         self._files = {
             path.relative_to(folder).as_posix(): _read(path)
             for folder in folders

@@ -16,14 +16,14 @@ __all__ = ["MovedError", "problem_page"]
 
 _ADVICE: Final = {
     401: "Sign in with an API key.",
-    403: "An administrator can make a key that may: dcp keys create NAME --scope SCOPE.",
-    404: "It may have been renamed, or be in a root that your key does not see.",
-    409: "As it is now that cannot be done. Look at it again.",
-    410: "What the catalog knows of it is on the page of the checkpoint, and stays there.",
-    412: "Somebody changed it since you saw it. Look at it again.",
-    429: "Wait a little.",
-    500: "The log of the service has more under the request's id.",
-    503: "It is tried again by itself in a moment.",
+    403: "An administrator can create a key with the scope: dcp keys create NAME --scope SCOPE.",
+    404: "It may have been renamed, or your key may not see its root.",
+    409: "Its state has changed. Reload its page.",
+    410: "The page of the checkpoint still has its entry in the catalog.",
+    412: "It was changed in the meantime. Reload its page.",
+    429: "Wait a moment.",
+    500: "See the log of the service for the id of the request.",
+    503: "The page reloads in a moment.",
 }
 
 _MAX_FIELDS: Final = 50
@@ -32,20 +32,20 @@ _UNSEEN: Final = frozenset(
     {"etag", "alias_etag", "prefix", "fqn", "next", "cursor", "done", "remove", "pinned"}
 )
 _LABELS: Final = {
-    "target_root": "Root",
-    "target_key": "Key",
+    "target_root": "Target root",
+    "target_key": "Target key",
     "dtype": "Cast to",
     "map": "Weight map",
-    "inverse": "Reverse mapping (true or nothing)",
-    "below": "Prefix of the names here",
-    "drop_objects": "Drop values that the format cannot hold (true or nothing)",
+    "inverse": "Reverse mapping (true or empty)",
+    "below": "Prefix of the map's model",
+    "drop_objects": "Drop values that the format cannot hold (true or empty)",
     "exclude": "Exclude",
     "leave_out": "Exclude",
     "formula": "Or a formula",
-    "last": "How many",
-    "decay": "Each older one weighs as much less",
+    "last": "Number of steps",
+    "decay": "Decay",
     "keep_last": "Newest",
-    "keep_every": "Each so many steps",
+    "keep_every": "Every N steps",
     "keep_days": "Younger than days",
 }
 

@@ -41,9 +41,7 @@ _HEADERS: Final = {
 def environment_of(features: Sequence[Feature], assets: Assets) -> Environment:
     """Templates: those of the core by their names, those of a feature by its name and a slash before it."""
     own = {
-        one.name: DictLoader(one.templates)
-        if one.folder is None
-        else FileSystemLoader(one.folder / "templates")
+        one.name: ChoiceLoader([DictLoader(one.templates), FileSystemLoader(one.folder / "templates")])
         for one in features
     }
     environment = Environment(

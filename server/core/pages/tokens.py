@@ -16,7 +16,7 @@ from urllib.parse import parse_qs
 
 from fastapi import Depends, Request, Response
 
-from dcp.server.core.http.middleware.authentication import SESSION_COOKIE
+from dcp.server.core.http.admission import SESSION_COOKIE
 from dcp.server.core.problems import BadRequestError, ForbiddenError
 
 __all__ = ["VISIT_COOKIE", "Form", "FormDep", "form_token", "is_visit", "set_cookie"]

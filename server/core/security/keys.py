@@ -1,7 +1,9 @@
-"""API keys: 256 random bits, of which only the SHA-256 is kept.
+"""API keys and sessions: 256 random bits, of which only the SHA-256 is kept.
 
-A key reads ``dcp_PREFIX_SECRET``. The prefix finds the row and tells keys apart in lists and logs; a hash
-without a salt is enough, since what is hashed cannot be guessed.
+A key reads ``dcp_PREFIX_SECRET``. The prefix finds the row and distinguishes keys in lists and logs; a hash
+without a salt is enough, since nobody can guess the secret. A session is a browser that was signed in with a
+key, known by 256 random bits in a cookie. It has the rights of its key; it ends with the key, when its time
+is over, or by signing out.
 """
 
 from __future__ import annotations
@@ -12,27 +14,31 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any, Final, cast, get_args
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from dcp.server.core.problems import ConflictError, NotFoundError
 from dcp.server.core.security.principal import ALL_SCOPES, Principal, Scope
 from dcp.server.database.engine import Database
-from dcp.server.database.tables import api_keys
-from dcp.server.records.administration import Whoami
-from dcp.server.records.declaring import moment
+from dcp.server.database.records import record_of_row
+from dcp.server.database.tables import api_keys, sessions
+from dcp.server.records.administration import CreatedKey, Key, Whoami
 
 __all__ = [
     "KEY_PATTERN",
-    "KeyRecord",
     "KeyRing",
+    "begin_session",
     "create_key",
+    "end_session",
     "find_key",
+    "find_session",
     "get_key",
+    "is_valid",
     "list_keys",
     "prefix_of",
+    "principal_of",
     "revoke_key",
     "valid_keys",
     "whoami",
@@ -44,30 +50,17 @@ _USE_SECONDS: Final = 60.0
 """`used_seconds` is not written more often than this."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeyRecord:
-    """A key as it is listed: without what it is made of."""
+def principal_of(key: Key) -> Principal:
+    """The caller of requests with the key."""
+    scopes = ALL_SCOPES.intersection(cast(tuple[Scope, ...], key.scopes))
+    return Principal(f"key:{key.name}", scopes, None if key.roots is None else frozenset(key.roots), key.id)
 
-    id: int
-    name: str
-    prefix: str
-    scopes: frozenset[Scope]
-    roots: frozenset[str] | None
-    created_seconds: float
-    expires_seconds: float | None
-    revoked_seconds: float | None
-    used_seconds: float | None
 
-    @property
-    def principal(self) -> Principal:
-        """Who asks with it."""
-        return Principal(f"key:{self.name}", self.scopes, self.roots, self.id)
-
-    def is_valid(self, now_seconds: float) -> bool:
-        """Neither revoked nor expired."""
-        if self.revoked_seconds is not None:
-            return False
-        return self.expires_seconds is None or now_seconds < self.expires_seconds
+def is_valid(key: Key, now_seconds: float) -> bool:
+    """Return whether the key is neither revoked nor expired."""
+    if key.revoked_at is not None:
+        return False
+    return key.expires_at is None or now_seconds < key.expires_at.timestamp()
 
 
 def create_key(
@@ -78,13 +71,13 @@ def create_key(
     roots: Iterable[str] | None,
     expires_seconds: float | None,
     now_seconds: float,
-) -> tuple[KeyRecord, str]:
-    """Make a key; the string is shown once and cannot be had again.
+) -> CreatedKey:
+    """Create a key; its ``key`` is shown once and cannot be read again.
 
     Raises ConflictError if a valid key has this name, since the audit log names keys.
     """
     for row in connection.execute(select(api_keys).where(api_keys.c.name == name)):
-        if _record(row).is_valid(now_seconds):
+        if is_valid(_key(row), now_seconds):
             raise ConflictError(f"there is a key {name!r}; revoke it first, or take another name")
     prefix = "".join(secrets.choice(_ALPHABET) for _ in range(8))
     secret = f"dcp_{prefix}_{secrets.token_urlsafe(32)}"
@@ -98,30 +91,31 @@ def create_key(
         "expires_seconds": expires_seconds,
     }
     row = connection.execute(insert(api_keys).values(values).returning(api_keys)).one()
-    return _record(row), secret
+    return CreatedKey(**asdict(_key(row)), key=secret)
 
 
-def list_keys(connection: Connection) -> list[KeyRecord]:
+def list_keys(connection: Connection) -> list[Key]:
     """All keys, revoked ones too, in the order in which they were made."""
-    return [_record(row) for row in connection.execute(select(api_keys).order_by(api_keys.c.id))]
+    return [_key(row) for row in connection.execute(select(api_keys).order_by(api_keys.c.id))]
 
 
-def get_key(connection: Connection, key_id: int) -> KeyRecord | None:
-    """One key; None if there is no such one."""
+def get_key(connection: Connection, key_id: int) -> Key:
+    """One key. Raises NotFoundError."""
     row = connection.execute(select(api_keys).where(api_keys.c.id == key_id)).one_or_none()
-    return None if row is None else _record(row)
+    if row is None:
+        raise NotFoundError(f"there is no key {key_id}")
+    return _key(row)
 
 
 def whoami(connection: Connection, principal: Principal) -> Whoami:
     """Who that is, and what it may."""
     key = None if principal.key_id is None else get_key(connection, principal.key_id)
-    expires = None if key is None else key.expires_seconds
     return Whoami(
         principal.name,
         principal.key_id,
         tuple(scope for scope in get_args(Scope) if principal.may(scope)),
         None if principal.roots is None else tuple(sorted(principal.roots)),
-        None if expires is None else moment(expires),
+        None if key is None else key.expires_at,
     )
 
 
@@ -130,23 +124,20 @@ def valid_keys(connection: Connection, key_ids: Collection[int], now_seconds: fl
     if not key_ids:
         return set()
     found = connection.execute(select(api_keys).where(api_keys.c.id.in_(sorted(key_ids))))
-    return {row.id for row in found if _record(row).is_valid(now_seconds)}
+    return {row.id for row in found if is_valid(_key(row), now_seconds)}
 
 
-def revoke_key(connection: Connection, key_id: int, now_seconds: float) -> KeyRecord:
+def revoke_key(connection: Connection, key_id: int, now_seconds: float) -> Key:
     """End a key at once. One that has ended stays as it is. Raises NotFoundError."""
     connection.execute(
         update(api_keys)
         .where(api_keys.c.id == key_id, api_keys.c.revoked_seconds.is_(None))
         .values(revoked_seconds=now_seconds)
     )
-    record = get_key(connection, key_id)
-    if record is None:
-        raise NotFoundError(f"there is no key {key_id}")
-    return record
+    return get_key(connection, key_id)
 
 
-def find_key(connection: Connection, secret: str, now_seconds: float) -> KeyRecord | None:
+def find_key(connection: Connection, secret: str, now_seconds: float) -> Key | None:
     """The key ``secret`` is, if it is one that is valid."""
     match = KEY_PATTERN.fullmatch(secret)
     if match is None:
@@ -154,8 +145,8 @@ def find_key(connection: Connection, secret: str, now_seconds: float) -> KeyReco
     row = connection.execute(select(api_keys).where(api_keys.c.prefix == match[1])).one_or_none()
     if row is None or not hmac.compare_digest(bytes(row.hash), _digest(secret)):
         return None
-    record = _record(row)
-    return record if record.is_valid(now_seconds) else None
+    key = _key(row)
+    return key if is_valid(key, now_seconds) else None
 
 
 def prefix_of(secret: str) -> str:
@@ -177,22 +168,23 @@ class KeyRing:
         self._used: dict[int, float] = {}
         self._lock = threading.Lock()
 
-    def find(self, secret: str) -> KeyRecord | None:
+    def find(self, secret: str) -> Key | None:
         """The valid key ``secret`` is, or None. Raises `DatabaseUnavailableError`."""
         now_seconds = self._clock()
         if KEY_PATTERN.fullmatch(secret) is None:
             return None
         with self._database.read() as connection:
-            record = find_key(connection, secret, now_seconds)
-        self.note_use(record)
-        return record
+            key = find_key(connection, secret, now_seconds)
+        self.note_use(key)
+        return key
 
-    def note_use(self, record: KeyRecord | None) -> None:
-        """Somebody has just asked with this key."""
+    def note_use(self, key: Key | None) -> None:
+        """Remember that the key was just used."""
         now_seconds = self._clock()
-        if record is not None and now_seconds - (record.used_seconds or 0.0) >= _USE_SECONDS:
+        used = key.used_at.timestamp() if key is not None and key.used_at is not None else 0.0
+        if key is not None and now_seconds - used >= _USE_SECONDS:
             with self._lock:
-                self._used[record.id] = now_seconds
+                self._used[key.id] = now_seconds
 
     def flush(self) -> None:
         """Write when keys were last used."""
@@ -211,16 +203,40 @@ def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode()).digest()
 
 
-def _record(row: Row[Any]) -> KeyRecord:
-    scopes = ALL_SCOPES.intersection(cast(list[Scope], row.scopes))
-    return KeyRecord(
-        id=row.id,
-        name=row.name,
-        prefix=row.prefix,
-        scopes=scopes,
-        roots=None if row.roots is None else frozenset(row.roots),
-        created_seconds=row.created_seconds,
-        expires_seconds=row.expires_seconds,
-        revoked_seconds=row.revoked_seconds,
-        used_seconds=row.used_seconds,
+def _key(row: Row[Any]) -> Key:
+    scopes = tuple(sorted(ALL_SCOPES.intersection(cast(list[Scope], row.scopes))))
+    roots = None if row.roots is None else tuple(sorted(row.roots))
+    return record_of_row(Key, row._mapping, scopes=scopes, roots=roots)
+
+
+_TOKEN: Final = re.compile(r"[A-Za-z0-9_-]{43}")
+
+
+def begin_session(connection: Connection, key_id: int, now_seconds: float, lasts_seconds: float) -> str:
+    """A new session of this key: what its cookie has, which cannot be had again. Drops old ones."""
+    connection.execute(delete(sessions).where(sessions.c.expires_seconds <= now_seconds))
+    token = secrets.token_urlsafe(32)
+    values = {
+        "key_id": key_id,
+        "created_seconds": now_seconds,
+        "expires_seconds": now_seconds + lasts_seconds,
+    }
+    connection.execute(insert(sessions).values(hash=_digest(token), **values))
+    return token
+
+
+def find_session(connection: Connection, token: str, now_seconds: float) -> Key | None:
+    """The valid key of a session that lasts; None if there is none."""
+    if _TOKEN.fullmatch(token) is None:
+        return None
+    query = select(sessions.c.key_id).where(
+        sessions.c.hash == _digest(token), sessions.c.expires_seconds > now_seconds
     )
+    key_id = connection.execute(query).scalar_one_or_none()
+    key = None if key_id is None else get_key(connection, key_id)
+    return key if key is not None and is_valid(key, now_seconds) else None
+
+
+def end_session(connection: Connection, token: str) -> None:
+    """Sign out; what is no session is none afterwards, either."""
+    connection.execute(delete(sessions).where(sessions.c.hash == _digest(token)))

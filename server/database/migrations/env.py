@@ -1,4 +1,4 @@
-"""What Alembic runs: the migrations, on the connection and in the transaction that `upgrade` gives."""
+"""The environment of Alembic: migrations run on the connection and in the transaction of `upgrade`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a checkpoint, and its forms."""
+"""The page of a checkpoint, with panels of other features, and that of its files."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from dcp.server.core.feature import Feature
 
 __all__ = ["feature"]
 
-feature: Final = Feature("checkpoint_page", __name__, web=["pages", "actions"])
+feature: Final = Feature("checkpoint_page", __name__, web=["page"])

@@ -1,4 +1,4 @@
-"""Checkpoints of the catalog: lists, details, registration."""
+"""Checkpoints of the catalog: listed, counted, found by name, registered and shown."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from dcp.server.core.feature import Feature
 
 __all__ = ["feature"]
 
-feature: Final = Feature("checkpoints", __name__, web=["finding", "api", "lists"])
+feature: Final = Feature("checkpoints", __name__, web=["web"])

@@ -10,4 +10,4 @@ from dcp.server.features.convert.merge import MergeKind
 
 __all__ = ["feature"]
 
-feature: Final = Feature("convert", __name__, kinds=[ConvertKind(), MergeKind()], web=["web"])
+feature: Final = Feature("convert", __name__, kinds=[ConvertKind(), MergeKind()], web=["web", "panels"])

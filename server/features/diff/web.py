@@ -12,7 +12,7 @@ from fastapi import Query, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from dcp.server.catalog.cursors import encode_cursor, offset_of, query_mark
-from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
+from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.listing import neighbour
 from dcp.server.catalog.names import check_pattern
 from dcp.server.catalog.tensors import parts_of
@@ -34,6 +34,7 @@ from dcp.server.features.diff.job import DiffKind, DiffParams
 from dcp.server.features.diff.records import Basis, Diff, DifferenceKind, DifferenceOrder, TensorDifference
 from dcp.server.features.tensors.api import get_tensor_statistics
 from dcp.server.features.tensors.histograms import histogram_picture
+from dcp.server.records.checkpoints import CheckpointDetail
 
 if TYPE_CHECKING:
     from dcp.server.features.diff.differences import ContentDifference

@@ -15,7 +15,6 @@ from dcp.server.catalog.runs import get_run
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.jobs.answers import JobAnswer
-from dcp.server.core.jobs.ledger.reading import last_job
 from dcp.server.core.problems import NotFoundError
 from dcp.server.features.drift import feature
 from dcp.server.features.drift.job import DriftKind, DriftParams
@@ -82,9 +81,7 @@ def get_run_drift(run_id: IdPath, ask: Ask) -> RunDrift:
 
 
 def _found(run_id: int, ask: Ask) -> RunDrift | None:
-    job = ask.find(
-        last_job, DriftKind.result_key(DriftParams(run_id=run_id)), ask.visible, succeeded=True, whole=True
-    )
+    job = ask.last_result(DriftKind, DriftParams(run_id=run_id))
     if job is None or job.result is None:
         return None
     return record_of(RunDrift, job.result, job_id=job.id, created_at=job.created_at)

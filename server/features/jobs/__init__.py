@@ -1,4 +1,4 @@
-"""Jobs: submitted, listed, watched, cancelled and retried."""
+"""Jobs: submitted, listed, followed, cancelled and retried."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from dcp.server.core.feature import Feature
 
 __all__ = ["feature"]
 
-feature: Final = Feature("jobs", __name__, web=["api", "pages"])
+feature: Final = Feature("jobs", __name__, web=["web", "pages"])

@@ -1,114 +1,117 @@
-"""Jobs: the list of all, and the page of one, which follows the stream of its events."""
+"""Pages of jobs: the list of all, and one, which follows the stream of its events."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 from urllib.parse import urlencode
 
-from fastapi import Query, Request, Response
-from fastapi.responses import RedirectResponse
+from fastapi import Query
 
 from dcp.server import features
 from dcp.server.catalog.details import keys_of
 from dcp.server.catalog.verifications import outcomes_of_jobs
 from dcp.server.core.answers import IdPath
-from dcp.server.core.http.dependencies import Author, Caller, Db, Page, PageParams, ServiceDep, requires
-from dcp.server.core.http.idempotent_transaction import IdempotentDep
+from dcp.server.core.ask import Ask
+from dcp.server.core.http.dependencies import Page as Paging
+from dcp.server.core.http.dependencies import PageParams
 from dcp.server.core.inputs import Name
 from dcp.server.core.jobs.answers import JobAnswer
-from dcp.server.core.pages.queries import READ, pages_router
-from dcp.server.core.pages.rendering import page
-from dcp.server.core.pages.tokens import FormDep
-from dcp.server.features.jobs import api
+from dcp.server.features.jobs import feature, web
+from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.jobs import JobState
 
-__all__ = ["router"]
-
-router = pages_router()
-
-_ACTIVE: Final = ("queued", "planning", "running", "publishing")
 _MAX_TASKS: Final = 100
 _LINES: Final = 30
+_ON_PAGE: Final = 5
 
 
-@router.get("/jobs", dependencies=READ)
+@feature.page("/jobs", "jobs.html")
 def jobs_page(
-    request: Request,
-    database: Db,
-    caller: Caller,
-    params: Page,
+    ask: Ask,
+    params: Paging,
     state: JobState | None = None,
     kind: Annotated[Name | None, Query()] = None,
     scans: bool = False,
-) -> Response:
-    """The newest first; scans that the service makes by itself only if they are asked for."""
+) -> dict[str, Any]:
+    """List jobs, newest first; scheduled scans only on demand."""
     asked = {"state": state, "kind": kind, "scans": "true" if scans else None}
     given = {name: value for name, value in asked.items() if value}
-    states = [state] if state else None
-    kinds = [kind] if kind else None
-    found = api.list_jobs(database, caller, params, states, kinds, scans=scans)
-    return page(
-        request,
-        "jobs.html",
-        twin=f"/api/v1/jobs?{urlencode(given)}" if given else "/api/v1/jobs",
-        jobs=found.items,
-        names=_names(found.items, database, caller),
-        outcomes=_outcomes(found.items, database),
-        next_cursor=found.next_cursor,
-        kinds=sorted(features.kinds()),
-        state=state,
-        kind=kind,
-        scans=scans,
-    )
+    found = web.list_jobs(ask, params, [state] if state else None, [kind] if kind else None, scans=scans)
+    return {
+        "twin": f"/api/v1/jobs?{urlencode(given)}" if given else "/api/v1/jobs",
+        "jobs": found.items,
+        "names": _names(found.items, ask),
+        "outcomes": _outcomes(found.items, ask),
+        "next_cursor": found.next_cursor,
+        "kinds": sorted(features.kinds()),
+        "state": state,
+        "kind": kind,
+        "scans": scans,
+    }
 
 
-@router.get("/jobs/{job_id}", dependencies=READ)
-def job_page(job_id: IdPath, request: Request, service: ServiceDep, database: Db, caller: Caller) -> Response:
-    """One job: state, progress, what it is about, what came of it, its tasks."""
-    job = api.get_job(job_id, database, caller)
-    tasks = api.list_job_tasks(job_id, database, caller, PageParams(_MAX_TASKS, None))
+@feature.page("/jobs/{job_id}", "job.html")
+def job_page(job_id: IdPath, ask: Ask) -> dict[str, Any]:
+    """Show a job: its state, progress, subject, result and tasks."""
+    job = web.get_job(job_id, ask)
+    tasks = web.list_job_tasks(job_id, ask, PageParams(_MAX_TASKS, None))
     kind = features.kinds().get(job.kind)
     sources = _sources_of(job)
-    return page(
-        request,
-        "job.html",
-        twin=f"/api/v1/jobs/{job_id}",
-        job=job,
-        sources=sources,
-        names=_names([job], database, caller, sources),
-        outcomes=_outcomes([job], database),
-        tasks=tasks.items,
-        has_more_tasks=tasks.next_cursor is not None,
-        log=api.get_job_log(job_id, database, caller, PageParams(_LINES, None)).items,
-        pace=api.get_job_throughput(job_id, service, caller) if job.state in _ACTIVE else None,
-        target=_target_of(job),
-        is_active=job.state in _ACTIVE,
-        may_change=caller.may("admin" if kind is None else kind.scope),
-    )
+    is_active = job.state in web.ACTIVE
+    return {
+        "twin": f"/api/v1/jobs/{job_id}",
+        "job": job,
+        "sources": sources,
+        "names": _names([job], ask, sources),
+        "outcomes": _outcomes([job], ask),
+        "tasks": tasks.items,
+        "has_more_tasks": tasks.next_cursor is not None,
+        "log": web.get_job_log(job_id, ask, PageParams(_LINES, None)).items,
+        "pace": web.get_job_throughput(job_id, ask) if is_active else None,
+        "target": _target_of(job),
+        "is_active": is_active,
+        "may_change": ask.caller.may("admin" if kind is None else kind.scope),
+    }
+
+
+@feature.panel("checkpoint.notices", "active.html", order=40)
+def active_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
+    """Show the progress of jobs of the checkpoint that have not ended."""
+    return {"jobs": web.active_jobs(ask, _ON_PAGE, found.id)}
+
+
+@feature.form("/jobs/{job_id}/cancel", scope="read")
+def cancel_form(job_id: IdPath, ask: Ask) -> str:
+    """Cancel the job; the scope is that of its kind."""
+    web.cancel_job(job_id, ask)
+    return f"/jobs/{job_id}"
+
+
+@feature.form("/jobs/{job_id}/retry", scope="read")
+def retry_form(job_id: IdPath, ask: Ask) -> str:
+    """Begin the job anew."""
+    web.retry_job(job_id, ask)
+    return f"/jobs/{job_id}"
 
 
 def _sources_of(job: JobAnswer) -> list[int]:
     """The checkpoints that a merge joins."""
     if job.kind != "merge":
         return []
-    made_of = (job.result or {}).get("sources", ())  # of a run nobody knows them before it is planned
+    made_of = (job.result or {}).get("sources", ())  # those of a run are not known before it is planned
     return [one["id"] for one in made_of] or [*job.params.get("sources", ()), *job.params.get("adapters", ())]
 
 
-def _names(
-    jobs: Sequence[JobAnswer], database: Db, caller: Caller, also: Sequence[int] = ()
-) -> dict[int, str]:
-    """The names of the checkpoints that these jobs are about, and of those in ``also``."""
+def _names(jobs: Sequence[JobAnswer], ask: Ask, also: Sequence[int] = ()) -> dict[int, str]:
+    """The names of the jobs' checkpoints and of those in ``also``."""
     numbers = [*also, *(job.checkpoint_id for job in jobs if job.checkpoint_id is not None)]
-    with database.read() as connection:
-        return keys_of(connection, numbers, caller.roots)
+    return ask.find(keys_of, numbers, ask.visible)
 
 
-def _outcomes(jobs: Sequence[JobAnswer], database: Db) -> dict[int, str]:
-    """What those of these jobs found that verified a checkpoint: "good" or "damaged"."""
-    with database.read() as connection:
-        return outcomes_of_jobs(connection, [job.id for job in jobs if job.kind == "verify"])
+def _outcomes(jobs: Sequence[JobAnswer], ask: Ask) -> dict[int, str]:
+    """The outcomes of verifications by job: "good" or "damaged"."""
+    return ask.find(outcomes_of_jobs, [job.id for job in jobs if job.kind == "verify"])
 
 
 def _target_of(job: JobAnswer) -> str | None:
@@ -119,17 +122,10 @@ def _target_of(job: JobAnswer) -> str | None:
     return f"/lookup?{urlencode({'root': result['root'], 'key': result['key']})}"
 
 
-@router.post("/jobs/{job_id}/cancel", dependencies=[requires("read")])
-def cancel_form(job_id: IdPath, form: FormDep, author: Author, transact: IdempotentDep) -> Response:
-    """Stop it; the scope is that of its kind."""
-    api.cancel_job(job_id, author, transact)
-    return RedirectResponse(f"/jobs/{job_id}", 303)
+def last_job(dedup_key: str, database: Any, caller: Any, shown: int | None = None) -> Any:
+    """For pages that helper D replaces: deleted when that is merged."""
+    from dcp.server.core.jobs.ledger import reading
 
-
-@router.post("/jobs/{job_id}/retry", dependencies=[requires("read")])
-def retry_form(
-    job_id: IdPath, form: FormDep, author: Author, service: ServiceDep, transact: IdempotentDep
-) -> Response:
-    """Begin it anew."""
-    api.retry_job(job_id, author, service, transact)
-    return RedirectResponse(f"/jobs/{job_id}", 303)
+    with database.read() as connection:
+        job = reading.last_job(connection, dedup_key, caller.roots)
+    return None if job is None or job.id <= (shown or 0) else JobAnswer.of(job)

@@ -1,4 +1,4 @@
-"""Lineage: what a checkpoint was made of, and what was made of it."""
+"""Lineage: the checkpoints that a checkpoint was made of, and those that were made of it."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from dcp.server.core.feature import Feature
 
 __all__ = ["feature"]
 
-feature: Final = Feature("lineage", __name__, web=["api", "pages"])
+feature: Final = Feature("lineage", __name__, web=["web"])

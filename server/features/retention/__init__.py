@@ -13,7 +13,10 @@ from dcp.server.features.retention.purge import PurgeKind, is_purge_due, submit_
 __all__ = ["feature"]
 
 feature: Final = Feature(
-    "retention", __name__, kinds=[RetentionKind(), DeleteKind(), PruneKind(), PurgeKind()], web=["web"]
+    "retention",
+    __name__,
+    kinds=[RetentionKind(), DeleteKind(), PruneKind(), PurgeKind()],
+    web=["web", "forms"],
 )
 feature.schedule("retention", 10.0, is_needed=is_policy_due)(submit_policies)
 feature.schedule("purges", 10.0, is_needed=is_purge_due)(submit_purges)

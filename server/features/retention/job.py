@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, Final
 
 from sqlalchemy import Connection, Row, func, select, update
@@ -91,33 +92,30 @@ class RetentionKind(Kind[RetentionParams]):
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
-        totals: dict[str, Any] = dict.fromkeys(_COUNTED, 0) | {"keys": [], "unjudged": []}
+        found = []
         with open_database(context) as database:
             for run_id, run in payload["runs"]:
+                apply = partial(_apply, payload=payload, run_id=run_id, run=run)
                 if payload["dry_run"]:
                     with database.read() as connection:
-                        found = _apply(connection, payload, run_id, run)
+                        found.append(apply(connection))
                 else:
-                    found = database.transact(
-                        lambda connection, run_id=run_id, run=run: _apply(  # type: ignore[misc]
-                            connection, payload, run_id, run
-                        )
-                    )
-                for name in _COUNTED:
-                    totals[name] += found[name]
-                for name in ("keys", "unjudged"):
-                    totals[name] = (totals[name] + found[name])[:_MAX_LISTED]
-        return totals
+                    found.append(database.transact(apply))
+        return _added(found)
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
-        sums = {name: sum(one.get(name, 0) for one in results) for name in _COUNTED}
-        lists = {
-            name: [each for one in results for each in one.get(name, ())][:_MAX_LISTED]
-            for name in ("keys", "unjudged")
-        }
         shared = plan_data["shared"]
-        return {"policy_id": shared["policy_id"], "dry_run": shared["dry_run"], **sums, **lists}
+        return {"policy_id": shared["policy_id"], "dry_run": shared["dry_run"], **_added(results)}
+
+
+def _added(results: Sequence[Json]) -> dict[str, Any]:
+    """Add up results of `_apply`."""
+    sums = {name: sum(one[name] for one in results) for name in _COUNTED}
+    lists = {
+        name: [each for one in results for each in one[name]][:_MAX_LISTED] for name in ("keys", "unjudged")
+    }
+    return {**sums, **lists}
 
 
 def _policy(connection: Connection, policy_id: int) -> Policy:

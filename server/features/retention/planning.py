@@ -7,9 +7,9 @@ Checkpoints without a step, pinned ones, and those that an alias names are alway
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple
 
 from sqlalchemy import Connection, case, func, or_, select
@@ -299,29 +299,21 @@ def retention_totals(
     connection: Connection, root: str, run_glob: str, keep: Retention, now: float
 ) -> RetentionTotals:
     """Add up the plans of all runs whose keys match."""
-    runs = kept = kept_bytes = deleted = deleted_bytes = unjudged = dropped = dropped_bytes = 0
+    totals = Counter({field.name: 0 for field in fields(RetentionTotals) if field.name != "is_cut"})
     for run_id, run in runs_of(connection, root, run_glob):
         plan = plan_run(connection, run_id, run, keep, now)
-        freed = sum(one.bytes for one in plan.deleted)
-        runs += 1
-        deleted += len(plan.deleted)
-        deleted_bytes += freed
-        kept += len(plan.decisions) - len(plan.deleted)
-        kept_bytes += sum(one.bytes for one in plan.decisions) - freed
-        unjudged += bool(plan.unjudged)
-        dropped += len(plan.dropped)
-        dropped_bytes += sum(one.dropped_bytes for one in plan.dropped)
-    return RetentionTotals(
-        runs,
-        kept,
-        kept_bytes - dropped_bytes,
-        deleted,
-        deleted_bytes,
-        unjudged,
-        is_cut=False,
-        dropped=dropped,
-        dropped_bytes=dropped_bytes,
-    )
+        shown = plan.preview
+        totals.update(
+            runs=1,
+            kept=shown.kept,
+            kept_bytes=sum(one.bytes for one in plan.decisions) - shown.deleted_bytes - shown.dropped_bytes,
+            deleted=shown.deleted,
+            deleted_bytes=shown.deleted_bytes,
+            unjudged_runs=bool(shown.unjudged),
+            dropped=shown.dropped,
+            dropped_bytes=shown.dropped_bytes,
+        )
+    return RetentionTotals(**totals, is_cut=False)
 
 
 def tensor_bytes(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from sqlalchemy import Connection, select, update
@@ -17,10 +17,11 @@ from dcp.manager.retention import part_named
 from dcp.server.catalog import audit
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import StateError
-from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress
-from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json, TaskSpec
+from dcp.server.core.jobs.kind import JobContext, PermanentJobError, ReportProgress
+from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
 from dcp.server.core.jobs.ledger.transitions import submit_behind
 from dcp.server.core.jobs.parameters import CheckpointId, Globs, Parameters
+from dcp.server.core.jobs.simple_kind import SimpleKind
 from dcp.server.core.jobs.subjects import (
     Subject,
     find_subject,
@@ -63,8 +64,8 @@ def prune_spec(subject: Subject, params: PruneParams, created_by: str) -> JobSpe
     )
 
 
-class PruneKind(Kind[PruneParams]):
-    """Dropping by one task, which may be repeated from any point on."""
+class PruneKind(SimpleKind[PruneParams]):
+    """Dropping, which may be repeated from any point on."""
 
     name: ClassVar[str] = "prune"
     scope: ClassVar[Scope] = "delete"
@@ -89,25 +90,22 @@ class PruneKind(Kind[PruneParams]):
     def prepare(self, connection: Connection, params: PruneParams) -> Json:
         """As `Kind.prepare`."""
         try:
-            subject = find_subject(connection, params.checkpoint_id)
-            _check_held(connection, subject.id)
+            _check_held(connection, params.checkpoint_id)
+            return super().prepare(connection, params)
         except StateError as error:
             raise PermanentJobError(str(error)) from error
-        return subject.to_json()
 
-    def plan(self, context: JobContext, params: PruneParams) -> JobPlan:
-        """As `Kind.plan`."""
-        payload = {"subject": dict(context.prepared), "params": params.model_dump(mode="json")}
-        return JobPlan(
-            tasks=[TaskSpec(payload=payload, weight_bytes=context.prepared["bytes"])],
-            plan_data={"subject": dict(context.prepared)},
-        )
-
-    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
-        """As `Kind.run_task`."""
+    def run(
+        self,
+        context: JobContext,
+        params: PruneParams,
+        subjects: Sequence[Subject],
+        report_progress: ReportProgress,
+    ) -> Json:
+        """As `SimpleKind.run`."""
         from dcp.manager.dropping import drop_parts
 
-        subject, params = Subject(**payload["subject"]), PruneParams.model_validate(payload["params"])
+        (subject,) = subjects
         root, place = open_place(context, subject)
         if root.readonly or place.file is not None:
             why = f"root {root.name} is read-only" if root.readonly else "it is a file, and no checkpoint"
@@ -124,11 +122,8 @@ class PruneKind(Kind[PruneParams]):
             "freed_bytes": found.freed_bytes,
             "shared_bytes": found.shared_bytes,
             "rewritten_bytes": found.rewritten_bytes,
+            "subject": subject.to_json(),
         }
-
-    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
-        """As `Kind.publish`."""
-        return {**results[0], "subject": dict(plan_data["subject"])}
 
     def record(self, connection: Connection, job: JobRow, result: Json) -> None:
         """Audit what was freed, and submit a scan of the run."""

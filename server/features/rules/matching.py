@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -27,7 +28,9 @@ from dcp.server.records.checkpoints import CheckpointDetail
 Rule = Row[Any]
 
 
-@feature.consumer("automation", kinds=get_args(RuleEvent))
+@feature.consumer(
+    "automation", kinds=get_args(RuleEvent), is_needed=partial(RULES.has, is_enabled=True), batch=100
+)
 def apply_rules(connection: Connection, events: Sequence[CatalogEvent], context: ScheduleContext) -> None:
     """Submit the jobs of all enabled rules that the events concern."""
     rules = RULES.rows(connection, is_enabled=True)

@@ -1,4 +1,4 @@
-"""Runs: lists, timelines, metrics over steps."""
+"""Runs: listed, and one over its steps."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from dcp.server.core.feature import Feature
 
 __all__ = ["feature"]
 
-feature: Final = Feature("runs", __name__, web=["api", "pages"])
+feature: Final = Feature("runs", __name__, web=["web"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any, ClassVar, Final
 
@@ -92,9 +93,8 @@ class ScanKind(Kind[ScanParams]):
         """As `Kind.run_task`."""
         with open_database(context) as database, storage_errors(context.roots.get(payload["root"])):
             params = ScanParams.model_validate(payload)
-            return scan_root(
-                database, context.roots, params.root, below=params.below, accepted=params.accept_lost
-            ).document()
+            below, accepted = params.below, params.accept_lost
+            return asdict(scan_root(database, context.roots, params.root, below=below, accepted=accepted))
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""

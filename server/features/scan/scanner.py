@@ -67,10 +67,6 @@ class ScanReport:
     seconds: float = 0.0
     trouble: list[str] = field(default_factory=list)
 
-    def document(self) -> dict[str, Any]:
-        """Return it as JSON."""
-        return asdict(self)
-
 
 def scan_root(
     database: Database, roots: Roots, root: str, *, below: str = "", accepted: int = 0
@@ -149,7 +145,7 @@ class _Scan:
 
     def noted(self) -> dict[str, Any]:
         """Return what is kept with the root: the report, and the doubts for the next scan."""
-        state = self.report.document() | {"trouble": self.report.trouble[:_NOTED_TROUBLE]}
+        state = asdict(self.report) | {"trouble": self.report.trouble[:_NOTED_TROUBLE]}
         if self._doubted is not None:
             runs = [each.run for each in self._doubted.doubted[:_NOTED_RUNS]]
             state |= {"doubted_runs": runs, "is_other_place": self._doubted.is_other_place}

@@ -11,7 +11,7 @@ from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from dcp.server.catalog.cursors import encode_cursor, offset_of, query_mark
-from dcp.server.catalog.details import CheckpointDetail, get_checkpoint
+from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.names import check_pattern
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
@@ -26,6 +26,7 @@ from dcp.server.core.pages.queries import query_of
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.features.shards import feature
 from dcp.server.features.shards.records import RankShare, ShardedTensor, ShardMap, StoredChunk
+from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.lists import Page
 
 __all__ = ["KeptChunks", "Rank", "is_late"]

@@ -12,7 +12,6 @@ from urllib.parse import urlencode
 
 from fastapi import Depends, Query
 
-from dcp.server.catalog.details import CheckpointDetail
 from dcp.server.catalog.filters import CheckpointFilter, Sort
 from dcp.server.catalog.listing import list_checkpoints, neighbour
 from dcp.server.catalog.values import short_name
@@ -28,7 +27,7 @@ from dcp.server.features.statistics.job import StatsKind, StatsParams
 from dcp.server.features.statistics.web import TensorStatistics, kept_statistics
 from dcp.server.features.tensors import feature
 from dcp.server.features.tensors.histograms import histogram_picture
-from dcp.server.records.checkpoints import Checkpoint
+from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
 
 __all__ = ["NamedDep", "NamedTensor", "statistics_of"]
 
@@ -294,7 +293,6 @@ def _around(named: NamedTensor, ask: Ask) -> list[Checkpoint]:
 
 
 def _listed(named: NamedTensor, ask: Ask, order: str, **steps: int) -> list[Checkpoint]:
-    states = frozenset({"committed"})
-    wanted = CheckpointFilter(run_id=named.found.run_id, tensor=named.fqn, states=states, **steps)  # type: ignore[arg-type]
+    wanted = CheckpointFilter(run_id=named.found.run_id, tensor=named.fqn, **steps)  # type: ignore[arg-type]
     sort = Sort.parse(order)
-    return ask.find(list_checkpoints, wanted, sort, limit=_STEPS // 2, visible=ask.visible).checkpoints
+    return list(ask.find(list_checkpoints, wanted, sort, limit=_STEPS // 2, visible=ask.visible).items)

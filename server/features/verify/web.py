@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 from fastapi import Query
 
@@ -11,10 +11,14 @@ from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.jobs.simple_kind import CheckpointParams
+from dcp.server.core.security.principal import Scope
 from dcp.server.features.verify import feature
 from dcp.server.features.verify.job import VerifyKind
+from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.contents import Verification
 from dcp.server.records.lists import Items
+
+_CHANGES: Final[tuple[Scope, ...]] = ("write", "convert", "delete")
 
 
 @feature.get("/checkpoints/{checkpoint_id}/verifications", tag="data")
@@ -42,3 +46,15 @@ def verify_checkpoint(checkpoint_id: IdPath, ask: Ask) -> JobAnswer:
 def verify_form(checkpoint_id: IdPath, ask: Ask) -> str:
     """Read and compare every byte, as a job."""
     return f"/jobs/{verify_checkpoint(checkpoint_id, ask).id}"
+
+
+@feature.panel("checkpoint.actions", "action.html", order=10)
+def verify_action(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
+    """Show the findings, and the form that verifies the checkpoint."""
+    return {} if any(ask.caller.may(scope) for scope in _CHANGES) else None
+
+
+@feature.panel("checkpoint", "panel.html", order=50)
+def verifications_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
+    """List the last verifications."""
+    return {}

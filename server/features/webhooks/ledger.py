@@ -90,7 +90,7 @@ class DeliveryOutcome:
 # -- made and forgotten --------------------------------------------------------------------------------------
 
 
-@feature.consumer("webhooks", kinds=ALL_EVENTS)
+@feature.consumer("webhooks", kinds=ALL_EVENTS, is_needed=partial(HOOKS.has, is_enabled=True))
 def queue_deliveries(
     connection: Connection, events: Sequence[CatalogEvent], context: ScheduleContext
 ) -> None:

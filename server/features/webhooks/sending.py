@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import http.client
 import json
 import socket
@@ -13,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Final
 
 import structlog
@@ -109,15 +109,12 @@ class Deliverer:
                 break
             outcome = self._attempt(claim, clock())
             attempts += 1
-            self._record(claim, outcome, clock())
+            self._database.transact(partial(record, claim=claim, outcome=outcome, now=clock()))
             if outcome.error is not None:
                 # The URL may hold a secret of the receiver, so the log has the number only.
                 _log.warning("webhook failed", webhook=hook_id, error=outcome.error, attempt=claim.attempt)
                 break
         return attempts
-
-    def _record(self, claim: DeliveryClaim, outcome: DeliveryOutcome, now: float) -> None:
-        self._database.transact(lambda connection: record(connection, claim, outcome, now))
 
     def _attempt(self, claim: DeliveryClaim, now: float) -> DeliveryOutcome:
         body = _payload(claim)
@@ -173,7 +170,7 @@ def _payload(claim: DeliveryClaim) -> bytes:
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
 
 
-@functools.cache
+@cache
 def _trusted() -> ssl.SSLContext:
     return ssl.create_default_context()  # reading the certificates takes longer than a delivery
 

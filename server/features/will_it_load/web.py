@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from dcp.planners.weight_maps.weight_map import ready_maps
 from dcp.server.catalog.details import get_checkpoint, keys_of
 from dcp.server.catalog.errors import StateError
-from dcp.server.catalog.listing import CheckpointFilter, list_checkpoints
+from dcp.server.catalog.filters import CheckpointFilter
+from dcp.server.catalog.listing import list_checkpoints
 from dcp.server.catalog.values import clean_text
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
@@ -259,8 +260,8 @@ def _page(
     fault: str | None = None,
     **others: Any,
 ) -> Response:
-    newest = CheckpointFilter(states=frozenset({"committed"}))
-    recent = ask.find(list_checkpoints, newest, limit=_OFFERED, visible=ask.visible).checkpoints
+    newest = CheckpointFilter()
+    recent = ask.find(list_checkpoints, newest, limit=_OFFERED, visible=ask.visible).items
     keys = {} if view.state_of is None else ask.find(keys_of, [view.state_of], ask.visible)
     findings = check and (check.renamed or check.plain)
     return page(

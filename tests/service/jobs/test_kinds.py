@@ -12,7 +12,6 @@ import torch
 import dcp
 from tests.support.catalog_roots import age
 from tests.support.databases import MakeDatabase
-from tests.support.hook_bench import clean
 from tests.support.job_site import JobSite, RefusedError, flip_bit, running_jobs
 
 
@@ -147,9 +146,9 @@ def test_jobs_that_have_been_over_for_long_are_forgotten(site: JobSite) -> None:
     site.worker.drain()
     waiting, newest = site.submit("stats", checkpoint_id=one), site.submit("scan", root="main")
     site.cancel(newest)
-    clean(site.app, 29 * 86_400)
+    site.app.work(site.app.service.clock() + 29 * 86_400, "clean-up")
     assert {job["id"] for job in site.jobs()} == {referred, plain, waiting, newest}
-    clean(site.app, 31 * 86_400)
+    site.app.work(site.app.service.clock() + 31 * 86_400, "clean-up")
     assert {job["id"] for job in site.jobs()} == {referred, waiting, newest}
     assert site.http.get(f"/api/v1/jobs/{plain}").status_code == 404
 

@@ -6,13 +6,16 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 from sqlalchemy import insert, select
 
+from dcp.server.catalog.events import emit
 from dcp.server.catalog.roots import sync_roots
+from dcp.server.core.feature import Feature
 from dcp.server.core.jobs.kind import (
     PermanentJobError,
     TransientJobError,
@@ -446,3 +449,17 @@ def test_roots_are_scanned_as_often_as_they_say(database: Database, tmp_path: Pa
         scans[0].act(ScheduleContext(settings, database, NOW, threading.Event()))
     found = Steps(database).list_jobs()
     assert [(job.kind, job.root, job.created_by) for job in found] == [("scan", "main", "system")]
+
+
+def test_a_consumer_of_a_feature_gets_each_event_once(database: Database, tmp_path: Path) -> None:
+    """In their order and of its kinds alone, however many processes look."""
+    feature, seen = Feature("notes", __name__), []
+    feature.consumer("notes", kinds=["one"])(lambda connection, found, context: seen.extend(found))
+    with database.write() as connection:
+        for number in range(450):
+            emit(connection, "one" if number % 2 else "two", now=NOW)
+    settings = job_settings(database, tmp_path)
+    context = ScheduleContext(settings, database, NOW, threading.Event())
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda work: work.act(context), feature.periodic_work(settings) * 3))
+    assert [one.id % 2 for one in seen] == [0] * 225 and seen == sorted(seen, key=lambda one: one.id)

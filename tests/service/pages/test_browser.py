@@ -146,12 +146,12 @@ def test_looking_around(site: Site) -> None:
         expect(page.locator(".treemap a")).to_have_count(3)
         page.locator(".treemap a").first.click()
         page.wait_for_url("**/checkpoints/1?prefix=model.layers_*")
-        page.get_by_role("button", name="Colours").click()
+        page.get_by_role("button", name="Colors").click()
         assert page.evaluate("document.documentElement.dataset.theme") == "light"
         page.reload()
         assert page.evaluate("document.documentElement.dataset.theme") == "light"
         light = page.evaluate("[getComputedStyle(document.body).color, colourOf('--ground')]")
-        page.get_by_role("button", name="Colours").click()
+        page.get_by_role("button", name="Colors").click()
         dark = page.evaluate("[getComputedStyle(document.body).color, colourOf('--ground')]")
         assert light == ["rgb(27, 28, 30)", "rgb(246, 246, 244)"]
         assert dark == ["rgb(236, 237, 237)", "rgb(19, 20, 22)"]
@@ -205,21 +205,21 @@ def test_working_on_a_checkpoint(site: Site) -> None:
         seen.open("/checkpoints/2")
         page.get_by_text("Convert…").click()
         form = page.locator("form[action$='/convert']")
-        form.get_by_label("As", exact=True).fill("export/model.safetensors")
+        form.get_by_label("Target name").fill("export/model.safetensors")
         form.get_by_label("leave out values").check()
         page.get_by_role("button", name="Convert").click()
         page.wait_for_url("**/jobs/*")
         expect(page.locator("#job .head .badge")).to_have_text("succeeded", timeout=120_000)
-        page.get_by_role("link", name="Open what it made").click()
+        page.get_by_role("link", name="Open result").click()
         page.wait_for_url("**/checkpoints/*")
         page.get_by_label("New tag").fill("release")
-        page.get_by_role("button", name="Tag", exact=True).click()
-        expect(page.get_by_role("status").filter(has_text="The tag is given.")).to_be_visible()
+        page.get_by_role("button", name="Add tag").click()
+        expect(page.get_by_role("status").filter(has_text="Tag added.")).to_be_visible()
         seen.open("/checkpoints/3")
         page.get_by_text("Delete…").click()
         page.get_by_role("button", name="Delete Step 400").click()
-        page.get_by_role("button", name="Undo").click()
-        expect(page.get_by_role("status").filter(has_text="It is restored.")).to_be_visible()
+        page.get_by_role("button", name="Restore").click()
+        expect(page.get_by_role("status").filter(has_text="Restored.")).to_be_visible()
         assert seen.faults == []
 
 
@@ -300,14 +300,14 @@ def test_a_key_from_its_making_to_its_end(site: Site) -> None:
         page = seen.page
         seen.open("/keys")
         page.get_by_label("Name").fill("robot")
-        page.get_by_role("button", name="Make it").click()
+        page.get_by_role("button", name="Create key").click()
         page.get_by_role("button", name="Copy", exact=True).click()
         key = page.evaluate("navigator.clipboard.readText()")
         with site.service.client(key) as robot:
             assert robot.get("/api/v1/whoami").json()["name"] == "key:robot"
             page.get_by_role("link", name="Revoke robot").click()
             page.get_by_role("button", name="Revoke robot").click()
-            expect(page.get_by_role("status").filter(has_text="The key is revoked")).to_be_visible()
+            expect(page.get_by_role("status").filter(has_text="Key revoked")).to_be_visible()
             assert robot.get("/api/v1/whoami").status_code == 401
         assert seen.faults == []
         page.go_back()

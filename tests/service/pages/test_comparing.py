@@ -113,7 +113,8 @@ def test_what_was_deleted_is_told_as_such(site: Site) -> None:
     assert "Step 2 is deleted: it can be restored on its page until" in page.text
     assert {f"/checkpoints/{two}", f"/diff?b={three}", "/runs/1"} <= set(page.links)
     assert str(site.browser.get(f"/diff?b={three}").url).endswith(f"/diff?a={one}&b={three}")
-    assert "It is deleted: its values" in site.browser.page(f"/checkpoints/{two}?colour=change").text
+    page = site.browser.page(f"/checkpoints/{two}?colour=change")
+    assert "Values of a checkpoint in the state deleted" in page.text
 
 
 def test_a_comparison_that_fails_says_so(site: Site, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_filters_counts_and_pages(app: App, browser: Browser) -> None:
     nothing = browser.page("/runs/1?format=torch_dcp&verification=damaged")
     assert "damaged 0" in nothing.text and "/runs/1?format=torch_dcp" in nothing.links  # takes it away again
     assert browser.get("/runs/1?unknown=1").status_code == 422
-    assert "115 would go" in browser.page("/runs/1?keep_last=3&format=dcp").text  # of both formats, whole
+    assert "115 would be deleted" in browser.page("/runs/1?keep_last=3&format=dcp").text  # of both formats
 
 
 def _steps(page: PageText) -> list[str]:
@@ -138,11 +138,11 @@ def test_labels_by_forms(app: App, browser: Browser) -> None:
         answer = browser.submit(forms[0], **fields)
         return PageText(answer.text).text if answer.status_code == 200 else str(answer.status_code)
 
-    assert "The tag is given." in send("tags", tag="release")
+    assert "Tag added." in send("tags", tag="release")
     assert app.base.get(f"/api/v1/checkpoints/{one}").json()["tags"] == ["release"]
-    assert "The tag is taken away." in send("tags")
-    assert "It is pinned" in send("pin")
-    assert "not pinned any more" in send("pin")
+    assert "Tag removed." in send("tags")
+    assert "Pinned: protected from deletion." in send("pin")
+    assert "No longer pinned" in send("pin")
     assert "names this checkpoint" in send("alias", alias="best")
     assert send("alias", alias="no blanks") == "422"
 
@@ -166,11 +166,11 @@ def test_what_is_done_to_an_alias_is_undone(app: App, browser: Browser) -> None:
 
     set_to(one)
     moved = set_to(two)
-    assert "names this checkpoint now" in moved.text and "Undo: let it name step 1 again" in moved.text
+    assert "names this checkpoint now" in moved.text and "Undo: set it on step 1 again" in moved.text
     back = PageText(browser.submit(moved.form(f"/checkpoints/{one}/alias")).text)
-    assert named() == one and "Undo: let it name step 2 again" in back.text
+    assert named() == one and "Undo: set it on step 2 again" in back.text
     removed = PageText(browser.submit(back.form(f"/checkpoints/{one}/unalias")).text)
-    assert named() is None and "is removed" in removed.text
+    assert named() is None and " removed." in removed.text
     browser.submit(next(form for form in removed.forms if form.fields.get("alias") == "best"))
     assert named() == one
     moved = set_to(two)
@@ -223,9 +223,9 @@ def test_deleting_and_undoing(app: App, browser: Browser) -> None:
     number = add_checkpoint(app.service.database, "run/step-1")
     before = browser.page(f"/checkpoints/{number}")
     deleted = PageText(browser.submit(before.form(f"/checkpoints/{number}/delete")).text)
-    assert re.search(r"Deleted \S.* by local \. Its bytes are there until", deleted.text), "who and when"
+    assert re.search(r"Deleted \S.* by local \. It can be restored until", deleted.text), "who and when"
     restored = PageText(browser.submit(deleted.form(f"/checkpoints/{number}/restore")).text)
-    assert "It is restored." in restored.text
+    assert "Restored." in restored.text
     stale = browser.submit(before.form(f"/checkpoints/{number}/delete"))
     assert (stale.status_code, f"/checkpoints/{number}" in PageText(stale.text).links) == (412, True)
     path = f"/checkpoints/{number}/convert"
@@ -276,7 +276,7 @@ def test_what_is_partial_or_not_finite_says_so(app: App, browser: Browser) -> No
     found = app.base.get(f"/api/v1/checkpoints/{number}").json()
     assert (found["nonfinite_metrics"], found["partial"]) == ({"loss": "nan"}, ["model"])
     shown = browser.page(f"/checkpoints/{number}").text
-    assert "a part of the state only model" in shown and "loss NaN" in shown
+    assert "partial state only model" in shown and "loss NaN" in shown
     assert "partial" in browser.page(f"/checkpoints/{number}").text.partition("Committed")[0]
     assert "loss NaN" in browser.page("/").text and "0.25" not in browser.page("/").text
     rows = browser.page("/checkpoints").text
@@ -297,11 +297,11 @@ def test_a_job_that_found_damage_is_not_green(app: App, browser: Browser, tmp_pa
     catalog.work()
     for path, of_tasks in (("/jobs", 0), ("/jobs/1", 1)):  # its task has done what it was for
         page = browser.page(path)
-        assert "found damage" in page.text and good_ones(page) == of_tasks, path
+        assert "damaged" in page.text and good_ones(page) == of_tasks, path
     (finding,) = app.base.get("/api/v1/jobs/1").json()["result"]["findings"]
     assert finding["message"] in browser.page("/jobs/1").text
     text = browser.page(f"/checkpoints/{number}").text
-    assert f"{finding['message']} Verify again" in text.partition("Work on it")[2]
+    assert f"{finding['message']} Verify again" in text.partition("Actions")[2]
     strip = text.partition("Loads in stock torch")[2].partition("Facts")[0]
     assert "any number" not in strip and " yes" not in strip and "damaged" in strip
 
@@ -344,7 +344,7 @@ def test_a_job_is_cancelled_and_begun_anew(app: App, browser: Browser) -> None:
     assert browser.submit(queued.form("/jobs/1/cancel")).status_code == 200  # again is fine
     cancelled = browser.page("/jobs/1")
     assert app.base.get("/api/v1/jobs/1").json()["state"] == "cancelled"
-    assert "local" in cancelled.text.partition("What happened")[2]
+    assert "local" in cancelled.text.partition("Log")[2]
     assert browser.submit(cancelled.form("/jobs/1/retry")).status_code == 200
     assert app.base.get("/api/v1/jobs/1").json()["state"] == "queued"
 

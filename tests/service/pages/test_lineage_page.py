@@ -25,7 +25,7 @@ def test_a_family_is_shown(keyed: App, of_main: Browser) -> None:
     path = f"/checkpoints/{mine}/lineage"
     own = of_main.page(f"/checkpoints/{mine}")
     assert path in own.links
-    origins, _, made = own.text.partition("Where it comes from")[2].partition("What became of it")
+    origins, _, made = own.text.partition("Where it comes from")[2].partition("Made from it")
     assert "base/step-1" in origins and "exports/model" not in origins and "exports/model" in made
     page = of_main.page(path)
     assert {f"/checkpoints/{one}/lineage" for one in (base, export)} <= set(page.links)
@@ -63,7 +63,7 @@ def test_the_page_of_a_checkpoint_says_where_else_its_tensors_are(keyed: App, of
     hidden = add_checkpoint(database, "secret/step-1", root="other", content_digest="d" * 32)
     alone = add_checkpoint(database, "run/step-2", content_digest="e" * 32)
     page = of_main.page(f"/checkpoints/{one}")
-    assert "The same tensors, also in" in page.text and names[0] in page.text
+    assert "Same tensors in" in page.text and names[0] in page.text
     assert {f"/checkpoints/{number}" for number in same} <= set(page.links)
     assert f"/checkpoints/{hidden}" not in page.links
     assert "also in" not in of_main.page(f"/checkpoints/{alone}").text

@@ -12,14 +12,7 @@ import pytest
 
 from tests.support.app import running_app
 from tests.support.databases import MakeDatabase
-from tests.support.hook_bench import (
-    MAX_ATTEMPTS,
-    NOW,
-    RETRY_SECONDS,
-    Bench,
-    WebhookVerificationError,
-    verify,
-)
+from tests.support.hook_bench import MAX_ATTEMPTS, NOW, RETRY_SECONDS, Bench, verify
 from tests.support.receivers import Receiver, raw_server
 
 DAY = 86_400.0
@@ -69,9 +62,9 @@ def test_an_event_arrives_signed_and_says_what_happened(bench: Bench, receiver: 
         },
     }
     assert request.headers["content-type"] == "application/json"
-    assert verify([hook.secret], request.headers, request.body, NOW + 1).startswith("evt_")
-    with pytest.raises(WebhookVerificationError):
-        verify(["whsec_" + "A" * 44], request.headers, request.body, NOW + 1)
+    assert verify([hook.secret], request.headers, request.body, NOW + 1)
+    assert request.headers["webhook-id"].startswith("evt_")
+    assert not verify(["whsec_" + "A" * 44], request.headers, request.body, NOW + 1)
     (delivery,) = bench.deliveries(hook)
     assert (delivery.state, delivery.status_code, delivery.attempt) == ("delivered", 204, 1)
     assert bench.round(NOW + 5) == 0
@@ -89,7 +82,7 @@ def test_webhooks_are_told_of_their_events_and_roots_only(bench: Bench) -> None:
         bench.emit("checkpoint.committed", "main")
         bench.emit("checkpoint.verified", "other")
         bench.emit("something.else", "other")
-        bench.emit_rootless("checkpoint.deleted")  # not for those who were told which roots
+        bench.emit("checkpoint.deleted", "")  # not for those who were told which roots
         bench.round()
         bench.change(disabled, is_enabled=True)
         bench.round(NOW + 1)
@@ -245,7 +238,6 @@ def test_rotated_secrets_sign_both_until_the_overlap_ends(bench: Bench, receiver
         bench.round(at)
     during, after = receiver.requests
     for secret in (old, new):
-        assert verify([secret], during.headers, during.body, NOW + 10) == during.headers["webhook-id"]
-    assert verify([new], after.headers, after.body, NOW + 3610) == after.headers["webhook-id"]
-    with pytest.raises(WebhookVerificationError):
-        verify([old], after.headers, after.body, NOW + 3610)
+        assert verify([secret], during.headers, during.body, NOW + 10)
+    assert verify([new], after.headers, after.body, NOW + 3610)
+    assert not verify([old], after.headers, after.body, NOW + 3610)

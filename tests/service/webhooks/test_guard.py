@@ -173,24 +173,21 @@ def test_what_resolves_to_nothing_or_to_no_address_is_no_target() -> None:
     target = parse_url("https://hooks.example.com/", NOTHING)
     with pytest.raises(OSError, match="no address"):
         permitted_addresses(target, NOTHING, lambda host, port: [])
-    with pytest.raises(RefusedUrlError):
-        permitted_addresses(target, NOTHING, lambda host, port: ["fe80::1%eth0"])
-    with pytest.raises(RefusedUrlError):
-        permitted_addresses(target, NOTHING, lambda host, port: ["not-an-address"])
+    for wrong in ("fe80::1%eth0", "not-an-address"):
+        with pytest.raises(RefusedUrlError):
+            permitted_addresses(target, NOTHING, lambda host, port, wrong=wrong: [wrong])  # type: ignore[misc]
 
 
 # -- signatures ----------------------------------------------------------------------------------------------
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
-MESSAGE = "msg_p5jXN8AQM9LWM0D4loKWxJek"
 BODY = b'{"test": 2432232314}'
-SENT = 1614265330.0
 
 
 def test_the_example_of_the_standard_comes_out() -> None:
     """The identifier, time, body and secret of Standard Webhooks' own example give its signature."""
-    assert headers_for([SECRET], MESSAGE, SENT, BODY) == {
-        "webhook-id": MESSAGE,
+    assert headers_for([SECRET], "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330.0, BODY) == {
+        "webhook-id": "msg_p5jXN8AQM9LWM0D4loKWxJek",
         "webhook-timestamp": "1614265330",
         "webhook-signature": "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE=",
     }
@@ -203,9 +200,8 @@ def test_new_secrets_differ_and_sign() -> None:
     for secret in secrets:
         check_secret(secret)
         assert len(base64.b64decode(secret.removeprefix("whsec_"))) == 32
-        headers = headers_for([secret, SECRET], "evt_1", time.time(), BODY)
-        for one in (secret, SECRET):
-            assert Webhook(one).verify(BODY, headers) == {"test": 2432232314}
+        headers = headers_for([SECRET, secret], "evt_1", time.time(), BODY)
+        assert Webhook(secret).verify(BODY, headers) == Webhook(SECRET).verify(BODY, headers)
     for weak in ("", "abc", "whsec_", "whsec_%%%%", "whsec_" + "A" * 20, "whsec_" + "A" * 120):
         with pytest.raises(ValueError):
             check_secret(weak)
@@ -245,11 +241,8 @@ def test_certificates_of_others_and_of_nobody_are_refused() -> None:
         with pytest.raises(SendError, match="certificate"):
             send(WebhookUrl("https", "other.example.com", receiver.port, "/"), "127.0.0.1")
         with pytest.raises(SendError, match="certificate"):
-            send(
-                WebhookUrl("https", "hooks.example.com", receiver.port, "/"),
-                "127.0.0.1",
-                context=ssl.create_default_context(),
-            )
+            named = WebhookUrl("https", "hooks.example.com", receiver.port, "/")
+            send(named, "127.0.0.1", context=ssl.create_default_context())
         assert receiver.requests == []
 
 

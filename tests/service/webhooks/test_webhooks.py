@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 
 from tests.support.app import App, running_app
 from tests.support.databases import MakeDatabase
-from tests.support.hook_bench import ALL_EVENTS, clean, deliver, emit_events, rows, stored_secrets, verify
+from tests.support.hook_bench import ALL_EVENTS, deliver, emit_events, rows, stored_secrets, verify
 from tests.support.receivers import Receiver
 
 HOOKS = "/api/v1/webhooks"
@@ -155,17 +155,17 @@ def test_a_key_that_comes_later_or_changes(make_database: MakeDatabase, tmp_path
             made = make(app.base, url=receiver.url, secret=FIRST)
             one = f"{HOOKS}/{made['id']}"
             app.base.post(f"{one}/rotate-secret", json={"secret": FIRST})
-            clean(app)
+            app.work(time.time(), "webhooks-clean-up")
             assert stored_secrets(app) == [FIRST] * 2
             before = app.base.get(one).json()
         for keys in ({"webhook_key": KEY}, {"webhook_key": OTHER, "webhook_key_before": KEY}):
             with app_with(url, tmp_path, auth="off", **keys) as app:
                 sealed = stored_secrets(app)
                 assert signed_with(app, receiver, made["id"], [FIRST])
-                clean(app)
+                app.work(time.time(), "webhooks-clean-up")
                 anew = stored_secrets(app)
                 assert not set(sealed) & set(anew) and all(text.startswith("sealed1:") for text in anew)
-                clean(app)
+                app.work(time.time(), "webhooks-clean-up")
                 assert stored_secrets(app) == anew
                 assert app.base.get(one).json() == before
         with app_with(url, tmp_path, webhook_key=OTHER, auth="off") as app:
@@ -181,7 +181,7 @@ def test_a_key_that_is_lost(make_database: MakeDatabase, tmp_path: Path) -> None
         one = f"{HOOKS}/{made['id']}"
         with app_with(url, tmp_path, webhook_key=OTHER, auth="off") as app:
             admin, sealed = app.base, stored_secrets(app)
-            clean(app)
+            app.work(time.time(), "webhooks-clean-up")
             assert stored_secrets(app) == sealed  # it may be found again
             admin.post(f"{one}/test")
             assert deliver(app) == 1 and receiver.requests == []

@@ -1,4 +1,4 @@
-"""Where the phases and tasks of jobs run: in killable subprocesses, of this machine or of a Dask cluster.
+"""Executors: phases and tasks of jobs run in killable subprocesses, of this machine or of a Dask cluster.
 
-What a phase or a task does is its kind's; who claims it, in `dcp.server.core.jobs.worker`.
+The kind defines a phase or a task; `dcp.server.core.jobs.worker` claims it.
 """

@@ -1,8 +1,8 @@
 """Tasks on a Dask cluster: each Dask worker has them done by a killable subprocess of its own machine.
 
 What Dask does not have is done with two of its means. Who gives the orders keeps a `distributed.Variable`
-with a count that goes on and the names of what is to be killed: a task whose count stands still, or whose
-name is there, ends its subprocess. Progress comes back as events of a topic. So nothing goes on for long when
+with a growing count and the names of tasks to be killed: a task whose count stands still, or whose name is
+there, ends its subprocess. Progress comes back as events of a topic. So nothing runs on for long when
 the worker that ordered it dies, and cancelling takes effect within two seconds, as on one machine.
 
 Planning, publishing, and kinds that need the database stay on the machine of the worker.
@@ -24,10 +24,10 @@ from typing import Any, Final
 import distributed
 import structlog
 
-from dcp.server.core.jobs.executors.executor import OnDone, OnProgress, ProcessExecutor, Running
+from dcp.server.core.jobs.executors.executor import OnDone, OnProgress, ProcessOutcome, Running
 from dcp.server.core.jobs.executors.subprocess_main import Setup, load_kinds
 from dcp.server.core.jobs.executors.subprocess_messages import Order
-from dcp.server.core.jobs.executors.subprocesses import ProcessOutcome, WarmProcessPool
+from dcp.server.core.jobs.executors.subprocesses import WarmProcessPool
 from dcp.server.records.jobs import JobFailure
 
 __all__ = ["DaskExecutor", "carry_out_there"]
@@ -56,7 +56,7 @@ class _Remote:
         self.has_begun = False
         self.is_killed = False
         self.is_told = False
-        """Whether the cluster knows that it is killed."""
+        """True once the cluster knows that it is killed."""
         self._wake = wake
 
     def kill(self) -> None:
@@ -68,11 +68,11 @@ class _Remote:
 class DaskExecutor:
     """Tasks on the cluster whose scheduler is at ``address`` (HOST:PORT); the rest in subprocesses here.
 
-    One thread talks to the cluster, so that nobody else waits when it does not answer.
+    One thread talks to the cluster, so that no other one waits when it does not answer.
     """
 
     def __init__(self, setup: Setup, address: str) -> None:
-        self._here = ProcessExecutor(setup)
+        self._here = WarmProcessPool(setup)
         self._address = address
         self._lease_seconds = setup.settings.lease_seconds
         self._setup = pickle.dumps(Setup(setup.without_database, setup.kinds))
@@ -92,7 +92,7 @@ class DaskExecutor:
         if order.phase != "task" or order.kind in self._stays:
             return self._here.start(order, on_progress, on_done)
         if self._thread is None:
-            self._here.warm()  # so that nobody waits for it when something is to be cleared away
+            self._here.warm()  # so that it is ready when something is to be cleared away
         name = f"{self._channel}-{order.attempt_name}"
         remote = _Remote(name, order, self._wake, on_progress, on_done)
         with self._lock:
@@ -172,8 +172,8 @@ class DaskExecutor:
                 remote.future.add_done_callback(partial(self._done, remote))
 
     def _withdraw(self, remote: _Remote) -> None:
-        """It waits for its turn, or has begun and nobody has heard of it. What begins after the cluster was
-        told finds its name among the killed ones, so that it is enough to ask once."""
+        """Cancel a task that waits for its turn, or has begun without a message. One that begins later
+        finds its name among the killed ones, so that it is enough to ask once."""
         if remote.future is None:
             self._end(remote, ProcessOutcome())
         elif remote.is_told:
@@ -294,7 +294,7 @@ def carry_out_there(
 
 
 class _StillWanted:
-    """Whether what gave the order is alive and still wants it."""
+    """The check that the worker which gave the order is alive and still wants it."""
 
     def __init__(self, variable: Any, name: str, lease_seconds: float) -> None:
         self._get: Callable[..., Any] = variable.get

@@ -1,22 +1,32 @@
-"""Where the phases and tasks of jobs are carried out."""
+"""Executors carry out the phases and tasks of jobs: in subprocesses of this machine, or on a Dask cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
-from dcp.server.core.jobs.executors.subprocess_main import Setup
 from dcp.server.core.jobs.executors.subprocess_messages import Order
-from dcp.server.core.jobs.executors.subprocesses import ProcessOutcome, WarmProcessPool
+from dcp.server.core.jobs.ledger.states import Json
+from dcp.server.records.jobs import JobFailure
 
-__all__ = ["Executor", "OnDone", "OnProgress", "ProcessExecutor", "Running"]
+__all__ = ["Executor", "OnDone", "OnProgress", "ProcessOutcome", "Running"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessOutcome:
+    """The end of an order: a result, an error, or killed on request (neither)."""
+
+    result: Json | None = None
+    error: JobFailure | None = None
+
 
 OnProgress = Callable[[int], None]
 OnDone = Callable[[ProcessOutcome], None]
 
 
 class Running(Protocol):
-    """Something that is being carried out."""
+    """An order that is being carried out."""
 
     def kill(self) -> None:
         """End it now; `OnDone` is still called, once nothing of it runs any more."""
@@ -30,31 +40,3 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Kill what runs, and wait for that."""
-
-
-class _Process:
-    def __init__(self, pool: WarmProcessPool, order: Order, on_progress: OnProgress, on_done: OnDone) -> None:
-        self._pool = pool
-        self._child = pool.start(order, on_progress, on_done)
-
-    def kill(self) -> None:
-        self._pool.kill(self._child)
-
-
-class ProcessExecutor:
-    """A subprocess of this machine for each order."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._pool = WarmProcessPool(setup)
-
-    def start(self, order: Order, on_progress: OnProgress, on_done: OnDone) -> Running:
-        """As `Executor.start`."""
-        return _Process(self._pool, order, on_progress, on_done)
-
-    def warm(self) -> None:
-        """Let what begins next begin at once."""
-        self._pool.warm()
-
-    def close(self) -> None:
-        """As `Executor.close`."""
-        self._pool.close()

@@ -62,7 +62,7 @@ _EXPECTED: Final = (ProblemError, CheckpointError, OSError, PermanentJobError, T
 
 @dataclass(frozen=True)
 class Setup:
-    """What the warm process is told first. ``kinds`` names a mapping of kinds: ``module:attribute``."""
+    """The first message to the warm process. ``kinds`` names a mapping of kinds: ``module:attribute``."""
 
     settings: Settings = field(repr=False)
     kinds: str
@@ -225,7 +225,7 @@ def _work(connection: socket.socket, setup: Setup, kinds: Mapping[str, Kind[Any]
         send_message(connection, answer)
     except Exception as error:  # noqa: BLE001 - it is the answer
         if not isinstance(error, _EXPECTED):
-            traceback.print_exc()  # may be a mistake of ours: the log shows where
+            traceback.print_exc()  # may be a bug: the log shows where
         send_message(connection, {"error": asdict(error_of(error, order.memory_bytes))})
 
 
@@ -266,7 +266,7 @@ def _carry_out(
 
 
 class _Reporting:
-    """Tells the worker how far it is, a few times a second; from one thread."""
+    """Reports progress to the worker, a few times a second; from one thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -280,7 +280,7 @@ class _Reporting:
 
 
 def error_of(error: BaseException, memory_bytes: int = 0) -> JobFailure:
-    """What the ledger keeps of an exception."""
+    """The failure that the ledger keeps of an exception."""
     if isinstance(error, MemoryError):
         return JobFailure(
             type=TOO_MUCH_MEMORY,

@@ -23,7 +23,7 @@ _READ_BYTES: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a subprocess has to do, as plain data."""
+    """An order for a subprocess, as plain data."""
 
     kind: str
     phase: Phase
@@ -37,7 +37,7 @@ class Order:
     results: tuple[Json, ...] = ()
     memory_bytes: int = 0
     seconds: float = 0.0
-    work_folder: str = ""  # set by whoever runs it
+    work_folder: str = ""  # set by the executor
 
     def document(self) -> dict[str, Any]:
         """As it travels."""
@@ -45,7 +45,7 @@ class Order:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Order:
-        """What `document` returned."""
+        """The inverse of `document`."""
         values = dict(document)
         values["results"] = tuple(values["results"])
         return cls(**values)
@@ -77,7 +77,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 class Messages:
-    """What has arrived on a socket so far, without ever waiting for more."""
+    """Messages that have arrived on a socket so far, without waiting for more."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

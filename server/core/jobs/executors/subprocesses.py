@@ -12,20 +12,20 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from dcp.server.core.jobs.executors.executor import OnDone, OnProgress, ProcessOutcome
 from dcp.server.core.jobs.executors.subprocess_main import CONTROL_BYTES, TOO_MUCH_MEMORY, Setup
 from dcp.server.core.jobs.executors.subprocess_messages import Messages, Order, send_message
 from dcp.server.core.jobs.executors.work_folders import WorkFolders
 from dcp.server.core.jobs.ledger.states import Json
 from dcp.server.records.jobs import JobFailure
 
-__all__ = ["ProcessOutcome", "TaskProcess", "WarmProcessPool", "resident_bytes"]
+__all__ = ["TaskProcess", "WarmProcessPool", "resident_bytes"]
 
 _START: Final = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
@@ -39,25 +39,19 @@ _ONE_THREAD: Final = dict.fromkeys(
 """A process with other threads must not be forked; and as many tasks run as there are to be."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessOutcome:
-    """How it ended: a result, an error, or killed by order (neither)."""
-
-    result: Json | None = None
-    error: JobFailure | None = None
-
-
 class TaskProcess:
     """One subprocess at its one order."""
 
     def __init__(
         self,
+        pool: WarmProcessPool,
         number: int,
         order: Order,
         connection: socket.socket,
-        on_progress: Callable[[int], None],
-        on_done: Callable[[ProcessOutcome], None],
+        on_progress: OnProgress,
+        on_done: OnDone,
     ) -> None:
+        self._pool = pool
         self.number = number
         self.order = order
         self.pid: int | None = None
@@ -71,8 +65,12 @@ class TaskProcess:
         self.until_seconds = time.monotonic() + order.seconds if order.seconds else float("inf")
         self.is_over = False
 
+    def kill(self) -> None:
+        """As `Running.kill`."""
+        self._pool.kill(self)
+
     def outcome(self, status: int | None) -> ProcessOutcome:
-        """What it comes to, now that it has ended with ``status``."""
+        """The outcome, once it has ended with ``status``."""
         if self.result is not None and status == 0:  # it was quicker than whoever killed it
             return ProcessOutcome(result=self.result)
         if self.error is not None:
@@ -93,10 +91,10 @@ def _died(status: int | None) -> JobFailure:
 
 
 class WarmProcessPool:
-    """Subprocesses that are forked from a warm one, which the first `start` starts. Safe from any thread.
+    """The executor of this machine: subprocesses forked from a warm one, which the first `start` starts.
 
-    ``on_progress`` and ``on_done`` are called from one thread of the pool, and must be quick. `close`
-    kills what still runs.
+    Safe from any thread. ``on_progress`` and ``on_done`` are called from one thread of the pool, and must be
+    quick.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -118,10 +116,8 @@ class WarmProcessPool:
             if not self._is_closed:
                 self._ready()
 
-    def start(
-        self, order: Order, on_progress: Callable[[int], None], on_done: Callable[[ProcessOutcome], None]
-    ) -> TaskProcess:
-        """Have it done. Whatever goes wrong with it is told to ``on_done``."""
+    def start(self, order: Order, on_progress: OnProgress, on_done: OnDone) -> TaskProcess:
+        """As `Executor.start`. Whatever goes wrong is passed to ``on_done``."""
         if self._is_closed:
             raise RuntimeError("the pool is closed")
         order = replace(order, work_folder=str(self._folders.make()))
@@ -132,7 +128,7 @@ class WarmProcessPool:
                 raise RuntimeError("the pool is closed")
             control = self._ready()
             self._number += 1
-            child = TaskProcess(self._number, order, ours, on_progress, on_done)
+            child = TaskProcess(self, self._number, order, ours, on_progress, on_done)
             self._children[child.number] = child
             self._selector.register(ours, selectors.EVENT_READ, child)
             with suppress(OSError):  # the warm process has died: the watching thread sees that, and tells
@@ -207,7 +203,7 @@ class WarmProcessPool:
                 self._look_after(child)
 
     def _hear(self, control: Any) -> None:
-        """What the warm process says; at its end all of its children are dead."""
+        """Read a message of the warm process; at its end all of its children are dead."""
         try:
             data = control.recv(CONTROL_BYTES)
         except OSError:
@@ -280,7 +276,7 @@ class WarmProcessPool:
 
 
 def _lives(pid: int) -> bool:
-    """Whether there is such a process that is not only waiting to be reaped."""
+    """Return True if the process exists and is not only waiting to be reaped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
@@ -294,7 +290,7 @@ def _environment() -> dict[str, str]:
 
 
 def resident_bytes(pid: int) -> int:
-    """What a process holds in memory or swap that is not of a file; 0 if it has ended."""
+    """Bytes of a process in memory or swap that are not of a file; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -62,7 +62,7 @@ class WorkFolders:
         for folder in self._base.glob(f"{_PREFIX}*"):
             try:
                 fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except OSError:  # somebody else's, or just being made
+            except OSError:  # another program's, or just being made
                 continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
-"""Claims on the ledger: what is taken next, for how long, and what becomes of what was taken by the dead.
+"""Claims on the ledger: the next phase or task is leased to one worker for a time.
 
-A claim is a lease and a fence: the lease says until when nobody else takes it, the fence, one higher with
+A claim is a lease and a fence: the lease says until when no other worker takes it, the fence, one higher with
 each claim, that only the last one who took it may complete it. So a worker that was stopped for an hour and
 wakes up changes nothing.
 """
@@ -37,7 +37,7 @@ class ClaimLimits:
 
 NO_LIMITS: Final = ClaimLimits()
 _Share = tuple[str, int | None]
-"""Who made a job, and the number of its root: these have equal shares."""
+"""The creator of a job, and the number of its root: these have equal shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class _Claimable:
 
 
 def has_work(connection: Connection, now: float, limits: ClaimLimits = NO_LIMITS) -> bool:
-    """Whether `claim` would find something: asked without a lock, so that idle workers disturb nobody."""
+    """Return True if `claim` would find something: read without a lock, so that idle workers block no one."""
     return _next(connection, now, limits) is not None
 
 
@@ -219,7 +219,7 @@ def _claimable(phase: Phase, row: Row[Any]) -> _Claimable:
 
 
 def _at_work(connection: Connection) -> Counter[_Share]:
-    """How many phases and tasks of each share are leased."""
+    """The number of leased phases and tasks of each share."""
     # Counted here, and in order of the index: else SQLite goes along all jobs there are to find these few.
     share = select(jobs.c.created_by, jobs.c.root_id)
     leased = [share.where(jobs.c.state == state, jobs.c.lease_owner.is_not(None)) for state in _AT_WORK]
@@ -288,7 +288,7 @@ def stopped(connection: Connection, held: Iterable[Held]) -> frozenset[Held]:
     query = select(jobs.c.id, jobs.c.fence).where(
         jobs.c.id.in_(job_ids),
         jobs.c.lease_owner.is_not(None),
-        or_(jobs.c.state != "planning", ~jobs.c.is_ending),  # what clears away goes on
+        or_(jobs.c.state != "planning", ~jobs.c.is_ending),  # clearing away continues
     )
     goes_on.update(Held(row.id, None, row.fence) for row in connection.execute(query))
     task_ids = {one.task_id for one in wanted if one.task_id is not None}

@@ -1,8 +1,8 @@
-"""What becomes of claims that have failed or were lost: tried again later, or the job is given up.
+"""Failures of claims, and lost ones: they are tried again later, or the job is given up.
 
-What is the fault of the machine, the network or a storage (`JobError.is_environment`) counts as no attempt.
-The job waits as a whole, each time for longer, and for a day in all, and says what for; somebody who knows
-that it is over may have it go on at once. What is neither that nor passing ends the job.
+A failure of the machine, the network or a storage (`JobFailure.is_environment`) counts as no attempt. The job
+waits as a whole, each time for longer, and for a day in all, and says what for; `retry` makes it continue at
+once. What is neither that nor retryable ends the job.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any, Final
 
-from sqlalchemy import Connection, null, select, update
+from sqlalchemy import Connection, select
 
 from dcp.server.core.jobs.ledger.rows import (
+    NEXT_PHASE,
     NO_LEASE,
     by_priority,
     emit,
@@ -21,6 +22,9 @@ from dcp.server.core.jobs.ledger.rows import (
     held_job,
     held_task,
     lock_job,
+    release_phase,
+    set_job,
+    set_task,
 )
 from dcp.server.core.jobs.ledger.states import Backoff, Held, JobRow, StaleFenceError, TaskRow
 from dcp.server.database.tables import jobs, tasks
@@ -62,19 +66,19 @@ def _fail_task(
     else:
         values |= {"state": "failed", "attempt": attempt}
         _end(connection, job, error, now, task=task.number)
-    connection.execute(update(tasks).where(tasks.c.id == task.id).values(**values))
+    set_task(connection, task.id, **values)
 
 
 def _fail_phase(connection: Connection, job: JobRow, error: JobFailure, now: float, backoff: Backoff) -> None:
     attempt = job.attempt + 1
     is_last = not _is_tried_again(job, error, attempt)
     if error is _LOST and job.state == "publishing" and not job.is_ending:
-        # Nobody knows whether it is published: only another attempt finds out, so this is never the last.
+        # It may be published or not: only another attempt finds out, so this is never the last.
         attempt, is_last = max(1, min(attempt, job.max_attempts - 1)), False
     if job.is_ending and job.state == "planning":
         clear_away(connection, job)
     elif _is_patient(job, error, now, backoff):
-        _release_phase(
+        release_phase(
             connection, job, attempt=max(job.attempt, 1) if job.state == "publishing" else job.attempt
         )
         _wait(connection, job, error, now, backoff, state=job.state)
@@ -83,7 +87,7 @@ def _fail_phase(connection: Connection, job: JobRow, error: JobFailure, now: flo
         give_up(connection, job, now)
     elif not is_last:
         next_seconds = now + backoff.seconds(attempt, job.id)
-        _release_phase(connection, job, attempt=attempt, not_before_seconds=next_seconds)
+        release_phase(connection, job, attempt=attempt, not_before_seconds=next_seconds)
         _tell_retry(connection, job, error, now, next_seconds, attempt, state=job.state)
     else:
         _end(connection, job, error, now)
@@ -91,29 +95,16 @@ def _fail_phase(connection: Connection, job: JobRow, error: JobFailure, now: flo
             clear_away(connection, job)
 
 
-def _release_phase(connection: Connection, job: JobRow, **values: Any) -> None:
-    """Not at work any more; a plan is to be made from its beginning."""
-    state = job.state
-    if state == "planning":
-        state = "queued"
-        forget_tasks(connection, job)
-    connection.execute(update(jobs).where(jobs.c.id == job.id).values(state=state, **values, **NO_LEASE))
-
-
 def clear_away(connection: Connection, job: JobRow, **found: Any) -> None:
     """An ending job whose plan has begun, and may have left something: it is discarded as one that runs. What
     there is of its tasks was never begun."""
     forget_tasks(connection, job)
-    values: dict[str, Any] = {"state": "running", "attempt": 0, "not_before_seconds": 0.0, **NO_LEASE}
-    values["waiting"] = null()
-    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values, **found))
+    set_job(connection, job.id, state="running", **NEXT_PHASE, **found)
 
 
 def _end(connection: Connection, job: JobRow, error: JobFailure, now: float, task: int | None = None) -> None:
     document = asdict(replace(error, task=task))
-    values: dict[str, Any] = {"is_ending": True, "error": document, "waiting": null()}
-    values |= {"attempt": 0, "not_before_seconds": 0.0, **NO_LEASE}
-    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
+    set_job(connection, job.id, is_ending=True, error=document, **NEXT_PHASE)
     emit(connection, job.id, "ending", now, error=document)
 
 
@@ -128,7 +119,7 @@ def _wait(
         next_seconds = now + backoff.seconds(count, job.id)
     else:  # another task has met it a moment ago
         next_seconds = job.not_before.timestamp()
-    connection.execute(update(jobs).where(jobs.c.id == job.id).values(not_before_seconds=next_seconds))
+    set_job(connection, job.id, not_before_seconds=next_seconds)
     _tell_retry(connection, job, error, now, next_seconds, count, **where)
 
 
@@ -150,13 +141,13 @@ def _tell_retry(
         next_attempt_at=moment(next_seconds),
         count=attempt,
     )
-    connection.execute(update(jobs).where(jobs.c.id == job.id).values(waiting=document_of(waiting)))
+    set_job(connection, job.id, waiting=document_of(waiting))
     delay = round(next_seconds - now, 3)
     emit(connection, job.id, "retry", now, error=asdict(error), delay_seconds=delay, **where, attempt=attempt)
 
 
 def _is_patient(job: JobRow, error: JobFailure, now: float, backoff: Backoff) -> bool:
-    """Whether what failed is worth waiting for, and has not been waited for too long."""
+    """Return True if the failure is worth waiting for, and has not been waited for too long."""
     if not error.is_environment:
         return False
     waiting = job.waiting
@@ -177,7 +168,7 @@ def give_up(connection: Connection, job: JobRow, now: float) -> None:
 
 
 def has_expired(connection: Connection, now: float) -> bool:
-    """Whether `expire_leases` would find something: asked without a lock."""
+    """Return True if `expire_leases` would find something: read without a lock."""
     return bool(_expired(connection, now))
 
 

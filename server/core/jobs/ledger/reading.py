@@ -1,10 +1,10 @@
-"""What the ledger is asked: jobs, their tasks, progress and events. Nothing here changes anything."""
+"""Queries of the ledger: jobs, their tasks, progress and events. Nothing here changes anything."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, func, or_, select
 
@@ -39,11 +39,14 @@ __all__ = [
     "list_tasks",
     "payload_of",
     "plan_of",
-    "progress_of",
     "task_documents",
     "task_results",
     "tasks_begun_seconds",
 ]
+
+
+_SHOWN: Final = 100
+"""Jobs whose progress is shown together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +132,7 @@ def list_jobs(
 
 
 def count_queued(connection: Connection, created_by: str, most: int) -> int:
-    """How many jobs of one who submits them are queued; counts up to ``most``."""
+    """The number of queued jobs of one creator; counts up to ``most``."""
     queued = select(jobs.c.id).where(jobs.c.created_by == created_by, jobs.c.state == "queued").limit(most)
     return connection.execute(select(func.count()).select_from(queued.subquery())).scalar_one()
 
@@ -149,7 +152,7 @@ def list_tasks(
 
 
 def plan_of(connection: Connection, job_id: int) -> Json | None:
-    """What publishing the job needs; None if it has not been planned."""
+    """The plan of the job, which publishing needs; None before it is planned."""
     found: Json | None = connection.execute(select(jobs.c.plan).where(jobs.c.id == job_id)).scalar()
     return found
 
@@ -161,8 +164,8 @@ def payload_of(connection: Connection, task: TaskRow) -> Json:
 
 
 def task_results(connection: Connection, job_id: int) -> tuple[Json, ...]:
-    """What the tasks of a job have found, in order: for whoever publishes it. It may be much, so that it is
-    read where nobody waits for the end of the transaction."""
+    """Results of the tasks of a job, in order, for publishing. They may be large, so read them outside of
+    transactions that others wait for."""
     query = select(tasks.c.result, tasks.c.document_id).where(tasks.c.job_id == job_id)
     return tuple(
         row.result or {} if row.document_id is None else read_document(connection, row.document_id)
@@ -179,7 +182,7 @@ def task_documents(connection: Connection, job_id: int) -> list[int | None]:
 def job_events_after(
     connection: Connection, job_id: int, after_id: int = 0, *, limit: int = 500
 ) -> Sequence[JobEventRow]:
-    """What happened to the job since the event ``after_id``, in order."""
+    """Events of the job after the event ``after_id``, in order."""
     query = (
         select(job_events)
         .where(job_events.c.job_id == job_id, job_events.c.id > after_id)
@@ -200,7 +203,7 @@ def latest_events(
 
 
 def tasks_begun_seconds(connection: Connection, job_id: int) -> float | None:
-    """When the tasks of the job were begun last; None before that."""
+    """The time at which the tasks of the job were started last; None before that."""
     begun = job_events.c.data["state"].as_string() == "running"
     query = select(job_events.c.at_seconds).where(
         job_events.c.job_id == job_id, job_events.c.kind == "state", begun
@@ -221,7 +224,7 @@ def all_events_after(
     own_scans: bool = False,
     limit: int = 500,
 ) -> Sequence[JobEventRow]:
-    """What happened to jobs that may be seen since the event ``after_id``, in the order of the events' ids.
+    """Events of visible jobs after the event ``after_id``, in the order of their ids.
     On PostgreSQL the events of several jobs may become visible in another order."""
     query = select(job_events).join_from(job_events, jobs, jobs.c.id == job_events.c.job_id)
     query = query.outerjoin(roots, roots.c.id == jobs.c.root_id)
@@ -234,12 +237,11 @@ def active_progress(
     visible: frozenset[str] | None = None,
     *,
     own_scans: bool = False,
-    limit: int = 100,
 ) -> dict[int, JobProgress]:
-    """How far the jobs are whose tasks run and that may be seen; the newest of them."""
+    """The progress of the newest visible jobs whose tasks run."""
     query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
     query = query.where(jobs.c.state == "running", *_seen(visible), *_wanted_scans(own_scans))
-    numbers = connection.execute(query.order_by(jobs.c.id.desc()).limit(limit)).scalars().all()
+    numbers = connection.execute(query.order_by(jobs.c.id.desc()).limit(_SHOWN)).scalars().all()
     return progress_of(connection, numbers)
 
 

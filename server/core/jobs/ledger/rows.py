@@ -41,6 +41,7 @@ from dcp.server.records.declaring import moment
 from dcp.server.records.jobs import FINAL_STATES, JobProgress, JobState
 
 __all__ = [
+    "NEXT_PHASE",
     "NO_LEASE",
     "by_priority",
     "emit",
@@ -54,14 +55,24 @@ __all__ = [
     "job_of_row",
     "lock_job",
     "progress_of",
+    "release_phase",
     "select_jobs",
     "select_tasks",
+    "set_job",
+    "set_task",
     "short_result",
     "task_of_row",
     "unfinished_job",
 ]
 
 NO_LEASE: Final[dict[str, Any]] = {"lease_owner": None, "lease_until_seconds": None}
+NEXT_PHASE: Final[dict[str, Any]] = {
+    "attempt": 0,
+    "not_before_seconds": 0.0,
+    "waiting": null(),
+    **NO_LEASE,
+}
+"""Columns of a job whose next phase can be claimed at once."""
 _TASK_COLUMNS: Final = [column for column in tasks.c if column is not tasks.c.result]
 _MAX_RESULT_BYTES: Final = 2048
 _MAX_VALUE_BYTES: Final = 256
@@ -112,7 +123,7 @@ def event_of_row(row: Row[Any]) -> JobEventRow:
 
 
 def lock_job(connection: Connection, job_id: int) -> JobRow:
-    """The job, which nobody else changes before the end of this transaction. Raises NotFoundError."""
+    """The job, locked until the end of this transaction. Raises NotFoundError."""
     connection.execute(select(jobs.c.id).where(jobs.c.id == job_id).with_for_update())
     row = connection.execute(select_jobs().where(jobs.c.id == job_id)).one_or_none()
     if row is None:
@@ -156,6 +167,24 @@ def held_task(connection: Connection, held: Held) -> tuple[JobRow, TaskRow]:
     return job, task_of_row(row)
 
 
+def set_job(connection: Connection, job_id: int, **values: Any) -> None:
+    """Set columns of a job."""
+    connection.execute(update(jobs).where(jobs.c.id == job_id).values(**values))
+
+
+def set_task(connection: Connection, task_id: int, **values: Any) -> None:
+    """Set columns of a task."""
+    connection.execute(update(tasks).where(tasks.c.id == task_id).values(**values))
+
+
+def release_phase(connection: Connection, job: JobRow, **values: Any) -> None:
+    """End the lease of a phase that is not completed; a plan begins anew."""
+    if job.state == "planning":
+        values["state"] = "queued"
+        forget_tasks(connection, job)
+    set_job(connection, job.id, **values, **NO_LEASE)
+
+
 def forget_tasks(connection: Connection, job: JobRow, first: int = 0) -> None:
     """From number ``first`` on: the job is to be planned anew, or not at all."""
     connection.execute(delete(tasks).where(tasks.c.job_id == job.id, tasks.c.number >= first))
@@ -192,12 +221,12 @@ def finish(
             # It may have all that its tasks have found, which is not needed twice.
             nothing = {"result": null(), "document_id": None}
             connection.execute(update(tasks).where(tasks.c.job_id == job.id).values(**nothing))
-    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
+    set_job(connection, job.id, **values)
     emit(connection, job.id, "state", now, state=state, error=job.error and asdict(job.error))
 
 
 def short_result(result: Json) -> dict[str, Any]:
-    """What of a result stands in lists: all of a small one, of others what is short."""
+    """The part of a result that lists show: all of a small one, of others its short members."""
     sizes = {name: _size(value) for name, value in result.items()}
     if sum(len(name) + size for name, size in sizes.items()) <= _MAX_RESULT_BYTES:
         return dict(result)
@@ -205,7 +234,7 @@ def short_result(result: Json) -> dict[str, Any]:
 
 
 def is_large(result: Json) -> bool:
-    """Whether it lies in a document, and the row has only what is short of it."""
+    """Return True for a result that is kept in a document, with only its short members in the row."""
     return len(short_result(result)) < len(result)
 
 

@@ -1,4 +1,4 @@
-"""What the ledger of jobs tells: jobs, tasks, claims, errors, and when something failed is tried again."""
+"""Types of the ledger: jobs, tasks, claims, and the backoff between attempts."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ Json = Mapping[str, Any]
 """An object of plain data, as JSON has it."""
 
 Phase = Literal["plan", "task", "publish", "discard"]
-"""What is claimed: planning a job, one of its tasks, publishing, or clearing away after it was given up."""
+"""The phases that are claimed: planning, one task, publishing, or clearing away after a job was given up."""
 
 MAX_DEDUP_KEY_CHARACTERS: Final = 100
 
 
 class StaleFenceError(Exception):
-    """The claim is not valid any more: its lease was over and somebody else took it, or it was done.
+    """The claim is not valid any more: its lease was over and another worker took it, or it was done.
 
-    Whoever gets this changes nothing more of it; nothing of the refused call was written.
+    Nothing of the refused call was written, and the worker must not try again.
     """
 
 
@@ -92,7 +92,7 @@ class TaskRow(JobTask):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEventRow:
-    """What happened to a job; ids grow, so that a reader goes on behind the last one it has seen."""
+    """An event of a job; ids grow, so that a reader continues behind the last one it has seen."""
 
     id: int
     job_id: int
@@ -112,7 +112,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """What a worker has to do, for as long as its lease lasts."""
+    """Work for a worker, for as long as its lease lasts."""
 
     phase: Phase
     job: JobRow
@@ -127,8 +127,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """How long after the failed attempt number n the next one begins: twice as long each time, and by up to a
-    half later, by what is tried, so that what failed together is not tried together.
+    """The pause after the failed attempt number n: twice as long each time, and up to a half longer, by the
+    task, so that tasks that failed together are not tried together.
 
     ``patience_seconds``: for how long errors of the environment in a row are waited for.
     """

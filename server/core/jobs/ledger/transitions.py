@@ -1,17 +1,17 @@
-"""What becomes of a job: submitted, planned, its tasks done, published, released, cancelled, retried.
+"""Transitions of a job: submitted, planned, its tasks done, published, released, cancelled, retried.
 
 queued -> planning -> running (its tasks) -> publishing -> succeeded, failed or cancelled.
 
-Each function is a step of one transaction of the caller's. Whoever completes something names the claim under
-which it was done; if that is not valid any more, StaleFenceError, and nothing changes. A job that was
+Each function is a step of one transaction of the caller's. A worker that completes something names its
+claim; if that is not valid any more, StaleFenceError, and nothing changes. A job that was
 cancelled or has failed is *ending*: none of its tasks is claimed any more, those that run are stopped, then
 what they left is discarded, and what its plans left, too; only then it is over. Publishing cannot be
-cancelled once it has begun, because nobody could say any more whether it took place.
+cancelled once it has begun, because it would be unknown whether it took place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from dcp.server.core.jobs.ledger.failures import (
     give_up,
 )
 from dcp.server.core.jobs.ledger.rows import (
+    NEXT_PHASE,
     NO_LEASE,
     emit,
     finish,
@@ -32,6 +33,9 @@ from dcp.server.core.jobs.ledger.rows import (
     held_task,
     is_large,
     lock_job,
+    release_phase,
+    set_job,
+    set_task,
     unfinished_job,
 )
 from dcp.server.core.jobs.ledger.states import (
@@ -164,7 +168,7 @@ def _root_id(connection: Connection, name: str | None) -> int | None:
 
 
 def add_tasks(connection: Connection, held: Held, specs: Sequence[TaskSpec], first: int) -> None:
-    """Some of a plan, from number ``first`` on: nobody's before `complete_plan`, and gone without it.
+    """Add tasks of a plan, from number ``first`` on: not claimed before `complete_plan`, gone without it.
 
     Again is fine, since a connection that is lost may not tell that they are written.
     """
@@ -204,7 +208,8 @@ def complete_plan(
         return
     add_tasks(connection, held, specs, after)
     count = after + len(specs)
-    _move(connection, job, "running" if count else "publishing", now, plan=plan_data, tasks=count)
+    state = "running" if count else "publishing"
+    _move(connection, job, state, now, {"plan": plan_data}, tasks=count)
 
 
 def complete_task(
@@ -216,13 +221,13 @@ def complete_task(
     if is_large(result):
         values = {"result": null(), "document_id": ensure_document(connection, result, document)}
     values |= {"state": "succeeded", "done_bytes": task.weight_bytes, "error": null()}
-    connection.execute(update(tasks).where(tasks.c.id == task.id).values(**values, **NO_LEASE))
+    set_task(connection, task.id, **values, **NO_LEASE)
     waiting = job.waiting
     if waiting is not None and (moment(now) >= waiting.next_attempt_at or waiting.task == task.number):
-        connection.execute(update(jobs).where(jobs.c.id == job.id).values(waiting=null()))
+        set_job(connection, job.id, waiting=null())
     left = select(func.count()).where(tasks.c.job_id == job.id, tasks.c.state != "succeeded")
     if not job.is_ending and connection.execute(left).scalar_one() == 0:
-        _move(connection, job, "publishing", now)
+        _move(connection, job, "publishing", now, {})
 
 
 def complete_publish(
@@ -245,15 +250,11 @@ def complete_discard(connection: Connection, held: Held, now: float) -> None:
     give_up(connection, held_job(connection, held), now)
 
 
-def _move(connection: Connection, job: JobRow, state: str, now: float, **found: Any) -> None:
-    values: dict[str, Any] = {"state": state, "attempt": 0, "not_before_seconds": 0.0, **NO_LEASE}
-    values["waiting"] = null()
-    event: dict[str, Any] = {"state": state}
-    if "plan" in found:
-        values["plan"] = found["plan"]
-        event["tasks"] = found["tasks"]
-    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
-    emit(connection, job.id, "state", now, **event)
+def _move(
+    connection: Connection, job: JobRow, state: str, now: float, values: Mapping[str, Any], **event: Any
+) -> None:
+    set_job(connection, job.id, state=state, **NEXT_PHASE, **values)
+    emit(connection, job.id, "state", now, state=state, **event)
 
 
 # -- what is given back, or asked for -----------------------------------------------------------------------
@@ -264,24 +265,18 @@ def release(connection: Connection, held: Held, now: float) -> None:
     if held.task_id is not None:
         job, task = held_task(connection, held)
         state = "cancelled" if job.is_ending else "queued"
-        connection.execute(
-            update(tasks).where(tasks.c.id == task.id).values(state=state, done_bytes=0, **NO_LEASE)
-        )
+        set_task(connection, task.id, state=state, done_bytes=0, **NO_LEASE)
         return
     job = held_job(connection, held)
     if job.state == "planning" and job.is_ending:
         clear_away(connection, job)
         return
-    state = job.state
-    if state == "planning":
-        state = "queued"
-        forget_tasks(connection, job)
-    values: dict[str, Any] = {"state": state, **NO_LEASE}
+    values: dict[str, Any] = {}
     if job.state == "publishing" and not job.is_ending:
         values["attempt"] = max(job.attempt, 1)  # it counts as begun, and is not cancelled any more
-    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
-    if state != job.state:
-        emit(connection, job.id, "state", now, state=state)
+    release_phase(connection, job, **values)
+    if job.state == "planning":
+        emit(connection, job.id, "state", now, state="queued")
 
 
 def request_cancel(connection: Connection, job_id: int, now: float, actor: str) -> JobRow:
@@ -299,7 +294,7 @@ def request_cancel(connection: Connection, job_id: int, now: float, actor: str) 
     if job.state == "publishing" and (lease is not None or job.attempt > 0):
         raise ConflictError(f"job {job_id} is being published, which is not stopped", state=job.state)
     soon = {"is_ending": True, "cancel_requested_seconds": now, "not_before_seconds": 0.0, "waiting": null()}
-    connection.execute(update(jobs).where(jobs.c.id == job_id).values(**soon))
+    set_job(connection, job_id, **soon)
     emit(connection, job_id, "cancel_requested", now, actor=actor)
     if job.state == "queued" and job.started_at is None:
         finish(connection, job, "cancelled", now)
@@ -325,12 +320,11 @@ def retry(connection: Connection, job_id: int, now: float, actor: str) -> JobRow
         if other is not None:
             raise ConflictError(f"job {other} does the same", job_id=other)
     forget_tasks(connection, job)
-    nothing = dict.fromkeys(("plan", "progress", "result", "document_id", "error", "waiting"), null())
-    anew: dict[str, Any] = {"state": "queued", "attempt": 0, "not_before_seconds": 0.0, **nothing}
-    anew |= {"finished_seconds": None, "cancel_requested_seconds": None}
-    anew["turn"] = _turn(connection, job.created_by, _root_id(connection, job.root), job.priority, now)
+    nothing = dict.fromkeys(("plan", "progress", "result", "document_id", "error"), null())
+    nothing |= {"finished_seconds": null(), "cancel_requested_seconds": null()}
+    turn = _turn(connection, job.created_by, _root_id(connection, job.root), job.priority, now)
     try:
-        connection.execute(update(jobs).where(jobs.c.id == job_id).values(**anew))
+        set_job(connection, job_id, state="queued", turn=turn, **NEXT_PHASE, **nothing)
     except IntegrityError as error:  # one was submitted in this instant
         raise ConflictError("another job does the same") from error
     emit(connection, job_id, "state", now, state="queued", retried_by=actor)
@@ -340,7 +334,7 @@ def retry(connection: Connection, job_id: int, now: float, actor: str) -> JobRow
 def _hasten(connection: Connection, job: JobRow, waiting: JobWaiting, now: float, actor: str) -> JobRow:
     due = document_of(replace(waiting, next_attempt_at=moment(now)))
     values: dict[str, Any] = {"not_before_seconds": 0.0, "waiting": due}
-    connection.execute(update(jobs).where(jobs.c.id == job.id).values(**values))
+    set_job(connection, job.id, **values)
     queued = (tasks.c.job_id == job.id) & (tasks.c.state == "queued")
     connection.execute(update(tasks).where(queued).values(not_before_seconds=0.0))
     emit(connection, job.id, "retry", now, retried_by=actor, delay_seconds=0.0)

@@ -117,8 +117,8 @@
   const themed = (button) => {
     const theme = root.dataset.theme;
     button.value = following[theme];
-    button.title = `Colours: ${theme}`;
-    button.setAttribute("aria-label", `Colours: ${theme}. Change to ${following[theme]}`);
+    button.title = `Colors: ${theme}`;
+    button.setAttribute("aria-label", `Colors: ${theme}. Change to ${following[theme]}`);
   };
   document.addEventListener("submit", (event) => {
     const button = event.submitter;

@@ -1,0 +1,81 @@
+"""A feature of the service in one file: NaNs by layer, with a page, and a post for each new checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+from sqlalchemy import Connection
+
+from dcp.server.catalog.events import CatalogEvent
+from dcp.server.core.answers import IdPath
+from dcp.server.core.ask import Ask
+from dcp.server.core.feature import Feature, Link
+from dcp.server.core.jobs.kind import JobContext, ReportProgress
+from dcp.server.core.jobs.schedules import ScheduleContext
+from dcp.server.core.jobs.simple_kind import CheckpointParams, SimpleKind
+from dcp.server.core.jobs.subjects import Subject, open_source, storage_errors
+
+
+class NanKind(SimpleKind[CheckpointParams]):
+    """Reads the values of one checkpoint."""
+
+    name, scope, params = "nan_counts", "read", CheckpointParams
+
+    def run(
+        self,
+        context: JobContext,
+        params: CheckpointParams,
+        subjects: Sequence[Subject],
+        report_progress: ReportProgress,
+    ) -> Mapping[str, Any]:
+        """Count the NaNs of each layer: of all tensors whose names have it before the last dot."""
+        from dcp.inspection.values.statistics import statistics
+        from dcp.inspection.values.tensor_reading import TensorReader
+
+        root, source = open_source(context, subjects[0])
+        nans: Counter[str] = Counter()
+        with storage_errors(root), TensorReader(source.store, source.index, verify="full") as reader:
+            found = statistics(reader, progress=lambda done, total: report_progress(done))
+        for tensor in found.tensors:
+            nans[tensor.fqn.rpartition(".")[0]] += tensor.statistics.nans if tensor.statistics else 0
+        return {"layers": dict(sorted(nans.items()))}
+
+
+_PAGE = """{% extends "base.html" %}{% import "parts.html" as parts with context %}
+{% block title %}NaNs{% endblock %}{% block content %}<h1>NaNs by layer</h1>
+{% if layers is none %}<form method="post">{{ parts.token_field() }}<button>Count</button></form>{% endif %}
+<table class="rows"><tbody>{% for layer, nans in (layers or {}).items() %}
+<tr><th scope="row">{{ layer }}</th><td class="num">{{ nans|count }}</td></tr>{% endfor %}</tbody></table>
+{% endblock %}"""
+
+feature = Feature(
+    "nan_counts",
+    __name__,
+    kinds=[NanKind()],
+    templates={"nans.html": _PAGE},
+    links=[Link("checkpoint", "NaNs by layer", "/checkpoints/{id}/nans")],
+)
+
+
+@feature.page("/checkpoints/{checkpoint_id}/nans", "nans.html")
+def nans_page(checkpoint_id: IdPath, ask: Ask) -> dict[str, Any]:
+    """Show the counts of the last job, or a button that counts."""
+    job = ask.last_result(NanKind, CheckpointParams(checkpoint_id=checkpoint_id))
+    return {"layers": ((job and job.result) or {}).get("layers")}
+
+
+@feature.form("/checkpoints/{checkpoint_id}/nans", scope="read")
+def count_form(checkpoint_id: IdPath, ask: Ask) -> str:
+    """Count the NaNs, as a job."""
+    return f"/jobs/{ask.submit(NanKind, CheckpointParams(checkpoint_id=checkpoint_id)).id}"
+
+
+@feature.consumer("nan_counts", kinds=["checkpoint.committed"])
+def post(connection: Connection, events: Sequence[CatalogEvent], context: ScheduleContext) -> None:
+    """Post the ids of new checkpoints to the URL in the environment; an error is tried again."""
+    ids = [event.checkpoint_id for event in events]
+    httpx.post(os.environ["NAN_COUNTS_URL"], json={"checkpoints": ids}, timeout=10).raise_for_status()

@@ -1,0 +1,212 @@
+"""Admission of requests: by the names of the service, by its own pages, then by key or session, and by rates.
+
+A browser can be made to ask ``127.0.0.1`` by any page on the Internet: by a name that now resolves to it (DNS
+rebinding), by a form sent across sites, or, where no keys are needed, by an image whose address is a download
+that costs seconds. None of them passes. Below ``/api/`` every request needs a valid key, whatever a route
+says of itself; a key that is not valid is refused everywhere, so that a wrong one is noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from typing import Final
+from urllib.parse import urlsplit
+
+from anyio import to_thread
+from starlette.datastructures import Headers
+from starlette.requests import cookie_parser
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from dcp.server.core.http.context import Service
+from dcp.server.core.http.handlers import problem_of, problem_response
+from dcp.server.core.problems import (
+    BadRequestError,
+    ForbiddenError,
+    ProblemError,
+    UnauthorizedError,
+    UnavailableError,
+)
+from dcp.server.core.security.keys import find_session, prefix_of, principal_of
+from dcp.server.core.security.principal import LOCAL, Principal
+from dcp.server.database.engine import DatabaseUnavailableError
+from dcp.server.records.administration import Key
+
+__all__ = [
+    "API_PREFIX",
+    "FOREIGN",
+    "SAFE",
+    "SESSION_COOKIE",
+    "STATIC_PREFIX",
+    "AuthenticationMiddleware",
+    "HostMiddleware",
+    "MisdirectedError",
+    "session_token",
+]
+
+API_PREFIX: Final = "/api/"
+_HOST: Final = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]*))(?::[0-9]{1,5})?")
+SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+FOREIGN: Final = frozenset({"cross-site", "same-site"})
+
+
+class MisdirectedError(ProblemError):
+    """Not a name of this host."""
+
+    status, slug, title = 421, "misdirected", "Not a name of this host"
+
+
+class HostMiddleware:
+    """Lets requests pass whose Host is in ``allowed`` (names without port; ``*`` for all, ``*.name``).
+
+    ``is_keyless``: whoever asks is answered, so that reading is for its own pages alone as well. Links from
+    elsewhere lead to its pages, not below `API_PREFIX`.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Sequence[str], *, is_keyless: bool = False) -> None:
+        self.app = app
+        self._is_keyless = is_keyless
+        self._allowed = frozenset(name.lower().strip("[]") for name in allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] == "http":
+            problem = self._problem(scope)
+            if problem is not None:
+                await problem_response(problem, scope)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+    def _problem(self, scope: Scope) -> ProblemError | None:
+        headers = Headers(scope=scope)
+        hosts = headers.getlist("host")
+        if len(hosts) != 1:
+            return BadRequestError("there is to be one Host")
+        host = _HOST.fullmatch(hosts[0].strip())
+        if host is None:
+            return BadRequestError("Host is to be a name or an address, with a port or without")
+        if not self._is_allowed((host["address"] or host["name"] or "").lower()):
+            return MisdirectedError(
+                "this host is not called so; allowed_hosts of the settings lists its names"
+            )
+        if "\0" in scope["path"] or b"%00" in scope.get("query_string", b""):
+            return BadRequestError("a NUL in the address")
+        if scope["method"] not in SAFE and _is_foreign(headers, hosts[0]):
+            return ForbiddenError("a page of another site may not do this")
+        if self._is_keyless and headers.get("sec-fetch-site", "") in FOREIGN and not _is_link(headers, scope):
+            return ForbiddenError("a page of another site may not read this")
+        return None
+
+    def _is_allowed(self, name: str) -> bool:
+        if name in self._allowed or "*" in self._allowed:
+            return True
+        _, dot, domain = name.partition(".")
+        return bool(dot) and f"*.{domain}" in self._allowed
+
+
+def _is_foreign(headers: Headers, host: str) -> bool:
+    if headers.get("sec-fetch-site", "") in FOREIGN:
+        return True
+    origin = headers.get("origin")
+    if origin is None:
+        return False
+    try:
+        return urlsplit(origin).netloc.lower() != host.strip().lower()
+    except ValueError:  # it is no origin, and so not this one
+        return True
+
+
+def _is_link(headers: Headers, scope: Scope) -> bool:
+    """Whether somebody goes to a page of ours, in a window of its own (Fetch Metadata, W3C)."""
+    is_page = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+    return is_page and not scope["path"].startswith(API_PREFIX)
+
+
+SESSION_COOKIE: Final = "dcphub_session"
+
+STATIC_PREFIX: Final = "/static/"
+"""Of files that are the same for everybody, and answered from memory."""
+_UNCOUNTED: Final = frozenset({"/healthz", "/readyz", "/metrics"})
+"""Asked by machines, often, and answered from memory or nearly so."""
+
+
+class AuthenticationMiddleware:
+    """Sets ``state.principal``: who asks, or None without a key."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] == "http":
+            try:
+                scope["state"]["principal"] = await self._principal(scope)
+            except (ProblemError, DatabaseUnavailableError) as error:
+                await problem_response(problem_of(error), scope)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+    async def _principal(self, scope: Scope) -> Principal | None:
+        rates = self._service.rates
+        address = str((scope.get("client") or ("unknown",))[0])
+        is_counted = not (scope["path"] in _UNCOUNTED or scope["path"].startswith(STATIC_PREFIX))
+        if self._service.settings.auth == "off":
+            if is_counted:
+                rates.count_address(address)
+            return LOCAL
+        secret = _secret_of(Headers(scope=scope))
+        token = session_token(scope) if secret is None else None
+        if secret is not None:
+            record = await self._in_time(self._service.keys.find, secret)
+            if record is None:
+                rates.count_refused(address, prefix_of(secret))
+                raise UnauthorizedError("this key is unknown, has been revoked or has expired")
+        elif token is None or (record := await self._in_time(self._of_session, token)) is None:
+            if is_counted:
+                rates.count_address(address)
+            if scope["path"].startswith(API_PREFIX):
+                raise UnauthorizedError("send a key: Authorization: Bearer dcp_...")
+            return None
+        if is_counted:
+            rates.count(f"key:{record.id}")
+        return principal_of(record)
+
+    def _of_session(self, token: str) -> Key | None:
+        with self._service.database.read() as connection:
+            record = find_session(connection, token, self._service.clock())
+        self._service.keys.note_use(record)
+        return record
+
+    async def _in_time(self, find: Callable[[str], Key | None], secret: str) -> Key | None:
+        seconds = self._service.settings.request_seconds
+        try:
+            # The thread is left to itself, should the database hang.
+            looking = to_thread.run_sync(find, secret, abandon_on_cancel=True)
+            return await asyncio.wait_for(looking, seconds)
+        except TimeoutError:
+            raise UnavailableError(f"the database does not answer within {seconds:g} s") from None
+
+
+def session_token(scope: Scope) -> str | None:
+    """Of the session's cookie. Below ``/api/`` it is for reading alone, and for pages of this service:
+    requests that change something are to say the key, which no page of another site can."""
+    headers = Headers(scope=scope)
+    if scope["path"] == "/healthz" or scope["path"].startswith(STATIC_PREFIX):
+        return None
+    if scope["path"].startswith(API_PREFIX) and (
+        scope["method"] not in SAFE or headers.get("sec-fetch-site", "") in FOREIGN
+    ):
+        return None
+    return cookie_parser(headers.get("cookie", "")).get(SESSION_COOKIE)
+
+
+def _secret_of(headers: Headers) -> str | None:
+    values = headers.getlist("authorization")
+    if not values:
+        return None
+    scheme, _, secret = values[0].partition(" ")
+    if len(values) > 1 or scheme.lower() != "bearer":
+        raise UnauthorizedError("Authorization is to be: Bearer dcp_...")
+    return secret.strip()

@@ -1,0 +1,301 @@
+"""``Idempotency-Key``: a POST that is sent again, because its answer was lost, is done once.
+
+The answer of the first is kept for a day and given again. A route that writes to the database keeps its
+answer in the same transaction (`keep`; see `idempotent_transaction`), so that no crash comes between; of the
+others the answer is kept afterwards (`finish`). A request that is still at work, or that ended with the
+process it was in, answers 409 to a second one; after ``taken_seconds`` the second takes the place of the
+first, which then has no effect any more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
+from sqlalchemy.exc import IntegrityError
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dcp.server.core.http.context import Service
+from dcp.server.core.http.handlers import problem_of, problem_response
+from dcp.server.core.problems import BadRequestError, ConflictError, ProblemError, UnprocessableError
+from dcp.server.core.security.principal import Principal
+from dcp.server.database.engine import Database, DatabaseUnavailableError
+from dcp.server.database.tables import idempotency
+
+__all__ = [
+    "KEPT_HEADERS",
+    "KEPT_SECONDS",
+    "TAKEN_SECONDS",
+    "IdempotencyMiddleware",
+    "KeptAnswer",
+    "Reservation",
+    "begin",
+    "finish",
+    "forget",
+    "forget_old",
+    "hash_of",
+    "keep",
+]
+
+KEPT_SECONDS: Final = 86_400.0
+TAKEN_SECONDS: Final = 120.0
+_ASK_AGAIN_SECONDS: Final = 1
+KEPT_HEADERS: Final = ("content-type", "location", "etag")
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAnswer:
+    """What the first request was answered."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A key that a request has: whose it is, and since when."""
+
+    actor: str
+    key: str
+    since_seconds: float
+
+
+def hash_of(method: str, path: str, query: bytes, body: bytes) -> bytes:
+    """Tells whether two requests are the same."""
+    digest = hashlib.sha256()
+    for part in (method.encode(), path.encode("utf-8", "replace"), query, body):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def begin(
+    database: Database,
+    actor: str,
+    key: str,
+    request_hash: bytes,
+    now_seconds: float,
+    taken_seconds: float = TAKEN_SECONDS,
+) -> KeptAnswer | None:
+    """Reserve the key for this request, or return the answer that there is.
+
+    Raises ConflictError while the first is at work, UnprocessableError if the key was another request's.
+    """
+    try:
+        return database.transact(
+            lambda connection: _begin(connection, actor, key, request_hash, now_seconds, taken_seconds)
+        )
+    except IntegrityError:
+        # another one was quicker; it is at work now
+        raise _at_work() from None
+
+
+def _begin(
+    connection: Connection,
+    actor: str,
+    key: str,
+    request_hash: bytes,
+    now_seconds: float,
+    taken_seconds: float,
+) -> KeptAnswer | None:
+    where = (idempotency.c.actor == actor, idempotency.c.key == key)
+    row = connection.execute(select(idempotency).where(*where)).one_or_none()
+    values = {"request_hash": request_hash, "status_code": None, "created_seconds": now_seconds}
+    if row is None:
+        connection.execute(insert(idempotency).values(actor=actor, key=key, **values))
+        return None
+    age_seconds = now_seconds - row.created_seconds
+    if age_seconds > KEPT_SECONDS or (row.status_code is None and age_seconds > taken_seconds):
+        connection.execute(update(idempotency).where(*where).values(**values, headers=None, body=None))
+        return None
+    if bytes(row.request_hash) != request_hash:
+        raise UnprocessableError("this Idempotency-Key belongs to another request")
+    if row.status_code is None:
+        raise _at_work()
+    return KeptAnswer(row.status_code, row.headers or {}, bytes(row.body or b""))
+
+
+def _at_work() -> ConflictError:
+    later = {"Retry-After": str(_ASK_AGAIN_SECONDS)}
+    detail = "a request with this Idempotency-Key is being worked on; ask again for its answer"
+    return ConflictError(detail, headers=later, state="working")
+
+
+def keep(connection: Connection, reservation: Reservation, answer: KeptAnswer) -> None:
+    """Keep what is answered, with what else is done in this transaction.
+
+    Raises ConflictError if another request has taken the key since, and does it in place of this one.
+    """
+    values = {"status_code": answer.status, "headers": dict(answer.headers), "body": answer.body}
+    changed = connection.execute(update(idempotency).where(*_unanswered(reservation)).values(values))
+    if changed.rowcount != 1:
+        raise ConflictError("this took too long: another request with this Idempotency-Key goes on with it")
+
+
+def finish(database: Database, reservation: Reservation, answer: KeptAnswer) -> None:
+    """Keep what was answered, unless another request has taken the key since."""
+    with suppress(ConflictError):
+        database.transact(lambda connection: keep(connection, reservation, answer))
+
+
+def forget(database: Database, reservation: Reservation) -> None:
+    """The request changed nothing; the key is free again."""
+    database.transact(
+        lambda connection: connection.execute(delete(idempotency).where(*_unanswered(reservation)))
+    )
+
+
+def _unanswered(reservation: Reservation) -> tuple[ColumnElement[bool], ...]:
+    return (
+        idempotency.c.actor == reservation.actor,
+        idempotency.c.key == reservation.key,
+        idempotency.c.created_seconds == reservation.since_seconds,
+        idempotency.c.status_code.is_(None),
+    )
+
+
+def forget_old(database: Database, now_seconds: float) -> None:
+    """Drop what has been kept for long enough."""
+    with database.read() as connection:
+        old = connection.execute(
+            select(idempotency.c.key)
+            .where(idempotency.c.created_seconds < now_seconds - KEPT_SECONDS)
+            .limit(1)
+        ).first()
+    if old is not None:  # so that nobody waits for a writer who has nothing to write
+        database.transact(
+            lambda connection: connection.execute(
+                delete(idempotency).where(idempotency.c.created_seconds < now_seconds - KEPT_SECONDS)
+            )
+        )
+
+
+_KEY: Final = re.compile(r"[\x21-\x7e]{1,128}")
+_MAX_KEPT_BYTES: Final = 1 << 20
+_log = structlog.get_logger(__name__)
+
+
+class IdempotencyMiddleware:
+    """Answers that say that something was done are kept; after others the request may be tried again."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        key = Headers(scope=scope).get("idempotency-key") if _is_post(scope) else None
+        principal = scope.get("state", {}).get("principal")
+        if key is None or not isinstance(principal, Principal):
+            await self.app(scope, receive, send)
+            return
+        try:
+            if not _KEY.fullmatch(key):
+                raise BadRequestError("Idempotency-Key has 1 to 128 visible ASCII characters")
+            message = await receive()  # whole, since the limits are kept outside of this
+            reservation = Reservation(principal.identity, key, self._service.clock())
+            answer = await self._begin(scope, reservation, message.get("body", b""))
+        except (ProblemError, DatabaseUnavailableError) as error:
+            await problem_response(problem_of(error), scope)(scope, receive, send)
+            return
+        if answer is not None:
+            headers = {**answer.headers, "Idempotency-Replayed": "true"}
+            await Response(answer.body, answer.status, headers)(scope, receive, send)
+            return
+        await self._run(scope, message, receive, send, reservation)
+
+    async def _begin(self, scope: Scope, wanted: Reservation, body: bytes) -> KeptAnswer | None:
+        request_hash = hash_of(scope["method"], scope["path"], scope["query_string"], body)
+        service = self._service
+        taken_seconds = max(TAKEN_SECONDS, 2 * service.settings.request_seconds)
+        return await run_in_threadpool(
+            begin,
+            service.database,
+            wanted.actor,
+            wanted.key,
+            request_hash,
+            wanted.since_seconds,
+            taken_seconds,
+        )
+
+    async def _run(
+        self, scope: Scope, message: Message, receive: Receive, send: Send, reservation: Reservation
+    ) -> None:
+        state = scope["state"]
+        state["reservation"] = reservation  # for routes that keep their answer themselves
+        recorder = _Recorder(message, receive, send)
+        try:
+            await self.app(scope, recorder.receive, recorder.send)
+        except Exception:
+            await self._keep(reservation, None)
+            raise
+        # When it is cancelled, a thread may still do what was asked for, so that the key stays taken.
+        if not state.get("is_kept", False):
+            await self._keep(reservation, None if state.get("is_secret", False) else recorder.answer())
+        await recorder.release()
+
+    async def _keep(self, reservation: Reservation, answer: KeptAnswer | None) -> None:
+        database = self._service.database
+        try:
+            if answer is None:
+                await run_in_threadpool(forget, database, reservation)
+            else:
+                await run_in_threadpool(finish, database, reservation, answer)
+        except DatabaseUnavailableError as error:
+            _log.warning("idempotency key not kept", error=str(error))
+
+
+class _Recorder:
+    """The last part of the answer is sent once it has been kept, so that whoever has it can rely on that."""
+
+    def __init__(self, message: Message, receive: Receive, send: Send) -> None:
+        self._message: Message | None = message
+        self._receive = receive
+        self._send = send
+        self._status = 0
+        self._headers: dict[str, str] = {}
+        self._parts: list[bytes] = []
+        self._size_bytes = 0
+        self._last: Message | None = None
+
+    async def receive(self) -> Message:
+        if self._message is not None:
+            message, self._message = self._message, None
+            return message
+        return await self._receive()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            headers = Headers(raw=message["headers"])
+            self._headers = {name: headers[name] for name in KEPT_HEADERS if name in headers}
+        elif message["type"] == "http.response.body":
+            self._size_bytes += len(message.get("body", b""))
+            if self._size_bytes <= _MAX_KEPT_BYTES:
+                self._parts.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                self._last = message
+                return
+        await self._send(message)
+
+    def answer(self) -> KeptAnswer | None:
+        is_kept = self._last is not None and 200 <= self._status < 300 and self._size_bytes <= _MAX_KEPT_BYTES
+        return KeptAnswer(self._status, self._headers, b"".join(self._parts)) if is_kept else None
+
+    async def release(self) -> None:
+        if self._last is not None:
+            await self._send(self._last)
+
+
+def _is_post(scope: Scope) -> bool:
+    return bool(scope["type"] == "http" and scope["method"] == "POST")

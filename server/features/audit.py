@@ -1,0 +1,113 @@
+"""The audit log: who did what and when, listed and as a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, date, datetime, timedelta
+from typing import Annotated, Any, Final
+from urllib.parse import urlencode
+
+from fastapi import Query
+from pydantic import BaseModel, ConfigDict, Field
+
+from dcp.server.catalog.audit import audit_page
+from dcp.server.core.ask import Ask
+from dcp.server.core.feature import Feature
+from dcp.server.core.http.dependencies import Page as Paging
+from dcp.server.core.inputs import Text, Time
+from dcp.server.records.administration import AuditEntry
+from dcp.server.records.lists import Page
+
+__all__ = ["feature"]
+
+feature: Final = Feature("audit", __name__)
+
+_ROWS: Final = 50
+_Day = Annotated[date, Field(ge=date(1970, 1, 1), le=date(9998, 12, 31))]
+_PAGES: Final = {"checkpoint": "/checkpoints/{}", "run": "/runs/{}", "job": "/jobs/{}"}
+"""Of targets, which are a kind and a number."""
+
+
+@feature.get("/audit", tag="audit", scope="admin", all_roots=True, errors=())
+def list_audit(
+    ask: Ask,
+    page: Paging,
+    actor: Annotated[Text | None, Query()] = None,
+    action: Annotated[Text | None, Query()] = None,
+    target: Annotated[Text | None, Query()] = None,
+    since: Annotated[Time | None, Query(description="From this time on.")] = None,
+    until: Annotated[Time | None, Query(description="To before this time.")] = None,
+) -> Page[AuditEntry]:
+    """Entries, newest first; actor, action and target have to be equal."""
+    return ask.find(
+        audit_page,
+        actor=actor,
+        action=action,
+        target=target,
+        since_seconds=since,
+        until_seconds=until,
+        cursor=page.cursor,
+        limit=page.limit,
+    )
+
+
+class AuditView(BaseModel):
+    """The filters of the page; days are whole ones of UTC."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    actor: Text | None = None
+    action: Text | None = None
+    target: Text | None = None
+    since: _Day | None = None
+    until: _Day | None = None
+    cursor: Annotated[str, Field(max_length=2048)] | None = None
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """The filters that have to be equal."""
+        asked = {"actor": self.actor, "action": self.action, "target": self.target}
+        return {name: value for name, value in asked.items() if value is not None}
+
+    @property
+    def times(self) -> dict[str, datetime]:
+        """The first moment that counts, and the first that counts no more."""
+        days = {"since": self.since, "until": self.until and self.until + timedelta(days=1)}
+        return {
+            name: datetime(day.year, day.month, day.day, tzinfo=UTC)
+            for name, day in days.items()
+            if day is not None
+        }
+
+
+@feature.page("/audit", "audit.html", scope="admin", all_roots=True)
+def audit_log_page(view: Annotated[AuditView, Query()], ask: Ask) -> dict[str, Any]:
+    """Show the entries, newest first."""
+    seconds: dict[str, Any] = {f"{name}_seconds": moment.timestamp() for name, moment in view.times.items()}
+    found = ask.find(audit_page, **view.words, **seconds, cursor=view.cursor, limit=_ROWS)
+    asked = view.words | {name: f"{moment:%Y-%m-%dT%H:%M:%SZ}" for name, moment in view.times.items()}
+    return {
+        "twin": f"/api/v1/audit?{urlencode(asked)}" if asked else "/api/v1/audit",
+        "view": view,
+        "entries": [(entry, _page_of(entry.target), _in_words(entry.detail)) for entry in found.items],
+        "next_cursor": found.next_cursor,
+        "is_filtered": bool(asked),
+    }
+
+
+def _page_of(target: str) -> str | None:
+    """The page of the target; None if there is none."""
+    kind, _, number = target.partition(":")
+    if kind == "root" and number:
+        return f"/?{urlencode({'root': number})}"
+    return _PAGES[kind].format(number) if kind in _PAGES and number.isdecimal() else None
+
+
+def _in_words(detail: Mapping[str, Any] | None) -> str:
+    """In one line, without values that are null."""
+    return ", ".join(
+        f"{name} {value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}"
+        for name, value in (detail or {}).items()
+        if value is not None
+    )

@@ -1,0 +1,170 @@
+"""A checkpoint: its state, facts and tensors, code that loads it, and its files."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from fastapi import Query as InQuery
+from pydantic import Field
+
+from dcp.server.catalog.details import get_checkpoint
+from dcp.server.catalog.filters import CheckpointFilter
+from dcp.server.catalog.names import in_order
+from dcp.server.catalog.tensors import TreePart, parts_of
+from dcp.server.catalog.verifications import list_verifications
+from dcp.server.core.answers import IdPath
+from dcp.server.core.ask import Ask
+from dcp.server.core.http.dependencies import PageParams
+from dcp.server.core.inputs import Query
+from dcp.server.core.jobs.ledger.reading import get_job
+from dcp.server.features.checkpoint_page import feature
+from dcp.server.features.checkpoints.snippets import snippets_of
+from dcp.server.features.checkpoints.web import find_page
+from dcp.server.features.diff.changes import changes_below, changes_of_list
+from dcp.server.features.diff.job import DiffKind, DiffParams
+from dcp.server.features.diff.web import Differences
+from dcp.server.features.downloads.web import list_files
+from dcp.server.features.roots import roots_of
+from dcp.server.features.tensors import api as tensors_api
+from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
+from dcp.server.records.contents import Verification
+from dcp.storage.commit_names import METADATA_NAME
+
+_TENSORS: Final = 100
+
+
+class TensorView(Query):
+    """The address of the tensors: a level of the tree below ``prefix``, or a list by ``glob``."""
+
+    glob: Annotated[str, Field(max_length=254)] | None = None
+    dtype: Annotated[str, Field(max_length=32)] | None = None
+    kind: Literal["tensor", "object"] | None = None
+    prefix: Annotated[str, Field(max_length=4096)] = ""
+    view: Literal["tree", "list"] = "tree"
+    colour: Literal["dtype", "bytes", "change"] = "dtype"
+    cursor: Annotated[str, Field(max_length=16_384)] | None = None
+    done: Annotated[str, Field(max_length=200)] | None = None
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the list is shown: filters are of all tensors, and not of a level."""
+        return self.view == "list" or bool(self.glob or self.dtype or self.kind)
+
+    @property
+    def pattern(self) -> str | None:
+        """The glob of names that contain the typed text."""
+        return None if self.glob is None else f"*{self.glob}*"
+
+
+@feature.page("/checkpoints/{checkpoint_id}", "checkpoint.html", panels="checkpoint")
+def checkpoint_page(
+    checkpoint_id: IdPath, view: Annotated[TensorView, InQuery()], ask: Ask
+) -> dict[str, Any]:
+    """Show a checkpoint."""
+    found = ask.find(get_checkpoint, checkpoint_id, ask.visible)
+    root = next((root for root in roots_of(ask) if root.name == found.root), None)
+    before = _neighbour(found, ask, is_next=False)
+    return {
+        "twin": f"/api/v1/checkpoints/{checkpoint_id}",
+        "found": found,
+        "run_link": f"/runs/{found.run_id}",
+        **_verifications(checkpoint_id, ask, 5),
+        "before": before,
+        "after": _neighbour(found, ask, is_next=True),
+        "snippets": snippets_of(found, root, str(ask.request.base_url)),
+        **_tensors(found, before, view, ask),
+        "optimizers": _optimizers(found, ask),
+    }
+
+
+@feature.panel("checkpoint.notices", "notice.html", order=30)
+def state_notice(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
+    """Say what is wrong with the checkpoint."""
+    return {}
+
+
+@feature.panel("checkpoint", "actions.html", order=30)
+def actions_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
+    """Collect the forms of other features in one box."""
+    return {}
+
+
+@feature.page("/checkpoints/{checkpoint_id}/files", "files.html")
+def files_page(checkpoint_id: IdPath, ask: Ask) -> dict[str, Any]:
+    """List its files as they are in storage now, and say whether stock torch finds what it needs."""
+    listed = list_files(checkpoint_id, ask)
+    return {
+        "twin": f"/api/v1/checkpoints/{checkpoint_id}/files",
+        "found": ask.find(get_checkpoint, checkpoint_id, ask.visible),
+        "files": sorted(listed.items, key=lambda file: in_order(file.name)),
+        "missing": listed.missing,
+        "has_metadata": any(file.name == METADATA_NAME for file in listed.items),
+        **_verifications(checkpoint_id, ask, 1),
+    }
+
+
+def _verifications(checkpoint_id: int, ask: Ask, limit: int) -> dict[str, Any]:
+    """The last verifications, and who requested the newest: the catalog keeps the jobs that it refers to."""
+    found: list[Verification] = ask.find(list_verifications, checkpoint_id, ask.visible, limit=limit)
+    job_id = found[0].job_id if found else None
+    author = None if job_id is None else ask.find(get_job, job_id, ask.visible).created_by
+    return {"verifications": found, "verified_by": author}
+
+
+def _neighbour(found: CheckpointDetail, ask: Ask, *, is_next: bool) -> Checkpoint | None:
+    """The committed one of the run before or after it, by step."""
+    if found.step is None or (found.step == 0 and not is_next):
+        return None
+    steps: dict[str, Any] = {"min_step": found.step + 1} if is_next else {"max_step": found.step - 1}
+    wanted = CheckpointFilter(run_id=found.run_id, **steps)
+    page = find_page(wanted, "step" if is_next else "-step", ask, limit=1)
+    return next(iter(page.items), None)
+
+
+# -- tensors -------------------------------------------------------------------------------------------------
+
+
+def _tensors(of: CheckpointDetail, before: Checkpoint | None, view: TensorView, ask: Ask) -> dict[str, Any]:
+    page = PageParams(_TENSORS, view.cursor)
+    if view.is_list:
+        found: Any = tensors_api.list_tensors(of.id, ask, page, view.pattern, view.kind, view.dtype)
+    else:
+        found = tensors_api.tensor_tree(of.id, ask, page, view.prefix)
+    largest = max((item.bytes for item in found.items), default=0) or 1
+    return {
+        "view": view,
+        **_changes(of, before, view, found.items, ask),
+        "entries": [(item, 100 * item.bytes / largest) for item in found.items],
+        "next_cursor": found.next_cursor,
+        "parents": _parents(view.prefix),
+    }
+
+
+def _changes(
+    of: CheckpointDetail, before: Checkpoint | None, view: TensorView, entries: Any, ask: Ask
+) -> dict[str, Any]:
+    """Changes since the step before by name, as the last job found them; or the job that is to find them."""
+    nothing = {"changes": None, "is_cut": False, "change_job": None}
+    if before is None or view.colour != "change" or of.state != "committed":
+        return nothing
+    kept = ask.service.own(Differences).kept(ask, before.id, of.id)
+    job = ask.last_job(DiffKind, DiffParams(a=before.id, b=of.id), 0 if kept is None else kept[0].id)
+    if kept is None:
+        return nothing | {"change_job": job}
+    _, found = kept
+    changes = changes_of_list(found, entries) if view.is_list else changes_below(found, view.prefix, entries)
+    return {"changes": changes, "is_cut": found.is_cut, "change_job": job}
+
+
+def _optimizers(of: CheckpointDetail, ask: Ask) -> list[TreePart]:
+    """The parts that are an optimizer's, unless all are, so that the weights can be loaded without them."""
+    if "hx-request" in ask.request.headers:  # for a part of the page that does not show them
+        return []
+    found = [one for one in ask.find(parts_of, of.structure_id) if one.is_optimizer]
+    return found if sum(one.tensors for one in found) < (of.tensor_count or 0) else []
+
+
+def _parents(prefix: str) -> list[tuple[str, str]]:
+    """The last eight of the names above, each with the prefix of its level."""
+    parts = prefix.split(".") if prefix else []
+    return [(part, ".".join(parts[: index + 1])) for index, part in enumerate(parts)][-8:]

@@ -1,0 +1,270 @@
+"""Checkpoints by the API, and the page that lists them with counts beside its filters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Final, Self, cast
+from urllib.parse import urlencode
+
+from fastapi import Header, Response
+from fastapi import Query as InQuery
+from pydantic import ConfigDict, Field, StringConstraints, model_validator
+from sqlalchemy import Connection
+
+from dcp.server.catalog import details, listing
+from dcp.server.catalog.facets import checkpoint_facets
+from dcp.server.catalog.filter_checks import check_filter, notes_of
+from dcp.server.catalog.filters import CheckpointFilter, MetricCondition, RootName, Sort, SortText
+from dcp.server.core.answers import IdPath
+from dcp.server.core.ask import Ask
+from dcp.server.core.http.dependencies import MAX_PAGE
+from dcp.server.core.inputs import MAX_ID, Finite, Name, Query, Request, Text
+from dcp.server.core.pages.formatting import metrics_of
+from dcp.server.core.problems import UnprocessableError
+from dcp.server.core.record_answers import answer_model
+from dcp.server.core.security.redaction import redact
+from dcp.server.features.checkpoints import feature
+from dcp.server.features.scan.registering import Registration, observe, place_of
+from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registered
+from dcp.server.records.lists import NotedPage
+from dcp.server.records.search import CheckpointFacets, Facet
+
+__all__ = ["ListView", "LookupQuery", "Paged", "find_page", "listed", "lookup_checkpoint", "loss_of"]
+
+_MAX_LABELS: Final = 256
+
+
+class Paged(Query):
+    """The size of a page, and where it begins."""
+
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE, description="Rows of a page at most.")] = 50
+    cursor: (
+        Annotated[
+            str,
+            Field(min_length=1, max_length=4096, description="The next_cursor of the page before."),
+        ]
+        | None
+    ) = None
+
+
+class CheckpointQuery(CheckpointFilter, Paged):
+    """A page of checkpoints: which, in which order."""
+
+    sort: SortText = "-time"
+
+
+@feature.get("/checkpoints", tag="checkpoints", errors=())
+def list_checkpoints(query: Annotated[CheckpointQuery, InQuery()], ask: Ask) -> NotedPage[Checkpoint]:
+    """Checkpoints, the newest first; deleted and unreadable ones only if `state` asks for them.
+
+    A root, run or metric that does not exist is an error, which names similar ones.
+    """
+    return find_page(query, query.sort, ask, query.cursor, query.limit)
+
+
+def find_page(
+    wanted: CheckpointFilter, sort: str, ask: Ask, cursor: str | None = None, limit: int = 50
+) -> NotedPage[Checkpoint]:
+    """A page of checkpoints that the caller may see. Raises InvalidQueryError."""
+    order = Sort.parse(sort)
+    with ask.reading() as connection:
+        check_filter(connection, wanted, order, ask.visible)
+        page = listing.list_checkpoints(connection, wanted, order, cursor, limit, ask.visible)
+        notes = notes_of(connection, wanted.root, ask.visible)
+    return NotedPage(page.items, page.next_cursor, tuple(redact(notes)))
+
+
+class FacetQuery(CheckpointFilter):
+    """The filters of a list of checkpoints, and how many values are counted of each."""
+
+    values: Annotated[int, Field(ge=1, le=200, description="Values of each filter at most.")] = 20
+
+
+@feature.get("/checkpoints/facets", tag="checkpoints", errors=())
+def get_checkpoint_facets(query: Annotated[FacetQuery, InQuery()], ask: Ask) -> CheckpointFacets:
+    """Counts beside a list, by the values of each filter: each filter's with all others applied."""
+    return _count(query, ask, query.values)
+
+
+def _count(wanted: CheckpointFilter, ask: Ask, limit: int) -> CheckpointFacets:
+    with ask.reading() as connection:
+        check_filter(connection, wanted, Sort(), ask.visible)
+        return checkpoint_facets(connection, wanted, ask.visible, limit=limit)
+
+
+class LookupQuery(Query):
+    """A checkpoint by its ``key`` or ``uri``, or by a ``run`` and a ``step`` or ``alias``; of a run alone it
+    is the latest step. ``root`` where several have the same."""
+
+    root: RootName | None = None
+    key: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
+    run: Annotated[Text, Field(max_length=1024, description="The key of a run.")] | None = None
+    step: Annotated[int, Field(ge=0, le=MAX_ID)] | None = None
+    alias: Name | None = None
+    uri: (
+        Annotated[
+            Text,
+            Field(min_length=1, max_length=4096, description="The path or URL that a trainer saved under."),
+        ]
+        | None
+    ) = None
+
+
+@feature.get("/checkpoints/lookup", tag="checkpoints")
+def lookup_checkpoint(query: Annotated[LookupQuery, InQuery()], ask: Ask) -> CheckpointDetail:
+    """The checkpoint of this name. Of several, as in other roots and formats, a committed one, and the
+    newest."""
+    given = query.model_dump(exclude={"uri"})
+    if query.uri is not None:
+        if any(value is not None for value in given.values()):
+            raise UnprocessableError("a uri needs nothing beside it", field="uri")
+        given["root"], given["key"] = place_of(ask.roots, query.uri, ask.visible)
+    return ask.tagged(ask.find(details.find_checkpoint, details.CheckpointName(**given), ask.visible))
+
+
+class NewRegistration(Request):
+    """A trainer says that a checkpoint exists, or (``deleted``) that it does not any more.
+
+    The service looks for itself: the commit, the size and the structure are never taken on anybody's word.
+    One of ``root`` and ``root_url`` (the URL of the folder that holds it) is needed.
+    """
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"root": "main", "key": "run/step-1", "tags": ["nightly"], "metrics": {"loss": 2.5}}]
+        }
+    )
+
+    root: Annotated[str, StringConstraints(min_length=1, max_length=63)] | None = None
+    root_url: Annotated[Text, StringConstraints(min_length=1)] | None = None
+    key: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+    step: Annotated[int, Field(ge=0, le=MAX_ID)] | None = None
+    save_id: Annotated[Text, StringConstraints(min_length=1, max_length=64)] | None = None
+    tags: Annotated[list[Name], Field(max_length=_MAX_LABELS)] = Field(default_factory=list)
+    metrics: Annotated[dict[Name, Finite], Field(max_length=_MAX_LABELS)] = Field(default_factory=dict)
+    deleted: bool = False
+
+    @model_validator(mode="after")
+    def _placed(self) -> Self:
+        if (self.root is None) == (self.root_url is None):
+            raise ValueError("one of root and root_url is needed")
+        return self
+
+
+_REGISTERED: Final[dict[int | str, dict[str, Any]]] = {
+    200: {"model": answer_model(Registered), "description": "It was known."},
+    201: {"model": answer_model(Registered), "description": "It was not known."},
+}
+
+
+@feature.post("/checkpoints", tag="checkpoints", scope="write", responses=_REGISTERED, errors=(404, 409, 410))
+def register_checkpoint(body: NewRegistration, ask: Ask) -> Registered:
+    """Look at a checkpoint now, instead of at the next scan. A repetition changes nothing."""
+    given = body.model_dump() | {"tags": frozenset(body.tags)}
+    write = observe(
+        ask.service.database,
+        ask.roots,
+        Registration(**given),
+        actor=ask.caller.name,
+        visible=ask.visible,
+        clock=ask.service.clock,
+    )
+
+    def act(connection: Connection) -> Registered:
+        found = write(connection)
+        ask.response.status_code = 201 if found.is_new else 200
+        if found.id is not None:
+            ask.response.headers["Location"] = f"{ask.request.url.path}/{found.id}"
+        return found
+
+    return ask.transact(act)
+
+
+_NOT_MODIFIED: Final[dict[int | str, dict[str, Any]]] = {304: {"description": "It has this ETag."}}
+
+
+@feature.get("/checkpoints/{checkpoint_id}", tag="checkpoints", responses=_NOT_MODIFIED)
+def get_checkpoint(
+    checkpoint_id: IdPath,
+    ask: Ask,
+    if_none_match: Annotated[str | None, Header(max_length=1024)] = None,
+) -> CheckpointDetail:
+    """All that is known of a checkpoint."""
+    found = ask.find(details.get_checkpoint, checkpoint_id, ask.visible)
+    headers = {"ETag": found.etag, "Cache-Control": "private, no-cache"}
+    if if_none_match is not None and (if_none_match.strip() == "*" or found.etag in if_none_match):
+        return cast(CheckpointDetail, Response(status_code=304, headers=headers))
+    ask.response.headers.update(headers)
+    return found
+
+
+# -- the page, and lists on other pages ----------------------------------------------------------------------
+
+_ROWS: Final = 50
+_OF_ALL: Final = ("root", "run")
+
+
+class ListView(CheckpointFilter):
+    """The address of a list: its filters and order, and the ``metric`` that is shown."""
+
+    metric: Name | None = None  # type: ignore[assignment]  # of which there are no conditions
+    sort: SortText = "-time"
+    cursor: Annotated[str, Field(max_length=4096)] | None = None
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether the list leaves some checkpoints out."""
+        return not self.model_fields_set.isdisjoint(CheckpointFilter.model_fields.keys() - {"metric"})
+
+    @property
+    def metrics(self) -> tuple[MetricCondition, ...]:
+        """None."""
+        return ()
+
+
+@feature.page("/checkpoints", "checkpoints.html")
+def checkpoints_page(view: Annotated[ListView, InQuery()], ask: Ask) -> dict[str, Any]:
+    """Show the checkpoints of all runs, the newest first."""
+    found = listed(view, ask)
+    names = {name for one in found["checkpoints"] for name in metrics_of(one)}
+    given = ask.request.query_params.multi_items()
+    query = [(name, value) for name, value in given if name not in ("metric", "sort", "cursor", "done")]
+    return {
+        "twin": f"/api/v1/checkpoints?{urlencode([*query, ('sort', view.sort)])}",
+        "metric": view.metric or loss_of(names),
+        **found,
+    }
+
+
+def listed(view: ListView, ask: Ask, run_id: int | None = None) -> dict[str, Any]:
+    """Find the values of `checkpoint_list.html`; of one run, or of all."""
+    wanted = view if run_id is None else view.model_copy(update={"run_id": run_id})
+    found = find_page(wanted, view.sort, ask, view.cursor, _ROWS)
+    counts = _count(wanted, ask, 12)
+    facets = [one for one in counts.facets if run_id is None or one.name not in _OF_ALL]
+    return {
+        "view": view,
+        "run_id": run_id,
+        "checkpoints": found.items,
+        "next_cursor": found.next_cursor,
+        "notes": found.notes,
+        "count": counts.count,
+        "facets": [(one, chosen) for one in facets if (chosen := _chosen(view, one)) or len(one.values) > 1],
+        "is_filtered": view.is_filtered,
+    }
+
+
+def _chosen(view: ListView, facet: Facet) -> tuple[str, ...]:
+    """The values of the filter that are given."""
+    value = getattr(view, facet.name)
+    if isinstance(value, tuple):
+        return value
+    if isinstance(value, bool):
+        return (str(value).lower(),)
+    return () if value is None else (value,)
+
+
+def loss_of(names: Iterable[str]) -> str | None:
+    """The metric that is shown first: one that is called a loss, or the first by name."""
+    ordered = sorted(names)
+    return next((name for name in ordered if "loss" in name.lower()), ordered[0] if ordered else None)

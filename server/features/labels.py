@@ -1,0 +1,267 @@
+"""Tags, pins and metrics of checkpoints, and the aliases of runs: by the API, and on a checkpoint's page.
+
+Each change takes ``If-Match``; an alias that exists is moved and removed only with it, because two programs
+that both think theirs is the best checkpoint must not overwrite each other unseen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+from urllib.parse import urlencode
+
+from fastapi import Response
+from pydantic import Field, TypeAdapter, ValidationError
+from sqlalchemy import Connection
+
+from dcp.server.catalog import labels
+from dcp.server.catalog.details import get_checkpoint
+from dcp.server.catalog.errors import MissingError
+from dcp.server.catalog.runs import get_run
+from dcp.server.core.answers import IdPath, NamePath
+from dcp.server.core.ask import Ask
+from dcp.server.core.feature import Feature
+from dcp.server.core.http.dependencies import IfMatch, Precondition
+from dcp.server.core.inputs import MAX_ID, Finite, Name, Request
+from dcp.server.core.problems import UnprocessableError
+from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.labels import Alias
+from dcp.server.records.lists import Items
+
+__all__ = ["feature"]
+
+feature: Final = Feature("labels", __name__)
+
+_CHECKPOINT: Final = "/checkpoints/{checkpoint_id}"
+_ALIAS: Final = "/runs/{run_id}/aliases/{name:path}"
+_CHANGE: Final = (404, 409, 412)
+
+
+class MetricsChange(Request):
+    """Metrics by name; null removes one, those that are not named stay."""
+
+    metrics: Annotated[dict[Name, Finite | None], Field(min_length=1, max_length=256)]
+
+
+class AliasChange(Request):
+    """The checkpoint of the run that the alias is to name; ``is_protected`` needs the scope admin."""
+
+    checkpoint_id: Annotated[int, Field(ge=1, le=MAX_ID)]
+    is_protected: bool | None = None
+
+
+@feature.put(_CHECKPOINT + "/tags/{tag:path}", tag="labels", scope="write", errors=_CHANGE)
+def add_tag(checkpoint_id: IdPath, tag: NamePath, ask: Ask, if_match: IfMatch) -> CheckpointDetail:
+    """Add a tag. A tag that the checkpoint has already changes nothing."""
+    change = ask.author.change(if_match.version(f"c{checkpoint_id}"))
+    return ask.tagged(ask.transact(lambda c: labels.add_tags(c, checkpoint_id, [tag], change)))
+
+
+@feature.delete(_CHECKPOINT + "/tags/{tag:path}", tag="labels", scope="write", errors=_CHANGE)
+def remove_tag(checkpoint_id: IdPath, tag: NamePath, ask: Ask, if_match: IfMatch) -> CheckpointDetail:
+    """Remove a tag. A tag that the checkpoint does not have changes nothing."""
+    change = ask.author.change(if_match.version(f"c{checkpoint_id}"))
+    return ask.tagged(ask.transact(lambda c: labels.remove_tags(c, checkpoint_id, [tag], change)))
+
+
+@feature.put(_CHECKPOINT + "/pin", tag="labels", scope="write", errors=_CHANGE)
+def pin_checkpoint(checkpoint_id: IdPath, ask: Ask, if_match: IfMatch) -> CheckpointDetail:
+    """Protect the checkpoint from deletion, also by retention."""
+    change = ask.author.change(if_match.version(f"c{checkpoint_id}"))
+    return ask.tagged(ask.transact(lambda c: labels.set_pinned(c, checkpoint_id, True, change)))
+
+
+@feature.delete(_CHECKPOINT + "/pin", tag="labels", scope="write", errors=_CHANGE)
+def unpin_checkpoint(checkpoint_id: IdPath, ask: Ask, if_match: IfMatch) -> CheckpointDetail:
+    """Allow that it is deleted again."""
+    change = ask.author.change(if_match.version(f"c{checkpoint_id}"))
+    return ask.tagged(ask.transact(lambda c: labels.set_pinned(c, checkpoint_id, False, change)))
+
+
+@feature.patch(_CHECKPOINT + "/metrics", tag="labels", scope="write", errors=_CHANGE)
+def change_metrics(
+    checkpoint_id: IdPath, body: MetricsChange, ask: Ask, if_match: IfMatch
+) -> CheckpointDetail:
+    """Set metrics, or remove them."""
+    change = ask.author.change(if_match.version(f"c{checkpoint_id}"))
+    return ask.tagged(ask.transact(lambda c: labels.set_metrics(c, checkpoint_id, body.metrics, change)))
+
+
+# -- aliases -------------------------------------------------------------------------------------------------
+
+
+@feature.get("/runs/{run_id}/aliases", tag="labels")
+def list_aliases(run_id: IdPath, ask: Ask) -> Items[Alias]:
+    """All aliases of a run, by name."""
+    with ask.reading() as connection:
+        get_run(connection, run_id, ask.visible)
+        return Items(tuple(labels.list_aliases(connection, run_id, ask.visible)))
+
+
+@feature.get(_ALIAS, tag="labels")
+def get_alias(run_id: IdPath, name: NamePath, ask: Ask) -> Alias:
+    """The checkpoint that the alias names."""
+    return ask.tagged(ask.find(labels.get_alias, run_id, name, ask.visible))
+
+
+@feature.put(_ALIAS, tag="labels", scope="write", errors=(404, 409, 412, 428))
+def set_alias(run_id: IdPath, name: NamePath, body: AliasChange, ask: Ask, if_match: IfMatch) -> Alias:
+    """Let the alias name this checkpoint of the run. Without If-Match only if there is no such alias yet."""
+
+    def act(connection: Connection) -> Alias:
+        expected = _expected(connection, run_id, name, if_match, ask)
+        return labels.set_alias(
+            connection,
+            run_id,
+            name,
+            body.checkpoint_id,
+            ask.author.change(expected),
+            is_admin=ask.caller.may("admin"),
+            is_protected=body.is_protected,
+        )
+
+    return ask.tagged(ask.transact(act))
+
+
+@feature.delete(_ALIAS, tag="labels", scope="write", status=204, errors=(404, 412, 428))
+def delete_alias(run_id: IdPath, name: NamePath, ask: Ask, if_match: IfMatch) -> None:
+    """Remove an alias; the checkpoint stays. Needs If-Match."""
+
+    def act(connection: Connection) -> None:
+        labels.get_alias(connection, run_id, name, ask.visible)
+        if_match.required()
+        change = ask.author.change(_expected(connection, run_id, name, if_match, ask))
+        labels.delete_alias(connection, run_id, name, change, is_admin=ask.caller.may("admin"))
+
+    ask.transact(act)
+
+
+def _expected(connection: Connection, run_id: int, name: str, if_match: Precondition, ask: Ask) -> int | None:
+    """The version of the alias that the request expects; 0 is none."""
+    get_run(connection, run_id, ask.visible)
+    try:
+        present = labels.get_alias(connection, run_id, name, ask.visible)
+    except MissingError:
+        if_match.nothing(f"there is no alias {name}")
+        return 0
+    if_match.required()
+    # The tag names the checkpoint, too: an alias that was removed and made anew is another one.
+    return if_match.version(f"a{run_id}-{present.checkpoint_id}")
+
+
+# -- the page of a checkpoint --------------------------------------------------------------------------------
+
+_ANY: Final = Precondition(None)
+"""Labels are given whatever else has changed."""
+_NAME: Final[TypeAdapter[str]] = TypeAdapter(Name)
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """A form that undoes the change of an alias: it names ``holder`` again. ``etag`` is the alias's, "" if
+    there is none now."""
+
+    alias: str
+    holder: CheckpointDetail
+    etag: str
+
+
+@feature.panel("checkpoint", "labels.html", order=20)
+def labels_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
+    """Show tags and aliases, and the forms that change them."""
+    return {} if ask.caller.may("write") or found.tags or found.aliases else None
+
+
+@feature.panel("checkpoint.notices", "labels_notice.html", order=10)
+def labels_notice(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
+    """Confirm what a form did, as the page's address says, with a form that undoes it."""
+    done = ask.request.query_params.get("done")
+    return {"undo": _undo(done or "", found, ask)}
+
+
+def _undo(done: str, found: CheckpointDetail, ask: Ask) -> Undo | None:
+    """How to undo what was ``done``, if the catalog still is in the state after it."""
+    what, number, name = [*done.split(":", 2), "", ""][:3]
+    if what not in ("moved", "unaliased") or not number.isdecimal() or len(number) > 15:
+        return None
+    try:
+        holder = ask.find(get_checkpoint, int(number), ask.visible)
+    except MissingError:
+        return None
+    if holder.run_id != found.run_id or holder.state in ("deleted", "purged"):
+        return None
+    present = _alias(found.run_id, name, ask)
+    if present is None:
+        return Undo(name, holder, "") if what == "unaliased" else None
+    is_as_left = what == "moved" and present.checkpoint_id == found.id != holder.id
+    return Undo(name, holder, present.etag) if is_as_left else None
+
+
+@feature.form(_CHECKPOINT + "/tags", scope="write")
+def change_tags_form(checkpoint_id: IdPath, ask: Ask) -> str:
+    """Add a tag, or remove one."""
+    if ask.form.text("remove"):
+        remove_tag(checkpoint_id, _name(ask, "remove"), ask, _ANY)
+        return _page(checkpoint_id, "untagged")
+    add_tag(checkpoint_id, _name(ask, "tag"), ask, _ANY)
+    return _page(checkpoint_id, "tagged")
+
+
+@feature.form(_CHECKPOINT + "/pin", scope="write")
+def change_pin_form(checkpoint_id: IdPath, ask: Ask) -> str:
+    """Protect it from deletion, or no longer."""
+    if ask.form.is_checked("pinned"):
+        pin_checkpoint(checkpoint_id, ask, _ANY)
+        return _page(checkpoint_id, "pinned")
+    unpin_checkpoint(checkpoint_id, ask, _ANY)
+    return _page(checkpoint_id, "unpinned")
+
+
+@feature.form(_CHECKPOINT + "/alias", scope="write")
+def set_alias_form(checkpoint_id: IdPath, ask: Ask) -> str | Response:
+    """Let an alias of the run name this checkpoint; one that names another is moved after confirmation."""
+    name = _name(ask, "alias")
+    found = ask.find(get_checkpoint, checkpoint_id, ask.visible)
+    etag = ask.form.optional("alias_etag")
+    present = _alias(found.run_id, name, ask)
+    if present is not None and present.checkpoint_id == checkpoint_id:
+        return _page(checkpoint_id, "aliased")
+    if present is not None and etag is None:
+        holder = ask.find(get_checkpoint, present.checkpoint_id, ask.visible)
+        return ask.page("labels/move_alias.html", found=found, holder=holder, alias=present)
+    set_alias(found.run_id, name, AliasChange(checkpoint_id=checkpoint_id), ask, Precondition(etag))
+    if present is None:
+        return _page(checkpoint_id, "aliased")
+    return _page(checkpoint_id, f"moved:{present.checkpoint_id}:{name}")
+
+
+@feature.form(_CHECKPOINT + "/unalias", scope="write")
+def delete_alias_form(checkpoint_id: IdPath, ask: Ask) -> str:
+    """Remove an alias that names this checkpoint."""
+    name = _name(ask, "alias")
+    found = ask.find(get_checkpoint, checkpoint_id, ask.visible)
+    present = get_alias(found.run_id, name, ask)
+    if present.checkpoint_id == checkpoint_id:
+        delete_alias(found.run_id, name, ask, Precondition(present.etag))
+    return _page(checkpoint_id, f"unaliased:{checkpoint_id}:{name}")
+
+
+def _alias(run_id: int, name: str, ask: Ask) -> Alias | None:
+    try:
+        return ask.find(labels.get_alias, run_id, name, ask.visible)
+    except MissingError:
+        return None
+
+
+def _page(checkpoint_id: int, done: str) -> str:
+    return f"/checkpoints/{checkpoint_id}?{urlencode({'done': done})}"
+
+
+def _name(ask: Ask, field: str) -> str:
+    try:
+        return _NAME.validate_python(ask.form.text(field))
+    except ValidationError:
+        raise UnprocessableError(
+            f"{field}: 1 to 128 letters, digits and _./:@+=-, beginning with a letter, a digit or _",
+            field=field,
+        ) from None

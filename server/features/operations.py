@@ -1,0 +1,117 @@
+"""Health, readiness, metrics and the caller: routes for load balancers, supervisors and monitoring."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal, cast
+
+from anyio import from_thread
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from dcp.server.core.answers import Answer
+from dcp.server.core.ask import Ask
+from dcp.server.core.feature import Feature
+from dcp.server.core.http.dependencies import ServiceDep, public
+from dcp.server.core.http.readiness import OK, ReadinessDep
+from dcp.server.core.http.routers import operation_id
+from dcp.server.core.monitoring import CONTENT_TYPE, Monitoring
+from dcp.server.core.problems import ForbiddenError, UnauthorizedError
+from dcp.server.core.security.keys import whoami
+from dcp.server.core.security.principal import Principal
+from dcp.server.records.administration import Whoami
+from dcp.version import __version__
+
+__all__ = ["feature", "router"]
+
+feature: Final = Feature("operations", __name__)
+
+router = APIRouter(dependencies=[public], generate_unique_id_function=operation_id)
+"""Routes outside of the API, which browsers are shown no pages of."""
+
+
+class Health(Answer):
+    """The process answers."""
+
+    status: Literal["ok"] = "ok"
+    version: str = Field(description="Of dcphub.")
+
+
+class Ready(Answer):
+    """`checks` names what is checked, and "ok" or what is wrong."""
+
+    status: Literal["ok", "unavailable"]
+    checks: dict[str, str]
+
+
+class Welcome(Answer):
+    """Paths of this service, to begin with."""
+
+    service: Literal["dcphub"] = "dcphub"
+    version: str
+    api: str
+    docs: Annotated[str, Field(description="Pages about the API, to try it.")]
+    openapi: str
+    ready: str
+
+
+@router.get("/", tags=["health"])
+async def get_welcome() -> Welcome:
+    """The service, and the paths of its pages and its API."""
+    return Welcome(version=__version__, api="/api/v1", docs="/docs", openapi="/openapi.json", ready="/readyz")
+
+
+@router.get("/healthz", tags=["health"])
+async def get_health() -> Health:
+    """The process lives. Looks at nothing else, so that no restart follows from a database's."""
+    return Health(version=__version__)
+
+
+@router.get(
+    "/readyz",
+    tags=["health"],
+    responses={503: {"model": Ready, "description": "Not ready; `checks` says why."}},
+)
+async def get_readiness(readiness: ReadinessDep, response: Response) -> Ready:
+    """The database can be read and written and has the schema of this version.
+
+    Roots are not looked at, since the catalog of all others answers while one is away: see `/root-checks` of
+    the API.
+    """
+    checks = await readiness.check()
+    is_ready = all(found == OK for found in checks.values())
+    if not is_ready:
+        response.status_code = 503
+        response.headers["Retry-After"] = "5"
+    return Ready(status="ok" if is_ready else "unavailable", checks=checks)
+
+
+_METRICS: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "description": "Prometheus' text format.",
+        "content": {"text/plain": {"schema": {"type": "string"}}},
+    }
+}
+
+
+@router.get("/metrics", tags=["monitoring"], response_class=Response, responses=_METRICS)
+def get_metrics(request: Request, service: ServiceDep, readiness: ReadinessDep) -> Response:
+    """All metrics, of all roots: so a key has to be for all of them."""
+    if service.settings.metrics_need_key:  # public to the walk over all routes, because a setting decides
+        _check(getattr(request.state, "principal", None))
+    monitoring = cast(Monitoring, request.app.state.monitoring)
+    checks = from_thread.run(readiness.check_roots)
+    roots = {name: found == OK for name, found in checks.items()}
+    return Response(monitoring.text(roots), media_type=CONTENT_TYPE, headers={"Cache-Control": "no-store"})
+
+
+def _check(principal: Principal | None) -> None:
+    if principal is None:
+        raise UnauthorizedError("send a key: Authorization: Bearer dcp_... (or set metrics_need_key=false)")
+    if not principal.may("read") or principal.roots is not None:
+        raise ForbiddenError("metrics need a key with the scope 'read' for all roots", scope="read")
+
+
+@feature.get("/whoami", tag="keys", errors=())
+def get_whoami(ask: Ask) -> Whoami:
+    """The name, the scopes and the roots of the key; without keys every caller is `local`, and may all."""
+    return ask.find(whoami, ask.caller)

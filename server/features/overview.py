@@ -1,0 +1,95 @@
+"""The first page: runs with their last values, and the state of jobs and roots."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+from urllib.parse import urlencode
+
+from fastapi import Query, Response
+
+from dcp.server.catalog.filters import CheckpointFilter
+from dcp.server.core.ask import Ask, AskDep
+from dcp.server.core.feature import Feature
+from dcp.server.core.pages.drawing import polyline
+from dcp.server.core.pages.formatting import metrics_of
+from dcp.server.core.pages.queries import READ, BrowserRoute, pages_router, query_of
+from dcp.server.features.checkpoints.web import find_page, loss_of
+from dcp.server.features.jobs.web import active_jobs
+from dcp.server.features.roots import roots_of
+from dcp.server.features.runs.web import RunQuery, list_runs
+from dcp.server.records.checkpoints import Checkpoint
+from dcp.server.records.runs import Run
+
+__all__ = ["feature", "router"]
+
+feature: Final = Feature("overview", __name__)
+
+_RUNS: Final = 20
+_JOBS: Final = 5
+_NEWEST: Final = 32
+"""Checkpoints that are read of each run, so that this page costs the same however long runs are."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A run with values of its newest checkpoints. ``metric`` and ``sizes`` are lines, "" without any."""
+
+    run: Run
+    newest: Checkpoint | None
+    seen: int
+    damaged: int
+    good: int
+    metric_name: str | None
+    metric_last: float | None
+    metric: str
+    sizes: str
+
+
+def overview_page(
+    ask: AskDep,
+    root: Annotated[str | None, Query(max_length=63)] = None,
+    cursor: Annotated[str | None, Query(max_length=4096)] = None,
+) -> Response:
+    """Show runs, the one with the newest checkpoint first; jobs and roots in a line."""
+    found = list_runs(query_of(RunQuery, root=root, cursor=cursor, limit=_RUNS), ask)
+    roots = list(roots_of(ask))
+    jobs = active_jobs(ask, _JOBS + 1)
+    values: dict[str, Any] = {
+        "twin": f"/api/v1/runs?{urlencode({'root': root})}" if root else "/api/v1/runs",
+        "rows": [_row(run, ask) for run in found.items],
+        "next_cursor": found.next_cursor,
+        "roots": roots,
+        "troubled": [one for one in roots if one.scan_error or one.lost],
+        "jobs": jobs[:_JOBS],
+        "has_more_jobs": len(jobs) > _JOBS,
+        "root": root,
+        "is_first": cursor is None,
+    }
+    return ask.page("overview/overview.html", **values)
+
+
+router = pages_router()
+"""The path answers browsers alone: others get the routes of the service as JSON."""
+router.add_api_route(
+    "/", overview_page, dependencies=READ, route_class_override=BrowserRoute, response_class=Response
+)
+
+
+def _row(run: Run, ask: Ask) -> RunRow:
+    newest = find_page(CheckpointFilter(run_id=run.id), "-step", ask, limit=_NEWEST).items
+    metric = loss_of({name for one in newest for name in metrics_of(one)})
+    oldest_first = newest[::-1]
+    values = [found[metric] for one in oldest_first if metric in (found := metrics_of(one))]
+    return RunRow(
+        run=run,
+        newest=newest[0] if newest else None,
+        seen=len(newest),
+        damaged=sum(one.verification == "damaged" for one in newest),
+        good=sum(one.verification == "good" for one in newest),
+        metric_name=metric,
+        metric_last=values[-1] if values else None,
+        metric=polyline([value for value in values if math.isfinite(value)]),
+        sizes=polyline([one.bytes for one in oldest_first]),
+    )

@@ -1,0 +1,111 @@
+"""Roots: the places where checkpoints are found. They come from the settings; nothing here changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+from anyio import from_thread
+from fastapi import Path
+
+from dcp.server.catalog import roots
+from dcp.server.core.ask import Ask
+from dcp.server.core.feature import Feature
+from dcp.server.core.http.dependencies import check_visible
+from dcp.server.core.http.readiness import OK, ReadinessDep
+from dcp.server.core.security.redaction import redact
+from dcp.server.features.scan.job import ScanKind, ScanParams
+from dcp.server.records.declaring import Shown, moment
+from dcp.server.records.lists import Items
+from dcp.server.records.roots import Root
+
+__all__ = ["feature", "roots_of", "writable_roots"]
+
+feature: Final = Feature("roots", __name__)
+
+RootName = Annotated[str, Path(min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9._-]*$")]
+
+
+@dataclass(frozen=True, slots=True)
+class RootCheck:
+    """Whether the storage of a root answers now, and is the one that the catalog knows."""
+
+    root: str
+    is_ok: bool
+    detail: Annotated[str | None, Shown("What is wrong; null if nothing is.")]
+
+
+@feature.page("/roots", "roots.html", tag="roots", errors=())
+def list_roots(ask: Ask) -> Items[Root]:
+    """All roots that the key may see, by name, with their last scans."""
+    return Items(tuple(roots_of(ask)))
+
+
+@feature.get("/roots/{root}", tag="roots")
+def get_root(root: RootName, ask: Ask) -> Root:
+    """One root."""
+    check_visible(ask.caller, root)
+    return next(_shown([ask.find(roots.root_row, root)], ask))
+
+
+@feature.get("/root-checks", tag="roots", errors=())
+def check_roots(readiness: ReadinessDep, ask: Ask) -> Items[RootCheck]:
+    """Whether the storage of each root answers: looked at now, or within the last two seconds."""
+    found = sorted(from_thread.run(readiness.check_roots).items())
+    return Items(
+        tuple(
+            RootCheck(root, result == OK, None if result == OK else result)
+            for root, result in found
+            if ask.caller.may_see(root)
+        )
+    )
+
+
+@feature.form("/roots/{root}/scan", scope="write")
+def scan_form(root: RootName, ask: Ask) -> str:
+    """Scan the root now."""
+    return f"/jobs/{ask.submit(ScanKind, ScanParams(root=root)).id}"
+
+
+def roots_of(ask: Ask) -> Iterator[Root]:
+    """Yield the roots that the caller may see, by name."""
+    return _shown(ask.find(roots.list_roots, ask.visible), ask)
+
+
+def writable_roots(ask: Ask) -> list[Root]:
+    """The roots that the caller may see, and jobs may write to."""
+    return [root for root in roots_of(ask) if root.is_configured and not root.readonly]
+
+
+def _shown(rows: Iterable[roots.RootRow], ask: Ask) -> Iterator[Root]:
+    for row in rows:
+        settings = ask.settings.roots.get(row.name)
+        yield Root(
+            row.name,
+            description="" if settings is None else settings.description,
+            url=redact(row.url) if ask.caller.may("admin") else None,
+            is_configured=row.is_configured,
+            readonly=settings is None or settings.readonly,
+            scan_every_seconds=None if settings is None else settings.scan_seconds or None,
+            scanned_at=None if row.scanned_seconds is None else moment(row.scanned_seconds),
+            scan_error=None if row.scan_error is None else redact(row.scan_error),
+            lost=row.lost,
+            last_scan=row.scan_state,
+        )
+
+
+class api:
+    """For pages that helper D replaces: deleted when that is merged."""
+
+    @staticmethod
+    def list_all(service: Any, caller: Any) -> Any:
+        """All roots."""
+
+        class _Ask:
+            settings = service.settings
+
+        _Ask.caller = caller  # type: ignore[attr-defined]
+        with service.database.read() as connection:
+            rows = roots.list_roots(connection, caller.roots)
+        return Items(tuple(_shown(rows, _Ask)))  # type: ignore[arg-type]

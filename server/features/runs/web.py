@@ -1,0 +1,135 @@
+"""Runs by the API, and the page of one: its steps over time, a metric, its checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+from fastapi import Query as InQuery
+from pydantic import Field
+
+from dcp.server.catalog import runs
+from dcp.server.catalog.filter_checks import check_filter, check_root, notes_of
+from dcp.server.catalog.filters import CheckpointFilter, RootName, Sort, SortText
+from dcp.server.catalog.labels import list_aliases
+from dcp.server.catalog.runs import RunFilter, RunSort
+from dcp.server.catalog.timeline import metric_series, run_timeline
+from dcp.server.core.answers import IdPath
+from dcp.server.core.ask import Ask
+from dcp.server.core.inputs import MAX_ID, Name, Query, Text
+from dcp.server.core.pages.drawing import polyline, timeline
+from dcp.server.core.security.redaction import redact
+from dcp.server.features.checkpoints.web import ListView, Paged, find_page, listed, loss_of
+from dcp.server.features.runs import feature
+from dcp.server.records.checkpoints import Checkpoint
+from dcp.server.records.labels import Series
+from dcp.server.records.lists import NotedPage
+from dcp.server.records.runs import Run, RunTimeline
+
+__all__ = ["RunQuery", "list_runs"]
+
+_BINS: Final = 200
+"""As many as bars can be distinguished."""
+
+_Pattern = Annotated[Text, Field(min_length=1, max_length=256)]
+_Step = Annotated[int, Field(ge=0, le=MAX_ID)]
+
+
+class RunQuery(Paged):
+    """Runs of a root, whose key has a part, or matches a glob."""
+
+    root: RootName | None = None
+    contains: _Pattern | None = None
+    glob: _Pattern | None = None
+    sort: RunSort = "-latest"
+
+
+@feature.get("/runs", tag="runs", errors=())
+def list_runs(query: Annotated[RunQuery, InQuery()], ask: Ask) -> NotedPage[Run]:
+    """Runs, the one with the newest checkpoint first."""
+    wanted = RunFilter(root=query.root, contains=query.contains, glob=query.glob)
+    with ask.reading() as connection:
+        check_root(connection, query.root, ask.visible)
+        page = runs.list_runs(connection, wanted, query.sort, query.cursor, query.limit, ask.visible)
+        notes = notes_of(connection, query.root, ask.visible)
+    return NotedPage(page.items, page.next_cursor, tuple(redact(notes)))
+
+
+@feature.get("/runs/{run_id}", tag="runs")
+def get_run(run_id: IdPath, ask: Ask) -> Run:
+    """One run."""
+    return ask.find(runs.get_run, run_id, ask.visible)
+
+
+@feature.get("/runs/{run_id}/series", tag="runs")
+def get_run_series(
+    run_id: IdPath,
+    ask: Ask,
+    metric: Annotated[str, InQuery(min_length=1, max_length=128, examples=["loss"])],
+    points: Annotated[int, InQuery(ge=1, le=1000, description="As many at most.")] = 200,
+) -> Series:
+    """A metric over the steps of a run; of more checkpoints than points, each point is of several."""
+    with ask.reading() as connection:
+        found = metric_series(connection, run_id, metric, ask.visible, points=points)
+        if not found.points:
+            check_filter(connection, CheckpointFilter(), Sort("metric", metric=metric), ask.visible)
+    return found
+
+
+class TimelineQuery(Query):
+    """Steps of a run, in how many bins, with which metrics."""
+
+    metric: Annotated[tuple[Name, ...], Field(max_length=8, description="Also these.")] = ()
+    points: Annotated[int, Field(ge=1, le=1000, description="As many bins at most.")] = 300
+    min_step: _Step | None = None
+    max_step: _Step | None = None
+
+
+@feature.get("/runs/{run_id}/timeline", tag="runs")
+def get_run_timeline(run_id: IdPath, query: Annotated[TimelineQuery, InQuery()], ask: Ask) -> RunTimeline:
+    """The checkpoints of a run over its steps, of all states, neighbours summed up: bytes, seconds of saving,
+    metrics, states, aliases."""
+    return ask.find(
+        run_timeline,
+        run_id,
+        ask.visible,
+        names=query.metric,
+        points=query.points,
+        min_step=query.min_step,
+        max_step=query.max_step,
+    )
+
+
+class RunView(ListView):
+    """The address of a run's page: which of its checkpoints are listed."""
+
+    sort: SortText = "-step"
+
+
+@feature.page("/runs/{run_id}", "run.html", panels="run")
+def run_page(run_id: IdPath, view: Annotated[RunView, InQuery()], ask: Ask) -> dict[str, Any]:
+    """Show the run over its steps, a metric, and the list of its checkpoints."""
+    run = get_run(run_id, ask)
+    steps = get_run_timeline(run_id, TimelineQuery(points=_BINS), ask)
+    metric = view.metric or loss_of(steps.metric_names)
+    series = None if metric is None else get_run_series(run_id, ask, metric, _BINS)
+    return {
+        "found": run,
+        "aliases": ask.find(list_aliases, run_id, ask.visible),
+        "steps": steps,
+        "metric_names": steps.metric_names,
+        "timeline": timeline(steps.bins),
+        "metric": metric,
+        "series": series,
+        "ends": _ends(run_id, metric, ask) if series and series.points and metric else [],
+        "line": polyline([point.mean for point in series.points], 600, 120) if series else "",
+        **listed(view, ask, run_id=run_id),
+    }
+
+
+def _ends(run_id: int, metric: str, ask: Ask) -> list[Checkpoint]:
+    """The committed checkpoints with the minimum and the maximum: which of them is the good one depends on
+    the metric."""
+    wanted = CheckpointFilter(run_id=run_id)
+    pages = [find_page(wanted, f"{sign}metric:{metric}", ask, limit=1) for sign in ("", "-")]
+    found = [one for page in pages for one in page.items]
+    return found if all(metric in one.metrics for one in found) else []

@@ -1,0 +1,71 @@
+"""Search: runs, checkpoints, aliases, tags and tensors by their names, and one checkpoint by its own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+from urllib.parse import urlencode
+
+from fastapi import Query, Response
+from fastapi.responses import RedirectResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from dcp.server.catalog.search import search as find_names
+from dcp.server.core.ask import Ask
+from dcp.server.core.feature import Feature
+from dcp.server.core.inputs import Text
+from dcp.server.core.pages.queries import query_of
+from dcp.server.features.checkpoints.web import LookupQuery, lookup_checkpoint
+from dcp.server.records.search import HitKind, SearchHit, SearchResult
+
+__all__ = ["feature"]
+
+feature: Final = Feature("search", __name__)
+
+
+class SearchQuery(BaseModel):
+    """The typed text, the kinds of hits, and how many hits of each."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    q: Annotated[Text, Field(min_length=1, max_length=256, examples=["q_proj"])]
+    kind: Annotated[list[HitKind], Field(max_length=8, description="All, if not given.")] = []
+    limit: Annotated[int, Field(ge=1, le=50, description="Hits of each kind at most.")] = 10
+
+
+@feature.get("/search", tag="search", errors=())
+def search(query: Annotated[SearchQuery, Query()], ask: Ask) -> SearchResult:
+    """Runs, checkpoints, aliases, tags and tensors that have `q` in their names, the best first.
+
+    Large and small letters are the same. A number also matches a step, and `run/name` a path.
+    """
+    return ask.find(find_names, query.q, ask.visible, kinds=query.kind, limit=query.limit)
+
+
+@feature.page("/search", "search.html")
+def search_page(ask: Ask, q: Annotated[str | None, Query(max_length=256)] = None) -> dict[str, Any]:
+    """Show the hits, the best first."""
+    typed = (q or "").strip()
+    hits = search(query_of(SearchQuery, q=typed), ask).items if typed else ()
+    return {
+        "twin": f"/api/v1/search?{urlencode({'q': typed})}" if typed else None,
+        "q": q or "",
+        "hits": [(hit, _link(hit)) for hit in hits],
+    }
+
+
+@feature.page("/lookup", "")
+def lookup_page(view: Annotated[LookupQuery, Query()], ask: Ask) -> Response:
+    """Go to the page of the checkpoint of this name."""
+    return RedirectResponse(f"/checkpoints/{lookup_checkpoint(view, ask).id}", 303)
+
+
+def _link(hit: SearchHit) -> str:
+    """The page that shows the hit; of a tag the list of the checkpoints that have it."""
+    if hit.kind == "run":
+        return f"/runs/{hit.run_id}"
+    if hit.kind == "tag":
+        return f"/checkpoints?{urlencode({'tag': hit.text})}"
+    page = f"/checkpoints/{hit.checkpoint_id}"
+    if hit.kind == "tensor":
+        return f"{page}?{urlencode({'view': 'list', 'glob': hit.text[:200]})}#tensors"
+    return page
