@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Annotated, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from fastapi import Depends, Request, Response
@@ -15,18 +16,18 @@ from dcp.server.core.data.access import Data
 from dcp.server.core.data.responses import CACHE, NotModifiedError, is_unchanged
 from dcp.server.core.http.context import Service
 from dcp.server.core.http.dependencies import Writer
-from dcp.server.core.http.idempotent_transaction import IdempotentTransaction
+from dcp.server.core.http.idempotency import transact
 from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.jobs.kind import Kind
-from dcp.server.core.jobs.ledger.reading import get_job, last_job
+from dcp.server.core.jobs.ledger.reading import count_queued, get_job, last_job
 from dcp.server.core.jobs.ledger.rows import progress_of
 from dcp.server.core.jobs.ledger.states import JobRow
+from dcp.server.core.jobs.ledger.transitions import submit_or_join
 from dcp.server.core.jobs.parameters import Parameters
-from dcp.server.core.jobs.submitting import submit_kind
 from dcp.server.core.pages import rendering
 from dcp.server.core.pages.queries import query_of
 from dcp.server.core.pages.tokens import Form
-from dcp.server.core.problems import UnauthorizedError
+from dcp.server.core.problems import TooManyRequestsError, UnauthorizedError
 from dcp.server.core.roots import Roots
 from dcp.server.core.security.principal import Principal
 from dcp.server.core.security.redaction import redact
@@ -154,23 +155,39 @@ class Ask:
     def transact(self, act: Callable[[Connection], T]) -> T:
         """Run ``act``, which writes and makes the answer, in one transaction; it is repeated where another
         one was in its way. With an ``Idempotency-Key`` the answer is kept in the same transaction."""
-        return IdempotentTransaction(self.service.database, self.request, self.response)(act)
+        return transact(self.service.database, self.request, self.response, act)
 
     def transact_secretly(self, act: Callable[[Connection], T]) -> T:
         """Do the same for an answer with a secret: no ``Idempotency-Key`` keeps it."""
         self.request.state.is_secret = True
         return self.service.database.transact(act)
 
-    def submit(self, kind: type[Kind[M]], params: M) -> JobAnswer:
+    def submit(self, kind: type[Kind[M]] | Kind[M], params: M, priority: int | None = None) -> JobAnswer:
         """Submit a job; an unfinished one that does the same is returned instead. Raises what the kind
         refuses: what the caller may not see is not found."""
-        return submit_kind(
-            kind.name,
-            params,
-            self.service,
-            self.author,
-            IdempotentTransaction(self.service.database, self.request, self.response),
-            self.response,
+
+        def submit(connection: Connection) -> JobAnswer:
+            spec = self.service.kinds[kind.name].specify(connection, params, self.caller, self.settings)
+            spec = spec if priority is None else replace(spec, priority=priority)
+            job_id, is_new = submit_or_join(connection, spec, self.now)
+            if is_new:
+                self.check_queue(connection)
+                detail = {"kind": spec.kind, "params": dict(spec.params)}
+                self.author.change(None).record(connection, "job.submit", f"job:{job_id}", detail)
+            self.response.headers["Location"] = f"/api/v1/jobs/{job_id}"
+            return JobAnswer.of(get_job(connection, job_id))
+
+        return self.transact(submit)
+
+    def check_queue(self, connection: Connection) -> None:
+        """Refuse more queued jobs of a key than the settings allow. Raises TooManyRequestsError, after which
+        the transaction must not be committed."""
+        most = self.settings.max_queued_jobs
+        if self.caller.key_id is None or count_queued(connection, self.caller.name, most + 1) <= most:
+            return
+        raise TooManyRequestsError(
+            f"{most} jobs of this key are queued, and no more are taken before some of them have begun",
+            headers={"Retry-After": "60"},
         )
 
     def job(self, job_id: int) -> JobAnswer:

@@ -1,9 +1,9 @@
 """Features: the parts of the service beside its core, each declared as one value.
 
 A feature is a module or a folder with a `Feature` named ``feature``. Its decorators declare routes of the
-API, pages, forms, periodic work and consumers of events; its job kinds are in ``kinds``. Those of the service
-stand in `dcp.server.features.FEATURES`; those of other packages come by the entry point group
-``dcphub.service_features``. Work of a worker beside jobs is one function each::
+API, pages, forms, panels on the pages of checkpoints and runs, periodic work and consumers of events; its job
+kinds are in ``kinds``. Those of the service stand in `dcp.server.features.FEATURES`; those of other packages
+come by the entry point group ``dcphub.service_features``. Work of a worker beside jobs is one function each::
 
     @feature.consumer("notes", kinds=["checkpoint.committed"])
     def note(connection, events, context):
@@ -92,6 +92,7 @@ class Page:
     tag: str = ""
     all_roots: bool = False
     panels: Literal["checkpoint", "run", ""] = ""
+    only_browsers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,17 +195,21 @@ class Feature:
         errors: Sequence[int] = (404,),
         all_roots: bool = False,
         panels: Literal["checkpoint", "run", ""] = "",
+        only_browsers: bool = False,
     ) -> Callable[[F], F]:
         """Declare a page: ``template`` of this feature, filled with the values that the function returns.
 
         A function that returns a record answers the API at the same path as well, below ``tag`` of its
         documentation. Each page links to the JSON at its path, where the feature has such a route, else to
         the value ``twin``. A page with ``panels`` shows those of all features, of its value ``found``; its
-        function has the query of the page as ``view``.
+        function has the query of the page as ``view``. ``only_browsers``: programs find another route at the
+        path.
         """
 
         def declare(handle: F) -> F:
-            self.pages.append(Page("GET", path, handle, scope, template, tag, all_roots, panels))
+            self.pages.append(
+                Page("GET", path, handle, scope, template, tag, all_roots, panels, only_browsers)
+            )
             if tag:
                 route = Route("GET", path, handle, tag, scope, errors=errors, all_roots=all_roots)
                 self.routes.append(route)

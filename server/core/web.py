@@ -19,7 +19,7 @@ from dcp.server.core.data.responses import NotModifiedError, not_modified
 from dcp.server.core.feature import Access, Feature, Page, Panel, Route
 from dcp.server.core.http.dependencies import public, requires
 from dcp.server.core.http.routers import API, api_router
-from dcp.server.core.pages.queries import pages_router
+from dcp.server.core.pages.queries import BrowserRoute, pages_router
 from dcp.server.core.pages.tokens import FormDep
 from dcp.server.core.record_answers import answer_model, answer_of
 
@@ -101,6 +101,7 @@ def _add_page(router: Any, feature: Feature, declared: Page, panels: Sequence[Pa
         methods=[declared.method],
         name=f"{declared.handle.__name__}_page" if declared.tag else None,
         dependencies=[_access(declared.scope, declared.all_roots)],
+        route_class_override=BrowserRoute if declared.only_browsers else None,
     )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Literal, cast
 
 from anyio import from_thread
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import Field
 
 from dcp.server.core.answers import Answer
-from dcp.server.core.ask import Ask
+from dcp.server.core.ask import Ask, AskDep
 from dcp.server.core.feature import Feature
-from dcp.server.core.http.dependencies import ServiceDep, public
+from dcp.server.core.http.dependencies import public
 from dcp.server.core.http.readiness import OK, ReadinessDep
 from dcp.server.core.http.routers import operation_id
 from dcp.server.core.monitoring import CONTENT_TYPE, Monitoring
@@ -94,11 +94,11 @@ _METRICS: Final[dict[int | str, dict[str, Any]]] = {
 
 
 @router.get("/metrics", tags=["monitoring"], response_class=Response, responses=_METRICS)
-def get_metrics(request: Request, service: ServiceDep, readiness: ReadinessDep) -> Response:
+def get_metrics(ask: AskDep, readiness: ReadinessDep) -> Response:
     """All metrics, of all roots: so a key has to be for all of them."""
-    if service.settings.metrics_need_key:  # public to the walk over all routes, because a setting decides
-        _check(getattr(request.state, "principal", None))
-    monitoring = cast(Monitoring, request.app.state.monitoring)
+    if ask.settings.metrics_need_key:  # public to the walk over all routes, because a setting decides
+        _check(getattr(ask.request.state, "principal", None))
+    monitoring = cast(Monitoring, ask.request.app.state.monitoring)
     checks = from_thread.run(readiness.check_roots)
     roots = {name: found == OK for name, found in checks.items()}
     return Response(monitoring.text(roots), media_type=CONTENT_TYPE, headers={"Cache-Control": "no-store"})

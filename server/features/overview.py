@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final
 from urllib.parse import urlencode
 
-from fastapi import Query, Response
+from fastapi import Query
 
 from dcp.server.catalog.filters import CheckpointFilter
-from dcp.server.core.ask import Ask, AskDep
+from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
 from dcp.server.core.pages.drawing import polyline
 from dcp.server.core.pages.formatting import metrics_of
-from dcp.server.core.pages.queries import READ, BrowserRoute, pages_router, query_of
+from dcp.server.core.pages.queries import query_of
 from dcp.server.features.checkpoints.web import find_page, loss_of
 from dcp.server.features.jobs.web import active_jobs
 from dcp.server.features.roots import roots_of
@@ -22,7 +22,7 @@ from dcp.server.features.runs.web import RunQuery, list_runs
 from dcp.server.records.checkpoints import Checkpoint
 from dcp.server.records.runs import Run
 
-__all__ = ["feature", "router"]
+__all__ = ["feature"]
 
 feature: Final = Feature("overview", __name__)
 
@@ -47,16 +47,17 @@ class RunRow:
     sizes: str
 
 
+@feature.page("/", "overview.html", only_browsers=True)
 def overview_page(
-    ask: AskDep,
+    ask: Ask,
     root: Annotated[str | None, Query(max_length=63)] = None,
     cursor: Annotated[str | None, Query(max_length=4096)] = None,
-) -> Response:
+) -> dict[str, Any]:
     """Show runs, the one with the newest checkpoint first; jobs and roots in a line."""
     found = list_runs(query_of(RunQuery, root=root, cursor=cursor, limit=_RUNS), ask)
     roots = list(roots_of(ask))
     jobs = active_jobs(ask, _JOBS + 1)
-    values: dict[str, Any] = {
+    return {
         "twin": f"/api/v1/runs?{urlencode({'root': root})}" if root else "/api/v1/runs",
         "rows": [_row(run, ask) for run in found.items],
         "next_cursor": found.next_cursor,
@@ -67,14 +68,6 @@ def overview_page(
         "root": root,
         "is_first": cursor is None,
     }
-    return ask.page("overview/overview.html", **values)
-
-
-router = pages_router()
-"""The path answers browsers alone: others get the routes of the service as JSON."""
-router.add_api_route(
-    "/", overview_page, dependencies=READ, route_class_override=BrowserRoute, response_class=Response
-)
 
 
 def _row(run: Run, ask: Ask) -> RunRow:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 from anyio import from_thread
 from fastapi import Path
@@ -93,19 +93,3 @@ def _shown(rows: Iterable[roots.RootRow], ask: Ask) -> Iterator[Root]:
             lost=row.lost,
             last_scan=row.scan_state,
         )
-
-
-class api:
-    """For pages that helper D replaces: deleted when that is merged."""
-
-    @staticmethod
-    def list_all(service: Any, caller: Any) -> Any:
-        """All roots."""
-
-        class _Ask:
-            settings = service.settings
-
-        _Ask.caller = caller  # type: ignore[attr-defined]
-        with service.database.read() as connection:
-            rows = roots.list_roots(connection, caller.roots)
-        return Items(tuple(_shown(rows, _Ask)))  # type: ignore[arg-type]

@@ -118,7 +118,7 @@ def _is_foreign(headers: Headers, host: str) -> bool:
 
 
 def _is_link(headers: Headers, scope: Scope) -> bool:
-    """Whether somebody goes to a page of ours, in a window of its own (Fetch Metadata, W3C)."""
+    """Return whether a link leads to a page of this service, as the whole window (Fetch Metadata, W3C)."""
     is_page = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
     return is_page and not scope["path"].startswith(API_PREFIX)
 
@@ -190,8 +190,8 @@ class AuthenticationMiddleware:
 
 
 def session_token(scope: Scope) -> str | None:
-    """Of the session's cookie. Below ``/api/`` it is for reading alone, and for pages of this service:
-    requests that change something are to say the key, which no page of another site can."""
+    """Return the token in the session's cookie. Below ``/api/`` a session only reads, and only for pages of
+    this service: requests that change something need the key, which no page of another site has."""
     headers = Headers(scope=scope)
     if scope["path"] == "/healthz" or scope["path"].startswith(STATIC_PREFIX):
         return None

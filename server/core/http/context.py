@@ -1,4 +1,4 @@
-"""What a process of the service has, made once from the settings and shared by all of its requests."""
+"""The parts of a process of the service, made once from the settings and shared by all of its requests."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Service:
         )
 
     def own(self, kind: Callable[[Service], T]) -> T:
-        """What a feature keeps for all requests of this process: made of the service when it is first asked
-        for, by calling ``kind``, which is a class or a function."""
+        """Return the object that a feature keeps for all requests of this process: made of the service by
+        calling ``kind``, a class or a function, on first use."""
         with self._lock:
             if kind not in self._owned:
                 self._owned[kind] = kind(self)

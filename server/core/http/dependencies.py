@@ -1,8 +1,8 @@
-"""What routes ask for: the service, its database and roots, who asks, and with which scope.
+"""Dependencies of routes: their access, preconditions and pages.
 
-Every route says who may: ``dependencies=[requires("read")]``, or ``dependencies=[public]``. `create_app`
-refuses an application with a route that does not. Below ``/api/`` nobody comes without a valid key (see
-`dcp.server.core.http.admission`), so that `public` is for what lies outside.
+Every route declares its access: ``dependencies=[requires("read")]``, or ``dependencies=[public]``.
+`create_app` refuses an application with a route that does not. Below ``/api/`` a valid key is needed in any
+case (`dcp.server.core.http.admission`), so that `public` is for other paths.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, Final, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Final, Union, get_args, get_origin
 
 from fastapi import Depends, Header, Query, Request
 from fastapi.dependencies.models import Dependant
@@ -20,7 +20,6 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from dcp.server.catalog.labels import Change
-from dcp.server.core.http.context import Service
 from dcp.server.core.problems import (
     ForbiddenError,
     NotFoundError,
@@ -30,20 +29,15 @@ from dcp.server.core.problems import (
     UnprocessableError,
 )
 from dcp.server.core.security.principal import Principal, Scope
-from dcp.server.database.engine import Database
 
 __all__ = [
     "MAX_PAGE",
-    "Author",
-    "Caller",
-    "Db",
     "IfMatch",
     "Page",
     "PageParams",
     "Precondition",
     "Public",
     "Requires",
-    "ServiceDep",
     "Writer",
     "check_visible",
     "public",
@@ -55,14 +49,6 @@ MAX_PAGE: Final = 500
 # All are coroutines, because FastAPI sends other functions to a thread, each by itself.
 
 
-async def _service(request: Request) -> Service:
-    return cast(Service, request.app.state.service)
-
-
-async def _database(request: Request) -> Database:
-    return cast(Service, request.app.state.service).database
-
-
 async def _caller(request: Request) -> Principal:
     principal = getattr(request.state, "principal", None)
     if not isinstance(principal, Principal):
@@ -70,9 +56,7 @@ async def _caller(request: Request) -> Principal:
     return principal
 
 
-ServiceDep = Annotated[Service, Depends(_service)]
-Db = Annotated[Database, Depends(_database)]
-Caller = Annotated[Principal, Depends(_caller)]
+_Caller = Annotated[Principal, Depends(_caller)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +66,7 @@ class Requires:
     scope: Scope
     all_roots: bool = False
 
-    async def __call__(self, caller: Caller, request: Request) -> None:
+    async def __call__(self, caller: _Caller, request: Request) -> None:
         """Raises `ForbiddenError`, and `UnprocessableError` for a query that is unknown or twice there."""
         _check_query(request)
         if not caller.may(self.scope):
@@ -96,13 +80,13 @@ class Public:
     """The dependency behind `public`."""
 
     async def __call__(self, request: Request) -> None:
-        """Everybody may. Raises `UnprocessableError` for a query that says something twice, or unknown."""
+        """Check the query. Raises `UnprocessableError` for a parameter that is unknown or given twice."""
         _check_query(request)
 
 
 def _check_query(request: Request) -> None:
-    """Of a parameter that is no list, one value would count, and nobody says which; one that the API does not
-    know would count for nothing. Pages see to theirs."""
+    """Refuse a parameter that is given twice, unless it is a list, and one that the API does not know. Pages
+    check theirs themselves."""
     counts = Counter(name for name, _ in request.query_params.multi_items())
     if not counts:
         return
@@ -152,7 +136,7 @@ def requires(scope: Scope, *, all_roots: bool = False) -> Any:
 
 
 public: Final[Any] = Depends(Public())
-"""In a route's ``dependencies``: for everybody."""
+"""In a route's ``dependencies``: no key is needed."""
 
 
 def check_visible(caller: Principal, root: str) -> None:
@@ -169,7 +153,7 @@ class Precondition:
 
     @property
     def is_given(self) -> bool:
-        """Whether the request has the header."""
+        """Return whether the request has the header."""
         return self.header is not None
 
     def version(self, prefix: str) -> int | None:
@@ -186,7 +170,7 @@ class Precondition:
         raise PreconditionFailedError("If-Match names no state of this resource; read it again")
 
     def nothing(self, detail: str) -> None:
-        """What it is about does not exist, so that no tag is its. Raises `PreconditionFailedError`."""
+        """Refuse any tag, since the resource does not exist. Raises `PreconditionFailedError`."""
         if self.is_given:
             raise PreconditionFailedError(detail)
 
@@ -210,7 +194,7 @@ IfMatch = Annotated[Precondition, Depends(_precondition)]
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Who changes something, and by which request: for the audit log."""
+    """The author of a change, and the request: for the audit log."""
 
     principal: Principal
     now_seconds: float
@@ -218,7 +202,7 @@ class Writer:
     address: str | None
 
     def change(self, expected_version: int | None) -> Change:
-        """For the functions of the catalog; ``expected_version`` None is any."""
+        """Make the change for functions of the catalog; ``expected_version`` None is any."""
         return Change(
             actor=self.principal.name,
             now=self.now_seconds,
@@ -227,14 +211,6 @@ class Writer:
             request_id=self.request_id,
             address=self.address,
         )
-
-
-async def _author(request: Request, caller: Caller, service: ServiceDep) -> Writer:
-    address = None if request.client is None else request.client.host
-    return Writer(caller, service.clock(), getattr(request.state, "request_id", None), address)
-
-
-Author = Annotated[Writer, Depends(_author)]
 
 
 @dataclass(frozen=True, slots=True)

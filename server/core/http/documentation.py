@@ -69,7 +69,7 @@ async def get_redoc() -> HTMLResponse:
 
 @router.get("/docs/static/{name}")
 async def get_docs_file(name: str) -> FileResponse:
-    """What the pages consist of."""
+    """Scripts and styles of these pages."""
     if name not in _TYPES:
         raise NotFoundError("there is nothing at this path")
     return FileResponse(

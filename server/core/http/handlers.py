@@ -1,4 +1,4 @@
-"""Every error as a problem document: ours, the framework's, the database's, and what nobody expected."""
+"""Errors as problem documents: of the service, the framework, the database, and unexpected ones."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def problem_response(problem: ProblemError, scope: Any) -> Response:
 
 
 def wants_page(scope: Any) -> bool:
-    """Whether this is asked for by a browser that shows pages, which names HTML; others take anything."""
+    """Return whether a browser asks for a page: it accepts HTML by name, while programs accept anything."""
     return not scope["path"].startswith("/api/") and "text/html" in Headers(scope=scope).get("accept", "")
 
 

@@ -1,7 +1,7 @@
 """``Idempotency-Key``: a POST that is sent again, because its answer was lost, is done once.
 
 The answer of the first is kept for a day and given again. A route that writes to the database keeps its
-answer in the same transaction (`keep`; see `idempotent_transaction`), so that no crash comes between; of the
+answer in the same transaction (`transact`), so that no crash comes between; of the
 others the answer is kept afterwards (`finish`). A request that is still at work, or that ended with the
 process it was in, answers 409 to a second one; after ``taken_seconds`` the second takes the place of the
 first, which then has no effect any more.
@@ -11,41 +11,31 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import structlog
 from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dcp.server.core.http.context import Service
 from dcp.server.core.http.handlers import problem_of, problem_response
 from dcp.server.core.problems import BadRequestError, ConflictError, ProblemError, UnprocessableError
+from dcp.server.core.record_answers import answer_model, answer_of
 from dcp.server.core.security.principal import Principal
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import idempotency
 
-__all__ = [
-    "KEPT_HEADERS",
-    "KEPT_SECONDS",
-    "TAKEN_SECONDS",
-    "IdempotencyMiddleware",
-    "KeptAnswer",
-    "Reservation",
-    "begin",
-    "finish",
-    "forget",
-    "forget_old",
-    "hash_of",
-    "keep",
-]
+__all__ = ["IdempotencyMiddleware", "KeptAnswer", "Reservation", "forget_old", "transact"]
 
+T = TypeVar("T")
 KEPT_SECONDS: Final = 86_400.0
 TAKEN_SECONDS: Final = 120.0
 _ASK_AGAIN_SECONDS: Final = 1
@@ -54,7 +44,7 @@ KEPT_HEADERS: Final = ("content-type", "location", "etag")
 
 @dataclass(frozen=True, slots=True)
 class KeptAnswer:
-    """What the first request was answered."""
+    """The answer to the first request."""
 
     status: int
     headers: Mapping[str, str]
@@ -183,6 +173,33 @@ def forget_old(database: Database, now_seconds: float) -> None:
 _KEY: Final = re.compile(r"[\x21-\x7e]{1,128}")
 _MAX_KEPT_BYTES: Final = 1 << 20
 _log = structlog.get_logger(__name__)
+
+
+def transact(database: Database, request: Request, response: Response, act: Callable[[Connection], T]) -> T:
+    """Run ``act`` in a transaction that also keeps its answer, a record or model, with the headers that it
+    sets in ``response``.
+
+    Raises ConflictError, and has no effect, if another request has taken the key since.
+    """
+    reservation = getattr(request.state, "reservation", None)
+    if not isinstance(reservation, Reservation):
+        return database.transact(act)
+
+    def both(connection: Connection) -> T:
+        answer = act(connection)
+        keep(connection, reservation, _kept(request, response, answer))
+        return answer
+
+    answer = database.transact(both)
+    request.state.is_kept = True
+    return answer
+
+
+def _kept(request: Request, response: Response, answer: object) -> KeptAnswer:
+    headers = {name: response.headers[name] for name in KEPT_HEADERS if name in response.headers}
+    status = response.status_code or request.scope["route"].status_code or 200
+    body = answer_of(answer_model(type(answer)), answer).model_dump_json().encode()
+    return KeptAnswer(status, {"content-type": "application/json", **headers}, body)
 
 
 class IdempotencyMiddleware:

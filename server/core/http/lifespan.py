@@ -1,6 +1,6 @@
-"""What happens beside the requests: the database is brought up to date, and small things are written down.
+"""The lifespan of the application: prepare the database, and do small periodic work beside the requests.
 
-A service starts although its database is away, says so in ``/readyz``, and goes on by itself once it is back.
+A service starts although its database is away, reports that in ``/readyz``, and recovers once it is back.
 """
 
 from __future__ import annotations

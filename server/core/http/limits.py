@@ -1,4 +1,4 @@
-"""How large a request may be, of which kind, and how long it and its answer may take to begin."""
+"""Limits of requests: their size and media type, and the time until they have arrived and are answered."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class LimitMiddleware:
         await problem_response(problem, scope)(scope, receive, send)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """All of it; None if the sender went away."""
+        """Read the whole body; None if the sender disconnected."""
         if len(scope.get("raw_path") or b"") + len(scope.get("query_string", b"")) > _MAX_TARGET_BYTES:
             raise BadRequestError("the address is too long")
         headers = Headers(scope=scope)

@@ -169,7 +169,7 @@ class _Probe:
         self._hangs_from_seconds = 0.0
 
     async def ask(self) -> str:
-        """What it found, at most some seconds ago. Nobody waits for what is known to hang."""
+        """The result, at most some seconds old. A check that is known to hang is not waited for."""
         done = asyncio.Event()
         with self._lock:
             if time.monotonic() < self._until_seconds:

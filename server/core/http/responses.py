@@ -182,7 +182,7 @@ def _may_be_compressed(start: Message) -> bool:
 
 
 def _accepts_gzip(said: str) -> bool:
-    """Whether the ``Accept-Encoding`` names it, and not with a weight of 0."""
+    """Return whether ``Accept-Encoding`` names gzip with a weight above 0."""
     for one in said.lower().split(","):
         name, _, weight = one.partition(";")
         if name.strip() in ("gzip", "*"):

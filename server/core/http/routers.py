@@ -59,12 +59,12 @@ def api_router(
 
 
 def walk_routes(app: FastAPI) -> Iterator[RouteContext]:
-    """All routes there are, those of routers in routers included."""
+    """Yield all routes, also those of routers in routers."""
     yield from iter_route_contexts(app.routes)
 
 
 def access_of(route: RouteContext) -> Requires | Public | None:
-    """Who may use it; None if it does not say, or says two things."""
+    """Return who may use the route; None if it declares no access, or two."""
     dependant = getattr(route, "dependant", None)
     found = [
         dependency.call
@@ -113,7 +113,7 @@ class Paths:
         return frozenset().union(*(self._methods[template] for template in own))
 
     def is_refused(self, method: str, path: str) -> bool:
-        """Whether the framework would take ``path``, which has not ``method``, for a value of another's."""
+        """Return whether the framework would match ``path``, without ``method``, with another template."""
         return any(pattern.fullmatch(path) for pattern in self._spelled) and method not in self.methods(path)
 
     def _spells_more(self, template: str, other: str) -> bool:
@@ -183,7 +183,7 @@ class LargeBodyRoute(APIRoute):
     """A route whose large bodies are for `LargeBodies`, which is ``app.state.large_bodies``."""
 
     def get_route_handler(self) -> Handler:
-        """As of FastAPI, which reads and checks the body in it; that alone where the route takes none."""
+        """FastAPI's handler, which reads and checks the body; in a thread where that is large."""
         handler: Handler = super().get_route_handler()
         if self.body_field is None:
             return handler

@@ -1,4 +1,4 @@
-"""What operators watch: counters and durations of requests, and what the database says of the rest.
+"""Metrics for operators: counters and durations of requests, and samples of the database.
 
 Whether the service is ready is `dcp.server.core.http.readiness`; the route is a feature's.
 """

@@ -26,7 +26,7 @@ _STATEMENT_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.
 
 @dataclass(frozen=True)
 class Instruments:
-    """What is counted where it happens; in a registry of its own, so that two services do not share it.
+    """Counters and histograms of a service, in a registry of its own.
 
     ``route`` is the template of the path (``/api/v1/checkpoints/{checkpoint_id}``), or "(none)".
     """
@@ -42,7 +42,7 @@ class Instruments:
 
     @classmethod
     def create(cls) -> Instruments:
-        """All at nought."""
+        """Create all at zero."""
         # A series more for each counter, which Prometheus has no use for.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         registry = CollectorRegistry()

@@ -1,4 +1,4 @@
-"""What the database knows of catalog, jobs, scans and webhooks, as samples of one moment.
+"""Metrics of the database: samples of catalog, jobs, scans and webhooks at one moment.
 
 Each statement is bounded whatever the catalog's size: sums over runs, ranges of an index, the newest rows.
 """
@@ -41,7 +41,7 @@ Rows = Iterable[tuple[tuple[str, ...], float]]
 
 
 def read_state(connection: Connection, now: float) -> list[Metric]:
-    """All of it, at ``now`` (seconds since the epoch)."""
+    """Read all samples, at ``now`` (seconds since the epoch)."""
     return [
         *_catalog(connection),
         *_roots(connection),

@@ -1,5 +1,5 @@
-"""The web pages: what the API answers, for people who look. Server-rendered, beside the API under ``/``.
+"""The shell of the web pages: rendering, templates and files that features share, forms, errors.
 
-A page asks the functions behind the routes of the API, so that it shows what the JSON beside it says, with
-the same scopes. There is no SQL here, and no second way to anything.
+Pages of features use the functions behind the routes of the API, so that they show the same as the JSON, with
+the same scopes.
 """

@@ -1,6 +1,6 @@
-"""Files that pages consist of: in memory, and at addresses that change with what is in them.
+"""Static files of pages: in memory, and at addresses that change with their contents.
 
-So a browser may keep each for ever, and never has a script of another version than the page's.
+So a browser may keep each for ever, and never has a script of another version than the page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small pictures that are there without a script: lines and bars as coordinates, for SVG in templates."""
+"""Small pictures without a script: lines and bars as coordinates, for SVG in templates."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def timeline(bins: Sequence[Any]) -> Timeline | None:
 
 
 def _row_of_flag(middle: float, ends: list[float]) -> int:
-    """One with room, so that no name lies on the line of another: on the left half names begin at their
-    lines, on the right half they end there."""
+    """Return a row with room, so that no name covers the line of another: on the left half names begin at
+    their lines, on the right half they end there."""
     first = 0 if middle < 50 else 1
     row = first if middle >= ends[first] + _FLAG_ROOM or ends[first] <= ends[1 - first] else 1 - first
     ends[row] = middle

@@ -1,4 +1,4 @@
-"""Values as people read them: sizes, counts, times, durations. All give text; templates escape it."""
+"""Formatting of sizes, counts, times and durations for people. All return text; templates escape it."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def between_text(start: Moment | None, end: Moment | None) -> str:
-    """How long it was from one time to another."""
+    """The duration from one time to another."""
     if start is None or end is None:
         return _UNKNOWN
     return seconds_text(max(0.0, _seconds_of(end) - _seconds_of(start)))

@@ -1,4 +1,4 @@
-"""What is conspicuous in the values of tensors: dead and exploding ones, by rules that pages state."""
+"""Marks of tensors whose values are dead or exploding, by rules that pages state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes of pages: who sees them, and addresses without the empty fields that forms send."""
+"""Routes of pages: their router, and addresses without the empty fields that forms send."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.routing import Match
 from starlette.types import Scope as AsgiScope
 
-from dcp.server.core.http.dependencies import requires
 from dcp.server.core.http.handlers import wants_page
 from dcp.server.core.pages.problems import MovedError
 from dcp.server.core.problems import UnprocessableError
 
-__all__ = ["READ", "BrowserRoute", "checked", "pages_router", "query_of"]
+__all__ = ["BrowserRoute", "checked", "pages_router", "query_of"]
 
 Q = TypeVar("Q", bound=BaseModel)
 
@@ -35,15 +34,15 @@ _TIDY: Final[Any] = Depends(_tidy)
 
 
 def pages_router() -> APIRouter:
-    """For pages that whoever may read sees; forms ask for more."""
+    """A router for pages and forms; each declares its access."""
     return APIRouter(dependencies=[_TIDY], include_in_schema=False)
 
 
 class BrowserRoute(APIRoute):
-    """Of a path that answers others with JSON: only for those who show pages."""
+    """A route that matches for browsers alone; programs get JSON at the same path."""
 
     def matches(self, scope: AsgiScope) -> tuple[Match, AsgiScope]:
-        """None for others."""
+        """As of FastAPI; none for programs."""
         return super().matches(scope) if wants_page(scope) else (Match.NONE, {})
 
 
@@ -66,7 +65,3 @@ def checked(kind: type[Q], **given: Any) -> Q:
         where = ".".join(map(str, first["loc"]))
         message = f"{where}: {first['msg']}" if where else str(first["msg"])
         raise UnprocessableError(message, field=where) from None
-
-
-READ: Final[list[Any]] = [requires("read")]
-"""Of a page's ``dependencies``."""

@@ -1,4 +1,4 @@
-"""Templates to answers: all is escaped, nothing is inline, and each page says what a browser may do."""
+"""Rendering of templates: all is escaped, nothing is inline, and each page has a content security policy."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _here(request: Request) -> str:
 
 
 def _link(request: Request, changes: dict[str, Any]) -> str:
-    """This page with other values in its query; None takes one away, and so it goes with a page's cursor."""
+    """The address of this page with other values in its query; None removes one, and the cursor always is."""
     changed = {"cursor": None, "done": None, **changes}
     kept = [pair for pair in request.query_params.multi_items() if pair[0] not in changed]
     given = [(name, value) for name, value in changed.items() if value is not None]

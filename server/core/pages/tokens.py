@@ -1,7 +1,7 @@
-"""Cookies of pages, and the token that each form has: no page of another site knows it.
+"""Cookies of pages, and the token of each form, which no page of another site knows.
 
-It is made of what only the browser's cookie has, so that nothing is kept for it: of the session's, or, where
-nobody signs in, of one that a visit begins with.
+The token is derived from a cookie, so that the service stores nothing: from the session's, or, where there is
+no sign-in, from one that is set on the first visit.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _TOKEN: Final = re.compile(f"[0-9a-f]{{{4 * _TOKEN_BYTES}}}")
 
 
 def is_visit(value: str) -> bool:
-    """Whether this is a cookie of ours."""
+    """Return whether the value of the cookie was made by this service."""
     return _VISIT.fullmatch(value) is not None
 
 
 def form_token(request: Request, visit: str) -> str:
-    """What the forms of this browser have to send: behind a random mask, so that no two pages have the same
-    letters, which lengths of compressed answers would tell."""
+    """Return the token that forms of this browser have to send: behind a random mask, so that it differs in
+    each page, since lengths of compressed answers would reveal equal letters."""
     mask = secrets.token_bytes(_TOKEN_BYTES)
     return (mask + _masked(_secret(request, visit), mask)).hex()
 
@@ -73,25 +73,25 @@ def set_cookie(
 
 
 class Form:
-    """What a form sent, its token checked."""
+    """The fields of a form that was sent; its token was checked."""
 
     def __init__(self, fields: Mapping[str, list[str]]) -> None:
         self._fields = fields
 
     def text(self, name: str) -> str:
-        """One field without blanks around; "" if it is not there."""
+        """One field without surrounding blanks; "" if it is missing."""
         return (self._fields.get(name) or [""])[0].strip()
 
     def optional(self, name: str) -> str | None:
-        """The same; None if nothing was said."""
+        """One field; None if it is empty or missing."""
         return self.text(name) or None
 
     def all(self, name: str) -> list[str]:
-        """All that was said under this name, as of boxes; without what is empty."""
+        """All values of a field, as of check boxes, except empty ones."""
         return [value.strip() for value in self._fields.get(name, ()) if value.strip()]
 
     def is_checked(self, name: str) -> bool:
-        """Of a box."""
+        """Return whether the check box is ticked."""
         return bool(self.text(name))
 
 

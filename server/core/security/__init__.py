@@ -1,4 +1,4 @@
-"""Who may do what: API keys, whom they stand for, and how often one may ask.
+"""Security: API keys and sessions, principals, rate limits, redaction.
 
-How a request shows its key is in `dcp.server.core.http.admission`.
+Requests are admitted in `dcp.server.core.http.admission`.
 """

@@ -95,12 +95,12 @@ def create_key(
 
 
 def list_keys(connection: Connection) -> list[Key]:
-    """All keys, revoked ones too, in the order in which they were made."""
+    """List all keys, also revoked ones, in the order of their creation."""
     return [_key(row) for row in connection.execute(select(api_keys).order_by(api_keys.c.id))]
 
 
 def get_key(connection: Connection, key_id: int) -> Key:
-    """One key. Raises NotFoundError."""
+    """Return a key. Raises NotFoundError."""
     row = connection.execute(select(api_keys).where(api_keys.c.id == key_id)).one_or_none()
     if row is None:
         raise NotFoundError(f"there is no key {key_id}")
@@ -108,7 +108,7 @@ def get_key(connection: Connection, key_id: int) -> Key:
 
 
 def whoami(connection: Connection, principal: Principal) -> Whoami:
-    """Who that is, and what it may."""
+    """Describe the caller and its rights."""
     key = None if principal.key_id is None else get_key(connection, principal.key_id)
     return Whoami(
         principal.name,
@@ -120,7 +120,7 @@ def whoami(connection: Connection, principal: Principal) -> Whoami:
 
 
 def valid_keys(connection: Connection, key_ids: Collection[int], now_seconds: float) -> set[int]:
-    """Which of the keys are valid."""
+    """Return the ids of those keys that are valid."""
     if not key_ids:
         return set()
     found = connection.execute(select(api_keys).where(api_keys.c.id.in_(sorted(key_ids))))

@@ -1,4 +1,4 @@
-"""Who asks, and what that one may."""
+"""Principals: callers and their rights."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Principal:
 
     @property
     def identity(self) -> str:
-        """No two have the same, and nobody gets one that was another's."""
+        """Unique, and never used again for another key."""
         return self.name if self.key_id is None else f"key#{self.key_id}"
 
     def may(self, scope: Scope) -> bool:
-        """Whether it has the scope."""
+        """Return whether the caller has the scope."""
         return scope in self.scopes or "admin" in self.scopes
 
     def may_see(self, root: str) -> bool:
-        """Whether the root of this name exists for it."""
+        """Return whether the caller may see the root."""
         return self.roots is None or root in self.roots
 
 
 LOCAL: Final = Principal("local", ALL_SCOPES)
-"""Everybody, where authentication is off (then only loopback is listened on)."""
+"""The caller where authentication is off (then the service listens on loopback only)."""
 
 SYSTEM: Final = Principal("system", ALL_SCOPES)
 """The service itself: scanner, rules, retention."""

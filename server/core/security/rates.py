@@ -1,4 +1,4 @@
-"""How often one may ask: by key, or by address without one; refused keys by prefix and address, less often.
+"""Rate limits: by key, or by address without one; for refused keys by prefix and address, and lower.
 
 Counted in the memory of each process: of several API processes each allows as much. It is there to stop a
 runaway script and the guessing of keys, not to bill.
@@ -64,7 +64,7 @@ class RateLimits:
 
 
 def _parsed(rate: str) -> tuple[int, float]:
-    """How many, in how many seconds."""
+    """Return a count, and the seconds in which it is allowed."""
     found = _NOTATION.fullmatch(rate)
     if found is None or int(found["count"]) == 0 or found["many"] == "0":
         raise ValueError(f"{rate!r} is no limit such as 600/minute: of a second, minute, hour, day or month")

@@ -1,4 +1,4 @@
-"""What is shown to others, and written to logs, without secrets."""
+"""Redaction of secrets in answers and logs."""
 
 from __future__ import annotations
 

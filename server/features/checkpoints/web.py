@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Final, Self, cast
+from typing import Annotated, Any, Final, cast
 from urllib.parse import urlencode
 
 from fastapi import Header, Response
 from fastapi import Query as InQuery
-from pydantic import ConfigDict, Field, StringConstraints, model_validator
+from pydantic import Field
 from sqlalchemy import Connection
 
 from dcp.server.catalog import details, listing
@@ -18,7 +18,7 @@ from dcp.server.catalog.filters import CheckpointFilter, MetricCondition, RootNa
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import MAX_PAGE
-from dcp.server.core.inputs import MAX_ID, Finite, Name, Query, Request, Text
+from dcp.server.core.inputs import MAX_ID, Name, Query, Text
 from dcp.server.core.pages.formatting import metrics_of
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.core.record_answers import answer_model
@@ -30,8 +30,6 @@ from dcp.server.records.lists import NotedPage
 from dcp.server.records.search import CheckpointFacets, Facet
 
 __all__ = ["ListView", "LookupQuery", "Paged", "find_page", "listed", "lookup_checkpoint", "loss_of"]
-
-_MAX_LABELS: Final = 256
 
 
 class Paged(Query):
@@ -122,35 +120,6 @@ def lookup_checkpoint(query: Annotated[LookupQuery, InQuery()], ask: Ask) -> Che
     return ask.tagged(ask.find(details.find_checkpoint, details.CheckpointName(**given), ask.visible))
 
 
-class NewRegistration(Request):
-    """A trainer says that a checkpoint exists, or (``deleted``) that it does not any more.
-
-    The service looks for itself: the commit, the size and the structure are never taken on anybody's word.
-    One of ``root`` and ``root_url`` (the URL of the folder that holds it) is needed.
-    """
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "examples": [{"root": "main", "key": "run/step-1", "tags": ["nightly"], "metrics": {"loss": 2.5}}]
-        }
-    )
-
-    root: Annotated[str, StringConstraints(min_length=1, max_length=63)] | None = None
-    root_url: Annotated[Text, StringConstraints(min_length=1)] | None = None
-    key: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-    step: Annotated[int, Field(ge=0, le=MAX_ID)] | None = None
-    save_id: Annotated[Text, StringConstraints(min_length=1, max_length=64)] | None = None
-    tags: Annotated[list[Name], Field(max_length=_MAX_LABELS)] = Field(default_factory=list)
-    metrics: Annotated[dict[Name, Finite], Field(max_length=_MAX_LABELS)] = Field(default_factory=dict)
-    deleted: bool = False
-
-    @model_validator(mode="after")
-    def _placed(self) -> Self:
-        if (self.root is None) == (self.root_url is None):
-            raise ValueError("one of root and root_url is needed")
-        return self
-
-
 _REGISTERED: Final[dict[int | str, dict[str, Any]]] = {
     200: {"model": answer_model(Registered), "description": "It was known."},
     201: {"model": answer_model(Registered), "description": "It was not known."},
@@ -158,13 +127,12 @@ _REGISTERED: Final[dict[int | str, dict[str, Any]]] = {
 
 
 @feature.post("/checkpoints", tag="checkpoints", scope="write", responses=_REGISTERED, errors=(404, 409, 410))
-def register_checkpoint(body: NewRegistration, ask: Ask) -> Registered:
+def register_checkpoint(body: Registration, ask: Ask) -> Registered:
     """Look at a checkpoint now, instead of at the next scan. A repetition changes nothing."""
-    given = body.model_dump() | {"tags": frozenset(body.tags)}
     write = observe(
         ask.service.database,
         ask.roots,
-        Registration(**given),
+        body,
         actor=ask.caller.name,
         visible=ask.visible,
         clock=ask.service.clock,

@@ -121,12 +121,3 @@ def _target_of(job: JobAnswer) -> str | None:
     if job.kind not in ("convert", "merge") or not {"root", "key"} <= result.keys():
         return None
     return f"/lookup?{urlencode({'root': result['root'], 'key': result['key']})}"
-
-
-def last_job(dedup_key: str, database: Any, caller: Any, shown: int | None = None) -> Any:
-    """For pages that helper D replaces: deleted when that is merged."""
-    from dcp.server.core.jobs.ledger import reading
-
-    with database.read() as connection:
-        job = reading.last_job(connection, dedup_key, caller.roots)
-    return None if job is None or job.id <= (shown or 0) else JobAnswer.of(job)

@@ -1,4 +1,4 @@
-"""What happens to a job, or to all, as server-sent events: replayed from the ledger, then followed."""
+"""Events of a job, or of all, as server-sent events: replayed from the ledger, then followed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Final, cast
+from dataclasses import asdict
+from typing import Annotated, Any, Final
 
 import anyio
 import structlog
-from fastapi import Header, Request
+from fastapi import Header
 from pydantic import BeforeValidator, Field
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from sse_starlette.sse import SendTimeoutError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from dcp.server.core.ask import Ask
 from dcp.server.core.http.context import Service
 from dcp.server.core.inputs import MAX_ID
 from dcp.server.core.jobs.answers import JobEventAnswer
@@ -26,7 +27,6 @@ from dcp.server.core.jobs.following import POLL_SECONDS, AllJobsFeed, Following,
 from dcp.server.core.jobs.ledger.reading import get_job, job_events_after, last_event_id
 from dcp.server.core.jobs.ledger.states import JobEventRow
 from dcp.server.core.problems import BrokenBodyError, TooManyRequestsError, UnavailableError
-from dcp.server.core.security.principal import Principal
 from dcp.server.records.jobs import JobProgress
 
 __all__ = ["LastEventId", "all_jobs_stream", "job_stream"]
@@ -52,65 +52,47 @@ LastEventId = Annotated[
 ]
 
 
-def job_stream(request: Request, service: Service, job_id: int, caller: Principal, after_id: int) -> Response:
-    """The stream behind the event ``after_id``; 204 if the job is over and nothing is left to tell.
+def job_stream(ask: Ask, job_id: int, after_id: int) -> Response:
+    """The stream behind the event ``after_id``; 204 if the job is over and has no more events.
 
-    Raises NotFoundError. The stream itself is refused if this process, or this key, has as many as it may.
+    Raises NotFoundError. The stream itself is refused if this process, or this key, has too many.
     """
-    with service.database.read() as connection:
-        job = get_job(connection, job_id, caller.roots)
+    with ask.reading() as connection:
+        job = get_job(connection, job_id, ask.visible)
         if after_id and job.is_final and not job_events_after(connection, job_id, after_id, limit=1):
             return Response(status_code=204)
     stop = anyio.Event()
-    followed = _feeds(request, service).one.follow(job_id, after_id, caller.key_id)
-    return _stream(request, service, caller, _tell(followed, stop, "events of a job"), stop)
+    followed = ask.service.own(_Feeds).one.follow(job_id, after_id, ask.caller.key_id)
+    return _stream(ask, _events(followed, stop, "events of a job"), stop)
 
 
-def all_jobs_stream(
-    request: Request, service: Service, caller: Principal, after_id: int | None, *, own_scans: bool
-) -> Response:
-    """The stream of all jobs that may be seen behind the event ``after_id``, or from now on. Refused as
+def all_jobs_stream(ask: Ask, after_id: int | None, *, own_scans: bool) -> Response:
+    """The stream of all visible jobs behind the event ``after_id``, or from now on. Refused as
     `job_stream`."""
     if after_id is None:
-        with service.database.read() as connection:
-            after_id = last_event_id(connection)
+        after_id = ask.find(last_event_id)
     stop = anyio.Event()
-    feed = _feeds(request, service).all
-    followed = feed.follow(after_id, caller.key_id, caller.roots, own_scans=own_scans)
+    feed = ask.service.own(_Feeds).all
+    followed = feed.follow(after_id, ask.caller.key_id, ask.visible, own_scans=own_scans)
     ready = ServerSentEvent(id=str(after_id), event="ready", data="{}")
-    return _stream(request, service, caller, _tell(followed, stop, "events of all jobs", ready), stop)
+    return _stream(ask, _events(followed, stop, "events of all jobs", ready), stop)
 
 
-@dataclass(frozen=True, slots=True)
 class _Feeds:
-    """What the streams of a process share; ``open`` are counted by who asked."""
+    """The feeds that streams of a process share; ``open``: how many streams each caller has."""
 
-    one: JobFeed
-    all: AllJobsFeed
-    open: Counter[str]
-
-
-def _feeds(request: Request, service: Service) -> _Feeds:
-    state = request.app.state
-    if getattr(state, "job_feeds", None) is None:
-        given = (service.database, service.clock)
-        state.job_feeds = _Feeds(JobFeed(*given), AllJobsFeed(*given), Counter())
-    return cast(_Feeds, state.job_feeds)
+    def __init__(self, service: Service) -> None:
+        self.one = JobFeed(service.database, service.clock)
+        self.all = AllJobsFeed(service.database, service.clock)
+        self.open: Counter[str] = Counter()
 
 
-def _stream(
-    request: Request,
-    service: Service,
-    caller: Principal,
-    events: AsyncIterator[ServerSentEvent],
-    stop: anyio.Event,
-) -> Response:
-    address = None if request.client is None else request.client.host
+def _stream(ask: Ask, events: AsyncIterator[ServerSentEvent], stop: anyio.Event) -> Response:
     return _Stream(
-        _feeds(request, service).open,
-        caller.identity if caller.key_id is not None else f"address {address}",
+        ask.service.own(_Feeds).open,
+        ask.caller.identity if ask.caller.key_id is not None else f"address {ask.address}",
         events,
-        shutdown_event=stop,  # the stream ends whole when the server stops, and is asked for at the next one
+        shutdown_event=stop,  # the stream ends whole when the server stops, and clients reconnect to the next
         shutdown_grace_period=_GRACE_SECONDS,
         ping=HEARTBEAT_SECONDS,
         send_timeout=_SEND_SECONDS,
@@ -120,7 +102,7 @@ def _stream(
 
 
 class _Stream(EventSourceResponse):
-    """Counted in ``streams`` by who asked."""
+    """A stream that counts in ``streams`` of its caller."""
 
     def __init__(self, streams: Counter[str], who: str, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -149,14 +131,14 @@ class _Stream(EventSourceResponse):
                 del streams[who]
 
 
-async def _tell(
+async def _events(
     followed: AbstractContextManager[Following], stop: anyio.Event, comment: str, *first: ServerSentEvent
 ) -> AsyncIterator[ServerSentEvent]:
     until = time.monotonic() + _MAX_STREAM_SECONDS
     yield ServerSentEvent(comment=comment, retry=int(POLL_SECONDS * 1000))
     for event in first:
         yield event
-    told: dict[int, JobProgress] = {}
+    sent: dict[int, JobProgress] = {}
     with followed as following:
         while time.monotonic() < until and not stop.is_set():
             news = await following.take(POLL_SECONDS)
@@ -165,10 +147,10 @@ async def _tell(
             for found in news.events:
                 yield _shown(found)
             for job_id, progress in news.progress.items():
-                if told.get(job_id) != progress:
+                if sent.get(job_id) != progress:
                     data = {"job_id": job_id, **asdict(progress)}
                     yield ServerSentEvent(event="progress", data=json.dumps(data))
-            told = dict(news.progress)
+            sent = dict(news.progress)
             if news.is_last:
                 if news.state is not None:
                     yield ServerSentEvent(event="end", data=json.dumps({"state": news.state}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union
 
 from fastapi import Body, Query, Response
@@ -22,7 +21,6 @@ from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.ledger import reading, rows, transitions
 from dcp.server.core.jobs.ledger.reading import JobFilter
 from dcp.server.core.jobs.ledger.states import JobRow
-from dcp.server.core.jobs.submitting import check_queue, submit_new
 from dcp.server.core.jobs.watching import log_line, throughput_of
 from dcp.server.core.problems import ForbiddenError, UnprocessableError
 from dcp.server.core.security.principal import SYSTEM, Principal, Scope
@@ -74,12 +72,7 @@ def submit_job(body: Annotated[NewJob, Body()], ask: Ask) -> JobAnswer:
     if body.priority > 0 and not ask.caller.may("admin"):
         raise ForbiddenError("a priority above 0 needs a key with the scope 'admin'", scope="admin")
 
-    def submit(connection: Connection) -> JobAnswer:
-        spec = kinds()[body.kind].specify(connection, body.params, ask.caller, ask.settings)
-        spec = replace(spec, priority=body.priority)
-        return submit_new(connection, spec, ask.service, ask.author, ask.response)
-
-    return ask.transact(submit)
+    return ask.submit(kinds()[body.kind], body.params, body.priority)
 
 
 @feature.post("/jobs/{job_id}/cancel", tag="jobs", scope="read", status=202, errors=(403, 404, 409))
@@ -104,7 +97,7 @@ def retry_job(job_id: IdPath, ask: Ask) -> JobAnswer:
         _found(connection, job_id, ask)
         _note(connection, "job.retry", job_id, ask)
         job = transitions.retry(connection, job_id, ask.now, ask.caller.name)
-        check_queue(connection, ask.author, ask.settings.max_queued_jobs)
+        ask.check_queue(connection)
         return JobAnswer.of(job)
 
     return ask.transact(retry)
@@ -229,7 +222,7 @@ def watch_jobs(
     `data`. In between come `progress` events of running jobs, which have no `id`, and comments that keep the
     connection alive. The stream may end at any time; reconnect with Last-Event-ID.
     """
-    return all_jobs_stream(ask.request, ask.service, ask.caller, last_event_id, own_scans=scans)
+    return all_jobs_stream(ask, last_event_id, own_scans=scans)
 
 
 @feature.get("/jobs/{job_id}/events", tag="jobs", responses=_STREAM | _OVER)
@@ -240,7 +233,7 @@ def watch_job(job_id: IdPath, ask: Ask, last_event_id: LastEventId = None) -> Re
     that keep the connection alive. When the job is over `end` comes, and the stream ends; it may also end
     before: reconnect with Last-Event-ID.
     """
-    return job_stream(ask.request, ask.service, job_id, ask.caller, last_event_id or 0)
+    return job_stream(ask, job_id, last_event_id or 0)
 
 
 # -- one job -------------------------------------------------------------------------------------------------
@@ -249,10 +242,7 @@ def watch_job(job_id: IdPath, ask: Ask, last_event_id: LastEventId = None) -> Re
 @feature.get("/jobs/{job_id}", tag="jobs")
 def get_job(job_id: IdPath, ask: Ask) -> JobAnswer:
     """One job, with its progress, and its result once it has succeeded."""
-    with ask.reading() as connection:
-        job = reading.get_job(connection, job_id, ask.visible)
-        progress = {} if job.is_final else rows.progress_of(connection, [job_id])
-    return JobAnswer.of(job, progress=progress.get(job.id, job.progress))
+    return ask.job(job_id)
 
 
 @feature.get("/jobs/{job_id}/throughput", tag="jobs")

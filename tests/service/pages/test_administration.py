@@ -62,7 +62,7 @@ def test_revoking_asks_and_ends_it_at_once(keyed: App, admin: Browser) -> None:
     assert (answer.url.path, answer.url.query) == ("/keys", b"done=revoked")
     assert "1 revoked or expired" in PageText(answer.text).text
     assert other.get("/roots").url.path == "/sign-in"
-    assert "It has ended already" in admin.page("/keys/2/revoke").text
+    assert "The key has already ended" in admin.page("/keys/2/revoke").text
     found = keyed.client("admin", name="x").get("/api/v1/audit?action=key.revoke").json()["items"]
     assert [(one["actor"], one["target"]) for one in found] == [("key:ada", "key:2")]
     assert admin.get("/keys/77/revoke").status_code == 404
@@ -71,7 +71,7 @@ def test_revoking_asks_and_ends_it_at_once(keyed: App, admin: Browser) -> None:
 def test_revoking_ones_own_key(keyed: App, admin: Browser) -> None:
     """It is said before: one is signed out, and nobody may make keys any more; then one is."""
     asked = admin.page("/keys/1/revoke")
-    assert "You are signed in with it" in asked.text
+    assert "You are signed in with this key" in asked.text
     assert "the last key that may create keys" in asked.text
     keyed.key("admin", name="second")
     keyed.key("admin", name="of-one-root", roots=["main"])

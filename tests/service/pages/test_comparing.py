@@ -126,7 +126,7 @@ def test_a_comparison_that_fails_says_so(site: Site, tmp_path: Path) -> None:
         data.write_bytes(b"x" * data.stat().st_size)
     site.catalog.work()
     page = site.browser.page(path)
-    assert "has failed" in page.text and "is damaged" in page.text
+    assert " failed." in page.text and "is damaged" in page.text
     assert [form for form in page.forms if form.action == "/diff/values"]
 
 
