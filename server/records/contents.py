@@ -15,7 +15,7 @@ EntryKind = Literal["tensor", "object"]
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor, or a value that is none (``kind`` "object", without dtype and shape)."""
+    """A tensor, or another value (``kind`` "object", without dtype and shape)."""
 
     fqn: str
     kind: Annotated[str, OneOf(EntryKind)]
@@ -26,7 +26,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """What is below one name, summed up; ``entry`` where the name itself is a tensor or a value."""
+    """Sums of all below one name; ``entry`` where the name itself is a tensor or a value."""
 
     name: str
     tensors: int
@@ -37,7 +37,7 @@ class TreeNode:
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What a tensor is on one side of a difference."""
+    """Dtype and shape of a tensor on one side of a comparison."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -394,9 +394,9 @@ class LineageNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCheck:
-    """Whether a checkpoint fills a state, as far as names, shapes and dtypes tell. ``rename``: what
-    lets `dcp.load` find what is missing under other names, {} if nothing does; ``renamed``: what is
-    found then."""
+    """Check of whether a checkpoint fills a state, by names, shapes and dtypes. ``rename``: the
+    renaming by which `dcp.load` finds missing names, {} without any; ``renamed``: the findings with
+    it."""
 
     checkpoint_id: int
     answer: str
@@ -405,18 +405,18 @@ class LoadCheck:
     plain: LoadFindings
     """Without a renaming."""
     rename: Mapping[str, str]
-    """For dcp.load; {} if it mends nothing."""
+    """For dcp.load; {} without any."""
     renamed: LoadFindings | None = None
-    """With that."""
+    """With the renaming."""
     hint: str | None = None
-    """What dcp.load would say about what is missing."""
+    """The hint of dcp.load about missing names."""
     code: str
-    """Lines of Python that load it."""
+    """Python code that loads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFindings:
-    """How the names of a state fit. ``counts``: by kind of problem; ``problems``: the first 500 of
+    """Matches of the names of a state. ``counts``: by kind of problem; ``problems``: the first 500
     each."""
 
     matching: int
@@ -473,10 +473,10 @@ class PhaseRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """What one rank wrote; ``rank`` None is files whose names tell none."""
+    """The files of one rank; ``rank`` None: of files whose names have none."""
 
     rank: int | None = None
-    """None: of files whose names tell none."""
+    """null: of files whose names have none."""
     files: int
     file_bytes: int | None = None
     chunks: int
@@ -664,7 +664,7 @@ class RunTimeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePhase:
-    """A phase of a save, over all ranks that noted it. ``within``: it is a part of that one."""
+    """A phase of a save, over all ranks that recorded it. ``within``: the phase that it is a part of."""
 
     name: str
     within: str | None = None
@@ -672,7 +672,7 @@ class SavePhase:
     is_blocking: bool
     """Training waited for it."""
     ranks: int
-    """That noted it."""
+    """That recorded it."""
     min_seconds: float
     median_seconds: float
     max_seconds: float
@@ -681,7 +681,7 @@ class SavePhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePhases:
-    """How long the phases of a save took, by rank; nothing where the writer noted nothing."""
+    """Seconds of the phases of a save, by rank; none where the writer recorded none."""
 
     rank_count: int
     phases: tuple[SavePhase, ...]
@@ -746,7 +746,7 @@ class SeriesPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMap:
-    """What lies where: rows of files by rank, and in each row bins of ``bin_bytes`` from ``begin`` on."""
+    """A map of shards: rows of files by rank, and in each row bins of ``bin_bytes`` from ``begin`` on."""
 
     rank_count: int
     file_count: int
@@ -761,11 +761,11 @@ class ShardMap:
     rows: tuple[ShardMapRow, ...]
     names: tuple[str, ...]
     name_bytes: tuple[int, ...]
-    """Of names: how much of it is stored, by all ranks."""
+    """Of names: bytes that all ranks store of it."""
     name_layers: tuple[int | None, ...]
     """Of names: the number of its layer, if it has one."""
     is_replicated: tuple[bool, ...]
-    """Of names: more of it is stored than there is."""
+    """Of names: it is stored more than once."""
     dtypes: tuple[str, ...]
     cell_rows: tuple[int, ...]
     cell_bins: tuple[int, ...]
@@ -779,7 +779,7 @@ class ShardMap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMapRow:
-    """Files of neighbouring ranks. ``rank`` None: of files whose names tell none."""
+    """Files of neighbouring ranks. ``rank`` None: of files whose names have none."""
 
     first_rank: int | None = None
     last_rank: int | None = None
@@ -792,14 +792,14 @@ class ShardMapRow:
     largest_rank_bytes: int
     """Of the rank that has the most in them."""
     replicated_bytes: int
-    """Of tensors of which more is stored than there is of them."""
+    """Of tensors that are stored more than once."""
     chunks: int
     """Of tensors, in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedTensor:
-    """A tensor and how it is cut; ``chunks`` are the first of ``chunk_count``."""
+    """A tensor and the boxes that it is cut into; ``chunks`` are the first of ``chunk_count``."""
 
     fqn: str
     dtype: str
@@ -824,7 +824,7 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredChunk:
-    """A box of a tensor, and where its bytes are."""
+    """A box of a tensor, and the place of its bytes."""
 
     fqn: str
     dtype: str
@@ -836,12 +836,12 @@ class StoredChunk:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     copies: int | None = None
-    """How often this box is stored; null: too many to compare."""
+    """Copies of this box; null: too many chunks to compare."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A tensor, or a value that is none (``kind`` "object", without dtype and shape)."""
+    """A tensor, or another value (``kind`` "object", without dtype and shape)."""
 
     fqn: str
     kind: str
@@ -868,20 +868,20 @@ class TensorBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
-    """A tensor that is not the same on both sides; "undecided": the job "diff" can tell of its values.
-    ``values``: by how much, where that job has compared them."""
+    """A tensor that is not the same on both sides; "undecided": the job "diff" can compare its values.
+    ``values``: the differences, where that job has compared them."""
 
     fqn: str
     kind: str
     before: TensorFacts | None = None
     after: TensorFacts | None = None
     values: ValueDifference | None = None
-    """By how much, as the job has found."""
+    """The differences that the job found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFacts:
-    """What a tensor is on one side of a difference."""
+    """Dtype and shape of a tensor on one side of a comparison."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -898,7 +898,7 @@ class TensorGrid:
     rows: int
     columns: int
     is_sampled: bool
-    """Of each cell only a part was read: there is too much of it."""
+    """Only a part of each cell was read, because the tensor is large."""
     read_elements: int
     mean: tuple[float | None, ...]
     min: tuple[float | None, ...]
@@ -909,16 +909,16 @@ class TensorGrid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStatistics:
-    """Of one tensor's values. ``is_kept``: as a job has computed them, at ``computed_at``; else they
-    were read for this answer."""
+    """Statistics of the values of one tensor. ``is_kept``: computed by a job, at ``computed_at``; else
+    read for this answer."""
 
     fqn: str
     dtype: str
     shape: tuple[int, ...]
     statistics: Mapping[str, Any] | None = None
-    """null: bits without a meaning as numbers."""
+    """null: bits that are not numbers."""
     is_kept: bool
-    """As a job has computed them; else they were read for this answer."""
+    """Computed by a job; else read for this answer."""
     computed_at: datetime | None = None
     """By the job."""
 
@@ -948,7 +948,7 @@ class TimelineBin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeNode:
-    """What is below one name, summed up; ``entry`` where the name itself is a tensor or a value."""
+    """Sums of all below one name; ``entry`` where the name itself is a tensor or a value."""
 
     name: str
     tensors: int
@@ -960,7 +960,7 @@ class TreeNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDifference:
-    """By how much the values of a tensor differ. ``relative_l2``: the L2 norm of the differences
+    """Differences between the values of a tensor. ``relative_l2``: the L2 norm of the differences
     divided by that of the tensor before."""
 
     elements: int
@@ -969,7 +969,7 @@ class ValueDifference:
     nonfinite: int
     """Of these, NaN or infinite on a side."""
     max_abs: float | None = None
-    """The greatest difference; null for bits without a meaning, and where nothing is finite."""
+    """The maximum difference; null for bits that are not numbers, and where nothing is finite."""
     relative_l2: float | None = None
     """The L2 norm of the differences divided by that of the tensor before; null if that is 0, and
     where nothing is finite."""

@@ -8,7 +8,7 @@ from fastapi import Query as InQuery
 from pydantic import Field
 
 from dcp.server.catalog.details import get_checkpoint
-from dcp.server.catalog.filters import CheckpointFilter
+from dcp.server.catalog.listing import neighbour
 from dcp.server.catalog.names import in_order
 from dcp.server.catalog.tensors import TreePart, parts_of
 from dcp.server.catalog.verifications import list_verifications
@@ -19,7 +19,6 @@ from dcp.server.core.inputs import Query
 from dcp.server.core.jobs.ledger.reading import get_job
 from dcp.server.features.checkpoint_page import feature
 from dcp.server.features.checkpoints.snippets import snippets_of
-from dcp.server.features.checkpoints.web import find_page
 from dcp.server.features.diff.changes import changes_below, changes_of_list
 from dcp.server.features.diff.job import DiffKind, DiffParams
 from dcp.server.features.diff.web import Differences
@@ -63,14 +62,14 @@ def checkpoint_page(
     """Show a checkpoint."""
     found = ask.find(get_checkpoint, checkpoint_id, ask.visible)
     root = next((root for root in roots_of(ask) if root.name == found.root), None)
-    before = _neighbour(found, ask, is_next=False)
+    before = ask.find(neighbour, found, ask.visible, is_next=False)
     return {
         "twin": f"/api/v1/checkpoints/{checkpoint_id}",
         "found": found,
         "run_link": f"/runs/{found.run_id}",
         **_verifications(checkpoint_id, ask, 5),
         "before": before,
-        "after": _neighbour(found, ask, is_next=True),
+        "after": ask.find(neighbour, found, ask.visible, is_next=True),
         "snippets": snippets_of(found, root, str(ask.request.base_url)),
         **_tensors(found, before, view, ask),
         "optimizers": _optimizers(found, ask),
@@ -109,16 +108,6 @@ def _verifications(checkpoint_id: int, ask: Ask, limit: int) -> dict[str, Any]:
     job_id = found[0].job_id if found else None
     author = None if job_id is None else ask.find(get_job, job_id, ask.visible).created_by
     return {"verifications": found, "verified_by": author}
-
-
-def _neighbour(found: CheckpointDetail, ask: Ask, *, is_next: bool) -> Checkpoint | None:
-    """The committed one of the run before or after it, by step."""
-    if found.step is None or (found.step == 0 and not is_next):
-        return None
-    steps: dict[str, Any] = {"min_step": found.step + 1} if is_next else {"max_step": found.step - 1}
-    wanted = CheckpointFilter(run_id=found.run_id, **steps)
-    page = find_page(wanted, "step" if is_next else "-step", ask, limit=1)
-    return next(iter(page.items), None)
 
 
 # -- tensors -------------------------------------------------------------------------------------------------

@@ -21,16 +21,16 @@ __all__ = [
 ]
 
 Basis = Literal["values", "checksums", "structure"]
-"""values: as the job "diff" has found last. checksums: whether they differ, by the CRC-32s in both indexes.
-structure: names, shapes and dtypes alone."""
+"""values: as the last job "diff" found them. checksums: by the CRC-32s in both indexes. structure: names,
+shapes and dtypes alone."""
 DifferenceKind = Literal["added", "removed", "shape", "dtype", "changed", "undecided"]
 DifferenceOrder = Literal["name", "relative_l2", "changed", "nonfinite", "weights"]
-"""name: as they were saved. The others: those first that differ most."""
+"""name: as they were saved. The others: the largest differences first."""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueDifference:
-    """By how much the values of a tensor differ. ``relative_l2``: the L2 norm of the differences divided by
+    """Differences between the values of a tensor. ``relative_l2``: the L2 norm of the differences divided by
     that of the tensor before."""
 
     elements: int
@@ -38,7 +38,7 @@ class ValueDifference:
     nonfinite: Annotated[int, Shown("Of these, NaN or infinite on a side.")]
     max_abs: Annotated[
         float | None,
-        Shown("The greatest difference; null for bits without a meaning, and where nothing is finite."),
+        Shown("The maximum difference; null for bits that are not numbers, and where nothing is finite."),
     ]
     relative_l2: Annotated[
         float | None,
@@ -54,15 +54,15 @@ class ValueDifference:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor that is not the same on both sides; "undecided": the job "diff" can tell of its values.
-    ``values``: by how much, where that job has compared them."""
+    """A tensor that is not the same on both sides; "undecided": the job "diff" can compare its values.
+    ``values``: the differences, where that job has compared them."""
 
     fqn: str
     kind: Annotated[str, OneOf(DifferenceKind)]
     before: TensorFacts | None
     after: TensorFacts | None
     values: Annotated[
-        ValueDifference | None, Shown("By how much, as the job has found.", may_be_absent=True)
+        ValueDifference | None, Shown("The differences that the job found.", may_be_absent=True)
     ] = None
 
 

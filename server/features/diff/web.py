@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import urlencode
 
 from fastapi import Query, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from dcp.server.catalog.cursors import encode_cursor, offset_of, query_mark
 from dcp.server.catalog.details import get_checkpoint
+from dcp.server.catalog.inputs import Query as QueryModel
 from dcp.server.catalog.listing import neighbour
 from dcp.server.catalog.names import check_pattern
 from dcp.server.catalog.tensors import parts_of
@@ -177,11 +178,9 @@ def _found(ask: Ask, a: int, b: int, basis: Basis | None) -> tuple[object, Conte
 # -- the page ------------------------------------------------------------------------------------------------
 
 
-class DiffView(BaseModel):
+class DiffView(QueryModel):
     """``b`` is compared with ``a``, the one before; ``of``: checkpoints that were selected in a list. The
     others choose the tensors, the ``top`` of their names, their order, and one for histograms."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     a: _Id | None = None
     b: _Id | None = None

@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Final
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from dcp.server.catalog.formats import DownloadFormat
+from dcp.server.catalog.inputs import Query as QueryModel
 from dcp.server.core.data.access import OpenCheckpoint
 from dcp.server.core.data.responses import SMALL_BYTES, Body
 from dcp.server.core.data.sharing import SharedValues, Wanted
@@ -37,10 +38,8 @@ _FORMAT: Final = (
 _Glob = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 
 
-class DownloadOptions(BaseModel):
+class DownloadOptions(QueryModel):
     """Options of a download, as for `dcp.convert`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     to: Annotated[DownloadFormat, Field(alias="format", description=_FORMAT)] = "safetensors"
     only: Annotated[list[_Glob] | None, Field(max_length=64, description="Globs of names.")] = None

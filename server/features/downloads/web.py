@@ -52,7 +52,7 @@ FileName = Annotated[str, Path(min_length=1, max_length=255)]
 
 
 FileRole = Literal["data", "commit", "other"]
-"""It holds tensors; it makes the folder a checkpoint; it lies there as well (config.json)."""
+"""It holds tensors; it makes the folder a checkpoint; it is another file (config.json)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class LostFile:
-    """A data file that the index names and the storage does not have whole."""
+    """A data file that the index names and that the storage does not have, or not whole."""
 
     name: str
-    bytes: Annotated[int | None, Shown("That the storage has; null: there is no such file.")]
-    expected_bytes: Annotated[int | None, Shown("That were written; null where the index does not tell.")]
+    bytes: Annotated[int | None, Shown("In the storage; null: the file is missing.")]
+    expected_bytes: Annotated[int | None, Shown("As written; null where the index does not record it.")]
 
 
 @router.head("/download", name="head_download", include_in_schema=False)

@@ -8,8 +8,9 @@ from datetime import datetime
 from typing import Annotated, Any, Literal
 
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from dcp.server.catalog.inputs import Query as QueryModel
 from dcp.server.catalog.names import is_of_optimizer
 from dcp.server.catalog.runs import get_run
 from dcp.server.core.answers import IdPath
@@ -93,10 +94,8 @@ def compute_run_drift(run_id: IdPath, ask: Ask) -> JobAnswer:
     return ask.submit(DriftKind, DriftParams(run_id=run_id))
 
 
-class DriftView(BaseModel):
+class DriftView(QueryModel):
     """The value that is shown, and the layers: ``count`` of them from ``first`` on."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     value: DriftValue = "relative_l2"
     of: Literal["weights", "all"] = "weights"

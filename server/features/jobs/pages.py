@@ -62,6 +62,7 @@ def job_page(job_id: IdPath, ask: Ask) -> dict[str, Any]:
     return {
         "twin": f"/api/v1/jobs/{job_id}",
         "job": job,
+        "about": "" if kind is None else kind.about,
         "sources": sources,
         "names": _names([job], ask, sources),
         "outcomes": _outcomes([job], ask),

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Final
 from urllib.parse import urlencode
 
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict
 
 from dcp.server.catalog.details import get_checkpoint
+from dcp.server.catalog.inputs import Query as QueryModel
 from dcp.server.catalog.values import clean_text
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
@@ -124,10 +124,8 @@ def _rows(
 # -- the page ------------------------------------------------------------------------------------------------
 
 
-class AnatomyView(BaseModel):
+class AnatomyView(QueryModel):
     """The ranks that are shown."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     first_rank: Rank | None = None
     last_rank: Rank | None = None

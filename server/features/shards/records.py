@@ -34,7 +34,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensor:
-    """A tensor and how it is cut; ``chunks`` are the first of ``chunk_count``."""
+    """A tensor and the boxes that it is cut into; ``chunks`` are the first of ``chunk_count``."""
 
     fqn: str
     dtype: str
@@ -45,7 +45,7 @@ class ShardedTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A box of a tensor, and where its bytes are."""
+    """A box of a tensor, and the place of its bytes."""
 
     fqn: str
     dtype: str
@@ -55,14 +55,14 @@ class StoredChunk:
     bytes: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    copies: Annotated[int | None, Shown("How often this box is stored; null: too many to compare.")]
+    copies: Annotated[int | None, Shown("Copies of this box; null: too many chunks to compare.")]
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What one rank wrote; ``rank`` None is files whose names tell none."""
+    """The files of one rank; ``rank`` None: of files whose names have none."""
 
-    rank: Annotated[int | None, Shown("None: of files whose names tell none.")]
+    rank: Annotated[int | None, Shown("null: of files whose names have none.")]
     files: int
     file_bytes: int | None
     chunks: int
@@ -72,7 +72,7 @@ class RankShare:
 
 @dataclass(frozen=True, slots=True)
 class ShardMapRow:
-    """Files of neighbouring ranks. ``rank`` None: of files whose names tell none."""
+    """Files of neighbouring ranks. ``rank`` None: of files whose names have none."""
 
     first_rank: int | None
     last_rank: int | None
@@ -81,15 +81,15 @@ class ShardMapRow:
     file_bytes: Annotated[int | None, Shown("null: not known.")]
     tensor_bytes: int
     largest_rank_bytes: Annotated[int, Shown("Of the rank that has the most in them.")]
-    replicated_bytes: Annotated[int, Shown("Of tensors of which more is stored than there is of them.")]
+    replicated_bytes: Annotated[int, Shown("Of tensors that are stored more than once.")]
     chunks: Annotated[int, Shown("Of tensors, in them.")]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardMap:
-    """What lies where: rows of files by rank, and in each row bins of ``bin_bytes`` from ``begin`` on.
+    """A map of shards: rows of files by rank, and in each row bins of ``bin_bytes`` from ``begin`` on.
 
-    Cells that hold something are columns of one length: their row, bin, the bytes and chunks of tensors in
+    Cells with content are columns of one length: their row, bin, the bytes and chunks of tensors in
     them, and the largest of these: its name in ``names`` and its dtype in ``dtypes``, by number.
     """
 
@@ -104,9 +104,9 @@ class ShardMap:
     mean_rank_bytes: float
     rows: tuple[ShardMapRow, ...]
     names: tuple[str, ...]
-    name_bytes: Annotated[tuple[int, ...], Shown("Of names: how much of it is stored, by all ranks.")]
+    name_bytes: Annotated[tuple[int, ...], Shown("Of names: bytes that all ranks store of it.")]
     name_layers: Annotated[tuple[int | None, ...], Shown("Of names: the number of its layer, if it has one.")]
-    is_replicated: Annotated[tuple[bool, ...], Shown("Of names: more of it is stored than there is.")]
+    is_replicated: Annotated[tuple[bool, ...], Shown("Of names: it is stored more than once.")]
     dtypes: tuple[str, ...]
     cell_rows: tuple[int, ...]
     cell_bins: tuple[int, ...]
@@ -118,7 +118,7 @@ class ShardMap:
 
 @dataclass(frozen=True, slots=True)
 class SavePhase:
-    """A phase of a save, over all ranks that noted it. ``within``: it is a part of that one.
+    """A phase of a save, over all ranks that recorded it. ``within``: the phase that it is a part of.
 
     ``is_blocking``: training waited for it.
     """
@@ -126,7 +126,7 @@ class SavePhase:
     name: str
     within: Annotated[str | None, Shown("The phase that it is a part of.")]
     is_blocking: Annotated[bool, Shown("Training waited for it.")]
-    ranks: Annotated[int, Shown("That noted it.")]
+    ranks: Annotated[int, Shown("That recorded it.")]
     min_seconds: float
     median_seconds: float
     max_seconds: float
@@ -146,7 +146,7 @@ class PhaseRow:
 
 @dataclass(frozen=True, slots=True)
 class SavePhases:
-    """How long the phases of a save took, by rank; nothing where the writer noted nothing.
+    """Seconds of the phases of a save, by rank; none where the writer recorded none.
 
     ``blocking_seconds`` and ``background_seconds`` are of the slowest rank in each phase.
     """

@@ -8,10 +8,11 @@ from typing import Annotated, Any, Final, Literal
 from urllib.parse import urlencode
 
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from dcp.server.catalog.cursors import encode_cursor, offset_of, query_mark
 from dcp.server.catalog.details import get_checkpoint
+from dcp.server.catalog.inputs import Query as QueryModel
 from dcp.server.catalog.names import check_pattern
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
@@ -45,9 +46,7 @@ _EVEN: Final = 1.05
 """Share of the mean up to which there is no imbalance."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class _Part(QueryModel):
     first_rank: Rank | None = None
     last_rank: Rank | None = None
     begin: Annotated[_Offset, Field(description="The first byte of each file.")] = 0

@@ -40,14 +40,14 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class TensorStatistics:
-    """Of one tensor's values. ``is_kept``: as a job has computed them, at ``computed_at``; else they were
-    read for this answer."""
+    """Statistics of the values of one tensor. ``is_kept``: computed by a job, at ``computed_at``; else read
+    for this answer."""
 
     fqn: str
     dtype: str
     shape: tuple[int, ...]
-    statistics: Annotated[Mapping[str, Any] | None, Shown("null: bits without a meaning as numbers.")]
-    is_kept: Annotated[bool, Shown("As a job has computed them; else they were read for this answer.")]
+    statistics: Annotated[Mapping[str, Any] | None, Shown("null: bits that are not numbers.")]
+    is_kept: Annotated[bool, Shown("Computed by a job; else read for this answer.")]
     computed_at: Annotated[datetime | None, Shown("By the job.")] = None
 
 

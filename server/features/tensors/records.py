@@ -35,7 +35,7 @@ class TensorGrid:
     shape: Annotated[tuple[int, ...], Shown("Of the slice, as a matrix.")]
     rows: int
     columns: int
-    is_sampled: Annotated[bool, Shown("Of each cell only a part was read: there is too much of it.")]
+    is_sampled: Annotated[bool, Shown("Only a part of each cell was read, because the tensor is large.")]
     read_elements: int
     mean: tuple[float | None, ...]
     min: tuple[float | None, ...]

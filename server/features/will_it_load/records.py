@@ -30,7 +30,7 @@ class LoadProblem:
 
 @dataclass(frozen=True, slots=True)
 class LoadFindings:
-    """How the names of a state fit. ``counts``: by kind of problem; ``problems``: the first 500 of each."""
+    """Matches of the names of a state. ``counts``: by kind of problem; ``problems``: the first 500 each."""
 
     matching: Annotated[int, Shown("That are there, with this shape and dtype as far as they are known.")]
     counts: Annotated[Mapping[str, int], Shown("By kind of problem, all of them.")]
@@ -39,8 +39,8 @@ class LoadFindings:
 
 @dataclass(frozen=True, slots=True)
 class LoadCheck:
-    """Whether a checkpoint fills a state, as far as names, shapes and dtypes tell. ``rename``: what lets
-    `dcp.load` find what is missing under other names, {} if nothing does; ``renamed``: what is found then.
+    """Check of whether a checkpoint fills a state, by names, shapes and dtypes. ``rename``: the renaming by
+    which `dcp.load` finds missing names, {} without any; ``renamed``: the findings with it.
 
     ``answer``: "yes"; "rename": with that; "cast": with dtype="cast", and that if it is not {}; "no".
     """
@@ -49,7 +49,7 @@ class LoadCheck:
     answer: Annotated[str, OneOf(LoadAnswer)]
     wanted: Annotated[int, Shown("Names in the state.")]
     plain: Annotated[LoadFindings, Shown("Without a renaming.")]
-    rename: Annotated[Mapping[str, str], Shown("For dcp.load; {} if it mends nothing.")]
-    renamed: Annotated[LoadFindings | None, Shown("With that.")]
-    hint: Annotated[str | None, Shown("What dcp.load would say about what is missing.")]
-    code: Annotated[str, Shown("Lines of Python that load it.")]
+    rename: Annotated[Mapping[str, str], Shown("For dcp.load; {} without any.")]
+    renamed: Annotated[LoadFindings | None, Shown("With the renaming.")]
+    hint: Annotated[str | None, Shown("The hint of dcp.load about missing names.")]
+    code: Annotated[str, Shown("Python code that loads it.")]

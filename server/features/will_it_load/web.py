@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import urlencode
 
 from fastapi import Query, Response
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from dcp.planners.weight_maps.weight_map import ready_maps
 from dcp.server.catalog.details import get_checkpoint, keys_of
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.filters import CheckpointFilter
+from dcp.server.catalog.inputs import Query as QueryModel
 from dcp.server.catalog.listing import list_checkpoints
 from dcp.server.catalog.values import clean_text
 from dcp.server.core.answers import IdPath
@@ -61,10 +62,8 @@ class StateRequest(Request):
     objects: Annotated[list[_Fqn], Field(max_length=_MOST)] | None = None
 
 
-class MapQuery(BaseModel):
+class MapQuery(QueryModel):
     """The weight map through which the checkpoint is loaded."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     map: Annotated[str | None, Field(max_length=256, description="A ready weight map to load through.")] = (
         None
@@ -84,7 +83,7 @@ class MapQuery(BaseModel):
         return choice
 
 
-class _State(BaseModel):
+class _State(QueryModel):
     state_of: Annotated[_Number | None, Field(description="Of another checkpoint.")] = None
     shapes_job: Annotated[_Number | None, Field(description="Found by a job of the kind shapes.")] = None
 
