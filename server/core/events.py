@@ -50,7 +50,7 @@ class Consumer:
         return last_event_id(connection) > position(connection, self.name)
 
     def _consume_some(self, connection: Connection, context: ScheduleContext) -> bool:
-        """Returns whether more may be left."""
+        """Consume a batch. Returns whether more may be left."""
         begin, newest = lock_position(connection, self.name), last_event_id(connection)
         is_needed = self.is_needed is None or self.is_needed(connection)
         found = events_after(connection, begin, self.batch, kinds=self.kinds) if is_needed else []

@@ -119,8 +119,8 @@ class Panel:
 class Feature:
     """One feature, declared in ``module``.
 
-    A package has its templates in the folder ``templates``, scripts and styles in ``static``. A feature of
-    one file has the texts of its templates in the field ``templates``, or files in such a folder beside it.
+    A package has its templates in the folder ``templates``, scripts and styles in ``static``; a feature of
+    one file has the texts of its templates in the field ``templates`` by name, or in such a folder beside it.
 
     ``web``: the modules below ``module`` that declare its routes and pages, imported by processes that serve
     HTTP alone; not needed where the module of the feature declares them. ``work``: those that declare

@@ -84,7 +84,7 @@ class CreatedKey(Key):
 
 @dataclass(frozen=True, slots=True)
 class Webhook:
-    """A URL that receives events; ``roots`` None: of all roots."""
+    """A URL to which events are posted; ``roots`` None: events of all roots."""
 
     id: int
     url: str
@@ -92,9 +92,9 @@ class Webhook:
     roots: Annotated[tuple[str, ...] | None, Shown("null: all.")]
     description: str
     is_enabled: bool
-    disabled_reason: Annotated[str | None, Shown("Why the service disabled it.")]
+    disabled_reason: Annotated[str | None, Shown("The reason why the service disabled it.")]
     failing_since: Annotated[datetime | None, Shown("No delivery has succeeded since.")]
-    previous_secret_until: Annotated[datetime | None, Shown("Until then the secret before signs as well.")]
+    previous_secret_until: Annotated[datetime | None, Shown("Until then the previous secret signs as well.")]
     created_at: datetime
     updated_at: datetime
     etag: _Etag
@@ -102,7 +102,7 @@ class Webhook:
 
 @dataclass(frozen=True, slots=True)
 class WebhookSecret(Webhook):
-    """A webhook, with the only sight of its new secret, which is in no repr."""
+    """A webhook and its new secret, which is shown this once, and in no repr."""
 
     secret: str = field(repr=False)
 
@@ -118,7 +118,7 @@ class Delivery:
     state: Annotated[str, OneOf(DeliveryState)]
     attempts: int
     max_attempts: Annotated[int, Shown(may_be_absent=True)] = 10
-    status_code: Annotated[int | None, Shown("What the receiver answered last.")]
+    status_code: Annotated[int | None, Shown("Of the receiver's last answer.")]
     error: str | None
     created_at: datetime
     next_attempt_at: datetime | None
@@ -127,7 +127,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """On ``event``, for checkpoints that meet ``condition``, jobs are made as ``actions`` say."""
+    """A rule: ``actions`` are jobs to submit on ``event``, for checkpoints that meet ``condition``."""
 
     id: int
     name: str
@@ -143,7 +143,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """A rule of which checkpoints to keep; ``keep`` as `dcp.Retention` has it."""
+    """A retention policy for some runs; ``keep`` as in `dcp.Retention`."""
 
     id: int
     name: str
@@ -161,8 +161,8 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RetentionDecision:
-    """A checkpoint, and why it is kept; it goes if there are no ``reasons``. Of one that is kept ``drops``
-    are the parts that go, with ``dropped_bytes`` of tensors."""
+    """A checkpoint with the reasons to keep it; it is deleted if there are none. Of one that is kept
+    ``drops`` are the parts to drop, with ``dropped_bytes`` of tensors."""
 
     checkpoint_id: int
     key: str
@@ -177,9 +177,9 @@ class RetentionDecision:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPreview:
-    """The retention preview of a run; ``checkpoints``: up to 1,000, those that go first.
+    """A preview of a policy for one run; ``checkpoints``: up to 1,000, those to delete first.
 
-    ``unjudged``: a sentence on each rule by a metric that nothing has, which therefore keeps all.
+    ``unjudged``: a sentence on each rule by a metric that no checkpoint has, which therefore keeps all.
     """
 
     run_id: int
@@ -187,9 +187,9 @@ class RetentionPreview:
     kept: int
     deleted: int
     deleted_bytes: int
-    checkpoints: Annotated[tuple[RetentionDecision, ...], Shown("Up to 1,000; those that go come first.")]
+    checkpoints: Annotated[tuple[RetentionDecision, ...], Shown("Up to 1,000; those to delete come first.")]
     unjudged: Annotated[
-        tuple[str, ...], Shown("On each rule by a metric that nothing has: it keeps all.")
+        tuple[str, ...], Shown("On each rule by a metric that no checkpoint has: it keeps all.")
     ] = ()
     dropped: Annotated[int, Shown("Of those kept, how many lose a part.", may_be_absent=True)] = 0
     dropped_bytes: Annotated[int, Shown("Of the tensors of these parts.", may_be_absent=True)] = 0
@@ -197,14 +197,14 @@ class RetentionPreview:
 
 @dataclass(frozen=True, slots=True)
 class RetentionTotals:
-    """The retention preview of all runs together."""
+    """A preview of a policy for all runs together."""
 
     runs: int
     kept: int
     kept_bytes: int
     deleted: int
-    deleted_bytes: Annotated[int, Shown("What is freed once the grace is over.")]
-    unjudged_runs: Annotated[int, Shown("Runs with a rule by a metric that nothing in them has.")]
+    deleted_bytes: Annotated[int, Shown("Freed once the grace is over.")]
+    unjudged_runs: Annotated[int, Shown("Runs with a rule by a metric that none of their checkpoints has.")]
     is_cut: Annotated[bool, Shown("Always false: all runs are counted.")]
     dropped: Annotated[int, Shown("Of those kept, how many lose a part.", may_be_absent=True)] = 0
     dropped_bytes: Annotated[int, Shown("Of the tensors of these parts.", may_be_absent=True)] = 0
@@ -212,7 +212,7 @@ class RetentionTotals:
 
 @dataclass(frozen=True, slots=True)
 class TensorBytes:
-    """Bytes of some tensors in older checkpoints of a run, which saving without them would free.
+    """Bytes of some tensors of older checkpoints of a run, which dropping them would free.
 
     Of ``checkpoints`` committed ones, ``held`` are pinned or named by an alias, and count no bytes.
     """

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
 
-from sqlalchemy import Row, Table, delete, select, update
+from sqlalchemy import Table, delete, select, update
 from standardwebhooks import Webhook
 
 from dcp.server.catalog.events import emit
@@ -78,19 +79,14 @@ class Bench:
         changes = {"webhook_allow_private": addresses, "webhook_seconds": seconds}
         self.settings = self.settings.model_copy(update=changes)
 
-    def claim(self, hook: Any, lease_seconds: float) -> Callable[[int, float], None]:
+    def claim(self, hook: Any, lease_seconds: float) -> Callable[[float], None]:
         """A sender that takes the next delivery and dies; what records its outcome later all the same."""
         self.app.work(NOW, "events:webhooks")
-        taken = self.database.transact(
-            lambda connection: ledger.claim_next(connection, hook.id, NOW, lease_seconds)
-        )
+        claim = partial(ledger.claim_next, hook_id=hook.id, now=NOW, lease_seconds=lease_seconds)
+        taken = self.database.transact(claim)
         assert taken is not None
-
-        def record(status: int, now: float) -> None:
-            late = ledger.DeliveryOutcome(status, "too late")
-            self.database.transact(lambda connection: ledger.record(connection, taken, late, now))
-
-        return record
+        write = partial(ledger.record, claim=taken, outcome=ledger.DeliveryOutcome(500, "too late"))
+        return lambda now: self.database.transact(partial(write, now=now))
 
     def attempts_are(self, count: int) -> None:
         """Of all deliveries."""
@@ -106,12 +102,11 @@ class Bench:
         found = self.app.base.get("/api/v1/audit", params={"action": action}).json()["items"]
         return [entry["target"] for entry in found]
 
-    def deliveries(self, hook: Any) -> Sequence[Row[Any]]:
+    def deliveries(self, hook: Any) -> Any:
         """All of a webhook, oldest event first."""
         query = select(deliveries).where(deliveries.c.webhook_id == hook.id).order_by(deliveries.c.event_id)
         with self.database.read() as connection:
-            found: Sequence[Row[Any]] = connection.execute(query).all()
-            return found
+            return connection.execute(query).all()
 
     def state(self, hook: Any) -> Any:
         """The webhook as it is now."""
@@ -130,9 +125,9 @@ def deliver(app: App, later_seconds: float = 0.0) -> int:
 def verify(secrets: Iterable[str], headers: Mapping[str, str], body: bytes, now: float) -> bool:
     """Whether it is signed with one of the secrets, less than five minutes ago. So does the library of
     Standard Webhooks, which has no other clock than the system's."""
-    message_id, sent = headers["webhook-id"], int(headers["webhook-timestamp"])
-    at = datetime.fromtimestamp(sent, UTC)
-    wanted = {Webhook(secret).sign(message_id, at, body.decode()) for secret in secrets}
+    sent = int(headers["webhook-timestamp"])
+    signed = headers["webhook-id"], datetime.fromtimestamp(sent, UTC), body.decode()
+    wanted = {Webhook(secret).sign(*signed) for secret in secrets}
     return abs(now - sent) <= 300 and not wanted.isdisjoint(headers["webhook-signature"].split())
 
 

@@ -136,9 +136,9 @@ class Delivery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiffPage:
+class Diff:
     """Differences. `counts` are of all tensors, `tensors` are a page of the requested ones; `objects`
-    are the first 500."""
+    are the first 500 of ``object_count``."""
 
     a: int
     b: int
@@ -151,7 +151,7 @@ class DiffPage:
     tensors: tuple[TensorDifference, ...]
     objects: tuple[ObjectDifference, ...]
     matching: int | None = None
-    """Tensors that differ and were requested."""
+    """Tensors that differ and were asked for."""
     job_id: int | None = None
     """The job that compared values."""
     created_at: datetime | None = None
@@ -394,9 +394,9 @@ class LineageNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCheck:
-    """The check that a checkpoint fills a state, by names, shapes and dtypes. ``rename``: the rules
-    that let `dcp.load` find what is missing under other names, {} if nothing does; ``renamed``:
-    what is found then."""
+    """Whether a checkpoint fills a state, as far as names, shapes and dtypes tell. ``rename``: what
+    lets `dcp.load` find what is missing under other names, {} if nothing does; ``renamed``: what is
+    found then."""
 
     checkpoint_id: int
     answer: str
@@ -416,7 +416,8 @@ class LoadCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadFindings:
-    """Names of a state that fit. ``counts``: by kind of problem; ``problems``: the first 500 of each."""
+    """How the names of a state fit. ``counts``: by kind of problem; ``problems``: the first 500 of
+    each."""
 
     matching: int
     """That are there, with this shape and dtype as far as they are known."""
@@ -472,7 +473,7 @@ class PhaseRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
-    """The share that one rank wrote; ``rank`` None is files whose names have none."""
+    """What one rank wrote; ``rank`` None is files whose names tell none."""
 
     rank: int | None = None
     """None: of files whose names tell none."""
@@ -680,7 +681,7 @@ class SavePhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePhases:
-    """Seconds of the phases of a save, by rank; empty where the writer noted nothing."""
+    """How long the phases of a save took, by rank; nothing where the writer noted nothing."""
 
     rank_count: int
     phases: tuple[SavePhase, ...]
@@ -745,7 +746,7 @@ class SeriesPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMap:
-    """Shards by place: rows of files by rank, and in each row bins of ``bin_bytes`` from ``begin`` on."""
+    """What lies where: rows of files by rank, and in each row bins of ``bin_bytes`` from ``begin`` on."""
 
     rank_count: int
     file_count: int
@@ -809,8 +810,8 @@ class ShardedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StatisticsPage:
-    """Statistics of a checkpoint's values: of all tensors together, and of those of this page."""
+class Statistics:
+    """Statistics of the values of all tensors together, and of those of this page."""
 
     is_stale: bool
     """The checkpoint was replaced since they were computed."""
@@ -880,7 +881,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFacts:
-    """A tensor on one side of a difference."""
+    """What a tensor is on one side of a difference."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -947,7 +948,7 @@ class TimelineBin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeNode:
-    """The sums of all below one name; ``entry`` where the name itself is a tensor or a value."""
+    """What is below one name, summed up; ``entry`` where the name itself is a tensor or a value."""
 
     name: str
     tensors: int

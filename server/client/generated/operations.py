@@ -28,12 +28,12 @@ def get_checkpoint_facets(**options: Unpack[models.FacetQuery]) -> Call[models.C
 
 def diff_checkpoints(
     checkpoint_id: int, before: int, *, limit: int | None = None, **options: Unpack[models.DiffQuery]
-) -> Call[tuple[models.DiffPage, str | None]]:
+) -> Call[tuple[models.Diff, str | None]]:
     """GET /checkpoints/{checkpoint_id}/diff"""
     return Call(
         "GET",
         f"/checkpoints/{checkpoint_id}/diff",
-        with_cursor(models.DiffPage),
+        with_cursor(models.Diff),
         query(before=before, limit=limit, **options),
     )
 
@@ -52,13 +52,10 @@ def download_file(checkpoint_id: int, name: str, *, redirect: bool | None = None
 
 def get_statistics(
     checkpoint_id: int, *, limit: int | None = None
-) -> Call[tuple[models.StatisticsPage, str | None]]:
+) -> Call[tuple[models.Statistics, str | None]]:
     """GET /checkpoints/{checkpoint_id}/statistics"""
     return Call(
-        "GET",
-        f"/checkpoints/{checkpoint_id}/statistics",
-        with_cursor(models.StatisticsPage),
-        query(limit=limit),
+        "GET", f"/checkpoints/{checkpoint_id}/statistics", with_cursor(models.Statistics), query(limit=limit)
     )
 
 

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 import structlog
 from sqlalchemy import Connection, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from dcp.server.core.settings import Settings
 from dcp.server.database.engine import Database, DatabaseUnavailableError
+from dcp.server.database.sql import insert_missing
 from dcp.server.database.tables import schedules as table
 
 __all__ = ["PeriodicWork", "ScheduleContext", "Scheduler"]
@@ -115,9 +115,7 @@ class Scheduler:
         lease = {"lease_owner": self._owner, "lease_until_seconds": now + self._settings.lease_seconds}
 
         def take(connection: Connection) -> bool:
-            dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-            new = dialect.insert(table).values(name=name, due_seconds=now).on_conflict_do_nothing()
-            connection.execute(new)
+            insert_missing(connection, table, [{"name": name, "due_seconds": now}])
             free = or_(table.c.lease_until_seconds.is_(None), table.c.lease_until_seconds < now)
             statement = update(table).where(table.c.name == name, table.c.due_seconds <= now, free)
             return connection.execute(statement.values(**lease)).rowcount == 1

@@ -22,7 +22,7 @@ from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.server.catalog.names import is_of_optimizer
 from dcp.server.core.data.access import OpenCheckpoint
 from dcp.server.features.diff.job import text_of
-from dcp.server.records.contents import Basis, DifferenceOrder
+from dcp.server.features.diff.records import Basis, DifferenceOrder
 from dcp.storage.formats.index import CheckpointIndex
 
 __all__ = ["ContentDifference", "chosen", "compare", "of_document"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from glob import escape
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import urlencode
@@ -31,10 +31,10 @@ from dcp.server.core.pages.tokens import FormDep
 from dcp.server.core.problems import NotFoundError, ProblemError, UnprocessableError
 from dcp.server.features.diff import feature
 from dcp.server.features.diff.job import DiffKind, DiffParams
+from dcp.server.features.diff.records import Basis, Diff, DifferenceKind, DifferenceOrder, TensorDifference
 from dcp.server.features.tensors.api import get_tensor_statistics
 from dcp.server.features.tensors.histograms import histogram_picture
 from dcp.server.records.checkpoints import CheckpointDetail
-from dcp.server.records.contents import Basis, Diff, DifferenceKind, DifferenceOrder, TensorDifference
 
 if TYPE_CHECKING:
     from dcp.server.features.diff.differences import ContentDifference
@@ -57,14 +57,6 @@ _OFFERED: Final = 50
 """Checkpoints that are offered where more than two were selected in a list."""
 
 _Id = Annotated[int, Field(ge=1, le=MAX_ID)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiffPage(Diff):
-    """Differences. `counts` are of all tensors, `tensors` are a page of the requested ones; `objects` are the
-    first 500."""
-
-    next_cursor: str | None
 
 
 class Differences:
@@ -120,7 +112,7 @@ def diff_checkpoints(
     ] = None,
     glob: Annotated[str | None, Query(min_length=1, max_length=256, examples=["layers.*.weight"])] = None,
     order: Annotated[DifferenceOrder, Query(description=_ORDER)] = "name",
-) -> DiffPage:
+) -> Diff:
     """Compare it with the checkpoint `before`. No tensor is read; values are compared by the job `diff`."""
     return _page_of(ask, before, checkpoint_id, page, basis, kind or (), glob, order)
 
@@ -134,7 +126,7 @@ def _page_of(
     kinds: Sequence[DifferenceKind] = (),
     glob: str | None = None,
     order: DifferenceOrder = "name",
-) -> DiffPage:
+) -> Diff:
     """A page of the tensors of these kinds that differ between ``a``, the one before, and ``b``. Raises
     NotFoundError where the values are to be compared and no job has done that."""
     from dcp.server.features.diff.differences import chosen
@@ -146,7 +138,7 @@ def _page_of(
     begin = offset_of(rows.cursor, mark)
     tensors = chosen(found, kinds, glob, order)
     end = begin + rows.limit
-    return DiffPage(
+    return Diff(
         a=a,
         b=b,
         basis=found.basis,
@@ -263,7 +255,7 @@ def _histograms(a: int, b: int, fqn: str, ask: Ask) -> dict[str, Any]:
     return {"picture": histogram_picture(of_each), "problem": None}
 
 
-def _shown(a: int, b: int, view: DiffView, ask: Ask) -> tuple[DiffPage, str]:
+def _shown(a: int, b: int, view: DiffView, ask: Ask) -> tuple[Diff, str]:
     """The differences of values where a job has found them, else of the indexes; and the path of the JSON."""
     kinds = [view.kind] if view.kind else []
     rows = PageParams(_ROWS, view.cursor)
@@ -278,7 +270,7 @@ def _shown(a: int, b: int, view: DiffView, ask: Ask) -> tuple[DiffPage, str]:
     return found, f"/api/v1/checkpoints/{b}/diff?{query}"
 
 
-def _nonfinite(a: int, b: int, found: DiffPage, ask: Ask) -> TensorDifference | None:
+def _nonfinite(a: int, b: int, found: Diff, ask: Ask) -> TensorDifference | None:
     """The tensor with the most values that are not finite among those that changed; None without any."""
     if found.basis != "values":
         return None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from fastapi import Path, Query, Response
 from fastapi.responses import RedirectResponse
@@ -34,8 +35,7 @@ from dcp.server.features.downloads.plans import (
     is_small_download,
     plan_download,
 )
-from dcp.server.records.contents import File, FileRole, LostFile
-from dcp.server.records.declaring import Shown, moment
+from dcp.server.records.declaring import OneOf, Shown, moment
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, check_name
 
 __all__ = ["list_files", "router"]
@@ -49,6 +49,31 @@ _PRESIGNED_SECONDS: Final = 300
 """Enough to follow a redirect; it does not end a download that has begun."""
 
 FileName = Annotated[str, Path(min_length=1, max_length=255)]
+
+
+FileRole = Literal["data", "commit", "other"]
+"""It holds tensors; it makes the folder a checkpoint; it lies there as well (config.json)."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of a checkpoint; ``role``: "data", "commit" or "other"."""
+
+    name: str
+    bytes: int
+    modified_at: datetime
+    role: Annotated[
+        str, OneOf(FileRole), Shown("data: it holds tensors; commit: it makes the folder a checkpoint.")
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class LostFile:
+    """A data file that the index names and the storage does not have whole."""
+
+    name: str
+    bytes: Annotated[int | None, Shown("That the storage has; null: there is no such file.")]
+    expected_bytes: Annotated[int | None, Shown("That were written; null where the index does not tell.")]
 
 
 @router.head("/download", name="head_download", include_in_schema=False)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, NamedTuple
 
-from sqlalchemy import Connection, case, func, or_, select
+from sqlalchemy import Connection, Row, Select, case, func, null, or_, select
 
 from dcp.manager.retention import Part, Retention, plan
 from dcp.server.catalog.formats import format_in_catalog
@@ -32,6 +32,12 @@ __all__ = ["RunPlan", "plan_run", "retention_totals", "runs_of", "tensor_bytes"]
 
 _WITH_PARTS: Final = frozenset({format_in_catalog(one.name) for one in (DCP, TORCH_DCP)})
 """Formats with a commit that can be replaced."""
+_COLUMNS: Final = (
+    *("id", "key", "step", "format", "state", "committed_seconds", "bytes", "verification", "is_pinned"),
+    "structure_id",
+)
+
+_Checkpoint = Row[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +79,6 @@ class RunPlan:
         )
 
 
-class _CheckpointRow(NamedTuple):
-    id: int
-    key: str
-    step: int | None
-    format: str
-    state: str
-    committed_seconds: float
-    bytes: int
-    verification: str
-    is_pinned: bool
-    structure_id: int | None
-    dropped: frozenset[str] = frozenset()
-
-
 def runs_of(
     connection: Connection, root: str, run_glob: str, *, after: int | None = None, limit: int | None = None
 ) -> list[tuple[int, str]]:
@@ -112,7 +104,7 @@ def plan_run(connection: Connection, run_id: int, run: str, keep: Retention, now
     unjudged: dict[str, None] = {}
     named = _names(connection, run_id)
     measured = _metrics(connection, run_id, keep)
-    by_format: defaultdict[str, list[_CheckpointRow]] = defaultdict(list)
+    by_format: defaultdict[str, list[_Checkpoint]] = defaultdict(list)
     for row in rows:
         if row.step is None:
             found[row.id] = ("no step",)
@@ -132,7 +124,7 @@ def plan_run(connection: Connection, run_id: int, run: str, keep: Retention, now
 
 
 def _taken(
-    connection: Connection, rows: Iterable[_CheckpointRow], drops: Mapping[int, Sequence[Part]]
+    connection: Connection, rows: Iterable[_Checkpoint], drops: Mapping[int, Sequence[Part]]
 ) -> dict[int, tuple[tuple[str, ...], int]]:
     """Return by checkpoint the names of the parts that it has and that are to be dropped, and their bytes."""
     wanted = {row.id: row.structure_id for row in rows if row.id in drops and row.structure_id is not None}
@@ -148,67 +140,61 @@ def _taken(
 
 
 def _plan_group(
-    rows: Sequence[_CheckpointRow],
+    rows: Sequence[_Checkpoint],
     keep: Retention,
     now: float,
     named: dict[int, list[str]],
     measured: dict[int, dict[str, float]],
 ) -> tuple[dict[int, tuple[str, ...]], Iterable[str], dict[int, tuple[Part, ...]]]:
-    """Return reasons by checkpoint, sentences on rules that cannot be applied, and parts to drop.
-
-    Of several checkpoints of one step the newest good one counts; the others are kept or deleted with it.
-    """
-    by_step: defaultdict[int, list[_CheckpointRow]] = defaultdict(list)
+    """Return reasons by checkpoint, sentences on rules that cannot be applied, and parts to drop."""
+    by_step: defaultdict[int, list[_Checkpoint]] = defaultdict(list)
     for row in rows:
-        by_step[row.step or 0].append(row)
-    states = []
-    for step, same in by_step.items():
-        best = max(same, key=lambda row: (_is_good(row), row.committed_seconds, row.id))
-        states.append(
-            StepState(
-                step,
-                best.committed_seconds,
-                measured.get(best.id, {}),
-                "good" if _is_good(best) else "damaged",
-                any(row.is_pinned or row.id in named for row in same),
-                best.dropped,
-            )
-        )
-    planned = plan(keep, states, now)
-    kept = planned.keep
-    found = {}
-    for step, same in by_step.items():
-        for row in same:
-            reasons = [reason for reason in kept.get(step, ()) if reason != "pinned"]
-            if row.is_pinned:
-                reasons.append("pinned")
-            reasons += [f"alias {name}" for name in named.get(row.id, ())]
-            if not reasons and step in kept:
-                reasons = ["another of this step is kept"]
-            found[row.id] = tuple(reasons)
+        by_step[row.step].append(row)
+    planned = plan(keep, [_state(same, named, measured) for same in by_step.values()], now)
+    found = {row.id: _reasons(row, planned.keep.get(row.step), named.get(row.id, ())) for row in rows}
     can_lose = [row for row in rows if row.state == "committed" and row.format in _WITH_PARTS]
-    drops = {row.id: planned.drop[row.step or 0] for row in can_lose if (row.step or 0) in planned.drop}
+    drops = {row.id: planned.drop[row.step] for row in can_lose if row.step in planned.drop}
     return found, planned.unjudged.values(), drops
 
 
-def _is_good(row: _CheckpointRow) -> bool:
-    return row.state == "committed" and row.verification != "damaged"
+def _state(
+    same: Sequence[_Checkpoint], named: dict[int, list[str]], measured: dict[int, dict[str, float]]
+) -> StepState:
+    """Return the state of a step. Of several checkpoints the newest good one counts; the others are kept or
+    deleted with it."""
+    best = max(same, key=lambda row: (_is_good(row), row.committed_seconds, row.id))
+    return StepState(
+        best.step,
+        best.committed_seconds,
+        measured.get(best.id, {}),
+        "good" if _is_good(best) else "damaged",
+        any(row.is_pinned or row.id in named for row in same),
+        _dropped_patterns(best.provenance),
+    )
 
 
-def _rows(connection: Connection, run_id: int, *, with_dropped: bool) -> list[_CheckpointRow]:
-    names = [name for name in _CheckpointRow._fields if name != "dropped"]
-    names += ["provenance"] if with_dropped else []
-    query = (
-        select(*(checkpoints.c[name] for name in names))
+def _reasons(row: _Checkpoint, of_step: Sequence[str] | None, names: Sequence[str]) -> tuple[str, ...]:
+    reasons = [reason for reason in of_step or () if reason != "pinned"]
+    reasons += ["pinned"] if row.is_pinned else []
+    reasons += [f"alias {name}" for name in names]
+    if not reasons and of_step is not None:
+        return ("another of this step is kept",)
+    return tuple(reasons)
+
+
+def _is_good(row: _Checkpoint) -> bool:
+    return bool(row.state == "committed" and row.verification != "damaged")
+
+
+def _rows(connection: Connection, run_id: int, *, with_dropped: bool) -> Sequence[_Checkpoint]:
+    """Read the checkpoints of a run; their provenance only where it is needed, since it may be large."""
+    provenance = checkpoints.c.provenance if with_dropped else null()
+    query: Select[Any] = (
+        select(*(checkpoints.c[name] for name in _COLUMNS), provenance.label("provenance"))
         .where(checkpoints.c.run_id == run_id, checkpoints.c.state.in_(("committed", "unreadable")))
         .order_by(checkpoints.c.step, checkpoints.c.id)
     )
-    found = []
-    for row in connection.execute(query).mappings():
-        own = dict(row)
-        dropped = _dropped_patterns(own.pop("provenance", None))
-        found.append(_CheckpointRow(**own, dropped=dropped))
-    return found
+    return connection.execute(query).all()
 
 
 def _names(connection: Connection, run_id: int) -> dict[int, list[str]]:

@@ -19,8 +19,8 @@ from dcp.server.core.ask import Ask
 from dcp.server.core.data.responses import NOT_MODIFIED
 from dcp.server.core.pages.formatting import seconds_text, times_text
 from dcp.server.features.shards import feature
+from dcp.server.features.shards.records import PhaseRow, SavePhase, SavePhases
 from dcp.server.features.shards.web import KeptChunks, Rank, is_late
-from dcp.server.records.drawings import PhaseRow, SavePhase, SavePhases
 
 _WITHIN: Final[Mapping[str, str]] = {
     "staging": "blocked",

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from dcp.server.catalog.names import layer_number
 from dcp.server.catalog.values import clean_text
 from dcp.server.features.shards.chunks import NO_RANK, ChunkColumns
-from dcp.server.records.drawings import ShardMap, ShardMapRow
+from dcp.server.features.shards.records import ShardMap, ShardMapRow
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import UNKNOWN
 

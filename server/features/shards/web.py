@@ -25,9 +25,8 @@ from dcp.server.core.pages.formatting import bytes_text, count_text, times_text
 from dcp.server.core.pages.queries import query_of
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.features.shards import feature
+from dcp.server.features.shards.records import RankShare, ShardedTensor, ShardMap, StoredChunk
 from dcp.server.records.checkpoints import CheckpointDetail
-from dcp.server.records.contents import RankShare, ShardedTensor, StoredChunk
-from dcp.server.records.drawings import ShardMap
 from dcp.server.records.lists import Page
 
 __all__ = ["KeptChunks", "Rank", "is_late"]

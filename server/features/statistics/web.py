@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from datetime import datetime
+from typing import Annotated, Any, Final
 from urllib.parse import urlencode
 
 from dcp.server.catalog import verifications
@@ -16,24 +18,41 @@ from dcp.server.core.pages.tokens import FormDep
 from dcp.server.core.problems import NotFoundError
 from dcp.server.features.statistics import feature
 from dcp.server.features.statistics.job import StatsKind, StatsParams
-from dcp.server.records.contents import Statistics
-from dcp.server.records.declaring import moment
-from dcp.server.records.drawings import TensorStatistics
+from dcp.server.records.declaring import Shown, moment
 
-__all__ = ["kept_statistics"]
+__all__ = ["TensorStatistics", "kept_statistics"]
 
 _PATH: Final = "/checkpoints/{checkpoint_id}/statistics"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatisticsPage(Statistics):
-    """Statistics of a checkpoint's values: of all tensors together, and of those of this page."""
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Statistics of the values of all tensors together, and of those of this page."""
 
+    is_stale: Annotated[bool, Shown("The checkpoint was replaced since they were computed.")]
+    created_at: datetime
+    job_id: int | None
+    total: Any
+    tensor_count: int
+    tensors: tuple[Any, ...]
     next_cursor: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class TensorStatistics:
+    """Of one tensor's values. ``is_kept``: as a job has computed them, at ``computed_at``; else they were
+    read for this answer."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    statistics: Annotated[Mapping[str, Any] | None, Shown("null: bits without a meaning as numbers.")]
+    is_kept: Annotated[bool, Shown("As a job has computed them; else they were read for this answer.")]
+    computed_at: Annotated[datetime | None, Shown("By the job.")] = None
+
+
 @feature.get(_PATH, tag="data")
-def get_statistics(checkpoint_id: IdPath, ask: Ask, page: Page) -> StatisticsPage:
+def get_statistics(checkpoint_id: IdPath, ask: Ask, page: Page) -> Statistics:
     """The statistics that are kept; not found before the first computation. A page is of tensors."""
     with ask.reading() as connection:
         found = verifications.get_statistics(connection, checkpoint_id, ask.visible)
@@ -45,7 +64,7 @@ def get_statistics(checkpoint_id: IdPath, ask: Ask, page: Page) -> StatisticsPag
         begin = offset_of(page.cursor, mark)
         end = begin + page.limit
         tensors = verifications.statistics_tensors(connection, checkpoint_id, begin, end)
-    return StatisticsPage(
+    return Statistics(
         is_stale=found.is_stale,
         created_at=moment(found.created_seconds),
         job_id=found.job_id,

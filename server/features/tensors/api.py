@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Final, Literal, get_args
 
 from fastapi import Depends, Query, Response
@@ -16,11 +16,11 @@ from dcp.server.core.http.dependencies import Page as PageQuery
 from dcp.server.core.http.dependencies import requires
 from dcp.server.core.http.routers import api_router
 from dcp.server.core.problems import UnprocessableError
-from dcp.server.features.statistics.web import kept_statistics
+from dcp.server.features.statistics.web import TensorStatistics, kept_statistics
 from dcp.server.features.tensors import feature
-from dcp.server.features.tensors.slices import GridValue, parse_slices
-from dcp.server.records.contents import Tensor, TreeNode
-from dcp.server.records.drawings import TensorGrid, TensorStatistics
+from dcp.server.features.tensors.records import GridValue, TensorGrid, TreePage
+from dcp.server.features.tensors.slices import parse_slices
+from dcp.server.records.contents import Tensor
 from dcp.server.records.lists import Page
 
 __all__ = ["get_tensor_statistics", "list_tensors", "router", "tensor_tree"]
@@ -53,15 +53,6 @@ async def _fqn(fqn: _Fqn = None, old: _OldFqn = None) -> str:
 
 
 Fqn = Annotated[str, Depends(_fqn)]
-
-
-@dataclass(frozen=True, slots=True)
-class TreePage:
-    """One level of the tree of names, in their order."""
-
-    prefix: str
-    items: tuple[TreeNode, ...]
-    next_cursor: str | None
 
 
 @feature.get(_TENSORS, tag="data", errors=_ERRORS)

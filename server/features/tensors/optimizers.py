@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, Literal
 
-from dcp.server.core.ask import Ask
 from dcp.server.core.pages.marks import Mark, mark_of, rms_of
-from dcp.server.core.problems import ProblemError
-from dcp.server.features.tensors.page import NamedTensor, statistics_of
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.torch.python_values import decode_value
@@ -34,6 +31,9 @@ _ROWS: Final = 16
 _READ_ROWS: Final = 6
 """A weight and the states of Adam and the like; others are only looked up, so that names which fit thousands
 of tensors cost no more."""
+
+ValuesOf = Callable[[str, bool], Mapping[str, Any] | None]
+"""The statistics of a tensor, which may be read for them or not; None if they are not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,28 +229,18 @@ class Panel:
     is_corrected: bool = False
 
 
-def panel_of(kept: KeptState, named: NamedTensor, ask: Ask, most_bytes: int) -> Panel:
-    """The panel of one parameter; tensors of more than ``most_bytes`` are not read."""
+def panel_of(kept: KeptState, index: CheckpointIndex, values_of: ValuesOf) -> Panel:
+    """The panel of one parameter."""
     names: Iterable[tuple[str | None, str]] = [*((None, fqn) for fqn in kept.weights), *kept.states.items()]
     rows: list[PanelRow] = []
     for state, fqn in islice(names, _ROWS):
-        if fqn in named.readable.opened.index.position:
-            rows.append(_row(state, fqn, named, ask, most_bytes if len(rows) < _READ_ROWS else 0))
+        if fqn in index.position:
+            row = index.position[fqn]
+            dtype, values = index.dtype(row).name, values_of(fqn, len(rows) < _READ_ROWS)
+            rows.append(PanelRow(state, fqn, dtype, index.shape(row), values, mark_of(dtype, values)))
     states = {row.state: row.values for row in rows if row.state is not None}
     weights = [row.values for row in rows if row.state is None]
     return _with_moments(kept, tuple(rows), states, weights[0] if len(weights) == 1 else None)
-
-
-def _row(state: str | None, fqn: str, named: NamedTensor, ask: Ask, most_bytes: int) -> PanelRow:
-    index = named.readable.opened.index
-    try:
-        found = statistics_of(ask, named.readable, fqn, most_bytes)
-    except ProblemError:
-        found = None
-    values = None if found is None else found.statistics
-    row = index.position[fqn]
-    dtype = index.dtype(row).name
-    return PanelRow(state, fqn, dtype, index.shape(row), values, mark_of(dtype, values))
 
 
 def _with_moments(

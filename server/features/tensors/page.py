@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from glob import escape
 from itertools import islice
@@ -22,13 +22,12 @@ from dcp.server.core.pages.drawing import polyline
 from dcp.server.core.pages.marks import LARGE, largest_of, mark_of
 from dcp.server.core.problems import ProblemError
 from dcp.server.features.checkpoints.snippets import Snippet
+from dcp.server.features.shards.records import Chunk, ShardedTensor
 from dcp.server.features.statistics.job import StatsKind, StatsParams
-from dcp.server.features.statistics.web import kept_statistics
+from dcp.server.features.statistics.web import TensorStatistics, kept_statistics
 from dcp.server.features.tensors import feature
 from dcp.server.features.tensors.histograms import histogram_picture
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
-from dcp.server.records.contents import Chunk, ShardedTensor
-from dcp.server.records.drawings import TensorStatistics
 
 __all__ = ["NamedDep", "NamedTensor", "statistics_of"]
 
@@ -162,6 +161,13 @@ def _values(named: NamedTensor, ask: Ask, most_bytes: int) -> dict[str, Any]:
     """Statistics, histogram and panels, as far as they are kept or not too large to be read."""
     from dcp.server.features.tensors.optimizers import OptimizerStates, panel_of
 
+    def values_of(fqn: str, may_read: bool) -> Mapping[str, Any] | None:
+        try:
+            found = statistics_of(ask, named.readable, fqn, most_bytes if may_read else 0)
+        except ProblemError:
+            return None
+        return None if found is None else found.statistics
+
     statistics, fault = None, None
     try:
         statistics = statistics_of(ask, named.readable, named.of.fqn, most_bytes, with_histogram=True)
@@ -176,7 +182,8 @@ def _values(named: NamedTensor, ask: Ask, most_bytes: int) -> dict[str, Any]:
         "histogram": histogram_picture({named.of.fqn: histogram}),
         "mark": None if statistics is None else mark_of(statistics.dtype, statistics.statistics),
         "panels": [
-            panel_of(kept, named, ask, most_bytes) for kept in islice(states.beside(named.of.fqn), _PANELS)
+            panel_of(kept, named.readable.opened.index, values_of)
+            for kept in islice(states.beside(named.of.fqn), _PANELS)
         ],
         "is_state": states.is_state(named.of.fqn),
     }

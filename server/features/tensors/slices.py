@@ -7,21 +7,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
 from dcp.server.core.ask import Ask
 from dcp.server.core.problems import ProblemError, UnprocessableError
 from dcp.server.features.tensors import feature
 from dcp.server.features.tensors.page import NamedDep, NamedTensor
-from dcp.server.records.drawings import TensorGrid
+from dcp.server.features.tensors.records import GridValue, TensorGrid
 
 if TYPE_CHECKING:
     from dcp.inspection.values.tensor_reading import Slices
 
-__all__ = ["GridValue", "parse_slices"]
-
-GridValue = Literal["mean", "min", "max", "abs_max", "nonfinite"]
+__all__ = ["parse_slices"]
 
 _CELLS: Final = 16
 _LEVELS: Final = 10

@@ -20,7 +20,8 @@ from dcp.server.core.data.planned import ArrayBody, PlannedBody
 from dcp.server.core.data.responses import Body
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.features.statistics.job import statistics_json
-from dcp.server.records.drawings import TensorGrid, TensorStatistics
+from dcp.server.features.statistics.web import TensorStatistics
+from dcp.server.features.tensors.records import TensorGrid
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.dtypes import CASTABLE, Dtype

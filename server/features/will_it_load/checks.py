@@ -8,15 +8,15 @@ from typing import Final, get_args
 
 from dcp.planners.load.plan import hint_for_missing, rename_for_missing
 from dcp.planners.load.selection import renamer
-from dcp.server.features.will_it_load.states import StateNames, StateTensor
-from dcp.server.records.contents import (
+from dcp.server.features.will_it_load.records import (
     LoadAnswer,
     LoadCheck,
     LoadFindings,
     LoadProblem,
     LoadProblemKind,
-    TensorFacts,
 )
+from dcp.server.features.will_it_load.states import StateNames, StateTensor
+from dcp.server.records.contents import TensorFacts
 from dcp.storage.formats.index import CheckpointIndex
 
 __all__ = ["check_load"]

@@ -29,7 +29,7 @@ from dcp.server.core.problems import NotFoundError, UnprocessableError
 from dcp.server.features.convert.options import MapChoice
 from dcp.server.features.will_it_load import feature
 from dcp.server.features.will_it_load.job import ShapesKind, ShapesParams
-from dcp.server.records.contents import LoadCheck, LoadFindings, LoadProblem
+from dcp.server.features.will_it_load.records import LoadCheck, LoadFindings, LoadProblem
 from dcp.storage.errors import OptionError, PlanError
 
 if TYPE_CHECKING:

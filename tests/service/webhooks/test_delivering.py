@@ -160,7 +160,7 @@ def test_a_sender_that_is_killed_is_followed_by_another(bench: Bench, receiver: 
     record = bench.claim(hook, 80.0)
     assert bench.round(NOW + 79) == 0
     assert bench.round(NOW + 81) == 1
-    record(500, NOW + 82)
+    record(NOW + 82)
     (delivery,) = bench.deliveries(hook)
     assert (delivery.state, delivery.attempt, delivery.status_code) == ("delivered", 2, 204)
     assert bench.state(hook).failing_since is None
