@@ -128,7 +128,7 @@ class Delivery:
     attempts: int
     max_attempts: int = 10
     status_code: int | None = None
-    """What the receiver answered last."""
+    """Of the receiver's last answer."""
     error: str | None = None
     created_at: datetime
     next_attempt_at: datetime | None = None
@@ -499,8 +499,8 @@ class Registered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionDecision:
-    """A checkpoint, and why it is kept; it goes if there are no ``reasons``. Of one that is kept
-    ``drops`` are the parts that go, with ``dropped_bytes`` of tensors."""
+    """A checkpoint with the reasons to keep it; it is deleted if there are none. Of one that is kept
+    ``drops`` are the parts to drop, with ``dropped_bytes`` of tensors."""
 
     checkpoint_id: int
     key: str
@@ -515,7 +515,7 @@ class RetentionDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPolicy:
-    """A rule of which checkpoints to keep; ``keep`` as `dcp.Retention` has it."""
+    """A retention policy for some runs; ``keep`` as in `dcp.Retention`."""
 
     id: int
     name: str
@@ -534,7 +534,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPreview:
-    """The retention preview of a run; ``checkpoints``: up to 1,000, those that go first."""
+    """A preview of a policy for one run; ``checkpoints``: up to 1,000, those to delete first."""
 
     run_id: int
     run: str
@@ -542,9 +542,9 @@ class RetentionPreview:
     deleted: int
     deleted_bytes: int
     checkpoints: tuple[RetentionDecision, ...]
-    """Up to 1,000; those that go come first."""
+    """Up to 1,000; those to delete come first."""
     unjudged: tuple[str, ...]
-    """On each rule by a metric that nothing has: it keeps all."""
+    """On each rule by a metric that no checkpoint has: it keeps all."""
     dropped: int = 0
     """Of those kept, how many lose a part."""
     dropped_bytes: int = 0
@@ -553,16 +553,16 @@ class RetentionPreview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionTotals:
-    """The retention preview of all runs together."""
+    """A preview of a policy for all runs together."""
 
     runs: int
     kept: int
     kept_bytes: int
     deleted: int
     deleted_bytes: int
-    """What is freed once the grace is over."""
+    """Freed once the grace is over."""
     unjudged_runs: int
-    """Runs with a rule by a metric that nothing in them has."""
+    """Runs with a rule by a metric that none of their checkpoints has."""
     is_cut: bool
     """Always false: all runs are counted."""
     dropped: int = 0
@@ -605,7 +605,7 @@ class RootCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """On ``event``, for checkpoints that meet ``condition``, jobs are made as ``actions`` say."""
+    """A rule: ``actions`` are jobs to submit on ``event``, for checkpoints that meet ``condition``."""
 
     id: int
     name: str
@@ -852,7 +852,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorBytes:
-    """Bytes of some tensors in older checkpoints of a run, which saving without them would free."""
+    """Bytes of some tensors of older checkpoints of a run, which dropping them would free."""
 
     run_id: int
     checkpoints: int
@@ -996,7 +996,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Webhook:
-    """A URL that receives events; ``roots`` None: of all roots."""
+    """A URL to which events are posted; ``roots`` None: events of all roots."""
 
     id: int
     url: str
@@ -1006,11 +1006,11 @@ class Webhook:
     description: str
     is_enabled: bool
     disabled_reason: str | None = None
-    """Why the service disabled it."""
+    """The reason why the service disabled it."""
     failing_since: datetime | None = None
     """No delivery has succeeded since."""
     previous_secret_until: datetime | None = None
-    """Until then the secret before signs as well."""
+    """Until then the previous secret signs as well."""
     created_at: datetime
     updated_at: datetime
     etag: str
@@ -1062,7 +1062,7 @@ class CreatedKey(Key):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebhookSecret(Webhook):
-    """A webhook, with the only sight of its new secret, which is in no repr."""
+    """A webhook and its new secret, which is shown this once, and in no repr."""
 
     secret: str = field(repr=False)
 

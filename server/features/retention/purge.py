@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from sqlalchemy import Connection, Select, exists, select
@@ -28,7 +27,6 @@ from dcp.server.core.jobs.subjects import (
     Subject,
     find_subject,
     fingerprint_at,
-    job_about,
     open_place,
     storage_errors,
 )
@@ -170,8 +168,15 @@ class PurgeKind(Kind[PurgeParams]):
 
 
 def _spec(subject: Subject, params: PurgeParams, caller: Principal) -> JobSpec:
-    made = job_about(subject, PurgeKind.name, params, caller, purge_dedup_key(subject.id))
-    return replace(made, max_attempts=PurgeKind.max_attempts)
+    return JobSpec(
+        kind=PurgeKind.name,
+        params=params.model_dump(mode="json"),
+        created_by=caller.name,
+        root=subject.root,
+        checkpoint_id=subject.id,
+        dedup_key=purge_dedup_key(subject.id),
+        max_attempts=PurgeKind.max_attempts,
+    )
 
 
 def _remove_commit(place: SourcePlace, subject: Subject) -> Removed:
