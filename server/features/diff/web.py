@@ -184,7 +184,7 @@ class DiffView(QueryModel):
 
     a: _Id | None = None
     b: _Id | None = None
-    of: Annotated[list[_Id], Field(max_length=500)] = []
+    of: Annotated[list[_Id], Field(max_length=500)] = Field(default_factory=list)
     kind: DifferenceKind | None = None
     glob: Annotated[str, Field(max_length=150)] | None = None
     top: Annotated[str, Field(max_length=_LONG_NAME)] | None = None
