@@ -266,7 +266,7 @@ def _list_keys(settings: Settings = _SETTINGS) -> Answer:
 
 
 def _facts_of(record: Any) -> dict[str, Any]:
-    """The fields of a record; times as seconds."""
+    """List the fields of a record, times as seconds."""
     return {
         f"{name.removesuffix('_at')}_seconds" if name.endswith("_at") else name: (
             value.timestamp() if isinstance(value, datetime) else value

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 from fastapi import Path
 from pydantic import BaseModel, ConfigDict, Field
 
-from dcp.server.core.inputs import MAX_ID, NAME_PATTERN
+from dcp.server.catalog.inputs import MAX_ID, NAME_PATTERN
 from dcp.server.records.declaring import moment
 
 __all__ = [

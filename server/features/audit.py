@@ -12,10 +12,10 @@ from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from dcp.server.catalog.audit import audit_page
+from dcp.server.catalog.inputs import Text, Time
 from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
 from dcp.server.core.http.dependencies import Page as Paging
-from dcp.server.core.inputs import Text, Time
 from dcp.server.records.administration import AuditEntry
 from dcp.server.records.lists import Page
 

@@ -9,10 +9,10 @@ from pydantic import AfterValidator, Field, ValidationError
 from sqlalchemy import Connection
 
 from dcp.server.catalog import audit
+from dcp.server.catalog.inputs import Name, Request
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
-from dcp.server.core.inputs import Name, Request
 from dcp.server.core.pages.tokens import Form
 from dcp.server.core.problems import ConflictError, ProblemError, UnprocessableError
 from dcp.server.core.record_answers import RecordAnswer, answers

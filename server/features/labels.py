@@ -17,12 +17,12 @@ from sqlalchemy import Connection
 from dcp.server.catalog import labels
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import MissingError
+from dcp.server.catalog.inputs import MAX_ID, Finite, Name, Request
 from dcp.server.catalog.runs import get_run
 from dcp.server.core.answers import IdPath, NamePath
 from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
 from dcp.server.core.http.dependencies import IfMatch, Precondition
-from dcp.server.core.inputs import MAX_ID, Finite, Name, Request
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.labels import Alias

@@ -21,8 +21,8 @@ from dcp.server.catalog.errors import (
     ProtectedError,
     StateError,
 )
+from dcp.server.catalog.inputs import is_clean
 from dcp.server.core.answers import PROBLEM_MEDIA_TYPE
-from dcp.server.core.inputs import is_clean
 from dcp.server.core.problems import (
     BadRequestError,
     ConflictError,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from dcp.server.core.inputs import MAX_ID, OneLine, Request
+from dcp.server.catalog.inputs import MAX_ID, OneLine, Request
 
 __all__ = ["CheckpointId", "Globs", "Parameters", "PlainText"]
 

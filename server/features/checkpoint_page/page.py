@@ -8,6 +8,7 @@ from fastapi import Query as InQuery
 from pydantic import Field
 
 from dcp.server.catalog.details import get_checkpoint
+from dcp.server.catalog.inputs import Query
 from dcp.server.catalog.listing import neighbour
 from dcp.server.catalog.names import in_order
 from dcp.server.catalog.tensors import TreePart, parts_of
@@ -15,7 +16,6 @@ from dcp.server.catalog.verifications import list_verifications
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import PageParams
-from dcp.server.core.inputs import Query
 from dcp.server.core.jobs.ledger.reading import get_job
 from dcp.server.features.checkpoint_page import feature
 from dcp.server.features.checkpoints.snippets import snippets_of

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from dcp.server.catalog.cursors import encode_cursor, offset_of, query_mark
 from dcp.server.catalog.details import get_checkpoint
+from dcp.server.catalog.inputs import MAX_ID
 from dcp.server.catalog.inputs import Query as QueryModel
 from dcp.server.catalog.listing import neighbour
 from dcp.server.catalog.names import check_pattern
@@ -22,7 +23,6 @@ from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.data.sharing import SharedValues
 from dcp.server.core.http.dependencies import Page, PageParams
-from dcp.server.core.inputs import MAX_ID
 from dcp.server.core.jobs.ledger.reading import get_job, last_job
 from dcp.server.core.jobs.ledger.states import JobRow
 from dcp.server.core.jobs.subjects import find_subject

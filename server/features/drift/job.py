@@ -13,10 +13,10 @@ from pydantic import Field
 from sqlalchemy import Connection
 
 from dcp.server.catalog.errors import StateError
+from dcp.server.catalog.inputs import MAX_ID
 from dcp.server.catalog.names import in_order, layer_of
 from dcp.server.catalog.runs import get_run
 from dcp.server.catalog.timeline import steps_of_run
-from dcp.server.core.inputs import MAX_ID
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
 from dcp.server.core.jobs.ledger.states import JobSpec, Json
 from dcp.server.core.jobs.parameters import Globs, Parameters

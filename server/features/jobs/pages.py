@@ -10,12 +10,12 @@ from fastapi import Query
 
 from dcp.server import features
 from dcp.server.catalog.details import keys_of
+from dcp.server.catalog.inputs import Name
 from dcp.server.catalog.verifications import outcomes_of_jobs
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import Page as Paging
 from dcp.server.core.http.dependencies import PageParams
-from dcp.server.core.inputs import Name
 from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.features.jobs import feature, web
 from dcp.server.records.checkpoints import CheckpointDetail

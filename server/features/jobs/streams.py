@@ -19,9 +19,9 @@ from sse_starlette.sse import SendTimeoutError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from dcp.server.catalog.inputs import MAX_ID
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.context import Service
-from dcp.server.core.inputs import MAX_ID
 from dcp.server.core.jobs.answers import JobEventAnswer
 from dcp.server.core.jobs.following import POLL_SECONDS, AllJobsFeed, Following, JobFeed
 from dcp.server.core.jobs.ledger.reading import get_job, job_events_after, last_event_id

@@ -12,10 +12,10 @@ from sqlalchemy import Connection
 from dcp.server.catalog import audit
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.filter_checks import check_root
+from dcp.server.catalog.inputs import MAX_ID, Name, Request
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import Page as Paging
-from dcp.server.core.inputs import MAX_ID, Name, Request
 from dcp.server.core.jobs.answers import JobAnswer, TaskAnswer
 from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.ledger import reading, rows, transitions

@@ -10,10 +10,10 @@ from pydantic import BaseModel, Field
 
 from dcp.manager.retention import Retention
 from dcp.server.catalog.audit import last_removal
+from dcp.server.catalog.inputs import MAX_ID, Name, Query, Text
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import Precondition
-from dcp.server.core.inputs import MAX_ID, Name, Query, Text
 from dcp.server.features.retention import feature
 from dcp.server.features.retention.planning import plan_run, tensor_bytes
 from dcp.server.features.retention.policies import Keep

@@ -9,8 +9,8 @@ from sqlalchemy import delete, select
 
 from dcp.manager.retention import Retention
 from dcp.server.catalog.errors import InvalidQueryError
+from dcp.server.catalog.inputs import Finite, Name, Request, Text
 from dcp.server.catalog.names import check_pattern
-from dcp.server.core.inputs import Finite, Name, Request, Text
 from dcp.server.core.resource import Resource
 from dcp.server.core.settings import Settings
 from dcp.server.database.records import record_of_row

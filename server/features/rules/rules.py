@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, TypeAdapter, model_validator
 
 from dcp.server.catalog.formats import SourceFormat
-from dcp.server.core.inputs import Name
+from dcp.server.catalog.inputs import Name
 from dcp.server.core.jobs.parameters import Parameters, PlainText
 from dcp.server.core.resource import Resource
 from dcp.server.database.records import record_of_row

@@ -10,12 +10,12 @@ from pydantic import Field
 from dcp.server.catalog import runs
 from dcp.server.catalog.filter_checks import check_filter, check_root, notes_of
 from dcp.server.catalog.filters import CheckpointFilter, RootName, Sort, SortText
+from dcp.server.catalog.inputs import MAX_ID, Name, Query, Text
 from dcp.server.catalog.labels import list_aliases
 from dcp.server.catalog.runs import RunFilter, RunSort
 from dcp.server.catalog.timeline import metric_series, run_timeline
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
-from dcp.server.core.inputs import MAX_ID, Name, Query, Text
 from dcp.server.core.pages.drawing import polyline, timeline
 from dcp.server.core.security.redaction import redact
 from dcp.server.features.checkpoints.web import ListView, Paged, find_page, listed, loss_of

@@ -12,8 +12,8 @@ import structlog
 from pydantic import Field
 from sqlalchemy import Connection
 
+from dcp.server.catalog.inputs import MAX_ID
 from dcp.server.catalog.roots import sync_roots
-from dcp.server.core.inputs import MAX_ID
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress
 from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json, TaskSpec
 from dcp.server.core.jobs.ledger.transitions import submit

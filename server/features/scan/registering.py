@@ -21,10 +21,10 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog.checkpoints import mark_vanished, upsert_checkpoint
 from dcp.server.catalog.facts import CheckpointFacts
+from dcp.server.catalog.inputs import MAX_ID, Finite, Name, Request, Text
 from dcp.server.catalog.labels import MAX_LABELS
 from dcp.server.catalog.source_facts import step_of_name
 from dcp.server.catalog.structures import prepare_structures
-from dcp.server.core.inputs import MAX_ID, Finite, Name, Request, Text
 from dcp.server.core.problems import ConflictError, NotFoundError
 from dcp.server.core.roots import Roots, StorageRoot, check_key
 from dcp.server.database.engine import Database

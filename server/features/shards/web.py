@@ -13,6 +13,7 @@ from pydantic import Field, StringConstraints
 from dcp.server.catalog.cursors import encode_cursor, offset_of, query_mark
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.inputs import Query as QueryModel
+from dcp.server.catalog.inputs import Text
 from dcp.server.catalog.names import check_pattern
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
@@ -21,7 +22,6 @@ from dcp.server.core.data.responses import NOT_MODIFIED
 from dcp.server.core.data.sharing import SharedValues
 from dcp.server.core.http.dependencies import MAX_PAGE
 from dcp.server.core.http.dependencies import Page as PageQuery
-from dcp.server.core.inputs import Text
 from dcp.server.core.pages.formatting import bytes_text, count_text, times_text
 from dcp.server.core.pages.queries import query_of
 from dcp.server.core.problems import UnprocessableError

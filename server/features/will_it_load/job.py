@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import AfterValidator
 
-from dcp.server.core.inputs import Plain
+from dcp.server.catalog.inputs import Plain
 from dcp.server.core.jobs.kind import JobContext, PermanentJobError, ReportProgress
 from dcp.server.core.jobs.ledger.states import Json
 from dcp.server.core.jobs.parameters import CheckpointId, Parameters

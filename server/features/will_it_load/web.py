@@ -15,13 +15,13 @@ from dcp.planners.weight_maps.weight_map import ready_maps
 from dcp.server.catalog.details import get_checkpoint, keys_of
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.filters import CheckpointFilter
+from dcp.server.catalog.inputs import MAX_ID, Request
 from dcp.server.catalog.inputs import Query as QueryModel
 from dcp.server.catalog.listing import list_checkpoints
 from dcp.server.catalog.values import clean_text
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.data.access import Readable
-from dcp.server.core.inputs import MAX_ID, Request
 from dcp.server.core.jobs.ledger.reading import get_job
 from dcp.server.core.pages.queries import checked
 from dcp.server.core.pages.rendering import page
