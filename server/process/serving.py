@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import structlog
 import uvicorn
+from fastapi import FastAPI
 
 from dcp.server.app import create_app
 from dcp.server.core.http.context import Service
@@ -100,8 +101,24 @@ def _tell_address(host: str, port: int) -> None:
     _log.info("serving", api=f"{address}/api/v1", docs=f"{address}/docs")
 
 
+_ending = threading.Event()
+"""A signal has come before uvicorn listens to it."""
+
+
 def _end(_number: int, _frame: object) -> None:
+    _ending.set()
     raise SystemExit(0)
+
+
+def _app(settings: Settings) -> FastAPI:
+    """Make the application. A signal meanwhile ends the process as it does at any other time, though pydantic
+    makes an error of its own of whatever is raised while it builds a model."""
+    try:
+        return create_app(settings)
+    except Exception:
+        if _ending.is_set():
+            raise SystemExit(0) from None
+        raise
 
 
 _MADE_OBJECTS: Final = 50_000
@@ -150,7 +167,7 @@ def _settle() -> None:
 
 
 def _serve_here(settings: Settings, begun: threading.Event) -> int:
-    server = _Server(uvicorn.Config(create_app(settings), **_options(settings)), begun)
+    server = _Server(uvicorn.Config(_app(settings), **_options(settings)), begun)
     server.run()
     return 0 if server.started else 3
 

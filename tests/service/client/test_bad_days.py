@@ -11,8 +11,9 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from dcp.server.client.errors import (
+from dcp.server.client import (
     AnswerError,
+    Client,
     ConflictError,
     DownloadError,
     JobCancelledError,
@@ -22,7 +23,6 @@ from dcp.server.client.errors import (
     UnavailableError,
     WaitTimeoutError,
 )
-from dcp.server.client.synchronous.client import Client
 from tests.support.both_clients import KINDS, client_of
 from tests.support.power_cuts import Recording
 from tests.support.scripted_service import Answer, Asked, ScriptedService, scripted_service

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from dcp.server.client.errors import AnswerError
-from dcp.server.client.synchronous.client import Client
+from dcp.server.client import AnswerError, Client
 from tests.support.scripted_service import Answer, scripted_service
 
 
