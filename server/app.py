@@ -8,6 +8,7 @@ from functools import cache
 
 from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
+from jinja2 import Environment
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
@@ -58,8 +59,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
     app.state.large_bodies = LargeBodies()
     app.state.readiness = Readiness(service)
     install_handlers(app)
-    app.state.assets = assets.Assets(features())
-    app.state.templates = environment_of(features(), app.state.assets)
+    app.state.assets, app.state.templates = _pages()
     app.state.problem_page = problem_page
     check_routes(app)
     documentation.install(app)
@@ -71,6 +71,12 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
 def _routes() -> list[BaseRoute]:
     """In the order in which they are looked through for each request."""
     return [*documentation.router.routes, *assets.router.routes, *routes_of(features())]
+
+
+@cache
+def _pages() -> tuple[assets.Assets, Environment]:
+    files = assets.Assets(features())
+    return files, environment_of(features(), files)
 
 
 @cache
