@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, Final
 
-from fastapi import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from dcp.server.catalog.inputs import MAX_ID, NAME_PATTERN
@@ -24,7 +23,7 @@ __all__ = [
 
 PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
 
-IdPath = Annotated[int, Path(ge=1, le=MAX_ID)]
+IdPath = Annotated[int, Field(ge=1, le=MAX_ID)]
 
 
 class Answer(BaseModel):
@@ -79,7 +78,7 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
-NamePath = Annotated[str, Path(min_length=1, max_length=128, pattern=NAME_PATTERN)]
+NamePath = Annotated[str, Field(min_length=1, max_length=128, pattern=NAME_PATTERN)]
 
 
 def rfc3339(seconds: float) -> str:
