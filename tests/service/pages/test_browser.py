@@ -174,7 +174,7 @@ def test_the_values_of_a_tensor(site: Site) -> None:
         box = canvas.bounding_box()
         assert box is not None
         page.mouse.move(box["x"] + box["width"] * 0.02, box["y"] + box["height"] * 0.02)
-        expect(page.locator("[data-told]")).to_contain_text("0, 0:")
+        expect(page.locator("[data-readout]")).to_contain_text("0, 0:")
         page.mouse.down()
         page.mouse.move(box["x"] + box["width"] * 0.48, box["y"] + box["height"] * 0.23)
         page.mouse.up()
