@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
-from sqlalchemy import Connection
 
 from dcp.server.catalog.events import CatalogEvent
 from dcp.server.core.answers import IdPath
@@ -70,8 +69,8 @@ def count_form(checkpoint_id: IdPath, ask: Ask) -> str:
     return f"/jobs/{ask.submit(NanKind, CheckpointParams(checkpoint_id=checkpoint_id)).id}"
 
 
-@feature.consumer("nan_counts", kinds=["checkpoint.committed"])
-def post(connection: Connection, events: Sequence[CatalogEvent], context: ScheduleContext) -> None:
+@feature.consumer("nan_counts", kinds=["checkpoint.committed"], is_slow=True)
+def post(connection: None, events: Sequence[CatalogEvent], context: ScheduleContext) -> None:
     """Post the ids of new checkpoints to the URL in the environment; an error is tried again."""
     body = {"checkpoints": [event.checkpoint_id for event in events]}
     httpx.post(os.environ["NAN_COUNTS_URL"], json=body, timeout=10).raise_for_status()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import Connection
 
@@ -20,7 +21,8 @@ from dcp.server.core.settings import Settings
 
 __all__ = ["Consume", "Consumer"]
 
-Consume = Callable[[Connection, Sequence[CatalogEvent], ScheduleContext], object]
+Consume = Callable[[Any, Sequence[CatalogEvent], ScheduleContext], object]
+"""Called with a connection, or None where the consumer is slow; events; the settings and the database."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,8 @@ class Consumer:
     """A reader of all events of ``kinds``, or of every kind, from the first one on.
 
     ``consume`` is called with up to ``batch`` of them, in the transaction that notes how far the consumer
-    ``name`` has come: what it writes is written once. One process at a time does so. While ``is_needed``
+    ``name`` has come: what it writes is written once. If it ``is_slow``, it is called outside of it, and the
+    events come again where it raises or its process ends. One process at a time does so. While ``is_needed``
     returns False, events are skipped.
     """
 
@@ -37,6 +40,7 @@ class Consumer:
     consume: Consume
     is_needed: Callable[[Connection], bool] | None = None
     batch: int = 500
+    is_slow: bool = False
 
     def work(self, settings: Settings) -> PeriodicWork:
         """Make the periodic work of a worker."""
@@ -44,7 +48,30 @@ class Consumer:
 
     def run(self, context: ScheduleContext) -> None:
         """Consume what has happened since the last time."""
-        context.repeat(lambda connection: self._consume_some(connection, context))
+        # in a transaction of its own: monitoring knows also a consumer that has never come to an end
+        context.database.transact(lambda connection: lock_position(connection, self.name))
+        if not self.is_slow:
+            context.repeat(lambda connection: self._consume_some(connection, context))
+            return
+        while not context.stop.is_set() and self._consume_outside(context):
+            pass
+
+    def _consume_outside(self, context: ScheduleContext) -> bool:
+        """Returns whether more may be left."""
+        with context.database.read() as connection:
+            begin, newest = position(connection, self.name), last_event_id(connection)
+            found = events_after(connection, begin, self.batch, kinds=self.kinds)
+        if found:
+            self.consume(None, found, context)
+        is_full = len(found) == self.batch
+        end = found[-1].id if is_full else max(newest, begin)
+
+        def note(connection: Connection) -> None:
+            if end > lock_position(connection, self.name):
+                move_on(connection, self.name, end)
+
+        context.database.transact(note)
+        return is_full
 
     def _is_behind(self, connection: Connection, context: ScheduleContext) -> bool:
         return last_event_id(connection) > position(connection, self.name)

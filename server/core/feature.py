@@ -17,14 +17,16 @@ come by the entry point group ``dcphub.service_features``. Work of a worker besi
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, get_args
 
 from dcp.server.core.events import Consume, Consumer
 from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext
 from dcp.server.records.administration import Scope
+from dcp.storage.errors import CheckpointError
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from dcp.server.core.jobs.kind import Kind
     from dcp.server.core.settings import Settings
 
-__all__ = ["Access", "Feature", "Link", "Page", "Panel", "PanelPlace", "Route"]
+__all__ = ["Access", "Feature", "FeatureError", "Link", "Page", "Panel", "PanelPlace", "Route"]
 
 C = TypeVar("C", bound=Consume)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,6 +46,16 @@ Access = Scope | Literal["public"]
 LinkedFrom = Literal["run", "checkpoint"]
 PanelPlace = Literal["checkpoint", "checkpoint.notices", "checkpoint.actions", "run"]
 """Beside the content of a checkpoint's page, above it, in its box of actions; below the list of a run."""
+
+
+class FeatureError(CheckpointError):
+    """A feature cannot be used: the message names it, and the mistake in its declaration."""
+
+
+def _check_scope(scope: str, what: str) -> None:
+    known = (*get_args(Scope), "public")
+    if scope not in known:
+        raise FeatureError(f"{what}: scope must be one of {', '.join(known)}, not {scope!r}")
 
 
 class RouteOptions(TypedDict, total=False):
@@ -103,6 +115,10 @@ class Link:
     label: str
     path: str
 
+    def __post_init__(self) -> None:
+        if self.on not in get_args(LinkedFrom) or re.findall(r"{.*?}", self.path) not in ([], ["{id}"]):
+            raise FeatureError(f"{self}: on is run or checkpoint, and of fields the path may have {{id}}")
+
 
 @dataclass(frozen=True, slots=True)
 class Panel:
@@ -151,11 +167,21 @@ class Feature:
         """Whether the folder is the feature's own."""
         return hasattr(importlib.import_module(self.module), "__path__")
 
+    def _import(self, names: Iterable[str]) -> list[Any]:
+        found = []
+        for name in names:
+            try:
+                found.append(importlib.import_module(f"{self.module}.{name}"))
+            except Exception as error:
+                raise FeatureError(
+                    f"feature {self.name!r}: {self.module}.{name} cannot be imported: {error!r}"
+                ) from error
+        return found
+
     def load(self) -> list[APIRouter]:
         """Import the modules that declare routes and pages. Returns the routers of FastAPI that they have as
         ``router``, for routes that declarations cannot say."""
-        names = [self.module, *(f"{self.module}.{name}" for name in self.web)]
-        modules = [importlib.import_module(name) for name in names]
+        modules = [importlib.import_module(self.module), *self._import(self.web)]
         return [module.router for module in modules if hasattr(module, "router")]
 
     def get(self, path: str, *, tag: str, **options: Unpack[RouteOptions]) -> Callable[[F], F]:
@@ -179,7 +205,13 @@ class Feature:
         return self._route("DELETE", path, tag, options)
 
     def _route(self, method: str, path: str, tag: str, options: RouteOptions) -> Callable[[F], F]:
+        _check_scope(options.get("scope", "read"), path)
+
         def declare(handle: F) -> F:
+            if "return" not in handle.__annotations__:
+                raise FeatureError(
+                    f"{method} {path}: the function does not declare the record that it returns"
+                )
             self.routes.append(Route(method, path, handle, tag, **options))
             return handle
 
@@ -205,6 +237,7 @@ class Feature:
         function has the query of the page as ``view``. ``only_browsers``: programs find another route at the
         path.
         """
+        _check_scope(scope, path)
 
         def declare(handle: F) -> F:
             self.pages.append(
@@ -219,6 +252,7 @@ class Feature:
 
     def form(self, path: str, *, scope: Access, all_roots: bool = False) -> Callable[[F], F]:
         """Declare the target of a form. Its token is checked; the function returns the path to show next."""
+        _check_scope(scope, path)
 
         def declare(handle: F) -> F:
             self.pages.append(Page("POST", path, handle, scope, "", all_roots=all_roots))
@@ -227,10 +261,13 @@ class Feature:
         return declare
 
     def consumer(self, name: str, *, kinds: Iterable[str] | None = None, **options: Any) -> Callable[[C], C]:
-        """Declare that workers call the function with all events, or those of ``kinds``, once and in order.
+        """Declare that workers call the function with all events, or those of ``kinds``, in order.
 
-        It gets ``(connection, events, context)``, and writes by the connection. ``options``: those of a
-        `Consumer`.
+        It gets ``(connection, events, context)``, and writes by the connection: once, in the transaction that
+        notes the events as consumed. That transaction must be short: on SQLite nothing else is written
+        meanwhile. For what takes longer, such as a request to another service, ``is_slow=True``: the
+        connection is None, and the events are noted afterwards, so that they come again after a crash.
+        ``options``: those of a `Consumer`.
         """
         wanted = None if kinds is None else frozenset(kinds)
 
@@ -260,8 +297,7 @@ class Feature:
 
     def periodic_work(self, settings: Settings) -> list[PeriodicWork]:
         """Import the modules of ``work``, and return all periodic work, that of consumers first."""
-        for name in self.work:
-            importlib.import_module(f"{self.module}.{name}")
+        self._import(self.work)
         consuming = [consumer.work(settings) for consumer in self.consumers]
         return consuming + [work for schedules in self.schedules for work in schedules(settings)]
 
@@ -272,8 +308,11 @@ class Feature:
 
         The function gets the `Ask` and the record that the page shows, and returns the values that the
         template has as ``panel``, or None to show nothing. ``query``: what the address of the page may say
-        for it beside the page's own. Panels of a place stand in their ``order``.
+        for it beside the page's own. Panels of a place stand in their ``order``. A panel that raises is
+        logged, and not shown.
         """
+        if on not in get_args(PanelPlace):
+            raise FeatureError(f"panel {template}: on must be one of {get_args(PanelPlace)}, not {on!r}")
 
         def declare(fill: F) -> F:
             self.panels.append(Panel(on, f"{self.name}/{template}", fill, order, query))

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, get_args
 
+import structlog
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
 from pydantic import create_model
@@ -24,6 +25,8 @@ from dcp.server.core.pages.tokens import FormDep
 from dcp.server.core.record_answers import answer_model, answer_of
 
 __all__ = ["routes_of"]
+
+_log = structlog.get_logger(__name__)
 
 
 def routes_of(features: Iterable[Feature]) -> list[BaseRoute]:
@@ -85,6 +88,8 @@ def _add_page(router: Any, feature: Feature, declared: Page, panels: Sequence[Pa
         if isinstance(found, Response):
             return found
         if declared.method == "POST":
+            if not found.startswith("/") or found.startswith("//"):
+                raise ValueError(f"{declared.path}: a form returns a path of this service, not {found!r}")
             return RedirectResponse(found, 303)
         values = {"found": found} if declared.tag else found
         if declared.panels:
@@ -109,7 +114,11 @@ def _filled(panels: Iterable[Panel], ask: Ask, found: Any) -> dict[str, list[dic
     """The panels that have something to show, by place."""
     shown: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for panel in panels:
-        values = panel.fill(ask, found)
+        try:
+            values = panel.fill(ask, found)
+        except Exception:  # noqa: BLE001 - a panel must not take the page of another feature with it
+            _log.exception("panel failed", template=panel.template)
+            continue
         if values is not None:
             shown[panel.on].append({**values, "template": panel.template})
     return shown

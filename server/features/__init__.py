@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final
+from typing import Any, Final, get_args
 
-from dcp.server.core.feature import Feature
+from dcp.server.core.feature import Feature, FeatureError
 from dcp.server.core.jobs.cleaning import CLEAN_UP
 from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.schedules import PeriodicWork
 from dcp.server.core.settings import Settings
-from dcp.storage.errors import CheckpointError
+from dcp.server.records.administration import Scope
 
 __all__ = ["FEATURES", "FeatureError", "features", "kinds", "schedules"]
 
@@ -56,10 +56,6 @@ FEATURES: Final = (
 """Folders and files beside this one. Of two routes that fit a path the first one answers."""
 
 
-class FeatureError(CheckpointError):
-    """A feature of another package cannot be used."""
-
-
 @cache
 def features(*, is_worker: bool = False) -> tuple[Feature, ...]:
     """All features: ours in order, then those of other packages by name. Raises FeatureError.
@@ -94,6 +90,11 @@ def _load(entry: EntryPoint) -> Feature:
 def kinds() -> Mapping[str, Kind[Any]]:
     """The kinds of jobs of all features, by name. Raises FeatureError."""
     found = [kind for feature in features(is_worker=True) for kind in feature.kinds]
+    for kind in found:
+        if not isinstance(kind, Kind) or kind.scope not in get_args(Scope):
+            raise FeatureError(
+                f"{kind!r} is no kind of job with a scope: an object of a subclass of Kind is needed"
+            )
     _check_unique("kind of job", [kind.name for kind in found])
     return {kind.name: kind for kind in sorted(found, key=lambda kind: kind.name)}
 
@@ -101,7 +102,9 @@ def kinds() -> Mapping[str, Kind[Any]]:
 def schedules(settings: Settings) -> Sequence[PeriodicWork]:
     """Collect the periodic work of all features, and the clean-up of the core."""
     found = features(is_worker=True)
-    return [*(work for feature in found for work in feature.periodic_work(settings)), CLEAN_UP]
+    work = [*(work for feature in found for work in feature.periodic_work(settings)), CLEAN_UP]
+    _check_unique("consumer or schedule", [one.name for one in work])
+    return work
 
 
 def _check_unique(what: str, names: Sequence[str]) -> None:

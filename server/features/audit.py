@@ -15,7 +15,7 @@ from dcp.server.catalog.audit import audit_page
 from dcp.server.catalog.inputs import Text, Time
 from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
-from dcp.server.core.http.dependencies import Page as Paging
+from dcp.server.core.http.dependencies import PageQuery
 from dcp.server.records.administration import AuditEntry
 from dcp.server.records.lists import Page
 
@@ -32,7 +32,7 @@ _PAGES: Final = {"checkpoint": "/checkpoints/{}", "run": "/runs/{}", "job": "/jo
 @feature.get("/audit", tag="audit", scope="admin", all_roots=True, errors=())
 def list_audit(
     ask: Ask,
-    page: Paging,
+    page: PageQuery,
     actor: Annotated[Text | None, Query()] = None,
     action: Annotated[Text | None, Query()] = None,
     target: Annotated[Text | None, Query()] = None,

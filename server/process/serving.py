@@ -27,6 +27,7 @@ from dcp.server.core.problems import UnavailableError
 from dcp.server.core.roots import Roots
 from dcp.server.core.settings import Settings
 from dcp.server.database.engine import DatabaseUnavailableError
+from dcp.server.features import schedules
 from dcp.server.process.heads import TimedHeads
 from dcp.server.process.logs import configure_logs
 from dcp.server.process.worker_beside import worker_beside
@@ -48,9 +49,10 @@ def serve(settings: Settings, flags: Mapping[str, Any]) -> int:
     """Serve until SIGINT or SIGTERM; the exit status. Requests under way are finished, within limits.
 
     ``flags`` are those of the settings that came from the command line, for the processes that are started.
-    Raises `PortError`, before anything else is done.
+    Raises `PortError` and `FeatureError`, before anything else is done.
     """
     configure_logs(settings)
+    schedules(settings)  # a feature that cannot be imported ends this process, not only the worker beside it
     _check_port(settings.host.strip("[]"), settings.port)
     if "roots" not in settings.model_fields_set:  # nobody has named it, so it is nobody's mistake
         for root in settings.roots.values():

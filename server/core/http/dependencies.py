@@ -33,8 +33,8 @@ from dcp.server.core.security.principal import Principal, Scope
 __all__ = [
     "MAX_PAGE",
     "IfMatch",
-    "Page",
     "PageParams",
+    "PageQuery",
     "Precondition",
     "Public",
     "Requires",
@@ -231,4 +231,4 @@ async def _page(
     return PageParams(limit, cursor)
 
 
-Page = Annotated[PageParams, Depends(_page)]
+PageQuery = Annotated[PageParams, Depends(_page)]

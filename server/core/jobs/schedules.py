@@ -20,6 +20,8 @@ from dcp.server.database.tables import schedules as table
 __all__ = ["PeriodicWork", "ScheduleContext", "Scheduler"]
 
 _THREADS: Final = 4
+_MOST_PAUSE_SECONDS: Final = 300.0
+"""After failures in a row."""
 _MOST_SECONDS: Final = 5.0
 _log = structlog.get_logger(__name__)
 
@@ -77,6 +79,8 @@ class Scheduler:
         self._running: set[str] = set()
         self._lock = threading.Lock()
         self._next_renewal = 0.0
+        self._failures: dict[str, int] = {}
+        """In a row, by name."""
 
     def tick(self) -> None:
         """Start the work that is due, and renew the leases of what runs. Raises DatabaseUnavailableError."""
@@ -136,9 +140,11 @@ class Scheduler:
     def _act(self, schedule: PeriodicWork, now: float) -> None:
         try:
             schedule.act(self._context(now))
+            self._failures.pop(schedule.name, None)
         except DatabaseUnavailableError as error:
             _log.warning("database unavailable", schedule=schedule.name, error=str(error))
         except Exception:  # noqa: BLE001 - one that fails must not end the others, nor itself for ever
+            self._failures[schedule.name] = self._failures.get(schedule.name, 0) + 1
             _log.exception("periodic work failed", schedule=schedule.name)
         finally:
             self._settle(schedule)
@@ -146,8 +152,12 @@ class Scheduler:
                 self._running.discard(schedule.name)
 
     def _settle(self, schedule: PeriodicWork) -> None:
-        """Write when it is due next; where that fails, the lease runs out."""
-        values: dict[str, Any] = {"due_seconds": self._clock() + schedule.interval_seconds}
+        """Write when it is due next, later after each failure in a row; where that fails, the lease runs
+        out."""
+        seconds = schedule.interval_seconds
+        if failures := self._failures.get(schedule.name, 0):
+            seconds = max(seconds, min(_MOST_PAUSE_SECONDS, seconds * 2.0 ** min(failures, 20)))
+        values: dict[str, Any] = {"due_seconds": self._clock() + seconds}
         values |= {"lease_owner": None, "lease_until_seconds": None}
         statement = update(table).where(table.c.name == schedule.name, table.c.lease_owner == self._owner)
         try:

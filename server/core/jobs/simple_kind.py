@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 from sqlalchemy import Connection
 
-from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
+from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
 from dcp.server.core.jobs.ledger.states import JobSpec, Json
 from dcp.server.core.jobs.parameters import CheckpointId, Parameters
 from dcp.server.core.jobs.subjects import Subject, find_subject
@@ -66,7 +66,10 @@ class SimpleKind(Kind[P]):
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
         """As `Kind.run_task`."""
         subjects = [Subject(**one) for one in payload["subjects"]]
-        return self.run(context, self.params.model_validate(payload["params"]), subjects, report_progress)
+        found = self.run(context, self.params.model_validate(payload["params"]), subjects, report_progress)
+        if not isinstance(found, Mapping):
+            raise PermanentJobError(f"the kind {self.name} returned {type(found).__name__}, and no dict")
+        return found
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""

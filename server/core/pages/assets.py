@@ -41,13 +41,13 @@ class Asset:
 
 
 class Assets:
-    """All files by their paths below ``static/``, the core's and those of features; not their licences."""
+    """All files but licences, by their paths below ``static/``; those of a feature with its name before."""
 
     def __init__(self, features: Iterable[Feature]) -> None:
-        folders = [_FOLDER, *(one.folder / "static" for one in features if one.is_package)]
+        own = {f"{one.name}/": one.folder / "static" for one in features if one.is_package}
         self._files = {
-            path.relative_to(folder).as_posix(): _read(path)
-            for folder in folders
+            start + path.relative_to(folder).as_posix(): _read(path)
+            for start, folder in {"": _FOLDER, **own}.items()
             for path in sorted(folder.rglob("*"))
             if path.suffix in _TYPES
         }

@@ -13,7 +13,7 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse
 from jinja2 import ChoiceLoader, DictLoader, Environment, FileSystemLoader, PrefixLoader, StrictUndefined
 
-from dcp.server.core.feature import Feature
+from dcp.server.core.feature import Feature, FeatureError
 from dcp.server.core.pages.assets import Assets
 from dcp.server.core.pages.formatting import FILTERS, visible
 from dcp.server.core.pages.tokens import VISIT_COOKIE, form_token, is_visit, set_cookie
@@ -54,6 +54,11 @@ def environment_of(features: Sequence[Feature], assets: Assets) -> Environment:
         finalize=visible,
     )
     environment.filters.update(FILTERS)
+    known = set(environment.list_templates())
+    for one in features:
+        named = {f"{one.name}/{page.template}" for page in one.pages if page.template}
+        if missing := sorted((named | {panel.template for panel in one.panels}) - known):
+            raise FeatureError(f"feature {one.name!r}: there is no template {missing[0]}")
     environment.globals.update(asset=assets.url, links=partial(_links, features), version=__version__)
     return environment
 

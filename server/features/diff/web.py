@@ -22,7 +22,7 @@ from dcp.server.catalog.values import clean_text
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.data.sharing import SharedValues
-from dcp.server.core.http.dependencies import Page, PageParams
+from dcp.server.core.http.dependencies import PageParams, PageQuery
 from dcp.server.core.jobs.ledger.reading import get_job, last_job
 from dcp.server.core.jobs.ledger.states import JobRow
 from dcp.server.core.jobs.subjects import find_subject
@@ -106,7 +106,7 @@ def diff_checkpoints(
     checkpoint_id: IdPath,
     before: Annotated[int, Query(ge=1, le=MAX_ID, description="The checkpoint to compare with.")],
     ask: Ask,
-    page: Page,
+    page: PageQuery,
     basis: Annotated[Basis | None, Query(description=_BASIS)] = None,
     kind: Annotated[
         list[DifferenceKind] | None, Query(max_length=6, description="All, if not given.")

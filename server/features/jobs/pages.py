@@ -14,8 +14,7 @@ from dcp.server.catalog.inputs import Name
 from dcp.server.catalog.verifications import outcomes_of_jobs
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
-from dcp.server.core.http.dependencies import Page as Paging
-from dcp.server.core.http.dependencies import PageParams
+from dcp.server.core.http.dependencies import PageParams, PageQuery
 from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.features.jobs import feature, web
 from dcp.server.records.checkpoints import CheckpointDetail
@@ -29,7 +28,7 @@ _ON_PAGE: Final = 5
 @feature.page("/jobs", "jobs.html")
 def jobs_page(
     ask: Ask,
-    params: Paging,
+    params: PageQuery,
     state: JobState | None = None,
     kind: Annotated[Name | None, Query()] = None,
     scans: bool = False,

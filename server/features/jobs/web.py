@@ -15,7 +15,7 @@ from dcp.server.catalog.filter_checks import check_root
 from dcp.server.catalog.inputs import MAX_ID, Name, Request
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
-from dcp.server.core.http.dependencies import Page as Paging
+from dcp.server.core.http.dependencies import PageQuery
 from dcp.server.core.jobs.answers import JobAnswer, TaskAnswer
 from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.ledger import reading, rows, transitions
@@ -133,7 +133,7 @@ def _note(connection: Connection, action: str, job_id: int, ask: Ask) -> None:
 @feature.get("/jobs", tag="jobs", errors=())
 def list_jobs(
     ask: Ask,
-    page: Paging,
+    page: PageQuery,
     state: Annotated[list[JobState] | None, Query(max_length=7)] = None,
     kind: Annotated[list[Name] | None, Query(max_length=16)] = None,
     root: Annotated[Name | None, Query()] = None,
@@ -256,7 +256,7 @@ def get_job_throughput(job_id: IdPath, ask: Ask) -> JobThroughput:
 
 
 @feature.get("/jobs/{job_id}/log", tag="jobs")
-def get_job_log(job_id: IdPath, ask: Ask, page: Paging) -> Page[JobLogLine]:
+def get_job_log(job_id: IdPath, ask: Ask, page: PageQuery) -> Page[JobLogLine]:
     """The last events of the job as sentences, in their order; the next page has earlier ones."""
     mark = query_mark("log", job_id)
     before = None if page.cursor is None else decode_cursor(page.cursor, mark, int)[0]
@@ -269,7 +269,7 @@ def get_job_log(job_id: IdPath, ask: Ask, page: Paging) -> Page[JobLogLine]:
 
 
 @feature.get("/jobs/{job_id}/tasks", tag="jobs")
-def list_job_tasks(job_id: IdPath, ask: Ask, page: Paging) -> Page[TaskAnswer]:
+def list_job_tasks(job_id: IdPath, ask: Ask, page: PageQuery) -> Page[TaskAnswer]:
     """The tasks of the job by number, once it is planned."""
     mark = query_mark("tasks", job_id)
     after = -1 if page.cursor is None else decode_cursor(page.cursor, mark, int)[0]

@@ -14,8 +14,7 @@ from dcp.server.catalog.names import check_pattern
 from dcp.server.catalog.roots import root_id
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
-from dcp.server.core.http.dependencies import IfMatch, PageParams, check_visible
-from dcp.server.core.http.dependencies import Page as PageQuery
+from dcp.server.core.http.dependencies import IfMatch, PageParams, PageQuery, check_visible
 from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.problems import ForbiddenError, NotFoundError
 from dcp.server.features.retention import deletion, feature

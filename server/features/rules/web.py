@@ -10,8 +10,7 @@ from dcp.server.catalog.inputs import Name, Request
 from dcp.server.catalog.names import check_pattern
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
-from dcp.server.core.http.dependencies import IfMatch
-from dcp.server.core.http.dependencies import Page as PageQuery
+from dcp.server.core.http.dependencies import IfMatch, PageQuery
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.features.rules import feature
 from dcp.server.features.rules.rules import RULES, Action, Condition, ConvertAction, RuleEvent

@@ -12,7 +12,7 @@ from dcp.server.catalog import verifications
 from dcp.server.catalog.cursors import encode_cursor, offset_of, query_mark
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
-from dcp.server.core.http.dependencies import Page
+from dcp.server.core.http.dependencies import PageQuery
 from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.pages.tokens import FormDep
 from dcp.server.core.problems import NotFoundError
@@ -52,7 +52,7 @@ class TensorStatistics:
 
 
 @feature.get(_PATH, tag="data")
-def get_statistics(checkpoint_id: IdPath, ask: Ask, page: Page) -> Statistics:
+def get_statistics(checkpoint_id: IdPath, ask: Ask, page: PageQuery) -> Statistics:
     """The statistics that are kept; not found before the first computation. A page is of tensors."""
     with ask.reading() as connection:
         found = verifications.get_statistics(connection, checkpoint_id, ask.visible)

@@ -13,8 +13,7 @@ from dcp.server.catalog.cursors import decode_cursor, encode_cursor
 from dcp.server.catalog.inputs import Request, Text
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
-from dcp.server.core.http.dependencies import IfMatch
-from dcp.server.core.http.dependencies import Page as PageQuery
+from dcp.server.core.http.dependencies import IfMatch, PageQuery
 from dcp.server.core.problems import ConflictError, ForbiddenError, UnprocessableError
 from dcp.server.database.tables import webhooks
 from dcp.server.features.webhooks import feature, ledger
