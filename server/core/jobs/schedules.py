@@ -156,7 +156,7 @@ class Scheduler:
         out."""
         seconds = schedule.interval_seconds
         if failures := self._failures.get(schedule.name, 0):
-            seconds = max(seconds, min(_MOST_PAUSE_SECONDS, seconds * 2.0 ** min(failures, 20)))
+            seconds = max(seconds, min(_MOST_PAUSE_SECONDS, seconds * 2.0 ** min(failures - 1, 20)))
         values: dict[str, Any] = {"due_seconds": self._clock() + seconds}
         values |= {"lease_owner": None, "lease_until_seconds": None}
         statement = update(table).where(table.c.name == schedule.name, table.c.lease_owner == self._owner)

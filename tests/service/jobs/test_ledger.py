@@ -428,7 +428,7 @@ def test_periodic_work_is_of_one_process_at_a_time(database: Database, tmp_path:
         two.tick()
     go.set()
     until(lambda: owner() is None, "its end")
-    for seconds, count in ((9.0, 1), (2.0, 2)):
+    for seconds, count in ((9.0, 1), (2.0, 2), (11.0, 3), (11.0, 3), (10.0, 4)):  # later after two failures
         now[0] += seconds
         two.tick()
         until(lambda count=count: len(done) == count and owner() is None, "its end")  # type: ignore[misc]
