@@ -57,14 +57,11 @@ class Consumer:
             pass
 
     def _consume_outside(self, context: ScheduleContext) -> bool:
-        """Returns whether more may be left."""
+        """Consume a batch. Returns whether more may be left."""
         with context.database.read() as connection:
-            begin, newest = position(connection, self.name), last_event_id(connection)
-            found = events_after(connection, begin, self.batch, kinds=self.kinds)
+            found, end, is_full = self._batch(connection, position(connection, self.name))
         if found:
             self.consume(None, found, context)
-        is_full = len(found) == self.batch
-        end = found[-1].id if is_full else max(newest, begin)
 
         def note(connection: Connection) -> None:
             if end > lock_position(connection, self.name):
@@ -73,19 +70,24 @@ class Consumer:
         context.database.transact(note)
         return is_full
 
-    def _is_behind(self, connection: Connection, context: ScheduleContext) -> bool:
-        return last_event_id(connection) > position(connection, self.name)
-
     def _consume_some(self, connection: Connection, context: ScheduleContext) -> bool:
         """Consume a batch. Returns whether more may be left."""
-        begin, newest = lock_position(connection, self.name), last_event_id(connection)
-        is_needed = self.is_needed is None or self.is_needed(connection)
-        found = events_after(connection, begin, self.batch, kinds=self.kinds) if is_needed else []
+        begin = lock_position(connection, self.name)
+        found, end, is_full = self._batch(connection, begin)
         if found:
             self.consume(connection, found, context)
-        is_full = len(found) == self.batch
-        last = found[-1].id if found else begin
-        end = last if is_full else max(last, newest)
         if end > begin:
             move_on(connection, self.name, end)
         return is_full
+
+    def _batch(self, connection: Connection, begin: int) -> tuple[list[CatalogEvent], int, bool]:
+        """The next events, the position behind them, and whether more may be left."""
+        newest = last_event_id(connection)
+        is_needed = self.is_needed is None or self.is_needed(connection)
+        found = events_after(connection, begin, self.batch, kinds=self.kinds) if is_needed else []
+        is_full = len(found) == self.batch
+        last = found[-1].id if found else begin
+        return found, last if is_full else max(last, newest), is_full
+
+    def _is_behind(self, connection: Connection, context: ScheduleContext) -> bool:
+        return last_event_id(connection) > position(connection, self.name)
