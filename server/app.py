@@ -29,7 +29,7 @@ from dcp.server.core.pages.problems import problem_page
 from dcp.server.core.pages.rendering import environment_of
 from dcp.server.core.settings import Settings
 from dcp.server.core.web import routes_of
-from dcp.server.features import features, kinds
+from dcp.server.features import check_settings, features, kinds
 from dcp.version import __version__
 
 __all__ = ["API", "create_app"]
@@ -40,6 +40,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
 
     Its `Service` is ``app.state.service``. Raises ValueError if a route does not say who may use it.
     """
+    check_settings(settings)
     service = Service.from_settings(settings, clock, kinds())
     app = FastAPI(
         title="dcphub",

@@ -185,7 +185,9 @@ def _opened(settings: Settings, *, with_tables: bool = True, is_made: bool = Fal
 def _upgrade(settings: Settings = _SETTINGS) -> None:
     """Bring the database up to date: from nothing, or from any older version. Back it up before."""
     from dcp.server.database import migrations
+    from dcp.server.features import features
 
+    features()  # they declare tables of their own
     with _opened(settings, with_tables=False, is_made=True) as opened:
         before, after = migrations.upgrade(opened), migrations.REVISION
     print(f"{before or 'empty'} -> {after}" if before != after else f"up to date at {after}")

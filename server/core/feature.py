@@ -142,6 +142,10 @@ class Feature:
     HTTP alone; not needed where the module of the feature declares them. ``work``: those that declare
     consumers and periodic work, imported by workers alone. ``schedules`` are functions of the settings that
     return periodic work; `schedule` adds one.
+
+    ``settings``: a pydantic model of what an operator may set for it, below ``[features.NAME]`` of the file
+    or ``DCP_SERVER_FEATURES__NAME__``; `options` reads it. A feature that keeps data declares tables of
+    ``dcp.server.database.tables.metadata`` in ``module``; they are created where they are missing.
     """
 
     name: str
@@ -151,6 +155,7 @@ class Feature:
     work: Sequence[str] = ()
     links: Sequence[Link] = ()
     templates: Mapping[str, str] = field(default_factory=dict)
+    settings: type[BaseModel] | None = None
     routes: list[Route] = field(default_factory=list)
     pages: list[Page] = field(default_factory=list)
     consumers: list[Consumer] = field(default_factory=list)
@@ -166,6 +171,15 @@ class Feature:
     def is_package(self) -> bool:
         """Whether the folder is the feature's own."""
         return hasattr(importlib.import_module(self.module), "__path__")
+
+    def options(self, settings: Settings) -> Any:
+        """Return the feature's own settings, an object of its model ``settings``. Raises FeatureError."""
+        if self.settings is None:
+            raise FeatureError(f"feature {self.name!r} declares no settings")
+        try:
+            return self.settings.model_validate(settings.features.get(self.name, {}))
+        except ValueError as error:
+            raise FeatureError(f"settings features.{self.name}: {error}") from error
 
     def _import(self, names: Iterable[str]) -> list[Any]:
         found = []

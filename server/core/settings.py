@@ -127,6 +127,9 @@ class Settings(BaseSettings):
     webhook_key: WebhookKey | None = None  # seals their secrets in the database
     webhook_key_before: WebhookKey | None = None  # opens those that are not sealed anew yet
 
+    # -- features --
+    features: dict[str, dict[str, Any]] = Field(default_factory=dict, repr=False)  # by name, as each declares
+
     # -- logs --
     log_format: Literal["console", "json"] = "console"
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -21,7 +21,7 @@ from dcp.server.core.jobs.schedules import PeriodicWork
 from dcp.server.core.settings import Settings
 from dcp.server.records.administration import Scope
 
-__all__ = ["FEATURES", "FeatureError", "features", "kinds", "schedules"]
+__all__ = ["FEATURES", "FeatureError", "check_settings", "features", "kinds", "schedules"]
 
 _GROUP: Final = "dcphub.service_features"
 
@@ -105,6 +105,16 @@ def schedules(settings: Settings) -> Sequence[PeriodicWork]:
     work = [*(work for feature in found for work in feature.periodic_work(settings)), CLEAN_UP]
     _check_unique("consumer or schedule", [one.name for one in work])
     return work
+
+
+def check_settings(settings: Settings) -> None:
+    """Check the settings of features. Raises FeatureError for wrong values, and for a name without them."""
+    known = {one.name: one for one in features() if one.settings is not None}
+    for name in settings.features:
+        if name not in known:
+            raise FeatureError(f"settings features.{name}: no feature of this name has settings")
+    for one in known.values():
+        one.options(settings)
 
 
 def _check_unique(what: str, names: Sequence[str]) -> None:

@@ -21,6 +21,7 @@ from sqlalchemy.util import LRUCache
 
 from dcp.server.database.engine import Database
 from dcp.server.database.migrations import upgrade
+from dcp.server.features import features
 from tests.support.shared_servers import shared_server
 
 __all__ = [
@@ -68,6 +69,7 @@ class PostgresServer:
     def make_template(self) -> None:
         """Migrate the database that the others are copies of."""
         self._execute(f"CREATE DATABASE {_TEMPLATE} TEMPLATE template0")
+        features()  # they declare tables of their own
         database = Database(self.url(_TEMPLATE))
         upgrade(database)
         database.close()

@@ -130,6 +130,8 @@ def prepare_database(service: Service) -> str | None:
         if migrations.is_pending(database):
             if not (service.settings.migrate and database.dialect == "sqlite"):
                 before = migrations.current(database)
+                if before == migrations.REVISION:
+                    return "tables of a feature are missing: dcp db upgrade"
                 return f"at revision {before}, and not at {migrations.REVISION}: dcp db upgrade"
             before = migrations.upgrade(database)
             event = "new database" if before is None else "database upgraded"

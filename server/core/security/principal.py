@@ -26,6 +26,11 @@ class Principal:
         """Unique, and never used again for another key."""
         return self.name if self.key_id is None else f"key#{self.key_id}"
 
+    @property
+    def owner(self) -> str:
+        """The person or service account that limits and quotas count; a key without one counts for itself."""
+        return self.identity
+
     def may(self, scope: Scope) -> bool:
         """Return whether the caller has the scope."""
         return scope in self.scopes or "admin" in self.scopes
