@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
+from pydantic import create_model
 
 from dcp.server.catalog.events import CatalogEvent
 from dcp.server.core.answers import IdPath
@@ -52,8 +52,9 @@ _PAGE = """{% extends "base.html" %}{% import "parts.html" as parts with context
 <tr><th scope="row">{{ layer }}</th><td class="num">{{ nans|count }}</td></tr>{% endfor %}</tbody></table>
 {% endblock %}"""
 
-_LINK = Link("checkpoint", "NaNs by layer", "/checkpoints/{id}/nans")
-feature = Feature("nan_counts", __name__, kinds=[NanKind()], templates={"nans.html": _PAGE}, links=[_LINK])
+_SETTINGS = create_model("NanSettings", url=(str, ""))
+feature = Feature("nan_counts", __name__, [NanKind()], templates={"nans.html": _PAGE}, settings=_SETTINGS)
+feature.links = [Link("checkpoint", "NaNs by layer", "/checkpoints/{id}/nans")]
 
 
 @feature.page("/checkpoints/{checkpoint_id}/nans", "nans.html")
@@ -71,6 +72,7 @@ def count_form(checkpoint_id: IdPath, ask: Ask) -> str:
 
 @feature.consumer("nan_counts", kinds=["checkpoint.committed"], is_slow=True)
 def post(connection: None, events: Sequence[CatalogEvent], context: ScheduleContext) -> None:
-    """Post the ids of new checkpoints to the URL in the environment; an error is tried again."""
-    body = {"checkpoints": [event.checkpoint_id for event in events]}
-    httpx.post(os.environ["NAN_COUNTS_URL"], json=body, timeout=10).raise_for_status()
+    """Post the ids of new checkpoints to the URL of the settings; an error is tried again."""
+    if url := feature.options(context.settings).url:
+        body = {"checkpoints": [event.checkpoint_id for event in events]}
+        httpx.post(url, json=body, timeout=10).raise_for_status()

@@ -201,7 +201,8 @@ def service(
     """A catalog of both places."""
     roots = {"data": {"url": str(places["data"])}, "zip": {"url": f"zip://{places['zip']}"}}
     settings = {"roots": roots, "database_url": f"sqlite:///{tmp_path}/catalog.sqlite"}
-    environment = {"PYTHONPATH": installed["PYTHONPATH"], "NAN_COUNTS_URL": receiver.url}
+    settings["features"] = {"nan_counts": {"url": receiver.url}}
+    environment = {"PYTHONPATH": installed["PYTHONPATH"]}
     with Service(tmp_path / "service", settings, environment=environment) as running:
         yield running
 

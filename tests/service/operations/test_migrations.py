@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from sqlalchemy import inspect, text
+from sqlalchemy import Column, Integer, Table, inspect, text
 from sqlalchemy.exc import DBAPIError
 
 from dcp.server.database import migrations
@@ -39,6 +39,17 @@ def test_an_empty_database_gets_all_tables(empty_database: Database) -> None:
         names = set(inspect(connection).get_table_names())
     assert names == set(metadata.tables) | {"alembic_version"}
     assert differences(empty_database) == []
+
+
+def test_a_feature_may_bring_tables_later(database: Database, tmp_path: Path) -> None:
+    """They are created in a database that is up to date, and its rows stay."""
+    table = Table("brought_later", metadata, Column("id", Integer, primary_key=True))
+    try:
+        assert migrations.is_pending(database)
+        assert migrations.upgrade(database) == migrations.REVISION
+        assert not migrations.is_pending(database) and differences(database) == []
+    finally:
+        metadata.remove(table)
 
 
 def test_a_database_of_an_unknown_version_is_refused(database: Database, tmp_path: Path) -> None:
