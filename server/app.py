@@ -13,20 +13,25 @@ from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from dcp.server.core import monitoring
-from dcp.server.core.http import documentation
 from dcp.server.core.http.admission import AuthenticationMiddleware, HostMiddleware
 from dcp.server.core.http.context import Service
 from dcp.server.core.http.handlers import install_handlers
 from dcp.server.core.http.idempotency import IdempotencyMiddleware
-from dcp.server.core.http.lifespan import lifespan
-from dcp.server.core.http.limits import LimitMiddleware
-from dcp.server.core.http.readiness import Readiness
-from dcp.server.core.http.responses import CompressionMiddleware, RequestMiddleware
-from dcp.server.core.http.routers import API, LargeBodies, MethodMiddleware, Paths, check_routes, operation_id
-from dcp.server.core.pages import assets
-from dcp.server.core.pages.problems import problem_page
-from dcp.server.core.pages.rendering import environment_of
+from dcp.server.core.http.metrics import install_metrics
+from dcp.server.core.http.middleware import CompressionMiddleware, LimitMiddleware, RequestMiddleware
+from dcp.server.core.http.readiness import Readiness, lifespan
+from dcp.server.core.http.routes import (
+    API,
+    LargeBodies,
+    MethodMiddleware,
+    Paths,
+    check_routes,
+    install_documentation,
+    operation_id,
+)
+from dcp.server.core.http.routes import router as documentation
+from dcp.server.core.pages.rendering import Assets, environment_of, problem_page
+from dcp.server.core.pages.rendering import router as assets
 from dcp.server.core.settings import Settings
 from dcp.server.core.web import routes_of
 from dcp.server.features import check_settings, features, kinds
@@ -63,20 +68,20 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
     app.state.assets, app.state.templates = _pages()
     app.state.problem_page = problem_page
     check_routes(app)
-    documentation.install(app)
-    monitoring.install(app, service.database)  # outermost of all, so that it sees what the others answer
+    install_documentation(app)
+    install_metrics(app, service.database)  # outermost of all, so that it sees what the others answer
     return app
 
 
 @cache
 def _routes() -> list[BaseRoute]:
     """In the order in which they are looked through for each request."""
-    return [*documentation.router.routes, *assets.router.routes, *routes_of(features())]
+    return [*documentation.routes, *assets.routes, *routes_of(features())]
 
 
 @cache
-def _pages() -> tuple[assets.Assets, Environment]:
-    files = assets.Assets(features())
+def _pages() -> tuple[Assets, Environment]:
+    files = Assets(features())
     return files, environment_of(features(), files)
 
 

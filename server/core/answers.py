@@ -1,14 +1,18 @@
-"""What several resources share: identifiers in paths, answers, times, problem documents."""
+"""Answers: identifiers in paths, times, problem documents, and records as JSON, by their declarations."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Self, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from dcp.server.catalog.formats import FormatName
 from dcp.server.catalog.inputs import MAX_ID, NAME_PATTERN
-from dcp.server.records.declaring import moment
+from dcp.server.records.declaring import RecordField, Shown, fields_of, moment
 
 __all__ = [
     "PROBLEM_MEDIA_TYPE",
@@ -16,10 +20,15 @@ __all__ = [
     "IdPath",
     "NamePath",
     "Problem",
+    "RecordAnswer",
+    "answer_model",
+    "answer_of",
+    "answers",
     "problems",
     "rfc3339",
     "rfc3339_of",
 ]
+
 
 PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
 
@@ -89,3 +98,156 @@ def rfc3339(seconds: float) -> str:
 def rfc3339_of(time: datetime) -> str:
     """The same, of a time in UTC."""
     return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+# -- records as JSON -----------------------------------------------------------------------------------------
+
+
+R = TypeVar("R", bound="RecordAnswer")
+
+_Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
+_ANSWERS: Final[dict[Any, type[RecordAnswer]]] = {}
+"""By record: those that others have in them."""
+_ABSENT: Final = object()
+
+
+class RecordAnswer(Answer):
+    """A record as it is answered with: see `answers`."""
+
+    record: ClassVar[type[Any]]
+    members: ClassVar[tuple[RecordField, ...]]
+    written: ClassVar[tuple[tuple[str, Callable[[Any], Any]], ...]]
+    """Members whose values JSON has in another way, and what makes it of them."""
+
+    if TYPE_CHECKING:  # the members of the record
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @classmethod
+    def of(cls, found: Any, **others: Any) -> Self:
+        """The record, or a row with the same (times as seconds), besides what ``others`` say."""
+        if isinstance(found, cls.record):  # lists have thousands of values
+            values = {field.name: getattr(found, field.name) for field in cls.members}
+        else:
+            values = {
+                field.name: cls._found(found, field) for field in cls.members if field.name not in others
+            }
+        values |= others
+        for name, write in cls.written:
+            if values[name] is not None:
+                values[name] = write(values[name])
+        return cls.model_construct(**values)
+
+    @classmethod
+    def _found(cls, found: Any, field: RecordField) -> Any:
+        if isinstance(found, Mapping):
+            value = found.get(field.name, found.get(field.column, _default(field)))
+        else:
+            value = getattr(found, field.name, getattr(found, field.column, _ABSENT))
+        if value is _ABSENT:
+            raise TypeError(
+                f"{cls.__name__} is of a {cls.record.__name__}, not of a {type(found).__name__}, which "
+                f"has no {field.name}"
+            )
+        return value
+
+
+def _default(field: RecordField) -> Any:
+    """Of documents that were stored before the field was there."""
+    is_new = field.shown is not None and field.shown.may_be_absent
+    return field.default if is_new else _ABSENT
+
+
+def answers(record: type[Any]) -> Callable[[type[R]], type[R]]:
+    """A class decorator: the model has the fields of the record, all of which every answer has."""
+
+    def made(answer: type[R]) -> type[R]:
+        model = _made(record, answer, answer.__name__, answer.__doc__)
+        _ANSWERS[record] = model
+        return model
+
+    return made
+
+
+def _made(
+    record: type[Any], base: type[R], name: str, doc: str | None, args: tuple[Any, ...] = ()
+) -> type[R]:
+    fields = [_filled(field, args) for field in fields_of(record)]
+    types: dict[str, Any] = {field.name: (_type(field), _described(field)) for field in fields}
+    model = create_model(name, __base__=base, __module__=base.__module__, __doc__=doc, **types)
+    model.record = record
+    model.members = tuple(fields)
+    writers = {field.name: _writer(field.hint) for field in fields}
+    model.written = tuple((name, write) for name, write in writers.items() if write is not None)
+    return model
+
+
+def _filled(field: RecordField, args: tuple[Any, ...]) -> RecordField:
+    """The field of a generic record, of these ``args``."""
+    is_open = bool(getattr(field.hint, "__parameters__", ()))
+    return dataclasses.replace(field, hint=field.hint[args]) if is_open else field
+
+
+def answer_model(returned: Any) -> Any:
+    """The model of what a route returns: of a record, such as a ``Page[Run]``, one that is made of it."""
+    record = get_origin(returned) or returned
+    if not (isinstance(record, type) and dataclasses.is_dataclass(record)):
+        return returned
+    found = _ANSWERS.get(returned)
+    if found is None:
+        args = get_args(returned)
+        summary = inspect.cleandoc(record.__doc__ or "").partition("\n\n")[0]
+        name = "".join(arg.__name__ for arg in args) + record.__name__
+        found = _ANSWERS[returned] = _made(record, RecordAnswer, name, summary, args)
+    return found
+
+
+def answer_of(model: Any, found: Any) -> Any:
+    """What a route returned as its answer: of a record its ``model``, else as it is."""
+    is_record = isinstance(model, type) and issubclass(model, RecordAnswer) and not isinstance(found, model)
+    return model.of(found) if is_record and dataclasses.is_dataclass(found) else found
+
+
+def _described(field: RecordField) -> Any:
+    shown = field.shown or Shown()
+    options: dict[str, Any] = {"default": field.default} if shown.may_be_absent else {}
+    if field.is_secret:
+        options |= {"repr": False, "json_schema_extra": {"format": "password"}}
+    return Field(**options, description=shown.description, examples=list(shown.examples) or None)
+
+
+def _type(field: RecordField) -> Any:
+    kind = _json_type(field.hint, None if field.one_of is None else field.one_of.literal)
+    if field.is_format:
+        kind = FormatName
+    return kind | None if field.is_optional and kind is not Any else kind
+
+
+def _json_type(hint: Any, literal: Any = None) -> Any:
+    """``literal`` in place of its text."""
+    if get_origin(hint) is tuple:
+        return list[_json_type(get_args(hint)[0], literal)]  # type: ignore[misc]
+    if get_origin(hint) is Mapping:
+        return dict[get_args(hint)]  # type: ignore[misc]
+    if literal is not None:
+        return literal
+    if hint is datetime:
+        return _Time
+    return answer_model(hint)
+
+
+def _writer(hint: Any) -> Callable[[Any], Any] | None:
+    if hint is datetime:
+        return lambda time: rfc3339_of(time if isinstance(time, datetime) else moment(time))
+    if get_origin(hint) is Mapping:
+        return dict
+    if get_origin(hint) is tuple:
+        write = _writer(get_args(hint)[0])
+        return _in_order if write is None else lambda items: [write(item) for item in items]
+    answer = answer_model(hint)
+    return None if answer is hint else answer.of
+
+
+def _in_order(items: Any) -> list[Any]:
+    """A list; of a set the sorted one."""
+    return sorted(items) if isinstance(items, frozenset) else list(items)

@@ -20,13 +20,11 @@ from dcp.server.core.http.idempotency import transact
 from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.ledger.reading import count_queued, get_job, last_job
-from dcp.server.core.jobs.ledger.rows import progress_of
-from dcp.server.core.jobs.ledger.states import JobRow
+from dcp.server.core.jobs.ledger.rows import JobRow, progress_of
 from dcp.server.core.jobs.ledger.transitions import submit_or_join
 from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.pages import rendering
-from dcp.server.core.pages.queries import query_of
-from dcp.server.core.pages.tokens import Form
+from dcp.server.core.pages.requests import Form, query_of
 from dcp.server.core.problems import TooManyRequestsError, UnauthorizedError
 from dcp.server.core.roots import Roots
 from dcp.server.core.security.principal import Principal

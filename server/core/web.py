@@ -14,15 +14,13 @@ from fastapi.responses import JSONResponse, RedirectResponse
 from pydantic import create_model
 from starlette.routing import BaseRoute
 
-from dcp.server.core.answers import problems
+from dcp.server.core.answers import answer_model, answer_of, problems
 from dcp.server.core.ask import Ask, AskDep
 from dcp.server.core.data.responses import NotModifiedError, not_modified
 from dcp.server.core.feature import Access, Feature, Page, Panel, Route
 from dcp.server.core.http.dependencies import public, requires
-from dcp.server.core.http.routers import API, api_router
-from dcp.server.core.pages.queries import BrowserRoute, pages_router
-from dcp.server.core.pages.tokens import FormDep
-from dcp.server.core.record_answers import answer_model, answer_of
+from dcp.server.core.http.routes import API, api_router
+from dcp.server.core.pages.requests import BrowserRoute, FormDep, pages_router
 
 __all__ = ["routes_of"]
 

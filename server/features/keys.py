@@ -10,12 +10,11 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog import audit
 from dcp.server.catalog.inputs import Name, Request
-from dcp.server.core.answers import IdPath
+from dcp.server.core.answers import IdPath, RecordAnswer, answers
 from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
-from dcp.server.core.pages.tokens import Form
+from dcp.server.core.pages.requests import Form
 from dcp.server.core.problems import ConflictError, ProblemError, UnprocessableError
-from dcp.server.core.record_answers import RecordAnswer, answers
 from dcp.server.core.security import keys
 from dcp.server.core.security.principal import Scope
 from dcp.server.records.administration import CreatedKey, Key

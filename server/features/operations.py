@@ -12,9 +12,9 @@ from dcp.server.core.answers import Answer
 from dcp.server.core.ask import Ask, AskDep
 from dcp.server.core.feature import Feature
 from dcp.server.core.http.dependencies import public
+from dcp.server.core.http.metrics import CONTENT_TYPE, Monitoring
 from dcp.server.core.http.readiness import OK, ReadinessDep
-from dcp.server.core.http.routers import operation_id
-from dcp.server.core.monitoring import CONTENT_TYPE, Monitoring
+from dcp.server.core.http.routes import operation_id
 from dcp.server.core.problems import ForbiddenError, UnauthorizedError
 from dcp.server.core.security.keys import whoami
 from dcp.server.core.security.principal import Principal

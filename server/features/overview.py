@@ -14,7 +14,7 @@ from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
 from dcp.server.core.pages.drawing import polyline
 from dcp.server.core.pages.formatting import metrics_of
-from dcp.server.core.pages.queries import query_of
+from dcp.server.core.pages.requests import query_of
 from dcp.server.features.checkpoints.web import find_page, loss_of
 from dcp.server.features.jobs.web import active_jobs
 from dcp.server.features.roots import roots_of

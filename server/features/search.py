@@ -13,7 +13,7 @@ from dcp.server.catalog.inputs import Text
 from dcp.server.catalog.search import search as find_names
 from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
-from dcp.server.core.pages.queries import query_of
+from dcp.server.core.pages.requests import query_of
 from dcp.server.features.checkpoints.web import LookupQuery, lookup_checkpoint
 from dcp.server.records.search import HitKind, SearchHit, SearchResult
 

@@ -13,7 +13,7 @@ from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
 from dcp.server.core.http.admission import SESSION_COOKIE
 from dcp.server.core.pages.rendering import THEME_COOKIE, THEMES
-from dcp.server.core.pages.tokens import VISIT_COOKIE, set_cookie
+from dcp.server.core.pages.requests import VISIT_COOKIE, set_cookie
 from dcp.server.core.security.keys import begin_session, end_session, prefix_of, principal_of
 from dcp.server.records.administration import Key
 

@@ -1,4 +1,4 @@
-"""One or several API processes under uvicorn, a worker beside them, and their end in good order."""
+"""The processes of `dcp serve`: uvicorn, the worker beside it, and the end in good order."""
 
 from __future__ import annotations
 
@@ -9,31 +9,35 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
+import h11
 import structlog
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dcp.server.app import create_app
 from dcp.server.core.http.context import Service
+from dcp.server.core.http.metrics import shared_folder
 from dcp.server.core.http.readiness import prepare_database
-from dcp.server.core.monitoring.exposition import shared_folder
 from dcp.server.core.problems import UnavailableError
 from dcp.server.core.roots import Roots
 from dcp.server.core.settings import Settings
 from dcp.server.database.engine import DatabaseUnavailableError
 from dcp.server.features import schedules
-from dcp.server.process.heads import TimedHeads
 from dcp.server.process.logs import configure_logs
-from dcp.server.process.worker_beside import worker_beside
 from dcp.storage.errors import CheckpointError
 
-__all__ = ["PortError", "app_of_environment", "flags_environment", "serve"]
+__all__ = ["PortError", "TimedHeads", "app_of_environment", "flags_environment", "serve", "worker_beside"]
+
 
 _KEEP_ALIVE_SECONDS: Final = 15
 _FORCED_SECONDS: Final = 2.0
@@ -247,3 +251,115 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+# -- the ``dcp worker`` beside ``dcp serve`` -----------------------------------------------------------------
+
+
+_FIRST_PAUSE_SECONDS: Final = 1.0
+_LAST_PAUSE_SECONDS: Final = 30.0
+_STABLE_SECONDS: Final = 60.0
+
+
+@contextmanager
+def worker_beside(shutdown_seconds: float, begin: threading.Event) -> Iterator[None]:
+    """A worker with this process's environment as long as this lasts, from when ``begin`` is set.
+
+    At the end it has ``shutdown_seconds`` to stop. If this process is killed, it ends by itself, because its
+    standard input does.
+    """
+    keeper = _Keeper(shutdown_seconds, begin)
+    keeper.thread.start()
+    try:
+        yield
+    finally:
+        keeper.stop()
+
+
+class _Keeper:
+    def __init__(self, shutdown_seconds: float, begin: threading.Event) -> None:
+        self._begin = begin
+        self._shutdown_seconds = shutdown_seconds
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self.thread = threading.Thread(target=self._keep, name="worker-keeper", daemon=True)
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopping.set()
+            self._begin.set()
+            process = self._process
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(self._shutdown_seconds)
+            except subprocess.TimeoutExpired:
+                _log.warning("worker did not stop in time; it is killed", seconds=self._shutdown_seconds)
+                process.kill()
+        self.thread.join()
+
+    def _keep(self) -> None:
+        self._begin.wait()
+        pause_seconds = _FIRST_PAUSE_SECONDS
+        while (process := self._start()) is not None:
+            started_seconds = time.monotonic()
+            status = process.wait()
+            if self._stopping.is_set():
+                return
+            if time.monotonic() - started_seconds > _STABLE_SECONDS:
+                pause_seconds = _FIRST_PAUSE_SECONDS
+            _log.warning("worker ended; it is started again", status=status, pause_seconds=pause_seconds)
+            self._stopping.wait(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, _LAST_PAUSE_SECONDS)
+
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        arguments = [sys.executable, "-m", "dcp", "worker", "--until-input-ends"]
+        with self._lock:
+            if self._stopping.is_set():
+                return None
+            # A session of its own: Ctrl-C is for us, who then end it in good order.
+            self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True)
+            return self._process
+
+
+# -- heads of requests in time -------------------------------------------------------------------------------
+
+
+class TimedHeads(H11Protocol):
+    """Closes a connection whose next head is not whole ``head_seconds`` after it was opened, or after the
+    first byte of the head. How long one may be idle in between is uvicorn's ``timeout_keep_alive``."""
+
+    head_seconds: ClassVar[float] = 10.0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """As of asyncio's protocols."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """As of asyncio's protocols."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """As of asyncio's protocols."""
+        self._stop()
+        super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        if self.conn.their_state is not h11.IDLE:  # the head is here
+            self._stop()
+        elif self._timer is None and not self.transport.is_closing():
+            self._timer = self.loop.call_later(self.head_seconds, self._end)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end(self) -> None:
+        self._timer = None
+        if self.conn.their_state is h11.IDLE:
+            self.transport.abort()

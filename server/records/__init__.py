@@ -2,5 +2,5 @@
 
 Nothing here imports anything but the standard library, because the client does with httpx alone. What is done
 with records is in `dcp.server.catalog`; their columns are made in `dcp.server.database`, their JSON in
-`dcp.server.core.record_answers`.
+`dcp.server.core.answers`.
 """

@@ -15,7 +15,7 @@ from typing import Final
 
 from dcp.conversion import driver, running
 from dcp.conversion.running import observers
-from dcp.server.core.jobs.ledger.states import Backoff
+from dcp.server.core.jobs.ledger.rows import Backoff
 from dcp.server.core.jobs.worker import Worker
 from dcp.server.core.settings import Settings
 from dcp.server.features import kinds

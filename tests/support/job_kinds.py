@@ -25,7 +25,7 @@ from dcp.server.core.jobs.kind import (
     TaskSpec,
     TransientJobError,
 )
-from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
+from dcp.server.core.jobs.ledger.rows import JobRow, JobSpec, Json
 from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.security.principal import Principal, Scope
 from dcp.server.core.settings import Settings

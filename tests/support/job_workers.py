@@ -19,7 +19,7 @@ from sqlalchemy import func, select, update
 
 from dcp.server.core.jobs.executors.executor import Executor
 from dcp.server.core.jobs.ledger.reading import find_job, job_events_after, list_tasks
-from dcp.server.core.jobs.ledger.states import Backoff, JobEventRow, JobRow, JobSpec, TaskRow
+from dcp.server.core.jobs.ledger.rows import Backoff, JobEventRow, JobRow, JobSpec, TaskRow
 from dcp.server.core.jobs.ledger.transitions import request_cancel, submit
 from dcp.server.core.jobs.schedules import PeriodicWork
 from dcp.server.core.jobs.worker import Worker, open_executor

@@ -18,7 +18,7 @@ from dcp.server.catalog.roots import sync_roots
 from dcp.server.core.jobs.executors.subprocess_main import error_of
 from dcp.server.core.jobs.kind import JobContext
 from dcp.server.core.jobs.ledger import claims, failures, reading, transitions
-from dcp.server.core.jobs.ledger.states import Claim, JobRow
+from dcp.server.core.jobs.ledger.rows import Claim, JobRow
 from dcp.server.core.roots import Roots
 from dcp.server.core.settings import Settings
 from dcp.server.database.engine import Database

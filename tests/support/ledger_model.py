@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from sqlalchemy import delete, func, select
 
 from dcp.server.core.jobs.ledger import claims, failures, reading, transitions
-from dcp.server.core.jobs.ledger.states import (
+from dcp.server.core.jobs.ledger.rows import (
     Backoff,
     Claim,
     Held,

@@ -15,7 +15,7 @@ from dcp.server.catalog.checkpoints import upsert_checkpoints
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.lineage import add_lineage
 from dcp.server.catalog.structures import StructureFacts, StructureTensor
-from dcp.server.core.http.routers import walk_routes
+from dcp.server.core.http.routes import walk_routes
 from dcp.server.database.tables import sessions
 from dcp.server.features.scan.registering import Registration, observe
 from dcp.server.features.scan.scanner import scan_root

@@ -25,10 +25,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dcp.server.core.answers import answer_model, answer_of
 from dcp.server.core.http.context import Service
 from dcp.server.core.http.handlers import problem_of, problem_response
 from dcp.server.core.problems import BadRequestError, ConflictError, ProblemError, UnprocessableError
-from dcp.server.core.record_answers import answer_model, answer_of
 from dcp.server.core.security.principal import Principal
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import idempotency

@@ -1,8 +1,10 @@
-"""Check the database, which decides whether the service is ready, and the roots, which do not.
+"""Start and readiness: the lifespan of the application, checks of its database and roots.
 
-A balancer that took a service out because of one root would take away the catalog of all of them. Each thing
-is looked at by a thread of its own, one at a time and not more often than every other second: the answer
-comes in time although what is looked at hangs, and says so.
+The database decides whether the service is ready, and the roots do not: a balancer that took a service out
+because of one root would take away the catalog of all of them. Each is checked in a thread of its own, one
+at a time and not more often than every other second: the answer comes in time although a check hangs, and
+says so. A service starts although its database is away, reports that in ``/readyz``, and recovers once it is
+back.
 """
 
 from __future__ import annotations
@@ -10,23 +12,26 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Annotated, Final
 
 import structlog
-from fastapi import Depends, Request
+from fastapi import Depends, FastAPI, Request
+from starlette.concurrency import run_in_threadpool
 
 from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.roots import has_living, root_row, sync_roots
 from dcp.server.core.http.context import Service
+from dcp.server.core.http.idempotency import forget_old
 from dcp.server.core.problems import UnavailableError
 from dcp.server.core.roots import StorageRoot
 from dcp.server.database import migrations
 from dcp.server.database.engine import DatabaseUnavailableError
 
-__all__ = ["OK", "Readiness", "ReadinessDep", "prepare_database"]
+__all__ = ["OK", "Readiness", "ReadinessDep", "lifespan", "prepare_database"]
+
 
 OK: Final = "ok"
 _FRESH_SECONDS: Final = 2.0
@@ -208,3 +213,49 @@ def _wake(waiting: Iterable[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) ->
             loop.call_soon_threadsafe(event.set)
         except RuntimeError:  # its loop has ended, and nobody waits any more
             continue
+
+
+# -- the lifespan of the application -------------------------------------------------------------------------
+
+
+_RETRY_SECONDS: Final = 1.0
+_FLUSH_SECONDS: Final = 15.0
+
+
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """The lifespan of the application that `create_app` makes."""
+    service: Service = app.state.service
+    readiness: Readiness = app.state.readiness
+    try:
+        # before the first request, where that is possible
+        problem = await run_in_threadpool(readiness.prepare)
+        if problem is not None:
+            _log.error("database not ready", problem=problem)
+    except DatabaseUnavailableError as error:
+        _log.warning("database unavailable", error=str(error))
+    chores = asyncio.create_task(_chores(service, readiness))
+    try:
+        yield
+    finally:
+        chores.cancel()
+        with suppress(asyncio.CancelledError):
+            await chores
+        with suppress(DatabaseUnavailableError):
+            await run_in_threadpool(service.keys.flush)
+        await run_in_threadpool(service.close)
+
+
+async def _chores(service: Service, readiness: Readiness) -> None:
+    is_ready = False
+    while True:
+        await asyncio.sleep(_FLUSH_SECONDS if is_ready else _RETRY_SECONDS)
+        try:
+            is_ready = await run_in_threadpool(readiness.prepare) is None
+            if is_ready:
+                await run_in_threadpool(service.keys.flush)
+                await run_in_threadpool(forget_old, service.database, service.clock())
+        except DatabaseUnavailableError as error:
+            _log.warning("database unavailable", error=str(error))
+        except Exception:  # noqa: BLE001 - the next round tries again; the log says what it was
+            _log.exception("chores failed")

@@ -6,9 +6,8 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from dcp.server.core.answers import Answer, rfc3339
-from dcp.server.core.jobs.ledger.states import JobEventRow
-from dcp.server.core.record_answers import RecordAnswer, answers
+from dcp.server.core.answers import Answer, RecordAnswer, answers, rfc3339
+from dcp.server.core.jobs.ledger.rows import JobEventRow
 from dcp.server.records import jobs as records
 
 __all__ = [

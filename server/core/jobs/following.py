@@ -20,8 +20,7 @@ import structlog
 from sqlalchemy import Connection, and_, or_, select
 
 from dcp.server.core.jobs.ledger.reading import active_progress, all_events_after
-from dcp.server.core.jobs.ledger.rows import event_of_row, progress_of
-from dcp.server.core.jobs.ledger.states import JobEventRow
+from dcp.server.core.jobs.ledger.rows import JobEventRow, event_of_row, progress_of
 from dcp.server.core.security.keys import valid_keys
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import job_events, jobs

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from sqlalchemy import Connection
 
-from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json, TaskSpec
+from dcp.server.core.jobs.ledger.rows import JobRow, JobSpec, Json, TaskSpec
 from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.problems import ProblemError
 from dcp.server.core.roots import Roots

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from sqlalchemy import Connection
 
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
-from dcp.server.core.jobs.ledger.states import JobSpec, Json
+from dcp.server.core.jobs.ledger.rows import JobSpec, Json
 from dcp.server.core.jobs.parameters import CheckpointId, Parameters
 from dcp.server.core.jobs.subjects import Subject, find_subject
 from dcp.server.core.security.principal import Principal

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dcp.server.core.jobs.ledger.states import JobEventRow, JobRow
+from dcp.server.core.jobs.ledger.rows import JobEventRow, JobRow
 from dcp.server.records.declaring import moment
 from dcp.server.records.jobs import JobLogLine, JobProgress, JobThroughput
 

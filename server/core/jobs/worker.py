@@ -23,16 +23,14 @@ from typing import Any, Final
 import structlog
 from sqlalchemy import Connection
 
-from dcp.server.core.jobs.executors.executor import Executor, ProcessOutcome, Running
+from dcp.server.core.jobs.executors.executor import Executor, Order, ProcessOutcome, Running
 from dcp.server.core.jobs.executors.subprocess_main import Setup, error_of, load_kinds
-from dcp.server.core.jobs.executors.subprocess_messages import Order
 from dcp.server.core.jobs.executors.subprocesses import WarmProcessPool
 from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.ledger.claims import ClaimLimits, claim, has_work, renew, stopped
 from dcp.server.core.jobs.ledger.failures import DEFAULT_BACKOFF, expire_leases, fail, has_expired
 from dcp.server.core.jobs.ledger.reading import payload_of, plan_of, task_documents, task_results
-from dcp.server.core.jobs.ledger.rows import is_large
-from dcp.server.core.jobs.ledger.states import Backoff, Claim, Held, Json, StaleFenceError, TaskSpec
+from dcp.server.core.jobs.ledger.rows import Backoff, Claim, Held, Json, StaleFenceError, TaskSpec, is_large
 from dcp.server.core.jobs.ledger.transitions import (
     add_tasks,
     complete_discard,

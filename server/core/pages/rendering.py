@@ -1,26 +1,104 @@
-"""Rendering of templates: all is escaped, nothing is inline, and each page has a content security policy."""
+"""Rendering of pages: templates, static files, and errors as pages.
+
+All that templates show is escaped, nothing is inline, and each page has a content security policy. Static
+files are in memory, and at addresses that change with their contents: so a browser may keep each for
+ever, and never has a script of another version than the page.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlencode
 
-from fastapi import Request
-from fastapi.responses import HTMLResponse
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import ChoiceLoader, DictLoader, Environment, FileSystemLoader, PrefixLoader, StrictUndefined
 
 from dcp.server.core.feature import Feature, FeatureError
-from dcp.server.core.pages.assets import Assets
+from dcp.server.core.http.admission import STATIC_PREFIX
+from dcp.server.core.http.dependencies import public
 from dcp.server.core.pages.formatting import FILTERS, visible
-from dcp.server.core.pages.tokens import VISIT_COOKIE, form_token, is_visit, set_cookie
+from dcp.server.core.pages.requests import VISIT_COOKIE, MovedError, form_token, is_visit, set_cookie
+from dcp.server.core.problems import NotFoundError, ProblemError
 from dcp.server.core.security.principal import Principal
 from dcp.version import __version__
 
-__all__ = ["THEMES", "THEME_COOKIE", "environment_of", "page"]
+__all__ = [
+    "THEMES",
+    "THEME_COOKIE",
+    "Assets",
+    "environment_of",
+    "page",
+    "problem_page",
+    "router",
+]
+
+
+_STATIC: Final = Path(__file__).parent / "static"
+_TYPES: Final = {
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+_FOR_EVER: Final = "public, max-age=31536000, immutable"
+
+router = APIRouter(dependencies=[public], include_in_schema=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Asset:
+    """A file; ``digest`` is the first 16 digits of its SHA-256."""
+
+    body: bytes
+    media_type: str
+    digest: str
+
+
+class Assets:
+    """All files but licences, by their paths below ``static/``; those of a feature with its name before."""
+
+    def __init__(self, features: Iterable[Feature]) -> None:
+        own = {f"{one.name}/": one.folder / "static" for one in features if one.is_package}
+        self._files = {
+            start + path.relative_to(folder).as_posix(): _read(path)
+            for start, folder in {"": _STATIC, **own}.items()
+            for path in sorted(folder.rglob("*"))
+            if path.suffix in _TYPES
+        }
+
+    def url(self, name: str) -> str:
+        """The address of the file ``name``."""
+        return f"{STATIC_PREFIX}{self._files[name].digest}/{name}"
+
+    def find(self, name: str) -> Asset | None:
+        """The file ``name``."""
+        return self._files.get(name)
+
+
+def _read(path: Path) -> Asset:
+    body = path.read_bytes()
+    return Asset(body, _TYPES[path.suffix], hashlib.sha256(body).hexdigest()[:16])
+
+
+@router.get(STATIC_PREFIX + "{digest}/{name:path}")
+async def get_asset(digest: str, name: str, request: Request) -> Response:
+    """A file. By the address that an older page has it is the one of today, which is not to be kept."""
+    asset = request.app.state.assets.find(name)
+    if asset is None:
+        raise NotFoundError("there is nothing at this path")
+    kept = _FOR_EVER if digest == asset.digest else "no-cache"
+    return Response(asset.body, media_type=asset.media_type, headers={"Cache-Control": kept})
+
+
+# -- rendering of templates ----------------------------------------------------------------------------------
+
 
 THEMES: Final = ("system", "light", "dark")
 THEME_COOKIE: Final = "dcphub_theme"
@@ -107,3 +185,101 @@ def _link(request: Request, changes: dict[str, Any]) -> str:
     given = [(name, value) for name, value in changed.items() if value is not None]
     query = urlencode(kept + given)
     return request.url.path + (f"?{query}" if query else "")
+
+
+# -- errors as pages -----------------------------------------------------------------------------------------
+
+
+_ADVICE: Final = {
+    401: "Sign in with an API key.",
+    403: "An administrator can create a key with the scope: dcp keys create NAME --scope SCOPE.",
+    404: "It may have been renamed, or your key may not see its root.",
+    409: "Its state has changed. Reload its page.",
+    410: "The page of the checkpoint still has its entry in the catalog.",
+    412: "It was changed in the meantime. Reload its page.",
+    429: "Wait a moment.",
+    500: "See the log of the service for the id of the request.",
+    503: "The page reloads in a moment.",
+}
+
+_MAX_FIELDS: Final = 50
+_MAX_NAME: Final = 128
+_UNSEEN: Final = frozenset(
+    {"etag", "alias_etag", "prefix", "fqn", "next", "cursor", "done", "remove", "pinned"}
+)
+_LABELS: Final = {
+    "target_root": "Target root",
+    "target_key": "Target key",
+    "dtype": "Cast to",
+    "map": "Weight map",
+    "inverse": "Reverse mapping (true or empty)",
+    "below": "Prefix of the map's model",
+    "drop_objects": "Drop values that the format cannot hold (true or empty)",
+    "exclude": "Exclude",
+    "leave_out": "Exclude",
+    "formula": "Or a formula",
+    "last": "Number of steps",
+    "decay": "Decay",
+    "keep_last": "Newest",
+    "keep_every": "Every N steps",
+    "keep_days": "Younger than days",
+}
+
+_BELOW: Final = re.compile(r"(/(checkpoint|job|run)s/[1-9][0-9]{0,17})/.")
+"""The path of what is below the page of something, and of forms that change it."""
+
+
+def problem_page(problem: ProblemError, scope: Any) -> Response:
+    """The page of a problem."""
+    request = Request(scope)
+    if problem.status == MovedError.status:
+        return RedirectResponse(problem.headers["Location"], problem.status)
+    if problem.status == 401 and request.method == "GET":
+        return _to_sign_in(request)
+    answer = page(
+        request,
+        "problem.html",
+        problem.status,
+        problem=problem.document(),
+        advice=_ADVICE.get(problem.status, ""),
+        **_above(request, problem),
+        sent=_sent(request, problem),
+        request_id=scope.get("state", {}).get("request_id"),
+        retry_seconds=problem.headers.get("Retry-After") if request.method == "GET" else None,
+    )
+    answer.headers.update(problem.headers)
+    return answer
+
+
+def _sent(request: Request, problem: ProblemError) -> list[tuple[str, str, str]]:
+    """The fields of the form that was refused, so that nothing is to be typed again: names, labels ("" of
+    those that are not shown) and values."""
+    if request.method == "POST" and problem.status in (409, 422):
+        form = getattr(request.state, "sent_form", None) or {}
+        found = [(name, value) for name, values in form.items() for value in values if name != "token"]
+    elif request.method == "GET" and problem.status == 422:
+        given = request.query_params.multi_items()
+        found = [pair for pair in given if pair[0] not in ("cursor", "done")]
+    else:
+        return []
+    return [(name[:_MAX_NAME], _label(name), value) for name, value in found[:_MAX_FIELDS]]
+
+
+def _label(name: str) -> str:
+    return "" if name in _UNSEEN else _LABELS.get(name, name.replace("_", " ").capitalize())
+
+
+def _above(request: Request, problem: ProblemError) -> dict[str, str | None]:
+    """The page that has what the catalog knows, where one below it cannot be made or a form of it fails."""
+    found = None if problem.status in (401, 404) else _BELOW.match(request.url.path)
+    return (
+        {"above": None, "above_kind": None} if found is None else {"above": found[1], "above_kind": found[2]}
+    )
+
+
+def _to_sign_in(request: Request) -> Response:
+    path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    url = "/sign-in" if path == "/" else f"/sign-in?{urlencode({'next': path})}"
+    if request.headers.get("hx-request"):  # a part of a page: the whole of it goes there
+        return Response(status_code=401, headers={"HX-Redirect": url})
+    return RedirectResponse(url, 303)

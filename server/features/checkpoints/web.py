@@ -16,12 +16,11 @@ from dcp.server.catalog.facets import checkpoint_facets
 from dcp.server.catalog.filter_checks import check_filter, notes_of
 from dcp.server.catalog.filters import CheckpointFilter, MetricCondition, RootName, Sort, SortText
 from dcp.server.catalog.inputs import MAX_ID, Name, Query, Text
-from dcp.server.core.answers import IdPath
+from dcp.server.core.answers import IdPath, answer_model
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import MAX_PAGE
 from dcp.server.core.pages.formatting import metrics_of
 from dcp.server.core.problems import UnprocessableError
-from dcp.server.core.record_answers import answer_model
 from dcp.server.core.security.redaction import redact
 from dcp.server.features.checkpoints import feature
 from dcp.server.features.scan.registering import Registration, observe, place_of

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog.lineage import LineageKind
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
-from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
+from dcp.server.core.jobs.ledger.rows import JobRow, JobSpec, Json
 from dcp.server.core.jobs.subjects import Subject, find_subject, open_source, storage_errors
 from dcp.server.core.problems import ForbiddenError, NotFoundError, UnprocessableError
 from dcp.server.core.roots import StorageRoot, check_key

@@ -15,7 +15,7 @@ from dcp.server.catalog.lineage import LineageKind
 from dcp.server.catalog.runs import get_run
 from dcp.server.catalog.timeline import newest_steps
 from dcp.server.core.jobs.kind import JobContext
-from dcp.server.core.jobs.ledger.states import Json
+from dcp.server.core.jobs.ledger.rows import Json
 from dcp.server.core.jobs.parameters import CheckpointId
 from dcp.server.core.jobs.subjects import Subject, find_subject, open_source, storage_errors
 from dcp.server.core.roots import StorageRoot

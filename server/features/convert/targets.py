@@ -16,7 +16,7 @@ from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.lineage import LineageKind, add_lineage
 from dcp.server.catalog.roots import root_id
 from dcp.server.catalog.source_facts import facts_of_source
-from dcp.server.core.jobs.ledger.states import JobRow, Json
+from dcp.server.core.jobs.ledger.rows import JobRow, Json
 from dcp.server.core.jobs.ledger.transitions import submit_behind
 from dcp.server.core.problems import ConflictError
 from dcp.server.core.roots import StorageRoot

@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 from dcp.server.catalog.values import short_name
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
-from dcp.server.core.pages.tokens import FormDep
+from dcp.server.core.pages.requests import FormDep
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.features.diff import feature
 from dcp.server.features.diff.job import DiffKind, DiffParams

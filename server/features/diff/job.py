@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from dcp.server.core.jobs.kind import JobContext, ReportProgress
-from dcp.server.core.jobs.ledger.states import Json
+from dcp.server.core.jobs.ledger.rows import Json
 from dcp.server.core.jobs.parameters import CheckpointId, Globs, Parameters
 from dcp.server.core.jobs.simple_kind import SimpleKind
 from dcp.server.core.jobs.subjects import (

@@ -24,11 +24,10 @@ from dcp.server.core.ask import Ask
 from dcp.server.core.data.sharing import SharedValues
 from dcp.server.core.http.dependencies import PageParams, PageQuery
 from dcp.server.core.jobs.ledger.reading import get_job, last_job
-from dcp.server.core.jobs.ledger.states import JobRow
+from dcp.server.core.jobs.ledger.rows import JobRow
 from dcp.server.core.jobs.subjects import find_subject
-from dcp.server.core.pages.problems import MovedError
 from dcp.server.core.pages.rendering import page
-from dcp.server.core.pages.tokens import FormDep
+from dcp.server.core.pages.requests import FormDep, MovedError
 from dcp.server.core.problems import NotFoundError, ProblemError, UnprocessableError
 from dcp.server.features.diff import feature
 from dcp.server.features.diff.job import DiffKind, DiffParams

@@ -24,7 +24,7 @@ from dcp.server.core.data.responses import (
     not_modified,
 )
 from dcp.server.core.http.dependencies import requires
-from dcp.server.core.http.routers import api_router
+from dcp.server.core.http.routes import api_router
 from dcp.server.core.problems import NotFoundError
 from dcp.server.features.downloads import feature
 from dcp.server.features.downloads.plans import (

@@ -25,7 +25,7 @@ from dcp.server.core.http.context import Service
 from dcp.server.core.jobs.answers import JobEventAnswer
 from dcp.server.core.jobs.following import POLL_SECONDS, AllJobsFeed, Following, JobFeed
 from dcp.server.core.jobs.ledger.reading import get_job, job_events_after, last_event_id
-from dcp.server.core.jobs.ledger.states import JobEventRow
+from dcp.server.core.jobs.ledger.rows import JobEventRow
 from dcp.server.core.problems import BrokenBodyError, TooManyRequestsError, UnavailableError
 from dcp.server.records.jobs import JobProgress
 

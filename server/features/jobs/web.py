@@ -20,7 +20,7 @@ from dcp.server.core.jobs.answers import JobAnswer, TaskAnswer
 from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.ledger import reading, rows, transitions
 from dcp.server.core.jobs.ledger.reading import JobFilter
-from dcp.server.core.jobs.ledger.states import JobRow
+from dcp.server.core.jobs.ledger.rows import JobRow
 from dcp.server.core.jobs.watching import log_line, throughput_of
 from dcp.server.core.problems import ForbiddenError, UnprocessableError
 from dcp.server.core.security.principal import SYSTEM, Principal, Scope

@@ -15,8 +15,7 @@ from dcp.server.catalog.details import get_checkpoint, lock_checkpoint
 from dcp.server.catalog.errors import CatalogError, StateError
 from dcp.server.catalog.labels import Change
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress
-from dcp.server.core.jobs.ledger.rows import lock_job, unfinished_job
-from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
+from dcp.server.core.jobs.ledger.rows import JobRow, JobSpec, Json, lock_job, unfinished_job
 from dcp.server.core.jobs.ledger.transitions import request_cancel
 from dcp.server.core.jobs.parameters import CheckpointId, Parameters
 from dcp.server.core.jobs.subjects import roots_of_committed

@@ -18,7 +18,7 @@ from dcp.server.catalog import audit
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import StateError
 from dcp.server.core.jobs.kind import JobContext, PermanentJobError, ReportProgress
-from dcp.server.core.jobs.ledger.states import JobRow, JobSpec, Json
+from dcp.server.core.jobs.ledger.rows import JobRow, JobSpec, Json
 from dcp.server.core.jobs.ledger.transitions import submit_behind
 from dcp.server.core.jobs.parameters import CheckpointId, Globs, Parameters
 from dcp.server.core.jobs.simple_kind import SimpleKind

@@ -22,7 +22,7 @@ from dcp.server.core.data.responses import NOT_MODIFIED
 from dcp.server.core.data.sharing import SharedValues
 from dcp.server.core.http.dependencies import MAX_PAGE, PageQuery
 from dcp.server.core.pages.formatting import bytes_text, count_text, times_text
-from dcp.server.core.pages.queries import query_of
+from dcp.server.core.pages.requests import query_of
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.features.shards import feature
 from dcp.server.features.shards.records import RankShare, ShardedTensor, ShardMap, StoredChunk

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog.verifications import set_statistics
 from dcp.server.core.jobs.kind import JobContext, ReportProgress
-from dcp.server.core.jobs.ledger.states import JobRow, Json
+from dcp.server.core.jobs.ledger.rows import JobRow, Json
 from dcp.server.core.jobs.parameters import CheckpointId, Globs, Parameters
 from dcp.server.core.jobs.simple_kind import SimpleKind
 from dcp.server.core.jobs.subjects import (

@@ -14,7 +14,7 @@ from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import PageQuery
 from dcp.server.core.jobs.answers import JobAnswer
-from dcp.server.core.pages.tokens import FormDep
+from dcp.server.core.pages.requests import FormDep
 from dcp.server.core.problems import NotFoundError
 from dcp.server.features.statistics import feature
 from dcp.server.features.statistics.job import StatsKind, StatsParams

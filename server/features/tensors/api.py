@@ -13,7 +13,7 @@ from dcp.server.core.answers import IdPath, problems
 from dcp.server.core.ask import Ask, AskDep
 from dcp.server.core.data.responses import NOT_MODIFIED, binary, is_unchanged, not_modified
 from dcp.server.core.http.dependencies import PageQuery, requires
-from dcp.server.core.http.routers import api_router
+from dcp.server.core.http.routes import api_router
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.features.statistics.web import TensorStatistics, kept_statistics
 from dcp.server.features.tensors import feature

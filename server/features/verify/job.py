@@ -13,7 +13,7 @@ from dcp.server.catalog import audit
 from dcp.server.catalog.details import lock_checkpoint
 from dcp.server.catalog.verifications import add_verification
 from dcp.server.core.jobs.kind import JobContext, ReportProgress
-from dcp.server.core.jobs.ledger.states import JobRow, Json
+from dcp.server.core.jobs.ledger.rows import JobRow, Json
 from dcp.server.core.jobs.simple_kind import CheckpointParams, SimpleKind
 from dcp.server.core.jobs.subjects import (
     Subject,

@@ -17,7 +17,7 @@ from pydantic import AfterValidator
 
 from dcp.server.catalog.inputs import Plain
 from dcp.server.core.jobs.kind import JobContext, PermanentJobError, ReportProgress
-from dcp.server.core.jobs.ledger.states import Json
+from dcp.server.core.jobs.ledger.rows import Json
 from dcp.server.core.jobs.parameters import CheckpointId, Parameters
 from dcp.server.core.jobs.simple_kind import SimpleKind
 from dcp.server.core.jobs.subjects import Subject

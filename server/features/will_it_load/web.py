@@ -23,9 +23,8 @@ from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.data.access import Readable
 from dcp.server.core.jobs.ledger.reading import get_job
-from dcp.server.core.pages.queries import checked
 from dcp.server.core.pages.rendering import page
-from dcp.server.core.pages.tokens import FormDep
+from dcp.server.core.pages.requests import FormDep, checked
 from dcp.server.core.problems import NotFoundError, UnprocessableError
 from dcp.server.features.convert.options import MapChoice
 from dcp.server.features.will_it_load import feature

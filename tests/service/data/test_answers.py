@@ -26,7 +26,7 @@ from dcp.server.core.data.responses import (
     disposition,
 )
 from dcp.server.core.http.handlers import install_handlers
-from dcp.server.core.http.responses import RequestMiddleware
+from dcp.server.core.http.middleware import RequestMiddleware
 from dcp.server.core.problems import RangeError
 from dcp.server.core.settings import Settings
 from dcp.server.features.downloads.plans import PlannedDownload, Plans

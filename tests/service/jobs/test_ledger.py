@@ -24,7 +24,7 @@ from dcp.server.core.jobs.kind import (
     is_retryable,
 )
 from dcp.server.core.jobs.ledger import claims, failures, reading, transitions
-from dcp.server.core.jobs.ledger.states import Backoff, Held, JobSpec, StaleFenceError, TaskSpec
+from dcp.server.core.jobs.ledger.rows import Backoff, Held, JobSpec, StaleFenceError, TaskSpec
 from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext, Scheduler
 from dcp.server.core.problems import ConflictError, NotFoundError, UnavailableError
 from dcp.server.core.settings import RootSettings

@@ -24,9 +24,8 @@ from typing import Any, Final
 import distributed
 import structlog
 
-from dcp.server.core.jobs.executors.executor import OnDone, OnProgress, ProcessOutcome, Running
+from dcp.server.core.jobs.executors.executor import OnDone, OnProgress, Order, ProcessOutcome, Running
 from dcp.server.core.jobs.executors.subprocess_main import Setup, load_kinds
-from dcp.server.core.jobs.executors.subprocess_messages import Order
 from dcp.server.core.jobs.executors.subprocesses import WarmProcessPool
 from dcp.server.records.jobs import JobFailure
 

@@ -1,16 +1,139 @@
-"""Executors carry out the phases and tasks of jobs: in subprocesses of this machine, or on a Dask cluster."""
+"""Executors carry out the phases and tasks of jobs: in subprocesses of this machine, or on a Dask cluster.
+
+An order and its outcome are messages between a worker and its subprocesses: JSON with its length before it,
+on a stream socket. What comes out of a subprocess is data only: it has read files from anywhere, so it is
+never unpickled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+import fcntl
+import json
+import os
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol
 
-from dcp.server.core.jobs.executors.subprocess_messages import Order
-from dcp.server.core.jobs.ledger.states import Json
+from dcp.server.core.jobs.ledger.rows import Json, Phase
 from dcp.server.records.jobs import JobFailure
 
-__all__ = ["Executor", "OnDone", "OnProgress", "ProcessOutcome", "Running"]
+__all__ = [
+    "Executor",
+    "Messages",
+    "OnDone",
+    "OnProgress",
+    "Order",
+    "ProcessOutcome",
+    "Running",
+    "WorkFolders",
+    "receive_message",
+    "send_message",
+]
+
+
+_LENGTH: Final = struct.Struct("<I")
+_MAX_BYTES: Final = 1 << 30
+_READ_BYTES: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """An order for a subprocess, as plain data."""
+
+    kind: str
+    phase: Phase
+    job_id: int
+    attempt_name: str
+    task_number: int | None = None
+    params: Json = field(default_factory=dict)
+    prepared: Json = field(default_factory=dict)
+    payload: Json = field(default_factory=dict)
+    plan_data: Json = field(default_factory=dict)
+    results: tuple[Json, ...] = ()
+    memory_bytes: int = 0
+    seconds: float = 0.0
+    work_folder: str = ""  # set by the executor
+
+    def document(self) -> dict[str, Any]:
+        """As it travels."""
+        return asdict(self)
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Order:
+        """The inverse of `document`."""
+        values = dict(document)
+        values["results"] = tuple(values["results"])
+        return cls(**values)
+
+
+def send_message(connection: socket.socket, message: Mapping[str, Any]) -> None:
+    """All of it. Raises ValueError or TypeError for what is no JSON, before anything is sent."""
+    data = json.dumps(message, allow_nan=False, separators=(",", ":")).encode()
+    if len(data) > _MAX_BYTES:
+        raise ValueError(f"a message of {len(data)} bytes is more than a subprocess may send")
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def receive_message(connection: socket.socket) -> dict[str, Any]:
+    """The next one; EOFError at the end, or if it ends within one."""
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    message: dict[str, Any] = json.loads(_exactly(connection, length))
+    return message
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = connection.recv(min(count - len(data), _MAX_BYTES))
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+class Messages:
+    """Messages that have arrived on a socket so far, without waiting for more."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._data = bytearray()
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """(whole messages, whether more may come). Raises ValueError for what is no message."""
+        is_open = True
+        while True:
+            try:
+                part = self._connection.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except OSError:
+                part = b""
+            if not part:
+                is_open = False
+                break
+            self._data += part
+        return self._whole(), is_open
+
+    def _whole(self) -> list[dict[str, Any]]:
+        found = []
+        place = 0
+        while len(self._data) - place >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data, place)
+            if length > _MAX_BYTES:
+                raise ValueError("a message is longer than any may be")
+            end = place + _LENGTH.size + length
+            if len(self._data) < end:
+                break
+            found.append(json.loads(self._data[place + _LENGTH.size : end]))
+            place = end
+        del self._data[:place]
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,3 +163,65 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Kill what runs, and wait for that."""
+
+
+_PREFIX: Final = "dcp-work-"
+_LOCK: Final = ".lock"
+
+
+class WorkFolders:
+    """Makes folders below ``base`` (the system's temporary folder, if None), in one that this process holds.
+
+    What processes that were killed have left there is removed when the first one is made. One that others
+    have removed is made again: a process that looks just before it is locked takes it for one that is left,
+    and what clears temporary folders goes by their age.
+    """
+
+    def __init__(self, base: Path | None) -> None:
+        self._base = Path(tempfile.gettempdir()) if base is None else base
+        self._own: Path | None = None
+        self._lock_fd = -1
+        self._mutex = threading.Lock()
+
+    def make(self) -> Path:
+        """A new, empty one."""
+        with self._mutex:
+            while self._own is None or not (self._own / _LOCK).exists():
+                self._give_up()
+                self._begin()
+            return Path(tempfile.mkdtemp(prefix="task-", dir=self._own))
+
+    def _begin(self) -> None:
+        self._base.mkdir(parents=True, exist_ok=True)
+        self._remove_left()
+        self._own = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._base))
+        self._lock_fd = os.open(self._own / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        """Remove all of them."""
+        with self._mutex:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+            self._own = None
+        if self._lock_fd >= 0:  # there is none where the disk was full, or too many files open
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _remove_left(self) -> None:
+        for folder in self._base.glob(f"{_PREFIX}*"):
+            try:
+                fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError:  # another program's, or just being made
+                continue
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(fd)

@@ -33,7 +33,7 @@ from typing import Any, Final, NoReturn
 from pydantic import SecretStr, ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
-from dcp.server.core.jobs.executors.subprocess_messages import Order, receive_message, send_message
+from dcp.server.core.jobs.executors.executor import Order, receive_message, send_message
 from dcp.server.core.jobs.kind import (
     JobContext,
     Kind,

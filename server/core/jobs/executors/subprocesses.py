@@ -18,11 +18,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from dcp.server.core.jobs.executors.executor import OnDone, OnProgress, ProcessOutcome
+from dcp.server.core.jobs.executors.executor import (
+    Messages,
+    OnDone,
+    OnProgress,
+    Order,
+    ProcessOutcome,
+    WorkFolders,
+    send_message,
+)
 from dcp.server.core.jobs.executors.subprocess_main import CONTROL_BYTES, TOO_MUCH_MEMORY, Setup
-from dcp.server.core.jobs.executors.subprocess_messages import Messages, Order, send_message
-from dcp.server.core.jobs.executors.work_folders import WorkFolders
-from dcp.server.core.jobs.ledger.states import Json
+from dcp.server.core.jobs.ledger.rows import Json
 from dcp.server.records.jobs import JobFailure
 
 __all__ = ["TaskProcess", "WarmProcessPool", "resident_bytes"]

@@ -14,8 +14,16 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Row, and_, func, not_, or_, select, text, true, update
 
-from dcp.server.core.jobs.ledger.rows import by_priority, emit, lock_job, task_of_row
-from dcp.server.core.jobs.ledger.states import Claim, Held, JobRow, Phase
+from dcp.server.core.jobs.ledger.rows import (
+    Claim,
+    Held,
+    JobRow,
+    Phase,
+    by_priority,
+    emit,
+    lock_job,
+    task_of_row,
+)
 from dcp.server.database.tables import jobs, tasks
 
 __all__ = ["NO_LIMITS", "ClaimLimits", "claim", "has_work", "renew", "stopped"]

@@ -15,6 +15,11 @@ from sqlalchemy import Connection, select
 from dcp.server.core.jobs.ledger.rows import (
     NEXT_PHASE,
     NO_LEASE,
+    Backoff,
+    Held,
+    JobRow,
+    StaleFenceError,
+    TaskRow,
     by_priority,
     emit,
     finish,
@@ -26,7 +31,6 @@ from dcp.server.core.jobs.ledger.rows import (
     set_job,
     set_task,
 )
-from dcp.server.core.jobs.ledger.states import Backoff, Held, JobRow, StaleFenceError, TaskRow
 from dcp.server.database.tables import jobs, tasks
 from dcp.server.records.declaring import moment
 from dcp.server.records.documents import document_of

@@ -9,6 +9,10 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, func, or_, select
 
 from dcp.server.core.jobs.ledger.rows import (
+    JobEventRow,
+    JobRow,
+    Json,
+    TaskRow,
     event_of_row,
     is_planned,
     job_of_row,
@@ -17,7 +21,6 @@ from dcp.server.core.jobs.ledger.rows import (
     select_tasks,
     task_of_row,
 )
-from dcp.server.core.jobs.ledger.states import JobEventRow, JobRow, Json, TaskRow
 from dcp.server.core.problems import NotFoundError
 from dcp.server.core.security.principal import SYSTEM
 from dcp.server.database.documents import read_document

@@ -1,4 +1,4 @@
-"""Rows of the ledger, and the steps that all of its transitions share.
+"""Rows of the ledger: jobs, tasks and claims, and the steps that all transitions share.
 
 Whatever changes a job or one of its tasks locks the job's row first: so the last two tasks cannot both miss
 that they are the last, and the events of a job are numbered in the order in which they become visible.
@@ -7,9 +7,10 @@ that they are the last, and the events of a job are numbered in the order in whi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict
-from typing import Any, Final
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
 
 from sqlalchemy import (
     ColumnElement,
@@ -25,24 +26,28 @@ from sqlalchemy import (
     update,
 )
 
-from dcp.server.core.jobs.ledger.states import (
-    Held,
-    JobEventRow,
-    JobRow,
-    Json,
-    StaleFenceError,
-    TaskRow,
-)
 from dcp.server.core.problems import NotFoundError
 from dcp.server.database.documents import ensure_document
 from dcp.server.database.records import record_of_row
 from dcp.server.database.tables import job_events, jobs, roots, tasks
 from dcp.server.records.declaring import moment
-from dcp.server.records.jobs import FINAL_STATES, JobProgress, JobState
+from dcp.server.records.jobs import FINAL_STATES, Job, JobProgress, JobState, JobTask
 
 __all__ = [
+    "MAX_DEDUP_KEY_CHARACTERS",
     "NEXT_PHASE",
     "NO_LEASE",
+    "Backoff",
+    "Claim",
+    "Held",
+    "JobEventRow",
+    "JobRow",
+    "JobSpec",
+    "Json",
+    "Phase",
+    "StaleFenceError",
+    "TaskRow",
+    "TaskSpec",
     "by_priority",
     "emit",
     "event_of_row",
@@ -64,6 +69,126 @@ __all__ = [
     "task_of_row",
     "unfinished_job",
 ]
+
+
+Json = Mapping[str, Any]
+"""An object of plain data, as JSON has it."""
+
+Phase = Literal["plan", "task", "publish", "discard"]
+"""The phases that are claimed: planning, one task, publishing, or clearing away after a job was given up."""
+
+MAX_DEDUP_KEY_CHARACTERS: Final = 100
+
+
+class StaleFenceError(Exception):
+    """The claim is not valid any more: its lease was over and another worker took it, or it was done.
+
+    Nothing of the refused call was written, and the worker must not try again.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """A job to be done. The higher its ``priority`` (-100 to 100) the sooner.
+
+    ``root`` is the name of the root that it writes to, or reads where it writes to none. The job is about
+    ``checkpoint_id``, and ``subjects`` are ids of all other checkpoints that it names: keys that may not see
+    its root, or that of one of these, do not see the job. Where ``dedup_key`` is given there is at most one
+    unfinished job with it. ``result_key`` finds the last job of several whose results replace each other; it
+    is the ``dedup_key`` unless given.
+    """
+
+    kind: str
+    params: Json
+    created_by: str
+    priority: int = 0
+    root: str | None = None
+    checkpoint_id: int | None = None
+    subjects: Sequence[int] = ()
+    dedup_key: str | None = None
+    result_key: str | None = None
+    max_attempts: int = 3
+    not_before_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSpec:
+    """One task of a plan. ``payload`` is what it needs beside what all of them share; ``weight_bytes`` is its
+    share of the progress."""
+
+    payload: Json
+    weight_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRow(Job):
+    """A job in the ledger. ``document_id``: the document with all of a large result."""
+
+    document_id: int | None
+    dedup_key: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRow(JobTask):
+    """A task in the ledger: claimed ones have a payload."""
+
+    id: int
+    job_id: int
+    payload: Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEventRow:
+    """An event of a job; ids grow, so that a reader continues behind the last one it has seen."""
+
+    id: int
+    job_id: int
+    kind: str
+    data: Json
+    at_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Names a claim when it is renewed: ``task_id`` is None for the phases of the job itself."""
+
+    job_id: int
+    task_id: int | None
+    fence: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Work for a worker, for as long as its lease lasts."""
+
+    phase: Phase
+    job: JobRow
+    task: TaskRow | None
+    fence: int
+
+    @property
+    def held(self) -> Held:
+        """Its name."""
+        return Held(self.job.id, None if self.task is None else self.task.id, self.fence)
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """The pause after the failed attempt number n: twice as long each time, and up to a half longer, by the
+    task, so that tasks that failed together are not tried together.
+
+    ``patience_seconds``: for how long errors of the environment in a row are waited for.
+    """
+
+    first_seconds: float = 2.0
+    most_seconds: float = 300.0
+    patience_seconds: float = 86_400.0
+
+    def seconds(self, attempt: int, salt: int = 0) -> float:
+        """``attempt`` counts from 1."""
+        plain = min(self.most_seconds, self.first_seconds * 2.0 ** min(attempt - 1, 30))
+        return plain * (1.0 + (zlib.crc32(f"{salt}/{attempt}".encode()) % 1000) / 2000.0)
+
 
 NO_LEASE: Final[dict[str, Any]] = {"lease_owner": None, "lease_until_seconds": None}
 NEXT_PHASE: Final[dict[str, Any]] = {

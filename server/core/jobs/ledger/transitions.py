@@ -24,8 +24,15 @@ from dcp.server.core.jobs.ledger.failures import (
     give_up,
 )
 from dcp.server.core.jobs.ledger.rows import (
+    MAX_DEDUP_KEY_CHARACTERS,
     NEXT_PHASE,
     NO_LEASE,
+    Held,
+    JobRow,
+    JobSpec,
+    Json,
+    StaleFenceError,
+    TaskSpec,
     emit,
     finish,
     forget_tasks,
@@ -37,15 +44,6 @@ from dcp.server.core.jobs.ledger.rows import (
     set_job,
     set_task,
     unfinished_job,
-)
-from dcp.server.core.jobs.ledger.states import (
-    MAX_DEDUP_KEY_CHARACTERS,
-    Held,
-    JobRow,
-    JobSpec,
-    Json,
-    StaleFenceError,
-    TaskSpec,
 )
 from dcp.server.core.problems import ConflictError, NotFoundError
 from dcp.server.database.documents import ensure_document

@@ -1,7 +1,7 @@
-"""Cookies of pages, and the token of each form, which no page of another site knows.
+"""Requests of browsers: routes of pages, queries and forms, cookies, and the token of each form.
 
-The token is derived from a cookie, so that the service stores nothing: from the session's, or, where there is
-no sign-in, from one that is set on the first visit.
+No page of another site knows the token. It is derived from a cookie, so that the service stores nothing: from
+the session's, or, where there is no sign-in, from one that is set on the first visit.
 """
 
 from __future__ import annotations
@@ -11,15 +11,34 @@ import hmac
 import re
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Final
-from urllib.parse import parse_qs
+from typing import Annotated, Any, Final, TypeVar
+from urllib.parse import parse_qs, urlencode
 
-from fastapi import Depends, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.routing import Match
+from starlette.types import Scope as AsgiScope
 
 from dcp.server.core.http.admission import SESSION_COOKIE
-from dcp.server.core.problems import BadRequestError, ForbiddenError
+from dcp.server.core.http.handlers import wants_page
+from dcp.server.core.problems import BadRequestError, ForbiddenError, ProblemError, UnprocessableError
 
-__all__ = ["VISIT_COOKIE", "Form", "FormDep", "form_token", "is_visit", "set_cookie"]
+__all__ = [
+    "VISIT_COOKIE",
+    "BrowserRoute",
+    "Form",
+    "FormDep",
+    "MovedError",
+    "checked",
+    "form_token",
+    "is_visit",
+    "pages_router",
+    "query_of",
+    "set_cookie",
+]
+
 
 VISIT_COOKIE: Final = "dcphub_visit"
 _VISIT: Final = re.compile(r"[A-Za-z0-9_-]{43}")
@@ -111,3 +130,64 @@ async def _form(request: Request) -> Form:
 
 FormDep = Annotated[Form, Depends(_form)]
 """In a route that changes something."""
+
+
+# -- routes of pages -----------------------------------------------------------------------------------------
+
+
+Q = TypeVar("Q", bound=BaseModel)
+
+
+class MovedError(ProblemError):
+    """Not an error: the page is at another address."""
+
+    status, slug, title = 303, "see-other", "See other"
+
+    def __init__(self, url: str) -> None:
+        super().__init__("it is at another address", headers={"Location": url})
+
+
+async def _tidy(request: Request) -> None:
+    """Raises `MovedError` to the same address without what is empty."""
+    given = request.query_params.multi_items()
+    kept = [(name, value) for name, value in given if value != ""]
+    if len(kept) < len(given) and request.method == "GET":
+        query = urlencode(kept)
+        raise MovedError(request.url.path + (f"?{query}" if query else ""))
+
+
+_TIDY: Final[Any] = Depends(_tidy)
+
+
+def pages_router() -> APIRouter:
+    """A router for pages and forms; each declares its access."""
+    return APIRouter(dependencies=[_TIDY], include_in_schema=False)
+
+
+class BrowserRoute(APIRoute):
+    """A route that matches for browsers alone; programs get JSON at the same path."""
+
+    def matches(self, scope: AsgiScope) -> tuple[Match, AsgiScope]:
+        """As of FastAPI; none for programs."""
+        return super().matches(scope) if wants_page(scope) else (Match.NONE, {})
+
+
+def query_of(kind: type[Q], **given: Any) -> Q:
+    """Ask the API for what the address of a page says. Raises RequestValidationError, as the API's own routes
+    do, for what ``kind`` refuses."""
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        found = [{**one, "loc": ("query", *one["loc"])} for one in error.errors(include_url=False)]
+        raise RequestValidationError(found) from None
+
+
+def checked(kind: type[Q], **given: Any) -> Q:
+    """Make a model of the fields of a form. Raises UnprocessableError with the first mistake."""
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        message = f"{where}: {first['msg']}" if where else str(first["msg"])
+        raise UnprocessableError(message, field=where) from None

@@ -1,0 +1,380 @@
+"""Metrics for operators: counters and durations of requests, and samples of the database.
+
+A process of the API counts requests and statements itself: an ASGI middleware, and listeners of the
+engines. All else is read from the database when it is asked for (`dcp.server.core.samples`), because it has
+to be right whichever process answers, and for workers that listen on no port.
+
+Metrics are added up over the processes of one API, which count in files of one folder: the multi-process
+mode of prometheus_client, whose folder is named by an environment variable that has to be set before the
+processes start. One process needs none of it. Readiness is `dcp.server.core.http.readiness`; the route is a
+feature's.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from fastapi import FastAPI
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+from prometheus_client.registry import Collector
+from sqlalchemy import Connection, Engine, event
+from sqlalchemy.engine import ExceptionContext
+from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dcp.server.core.samples import read_state
+from dcp.server.database.engine import Database, DatabaseUnavailableError
+from dcp.version import __version__
+
+__all__ = [
+    "CONTENT_TYPE",
+    "FOLDER_VARIABLE",
+    "Instruments",
+    "MeasureMiddleware",
+    "Monitoring",
+    "install_metrics",
+    "living_processes",
+    "resident_bytes",
+    "shared_folder",
+    "watch_database",
+]
+
+
+_REQUEST_SECONDS: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_STATEMENT_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 10)
+
+
+@dataclass(frozen=True)
+class Instruments:
+    """Counters and histograms of a service, in a registry of its own.
+
+    ``route`` is the template of the path (``/api/v1/checkpoints/{checkpoint_id}``), or "(none)".
+    """
+
+    registry: CollectorRegistry
+    requests: Counter
+    request_seconds: Histogram
+    requests_in_progress: Gauge
+    response_bytes: Counter
+    responses_cut: Counter
+    statement_seconds: Histogram
+    database_errors: Counter
+
+    @classmethod
+    def create(cls) -> Instruments:
+        """Create all at zero."""
+        # A series more for each counter, which Prometheus has no use for.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        registry = CollectorRegistry()
+        return cls(
+            registry=registry,
+            requests=Counter(
+                "dcp_http_requests",
+                "Requests answered, by method, route and status",
+                ["method", "route", "status"],
+                registry=registry,
+            ),
+            request_seconds=Histogram(
+                "dcp_http_request_seconds",
+                "From the request to the first byte of the answer",
+                ["method", "route"],
+                buckets=_REQUEST_SECONDS,
+                registry=registry,
+            ),
+            requests_in_progress=Gauge(
+                "dcp_http_requests_in_progress",
+                "Requests whose answer has not ended, downloads and event streams among them",
+                registry=registry,
+                multiprocess_mode="livesum",
+            ),
+            response_bytes=Counter(
+                "dcp_http_response_bytes", "Bytes of bodies sent", ["route"], registry=registry
+            ),
+            responses_cut=Counter(
+                "dcp_http_responses_cut",
+                "Answers that ended before their last byte: a client that left, or a source found damaged",
+                registry=registry,
+            ),
+            statement_seconds=Histogram(
+                "dcp_database_statement_seconds",
+                "Time in the database, of single statements of the API, by what they do",
+                ["access"],
+                buckets=_STATEMENT_SECONDS,
+                registry=registry,
+            ),
+            database_errors=Counter(
+                "dcp_database_errors",
+                "Statements and connections that failed because the database was away, locked or full",
+                registry=registry,
+            ),
+        )
+
+
+_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_STARTED: Final = "dcp_statement_started"
+_WRITES: Final = ("INSERT", "UPDATE", "DELETE", "BEGIN IMMEDIATE")  # the last one waits for other writers
+
+
+class MeasureMiddleware:
+    """Counts requests, their time to the first byte, and the bytes sent; the outermost middleware."""
+
+    def __init__(self, app: ASGIApp, instruments: Instruments) -> None:
+        self.app = app
+        self.instruments = instruments
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, and look."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        watched = _MeasuredAnswer(send, self.instruments, scope)
+        self.instruments.requests_in_progress.inc()
+        try:
+            await self.app(scope, receive, watched.send)
+        finally:
+            self.instruments.requests_in_progress.dec()
+            watched.end(getattr(scope.get("route"), "path_format", "(none)"))
+
+
+class _MeasuredAnswer:
+    def __init__(self, send: Send, instruments: Instruments, scope: Scope) -> None:
+        self._send = send
+        self._instruments = instruments
+        self._scope = scope
+        self._began = time.perf_counter()
+        self._first_byte_seconds: float | None = None
+        self._status = 500  # what the server makes of an exception that nobody handled
+        self._sent_bytes = 0
+        self._is_whole = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._first_byte_seconds = time.perf_counter() - self._began
+            self._status = message["status"]
+        await self._send(message)
+        if message["type"] == "http.response.body":
+            self._sent_bytes += len(message.get("body", b""))
+            self._is_whole = not message.get("more_body", False)
+
+    def end(self, route: str) -> None:
+        method = self._scope["method"] if self._scope["method"] in _METHODS else "(other)"
+        seconds = self._first_byte_seconds
+        if seconds is None:
+            seconds = time.perf_counter() - self._began
+        self._instruments.requests.labels(method, route, str(self._status)).inc()
+        self._instruments.request_seconds.labels(method, route).observe(seconds)
+        self._instruments.response_bytes.labels(route).inc(self._sent_bytes)
+        if self._first_byte_seconds is not None and not self._is_whole:
+            self._instruments.responses_cut.inc()
+
+
+def watch_database(database: Database, instruments: Instruments) -> None:
+    """Measure every statement of ``database`` from now on."""
+    engines = [database.writer]
+    if database.dialect == "sqlite":  # on PostgreSQL the reader is the writer with an option
+        engines.append(database.reader)
+    for engine in engines:
+        _watch(engine, instruments)
+
+
+def _watch(engine: Engine, instruments: Instruments) -> None:
+    reading = instruments.statement_seconds.labels("read")
+    writing = instruments.statement_seconds.labels("write")
+
+    @event.listens_for(engine, "before_cursor_execute")
+    def _(connection: Connection, *_arguments: Any) -> None:
+        connection.info[_STARTED] = time.perf_counter()
+
+    @event.listens_for(engine, "after_cursor_execute")
+    def _(connection: Connection, _cursor: Any, statement: str, *_arguments: Any) -> None:
+        started = connection.info.pop(_STARTED, None)
+        if started is not None:
+            access = writing if statement.startswith(_WRITES) else reading
+            access.observe(time.perf_counter() - started)
+
+    @event.listens_for(engine, "handle_error")
+    def _(context: ExceptionContext) -> None:
+        if isinstance(context.sqlalchemy_exception, OperationalError | InterfaceError):
+            instruments.database_errors.inc()
+
+
+# -- the text that Prometheus fetches ------------------------------------------------------------------------
+
+
+FOLDER_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A folder for the counts of all processes that are started inside; removed at the end.
+
+    A folder that the environment names already is taken as it is, and stays.
+    """
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        yield Path(named)
+        return
+    with tempfile.TemporaryDirectory(prefix="dcp-metrics-", ignore_cleanup_errors=True) as folder:
+        os.environ[FOLDER_VARIABLE] = folder
+        try:
+            yield Path(folder)
+        finally:
+            del os.environ[FOLDER_VARIABLE]
+
+
+def living_processes(folder: Path | None) -> set[int]:
+    """The processes that count in ``folder`` and run, this one among them."""
+    found = {os.getpid()}
+    if folder is not None:
+        numbers = {path.stem.rpartition("_")[2] for path in folder.glob("*_*.db")}
+        found |= {int(number) for number in numbers if number.isdigit() and _is_alive(int(number))}
+    return found
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process that is not swapped out; 0 where it, or ``/proc``, is not there."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
+_KEPT_SECONDS: Final = 5.0
+"""How old the state of the database may be: many that scrape cost no more than one."""
+
+
+class Monitoring:
+    """All metrics of one service; `text` may be called by many threads."""
+
+    def __init__(self, database: Database, instruments: Instruments) -> None:
+        named = os.environ.get(FOLDER_VARIABLE)
+        self.folder = Path(named) if named else None
+        self.instruments = instruments
+        self._state = _StateCollector(database)
+        self._processes = _ProcessCollector(self.folder)
+
+    def text(self, roots: Mapping[str, bool]) -> bytes:
+        """In Prometheus' text format; if the database is away, ``dcp_database_up`` 0 in place of its part.
+        ``roots``: whether each answers."""
+        registry = CollectorRegistry()
+        registry.register(_RootCollector(roots))
+        registry.register(self._state)
+        registry.register(self._processes)
+        if self.folder is None:
+            return generate_latest(registry) + generate_latest(self.instruments.registry)
+        self._forget_dead_processes(self.folder)
+        MultiProcessCollector(registry, path=str(self.folder))  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
+
+    def _forget_dead_processes(self, folder: Path) -> None:
+        # What a dead process had in progress is not; what it has counted stays.
+        alive = living_processes(folder)
+        for path in folder.glob("gauge_live*_*.db"):
+            number = path.stem.rpartition("_")[2]
+            if number.isdigit() and int(number) not in alive:
+                mark_process_dead(int(number), str(folder))  # type: ignore[no-untyped-call]
+
+
+def install_metrics(app: FastAPI, database: Database) -> Monitoring:
+    """Measure ``app`` and ``database``; also kept in ``app.state.monitoring``.
+
+    To be called after all other middlewares were added, so that it sees what they answer.
+    """
+    instruments = Instruments.create()
+    watch_database(database, instruments)
+    app.add_middleware(MeasureMiddleware, instruments=instruments)
+    app.state.monitoring = Monitoring(database, instruments)
+    return app.state.monitoring  # type: ignore[no-any-return]
+
+
+class _StateCollector(Collector):
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._lock = threading.Lock()
+        self._kept: list[Metric] = []
+        self._kept_until = 0.0
+
+    def describe(self) -> list[Metric]:
+        return []  # nothing is read to be registered
+
+    def collect(self) -> Iterator[Metric]:
+        with self._lock:
+            if time.monotonic() >= self._kept_until:
+                self._kept = self._read()
+                self._kept_until = time.monotonic() + _KEPT_SECONDS
+            kept = self._kept
+        yield from kept
+
+    def _read(self) -> list[Metric]:
+        began = time.perf_counter()
+        try:
+            with self._database.read() as connection:
+                found = read_state(connection, time.time())
+        except (DatabaseUnavailableError, SQLAlchemyError):  # away, or not migrated yet
+            return [GaugeMetricFamily("dcp_database_up", "1 if the database answers", value=0)]
+        seconds = time.perf_counter() - began
+        return [
+            GaugeMetricFamily("dcp_database_up", "1 if the database answers", value=1),
+            GaugeMetricFamily("dcp_database_state_seconds", "How long reading these took", value=seconds),
+            *found,
+        ]
+
+
+class _RootCollector(Collector):
+    def __init__(self, roots: Mapping[str, bool]) -> None:
+        self._roots = roots
+
+    def collect(self) -> Iterator[Metric]:
+        up = GaugeMetricFamily("dcp_root_up", "1 if the storage of a root answers", labels=["root"])
+        for name, is_up in self._roots.items():
+            up.add_metric([name], is_up)
+        yield up
+
+
+class _ProcessCollector(Collector):
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        pids = living_processes(self._folder)
+        yield GaugeMetricFamily("dcp_api_processes", "Processes of the API on this machine", value=len(pids))
+        yield GaugeMetricFamily(
+            "dcp_api_resident_bytes",
+            "Their memory, summed",
+            value=sum(resident_bytes(pid) for pid in pids),
+        )
+        build = GaugeMetricFamily("dcp_build_info", "Always 1", labels=["version"])
+        build.add_metric([__version__], 1)
+        yield build
