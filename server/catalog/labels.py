@@ -227,7 +227,7 @@ def set_alias(
     is_admin: bool = False,
     is_protected: bool | None = None,
 ) -> Alias:
-    """Let the alias name this checkpoint of the run; make it if it is not there.
+    """Let the alias name this checkpoint of the run; make it if it is not there. Emits "checkpoint.aliased".
 
     ``change.expected_version`` is that of the alias; 0 is "not there". ``is_protected`` None leaves it; only
     an admin sets it, and moves what is protected. Raises `MissingError`, `ChangedError`, `ProtectedError`,
@@ -262,6 +262,9 @@ def set_alias(
     for number in sorted({checkpoint_id, checkpoint_id if present is None else present.checkpoint_id}):
         bump(connection, number, change.at_seconds)
     _record(connection, "alias.set", name, row, change, before=present, after=checkpoint_id)
+    if present is None or present.checkpoint_id != checkpoint_id:
+        event = checkpoint_event("checkpoint.aliased", row, alias=name)
+        emit_all(connection, [event], now=change.at_seconds)
     return get_alias(connection, run_id, name)
 
 

@@ -289,7 +289,7 @@ events: Final = Table(
 )
 """Events of the catalog, written in the transaction of the change. Kinds: "checkpoint.committed",
 "checkpoint.verified", "checkpoint.damaged", "checkpoint.converted", "checkpoint.deleted",
-"checkpoint.tagged"."""
+"checkpoint.tagged", "checkpoint.aliased"."""
 
 consumers: Final = Table(
     "consumers",

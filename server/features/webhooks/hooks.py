@@ -22,6 +22,7 @@ EventKind = Literal[
     "checkpoint.converted",
     "checkpoint.deleted",
     "checkpoint.tagged",
+    "checkpoint.aliased",
 ]
 ALL_EVENTS: Final[tuple[EventKind, ...]] = get_args(EventKind)
 
