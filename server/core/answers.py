@@ -172,7 +172,7 @@ def answers(record: type[Any]) -> Callable[[type[R]], type[R]]:
 def _made(
     record: type[Any], base: type[R], name: str, doc: str | None, args: tuple[Any, ...] = ()
 ) -> type[R]:
-    fields = [_filled(field, args) for field in fields_of(record)]
+    fields = [_filled(field, args) for field in fields_of(record) if not field.is_hidden]
     types: dict[str, Any] = {field.name: (_type(field), _described(field)) for field in fields}
     model = create_model(name, __base__=base, __module__=base.__module__, __doc__=doc, **types)
     model.record = record

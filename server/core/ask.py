@@ -17,10 +17,9 @@ from dcp.server.core.data.responses import CACHE, NotModifiedError, is_unchanged
 from dcp.server.core.http.context import Service
 from dcp.server.core.http.dependencies import Writer
 from dcp.server.core.http.idempotency import transact
-from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.ledger.reading import count_queued, get_job, last_job
-from dcp.server.core.jobs.ledger.rows import JobRow, progress_of
+from dcp.server.core.jobs.ledger.rows import progress_of
 from dcp.server.core.jobs.ledger.transitions import submit_or_join
 from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.pages import rendering
@@ -31,6 +30,7 @@ from dcp.server.core.security.principal import Principal
 from dcp.server.core.security.redaction import redact
 from dcp.server.core.settings import Settings
 from dcp.server.records.checkpoints import Checkpoint
+from dcp.server.records.jobs import Job
 
 __all__ = ["Ask", "AskDep"]
 
@@ -160,11 +160,11 @@ class Ask:
         self.request.state.is_secret = True
         return self.service.database.transact(act)
 
-    def submit(self, kind: type[Kind[M]] | Kind[M], params: M, priority: int | None = None) -> JobAnswer:
+    def submit(self, kind: type[Kind[M]] | Kind[M], params: M, priority: int | None = None) -> Job:
         """Submit a job; an unfinished one that does the same is returned instead. Raises what the kind
         refuses: what the caller may not see is not found."""
 
-        def submit(connection: Connection) -> JobAnswer:
+        def submit(connection: Connection) -> Job:
             spec = self.service.kinds[kind.name].specify(connection, params, self.caller, self.settings)
             spec = spec if priority is None else replace(spec, priority=priority)
             job_id, is_new = submit_or_join(connection, spec, self.now)
@@ -173,7 +173,7 @@ class Ask:
                 detail = {"kind": spec.kind, "params": dict(spec.params)}
                 self.author.change(None).record(connection, "job.submit", f"job:{job_id}", detail)
             self.response.headers["Location"] = f"/api/v1/jobs/{job_id}"
-            return JobAnswer.of(get_job(connection, job_id))
+            return get_job(connection, job_id)
 
         return self.transact(submit)
 
@@ -188,18 +188,18 @@ class Ask:
             headers={"Retry-After": "60"},
         )
 
-    def job(self, job_id: int) -> JobAnswer:
+    def job(self, job_id: int) -> Job:
         """A job with its progress. Raises MissingError."""
         with self.reading() as connection:
             job = get_job(connection, job_id, self.visible)
             progress = {} if job.is_final else progress_of(connection, [job_id])
-        return JobAnswer.of(job, progress=progress.get(job_id, job.progress))
+        return replace(job, progress=progress.get(job_id, job.progress))
 
-    def last_result(self, kind: type[Kind[M]], params: M) -> JobRow | None:
+    def last_result(self, kind: type[Kind[M]], params: M) -> Job | None:
         """The newest job with the result key of ``params`` that succeeded, with its whole ``result``."""
         return self.find(last_job, kind.result_key(params), self.visible, succeeded=True, whole=True)
 
-    def last_job(self, kind: type[Kind[M]], params: M, after: int = 0) -> JobAnswer | None:
+    def last_job(self, kind: type[Kind[M]], params: M, after: int = 0) -> Job | None:
         """Find the newest job with the result key of ``params`` and a number above ``after``, for a page that
         waits for it."""
         job = self.find(last_job, kind.result_key(params), self.visible)

@@ -13,6 +13,7 @@ __all__ = [
     "AnyOf",
     "ColumnType",
     "Found",
+    "Hidden",
     "IsFormat",
     "JoinedColumn",
     "OneOf",
@@ -106,6 +107,11 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True)
+class Hidden:
+    """The field is for the service alone: no answer has it."""
+
+
+@dataclass(frozen=True, slots=True)
 class RecordField:
     """The declaration of a field; ``hint`` is without what stands in ``Annotated`` and without None.
     ``is_secret``: in no ``repr``."""
@@ -120,6 +126,7 @@ class RecordField:
     found: Found | None = None
     one_of: OneOf | None = None
     shown: Shown | None = None
+    is_hidden: bool = False
     is_format: bool = False
     any_of: AnyOf | None = None
     within: Within | None = None
@@ -163,6 +170,7 @@ def _field(field: dataclasses.Field[Any], hint: Any) -> RecordField:
         found=said(Found),
         one_of=said(OneOf),
         shown=said(Shown),
+        is_hidden=said(Hidden) is not None,
         is_format=said(IsFormat) is not None,
         any_of=said(AnyOf),
         within=said(Within),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal
 
-from dcp.server.records.declaring import OneOf, Shown
+from dcp.server.records.declaring import Hidden, OneOf, Shown
 
 __all__ = [
     "FINAL_STATES",
@@ -78,7 +78,7 @@ class JobWaiting:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Something to be done. ``is_ending``: it was cancelled or has failed, and is being cleared away."""
+    """A job. ``is_ending``: it was cancelled or has failed, and is being cleared away."""
 
     id: int
     kind: str
@@ -107,6 +107,8 @@ class Job:
     ] = True
     error: JobFailure | None = None
     waiting: Annotated[JobWaiting | None, Shown(may_be_absent=True)] = None
+    document_id: Annotated[int | None, Hidden()] = None  # of the document with all of a large result
+    dedup_key: Annotated[str | None, Hidden()] = None
 
     @property
     def is_final(self) -> bool:
@@ -125,18 +127,20 @@ class JobTask:
     weight_bytes: int
     not_before: datetime | None = None
     error: JobFailure | None = None
+    id: Annotated[int, Hidden()] = 0
+    job_id: Annotated[int, Hidden()] = 0
+    payload: Annotated[Mapping[str, Any], Hidden()] = field(default_factory=dict)  # of claimed ones
 
 
 @dataclass(frozen=True, slots=True)
 class JobEvent:
-    """Something happened to a job. ``kind`` "progress" and "end" come without ``id``; "end" is the last of
-    one job, and "ready" the first of all jobs."""
+    """An event of a job; ids grow, so that a reader continues behind the last one it has seen."""
 
-    kind: str
+    id: int
+    job_id: int
+    kind: Annotated[str, Shown(examples=("submitted", "state", "retry", "cancel_requested", "ending"))]
+    at: datetime
     data: Mapping[str, Any]
-    id: int | None = None
-    at: datetime | None = None
-    job_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

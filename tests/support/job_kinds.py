@@ -25,11 +25,12 @@ from dcp.server.core.jobs.kind import (
     TaskSpec,
     TransientJobError,
 )
-from dcp.server.core.jobs.ledger.rows import JobRow, JobSpec, Json
+from dcp.server.core.jobs.ledger.rows import JobSpec, Json
 from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.security.principal import Principal, Scope
 from dcp.server.core.settings import Settings
 from dcp.server.database.tables import audit
+from dcp.server.records.jobs import Job
 
 __all__ = ["KINDS", "NO_KINDS", "TEST_KINDS", "log_lines", "note"]
 
@@ -123,7 +124,7 @@ class MadeKind(Kind[MadeParams]):
             part.unlink()
         note(folder, "discard")
 
-    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
         """A line of the audit log."""
         row = {"at_seconds": time.time(), "actor": "test", "action": "made", "target": f"job {job.id}"}
         connection.execute(insert(audit).values(**row, detail=dict(result)))

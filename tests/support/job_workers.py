@@ -19,7 +19,7 @@ from sqlalchemy import func, select, update
 
 from dcp.server.core.jobs.executors.executor import Executor
 from dcp.server.core.jobs.ledger.reading import find_job, job_events_after, list_tasks
-from dcp.server.core.jobs.ledger.rows import Backoff, JobEventRow, JobRow, JobSpec, TaskRow
+from dcp.server.core.jobs.ledger.rows import Backoff, JobSpec
 from dcp.server.core.jobs.ledger.transitions import request_cancel, submit
 from dcp.server.core.jobs.schedules import PeriodicWork
 from dcp.server.core.jobs.worker import Worker, open_executor
@@ -27,6 +27,7 @@ from dcp.server.core.settings import Settings
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import audit, jobs, tasks
 from dcp.server.features import schedules as schedules_of
+from dcp.server.records.jobs import Job, JobEvent, JobTask
 from tests.support.forking import forkserver_context
 from tests.support.job_kinds import TEST_KINDS, log_lines
 
@@ -173,12 +174,12 @@ def put(database: Database, folder: Path, *acts: str, **changes: Any) -> int:
     return database.transact(lambda connection: submit(connection, spec, time.time()))
 
 
-def cancel(database: Database, job_id: int) -> JobRow:
+def cancel(database: Database, job_id: int) -> Job:
     """Ask for it."""
     return database.transact(lambda connection: request_cancel(connection, job_id, time.time(), "test"))
 
 
-def state_of(database: Database, job_id: int) -> JobRow:
+def state_of(database: Database, job_id: int) -> Job:
     """The job as it is now."""
     with database.read() as connection:
         job = find_job(connection, job_id)
@@ -186,13 +187,13 @@ def state_of(database: Database, job_id: int) -> JobRow:
     return job
 
 
-def tasks_of(database: Database, job_id: int) -> list[TaskRow]:
+def tasks_of(database: Database, job_id: int) -> list[JobTask]:
     """By number."""
     with database.read() as connection:
         return list_tasks(connection, job_id)
 
 
-def events_of(database: Database, job_id: int) -> list[JobEventRow]:
+def events_of(database: Database, job_id: int) -> list[JobEvent]:
     """What happened to the job, in order."""
     with database.read() as connection:
         return list(job_events_after(connection, job_id))
@@ -224,7 +225,7 @@ def until(holds: Callable[[], object], what: str) -> None:
         time.sleep(0.03)
 
 
-def wait_for_end(database: Database, job_id: int) -> JobRow:
+def wait_for_end(database: Database, job_id: int) -> Job:
     """The job, once it is over."""
     until(lambda: state_of(database, job_id).is_final, f"the end of job {job_id}")
     return state_of(database, job_id)

@@ -18,12 +18,13 @@ from dcp.server.catalog.roots import sync_roots
 from dcp.server.core.jobs.executors.subprocess_main import error_of
 from dcp.server.core.jobs.kind import JobContext
 from dcp.server.core.jobs.ledger import claims, failures, reading, transitions
-from dcp.server.core.jobs.ledger.rows import Claim, JobRow
+from dcp.server.core.jobs.ledger.rows import Claim
 from dcp.server.core.roots import Roots
 from dcp.server.core.settings import Settings
 from dcp.server.database.engine import Database
 from dcp.server.features import kinds
 from dcp.server.features.scan.scanner import scan_root
+from dcp.server.records.jobs import Job
 
 __all__ = ["KindRuns"]
 
@@ -49,7 +50,7 @@ class KindRuns:
 
     # -- jobs ------------------------------------------------------------------------------------------------
 
-    def job(self, number: int) -> JobRow:
+    def job(self, number: int) -> Job:
         """A job as it is now."""
         with self.database.read() as connection:
             return reading.get_job(connection, number)
@@ -98,7 +99,7 @@ class KindRuns:
             return error
 
     @contextmanager
-    def _context(self, job: JobRow, task_number: int | None, prepared: Any) -> Iterator[JobContext]:
+    def _context(self, job: Job, task_number: int | None, prepared: Any) -> Iterator[JobContext]:
         self._attempts += 1
         folder = self.folder / f"work-{self._attempts}"
         folder.mkdir(parents=True)

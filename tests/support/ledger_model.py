@@ -16,7 +16,6 @@ from dcp.server.core.jobs.ledger.rows import (
     Backoff,
     Claim,
     Held,
-    JobRow,
     JobSpec,
     StaleFenceError,
     TaskSpec,
@@ -24,7 +23,7 @@ from dcp.server.core.jobs.ledger.rows import (
 from dcp.server.core.problems import ConflictError
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import job_events, jobs, tasks
-from dcp.server.records.jobs import JobFailure
+from dcp.server.records.jobs import Job, JobFailure
 from tests.support.examples import examples
 
 __all__ = ["run_any_order"]
@@ -310,7 +309,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """One transaction."""
         return self.database.transact(lambda connection: act(connection, *arguments))
 
-    def job(self, job_id: int) -> JobRow:
+    def job(self, job_id: int) -> Job:
         """As it is now."""
         with self.database.read() as connection:
             return reading.get_job(connection, job_id)

@@ -219,7 +219,7 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A job. ``is_ending``: it was cancelled or has failed, and is being stopped and cleared away."""
+    """A job. ``is_ending``: it was cancelled or has failed, and is being cleared away."""
 
     id: int
     kind: str
@@ -254,7 +254,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFailure:
-    """The failure of a job or task."""
+    """The failure of a job or a task: the ``type`` of the exception, and a text for the user."""
 
     type: str
     detail: str
@@ -279,7 +279,7 @@ class JobLogLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobProgress:
-    """Of the tasks of a job; bytes count what is done of those that still run, too."""
+    """Progress of the tasks of a job; bytes count what is done of those that still run, too."""
 
     done_tasks: int
     total_tasks: int
@@ -289,7 +289,7 @@ class JobProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTask:
-    """One task of a job, in the order of ``number``; what it has to do is the service's own business."""
+    """One task of a job."""
 
     number: int
     state: str
@@ -302,7 +302,8 @@ class JobTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobThroughput:
-    """The throughput of the tasks of a job."""
+    """Throughput of the tasks of a job, over the ``seconds`` since they were started; None where
+    nothing is done yet."""
 
     job_id: int
     state: str
@@ -317,8 +318,8 @@ class JobThroughput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobWaiting:
-    """The failure of the last attempt, where another one follows; a job that has ended has an
-    ``error``."""
+    """The failure of the last attempt at a job, which is tried again at ``next_attempt_at``, or when
+    it is retried by hand. ``since``: the first of ``count`` such failures in a row."""
 
     type: str
     detail: str

@@ -20,11 +20,11 @@ import structlog
 from sqlalchemy import Connection, and_, or_, select
 
 from dcp.server.core.jobs.ledger.reading import active_progress, all_events_after
-from dcp.server.core.jobs.ledger.rows import JobEventRow, event_of_row, progress_of
+from dcp.server.core.jobs.ledger.rows import event_of_row, progress_of
 from dcp.server.core.security.keys import valid_keys
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import job_events, jobs
-from dcp.server.records.jobs import FINAL_STATES, JobProgress, JobState
+from dcp.server.records.jobs import FINAL_STATES, JobEvent, JobProgress, JobState
 
 __all__ = ["POLL_SECONDS", "AllJobsFeed", "FollowingAll", "FollowingOne", "JobFeed", "News", "new_events"]
 
@@ -46,7 +46,7 @@ class News:
     database is away."""
 
     state: JobState | None
-    events: Sequence[JobEventRow] = ()
+    events: Sequence[JobEvent] = ()
     progress: Mapping[int, JobProgress] = field(default_factory=dict)
     is_last: bool = False
 
@@ -241,7 +241,7 @@ class AllJobsFeed(_Feed[FollowingAll]):
         return has_more
 
 
-def new_events(one: FollowingAll, events: Sequence[JobEventRow]) -> list[JobEventRow]:
+def new_events(one: FollowingAll, events: Sequence[JobEvent]) -> list[JobEvent]:
     """The events behind the last one, and those before it that have become visible since the look before."""
     if one.known is None:
         old = (event.id for event in events if event.id <= one.after_id)
@@ -258,7 +258,7 @@ def _states(connection: Connection, job_ids: Sequence[int]) -> dict[int, JobStat
     return {row.id: row.state for row in rows}
 
 
-def _events(connection: Connection, after: dict[int, int]) -> tuple[list[JobEventRow], bool]:
+def _events(connection: Connection, after: dict[int, int]) -> tuple[list[JobEvent], bool]:
     """Those of jobs behind an event each, the first page; whether that is all."""
     wanted = [and_(job_events.c.job_id == job_id, job_events.c.id > last) for job_id, last in after.items()]
     if not wanted:

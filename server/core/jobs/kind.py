@@ -28,12 +28,13 @@ from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from sqlalchemy import Connection
 
-from dcp.server.core.jobs.ledger.rows import JobRow, JobSpec, Json, TaskSpec
+from dcp.server.core.jobs.ledger.rows import JobSpec, Json, TaskSpec
 from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.problems import ProblemError
 from dcp.server.core.roots import Roots
 from dcp.server.core.security.principal import Principal, Scope
 from dcp.server.core.settings import Settings
+from dcp.server.records.jobs import Job
 from dcp.storage.errors import CheckpointError, StorageError
 
 __all__ = [
@@ -211,7 +212,7 @@ class Kind(ABC, Generic[P]):
         """Clear away what ``context.earlier_attempts`` at the plan have left; called where a kind
         ``leaves_plans`` and the job has ended without a plan. None of them is at work any more."""
 
-    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
         """Write what follows from the result into the catalog."""
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dcp.server.core.jobs.ledger.rows import JobEventRow, JobRow
-from dcp.server.records.declaring import moment
-from dcp.server.records.jobs import JobLogLine, JobProgress, JobThroughput
+from dcp.server.records.jobs import Job, JobEvent, JobLogLine, JobProgress, JobThroughput
 
 __all__ = ["log_line", "throughput_of"]
 
 
 def throughput_of(
-    job: JobRow, progress: JobProgress | None, begun_seconds: float | None, now: float
+    job: Job, progress: JobProgress | None, begun_seconds: float | None, now: float
 ) -> JobThroughput:
     """The throughput of a job whose tasks were begun then, if they were."""
     found = progress or JobProgress()
@@ -24,10 +22,10 @@ def throughput_of(
     return JobThroughput(job.id, job.state, found.done_bytes, found.total_bytes, seconds, rate, left)
 
 
-def log_line(event: JobEventRow) -> JobLogLine:
+def log_line(event: JobEvent) -> JobLogLine:
     """The event as a sentence."""
     text = _sentence(event.kind, event.data)
-    return JobLogLine(event.id, moment(event.at_seconds), event.kind, text, dict(event.data))
+    return JobLogLine(event.id, event.at, event.kind, text, dict(event.data))
 
 
 def _sentence(kind: str, data: Mapping[str, Any]) -> str:

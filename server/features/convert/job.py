@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog.lineage import LineageKind
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
-from dcp.server.core.jobs.ledger.rows import JobRow, JobSpec, Json
+from dcp.server.core.jobs.ledger.rows import JobSpec, Json
 from dcp.server.core.jobs.subjects import Subject, find_subject, open_source, storage_errors
 from dcp.server.core.problems import ForbiddenError, NotFoundError, UnprocessableError
 from dcp.server.core.roots import StorageRoot, check_key
@@ -19,6 +19,7 @@ from dcp.server.core.security.principal import Principal, Scope
 from dcp.server.core.settings import Settings
 from dcp.server.features.convert.options import ConvertParams, TargetParams
 from dcp.server.features.convert.targets import facts_document, record_target, refuse_known
+from dcp.server.records.jobs import Job
 from dcp.storage.errors import PlanError
 
 if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
@@ -190,7 +191,7 @@ class TargetKind(Kind[T]):
             for name in context.earlier_attempts if target.path is not None else ():
                 discard_attempt(target, _attempt_of(name), 0)
 
-    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
         """As `Kind.record`."""
         params = self.params.model_validate(job.params)
         sources = [one["id"] for one in result.get("sources", ())] or params.source_ids

@@ -16,12 +16,13 @@ from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.lineage import LineageKind, add_lineage
 from dcp.server.catalog.roots import root_id
 from dcp.server.catalog.source_facts import facts_of_source
-from dcp.server.core.jobs.ledger.rows import JobRow, Json
+from dcp.server.core.jobs.ledger.rows import Json
 from dcp.server.core.jobs.ledger.transitions import submit_behind
 from dcp.server.core.problems import ConflictError
 from dcp.server.core.roots import StorageRoot
 from dcp.server.database.tables import checkpoints, roots
 from dcp.server.features.scan.job import scan_spec
+from dcp.server.records.jobs import Job
 
 __all__ = ["facts_document", "record_target", "refuse_known"]
 
@@ -60,7 +61,7 @@ def facts_document(root: StorageRoot, key: str) -> dict[str, Any]:
 
 def record_target(
     connection: Connection,
-    job: JobRow,
+    job: Job,
     source_ids: Sequence[int],
     lineage: LineageKind,
     done: str,

@@ -24,7 +24,6 @@ from dcp.server.core.ask import Ask
 from dcp.server.core.data.sharing import SharedValues
 from dcp.server.core.http.dependencies import PageParams, PageQuery
 from dcp.server.core.jobs.ledger.reading import get_job, last_job
-from dcp.server.core.jobs.ledger.rows import JobRow
 from dcp.server.core.jobs.subjects import find_subject
 from dcp.server.core.pages.rendering import page
 from dcp.server.core.pages.requests import FormDep, MovedError
@@ -35,6 +34,7 @@ from dcp.server.features.diff.records import Basis, Diff, DifferenceKind, Differ
 from dcp.server.features.tensors.api import get_tensor_statistics
 from dcp.server.features.tensors.histograms import histogram_picture
 from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.jobs import Job
 
 if TYPE_CHECKING:
     from dcp.server.features.diff.differences import ContentDifference
@@ -75,7 +75,7 @@ class Differences:
             found = self._values.get(key, lambda: compare(before.opened, after.opened, basis))
         return (before.opened.stamp, after.opened.stamp), found
 
-    def kept(self, ask: Ask, a: int, b: int) -> tuple[JobRow, ContentDifference] | None:
+    def kept(self, ask: Ask, a: int, b: int) -> tuple[Job, ContentDifference] | None:
         """The last job that compared all values, and its result; None without one, and where a checkpoint was
         replaced since. Raises MissingError and StateError."""
         from dcp.server.features.diff.differences import of_document
@@ -159,7 +159,7 @@ def _cleaned(found: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(replace(one, fqn=clean_text(one.fqn)) for one in found)
 
 
-def _found(ask: Ask, a: int, b: int, basis: Basis | None) -> tuple[object, ContentDifference, JobRow | None]:
+def _found(ask: Ask, a: int, b: int, basis: Basis | None) -> tuple[object, ContentDifference, Job | None]:
     """A mark of the content, the difference, and the job that has found it."""
     differences = ask.service.own(Differences)
     if basis != "values":

@@ -15,13 +15,13 @@ from dcp.server.catalog.names import is_of_optimizer
 from dcp.server.catalog.runs import get_run
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
-from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.problems import NotFoundError
 from dcp.server.features.drift import feature
 from dcp.server.features.drift.job import DriftKind, DriftParams
 from dcp.server.features.drift.picture import DriftValue, drift_picture
 from dcp.server.records.declaring import Shown
 from dcp.server.records.documents import record_of
+from dcp.server.records.jobs import Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _found(run_id: int, ask: Ask) -> RunDrift | None:
 
 
 @feature.post("/runs/{run_id}/drift", tag="runs", scope="read", status=202, errors=(404, 409))
-def compute_run_drift(run_id: IdPath, ask: Ask) -> JobAnswer:
+def compute_run_drift(run_id: IdPath, ask: Ask) -> Job:
     """Compute it for up to 50 steps, by a job; `POST /jobs` with the kind `drift` chooses the steps."""
     return ask.submit(DriftKind, DriftParams(run_id=run_id))
 

@@ -15,10 +15,9 @@ from dcp.server.catalog.verifications import outcomes_of_jobs
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import PageParams, PageQuery
-from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.features.jobs import feature, web
 from dcp.server.records.checkpoints import CheckpointDetail
-from dcp.server.records.jobs import JobState
+from dcp.server.records.jobs import Job, JobState
 
 _MAX_TASKS: Final = 100
 _LINES: Final = 30
@@ -95,7 +94,7 @@ def retry_form(job_id: IdPath, ask: Ask) -> str:
     return f"/jobs/{job_id}"
 
 
-def _sources_of(job: JobAnswer) -> list[int]:
+def _sources_of(job: Job) -> list[int]:
     """The checkpoints that a merge joins."""
     if job.kind != "merge":
         return []
@@ -103,18 +102,18 @@ def _sources_of(job: JobAnswer) -> list[int]:
     return [one["id"] for one in made_of] or [*job.params.get("sources", ()), *job.params.get("adapters", ())]
 
 
-def _names(jobs: Sequence[JobAnswer], ask: Ask, also: Sequence[int] = ()) -> dict[int, str]:
+def _names(jobs: Sequence[Job], ask: Ask, also: Sequence[int] = ()) -> dict[int, str]:
     """The names of the jobs' checkpoints and of those in ``also``."""
     numbers = [*also, *(job.checkpoint_id for job in jobs if job.checkpoint_id is not None)]
     return ask.find(keys_of, numbers, ask.visible)
 
 
-def _outcomes(jobs: Sequence[JobAnswer], ask: Ask) -> dict[int, str]:
+def _outcomes(jobs: Sequence[Job], ask: Ask) -> dict[int, str]:
     """The outcomes of verifications by job: "good" or "damaged"."""
     return ask.find(outcomes_of_jobs, [job.id for job in jobs if job.kind == "verify"])
 
 
-def _target_of(job: JobAnswer) -> str | None:
+def _target_of(job: Job) -> str | None:
     """The page of the checkpoint that a conversion or merge has made."""
     result = job.result or {}
     if job.kind not in ("convert", "merge") or not {"root", "key"} <= result.keys():

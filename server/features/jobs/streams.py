@@ -20,14 +20,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from dcp.server.catalog.inputs import MAX_ID
+from dcp.server.core.answers import answer_model, answer_of
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.context import Service
-from dcp.server.core.jobs.answers import JobEventAnswer
 from dcp.server.core.jobs.following import POLL_SECONDS, AllJobsFeed, Following, JobFeed
 from dcp.server.core.jobs.ledger.reading import get_job, job_events_after, last_event_id
-from dcp.server.core.jobs.ledger.rows import JobEventRow
 from dcp.server.core.problems import BrokenBodyError, TooManyRequestsError, UnavailableError
-from dcp.server.records.jobs import JobProgress
+from dcp.server.records.jobs import JobEvent, JobProgress
 
 __all__ = ["LastEventId", "all_jobs_stream", "job_stream"]
 
@@ -157,7 +156,6 @@ async def _events(
                 return
 
 
-def _shown(event: JobEventRow) -> ServerSentEvent:
-    return ServerSentEvent(
-        id=str(event.id), event=event.kind, data=JobEventAnswer.of(event).model_dump_json()
-    )
+def _shown(event: JobEvent) -> ServerSentEvent:
+    data = answer_of(answer_model(JobEvent), event).model_dump_json()
+    return ServerSentEvent(id=str(event.id), event=event.kind, data=data)

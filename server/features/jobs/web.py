@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union
 
 from fastapi import Body, Query, Response
@@ -16,18 +17,16 @@ from dcp.server.catalog.inputs import MAX_ID, Name, Request
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import PageQuery
-from dcp.server.core.jobs.answers import JobAnswer, TaskAnswer
 from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.ledger import reading, rows, transitions
 from dcp.server.core.jobs.ledger.reading import JobFilter
-from dcp.server.core.jobs.ledger.rows import JobRow
 from dcp.server.core.jobs.watching import log_line, throughput_of
 from dcp.server.core.problems import ForbiddenError, UnprocessableError
 from dcp.server.core.security.principal import SYSTEM, Principal, Scope
 from dcp.server.features import kinds
 from dcp.server.features.jobs import feature
 from dcp.server.features.jobs.streams import LastEventId, all_jobs_stream, job_stream
-from dcp.server.records.jobs import JobLogLine, JobState, JobThroughput
+from dcp.server.records.jobs import Job, JobLogLine, JobState, JobTask, JobThroughput
 from dcp.server.records.lists import Page
 
 __all__ = ["ACTIVE", "active_jobs", "cancel_job", "get_job", "get_job_log", "list_jobs", "retry_job"]
@@ -66,7 +65,7 @@ else:
 
 # Submitting, cancelling and retrying a job need the scope of its kind: see `_check_scope`.
 @feature.post("/jobs", tag="jobs", scope="read", status=202, errors=(403, 404, 409, 410))
-def submit_job(body: Annotated[NewJob, Body()], ask: Ask) -> JobAnswer:
+def submit_job(body: Annotated[NewJob, Body()], ask: Ask) -> Job:
     """Submit a job. If an unfinished job does the same already, the answer is that one."""
     _check_scope(ask.caller, body.kind)
     if body.priority > 0 and not ask.caller.may("admin"):
@@ -76,34 +75,34 @@ def submit_job(body: Annotated[NewJob, Body()], ask: Ask) -> JobAnswer:
 
 
 @feature.post("/jobs/{job_id}/cancel", tag="jobs", scope="read", status=202, errors=(403, 404, 409))
-def cancel_job(job_id: IdPath, ask: Ask) -> JobAnswer:
+def cancel_job(job_id: IdPath, ask: Ask) -> Job:
     """Stop the job, and remove what it left. A repetition is fine; publishing is not stopped."""
 
-    def cancel(connection: Connection) -> JobAnswer:
+    def cancel(connection: Connection) -> Job:
         job = _found(connection, job_id, ask)
         after = transitions.request_cancel(connection, job_id, ask.now, ask.caller.name)
         if not job.is_ending and job.state != "cancelled":
             _note(connection, "job.cancel", job_id, ask)
-        return JobAnswer.of(after)
+        return after
 
     return ask.transact(cancel)
 
 
 @feature.post("/jobs/{job_id}/retry", tag="jobs", scope="read", status=202, errors=(403, 404, 409))
-def retry_job(job_id: IdPath, ask: Ask) -> JobAnswer:
+def retry_job(job_id: IdPath, ask: Ask) -> Job:
     """Begin a job anew that has failed or was cancelled."""
 
-    def retry(connection: Connection) -> JobAnswer:
+    def retry(connection: Connection) -> Job:
         _found(connection, job_id, ask)
         _note(connection, "job.retry", job_id, ask)
         job = transitions.retry(connection, job_id, ask.now, ask.caller.name)
         ask.check_queue(connection)
-        return JobAnswer.of(job)
+        return job
 
     return ask.transact(retry)
 
 
-def _found(connection: Connection, job_id: int, ask: Ask) -> JobRow:
+def _found(connection: Connection, job_id: int, ask: Ask) -> Job:
     job = reading.get_job(connection, job_id, ask.visible)
     _check_scope(ask.caller, job.kind)
     return job
@@ -140,7 +139,7 @@ def list_jobs(
     checkpoint_id: Annotated[int | None, Query(ge=1, le=MAX_ID)] = None,
     created_by: Annotated[Name | None, Query()] = None,
     scans: Annotated[bool, Query(description="Also the scheduled scans, one a minute.")] = False,
-) -> Page[JobAnswer]:
+) -> Page[Job]:
     """Jobs, newest first. Of states and kinds, any of those that are given."""
     wanted = JobFilter(
         states=frozenset(state or ()),
@@ -161,19 +160,17 @@ def list_jobs(
     return Page(tuple(found[: page.limit]), more)
 
 
-def active_jobs(ask: Ask, limit: int, checkpoint_id: int | None = None) -> list[JobAnswer]:
+def active_jobs(ask: Ask, limit: int, checkpoint_id: int | None = None) -> list[Job]:
     """Find the newest jobs that have not ended, of all or of one checkpoint."""
     with ask.reading() as connection:
         wanted = JobFilter(states=frozenset(ACTIVE), checkpoint_id=checkpoint_id, own_scans=False)
         return _listed(connection, wanted, ask, None, limit)
 
 
-def _listed(
-    connection: Connection, wanted: JobFilter, ask: Ask, before: int | None, limit: int
-) -> list[JobAnswer]:
+def _listed(connection: Connection, wanted: JobFilter, ask: Ask, before: int | None, limit: int) -> list[Job]:
     found = reading.list_jobs(connection, wanted, before_id=before, limit=limit, visible=ask.visible)
     progress = rows.progress_of(connection, [job.id for job in found if not job.is_final])
-    return [JobAnswer.of(job, progress=progress.get(job.id, job.progress)) for job in found]
+    return [replace(job, progress=progress.get(job.id, job.progress)) for job in found]
 
 
 def _check_kinds(wanted: Iterable[str]) -> None:
@@ -193,7 +190,7 @@ _STREAM: Final[dict[int | str, dict[str, Any]]] = {
             "text/event-stream": {
                 "schema": {
                     "type": "object",
-                    "description": "One event; `data` is JSON, of `JobEventAnswer` where it has an `id`.",
+                    "description": "One event; `data` is JSON, of `JobEvent` where it has an `id`.",
                     "properties": {
                         "id": {"type": "string"},
                         "event": {"type": "string"},
@@ -240,7 +237,7 @@ def watch_job(job_id: IdPath, ask: Ask, last_event_id: LastEventId = None) -> Re
 
 
 @feature.get("/jobs/{job_id}", tag="jobs")
-def get_job(job_id: IdPath, ask: Ask) -> JobAnswer:
+def get_job(job_id: IdPath, ask: Ask) -> Job:
     """One job, with its progress, and its result once it has succeeded."""
     return ask.job(job_id)
 
@@ -269,7 +266,7 @@ def get_job_log(job_id: IdPath, ask: Ask, page: PageQuery) -> Page[JobLogLine]:
 
 
 @feature.get("/jobs/{job_id}/tasks", tag="jobs")
-def list_job_tasks(job_id: IdPath, ask: Ask, page: PageQuery) -> Page[TaskAnswer]:
+def list_job_tasks(job_id: IdPath, ask: Ask, page: PageQuery) -> Page[JobTask]:
     """The tasks of the job by number, once it is planned."""
     mark = query_mark("tasks", job_id)
     after = -1 if page.cursor is None else decode_cursor(page.cursor, mark, int)[0]
@@ -278,4 +275,4 @@ def list_job_tasks(job_id: IdPath, ask: Ask, page: PageQuery) -> Page[TaskAnswer
         found = reading.list_tasks(connection, job_id, after_number=after, limit=page.limit + 1)
     shown = found[: page.limit]
     more = encode_cursor(mark, shown[-1].number) if len(found) > page.limit else None
-    return Page(tuple(map(TaskAnswer.of, shown)), more)
+    return Page(tuple(shown), more)

@@ -15,7 +15,7 @@ from dcp.server.catalog.details import get_checkpoint, lock_checkpoint
 from dcp.server.catalog.errors import CatalogError, StateError
 from dcp.server.catalog.labels import Change
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress
-from dcp.server.core.jobs.ledger.rows import JobRow, JobSpec, Json, lock_job, unfinished_job
+from dcp.server.core.jobs.ledger.rows import JobSpec, Json, lock_job, unfinished_job
 from dcp.server.core.jobs.ledger.transitions import request_cancel
 from dcp.server.core.jobs.parameters import CheckpointId, Parameters
 from dcp.server.core.jobs.subjects import roots_of_committed
@@ -26,6 +26,7 @@ from dcp.server.database.tables import aliases
 from dcp.server.features.retention.policies import writable_roots
 from dcp.server.records.administration import Scope
 from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.jobs import Job
 
 __all__ = ["DeleteKind", "DeleteParams", "alias_of", "delete_softly", "purge_dedup_key", "restore"]
 
@@ -133,7 +134,7 @@ class DeleteKind(Kind[DeleteParams]):
         """As `Kind.publish`."""
         return {"checkpoint_ids": sorted(set(plan_data["checkpoint_ids"]))}
 
-    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
         """As `Kind.record`. Checkpoints that are pinned or gone by now stay as they are."""
         params = DeleteParams.model_validate(job.params)
         change = Change(actor=job.created_by, now=time.time())

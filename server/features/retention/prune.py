@@ -18,7 +18,7 @@ from dcp.server.catalog import audit
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import StateError
 from dcp.server.core.jobs.kind import JobContext, PermanentJobError, ReportProgress
-from dcp.server.core.jobs.ledger.rows import JobRow, JobSpec, Json
+from dcp.server.core.jobs.ledger.rows import JobSpec, Json
 from dcp.server.core.jobs.ledger.transitions import submit_behind
 from dcp.server.core.jobs.parameters import CheckpointId, Globs, Parameters
 from dcp.server.core.jobs.simple_kind import SimpleKind
@@ -37,7 +37,7 @@ from dcp.server.features.retention.deletion import alias_of
 from dcp.server.features.retention.policies import writable_roots
 from dcp.server.features.scan.job import scan_spec
 from dcp.server.records.administration import Scope
-from dcp.server.records.jobs import FINAL_STATES
+from dcp.server.records.jobs import FINAL_STATES, Job
 from dcp.storage.stores.base import Store
 
 __all__ = ["PruneKind", "PruneParams", "in_use", "prune_spec"]
@@ -125,7 +125,7 @@ class PruneKind(SimpleKind[PruneParams]):
             "subject": subject.to_json(),
         }
 
-    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
         """Audit what was freed, and submit a scan of the run."""
         subject, now = Subject(**result["subject"]), time.time()
         detail = {name: result[name] for name in ("outcome", "files", "freed_bytes", "rewritten_bytes")}

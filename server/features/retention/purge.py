@@ -19,7 +19,7 @@ from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.roots import root_row
 from dcp.server.catalog.source_facts import fingerprint_of, marks_of
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress
-from dcp.server.core.jobs.ledger.rows import JobRow, JobSpec, Json, TaskSpec
+from dcp.server.core.jobs.ledger.rows import JobSpec, Json, TaskSpec
 from dcp.server.core.jobs.ledger.transitions import submit_or_join
 from dcp.server.core.jobs.parameters import CheckpointId, Parameters
 from dcp.server.core.jobs.schedules import ScheduleContext
@@ -37,6 +37,7 @@ from dcp.server.database.tables import checkpoints, jobs, roots
 from dcp.server.features.retention.deletion import purge_dedup_key
 from dcp.server.features.retention.policies import writable_roots
 from dcp.server.records.administration import Scope
+from dcp.server.records.jobs import Job
 from dcp.storage.commit_names import is_commit_object
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats.opening import SourcePlace, index_at
@@ -144,7 +145,7 @@ class PurgeKind(Kind[PurgeParams]):
         """As `Kind.publish`."""
         return {**results[0], "checkpoint_id": plan_data["id"]}
 
-    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
         """Mark it as purged; or, where it was pinned in its folder, as it was before it was deleted."""
         number, now = result["checkpoint_id"], time.time()
         detail = {name: result[name] for name in ("outcome", "files", "bytes")}

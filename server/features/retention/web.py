@@ -15,7 +15,6 @@ from dcp.server.catalog.roots import root_id
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import IfMatch, PageParams, PageQuery, check_visible
-from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.problems import ForbiddenError, NotFoundError
 from dcp.server.features.retention import deletion, feature
 from dcp.server.features.retention.job import RetentionKind, RetentionParams
@@ -29,6 +28,7 @@ from dcp.server.features.retention.policies import (
 )
 from dcp.server.records.administration import RetentionPolicy, RetentionPreview, RetentionTotals
 from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.jobs import Job
 from dcp.server.records.lists import Page
 
 _MAX_GRACE_SECONDS: Final = 3660 * 86_400.0
@@ -115,7 +115,7 @@ def delete_retention_policy(policy_id: IdPath, ask: Ask, match: IfMatch) -> None
 
 
 @feature.post(_POLICY + "/run", tag="retention", scope="delete", status=202)
-def run_retention_policy(policy_id: IdPath, ask: Ask) -> JobAnswer:
+def run_retention_policy(policy_id: IdPath, ask: Ask) -> Job:
     """Apply a policy now, by a job."""
     return ask.submit(RetentionKind, RetentionParams(policy_id=policy_id))
 

@@ -15,7 +15,7 @@ from sqlalchemy import Connection
 from dcp.server.catalog.inputs import MAX_ID
 from dcp.server.catalog.roots import sync_roots
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress
-from dcp.server.core.jobs.ledger.rows import JobRow, JobSpec, Json, TaskSpec
+from dcp.server.core.jobs.ledger.rows import JobSpec, Json, TaskSpec
 from dcp.server.core.jobs.ledger.transitions import submit
 from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext
@@ -26,6 +26,7 @@ from dcp.server.core.security.principal import SYSTEM, Principal
 from dcp.server.core.settings import Settings
 from dcp.server.features.scan.scanner import scan_root
 from dcp.server.records.administration import Scope
+from dcp.server.records.jobs import Job
 
 __all__ = ["ScanKind", "ScanParams", "scan_spec", "scans"]
 
@@ -100,7 +101,7 @@ class ScanKind(Kind[ScanParams]):
         """As `Kind.publish`."""
         return dict(results[0])
 
-    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
         """Log the changes: the task has written them already."""
         is_first = result.get("is_first", False)
         changes = {name: result[name] for name in _LOGGED if result.get(name)}

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog.verifications import set_statistics
 from dcp.server.core.jobs.kind import JobContext, ReportProgress
-from dcp.server.core.jobs.ledger.rows import JobRow, Json
+from dcp.server.core.jobs.ledger.rows import Json
 from dcp.server.core.jobs.parameters import CheckpointId, Globs, Parameters
 from dcp.server.core.jobs.simple_kind import SimpleKind
 from dcp.server.core.jobs.subjects import (
@@ -21,6 +21,7 @@ from dcp.server.core.jobs.subjects import (
     unchanged,
 )
 from dcp.server.core.security.principal import Scope
+from dcp.server.records.jobs import Job
 from dcp.storage.formats.opening import index_at
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class StatsKind(SimpleKind[StatsParams]):
             )
         return {**_document(found), "fingerprint": fingerprint}
 
-    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
         """As `Kind.record`."""
         params = StatsParams.model_validate(job.params)
         if params.only is not None or params.exclude is not None:

@@ -13,12 +13,12 @@ from dcp.server.catalog.cursors import encode_cursor, offset_of, query_mark
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import PageQuery
-from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.pages.requests import FormDep
 from dcp.server.core.problems import NotFoundError
 from dcp.server.features.statistics import feature
 from dcp.server.features.statistics.job import StatsKind, StatsParams
 from dcp.server.records.declaring import Shown, moment
+from dcp.server.records.jobs import Job
 
 __all__ = ["TensorStatistics", "kept_statistics"]
 
@@ -76,7 +76,7 @@ def get_statistics(checkpoint_id: IdPath, ask: Ask, page: PageQuery) -> Statisti
 
 
 @feature.post(_PATH, tag="data", scope="read", status=202, errors=(404, 409, 410))
-def compute_statistics(checkpoint_id: IdPath, ask: Ask) -> JobAnswer:
+def compute_statistics(checkpoint_id: IdPath, ask: Ask) -> Job:
     """Compute the statistics of all tensors, by a job; they are kept with the checkpoint."""
     return ask.submit(StatsKind, StatsParams(checkpoint_id=checkpoint_id))
 

@@ -13,7 +13,7 @@ from dcp.server.catalog import audit
 from dcp.server.catalog.details import lock_checkpoint
 from dcp.server.catalog.verifications import add_verification
 from dcp.server.core.jobs.kind import JobContext, ReportProgress
-from dcp.server.core.jobs.ledger.rows import JobRow, Json
+from dcp.server.core.jobs.ledger.rows import Json
 from dcp.server.core.jobs.simple_kind import CheckpointParams, SimpleKind
 from dcp.server.core.jobs.subjects import (
     Subject,
@@ -23,6 +23,7 @@ from dcp.server.core.jobs.subjects import (
 )
 from dcp.server.core.roots import StorageRoot
 from dcp.server.core.security.principal import Scope
+from dcp.server.records.jobs import Job
 
 if TYPE_CHECKING:
     from dcp.inspection.verification import Finding
@@ -73,7 +74,7 @@ class VerifyKind(SimpleKind[CheckpointParams]):
             "subject": asdict(subject),
         }
 
-    def record(self, connection: Connection, job: JobRow, result: Json) -> None:
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
         """Record the verdict; it counts for the checkpoint only if its content is still the verified one."""
         now, subject = time.time(), Subject(**result["subject"])
         row = lock_checkpoint(connection, subject.id)

@@ -9,13 +9,13 @@ from fastapi import Query
 from dcp.server.catalog import verifications
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
-from dcp.server.core.jobs.answers import JobAnswer
 from dcp.server.core.jobs.simple_kind import CheckpointParams
 from dcp.server.core.security.principal import Scope
 from dcp.server.features.verify import feature
 from dcp.server.features.verify.job import VerifyKind
 from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.contents import Verification
+from dcp.server.records.jobs import Job
 from dcp.server.records.lists import Items
 
 _CHANGES: Final[tuple[Scope, ...]] = ("write", "convert", "delete")
@@ -37,7 +37,7 @@ def list_verifications(
     status=202,
     errors=(404, 409, 410),
 )
-def verify_checkpoint(checkpoint_id: IdPath, ask: Ask) -> JobAnswer:
+def verify_checkpoint(checkpoint_id: IdPath, ask: Ask) -> Job:
     """Read and compare every byte, by a job."""
     return ask.submit(VerifyKind, CheckpointParams(checkpoint_id=checkpoint_id))
 

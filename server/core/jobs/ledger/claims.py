@@ -17,7 +17,6 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, func, not_, or_, se
 from dcp.server.core.jobs.ledger.rows import (
     Claim,
     Held,
-    JobRow,
     Phase,
     by_priority,
     emit,
@@ -25,6 +24,7 @@ from dcp.server.core.jobs.ledger.rows import (
     task_of_row,
 )
 from dcp.server.database.tables import jobs, tasks
+from dcp.server.records.jobs import Job
 
 __all__ = ["NO_LIMITS", "ClaimLimits", "claim", "has_work", "renew", "stopped"]
 
@@ -85,9 +85,7 @@ def claim(
     return _claim_phase(connection, job, again.phase, lease, now)
 
 
-def _claim_task(
-    connection: Connection, job: JobRow, candidate: _Claimable, lease: Mapping[str, Any]
-) -> Claim:
+def _claim_task(connection: Connection, job: Job, candidate: _Claimable, lease: Mapping[str, Any]) -> Claim:
     row = connection.execute(
         update(tasks)
         .where(tasks.c.id == candidate.task_id)
@@ -98,7 +96,7 @@ def _claim_task(
 
 
 def _claim_phase(
-    connection: Connection, job: JobRow, phase: Phase, lease: Mapping[str, Any], now: float
+    connection: Connection, job: Job, phase: Phase, lease: Mapping[str, Any], now: float
 ) -> Claim:
     values: dict[str, Any] = {"fence": jobs.c.fence + 1, **lease}
     if phase == "plan":

@@ -17,9 +17,7 @@ from dcp.server.core.jobs.ledger.rows import (
     NO_LEASE,
     Backoff,
     Held,
-    JobRow,
     StaleFenceError,
-    TaskRow,
     by_priority,
     emit,
     finish,
@@ -34,7 +32,7 @@ from dcp.server.core.jobs.ledger.rows import (
 from dcp.server.database.tables import jobs, tasks
 from dcp.server.records.declaring import moment
 from dcp.server.records.documents import document_of
-from dcp.server.records.jobs import JobFailure, JobWaiting
+from dcp.server.records.jobs import Job, JobFailure, JobTask, JobWaiting
 
 __all__ = ["DEFAULT_BACKOFF", "clear_away", "expire_leases", "fail", "give_up", "has_expired"]
 
@@ -54,7 +52,7 @@ def fail(
 
 
 def _fail_task(
-    connection: Connection, job: JobRow, task: TaskRow, error: JobFailure, now: float, backoff: Backoff
+    connection: Connection, job: Job, task: JobTask, error: JobFailure, now: float, backoff: Backoff
 ) -> None:
     attempt = task.attempt + 1
     values: dict[str, Any] = {"error": asdict(error), "done_bytes": 0, **NO_LEASE}
@@ -73,7 +71,7 @@ def _fail_task(
     set_task(connection, task.id, **values)
 
 
-def _fail_phase(connection: Connection, job: JobRow, error: JobFailure, now: float, backoff: Backoff) -> None:
+def _fail_phase(connection: Connection, job: Job, error: JobFailure, now: float, backoff: Backoff) -> None:
     attempt = job.attempt + 1
     is_last = not _is_tried_again(job, error, attempt)
     if error is _LOST and job.state == "publishing" and not job.is_ending:
@@ -99,21 +97,21 @@ def _fail_phase(connection: Connection, job: JobRow, error: JobFailure, now: flo
             clear_away(connection, job)
 
 
-def clear_away(connection: Connection, job: JobRow, **found: Any) -> None:
+def clear_away(connection: Connection, job: Job, **found: Any) -> None:
     """An ending job whose plan has begun, and may have left something: it is discarded as one that runs. What
     there is of its tasks was never begun."""
     forget_tasks(connection, job)
     set_job(connection, job.id, state="running", **NEXT_PHASE, **found)
 
 
-def _end(connection: Connection, job: JobRow, error: JobFailure, now: float, task: int | None = None) -> None:
+def _end(connection: Connection, job: Job, error: JobFailure, now: float, task: int | None = None) -> None:
     document = asdict(replace(error, task=task))
     set_job(connection, job.id, is_ending=True, error=document, **NEXT_PHASE)
     emit(connection, job.id, "ending", now, error=document)
 
 
 def _wait(
-    connection: Connection, job: JobRow, error: JobFailure, now: float, backoff: Backoff, **where: Any
+    connection: Connection, job: Job, error: JobFailure, now: float, backoff: Backoff, **where: Any
 ) -> None:
     """Pause the job as a whole: what is away is away for all of its tasks."""
     waiting = job.waiting if job.waiting is not None and job.waiting.is_environment else None
@@ -129,7 +127,7 @@ def _wait(
 
 def _tell_retry(
     connection: Connection,
-    job: JobRow,
+    job: Job,
     error: JobFailure,
     now: float,
     next_seconds: float,
@@ -150,7 +148,7 @@ def _tell_retry(
     emit(connection, job.id, "retry", now, error=asdict(error), delay_seconds=delay, **where, attempt=attempt)
 
 
-def _is_patient(job: JobRow, error: JobFailure, now: float, backoff: Backoff) -> bool:
+def _is_patient(job: Job, error: JobFailure, now: float, backoff: Backoff) -> bool:
     """Return True if the failure is worth waiting for, and has not been waited for too long."""
     if not error.is_environment:
         return False
@@ -159,12 +157,12 @@ def _is_patient(job: JobRow, error: JobFailure, now: float, backoff: Backoff) ->
     return now - since < backoff.patience_seconds
 
 
-def _is_tried_again(job: JobRow, error: JobFailure, attempt: int) -> bool:
+def _is_tried_again(job: Job, error: JobFailure, attempt: int) -> bool:
     """Of what is not waited for, or has been for long enough."""
     return error.is_retryable and not error.is_environment and attempt < job.max_attempts
 
 
-def give_up(connection: Connection, job: JobRow, now: float) -> None:
+def give_up(connection: Connection, job: Job, now: float) -> None:
     """It has been cleared away, as far as that was possible."""
     if not job.is_ending:
         raise StaleFenceError(f"job {job.id} was not given up")

@@ -9,10 +9,7 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, func, or_, select
 
 from dcp.server.core.jobs.ledger.rows import (
-    JobEventRow,
-    JobRow,
     Json,
-    TaskRow,
     event_of_row,
     is_planned,
     job_of_row,
@@ -25,7 +22,7 @@ from dcp.server.core.problems import NotFoundError
 from dcp.server.core.security.principal import SYSTEM
 from dcp.server.database.documents import read_document
 from dcp.server.database.tables import job_events, job_roots, jobs, roots, tasks
-from dcp.server.records.jobs import JobProgress, JobState
+from dcp.server.records.jobs import Job, JobEvent, JobProgress, JobState, JobTask
 
 __all__ = [
     "JobFilter",
@@ -65,7 +62,7 @@ class JobFilter:
     own_scans: bool = True
 
 
-def get_job(connection: Connection, job_id: int, visible: frozenset[str] | None = None) -> JobRow:
+def get_job(connection: Connection, job_id: int, visible: frozenset[str] | None = None) -> Job:
     """The job; raises NotFoundError also where its root, or that of one of its checkpoints, is not
     ``visible``."""
     job = find_job(connection, job_id, visible)
@@ -76,7 +73,7 @@ def get_job(connection: Connection, job_id: int, visible: frozenset[str] | None 
 
 def find_job(
     connection: Connection, job_id: int, visible: frozenset[str] | None = None, *, whole: bool = True
-) -> JobRow | None:
+) -> Job | None:
     """As `get_job`; None if there is none. Unless ``whole``, of a large result what is short of it."""
     query = select_jobs().where(jobs.c.id == job_id, *_seen(visible))
     row = connection.execute(query).one_or_none()
@@ -95,7 +92,7 @@ def last_job(
     *,
     succeeded: bool = False,
     whole: bool = False,
-) -> JobRow | None:
+) -> Job | None:
     """The newest visible job with this key, or the newest that ``succeeded``. ``whole``: as `find_job`."""
     query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
     query = query.where(jobs.c.result_key == result_key, *_seen(visible))
@@ -112,7 +109,7 @@ def list_jobs(
     before_id: int | None = None,
     limit: int = 50,
     visible: frozenset[str] | None = None,
-) -> list[JobRow]:
+) -> list[Job]:
     """The newest first; the next page has those before the last one's id. Of large results they have what is
     short."""
     conditions = [*_seen(visible)]
@@ -142,7 +139,7 @@ def count_queued(connection: Connection, created_by: str, most: int) -> int:
 
 def list_tasks(
     connection: Connection, job_id: int, *, after_number: int = -1, limit: int = 100
-) -> list[TaskRow]:
+) -> list[JobTask]:
     """Tasks of a job by number, behind ``after_number``: how far they are, not what they do. There are none
     before it is planned."""
     query = (
@@ -160,7 +157,7 @@ def plan_of(connection: Connection, job_id: int) -> Json | None:
     return found
 
 
-def payload_of(connection: Connection, task: TaskRow) -> Json:
+def payload_of(connection: Connection, task: JobTask) -> Json:
     """All that a claimed task needs: what the plan has for every task, and its own."""
     shared = connection.execute(select(jobs.c.plan["shared"]).where(jobs.c.id == task.job_id)).scalar()
     return {**(shared or {}), **task.payload}
@@ -184,7 +181,7 @@ def task_documents(connection: Connection, job_id: int) -> list[int | None]:
 
 def job_events_after(
     connection: Connection, job_id: int, after_id: int = 0, *, limit: int = 500
-) -> Sequence[JobEventRow]:
+) -> Sequence[JobEvent]:
     """Events of the job after the event ``after_id``, in order."""
     query = (
         select(job_events)
@@ -197,7 +194,7 @@ def job_events_after(
 
 def latest_events(
     connection: Connection, job_id: int, before_id: int | None = None, *, limit: int = 100
-) -> Sequence[JobEventRow]:
+) -> Sequence[JobEvent]:
     """The last things that happened to the job, or the last ones before an event, in order."""
     query = select(job_events).where(job_events.c.job_id == job_id).order_by(job_events.c.id.desc())
     if before_id is not None:
@@ -226,7 +223,7 @@ def all_events_after(
     *,
     own_scans: bool = False,
     limit: int = 500,
-) -> Sequence[JobEventRow]:
+) -> Sequence[JobEvent]:
     """Events of visible jobs after the event ``after_id``, in the order of their ids.
     On PostgreSQL the events of several jobs may become visible in another order."""
     query = select(job_events).join_from(job_events, jobs, jobs.c.id == job_events.c.job_id)

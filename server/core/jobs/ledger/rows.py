@@ -31,7 +31,7 @@ from dcp.server.database.documents import ensure_document
 from dcp.server.database.records import record_of_row
 from dcp.server.database.tables import job_events, jobs, roots, tasks
 from dcp.server.records.declaring import moment
-from dcp.server.records.jobs import FINAL_STATES, Job, JobProgress, JobState, JobTask
+from dcp.server.records.jobs import FINAL_STATES, Job, JobEvent, JobProgress, JobState, JobTask
 
 __all__ = [
     "MAX_DEDUP_KEY_CHARACTERS",
@@ -40,13 +40,10 @@ __all__ = [
     "Backoff",
     "Claim",
     "Held",
-    "JobEventRow",
-    "JobRow",
     "JobSpec",
     "Json",
     "Phase",
     "StaleFenceError",
-    "TaskRow",
     "TaskSpec",
     "by_priority",
     "emit",
@@ -120,34 +117,6 @@ class TaskSpec:
     weight_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobRow(Job):
-    """A job in the ledger. ``document_id``: the document with all of a large result."""
-
-    document_id: int | None
-    dedup_key: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskRow(JobTask):
-    """A task in the ledger: claimed ones have a payload."""
-
-    id: int
-    job_id: int
-    payload: Json
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobEventRow:
-    """An event of a job; ids grow, so that a reader continues behind the last one it has seen."""
-
-    id: int
-    job_id: int
-    kind: str
-    data: Json
-    at_seconds: float
-
-
 @dataclass(frozen=True, slots=True)
 class Held:
     """Names a claim when it is renewed: ``task_id`` is None for the phases of the job itself."""
@@ -162,8 +131,8 @@ class Claim:
     """Work for a worker, for as long as its lease lasts."""
 
     phase: Phase
-    job: JobRow
-    task: TaskRow | None
+    job: Job
+    task: JobTask | None
     fence: int
 
     @property
@@ -226,28 +195,28 @@ def is_planned() -> ColumnElement[bool]:
     return select(jobs.c.id).where(jobs.c.id == tasks.c.job_id, jobs.c.state != "planning").exists()
 
 
-def job_of_row(row: Row[Any]) -> JobRow:
+def job_of_row(row: Row[Any]) -> Job:
     """A row of `select_jobs`."""
     return record_of_row(
-        JobRow,
+        Job,
         row,
         not_before=moment(row.not_before_seconds) if row.not_before_seconds else None,
         is_result_whole=row.document_id is None,
     )
 
 
-def task_of_row(row: Row[Any]) -> TaskRow:
+def task_of_row(row: Row[Any]) -> JobTask:
     """A row of `select_tasks`."""
     not_before = moment(row.not_before_seconds) if row.not_before_seconds else None
-    return record_of_row(TaskRow, row, not_before=not_before, payload=row.payload or {})
+    return record_of_row(JobTask, row, not_before=not_before, payload=row.payload or {})
 
 
-def event_of_row(row: Row[Any]) -> JobEventRow:
+def event_of_row(row: Row[Any]) -> JobEvent:
     """A row of ``job_events``."""
-    return JobEventRow(id=row.id, job_id=row.job_id, kind=row.kind, data=row.data, at_seconds=row.at_seconds)
+    return record_of_row(JobEvent, row)
 
 
-def lock_job(connection: Connection, job_id: int) -> JobRow:
+def lock_job(connection: Connection, job_id: int) -> Job:
     """The job, locked until the end of this transaction. Raises NotFoundError."""
     connection.execute(select(jobs.c.id).where(jobs.c.id == job_id).with_for_update())
     row = connection.execute(select_jobs().where(jobs.c.id == job_id)).one_or_none()
@@ -262,7 +231,7 @@ def unfinished_job(connection: Connection, dedup_key: str | None) -> int | None:
     return connection.execute(query).scalar_one_or_none()
 
 
-def held_job(connection: Connection, held: Held) -> JobRow:
+def held_job(connection: Connection, held: Held) -> Job:
     """The locked job, if its claim is valid; raises StaleFenceError."""
     try:
         job = lock_job(connection, held.job_id)
@@ -274,7 +243,7 @@ def held_job(connection: Connection, held: Held) -> JobRow:
     return job
 
 
-def held_task(connection: Connection, held: Held) -> tuple[JobRow, TaskRow]:
+def held_task(connection: Connection, held: Held) -> tuple[Job, JobTask]:
     """The locked job and the task, if the claim is valid; raises StaleFenceError."""
     try:
         job = lock_job(connection, held.job_id)
@@ -302,7 +271,7 @@ def set_task(connection: Connection, task_id: int, **values: Any) -> None:
     connection.execute(update(tasks).where(tasks.c.id == task_id).values(**values))
 
 
-def release_phase(connection: Connection, job: JobRow, **values: Any) -> None:
+def release_phase(connection: Connection, job: Job, **values: Any) -> None:
     """End the lease of a phase that is not completed; a plan begins anew."""
     if job.state == "planning":
         values["state"] = "queued"
@@ -310,7 +279,7 @@ def release_phase(connection: Connection, job: JobRow, **values: Any) -> None:
     set_job(connection, job.id, **values, **NO_LEASE)
 
 
-def forget_tasks(connection: Connection, job: JobRow, first: int = 0) -> None:
+def forget_tasks(connection: Connection, job: Job, first: int = 0) -> None:
     """From number ``first`` on: the job is to be planned anew, or not at all."""
     connection.execute(delete(tasks).where(tasks.c.job_id == job.id, tasks.c.number >= first))
 
@@ -322,7 +291,7 @@ def emit(connection: Connection, job_id: int, event: str, now: float, **data: An
 
 def finish(
     connection: Connection,
-    job: JobRow,
+    job: Job,
     state: JobState,
     now: float,
     *,

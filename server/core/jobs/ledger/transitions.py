@@ -28,7 +28,6 @@ from dcp.server.core.jobs.ledger.rows import (
     NEXT_PHASE,
     NO_LEASE,
     Held,
-    JobRow,
     JobSpec,
     Json,
     StaleFenceError,
@@ -51,7 +50,7 @@ from dcp.server.database.engine import Encoded
 from dcp.server.database.tables import checkpoints, job_roots, jobs, roots, tasks
 from dcp.server.records.declaring import moment
 from dcp.server.records.documents import document_of
-from dcp.server.records.jobs import JobWaiting
+from dcp.server.records.jobs import Job, JobWaiting
 
 __all__ = [
     "add_tasks",
@@ -230,7 +229,7 @@ def complete_task(
 
 def complete_publish(
     connection: Connection, held: Held, result: Json, now: float, document: int | None = None
-) -> JobRow:
+) -> Job:
     """The job has succeeded; what `Kind.record` writes belongs into the same transaction.
 
     ``document`` has a large result: one that was prepared, or that of a task with the same. Without it all of
@@ -249,7 +248,7 @@ def complete_discard(connection: Connection, held: Held, now: float) -> None:
 
 
 def _move(
-    connection: Connection, job: JobRow, state: str, now: float, values: Mapping[str, Any], **event: Any
+    connection: Connection, job: Job, state: str, now: float, values: Mapping[str, Any], **event: Any
 ) -> None:
     set_job(connection, job.id, state=state, **NEXT_PHASE, **values)
     emit(connection, job.id, "state", now, state=state, **event)
@@ -277,7 +276,7 @@ def release(connection: Connection, held: Held, now: float) -> None:
         emit(connection, job.id, "state", now, state="queued")
 
 
-def request_cancel(connection: Connection, job_id: int, now: float, actor: str) -> JobRow:
+def request_cancel(connection: Connection, job_id: int, now: float, actor: str) -> Job:
     """Stop it: at once if nothing was begun, else as soon as the workers hear of it.
 
     A job that is being stopped or was cancelled already is left as it is. Raises ConflictError if it has
@@ -301,7 +300,7 @@ def request_cancel(connection: Connection, job_id: int, now: float, actor: str) 
     return lock_job(connection, job_id)
 
 
-def retry(connection: Connection, job_id: int, now: float, actor: str) -> JobRow:
+def retry(connection: Connection, job_id: int, now: float, actor: str) -> Job:
     """Begin a failed or cancelled job anew, from its plan on; one that waits for its next attempt is due now.
 
     Raises ConflictError if it is neither, or if another job does the same by now.
@@ -329,7 +328,7 @@ def retry(connection: Connection, job_id: int, now: float, actor: str) -> JobRow
     return lock_job(connection, job_id)
 
 
-def _hasten(connection: Connection, job: JobRow, waiting: JobWaiting, now: float, actor: str) -> JobRow:
+def _hasten(connection: Connection, job: Job, waiting: JobWaiting, now: float, actor: str) -> Job:
     due = document_of(replace(waiting, next_attempt_at=moment(now)))
     values: dict[str, Any] = {"not_before_seconds": 0.0, "waiting": due}
     set_job(connection, job.id, **values)
