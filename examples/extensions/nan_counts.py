@@ -15,8 +15,7 @@ from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature, Link
 from dcp.server.core.jobs.kind import JobContext, ReportProgress
 from dcp.server.core.jobs.schedules import ScheduleContext
-from dcp.server.core.jobs.simple_kind import CheckpointParams, SimpleKind
-from dcp.server.core.jobs.subjects import Subject, open_source, storage_errors
+from dcp.server.core.jobs.subjects import CheckpointParams, SimpleKind, Subject, open_source, storage_errors
 
 
 class NanKind(SimpleKind[CheckpointParams]):

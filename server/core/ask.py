@@ -17,11 +17,10 @@ from dcp.server.core.data.responses import CACHE, NotModifiedError, is_unchanged
 from dcp.server.core.http.context import Service
 from dcp.server.core.http.dependencies import Writer
 from dcp.server.core.http.idempotency import transact
-from dcp.server.core.jobs.kind import Kind
+from dcp.server.core.jobs.kind import Kind, Parameters
 from dcp.server.core.jobs.ledger.reading import count_queued, get_job, last_job
 from dcp.server.core.jobs.ledger.rows import progress_of
 from dcp.server.core.jobs.ledger.transitions import submit_or_join
-from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.pages import rendering
 from dcp.server.core.pages.requests import Form, query_of
 from dcp.server.core.problems import TooManyRequestsError, UnauthorizedError

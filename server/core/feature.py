@@ -23,8 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, get_args
 
-from dcp.server.core.events import Consume, Consumer
-from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext
+from dcp.server.core.jobs.schedules import Consume, Consumer, PeriodicWork, ScheduleContext
 from dcp.server.records.administration import Scope
 from dcp.storage.errors import CheckpointError
 

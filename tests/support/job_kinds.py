@@ -20,13 +20,13 @@ from dcp.server.core.jobs.kind import (
     JobContext,
     JobPlan,
     Kind,
+    Parameters,
     PermanentJobError,
     ReportProgress,
     TaskSpec,
     TransientJobError,
 )
 from dcp.server.core.jobs.ledger.rows import JobSpec, Json
-from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.security.principal import Principal, Scope
 from dcp.server.core.settings import Settings
 from dcp.server.database.tables import audit

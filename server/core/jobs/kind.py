@@ -19,17 +19,20 @@ job's subject before it is planned, the second writes the result, in the transac
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Final, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Generic, TypeVar
 
+from pydantic import Field
 from sqlalchemy import Connection
 
+from dcp.server.catalog.inputs import MAX_ID, OneLine, Request
 from dcp.server.core.jobs.ledger.rows import JobSpec, Json, TaskSpec
-from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.problems import ProblemError
 from dcp.server.core.roots import Roots
 from dcp.server.core.security.principal import Principal, Scope
@@ -38,10 +41,14 @@ from dcp.server.records.jobs import Job
 from dcp.storage.errors import CheckpointError, StorageError
 
 __all__ = [
+    "CheckpointId",
+    "Globs",
     "JobContext",
     "JobPlan",
     "Kind",
+    "Parameters",
     "PermanentJobError",
+    "PlainText",
     "ReportProgress",
     "TaskSpec",
     "TransientJobError",
@@ -49,6 +56,24 @@ __all__ = [
     "is_environment",
     "is_retryable",
 ]
+
+
+class Parameters(Request):
+    """Parameters of a job."""
+
+    def digest(self) -> str:
+        """A digest of the parameters, for keys of jobs of which one at a time is unfinished."""
+        document = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(document.encode()).hexdigest()[:40]
+
+
+CheckpointId = Annotated[int, Field(ge=1, le=MAX_ID)]
+
+PlainText = Annotated[OneLine, Field(min_length=1, max_length=1024)]
+
+Globs = Annotated[tuple[PlainText, ...], Field(min_length=1, max_length=256, strict=False)]
+"""Shell globs on the names of tensors and values, as for `dcp.load`."""
+
 
 P = TypeVar("P", bound=Parameters)
 

@@ -1,26 +1,46 @@
-"""The checkpoint of a job: found in the catalog, opened in the task, compared when it is recorded."""
+"""Checkpoints of jobs: found in the catalog, opened in a task, compared when the result is recorded.
+
+`SimpleKind` is a kind whose jobs have one task, which reads checkpoints and returns its result.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 from sqlalchemy import Connection, select
 
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import MissingError, StateError
 from dcp.server.catalog.source_facts import fingerprint_of, marks_of
-from dcp.server.core.jobs.kind import JobContext, PermanentJobError, TransientJobError, UnavailableJobError
+from dcp.server.core.jobs.kind import (
+    CheckpointId,
+    JobContext,
+    JobPlan,
+    Kind,
+    Parameters,
+    PermanentJobError,
+    ReportProgress,
+    TaskSpec,
+    TransientJobError,
+    UnavailableJobError,
+)
+from dcp.server.core.jobs.ledger.rows import JobSpec, Json
 from dcp.server.core.problems import ProblemError
 from dcp.server.core.roots import StorageRoot, storage_problem
+from dcp.server.core.security.principal import Principal
+from dcp.server.core.settings import Settings
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import checkpoints, roots
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.opening import Source, SourcePlace, index_at
 
 __all__ = [
+    "CheckpointParams",
+    "SimpleKind",
     "Subject",
     "find_subject",
     "fingerprint_at",
@@ -31,6 +51,7 @@ __all__ = [
     "storage_errors",
     "unchanged",
 ]
+
 
 _CHUNK: Final = 500
 
@@ -166,3 +187,68 @@ def storage_errors(*roots: StorageRoot) -> Iterator[None]:
         for root in roots:
             problem.detail = root.hide(problem.detail)
         raise problem from error
+
+
+# -- `SimpleKind` --------------------------------------------------------------------------------------------
+
+
+P = TypeVar("P", bound=Parameters)
+
+
+class CheckpointParams(Parameters):
+    """The checkpoint."""
+
+    checkpoint_id: CheckpointId
+
+
+class SimpleKind(Kind[P]):
+    """A kind of which `run` is all that has to be written, beside ``name``, ``scope`` and ``params``.
+
+    ``subjects`` are the parameters that are ids of checkpoints. These must be committed and visible to
+    the caller; the job is about the last one. An unfinished job with the same parameters is
+    joined.
+    """
+
+    subjects: ClassVar[tuple[str, ...]] = ("checkpoint_id",)
+
+    @abstractmethod
+    def run(
+        self, context: JobContext, params: P, subjects: Sequence[Subject], report_progress: ReportProgress
+    ) -> Json:
+        """Read the checkpoints ``subjects``, and return the result of the job, which is JSON.
+
+        In a subprocess without the database, which may be killed and called again.
+        """
+
+    def specify(self, connection: Connection, params: P, caller: Principal, settings: Settings) -> JobSpec:
+        """As `Kind.specify`."""
+        *_, subject = [find_subject(connection, one, caller.roots) for one in self._numbers(params)]
+        numbers = self._numbers(params)
+        return self.new_job(params, caller, root=subject.root, checkpoint_id=subject.id, subjects=numbers)
+
+    def prepare(self, connection: Connection, params: P) -> Json:
+        """As `Kind.prepare`."""
+        found = [find_subject(connection, number) for number in self._numbers(params)]
+        return {"subjects": [subject.to_json() for subject in found]}
+
+    def plan(self, context: JobContext, params: P) -> JobPlan:
+        """As `Kind.plan`."""
+        subjects = context.prepared["subjects"]
+        payload = {"params": params.model_dump(mode="json"), "subjects": subjects}
+        weight_bytes = sum(subject["bytes"] for subject in subjects)
+        return JobPlan(tasks=[TaskSpec(payload=payload, weight_bytes=weight_bytes)])
+
+    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
+        """As `Kind.run_task`."""
+        subjects = [Subject(**one) for one in payload["subjects"]]
+        found = self.run(context, self.params.model_validate(payload["params"]), subjects, report_progress)
+        if not isinstance(found, Mapping):
+            raise PermanentJobError(f"the kind {self.name} returned {type(found).__name__}, and no dict")
+        return found
+
+    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
+        """As `Kind.publish`."""
+        return dict(results[0])
+
+    def _numbers(self, params: P) -> list[int]:
+        return [getattr(params, name) for name in self.subjects]

@@ -14,9 +14,8 @@ from dcp.conversion.arithmetic import Arithmetic, weights_of_adapters, weights_o
 from dcp.server.catalog.lineage import LineageKind
 from dcp.server.catalog.runs import get_run
 from dcp.server.catalog.timeline import newest_steps
-from dcp.server.core.jobs.kind import JobContext
+from dcp.server.core.jobs.kind import CheckpointId, JobContext
 from dcp.server.core.jobs.ledger.rows import Json
-from dcp.server.core.jobs.parameters import CheckpointId
 from dcp.server.core.jobs.subjects import Subject, find_subject, open_source, storage_errors
 from dcp.server.core.roots import StorageRoot
 from dcp.server.features.convert.job import TargetKind

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, model_validator
 from dcp.planners.weight_maps.weight_map import WeightMap, ready_maps, weight_map
 from dcp.server.catalog.formats import TargetFormat, fault_of_target_name
 from dcp.server.catalog.inputs import Name, Plain
-from dcp.server.core.jobs.parameters import CheckpointId, Globs, Parameters, PlainText
+from dcp.server.core.jobs.kind import CheckpointId, Globs, Parameters, PlainText
 from dcp.server.features.convert.renaming import BoundedRename, check_sets
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.dtypes import check_castable

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
-from dcp.server.core.jobs.parameters import Parameters
+from dcp.server.core.jobs.kind import Parameters
 from dcp.server.core.pages.requests import Form, FormDep, checked
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.features.convert import feature

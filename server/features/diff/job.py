@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from dcp.server.core.jobs.kind import JobContext, ReportProgress
+from dcp.server.core.jobs.kind import CheckpointId, Globs, JobContext, Parameters, ReportProgress
 from dcp.server.core.jobs.ledger.rows import Json
-from dcp.server.core.jobs.parameters import CheckpointId, Globs, Parameters
-from dcp.server.core.jobs.simple_kind import SimpleKind
 from dcp.server.core.jobs.subjects import (
+    SimpleKind,
     Subject,
     open_source,
     storage_errors,

@@ -17,9 +17,8 @@ from dcp.server.catalog.inputs import MAX_ID
 from dcp.server.catalog.names import in_order, layer_of
 from dcp.server.catalog.runs import get_run
 from dcp.server.catalog.timeline import steps_of_run
-from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress, TaskSpec
+from dcp.server.core.jobs.kind import Globs, JobContext, JobPlan, Kind, Parameters, ReportProgress, TaskSpec
 from dcp.server.core.jobs.ledger.rows import JobSpec, Json
-from dcp.server.core.jobs.parameters import Globs, Parameters
 from dcp.server.core.jobs.subjects import Subject, find_subject
 from dcp.server.core.problems import ProblemError
 from dcp.server.core.security.principal import Principal, Scope

@@ -14,10 +14,9 @@ from dcp.server.catalog.checkpoints import set_state
 from dcp.server.catalog.details import get_checkpoint, lock_checkpoint
 from dcp.server.catalog.errors import CatalogError, StateError
 from dcp.server.catalog.labels import Change
-from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress
+from dcp.server.core.jobs.kind import CheckpointId, JobContext, JobPlan, Kind, Parameters, ReportProgress
 from dcp.server.core.jobs.ledger.rows import JobSpec, Json, lock_job, unfinished_job
 from dcp.server.core.jobs.ledger.transitions import request_cancel
-from dcp.server.core.jobs.parameters import CheckpointId, Parameters
 from dcp.server.core.jobs.subjects import roots_of_committed
 from dcp.server.core.problems import ConflictError, ForbiddenError
 from dcp.server.core.security.principal import Principal

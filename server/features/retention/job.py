@@ -15,10 +15,17 @@ from sqlalchemy import Connection, Row, func, select, update
 from dcp.manager.retention import Retention
 from dcp.server.catalog.errors import CatalogError
 from dcp.server.catalog.labels import Change
-from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress
+from dcp.server.core.jobs.kind import (
+    CheckpointId,
+    JobContext,
+    JobPlan,
+    Kind,
+    Parameters,
+    PermanentJobError,
+    ReportProgress,
+)
 from dcp.server.core.jobs.ledger.rows import JobSpec, Json, TaskSpec
 from dcp.server.core.jobs.ledger.transitions import submit, submit_or_join
-from dcp.server.core.jobs.parameters import CheckpointId, Parameters
 from dcp.server.core.jobs.schedules import ScheduleContext
 from dcp.server.core.jobs.subjects import find_subject, open_database
 from dcp.server.core.problems import ForbiddenError

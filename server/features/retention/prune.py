@@ -17,12 +17,18 @@ from dcp.manager.retention import part_named
 from dcp.server.catalog import audit
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import StateError
-from dcp.server.core.jobs.kind import JobContext, PermanentJobError, ReportProgress
+from dcp.server.core.jobs.kind import (
+    CheckpointId,
+    Globs,
+    JobContext,
+    Parameters,
+    PermanentJobError,
+    ReportProgress,
+)
 from dcp.server.core.jobs.ledger.rows import JobSpec, Json
 from dcp.server.core.jobs.ledger.transitions import submit_behind
-from dcp.server.core.jobs.parameters import CheckpointId, Globs, Parameters
-from dcp.server.core.jobs.simple_kind import SimpleKind
 from dcp.server.core.jobs.subjects import (
+    SimpleKind,
     Subject,
     find_subject,
     fingerprint_at,

@@ -18,10 +18,17 @@ from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.roots import root_row
 from dcp.server.catalog.source_facts import fingerprint_of, marks_of
-from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress
+from dcp.server.core.jobs.kind import (
+    CheckpointId,
+    JobContext,
+    JobPlan,
+    Kind,
+    Parameters,
+    PermanentJobError,
+    ReportProgress,
+)
 from dcp.server.core.jobs.ledger.rows import JobSpec, Json, TaskSpec
 from dcp.server.core.jobs.ledger.transitions import submit_or_join
-from dcp.server.core.jobs.parameters import CheckpointId, Parameters
 from dcp.server.core.jobs.schedules import ScheduleContext
 from dcp.server.core.jobs.subjects import (
     Subject,

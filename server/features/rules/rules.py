@@ -10,7 +10,7 @@ from pydantic import Field, TypeAdapter, model_validator
 
 from dcp.server.catalog.formats import SourceFormat
 from dcp.server.catalog.inputs import Name
-from dcp.server.core.jobs.parameters import Parameters, PlainText
+from dcp.server.core.jobs.kind import Parameters, PlainText
 from dcp.server.core.resource import Resource
 from dcp.server.database.records import record_of_row
 from dcp.server.database.tables import rules

@@ -14,10 +14,9 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog.inputs import MAX_ID
 from dcp.server.catalog.roots import sync_roots
-from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, ReportProgress
+from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, Parameters, ReportProgress
 from dcp.server.core.jobs.ledger.rows import JobSpec, Json, TaskSpec
 from dcp.server.core.jobs.ledger.transitions import submit
-from dcp.server.core.jobs.parameters import Parameters
 from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext
 from dcp.server.core.jobs.subjects import open_database, storage_errors
 from dcp.server.core.problems import ForbiddenError, NotFoundError

@@ -10,11 +10,10 @@ from pydantic import Field
 from sqlalchemy import Connection
 
 from dcp.server.catalog.verifications import set_statistics
-from dcp.server.core.jobs.kind import JobContext, ReportProgress
+from dcp.server.core.jobs.kind import CheckpointId, Globs, JobContext, Parameters, ReportProgress
 from dcp.server.core.jobs.ledger.rows import Json
-from dcp.server.core.jobs.parameters import CheckpointId, Globs, Parameters
-from dcp.server.core.jobs.simple_kind import SimpleKind
 from dcp.server.core.jobs.subjects import (
+    SimpleKind,
     Subject,
     open_place,
     storage_errors,

@@ -14,8 +14,9 @@ from dcp.server.catalog.details import lock_checkpoint
 from dcp.server.catalog.verifications import add_verification
 from dcp.server.core.jobs.kind import JobContext, ReportProgress
 from dcp.server.core.jobs.ledger.rows import Json
-from dcp.server.core.jobs.simple_kind import CheckpointParams, SimpleKind
 from dcp.server.core.jobs.subjects import (
+    CheckpointParams,
+    SimpleKind,
     Subject,
     open_place,
     storage_errors,

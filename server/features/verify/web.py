@@ -9,7 +9,7 @@ from fastapi import Query
 from dcp.server.catalog import verifications
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
-from dcp.server.core.jobs.simple_kind import CheckpointParams
+from dcp.server.core.jobs.subjects import CheckpointParams
 from dcp.server.core.security.principal import Scope
 from dcp.server.features.verify import feature
 from dcp.server.features.verify.job import VerifyKind

@@ -16,11 +16,9 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import AfterValidator
 
 from dcp.server.catalog.inputs import Plain
-from dcp.server.core.jobs.kind import JobContext, PermanentJobError, ReportProgress
+from dcp.server.core.jobs.kind import CheckpointId, JobContext, Parameters, PermanentJobError, ReportProgress
 from dcp.server.core.jobs.ledger.rows import Json
-from dcp.server.core.jobs.parameters import CheckpointId, Parameters
-from dcp.server.core.jobs.simple_kind import SimpleKind
-from dcp.server.core.jobs.subjects import Subject
+from dcp.server.core.jobs.subjects import SimpleKind, Subject
 from dcp.server.core.security.principal import Scope
 
 __all__ = ["ShapesKind", "ShapesParams"]

@@ -1,10 +1,11 @@
-"""Jobs by the API: submit, list, follow, cancel and retry."""
+"""Jobs by the API and as pages: submit, list, watch, cancel and retry."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union
+from urllib.parse import urlencode
 
 from fastapi import Body, Query, Response
 from pydantic import Field, create_model
@@ -12,24 +13,35 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog import audit
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
+from dcp.server.catalog.details import keys_of
 from dcp.server.catalog.filter_checks import check_root
 from dcp.server.catalog.inputs import MAX_ID, Name, Request
+from dcp.server.catalog.verifications import outcomes_of_jobs
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
-from dcp.server.core.http.dependencies import PageQuery
+from dcp.server.core.http.dependencies import PageParams, PageQuery
 from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.ledger import reading, rows, transitions
 from dcp.server.core.jobs.ledger.reading import JobFilter
-from dcp.server.core.jobs.watching import log_line, throughput_of
 from dcp.server.core.problems import ForbiddenError, UnprocessableError
 from dcp.server.core.security.principal import SYSTEM, Principal, Scope
 from dcp.server.features import kinds
 from dcp.server.features.jobs import feature
-from dcp.server.features.jobs.streams import LastEventId, all_jobs_stream, job_stream
-from dcp.server.records.jobs import Job, JobLogLine, JobState, JobTask, JobThroughput
+from dcp.server.features.jobs.following import LastEventId, all_jobs_stream, job_stream
+from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.jobs import Job, JobEvent, JobLogLine, JobProgress, JobState, JobTask, JobThroughput
 from dcp.server.records.lists import Page
 
-__all__ = ["ACTIVE", "active_jobs", "cancel_job", "get_job", "get_job_log", "list_jobs", "retry_job"]
+__all__ = [
+    "ACTIVE",
+    "active_jobs",
+    "cancel_job",
+    "get_job",
+    "get_job_log",
+    "list_jobs",
+    "retry_job",
+]
+
 
 ACTIVE: Final[tuple[JobState, ...]] = ("queued", "planning", "running", "publishing")
 
@@ -249,7 +261,7 @@ def get_job_throughput(job_id: IdPath, ask: Ask) -> JobThroughput:
         job = reading.get_job(connection, job_id, ask.visible)
         progress = rows.progress_of(connection, [job_id]).get(job_id)
         begun = reading.tasks_begun_seconds(connection, job_id)
-    return throughput_of(job, progress, begun, ask.now)
+    return _throughput_of(job, progress, begun, ask.now)
 
 
 @feature.get("/jobs/{job_id}/log", tag="jobs")
@@ -262,7 +274,7 @@ def get_job_log(job_id: IdPath, ask: Ask, page: PageQuery) -> Page[JobLogLine]:
         found = reading.latest_events(connection, job_id, before, limit=page.limit + 1)
     shown = found[-page.limit :]
     more = encode_cursor(mark, shown[0].id) if len(found) > page.limit else None
-    return Page(tuple(log_line(event) for event in shown), more)
+    return Page(tuple(_log_line(event) for event in shown), more)
 
 
 @feature.get("/jobs/{job_id}/tasks", tag="jobs")
@@ -276,3 +288,147 @@ def list_job_tasks(job_id: IdPath, ask: Ask, page: PageQuery) -> Page[JobTask]:
     shown = found[: page.limit]
     more = encode_cursor(mark, shown[-1].number) if len(found) > page.limit else None
     return Page(tuple(shown), more)
+
+
+# -- the throughput of a job ---------------------------------------------------------------------------------
+
+
+def _throughput_of(
+    job: Job, progress: JobProgress | None, begun_seconds: float | None, now: float
+) -> JobThroughput:
+    """The throughput of a job whose tasks were begun then, if they were."""
+    found = progress or JobProgress()
+    until = now if job.finished_at is None else job.finished_at.timestamp()
+    seconds = None if begun_seconds is None else max(0.0, until - begun_seconds)
+    rate = found.done_bytes / seconds if seconds and found.done_bytes else None
+    left = None if rate is None or job.is_final else (found.total_bytes - found.done_bytes) / rate
+    return JobThroughput(job.id, job.state, found.done_bytes, found.total_bytes, seconds, rate, left)
+
+
+def _log_line(event: JobEvent) -> JobLogLine:
+    """The event as a sentence."""
+    text = _sentence(event.kind, event.data)
+    return JobLogLine(event.id, event.at, event.kind, text, dict(event.data))
+
+
+def _sentence(kind: str, data: Mapping[str, Any]) -> str:
+    head = {
+        "submitted": f"submitted by {data.get('created_by')}",
+        "state": str(data.get("state")),
+        "retry": f"again in {float(data.get('delay_seconds') or 0):.3g} s",
+        "cancel_requested": f"cancellation requested by {data.get('actor')}",
+        "ending": "is being stopped and cleared away",
+        "discard_failed": "what it left cannot be cleared away yet",
+    }.get(kind, kind)
+    if data.get("retried_by"):
+        head += f", by {data['retried_by']}"
+    error = data.get("error")
+    if isinstance(error, Mapping):
+        task = "" if error.get("task") is None else f"task {error['task']}: "
+        head += f": {task}{error.get('type')}: {error.get('detail')}"
+    return head
+
+
+# -- pages of jobs -------------------------------------------------------------------------------------------
+
+
+_MAX_TASKS: Final = 100
+_LINES: Final = 30
+_ON_PAGE: Final = 5
+
+
+@feature.page("/jobs", "jobs.html")
+def jobs_page(
+    ask: Ask,
+    params: PageQuery,
+    state: JobState | None = None,
+    kind: Annotated[Name | None, Query()] = None,
+    scans: bool = False,
+) -> dict[str, Any]:
+    """List jobs, newest first; scheduled scans only on demand."""
+    asked = {"state": state, "kind": kind, "scans": "true" if scans else None}
+    given = {name: value for name, value in asked.items() if value}
+    found = list_jobs(ask, params, [state] if state else None, [kind] if kind else None, scans=scans)
+    return {
+        "twin": f"/api/v1/jobs?{urlencode(given)}" if given else "/api/v1/jobs",
+        "jobs": found.items,
+        "names": _names(found.items, ask),
+        "outcomes": _outcomes(found.items, ask),
+        "next_cursor": found.next_cursor,
+        "kinds": sorted(kinds()),
+        "state": state,
+        "kind": kind,
+        "scans": scans,
+    }
+
+
+@feature.page("/jobs/{job_id}", "job.html")
+def job_page(job_id: IdPath, ask: Ask) -> dict[str, Any]:
+    """Show a job: its state, progress, subject, result and tasks."""
+    job = get_job(job_id, ask)
+    tasks = list_job_tasks(job_id, ask, PageParams(_MAX_TASKS, None))
+    kind = kinds().get(job.kind)
+    sources = _sources_of(job)
+    is_active = job.state in ACTIVE
+    return {
+        "twin": f"/api/v1/jobs/{job_id}",
+        "job": job,
+        "about": "" if kind is None else kind.about,
+        "sources": sources,
+        "names": _names([job], ask, sources),
+        "outcomes": _outcomes([job], ask),
+        "tasks": tasks.items,
+        "has_more_tasks": tasks.next_cursor is not None,
+        "log": get_job_log(job_id, ask, PageParams(_LINES, None)).items,
+        "pace": get_job_throughput(job_id, ask) if is_active else None,
+        "target": _target_of(job),
+        "is_active": is_active,
+        "may_change": ask.caller.may("admin" if kind is None else kind.scope),
+    }
+
+
+@feature.panel("checkpoint.notices", "active.html", order=40)
+def active_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
+    """Show the progress of jobs of the checkpoint that have not ended."""
+    return {"jobs": active_jobs(ask, _ON_PAGE, found.id)}
+
+
+@feature.form("/jobs/{job_id}/cancel", scope="read")
+def cancel_form(job_id: IdPath, ask: Ask) -> str:
+    """Cancel the job; the scope is that of its kind."""
+    cancel_job(job_id, ask)
+    return f"/jobs/{job_id}"
+
+
+@feature.form("/jobs/{job_id}/retry", scope="read")
+def retry_form(job_id: IdPath, ask: Ask) -> str:
+    """Begin the job anew."""
+    retry_job(job_id, ask)
+    return f"/jobs/{job_id}"
+
+
+def _sources_of(job: Job) -> list[int]:
+    """The checkpoints that a merge joins."""
+    if job.kind != "merge":
+        return []
+    made_of = (job.result or {}).get("sources", ())  # those of a run are not known before it is planned
+    return [one["id"] for one in made_of] or [*job.params.get("sources", ()), *job.params.get("adapters", ())]
+
+
+def _names(jobs: Sequence[Job], ask: Ask, also: Sequence[int] = ()) -> dict[int, str]:
+    """The names of the jobs' checkpoints and of those in ``also``."""
+    numbers = [*also, *(job.checkpoint_id for job in jobs if job.checkpoint_id is not None)]
+    return ask.find(keys_of, numbers, ask.visible)
+
+
+def _outcomes(jobs: Sequence[Job], ask: Ask) -> dict[int, str]:
+    """The outcomes of verifications by job: "good" or "damaged"."""
+    return ask.find(outcomes_of_jobs, [job.id for job in jobs if job.kind == "verify"])
+
+
+def _target_of(job: Job) -> str | None:
+    """The page of the checkpoint that a conversion or merge has made."""
+    result = job.result or {}
+    if job.kind not in ("convert", "merge") or not {"root", "key"} <= result.keys():
+        return None
+    return f"/lookup?{urlencode({'root': result['root'], 'key': result['key']})}"
