@@ -130,6 +130,7 @@ def worker(
     """
     settings = _settings(config, database_url=database, concurrency=concurrency)
     from dcp.server.core.jobs.worker import Worker
+    from dcp.server.features import allowances
     from dcp.server.features import schedules as schedules_of
     from dcp.server.process.logs import configure_logs
 
@@ -139,7 +140,7 @@ def worker(
         signal.signal(number, lambda _number, _frame: stop.set())
     if until_input_ends:
         threading.Thread(target=_watch_input, args=(stop,), name="input", daemon=True).start()
-    Worker(settings, schedules=schedules_of(settings)).run(stop)
+    Worker(settings, schedules=schedules_of(settings), allowances=allowances(settings)).run(stop)
 
 
 def _watch_input(stop: threading.Event) -> None:

@@ -18,12 +18,13 @@ from dcp.server.core.http.context import Service
 from dcp.server.core.http.dependencies import Writer
 from dcp.server.core.http.idempotency import transact
 from dcp.server.core.jobs.kind import Kind, Parameters
-from dcp.server.core.jobs.ledger.reading import count_queued, get_job, last_job
+from dcp.server.core.jobs.ledger.limits import check_queue
+from dcp.server.core.jobs.ledger.reading import get_job, last_job
 from dcp.server.core.jobs.ledger.rows import progress_of
 from dcp.server.core.jobs.ledger.transitions import submit_or_join
 from dcp.server.core.pages import rendering
 from dcp.server.core.pages.requests import Form, query_of
-from dcp.server.core.problems import TooManyRequestsError, UnauthorizedError
+from dcp.server.core.problems import UnauthorizedError
 from dcp.server.core.roots import Roots
 from dcp.server.core.security.principal import Principal
 from dcp.server.core.security.redaction import redact
@@ -165,10 +166,11 @@ class Ask:
 
         def submit(connection: Connection) -> Job:
             spec = self.service.kinds[kind.name].specify(connection, params, self.caller, self.settings)
+            spec = replace(spec, owner=self.caller.owner, key_id=self.caller.key_id)
             spec = spec if priority is None else replace(spec, priority=priority)
             job_id, is_new = submit_or_join(connection, spec, self.now)
             if is_new:
-                self.check_queue(connection)
+                self.check_queue(connection, job_id)
                 detail = {"kind": spec.kind, "params": dict(spec.params)}
                 self.author.change(None).record(connection, "job.submit", f"job:{job_id}", detail)
             self.response.headers["Location"] = f"/api/v1/jobs/{job_id}"
@@ -176,16 +178,12 @@ class Ask:
 
         return self.transact(submit)
 
-    def check_queue(self, connection: Connection) -> None:
-        """Refuse more queued jobs of a key than the settings allow. Raises TooManyRequestsError, after which
-        the transaction must not be committed."""
-        most = self.settings.max_queued_jobs
-        if self.caller.key_id is None or count_queued(connection, self.caller.name, most + 1) <= most:
-            return
-        raise TooManyRequestsError(
-            f"{most} jobs of this key are queued, and no more are taken before some of them have begun",
-            headers={"Retry-After": "60"},
-        )
+    def check_queue(self, connection: Connection, job_id: int) -> None:
+        """Refuse a job that was queued in this transaction, where its account, key or root has too many.
+
+        Raises TooManyRequestsError, after which the transaction must not be committed.
+        """
+        check_queue(connection, self.service.allowances, job_id)
 
     def job(self, job_id: int) -> Job:
         """A job with its progress. Raises MissingError."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from sqlalchemy import Connection
 
+    from dcp.server.core.allowances import Allowances
     from dcp.server.core.jobs.kind import Kind
     from dcp.server.core.settings import Settings
 
@@ -145,6 +146,9 @@ class Feature:
     ``settings``: a pydantic model of what an operator may set for it, below ``[features.NAME]`` of the file
     or ``DCP_SERVER_FEATURES__NAME__``; `options` reads it. A feature that keeps data declares tables of
     ``dcp.server.database.tables.metadata`` in ``module``; they are created where they are missing.
+
+    ``allowances``: a subclass of `dcp.server.core.allowances.Allowances`, which says how much an account, a
+    key or a root may use; one feature may have it.
     """
 
     name: str
@@ -155,6 +159,7 @@ class Feature:
     links: Sequence[Link] = ()
     templates: Mapping[str, str] = field(default_factory=dict)
     settings: type[BaseModel] | None = None
+    allowances: Callable[[Settings], Allowances] | None = None
     routes: list[Route] = field(default_factory=list)
     pages: list[Page] = field(default_factory=list)
     consumers: list[Consumer] = field(default_factory=list)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
-from sqlalchemy import Connection, Table
+from sqlalchemy import Connection, Table, text
 from sqlalchemy.dialects import postgresql, sqlite
 
-__all__ = ["dialect_insert", "insert_missing", "insert_or_update"]
+__all__ = ["dialect_insert", "insert_missing", "insert_or_update", "lock_names"]
+
+_NAMED: Final = 0x64_63_70  # "dcp": the class of advisory locks that are found by names
 
 
 def dialect_insert(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
@@ -30,3 +33,16 @@ def insert_or_update(connection: Connection, table: Table, rows: Sequence[Mappin
     keys = [column.name for column in table.primary_key]
     changed = {name: statement.excluded[name] for name in rows[0] if name not in keys}
     connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=changed), rows)
+
+
+def lock_names(connection: Connection, names: Iterable[str]) -> None:
+    """Wait until no other transaction holds one of these names, and hold them until the end of this one.
+
+    On SQLite there is one writer, which needs none. Two names may share a lock, and only wait in vain.
+    """
+    if connection.dialect.name == "postgresql":
+        numbers = sorted({zlib.crc32(name.encode()) - (1 << 31) for name in names})
+        for number in numbers:
+            connection.execute(
+                text("SELECT pg_advisory_xact_lock(:of, :number)"), {"of": _NAMED, "number": number}
+            )

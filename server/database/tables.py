@@ -319,6 +319,8 @@ jobs: Final = Table(
     _ref("root_id", "roots.id"),
     _ref("checkpoint_id", "checkpoints.id", index=True),
     Column("created_by", String(128), nullable=False),
+    Column("owner", String(192), nullable=False),  # the account that limits and turns count it for
+    Column("key_id", ID),
     Column("created_seconds", Float, nullable=False),
     Column("started_seconds", Float),
     Column("finished_seconds", Float),
@@ -340,7 +342,9 @@ jobs: Final = Table(
     Column("result_key", String(128)),  # the same for jobs whose results replace each other
     Column("turn", BigInteger, nullable=False, server_default="0"),  # the lower the sooner, in one priority
     Index(None, "state", "priority", "turn", "id"),
-    Index(None, "created_by", "state", "turn"),
+    Index(None, "owner", "state", "turn"),
+    Index(None, "key_id", "state"),
+    Index(None, "root_id", "state"),
     Index(None, "kind", "state"),
     Index(None, "finished_seconds"),
     Index(None, "result_key", "id"),

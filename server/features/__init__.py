@@ -14,6 +14,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, get_args
 
+from dcp.server.core.allowances import Allowances
 from dcp.server.core.feature import Feature, FeatureError
 from dcp.server.core.jobs.cleaning import CLEAN_UP
 from dcp.server.core.jobs.kind import Kind
@@ -21,7 +22,7 @@ from dcp.server.core.jobs.schedules import PeriodicWork
 from dcp.server.core.settings import Settings
 from dcp.server.records.administration import Scope
 
-__all__ = ["FEATURES", "FeatureError", "check_settings", "features", "kinds", "schedules"]
+__all__ = ["FEATURES", "FeatureError", "allowances", "check_settings", "features", "kinds", "schedules"]
 
 _GROUP: Final = "dcphub.service_features"
 
@@ -105,6 +106,14 @@ def schedules(settings: Settings) -> Sequence[PeriodicWork]:
     work = [*(work for feature in found for work in feature.periodic_work(settings)), CLEAN_UP]
     _check_unique("consumer or schedule", [one.name for one in work])
     return work
+
+
+def allowances(settings: Settings) -> Allowances:
+    """Make the allowances of the one feature that has some, or those of the settings. Raises FeatureError."""
+    found = [one for one in features(is_worker=True) if one.allowances is not None]
+    if len(found) > 1:
+        raise FeatureError(f"features {', '.join(one.name for one in found)} have allowances; one may")
+    return next((one.allowances for one in found if one.allowances is not None), Allowances)(settings)
 
 
 def check_settings(settings: Settings) -> None:

@@ -109,6 +109,7 @@ class Job:
     waiting: Annotated[JobWaiting | None, Shown(may_be_absent=True)] = None
     document_id: Annotated[int | None, Hidden()] = None  # of the document with all of a large result
     dedup_key: Annotated[str | None, Hidden()] = None
+    owner: Annotated[str, Hidden()] = ""  # the account that limits count it for
 
     @property
     def is_final(self) -> bool:

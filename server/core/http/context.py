@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dcp.server.core.allowances import Allowances
 from dcp.server.core.roots import Roots
 from dcp.server.core.security.keys import KeyRing
 from dcp.server.core.security.rates import RateLimits
@@ -33,6 +34,7 @@ class Service:
     roots: Roots
     keys: KeyRing
     rates: RateLimits
+    allowances: Allowances
     kinds: Mapping[str, Kind[Any]]
     clock: Callable[[], float] = field(default=time.time)
     _owned: dict[Any, Any] = field(default_factory=dict)
@@ -44,6 +46,7 @@ class Service:
         settings: Settings,
         clock: Callable[[], float] = time.time,
         kinds: Mapping[str, Kind[Any]] = MappingProxyType({}),
+        allowances: Callable[[Settings], Allowances] = Allowances,
     ) -> Service:
         """Opens nothing yet: a database or a storage that is away fails the requests that need it."""
         database = Database(settings.database_url.get_secret_value(), pool_size=settings.database_pool_size)
@@ -53,6 +56,7 @@ class Service:
             roots=Roots(settings.roots, is_answering=True),
             keys=KeyRing(database, clock),
             rates=RateLimits(settings.rate_limit, settings.login_limit),
+            allowances=allowances(settings),
             kinds=kinds,
             clock=clock,
         )

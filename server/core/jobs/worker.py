@@ -23,6 +23,7 @@ from typing import Any, Final
 import structlog
 from sqlalchemy import Connection
 
+from dcp.server.core.allowances import Allowances
 from dcp.server.core.jobs.executors.executor import Executor, Order, ProcessOutcome, Running
 from dcp.server.core.jobs.executors.subprocess_main import Setup, error_of, load_kinds
 from dcp.server.core.jobs.executors.subprocesses import WarmProcessPool
@@ -77,7 +78,8 @@ class Worker:
     """Does jobs of the ledger until it is stopped; any number of them may share a database.
 
     ``schedules`` are what it does periodically, beside jobs. An ``executor`` that is given is not closed, and
-    several may share it; else it is the one of the settings.
+    several may share it; else it is the one of the settings. ``allowances`` hold back jobs of accounts, keys
+    and roots that have enough at work.
     """
 
     def __init__(
@@ -89,11 +91,14 @@ class Worker:
         backoff: Backoff = DEFAULT_BACKOFF,
         clock: Callable[[], float] = time.time,
         executor: Executor | None = None,
+        allowances: Allowances | None = None,
     ) -> None:
         self.owner = f"{socket.gethostname()[:64]}:{os.getpid()}:{secrets.token_hex(4)}"
         self._settings = settings
         self._kinds = load_kinds(kinds)
-        self._limits = ClaimLimits(by_kind=dict(settings.kind_concurrency), only=frozenset(self._kinds))
+        self._limits = ClaimLimits(
+            by_kind=dict(settings.kind_concurrency), only=frozenset(self._kinds), allowances=allowances
+        )
         self._own_kinds = frozenset(name for name, kind in self._kinds.items() if kind.has_own_slot)
         self._backoff = backoff
         self._clock = clock

@@ -12,11 +12,12 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from dcp.server.core.problems import TooManyRequestsError
 
-__all__ = ["RateLimits", "network_of"]
+__all__ = ["Rate", "RateLimits", "network_of"]
 
 _NOTATION: Final = re.compile(
     r"\s*(?P<count>[0-9]+)\s*(?:/|per)\s*(?P<many>[0-9]*)\s*(?P<unit>second|minute|hour|day|month|year)s?\s*",
@@ -35,17 +36,47 @@ _MAX_COUNTED: Final = 65_536
 """Callers that are told apart at one time; whoever comes beyond that empties the counts of ended windows."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """``count`` in ``seconds``."""
+
+    count: int
+    seconds: float
+
+    @classmethod
+    def parse(cls, text: str) -> Rate:
+        """Read ``600/minute`` or ``10 per 5 minutes``. Raises ValueError for another notation."""
+        found = _NOTATION.fullmatch(text)
+        if found is None or int(found["count"]) == 0 or found["many"] == "0":
+            raise ValueError(
+                f"{text!r} is no limit such as 600/minute: of a second, minute, hour, day or month"
+            )
+        return cls(int(found["count"]), int(found["many"] or 1) * _UNIT_SECONDS[found["unit"].lower()])
+
+
 class RateLimits:
-    """Limits such as ``600/minute`` or ``10 per 5 minutes``. Raises ValueError for another notation."""
+    """Requests counted against ``rate``, and refused keys against ``login_rate``.
+
+    Raises ValueError for another notation than that of `Rate.parse`.
+    """
 
     def __init__(self, rate: str, login_rate: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._requests = _RateWindows(*_parsed(rate), clock)
-        self._refused = _RateWindows(*_parsed(login_rate), clock)
+        self._rate, self._login_rate = Rate.parse(rate), Rate.parse(login_rate)
+        self._requests = _RateWindows(clock)
+        self._refused = _RateWindows(clock)
 
-    def count(self, who: str) -> None:
-        """A request of ``who``. Raises `TooManyRequestsError` where it is one too many."""
-        if not self._requests.count(who):
-            raise self._requests.refusal(who, "requests")
+    def count(self, who: str, rate: Rate | None = None) -> None:
+        """Count a request of ``who`` against ``rate``, or that of the settings.
+
+        Raises `TooManyRequestsError` where it is one too many.
+        """
+        rate = rate or self._rate
+        if not self._requests.count(who, rate):
+            raise self._requests.refusal(who, rate, "requests")
+
+    def counted(self, who: str) -> int:
+        """Return the number of requests in the present window of ``who``."""
+        return self._requests.counted(who)
 
     def count_address(self, address: str) -> None:
         """Count a request without a key, by the network of its address. Raises as `count` does."""
@@ -58,48 +89,44 @@ class RateLimits:
         be made up. Called after the key was looked up: a valid key passes, whatever else its address sends.
         """
         who = f"{network_of(address)} {prefix}"
-        if not self._refused.count(who):
-            raise self._refused.refusal(who, "keys that are not valid")
+        if not self._refused.count(who, self._login_rate):
+            raise self._refused.refusal(who, self._login_rate, "keys that are not valid")
         self.count_address(address)
-
-
-def _parsed(rate: str) -> tuple[int, float]:
-    """Return a count, and the seconds in which it is allowed."""
-    found = _NOTATION.fullmatch(rate)
-    if found is None or int(found["count"]) == 0 or found["many"] == "0":
-        raise ValueError(f"{rate!r} is no limit such as 600/minute: of a second, minute, hour, day or month")
-    return int(found["count"]), int(found["many"] or 1) * _UNIT_SECONDS[found["unit"].lower()]
 
 
 class _RateWindows:
     """Fixed windows, which begin with the first request of each caller."""
 
-    def __init__(self, amount: int, window_seconds: float, clock: Callable[[], float]) -> None:
-        self.amount = amount
-        self.window_seconds = window_seconds
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._counts: dict[str, tuple[float, int]] = {}  # when the window ends, requests in it
 
-    def count(self, who: str) -> bool:
+    def count(self, who: str, rate: Rate) -> bool:
         now_seconds = self._clock()
         with self._lock:
             if who not in self._counts and len(self._counts) >= _MAX_COUNTED:
                 self._forget(now_seconds)
             end_seconds, count = self._counts.get(who, (0.0, 0))
-            if now_seconds >= end_seconds:
-                end_seconds, count = now_seconds + self.window_seconds, 0
-            if count >= self.amount:
+            # The second condition: the window was of a longer limit, which has been changed since.
+            if now_seconds >= end_seconds or end_seconds > now_seconds + rate.seconds:
+                end_seconds, count = now_seconds + rate.seconds, 0
+            if count >= rate.count:
                 return False
             self._counts[who] = (end_seconds, count + 1)
             return True
 
-    def refusal(self, who: str, what: str) -> TooManyRequestsError:
+    def counted(self, who: str) -> int:
+        with self._lock:
+            end_seconds, count = self._counts.get(who, (0.0, 0))
+        return count if self._clock() < end_seconds else 0
+
+    def refusal(self, who: str, rate: Rate, what: str) -> TooManyRequestsError:
         with self._lock:
             end_seconds, _ = self._counts.get(who, (0.0, 0))
         wait_seconds = max(1, math.ceil(end_seconds - self._clock()))
         return TooManyRequestsError(
-            f"too many {what}: {self.amount} in {self.window_seconds:g} s are allowed",
+            f"too many {what}: {rate.count} in {rate.seconds:g} s are allowed",
             headers={"Retry-After": str(wait_seconds)},
         )
 

@@ -108,7 +108,7 @@ def retry_job(job_id: IdPath, ask: Ask) -> Job:
         _found(connection, job_id, ask)
         _note(connection, "job.retry", job_id, ask)
         job = transitions.retry(connection, job_id, ask.now, ask.caller.name)
-        ask.check_queue(connection)
+        ask.check_queue(connection, job_id)
         return job
 
     return ask.transact(retry)

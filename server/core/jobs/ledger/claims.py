@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Row, and_, func, not_, or_, select, text, true, update
 
+from dcp.server.core.allowances import Allowances
+from dcp.server.core.jobs.ledger.limits import AtWork, may_run
 from dcp.server.core.jobs.ledger.rows import (
     Claim,
     Held,
@@ -29,7 +31,7 @@ from dcp.server.records.jobs import Job
 __all__ = ["NO_LIMITS", "ClaimLimits", "claim", "has_work", "renew", "stopped"]
 
 _AT_WORK: Final = ("planning", "running", "publishing")
-_FOUND: Final[Sequence[ColumnElement[Any]]] = (jobs.c.id, jobs.c.priority, jobs.c.created_by, jobs.c.root_id)
+_FOUND: Final[Sequence[ColumnElement[Any]]] = (jobs.c.id, jobs.c.priority, jobs.c.owner, jobs.c.root_id)
 _CLAIMS_LOCK: Final = 7_218_330_041
 """PostgreSQL's advisory lock of claims: they are short, and in turn they need not look around for others."""
 
@@ -37,15 +39,17 @@ _CLAIMS_LOCK: Final = 7_218_330_041
 @dataclass(frozen=True, slots=True)
 class ClaimLimits:
     """``by_kind``: how many phases and tasks of one kind may run at a time, over all workers; of other kinds
-    any number. ``only``: the kinds that the one who claims can do; None is all."""
+    any number. ``only``: the kinds that the one who claims can do; None is all. ``allowances``: how many
+    jobs of an account, a key and a root may be at work."""
 
     by_kind: Mapping[str, int] = field(default_factory=dict)
     only: frozenset[str] | None = None
+    allowances: Allowances | None = None
 
 
 NO_LIMITS: Final = ClaimLimits()
 _Share = tuple[str, int | None]
-"""The creator of a job, and the number of its root: these have equal shares."""
+"""The account of a job, and the number of its root: these have equal shares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +71,8 @@ def claim(
 ) -> Claim | None:
     """The next thing to do, for ``owner`` alone until the lease is over; None if there is nothing.
 
-    First what clears away, then by priority; in one priority for the key and root with the least at work, so
-    that all have a fair share; of these what is begun before what is not, and by turn.
+    First what clears away, then by priority; in one priority for the account and root with the least at
+    work, so that all have a fair share; of these what is begun before what is not, and by turn.
     """
     if connection.dialect.name == "postgresql":
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _CLAIMS_LOCK})
@@ -124,23 +128,38 @@ def _next(
     if (ending := _ending(connection, now, known)) is not None:
         return ending
     allowed = and_(known, _allowed(connection, limits))
-    found = [
+    if not (found := _found(connection, now, allowed)):
+        return None
+    at_work = _at_work(connection)
+    if limits.allowances is not None and at_work:
+        beside = may_run(connection, at_work, limits.allowances)
+        if beside is not None:
+            allowed = and_(allowed, beside)
+            found = _found(connection, now, allowed)
+    if len(found) < 2 and not (only_job is None and any(one.phase == "plan" for one in found)):
+        best = found[0] if found else None
+    else:
+        shares = Counter((one.owner, one.root_id) for one in at_work)
+        best = _fairest(connection, found, now, allowed, shares)
+    return _with_task(connection, best, now) if best is not None and best.phase == "task" else best
+
+
+def _found(connection: Connection, now: float, allowed: ColumnElement[bool]) -> list[_Claimable]:
+    return [
         *_phase(connection, "publish", "publishing", now, allowed),
         *_tasks(connection, now, allowed),
         *_phase(connection, "plan", "queued", now, allowed),
     ]
-    if len(found) < 2 and not (only_job is None and any(one.phase == "plan" for one in found)):
-        best = found[0] if found else None
-    else:
-        best = _fairest(connection, found, now, allowed)
-    return _with_task(connection, best, now) if best is not None and best.phase == "task" else best
 
 
 def _fairest(
-    connection: Connection, found: list[_Claimable], now: float, allowed: ColumnElement[bool]
+    connection: Connection,
+    found: list[_Claimable],
+    now: float,
+    allowed: ColumnElement[bool],
+    at_work: Counter[_Share],
 ) -> _Claimable:
     """The first of those with the least at work, also of queued jobs behind the one whose turn it is."""
-    at_work = _at_work(connection)
     best = min(found, key=lambda one: (-one.priority, at_work[one.share]))
     while any(one.phase == "plan" for one in found) and (count := at_work[best.share]):
         busy = [_is_of(share) for share, many in at_work.items() if many >= count]
@@ -152,8 +171,8 @@ def _fairest(
 
 
 def _is_of(share: _Share) -> ColumnElement[bool]:
-    created_by, root_id = share
-    return and_(jobs.c.created_by == created_by, jobs.c.root_id.is_not_distinct_from(root_id))
+    owner, root_id = share
+    return and_(jobs.c.owner == owner, jobs.c.root_id.is_not_distinct_from(root_id))
 
 
 def _ending(connection: Connection, now: float, known: ColumnElement[bool]) -> _Claimable | None:
@@ -221,19 +240,17 @@ def _is_due(job_id: ColumnElement[int] | int, now: float) -> tuple[ColumnElement
 
 
 def _claimable(phase: Phase, row: Row[Any]) -> _Claimable:
-    return _Claimable(phase, row.id, row.priority, (row.created_by, row.root_id))
+    return _Claimable(phase, row.id, row.priority, (row.owner, row.root_id))
 
 
-def _at_work(connection: Connection) -> Counter[_Share]:
-    """The number of leased phases and tasks of each share."""
+def _at_work(connection: Connection) -> list[AtWork]:
+    """The job of each leased phase and task."""
     # Counted here, and in order of the index: else SQLite goes along all jobs there are to find these few.
-    share = select(jobs.c.created_by, jobs.c.root_id)
+    share = select(jobs.c.id, jobs.c.owner, jobs.c.key_id, jobs.c.root_id)
     leased = [share.where(jobs.c.state == state, jobs.c.lease_owner.is_not(None)) for state in _AT_WORK]
     of_tasks = share.select_from(tasks).join(jobs, tasks.c.job_id == jobs.c.id)
-    found: Counter[_Share] = Counter()
-    for query in (*map(by_priority, leased), of_tasks.where(tasks.c.state == "running")):
-        found.update((row.created_by, row.root_id) for row in connection.execute(query))
-    return found
+    queries = (*map(by_priority, leased), of_tasks.where(tasks.c.state == "running"))
+    return [AtWork(*row) for query in queries for row in connection.execute(query)]
 
 
 def _allowed(connection: Connection, limits: ClaimLimits) -> ColumnElement[bool]:

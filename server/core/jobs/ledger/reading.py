@@ -28,7 +28,6 @@ __all__ = [
     "JobFilter",
     "active_progress",
     "all_events_after",
-    "count_queued",
     "find_job",
     "get_job",
     "job_events_after",
@@ -129,12 +128,6 @@ def list_jobs(
     query = select_jobs().where(*conditions).order_by(jobs.c.id.desc()).limit(limit)
     rows = connection.execute(query)
     return [job_of_row(row) for row in rows]
-
-
-def count_queued(connection: Connection, created_by: str, most: int) -> int:
-    """The number of queued jobs of one creator; counts up to ``most``."""
-    queued = select(jobs.c.id).where(jobs.c.created_by == created_by, jobs.c.state == "queued").limit(most)
-    return connection.execute(select(func.count()).select_from(queued.subquery())).scalar_one()
 
 
 def list_tasks(

@@ -86,7 +86,8 @@ class StaleFenceError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
-    """A job to be done. The higher its ``priority`` (-100 to 100) the sooner.
+    """A job to be done. The higher its ``priority`` (-100 to 100) the sooner. It counts for the account
+    ``owner`` and the key ``key_id``; without an owner it is the service's own.
 
     ``root`` is the name of the root that it writes to, or reads where it writes to none. The job is about
     ``checkpoint_id``, and ``subjects`` are ids of all other checkpoints that it names: keys that may not see
@@ -98,6 +99,8 @@ class JobSpec:
     kind: str
     params: Json
     created_by: str
+    owner: str | None = None
+    key_id: int | None = None
     priority: int = 0
     root: str | None = None
     checkpoint_id: int | None = None

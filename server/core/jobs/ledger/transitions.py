@@ -19,6 +19,7 @@ from sqlalchemy import ColumnElement, Connection, func, insert, literal, null, s
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
+from dcp.server.core.allowances import SERVICE
 from dcp.server.core.jobs.ledger.failures import (
     clear_away,
     give_up,
@@ -91,6 +92,7 @@ def submit_or_join(connection: Connection, spec: JobSpec, now: float) -> tuple[i
     if spec.dedup_key is not None and len(spec.dedup_key) > MAX_DEDUP_KEY_CHARACTERS:
         raise ValueError(f"a dedup_key has at most {MAX_DEDUP_KEY_CHARACTERS} characters")
     root_id = _root_id(connection, spec.root)
+    owner = spec.owner or f"{SERVICE}{spec.created_by}"
     values = {
         "kind": spec.kind,
         "state": "queued",
@@ -99,12 +101,14 @@ def submit_or_join(connection: Connection, spec: JobSpec, now: float) -> tuple[i
         "root_id": root_id,
         "checkpoint_id": spec.checkpoint_id,
         "created_by": spec.created_by,
+        "owner": owner,
+        "key_id": spec.key_id,
         "created_seconds": now,
         "not_before_seconds": spec.not_before_seconds,
         "max_attempts": spec.max_attempts,
         "dedup_key": spec.dedup_key,
         "result_key": spec.result_key or spec.dedup_key,
-        "turn": _turn(connection, spec.created_by, root_id, spec.priority, now),
+        "turn": _turn(connection, owner, root_id, spec.priority, now),
     }
     dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     while True:  # until there is no job with that key, or one that does not end in this instant
@@ -128,16 +132,16 @@ def _note_roots(connection: Connection, job_id: int, root_id: int | None, named:
     connection.execute(insert(job_roots).from_select(["job_id", "root_id"], others))
 
 
-def _turn(connection: Connection, created_by: str, root_id: int | None, priority: int, now: float) -> int:
-    """The place of a new job among those of its priority: behind those of the same key and root, each
-    of which has a turn of its own, and beside the one that is at work now.
+def _turn(connection: Connection, owner: str, root_id: int | None, priority: int, now: float) -> int:
+    """The place of a new job among those of its priority: behind those of the same account and root,
+    each of which has a turn of its own, and beside the one that is at work now.
 
-    So keys and roots take turns, however many jobs one of them has queued: start-time fair queuing (Goyal,
-    Vin and Cheng, SIGCOMM 1996) with jobs of equal cost.
+    So accounts and roots take turns, however many jobs one of them has queued: start-time fair queuing
+    (Goyal, Vin and Cheng, SIGCOMM 1996) with jobs of equal cost.
     """
     turn, is_queued = jobs.c.turn, jobs.c.state == "queued"
     is_at_work = jobs.c.state.in_(("planning", "running", "publishing"))
-    is_own = jobs.c.created_by == created_by, jobs.c.root_id.is_not_distinct_from(root_id)
+    is_own = jobs.c.owner == owner, jobs.c.root_id.is_not_distinct_from(root_id)
 
     def first(order: ColumnElement[int], *conditions: ColumnElement[bool]) -> int | None:
         query = select(turn).where(jobs.c.priority == priority, *conditions).order_by(order).limit(1)
@@ -319,7 +323,7 @@ def retry(connection: Connection, job_id: int, now: float, actor: str) -> Job:
     forget_tasks(connection, job)
     nothing = dict.fromkeys(("plan", "progress", "result", "document_id", "error"), null())
     nothing |= {"finished_seconds": null(), "cancel_requested_seconds": null()}
-    turn = _turn(connection, job.created_by, _root_id(connection, job.root), job.priority, now)
+    turn = _turn(connection, job.owner, _root_id(connection, job.root), job.priority, now)
     try:
         set_job(connection, job_id, state="queued", turn=turn, **NEXT_PHASE, **nothing)
     except IntegrityError as error:  # one was submitted in this instant
