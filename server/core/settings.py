@@ -166,6 +166,11 @@ class Settings(BaseSettings):
             raise ValueError("webhook_key_before is for secrets that are to be sealed anew: set webhook_key")
         return self
 
+    @property
+    def writable_roots(self) -> frozenset[str]:
+        """The names of roots that are not read-only."""
+        return frozenset(name for name, root in self.roots.items() if not root.readonly)
+
     @classmethod
     def settings_customise_sources(
         cls,

@@ -16,7 +16,7 @@ from dcp.server.core.pages.drawing import polyline
 from dcp.server.core.pages.formatting import metrics_of
 from dcp.server.core.pages.requests import query_of
 from dcp.server.features.checkpoints.web import find_page, loss_of
-from dcp.server.features.jobs.routes import active_jobs
+from dcp.server.features.jobs.job_routes import active_jobs
 from dcp.server.features.roots import roots_of
 from dcp.server.features.runs.web import RunQuery, list_runs
 from dcp.server.records.checkpoints import Checkpoint

@@ -15,7 +15,7 @@ from dcp.server.core.feature import Feature
 from dcp.server.core.http.dependencies import check_visible
 from dcp.server.core.http.readiness import OK, ReadinessDep
 from dcp.server.core.security.redaction import redact
-from dcp.server.features.scan.job import ScanKind, ScanParams
+from dcp.server.features.scan import ScanKind, ScanParams
 from dcp.server.records.declaring import Shown, moment
 from dcp.server.records.lists import Items
 from dcp.server.records.roots import Root

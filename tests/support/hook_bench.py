@@ -13,9 +13,14 @@ from standardwebhooks import Webhook
 
 from dcp.server.catalog.events import emit
 from dcp.server.database.tables import deliveries, events, metadata, roots, webhooks
-from dcp.server.features.webhooks import ledger
+from dcp.server.features.webhooks.deliveries import (
+    MAX_ATTEMPTS,
+    RETRY_SECONDS,
+    DeliveryOutcome,
+    claim_next,
+    record,
+)
 from dcp.server.features.webhooks.hooks import ALL_EVENTS
-from dcp.server.features.webhooks.ledger import MAX_ATTEMPTS, RETRY_SECONDS
 from dcp.server.features.webhooks.sending import Deliverer
 from tests.support.app import App
 from tests.support.catalog_rows import add_checkpoint
@@ -82,10 +87,10 @@ class Bench:
     def claim(self, hook: Any, lease_seconds: float) -> Callable[[float], None]:
         """A sender that takes the next delivery and dies; what records its outcome later all the same."""
         self.app.work(NOW, "events:webhooks")
-        claim = partial(ledger.claim_next, hook_id=hook.id, now=NOW, lease_seconds=lease_seconds)
+        claim = partial(claim_next, hook_id=hook.id, now=NOW, lease_seconds=lease_seconds)
         taken = self.database.transact(claim)
         assert taken is not None
-        write = partial(ledger.record, claim=taken, outcome=ledger.DeliveryOutcome(500, "too late"))
+        write = partial(record, claim=taken, outcome=DeliveryOutcome(500, "too late"))
         return lambda now: self.database.transact(partial(write, now=now))
 
     def attempts_are(self, count: int) -> None:

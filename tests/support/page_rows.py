@@ -17,7 +17,7 @@ from dcp.server.catalog.lineage import add_lineage
 from dcp.server.catalog.structures import StructureFacts, StructureTensor
 from dcp.server.core.http.routes import walk_routes
 from dcp.server.database.tables import sessions
-from dcp.server.features.scan.registering import Registration, observe
+from dcp.server.features.scan.reading import Registration, observe
 from dcp.server.features.scan.scanner import scan_root
 from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.formats.native.manifest import encode_manifest

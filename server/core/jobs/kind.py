@@ -195,17 +195,18 @@ class Kind(ABC, Generic[P]):
         """The key of the last result: a page with ``params`` shows the newest of the jobs that have it."""
         return cls.dedup_key(params)
 
-    def new_job(self, params: P, caller: Principal, **more: Any) -> JobSpec:
-        """A job of ``caller`` with ``params``. ``more`` are fields of `JobSpec`, also in place of these."""
-        fields: dict[str, Any] = {
-            "kind": self.name,
-            "params": params.model_dump(mode="json"),
-            "created_by": caller.name,
-            "dedup_key": self.dedup_key(params),
-            "result_key": self.result_key(params),
-            "max_attempts": self.max_attempts,
-        }
-        return JobSpec(**fields | more)
+    @classmethod
+    def new_job(cls, params: P, created_by: str, **more: Any) -> JobSpec:
+        """A job with ``params``. ``more`` are other fields of `JobSpec`."""
+        return JobSpec(
+            kind=cls.name,
+            params=params.model_dump(mode="json"),
+            created_by=created_by,
+            dedup_key=cls.dedup_key(params),
+            result_key=cls.result_key(params),
+            max_attempts=cls.max_attempts,
+            **more,
+        )
 
     @abstractmethod
     def specify(self, connection: Connection, params: P, caller: Principal, settings: Settings) -> JobSpec:

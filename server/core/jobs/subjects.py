@@ -224,7 +224,9 @@ class SimpleKind(Kind[P]):
         """As `Kind.specify`."""
         *_, subject = [find_subject(connection, one, caller.roots) for one in self._numbers(params)]
         numbers = self._numbers(params)
-        return self.new_job(params, caller, root=subject.root, checkpoint_id=subject.id, subjects=numbers)
+        return self.new_job(
+            params, caller.name, root=subject.root, checkpoint_id=subject.id, subjects=numbers
+        )
 
     def prepare(self, connection: Connection, params: P) -> Json:
         """As `Kind.prepare`."""

@@ -22,7 +22,7 @@ from dcp.server.features.checkpoints.snippets import snippets_of
 from dcp.server.features.diff.changes import changes_below, changes_of_list
 from dcp.server.features.diff.job import DiffKind, DiffParams
 from dcp.server.features.diff.web import Differences
-from dcp.server.features.downloads.web import list_files
+from dcp.server.features.downloads import list_files
 from dcp.server.features.roots import roots_of
 from dcp.server.features.tensors import api as tensors_api
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail

@@ -23,7 +23,7 @@ from dcp.server.core.pages.formatting import metrics_of
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.core.security.redaction import redact
 from dcp.server.features.checkpoints import feature
-from dcp.server.features.scan.registering import Registration, observe, place_of
+from dcp.server.features.scan.reading import Registration, observe, place_of
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registered
 from dcp.server.records.lists import NotedPage
 from dcp.server.records.search import CheckpointFacets, Facet

@@ -18,7 +18,7 @@ from dcp.server.core.jobs.kind import CheckpointId, JobContext
 from dcp.server.core.jobs.ledger.rows import Json
 from dcp.server.core.jobs.subjects import Subject, find_subject, open_source, storage_errors
 from dcp.server.core.roots import StorageRoot
-from dcp.server.features.convert.job import TargetKind
+from dcp.server.features.convert.conversion import TargetKind
 from dcp.server.features.convert.options import TargetParams
 from dcp.storage.errors import PlanError
 

@@ -71,7 +71,7 @@ class DriftKind(Kind[DriftParams]):
         """As `Kind.specify`."""
         run = get_run(connection, params.run_id, caller.roots)
         _chosen(connection, params)
-        return self.new_job(params, caller, root=run.root)
+        return self.new_job(params, caller.name, root=run.root)
 
     def prepare(self, connection: Connection, params: DriftParams) -> Json:
         """As `Kind.prepare`."""

@@ -8,4 +8,4 @@ from dcp.server.core.feature import Feature
 
 __all__ = ["feature"]
 
-feature: Final = Feature("jobs", __name__, web=["routes"])
+feature: Final = Feature("jobs", __name__, web=["job_routes"])

@@ -5,29 +5,60 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, select, update
 
+from dcp.manager.retention import part_named
+from dcp.server.catalog import audit
 from dcp.server.catalog.checkpoints import set_state
 from dcp.server.catalog.details import get_checkpoint, lock_checkpoint
 from dcp.server.catalog.errors import CatalogError, StateError
 from dcp.server.catalog.labels import Change
-from dcp.server.core.jobs.kind import CheckpointId, JobContext, JobPlan, Kind, Parameters, ReportProgress
+from dcp.server.core.jobs.kind import (
+    CheckpointId,
+    Globs,
+    JobContext,
+    JobPlan,
+    Kind,
+    Parameters,
+    PermanentJobError,
+    ReportProgress,
+)
 from dcp.server.core.jobs.ledger.rows import JobSpec, Json, lock_job, unfinished_job
-from dcp.server.core.jobs.ledger.transitions import request_cancel
-from dcp.server.core.jobs.subjects import roots_of_committed
+from dcp.server.core.jobs.ledger.transitions import request_cancel, submit_behind
+from dcp.server.core.jobs.subjects import (
+    SimpleKind,
+    Subject,
+    find_subject,
+    fingerprint_at,
+    open_place,
+    roots_of_committed,
+    storage_errors,
+)
 from dcp.server.core.problems import ConflictError, ForbiddenError
 from dcp.server.core.security.principal import Principal
 from dcp.server.core.settings import Settings
-from dcp.server.database.tables import aliases
-from dcp.server.features.retention.policies import writable_roots
+from dcp.server.database.tables import aliases, checkpoints, jobs
+from dcp.server.features.scan import ScanKind
 from dcp.server.records.administration import Scope
 from dcp.server.records.checkpoints import CheckpointDetail
-from dcp.server.records.jobs import Job
+from dcp.server.records.jobs import FINAL_STATES, Job
+from dcp.storage.stores.base import Store
 
-__all__ = ["DeleteKind", "DeleteParams", "alias_of", "delete_softly", "purge_dedup_key", "restore"]
+__all__ = [
+    "DeleteKind",
+    "DeleteParams",
+    "PruneKind",
+    "PruneParams",
+    "alias_of",
+    "delete_softly",
+    "in_use",
+    "purge_dedup_key",
+    "restore",
+]
 
 
 def purge_dedup_key(checkpoint_id: int) -> str:
@@ -100,6 +131,12 @@ class DeleteKind(Kind[DeleteParams]):
     scope: ClassVar[Scope] = "delete"
     params = DeleteParams
 
+    @classmethod
+    def dedup_key(cls, params: DeleteParams) -> str:
+        """As `Kind.dedup_key`; for how long they can be restored makes no difference."""
+        numbers = ",".join(map(str, sorted(set(params.checkpoint_ids))))
+        return f"delete:{hashlib.sha256(numbers.encode()).hexdigest()[:40]}"
+
     def specify(
         self, connection: Connection, params: DeleteParams, caller: Principal, settings: Settings
     ) -> JobSpec:
@@ -109,17 +146,10 @@ class DeleteKind(Kind[DeleteParams]):
         if len(names) > 1:
             raise ConflictError(f"the checkpoints are of {len(names)} roots; delete those of each by a job")
         root = names.pop()
-        if root not in writable_roots(settings):
+        if root not in settings.writable_roots:
             raise ForbiddenError(f"root {root} is read-only")
         grace = settings.delete_grace_seconds if params.grace_seconds is None else params.grace_seconds
-        numbers = ",".join(map(str, wanted))
-        return JobSpec(
-            kind=self.name,
-            params=params.model_copy(update={"grace_seconds": grace}).model_dump(mode="json"),
-            created_by=caller.name,
-            root=root,
-            dedup_key=f"delete:{hashlib.sha256(numbers.encode()).hexdigest()[:40]}",
-        )
+        return self.new_job(params.model_copy(update={"grace_seconds": grace}), caller.name, root=root)
 
     def plan(self, context: JobContext, params: DeleteParams) -> JobPlan:
         """As `Kind.plan`."""
@@ -142,3 +172,126 @@ class DeleteKind(Kind[DeleteParams]):
                 delete_softly(connection, number, params.grace_seconds or 0.0, change)
             except CatalogError:
                 continue
+
+
+# -- the job ``prune`` ---------------------------------------------------------------------------------------
+
+
+class PruneParams(Parameters):
+    """The checkpoint, and the parts to drop: "optimizer", or globs on names. With ``rewrite`` files that also
+    hold other data are written anew, so that all bytes of the parts are freed."""
+
+    checkpoint_id: CheckpointId
+    parts: Globs = ("optimizer",)
+    rewrite: Annotated[bool, Field(description="Write files anew that hold the parts and others.")] = True
+
+
+class PruneKind(SimpleKind[PruneParams]):
+    """Dropping, which may be repeated from any point on."""
+
+    name: ClassVar[str] = "prune"
+    scope: ClassVar[Scope] = "delete"
+    params = PruneParams
+    preload: ClassVar[tuple[str, ...]] = ("dcp.manager.dropping",)
+
+    @classmethod
+    def dedup_key(cls, params: PruneParams) -> str:
+        """As `Kind.dedup_key`: a checkpoint has one at a time."""
+        return f"prune:{params.checkpoint_id}"
+
+    @classmethod
+    def of_subject(cls, subject: Subject, params: PruneParams, created_by: str) -> JobSpec:
+        """Make the job."""
+        return cls.new_job(params, created_by, root=subject.root, checkpoint_id=subject.id)
+
+    def specify(
+        self, connection: Connection, params: PruneParams, caller: Principal, settings: Settings
+    ) -> JobSpec:
+        """As `Kind.specify`. StateError for a checkpoint that is held, or that another job uses."""
+        subject = find_subject(connection, params.checkpoint_id, caller.roots)
+        if subject.root not in settings.writable_roots:
+            raise ForbiddenError(f"root {subject.root} is read-only")
+        _check_held(connection, subject.id)
+        if in_use(connection, [subject.id]):
+            raise StateError(
+                f"a job is about checkpoint {subject.id} now, and may be reading it: wait for that one",
+                state="committed",
+            )
+        return self.of_subject(subject, params, caller.name)
+
+    def prepare(self, connection: Connection, params: PruneParams) -> Json:
+        """As `Kind.prepare`."""
+        try:
+            _check_held(connection, params.checkpoint_id)
+            return super().prepare(connection, params)
+        except StateError as error:
+            raise PermanentJobError(str(error)) from error
+
+    def run(
+        self,
+        context: JobContext,
+        params: PruneParams,
+        subjects: Sequence[Subject],
+        report_progress: ReportProgress,
+    ) -> Json:
+        """As `SimpleKind.run`."""
+        from dcp.manager.dropping import drop_parts
+
+        (subject,) = subjects
+        root, place = open_place(context, subject)
+        if root.readonly or place.file is not None:
+            why = f"root {root.name} is read-only" if root.readonly else "it is a file, and no checkpoint"
+            raise PermanentJobError(why)
+        with storage_errors(root):
+            if not _is_meant(place.store, subject, fingerprint_at(place)):
+                raise PermanentJobError("something else was saved in its place")
+            parts = [part_named(name) for name in params.parts]
+            found = drop_parts(place.store, parts, time.time(), rewrite=params.rewrite)
+        return {
+            "outcome": found.outcome,
+            "parts": [asdict(part) for part in found.parts],
+            "files": len(found.files),
+            "freed_bytes": found.freed_bytes,
+            "shared_bytes": found.shared_bytes,
+            "rewritten_bytes": found.rewritten_bytes,
+            "subject": subject.to_json(),
+        }
+
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
+        """Audit what was freed, and submit a scan of the run."""
+        subject, now = Subject(**result["subject"]), time.time()
+        detail = {name: result[name] for name in ("outcome", "files", "freed_bytes", "rewritten_bytes")}
+        detail |= {"parts": [part["name"] for part in result["parts"]], "job": job.id}
+        about = f"checkpoint:{subject.id}"
+        audit.record(connection, job.created_by, "checkpoint.prune", about, detail, now=now)
+        # So that the scan opens it, however quickly it was done.
+        changed = update(checkpoints).where(checkpoints.c.id == subject.id).values(fingerprint=None)
+        if result["outcome"] == "dropped":
+            connection.execute(changed)
+        submit_behind(connection, ScanKind.of_folder(subject.root, subject.run), now)
+
+
+def in_use(connection: Connection, checkpoint_ids: Sequence[int]) -> set[int]:
+    """Return the checkpoints that a job which has not ended uses: it may be reading them."""
+    query = select(jobs.c.checkpoint_id).where(
+        jobs.c.checkpoint_id.in_(checkpoint_ids), jobs.c.state.not_in(FINAL_STATES)
+    )
+    return {int(number) for number in connection.execute(query).scalars()}
+
+
+def _check_held(connection: Connection, checkpoint_id: int) -> None:
+    found = get_checkpoint(connection, checkpoint_id)
+    alias = alias_of(connection, checkpoint_id)
+    if found.is_pinned or alias is not None:
+        why = "pinned" if found.is_pinned else f"{alias!r} of its run"
+        raise StateError(f"checkpoint {checkpoint_id} is {why}: it stays whole", state=found.state)
+
+
+def _is_meant(store: Store, subject: Subject, fingerprint: str) -> bool:
+    """Compare the checkpoint with the one that the catalog knows."""
+    from dcp.steps import read_commit
+
+    if subject.save_id is None:
+        return subject.fingerprint in (None, fingerprint)
+    commit = read_commit(store)
+    return commit is not None and commit.save_id == subject.save_id

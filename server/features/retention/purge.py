@@ -42,7 +42,6 @@ from dcp.server.core.security.principal import SYSTEM, Principal
 from dcp.server.core.settings import Settings
 from dcp.server.database.tables import checkpoints, jobs, roots
 from dcp.server.features.retention.deletion import purge_dedup_key
-from dcp.server.features.retention.policies import writable_roots
 from dcp.server.records.administration import Scope
 from dcp.server.records.jobs import Job
 from dcp.storage.commit_names import is_commit_object
@@ -81,6 +80,16 @@ class PurgeKind(Kind[PurgeParams]):
     preload: ClassVar[tuple[str, ...]] = ("dcp.manager.removal",)
     max_attempts: ClassVar[int] = 5
 
+    @classmethod
+    def dedup_key(cls, params: PurgeParams) -> str:
+        """As `Kind.dedup_key`: a checkpoint has one at a time."""
+        return purge_dedup_key(params.checkpoint_id)
+
+    @classmethod
+    def of_subject(cls, subject: Subject, params: PurgeParams, created_by: str) -> JobSpec:
+        """Make the job."""
+        return cls.new_job(params, created_by, root=subject.root, checkpoint_id=subject.id)
+
     def specify(
         self, connection: Connection, params: PurgeParams, caller: Principal, settings: Settings
     ) -> JobSpec:
@@ -89,7 +98,7 @@ class PurgeKind(Kind[PurgeParams]):
         if subject.root in settings.roots and settings.roots[subject.root].readonly:
             raise ForbiddenError(f"root {subject.root} is read-only")
         self._check_due(connection, params)
-        return _spec(subject, params, caller)
+        return self.of_subject(subject, params, caller.name)
 
     def prepare(self, connection: Connection, params: PurgeParams) -> Json:
         """As `Kind.prepare`."""
@@ -173,18 +182,6 @@ class PurgeKind(Kind[PurgeParams]):
             now=now,
             problem=problem,
         )
-
-
-def _spec(subject: Subject, params: PurgeParams, caller: Principal) -> JobSpec:
-    return JobSpec(
-        kind=PurgeKind.name,
-        params=params.model_dump(mode="json"),
-        created_by=caller.name,
-        root=subject.root,
-        checkpoint_id=subject.id,
-        dedup_key=purge_dedup_key(subject.id),
-        max_attempts=PurgeKind.max_attempts,
-    )
 
 
 def _remove_commit(place: SourcePlace, subject: Subject) -> Removed:
@@ -279,7 +276,11 @@ def submit_purges(context: ScheduleContext) -> None:
 def _submit(connection: Connection, context: ScheduleContext) -> None:
     for number in connection.execute(_due(context)).scalars().all():
         subject = find_subject(connection, number, state="deleted")
-        submit_or_join(connection, _spec(subject, PurgeParams(checkpoint_id=number), SYSTEM), context.now)
+        submit_or_join(
+            connection,
+            PurgeKind.of_subject(subject, PurgeParams(checkpoint_id=number), SYSTEM.name),
+            context.now,
+        )
 
 
 def _due(context: ScheduleContext) -> Select[Any]:
@@ -297,7 +298,7 @@ def _due(context: ScheduleContext) -> Select[Any]:
         .where(
             checkpoints.c.state == "deleted",
             checkpoints.c.purge_after_seconds <= context.now,
-            roots.c.name.in_(sorted(writable_roots(context.settings))),
+            roots.c.name.in_(sorted(context.settings.writable_roots)),
             ~lately,
         )
         .order_by(checkpoints.c.id)

@@ -1,12 +1,129 @@
-"""Scans of roots, by a job; registration by trainers."""
+"""The job ``scan``: brings the catalog up to date with a root, or with a folder in it."""
 
 from __future__ import annotations
 
-from typing import Final
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Annotated, Any, ClassVar, Final
 
+import structlog
+from pydantic import Field
+from sqlalchemy import Connection
+
+from dcp.server.catalog.inputs import MAX_ID
+from dcp.server.catalog.roots import sync_roots
 from dcp.server.core.feature import Feature
-from dcp.server.features.scan.job import ScanKind, scans
+from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, Parameters, ReportProgress
+from dcp.server.core.jobs.ledger.rows import JobSpec, Json, TaskSpec
+from dcp.server.core.jobs.ledger.transitions import submit
+from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext
+from dcp.server.core.jobs.subjects import open_database, storage_errors
+from dcp.server.core.problems import ForbiddenError, NotFoundError
+from dcp.server.core.roots import Roots, check_key
+from dcp.server.core.security.principal import SYSTEM, Principal
+from dcp.server.core.settings import Settings
+from dcp.server.features.scan.scanner import scan_root
+from dcp.server.records.administration import Scope
+from dcp.server.records.jobs import Job
 
-__all__ = ["feature"]
+__all__ = ["ScanKind", "ScanParams", "feature", "scans"]
+
+
+_PRIORITY: Final = 10
+"""Scans are short, and other jobs may depend on what they find."""
+_LOGGED: Final = ("new", "changed", "incomplete", "unreadable", "vanished", "lost")
+_log = structlog.get_logger(__name__)
+
+
+class ScanParams(Parameters):
+    """The root, and the folder ``below`` to scan; "" is all of it.
+
+    ``accept_lost``: believe that up to so many checkpoints are gone, however large a part of the root they
+    are, because a person has looked. That needs the scope delete.
+    """
+
+    root: Annotated[str, Field(min_length=1, max_length=63)]
+    below: Annotated[str, Field(max_length=1024)] = ""
+    accept_lost: Annotated[int, Field(ge=0, le=MAX_ID)] = 0
+
+
+class ScanKind(Kind[ScanParams]):
+    """A scan by one task, which writes what it finds as it proceeds."""
+
+    name: ClassVar[str] = "scan"
+    scope: ClassVar[Scope] = "write"
+    params = ScanParams
+    needs_database: ClassVar[bool] = True
+    waits: ClassVar[bool] = False  # the next one is submitted soon
+    has_own_slot: ClassVar[bool] = True  # conversions of hours must not keep new checkpoints from being found
+
+    @classmethod
+    def dedup_key(cls, params: ScanParams) -> str:
+        """As `Kind.dedup_key`: a folder has one at a time, whoever submits it."""
+        accepted = f"\0{params.accept_lost}" if params.accept_lost else ""
+        place = f"{params.root}/{params.below}{accepted}"
+        return f"scan:{hashlib.sha256(place.encode()).hexdigest()[:40]}"
+
+    @classmethod
+    def of_folder(cls, root: str, below: str) -> JobSpec:
+        """Make the job of the service that looks at what another job has changed in a folder."""
+        return cls.new_job(ScanParams(root=root, below=below), SYSTEM.name, root=root)
+
+    def specify(
+        self, connection: Connection, params: ScanParams, caller: Principal, settings: Settings
+    ) -> JobSpec:
+        """As `Kind.specify`."""
+        if not caller.may_see(params.root) or params.root not in settings.roots:
+            raise NotFoundError(f"there is no root {params.root!r}")
+        if params.below:
+            check_key(params.below)
+        if params.accept_lost and not caller.may("delete"):
+            raise ForbiddenError("accept_lost needs a key with the scope 'delete'", scope="delete")
+        return self.new_job(params, caller.name, root=params.root)
+
+    def plan(self, context: JobContext, params: ScanParams) -> JobPlan:
+        """As `Kind.plan`."""
+        return JobPlan(tasks=[TaskSpec(payload=params.model_dump(mode="json"))])
+
+    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
+        """As `Kind.run_task`."""
+        with open_database(context) as database, storage_errors(context.roots.get(payload["root"])):
+            params = ScanParams.model_validate(payload)
+            below, accepted = params.below, params.accept_lost
+            return asdict(scan_root(database, context.roots, params.root, below=below, accepted=accepted))
+
+    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
+        """As `Kind.publish`."""
+        return dict(results[0])
+
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
+        """Log the changes: the task has written them already."""
+        is_first = result.get("is_first", False)
+        changes = {name: result[name] for name in _LOGGED if result.get(name)}
+        if is_first or changes:
+            _log.info("scanned", root=result["root"], found=result["found"], **changes)
+        for line in result["trouble"] if is_first or result.get("lost") else ():
+            _log.warning("scanned with trouble", root=result["root"], trouble=line)
+
+
+def scans(settings: Settings) -> Iterable[PeriodicWork]:
+    """Make the periodic scans of all roots that have an interval."""
+    for name, root in sorted(settings.roots.items()):
+        if root.scan_seconds > 0:
+            yield PeriodicWork(f"scan:{name}", root.scan_seconds, partial(_submit, root=name))
+
+
+def _submit(context: ScheduleContext, root: str) -> None:
+    urls = {found.name: found.url for found in Roots(context.settings.roots)}
+    spec = ScanKind.new_job(ScanParams(root=root), SYSTEM.name, root=root, priority=_PRIORITY)
+
+    def act(connection: Connection) -> None:
+        sync_roots(connection, urls, now=context.now)
+        submit(connection, spec, context.now)
+
+    context.database.transact(act)
+
 
 feature: Final = Feature("scan", __name__, kinds=[ScanKind()], schedules=[scans])

@@ -8,4 +8,4 @@ from dcp.server.core.feature import Feature
 
 __all__ = ["feature"]
 
-feature: Final = Feature("webhooks", __name__, web=["web"], work=["ledger", "sending"])
+feature: Final = Feature("webhooks", __name__, web=["webhook_routes"], work=["deliveries", "sending"])

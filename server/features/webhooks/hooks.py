@@ -1,19 +1,141 @@
-"""Webhooks: the resource, and the upkeep of its secrets."""
+"""Webhooks: the resource, and its secrets, which are made, checked, sealed in the database, and used to sign.
+
+Signatures are those of Standard Webhooks. Secrets are sealed with the operator's key, by Fernet (AES-128 in
+CBC mode and HMAC-SHA256) of the package cryptography: with the database or a backup of it, and without the
+settings, a secret can be neither read nor replaced. Without such a key they are stored in clear text.
+"""
 
 from __future__ import annotations
 
-from typing import Final, Literal, get_args
+import base64
+import binascii
+import functools
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Final, Literal, Self, get_args
 
+from cryptography.fernet import Fernet, InvalidToken
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from pydantic import SecretStr
 from sqlalchemy import Connection, delete, select, update
+from standardwebhooks import Webhook as Signer
 
 from dcp.server.core.resource import Resource
+from dcp.server.core.settings import Settings
 from dcp.server.database.records import record_of_row
 from dcp.server.database.tables import deliveries, webhooks
-from dcp.server.features.webhooks.signing import Sealer
 from dcp.server.records.administration import Webhook
 from dcp.server.records.declaring import moment
 
-__all__ = ["ALL_EVENTS", "HOOKS", "EventKind", "forget_previous_secrets", "reseal_secrets"]
+__all__ = [
+    "ALL_EVENTS",
+    "HOOKS",
+    "SEALED_PREFIX",
+    "EventKind",
+    "SealError",
+    "Sealer",
+    "check_secret",
+    "forget_previous_secrets",
+    "headers_for",
+    "new_secret",
+    "reseal_secrets",
+]
+
+
+SEALED_PREFIX: Final = "sealed1:"
+_PREFIX: Final = "whsec_"
+
+
+def new_secret() -> str:
+    """Make a random secret."""
+    return _PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
+
+
+def check_secret(secret: str) -> str:
+    """Return the secret. Raises ValueError unless it is ``whsec_`` and 24 to 64 bytes in base64."""
+    if not secret.startswith(_PREFIX):
+        raise ValueError(f"a secret begins with {_PREFIX}")
+    try:
+        key = base64.b64decode(secret.removeprefix(_PREFIX), validate=True)
+    except binascii.Error:
+        raise ValueError("a secret is base64 after its prefix") from None
+    if not 24 <= len(key) <= 64:
+        raise ValueError("a secret has 24 to 64 bytes")
+    return secret
+
+
+def headers_for(signing: Iterable[str], message_id: str, now: float, body: bytes) -> dict[str, str]:
+    """Make the headers of a delivery that is sent at ``now``, with a signature of each secret."""
+    at = datetime.fromtimestamp(int(now), UTC)
+    return {
+        "webhook-id": message_id,
+        "webhook-timestamp": str(int(now)),
+        "webhook-signature": " ".join(
+            Signer(secret).sign(message_id, at, body.decode()) for secret in signing
+        ),
+    }
+
+
+class SealError(ValueError):
+    """A secret that cannot be opened; the message says what the operator has to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sealer:
+    """A box for secrets: sealed with the first of ``keys``, opened with any, in clear without keys."""
+
+    keys: tuple[bytes, ...] = field(default=(), repr=False)
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self:
+        """Make one with `webhook_key`, and `webhook_key_before` for secrets that are not sealed anew yet."""
+        given = (settings.webhook_key, settings.webhook_key_before)
+        return cls(tuple(key.get_secret_value().encode() for key in given if isinstance(key, SecretStr)))
+
+    def seal(self, secret: str) -> str:
+        """Return the secret as it is stored."""
+        if not self.keys:
+            return secret
+        return SEALED_PREFIX + _fernet(self.keys[0]).encrypt(secret.encode()).decode()
+
+    def open(self, stored: str) -> str:
+        """Return a stored secret, which may be from before there was a key. Raises `SealError`."""
+        if not stored.startswith(SEALED_PREFIX):
+            return stored
+        for key in self.keys:
+            secret = _opened(stored, key)
+            if secret is not None:
+                return secret
+        raise SealError("the secret is sealed with another key: see `webhook_key` in the service's settings")
+
+    def renewed(self, stored: str) -> str | None:
+        """Seal a stored secret anew. Returns None if it is sealed with the first key already, or if no key
+        opens it: then it stays as it is."""
+        if not self.keys or _opened(stored, self.keys[0]) is not None:
+            return None
+        try:
+            return self.seal(self.open(stored))
+        except SealError:
+            return None
+
+
+def _opened(stored: str, key: bytes) -> str | None:
+    if not stored.startswith(SEALED_PREFIX):
+        return None
+    try:
+        return _fernet(key).decrypt(stored.removeprefix(SEALED_PREFIX)).decode()
+    except InvalidToken:
+        return None
+
+
+@functools.lru_cache(maxsize=8)
+def _fernet(key: bytes) -> Fernet:
+    derived = HKDF(SHA256(), length=32, salt=None, info=b"dcphub webhook secrets").derive(key)
+    return Fernet(base64.urlsafe_b64encode(derived))
+
 
 EventKind = Literal[
     "checkpoint.committed",

@@ -32,8 +32,14 @@ from dcp.server.features.webhooks.addresses import (
     permitted_addresses,
     resolve_host,
 )
-from dcp.server.features.webhooks.ledger import DeliveryClaim, DeliveryOutcome, claim_next, due_hooks, record
-from dcp.server.features.webhooks.signing import Sealer, SealError, headers_for
+from dcp.server.features.webhooks.deliveries import (
+    DeliveryClaim,
+    DeliveryOutcome,
+    claim_next,
+    due_hooks,
+    record,
+)
+from dcp.server.features.webhooks.hooks import Sealer, SealError, headers_for
 from dcp.version import __version__
 
 __all__ = ["Deliverer", "ReceiverAnswer", "SendError", "post"]

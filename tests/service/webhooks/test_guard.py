@@ -20,8 +20,7 @@ from dcp.server.features.webhooks.addresses import (
     parse_url,
     permitted_addresses,
 )
-from dcp.server.features.webhooks.sending import ReceiverAnswer, SendError, post
-from dcp.server.features.webhooks.signing import (
+from dcp.server.features.webhooks.hooks import (
     SEALED_PREFIX,
     Sealer,
     SealError,
@@ -29,6 +28,7 @@ from dcp.server.features.webhooks.signing import (
     headers_for,
     new_secret,
 )
+from dcp.server.features.webhooks.sending import ReceiverAnswer, SendError, post
 from tests.support.receivers import CERTIFICATES, Receiver, drip, raw_server
 
 NOTHING = Allowed()

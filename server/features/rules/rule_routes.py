@@ -12,8 +12,7 @@ from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import IfMatch, PageQuery
 from dcp.server.core.problems import UnprocessableError
-from dcp.server.features.rules import feature
-from dcp.server.features.rules.rules import RULES, Action, Condition, ConvertAction, RuleEvent
+from dcp.server.features.rules import RULES, Action, Condition, ConvertAction, RuleEvent, feature
 from dcp.server.records.administration import Rule
 from dcp.server.records.lists import Page
 

@@ -23,8 +23,13 @@ from dcp.server.core.security.principal import SYSTEM
 from dcp.server.database.sql import insert_missing
 from dcp.server.database.tables import checkpoints, deliveries, events, roots, runs, webhooks
 from dcp.server.features.webhooks import feature
-from dcp.server.features.webhooks.hooks import ALL_EVENTS, HOOKS, forget_previous_secrets, reseal_secrets
-from dcp.server.features.webhooks.signing import Sealer
+from dcp.server.features.webhooks.hooks import (
+    ALL_EVENTS,
+    HOOKS,
+    Sealer,
+    forget_previous_secrets,
+    reseal_secrets,
+)
 from dcp.server.records.administration import Delivery
 from dcp.server.records.declaring import moment
 
@@ -42,6 +47,7 @@ __all__ = [
     "redeliver",
     "send_test",
 ]
+
 
 TEST_KIND: Final = "webhook.test"
 """An event for one webhook only, made by a request."""

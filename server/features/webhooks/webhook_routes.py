@@ -16,11 +16,10 @@ from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import IfMatch, PageQuery
 from dcp.server.core.problems import ConflictError, ForbiddenError, UnprocessableError
 from dcp.server.database.tables import webhooks
-from dcp.server.features.webhooks import feature, ledger
+from dcp.server.features.webhooks import deliveries, feature
 from dcp.server.features.webhooks.addresses import MAX_URL_LENGTH, Allowed, RefusedUrlError, parse_url
-from dcp.server.features.webhooks.hooks import ALL_EVENTS, HOOKS, EventKind
-from dcp.server.features.webhooks.ledger import delivery_of
-from dcp.server.features.webhooks.signing import Sealer, check_secret, new_secret
+from dcp.server.features.webhooks.deliveries import delivery_of
+from dcp.server.features.webhooks.hooks import ALL_EVENTS, HOOKS, EventKind, Sealer, check_secret, new_secret
 from dcp.server.records.administration import Delivery, DeliveryState, Webhook, WebhookSecret
 from dcp.server.records.lists import Page
 
@@ -181,7 +180,7 @@ def test_webhook(webhook_id: IdPath, ask: Ask) -> Delivery:
         if not hook.is_enabled:
             raise ConflictError("the webhook is disabled; enable it first", state="disabled")
         HOOKS.audit(connection, ask, "test", hook, {})
-        return delivery_of(ledger.send_test(connection, hook, ask.now))
+        return delivery_of(deliveries.send_test(connection, hook, ask.now))
 
     return ask.transact(act)
 
@@ -195,7 +194,7 @@ def list_webhook_deliveries(
     before = decode_cursor(page.cursor, mark, int)[0] if page.cursor is not None else None
     with ask.reading() as connection:
         HOOKS.find(connection, webhook_id, ask.visible)
-        found = ledger.list_deliveries(connection, webhook_id, state, before, page.limit + 1)
+        found = deliveries.list_deliveries(connection, webhook_id, state, before, page.limit + 1)
     shown = found[: page.limit]
     cursor = encode_cursor(mark, shown[-1].event_id) if len(found) > page.limit else None
     return Page(tuple(map(delivery_of, shown)), cursor)
@@ -207,7 +206,7 @@ def redeliver_webhook_delivery(webhook_id: IdPath, delivery_id: IdPath, ask: Ask
 
     def act(connection: Connection) -> Delivery:
         hook = HOOKS.find(connection, webhook_id, ask.visible)
-        delivery = ledger.redeliver(connection, webhook_id, delivery_id, ask.now)
+        delivery = deliveries.redeliver(connection, webhook_id, delivery_id, ask.now)
         HOOKS.audit(connection, ask, "redeliver", hook, {"event_id": delivery.event_id})
         return delivery_of(delivery)
 

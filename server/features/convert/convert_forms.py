@@ -1,19 +1,24 @@
-"""Forms that convert a checkpoint, merge several, or average the newest steps of a run."""
+"""Forms that convert a checkpoint, merge several, or average the newest steps of a run, and their panels."""
 
 from __future__ import annotations
 
 import re
 from typing import Any, Final, TypeVar
 
+from dcp.planners.weight_maps.weight_map import ready_maps
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.jobs.kind import Parameters
 from dcp.server.core.pages.requests import Form, FormDep, checked
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.features.convert import feature
-from dcp.server.features.convert.job import ConvertKind
+from dcp.server.features.convert.conversion import ConvertKind
 from dcp.server.features.convert.merge import MergeKind, MergeParams
 from dcp.server.features.convert.options import ConvertParams
+from dcp.server.features.roots import writable_roots
+from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.runs import Run
+from dcp.storage.formats.registry import target_names
 
 M = TypeVar("M", bound=Parameters)
 
@@ -90,3 +95,23 @@ def _checkpoint_of(text: str) -> int:
             f"{text[:100]!r} is neither the number of a checkpoint nor the address of its page", field="with"
         )
     return int(match[1])
+
+
+# -- conversions and merges on the pages of checkpoints and runs ---------------------------------------------
+
+
+@feature.panel("checkpoint.actions", "actions.html", order=20)
+def convert_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
+    """Offer forms that convert and merge the checkpoint, where a root takes the result."""
+    return _targets(ask)
+
+
+@feature.panel("run", "average.html", order=10)
+def average_panel(ask: Ask, run: Run) -> dict[str, Any] | None:
+    """Offer a form that averages the newest steps, where a root takes the result."""
+    return _targets(ask) if run.checkpoint_count else None
+
+
+def _targets(ask: Ask) -> dict[str, Any] | None:
+    roots = writable_roots(ask) if ask.caller.may("convert") else []
+    return {"roots": roots, "targets": target_names(), "maps": list(ready_maps())} if roots else None

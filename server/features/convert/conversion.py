@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select, update
 
-from dcp.server.catalog.lineage import LineageKind
+from dcp.server.catalog import audit
+from dcp.server.catalog.checkpoints import upsert_checkpoint
+from dcp.server.catalog.events import emit
+from dcp.server.catalog.facts import CheckpointFacts
+from dcp.server.catalog.lineage import LineageKind, add_lineage
+from dcp.server.catalog.roots import root_id
+from dcp.server.catalog.source_facts import facts_of_source
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
 from dcp.server.core.jobs.ledger.rows import JobSpec, Json
+from dcp.server.core.jobs.ledger.transitions import submit_behind
 from dcp.server.core.jobs.subjects import Subject, find_subject, open_source, storage_errors
-from dcp.server.core.problems import ForbiddenError, NotFoundError, UnprocessableError
+from dcp.server.core.problems import ConflictError, ForbiddenError, NotFoundError, UnprocessableError
 from dcp.server.core.roots import StorageRoot, check_key
 from dcp.server.core.security.principal import Principal, Scope
 from dcp.server.core.settings import Settings
+from dcp.server.database.tables import checkpoints, roots
 from dcp.server.features.convert.options import ConvertParams, TargetParams
-from dcp.server.features.convert.targets import facts_document, record_target, refuse_known
+from dcp.server.features.scan import ScanKind
 from dcp.server.records.jobs import Job
 from dcp.storage.errors import PlanError
 
-if TYPE_CHECKING:  # imported where they are needed: the API process only makes such jobs
+if TYPE_CHECKING:
     from dcp.conversion.driver import Conversion
     from dcp.conversion.hf_folder import HfFolder
     from dcp.conversion.targets.job import TargetPlace
     from dcp.storage.formats.opening import Source
 
-__all__ = ["ConvertKind", "TargetKind", "target_dedup_key"]
+__all__ = ["ConvertKind", "TargetKind", "facts_document", "record_target", "refuse_known", "target_dedup_key"]
+
 
 _MAX_LISTED: Final = 100
 
@@ -54,6 +65,11 @@ class TargetKind(Kind[T]):
     done: ClassVar[str] = "checkpoint.convert"
     preload: ClassVar[tuple[str, ...]] = ("dcp.conversion.driver",)
     leaves_plans: ClassVar[bool] = True  # files of the target's size, so that a full disk shows at once
+
+    @classmethod
+    def dedup_key(cls, params: T) -> str:
+        """As `Kind.dedup_key`: a target has one at a time, be it a conversion or a merge."""
+        return target_dedup_key(params.target_root or "", params.target_key)
 
     def open(self, context: JobContext, subjects: Sequence[Subject]) -> tuple[list[StorageRoot], Source]:
         """Open the source that the subjects make together; returns their roots as well."""
@@ -89,15 +105,12 @@ class TargetKind(Kind[T]):
             if target_root == one.root and f"{params.target_key}/".startswith(f"{one.key}/"):
                 raise UnprocessableError("the target is in the source itself", field="target_key")
         refuse_known(connection, target_root, params.target_key)
-        return JobSpec(
-            kind=self.name,
-            params=params.model_copy(update=updates).model_dump(mode="json"),
-            created_by=caller.name,
+        return self.new_job(
+            params.model_copy(update=updates),
+            caller.name,
             root=target_root,
             checkpoint_id=subject.id,
             subjects=[one.id for one in subjects],
-            dedup_key=target_dedup_key(target_root, params.target_key),
-            max_attempts=self.max_attempts,
         )
 
     def plan(self, context: JobContext, params: T) -> JobPlan:
@@ -282,3 +295,90 @@ def _target(root: StorageRoot, params: TargetParams) -> TargetPlace:
     from dcp.conversion.targets.job import place_of
 
     return place_of(root.url_of(params.target_key), params.to, root.open_store)
+
+
+# -- targets of conversions in the catalog -------------------------------------------------------------------
+
+
+_FACTS: Final = (
+    "format",
+    "committed_seconds",
+    "step",
+    "save_id",
+    "fingerprint",
+    "bytes",
+    "file_count",
+    "observed_seconds",
+)
+_LIVING: Final = ("committed", "unreadable", "incomplete", "deleted")
+
+
+def refuse_known(connection: Connection, root: str, key: str) -> None:
+    """Raise ConflictError if the catalog has a checkpoint there, or one around the target."""
+    parts = key.split("/")
+    above = ["/".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    query = (
+        select(checkpoints.c.key, checkpoints.c.state)
+        .join(roots, roots.c.id == checkpoints.c.root_id)
+        .where(roots.c.name == root, checkpoints.c.key.in_(above), checkpoints.c.state.in_(_LIVING))
+    )
+    found = connection.execute(query).first()
+    if found is not None:
+        raise ConflictError(f"{root}:{found.key} is a checkpoint already ({found.state})", key=found.key)
+
+
+def facts_document(root: StorageRoot, key: str) -> dict[str, Any]:
+    """The facts of a target as JSON; its structure is left to a scan."""
+    facts = facts_of_source(root.name, key, root.source(key), observed_seconds=time.time())
+    return {name: getattr(facts, name) for name in _FACTS}
+
+
+def record_target(
+    connection: Connection,
+    job: Job,
+    source_ids: Sequence[int],
+    lineage: LineageKind,
+    done: str,
+    tags: Iterable[str],
+    result: Json,
+) -> None:
+    """Register the target, record its sources and, as ``done``, the author of the job, emit
+    "checkpoint.converted", and submit a scan that reads its structure. Without a step of its own it has that
+    of the first of ``source_ids``."""
+    now, root, key = time.time(), result["root"], result["key"]
+    query = select(checkpoints.c.id, checkpoints.c.step).where(checkpoints.c.id.in_(source_ids))
+    steps = {row.id: row.step for row in connection.execute(query)}
+    facts = CheckpointFacts(root=root, key=key, tags=frozenset(tags), **result["target"])
+    if facts.step is None:
+        facts = replace(facts, step=steps.get(source_ids[0]))
+    target = upsert_checkpoint(connection, facts, now=now, actor=job.created_by).id
+    # without a fingerprint the scan opens it, and finds the structure
+    without_structure = (checkpoints.c.id == target) & checkpoints.c.structure_id.is_(None)
+    connection.execute(update(checkpoints).where(without_structure).values(fingerprint=None))
+    for source_id in steps:
+        add_lineage(
+            connection, target, source_id, kind=lineage, job_id=job.id, map=result.get("map"), now=now
+        )
+    several = {"sources": list(source_ids)} if len(source_ids) > 1 else {}
+    detail = {"root": root, "key": key, "from": source_ids[0], **several, "job": job.id}
+    if result.get("map"):
+        detail["map"] = result["map"]
+    audit.record(connection, job.created_by, done, f"checkpoint:{target}", detail, now=now)
+    # not a scan that runs already: it may have listed the folder before the target was there
+    submit_behind(connection, ScanKind.of_folder(root, facts.run_key), now)
+    emit(
+        connection,
+        "checkpoint.converted",
+        root_id=root_id(connection, root),
+        checkpoint_id=target,
+        data={
+            "root": root,
+            "run": facts.run_key,
+            "key": key,
+            "step": facts.step,
+            "format": facts.format,
+            "source_id": source_ids[0],
+            "job_id": job.id,
+        },
+        now=now,
+    )
