@@ -18,7 +18,7 @@ from dcp.server.catalog.inputs import Query as QueryModel
 from dcp.server.catalog.values import clean_text
 from dcp.server.core.answers import IdPath, problems
 from dcp.server.core.ask import Ask, AskDep
-from dcp.server.core.data.access import OpenCheckpoint
+from dcp.server.core.data.access import OpenCheckpoint, SharedValues, Wanted
 from dcp.server.core.data.responses import (
     SMALL_BYTES,
     Body,
@@ -29,7 +29,6 @@ from dcp.server.core.data.responses import (
     is_unchanged,
     not_modified,
 )
-from dcp.server.core.data.sharing import SharedValues, Wanted
 from dcp.server.core.feature import Feature
 from dcp.server.core.http.dependencies import requires
 from dcp.server.core.http.routes import api_router

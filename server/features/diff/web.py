@@ -21,7 +21,7 @@ from dcp.server.catalog.tensors import parts_of
 from dcp.server.catalog.values import clean_text
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
-from dcp.server.core.data.sharing import SharedValues
+from dcp.server.core.data.access import SharedValues
 from dcp.server.core.http.dependencies import PageParams, PageQuery
 from dcp.server.core.jobs.ledger.reading import get_job, last_job
 from dcp.server.core.jobs.subjects import find_subject

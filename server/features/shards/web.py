@@ -17,9 +17,8 @@ from dcp.server.catalog.inputs import Text
 from dcp.server.catalog.names import check_pattern
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
-from dcp.server.core.data.access import Stamped
+from dcp.server.core.data.access import SharedValues, Stamped
 from dcp.server.core.data.responses import NOT_MODIFIED
-from dcp.server.core.data.sharing import SharedValues
 from dcp.server.core.http.dependencies import MAX_PAGE, PageQuery
 from dcp.server.core.pages.formatting import bytes_text, count_text, times_text
 from dcp.server.core.pages.requests import query_of
