@@ -48,6 +48,7 @@ FEATURES: Final = (
     "tensors",
     "verify",
     "webhooks",
+    "handover",
     "convert",
     "scan",
     "overview",

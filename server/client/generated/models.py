@@ -218,6 +218,28 @@ class File:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Handover:
+    """The handover of a checkpoint to one target, and the last job for it."""
+
+    target: str
+    state: str
+    """Of the last job; none: not handed over yet."""
+    name: str | None = None
+    """Of the registered model, or of the artifact."""
+    version: str | None = None
+    """Null where it is known after a synchronization only."""
+    link: str | None = None
+    """Its page at the target."""
+    handed_over_at: datetime | None = None
+    is_marked_deleted: bool
+    """The target says that the checkpoint was deleted."""
+    job_id: int | None = None
+    error: str | None = None
+    """Of the last job, if it failed, or waits for its next attempt."""
+    next_attempt_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A job. ``is_ending``: it was cancelled or has failed, and is being cleared away."""
 

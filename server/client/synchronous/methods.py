@@ -85,6 +85,19 @@ class Methods(HttpConnection):
         call = Call("GET", f"/checkpoints/{checkpoint_id}/files", many(models.File))
         return self._send(call)
 
+    def handovers(self, checkpoint_id: int) -> list[models.Handover]:
+        """List the handovers to all targets that are configured, and to earlier ones."""
+        call = Call("GET", f"/checkpoints/{checkpoint_id}/handovers", many(models.Handover))
+        return self._send(call)
+
+    def hand_over(self, checkpoint_id: int, target: str) -> models.Job:
+        """Register the checkpoint at a target by its URL, by a job. Done again, it makes no second
+        version."""
+        call = Call(
+            "POST", f"/checkpoints/{checkpoint_id}/handovers", one(models.Job), body=given({"target": target})
+        )
+        return self._send(call)
+
     def lineage(self, checkpoint_id: int) -> models.Lineage:
         """All ancestors and descendants that the key may see, nearest first."""
         call = Call("GET", f"/checkpoints/{checkpoint_id}/lineage", one(models.Lineage))

@@ -130,6 +130,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "drift": {"run_id": 1},
     "delete": {"checkpoint_ids": [1]},
     "prune": {**_ONE, "parts": ["optimizer"]},
+    "handover": {**_ONE, "target": "mlflow"},
     "scan": {"root": "main"},
     "retention": {"policy_id": 1},
 }

@@ -1,0 +1,239 @@
+"""Destinations of handovers: settings, the facts that are handed over, and the reference they point to."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, Self, get_args
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+
+from dcp.server.core.jobs.kind import PermanentJobError
+from dcp.server.core.security.redaction import redact
+from dcp.server.core.settings import Settings
+from dcp.server.features.webhooks.addresses import Allowed, RefusedUrlError, WebhookUrl, parse_url
+
+__all__ = [
+    "TARGETS",
+    "CheckpointFacts",
+    "HandedOver",
+    "HandoverSettings",
+    "MlflowSettings",
+    "Target",
+    "Trigger",
+    "WandbSettings",
+    "checked_url",
+    "model_name",
+    "reference_of",
+    "refusal",
+]
+
+Target = Literal["mlflow", "wandb"]
+TARGETS: Final[tuple[Target, ...]] = get_args(Target)
+
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9_.-]+")
+_FIELD: Final = re.compile(r"\{([^{}]*)\}")
+_NAME_FIELDS: Final = ("root", "run")
+_MAX_NAME: Final = 128
+_REFUSED_HINT: Final = ("`webhook_allow_private`", "`features.handover.allow_private`")
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Trigger(_Model):
+    """An event after which a checkpoint is handed over. ``alias``, ``tag`` and ``stage`` must be the event's,
+    if given; ``root`` is a name, ``run`` a glob."""
+
+    event: str = "checkpoint.aliased"
+    alias: str | None = None
+    tag: str | None = None
+    stage: str | None = None
+    root: str | None = None
+    run: str | None = None
+    targets: tuple[Target, ...] = TARGETS
+
+
+class _Destination(_Model):
+    name: str = Field(default="{root}.{run}", min_length=1, max_length=200)
+
+    @field_validator("name")
+    @classmethod
+    def _has_known_fields(cls, name: str) -> str:
+        unknown = [one for one in _FIELD.findall(name) if one not in _NAME_FIELDS]
+        if unknown or re.search(r"[{}]", _FIELD.sub("", name)):
+            raise ValueError(f"name: fields are {{root}} and {{run}}, not {name!r}")
+        return name
+
+
+class MlflowSettings(_Destination):
+    """A tracking server. ``name`` is that of the registered model; ``token``, or a user and a password."""
+
+    url: str
+    token: SecretStr | None = None
+    user: str | None = None
+    password: SecretStr | None = None
+    seconds: float = Field(default=30.0, gt=0, le=600)
+
+    @model_validator(mode="after")
+    def _has_one_credential(self) -> Self:
+        if (self.user is None) != (self.password is None) or (self.user and self.token):
+            raise ValueError("mlflow: give a token, or a user and a password")
+        return self
+
+
+class WandbSettings(_Destination):
+    """A project. ``name`` is that of the artifact. With ``folder`` runs are written there, for ``wandb sync``
+    by the operator, and nothing is sent."""
+
+    project: str = Field(min_length=1, max_length=128)
+    entity: str | None = None
+    base_url: str = "https://api.wandb.ai"
+    api_key: SecretStr | None = None
+    folder: Path | None = None
+    seconds: float = Field(default=120.0, gt=0, le=3600)
+
+    @model_validator(mode="after")
+    def _has_key(self) -> Self:
+        if self.folder is None and self.api_key is None:
+            raise ValueError("wandb: give an api_key, or a folder for runs that are synchronized later")
+        return self
+
+
+class HandoverSettings(_Model):
+    """Settings of handovers. ``public_url`` is that of the service, for links back; ``urls`` are those of
+    roots as training sees them, where they differ from the service's; ``allow_private`` are networks and
+    hosts that may be reached although they are not public, and without TLS; ``when``: handovers that happen
+    automatically."""
+
+    public_url: str | None = Field(default=None, pattern=r"^https?://[!-~]+$")
+    urls: dict[str, str] = Field(default_factory=dict)
+    allow_private: tuple[str, ...] = ()
+    mlflow: MlflowSettings | None = None
+    wandb: WandbSettings | None = None
+    when: tuple[Trigger, ...] = ()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.mlflow is not None:
+            checked_url(self, "mlflow", self.mlflow.url)
+        if self.wandb is not None and self.wandb.folder is None:
+            checked_url(self, "wandb", self.wandb.base_url)
+        for number, one in enumerate(self.when):
+            missing = [target for target in one.targets if target not in self.targets]
+            if "targets" in one.model_fields_set and missing:
+                raise ValueError(f"when[{number}]: features.handover.{missing[0]} is not configured")
+        return self
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """The targets that are configured."""
+        return tuple(one for one in TARGETS if getattr(self, one) is not None)
+
+    @property
+    def secrets(self) -> list[str]:
+        """All credentials, which no message may show."""
+        given = [
+            *([self.mlflow.token, self.mlflow.password] if self.mlflow else []),
+            *([self.wandb.api_key] if self.wandb else []),
+        ]
+        return [one.get_secret_value() for one in given if one is not None and one.get_secret_value()]
+
+    def clean(self, text: str) -> str:
+        """Return ``text`` without credentials, in one line."""
+        for secret in self.secrets:
+            text = text.replace(secret, "***")
+        return " ".join(str(redact(text)).split())[:500]
+
+
+def checked_url(options: HandoverSettings, target: Target, url: str) -> WebhookUrl:
+    """Parse the URL of a destination. Raises ValueError for one that is refused."""
+    try:
+        return parse_url(url, Allowed.parse(options.allow_private))
+    except RefusedUrlError as error:
+        raise ValueError(f"{target}: {refusal(error)}") from error
+
+
+def refusal(error: RefusedUrlError) -> str:
+    """Say why a URL or address is refused, with the setting that may allow it."""
+    return f"its URL is refused: {str(error).replace(*_REFUSED_HINT)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFacts:
+    """A checkpoint as a destination gets to know it."""
+
+    id: int
+    root: str
+    run_id: int
+    run: str
+    key: str
+    name: str
+    step: int | None
+    format: str
+    bytes: int
+    state: str
+    committed_at: str
+    save_id: str | None
+    fingerprint: str | None
+    content_digest: str | None
+    metrics: Mapping[str, float]
+    aliases: tuple[str, ...]
+    tags: tuple[str, ...]
+
+    @property
+    def identity(self) -> str:
+        """A digest of the place and its content: another one after the checkpoint was replaced."""
+        text = "\n".join((self.root, self.key, self.save_id or self.fingerprint or ""))
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The facts that stay the same as long as the content does."""
+        changing = ("metrics", "aliases", "tags", "state")
+        return {name: value for name, value in asdict(self).items() if name not in changing}
+
+    def pages(self, options: HandoverSettings) -> dict[str, str]:
+        """The addresses of its page and its run's, where the service has a public URL."""
+        if options.public_url is None:
+            return {}
+        url = options.public_url.rstrip("/")
+        return {"checkpoint": f"{url}/checkpoints/{self.id}", "run": f"{url}/runs/{self.run_id}"}
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """The result of a handover: the ``version`` of the model or artifact ``name``, None where it is not known
+    before a synchronization."""
+
+    name: str
+    version: str | None
+    link: str | None
+    is_marked_deleted: bool = False
+
+
+def model_name(template: str, facts: CheckpointFacts) -> str:
+    """Make the name of the registered model or artifact; other characters than letters, digits, ``_``, ``.``
+    and ``-`` become dots."""
+    filled = template.replace("{root}", facts.root).replace("{run}", facts.run)
+    cleaned = _UNSAFE.sub(".", filled).strip(".-_")
+    if len(cleaned) > _MAX_NAME:
+        cleaned = f"{cleaned[: _MAX_NAME - 9]}-{hashlib.sha256(filled.encode()).hexdigest()[:8]}"
+    return cleaned or "checkpoints"
+
+
+def reference_of(options: HandoverSettings, settings: Settings, root: str, key: str) -> str:
+    """Return the URL of a checkpoint as training sees it. Raises PermanentJobError for one of this machine
+    alone."""
+    if root not in settings.roots and root not in options.urls:
+        raise PermanentJobError(f"root {root} is not configured any more")
+    url = options.urls.get(root) or str(redact(settings.roots[root].url))
+    if urlsplit(url).scheme in ("", "file"):
+        path = Path(url.removeprefix("file://"))
+        url = path.resolve().as_uri()
+    return f"{url.rstrip('/')}/{key}"

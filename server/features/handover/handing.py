@@ -1,0 +1,176 @@
+"""The job that hands a checkpoint over (kind ``handover``), and the table of what was handed over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from typing import Any, ClassVar, Final
+
+from sqlalchemy import (
+    Boolean,
+    Column,
+    Connection,
+    Float,
+    ForeignKey,
+    Row,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    delete,
+    insert,
+    select,
+)
+
+from dcp.server.catalog import audit
+from dcp.server.catalog.details import get_checkpoint
+from dcp.server.catalog.errors import StateError
+from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
+from dcp.server.core.jobs.ledger.rows import JobSpec, Json
+from dcp.server.core.jobs.subjects import CheckpointParams
+from dcp.server.core.problems import NotFoundError
+from dcp.server.core.security.principal import Principal, Scope
+from dcp.server.core.settings import Settings
+from dcp.server.database.records import ID
+from dcp.server.database.tables import metadata
+from dcp.server.features.handover.destinations import (
+    CheckpointFacts,
+    HandedOver,
+    HandoverSettings,
+    Target,
+    reference_of,
+)
+from dcp.server.records.jobs import Job
+
+__all__ = ["HandoverKind", "HandoverParams", "handovers", "options_of", "rows_of"]
+
+_GONE: Final = ("deleted", "purged", "vanished")
+
+handovers: Final = Table(
+    "handovers",
+    metadata,
+    Column("id", ID, primary_key=True, autoincrement=True),
+    Column("checkpoint_id", ID, ForeignKey("checkpoints.id"), nullable=False),
+    Column("target", String(16), nullable=False),
+    Column("identity", String(32), nullable=False),  # of the content: another one after it was replaced
+    Column("name", String(255), nullable=False),  # of the model or artifact
+    Column("version", String(64)),
+    Column("link", Text),
+    Column("is_marked_deleted", Boolean, nullable=False),
+    Column("handed_over_seconds", Float, nullable=False),
+    Column("job_id", ID, nullable=False),
+    UniqueConstraint("checkpoint_id", "target"),
+)
+"""The last handover of each checkpoint to each target."""
+
+
+def options_of(settings: Settings) -> HandoverSettings:
+    """Read the settings of handovers."""
+    from dcp.server.features.handover import feature
+
+    found: HandoverSettings = feature.options(settings)
+    return found
+
+
+def rows_of(connection: Connection, checkpoint_id: int) -> dict[str, Row[Any]]:
+    """Return the last handovers of a checkpoint, by target."""
+    query = select(handovers).where(handovers.c.checkpoint_id == checkpoint_id)
+    return {row.target: row for row in connection.execute(query)}
+
+
+class HandoverParams(CheckpointParams):
+    """The checkpoint, and the target that gets its reference."""
+
+    target: Target
+
+
+class HandoverKind(Kind[HandoverParams]):
+    """The handover of one checkpoint to one target; of one that is deleted, the mark that says so there."""
+
+    name: ClassVar[str] = "handover"
+    about: ClassVar[str] = (
+        "Register a checkpoint in MLflow or Weights & Biases by its URL; no bytes are copied."
+    )
+    scope: ClassVar[Scope] = "write"
+    params = HandoverParams
+    needs_database: ClassVar[bool] = True  # so that only workers, and no Dask cluster, need to reach targets
+
+    def specify(
+        self, connection: Connection, params: HandoverParams, caller: Principal, settings: Settings
+    ) -> JobSpec:
+        """As `Kind.specify`. A deleted checkpoint is accepted if it was handed over."""
+        found = get_checkpoint(connection, params.checkpoint_id, caller.roots)
+        if params.target not in options_of(settings).targets:
+            raise NotFoundError(f"{params.target} is not configured; set features.handover.{params.target}")
+        is_known = params.target in rows_of(connection, found.id)
+        if found.state != "committed" and not (is_known and found.state in _GONE):
+            raise StateError(f"checkpoint {found.id} is {found.state}, not committed", state=found.state)
+        return self.new_job(params, caller, root=found.root, checkpoint_id=found.id)
+
+    def prepare(self, connection: Connection, params: HandoverParams) -> Json:
+        """As `Kind.prepare`."""
+        found = get_checkpoint(connection, params.checkpoint_id)
+        facts = {field.name: getattr(found, field.name) for field in fields(CheckpointFacts)}
+        facts["committed_at"] = found.committed_at.isoformat()
+        return {"facts": {**facts, "metrics": dict(found.metrics)}, "target": params.target}
+
+    def plan(self, context: JobContext, params: HandoverParams) -> JobPlan:
+        """As `Kind.plan`."""
+        return JobPlan(tasks=[TaskSpec(payload=context.prepared)])
+
+    def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
+        """As `Kind.run_task`. Repeating it makes nothing twice."""
+        options = options_of(context.settings)
+        facts = _facts(payload["facts"])
+        done = _hand_over(context, options, facts, payload["target"])
+        if done is None:
+            return {"target": payload["target"], "handed_over": None}
+        return {"target": payload["target"], "identity": facts.identity, "handed_over": asdict(done)}
+
+    def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
+        """As `Kind.publish`."""
+        return dict(results[0])
+
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
+        """Keep what was handed over."""
+        done, now = result["handed_over"], time.time()
+        if done is None or job.checkpoint_id is None:
+            return
+        target = result["target"]
+        same = (handovers.c.checkpoint_id == job.checkpoint_id, handovers.c.target == target)
+        connection.execute(delete(handovers).where(*same))
+        values = {"checkpoint_id": job.checkpoint_id, "target": target, "identity": result["identity"]}
+        values |= {"job_id": job.id, "handed_over_seconds": now, **done}
+        connection.execute(insert(handovers).values(**values))
+        detail = {"target": target, "name": done["name"], "version": done["version"], "job": job.id}
+        action = "checkpoint.mark_deleted" if done["is_marked_deleted"] else "checkpoint.hand_over"
+        audit.record(connection, job.created_by, action, f"checkpoint:{job.checkpoint_id}", detail, now=now)
+
+
+def _facts(document: Mapping[str, Any]) -> CheckpointFacts:
+    listed = {name: tuple(document[name]) for name in ("aliases", "tags")}
+    return CheckpointFacts(**{**document, **listed})
+
+
+def _hand_over(
+    context: JobContext, options: HandoverSettings, facts: CheckpointFacts, target: Target
+) -> HandedOver | None:
+    is_gone = facts.state in _GONE
+    if not is_gone and facts.state != "committed":
+        raise PermanentJobError(f"checkpoint {facts.id} is {facts.state}, not committed")
+    if target == "mlflow" and options.mlflow is not None:
+        from dcp.server.features.handover.mlflow_registry import MlflowRegistry
+
+        with MlflowRegistry(options, options.mlflow) as registry:
+            if is_gone:
+                return registry.mark_deleted(facts)
+            return registry.hand_over(facts, reference_of(options, context.settings, facts.root, facts.key))
+    if target == "wandb" and options.wandb is not None:
+        if is_gone:
+            return None
+        from dcp.server.features.handover.wandb_artifacts import log_artifact
+
+        reference = reference_of(options, context.settings, facts.root, facts.key)
+        return log_artifact(options, options.wandb, facts, reference, context.work_folder)
+    raise PermanentJobError(f"{target} is not configured any more")

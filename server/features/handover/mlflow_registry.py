@@ -1,0 +1,230 @@
+"""MLflow: a model version whose source is the checkpoint's URL, by the registry's REST API.
+
+A version is found again by the tag ``dcphub.identity``, so that a repeated handover makes no second one.
+Requests go to an address that the guard of webhooks has judged; redirects are not followed.
+"""
+
+from __future__ import annotations
+
+import json
+import ssl
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+from urllib.parse import quote, urlsplit
+
+import httpx
+
+from dcp.server.core.jobs.kind import PermanentJobError, UnavailableJobError
+from dcp.server.features.handover.destinations import (
+    CheckpointFacts,
+    HandedOver,
+    HandoverSettings,
+    MlflowSettings,
+    checked_url,
+    model_name,
+    refusal,
+)
+from dcp.server.features.webhooks.addresses import (
+    Allowed,
+    RefusedUrlError,
+    WebhookUrl,
+    permitted_addresses,
+    resolve_host,
+)
+from dcp.version import __version__
+
+__all__ = ["MlflowRegistry"]
+
+IDENTITY: Final = "dcphub.identity"
+DELETED: Final = "dcphub.deleted"
+_MAX_ANSWER_BYTES: Final = 4 << 20
+_MAX_METRICS: Final = 100
+_SAFE: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
+
+
+class MlflowRegistry:
+    """The model registry of a tracking server. A context manager.
+
+    Raises PermanentJobError for what it refuses, UnavailableJobError where it cannot be reached.
+    """
+
+    def __init__(self, options: HandoverSettings, mlflow: MlflowSettings) -> None:
+        self._options = options
+        self._mlflow = mlflow
+        target = checked_url(options, "mlflow", mlflow.url)
+        self._base, self._extensions, host = self._address(target)
+        headers = {"Host": host, "User-Agent": f"dcphub/{__version__}"}
+        auth: httpx.Auth | None = None
+        if mlflow.token is not None:
+            headers["Authorization"] = f"Bearer {mlflow.token.get_secret_value()}"
+        elif mlflow.user is not None and mlflow.password is not None:
+            auth = httpx.BasicAuth(mlflow.user, mlflow.password.get_secret_value())
+        self._http = httpx.Client(
+            headers=headers,
+            auth=auth,
+            timeout=mlflow.seconds,
+            trust_env=False,
+            verify=ssl.create_default_context() if target.scheme == "https" else False,
+        )
+
+    def _address(self, target: WebhookUrl) -> tuple[str, dict[str, Any], str]:
+        """Resolve the host once, judge its addresses, and return a base URL of the first one."""
+        try:
+            address, *_ = permitted_addresses(
+                target, Allowed.parse(self._options.allow_private), resolve_host
+            )
+        except RefusedUrlError as error:
+            raise PermanentJobError(f"mlflow: {refusal(error)}") from error
+        except (OSError, UnicodeError) as error:
+            raise UnavailableJobError(f"mlflow: the name {target.host} is not resolved") from error
+        shown = f"[{address}]" if ":" in address else address
+        base = f"{target.scheme}://{shown}:{target.port}{target.path.partition('?')[0].rstrip('/')}"
+        return base, {"sni_hostname": target.host}, target.host_header
+
+    def __enter__(self) -> MlflowRegistry:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    # -- handovers -------------------------------------------------------------------------------------------
+
+    def hand_over(self, facts: CheckpointFacts, reference: str) -> HandedOver:
+        """Register the checkpoint as a version of the model of its run, or bring that version up to date."""
+        name = model_name(self._mlflow.name, facts)
+        tags = self._tags(facts)
+        version = self._find(name, facts)
+        if version is None:
+            self._make_model(name)
+            version = self._make_version(name, facts, reference, tags)
+        else:
+            for key, value in {**tags, DELETED: "false"}.items():
+                self._tag(name, version, key, value)
+        return HandedOver(name, version, self._link(name, version))
+
+    def mark_deleted(self, facts: CheckpointFacts) -> HandedOver | None:
+        """Tag the version of a checkpoint that was deleted; None if there is no such version."""
+        name = model_name(self._mlflow.name, facts)
+        version = self._find(name, facts)
+        if version is None:
+            return None
+        self._tag(name, version, DELETED, "true")
+        return HandedOver(name, version, self._link(name, version), is_marked_deleted=True)
+
+    def _find(self, name: str, facts: CheckpointFacts) -> str | None:
+        wanted = f"name = '{name}' AND tags.`{IDENTITY}` = '{facts.identity}'"
+        found = self._call("GET", "model-versions/search", {"filter": wanted, "max_results": "1"})
+        versions = (found or {}).get("model_versions") or []
+        return str(versions[0]["version"]) if versions else None
+
+    def _make_model(self, name: str) -> None:
+        body = {"name": name, "description": "Checkpoints that dcphub has handed over by reference."}
+        self._call("POST", "registered-models/create", body, ignored="RESOURCE_ALREADY_EXISTS")
+
+    def _make_version(
+        self, name: str, facts: CheckpointFacts, reference: str, tags: Mapping[str, str]
+    ) -> str:
+        pages = facts.pages(self._options)
+        body: dict[str, Any] = {
+            "name": name,
+            "source": reference,
+            "tags": [{"key": key, "value": value} for key, value in tags.items()],
+            "description": f"Checkpoint {facts.key} of root {facts.root}.",
+        }
+        if pages:
+            body["run_link"] = pages["run"]
+            body["description"] += f" [Its page in dcphub]({pages['checkpoint']})"
+        made = self._call("POST", "model-versions/create", body, hidden=reference) or {}
+        try:
+            return str(made["model_version"]["version"])
+        except (KeyError, TypeError) as error:
+            raise PermanentJobError("mlflow: the answer names no model version") from error
+
+    def _tag(self, name: str, version: str, key: str, value: str) -> None:
+        self._call(
+            "POST", "model-versions/set-tag", {"name": name, "version": version, "key": key, "value": value}
+        )
+
+    def _tags(self, facts: CheckpointFacts) -> dict[str, str]:
+        pages = facts.pages(self._options)
+        found: dict[str, object] = {
+            IDENTITY: facts.identity,
+            "dcphub.checkpoint": f"{facts.root}:{facts.key}",
+            "dcphub.step": facts.step,
+            "dcphub.format": facts.format,
+            "dcphub.bytes": facts.bytes,
+            "dcphub.committed_at": facts.committed_at,
+            "dcphub.save_id": facts.save_id,
+            "dcphub.fingerprint": facts.fingerprint,
+            "dcphub.content_digest": facts.content_digest,
+            "dcphub.aliases": ", ".join(facts.aliases) or None,
+            "dcphub.url": pages.get("checkpoint"),
+        }
+        for name, value in sorted(facts.metrics.items())[:_MAX_METRICS]:
+            clean = "".join(one if one in _SAFE else "_" for one in name)
+            found[f"dcphub.metrics.{clean}"[:250]] = repr(value)
+        return {key: str(value) for key, value in found.items() if value is not None}
+
+    def _link(self, name: str, version: str) -> str:
+        return f"{self._mlflow.url.rstrip('/')}/#/models/{quote(name, safe='')}/versions/{quote(version)}"
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    def _call(
+        self, method: str, path: str, given: Mapping[str, Any], *, ignored: str = "", hidden: str = ""
+    ) -> Any:
+        """Call an endpoint, and return its JSON; None for the error code ``ignored``. No message has the text
+        ``hidden``."""
+        url = f"{self._base}/api/2.0/mlflow/{path}"
+        sent: dict[str, Any] = {"params": given} if method == "GET" else {"json": given}
+        try:
+            status, body = self._answer(method, url, sent)
+        except httpx.TransportError as error:
+            host = urlsplit(self._mlflow.url).hostname
+            why = (
+                "did not answer in time" if isinstance(error, httpx.TimeoutException) else "cannot be reached"
+            )
+            raise UnavailableJobError(f"mlflow: {host} {why}: {self._clean(error)}") from error
+        document = _object(body)
+        code = str(document.get("error_code", ""))
+        if 200 <= status < 300:
+            return document
+        if code and code == ignored:
+            return None
+        message = self._clean(document.get("message", "")).replace(hidden or "\0", "the checkpoint's URL")
+        where = f"mlflow answered {status} to {path}: {code or 'no error code'}"
+        if status == 429 or status >= 500:
+            raise UnavailableJobError(f"{where}: {message}")
+        if status in (401, 403):
+            raise PermanentJobError(f"{where}: check the credentials in features.handover.mlflow")
+        if "local path" in message:
+            message += " Set features.handover.urls to the root's URL as training sees it, such as s3://..."
+        raise PermanentJobError(f"{where}: {message}")
+
+    def _answer(self, method: str, url: str, sent: Mapping[str, Any]) -> tuple[int, bytes]:
+        give_up = time.monotonic() + self._mlflow.seconds
+        body = b""
+        request = self._http.build_request(method, url, **sent, extensions=self._extensions)
+        answer = self._http.send(request, stream=True)
+        try:
+            for part in answer.iter_bytes():
+                body += part
+                if len(body) > _MAX_ANSWER_BYTES:
+                    raise PermanentJobError(f"mlflow: an answer has more than {_MAX_ANSWER_BYTES} bytes")
+                if time.monotonic() > give_up:
+                    raise httpx.ReadTimeout(f"not within {self._mlflow.seconds:g} s")
+        finally:
+            answer.close()
+        return answer.status_code, body
+
+    def _clean(self, text: object) -> str:
+        return self._options.clean(str(text))
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(body or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
