@@ -106,7 +106,7 @@ class HandoverKind(Kind[HandoverParams]):
         is_known = params.target in rows_of(connection, found.id)
         if found.state != "committed" and not (is_known and found.state in _GONE):
             raise StateError(f"checkpoint {found.id} is {found.state}, not committed", state=found.state)
-        return self.new_job(params, caller, root=found.root, checkpoint_id=found.id)
+        return self.new_job(params, caller.name, root=found.root, checkpoint_id=found.id)
 
     def prepare(self, connection: Connection, params: HandoverParams) -> Json:
         """As `Kind.prepare`."""
