@@ -232,15 +232,17 @@ def download(checkpoint_id: IdPath, options: Annotated[DownloadOptions, Query()]
     if is_unchanged(ask.request.headers, etag):
         return not_modified(etag)
 
+    share = ask.data.share(found)
+
     async def plan() -> BodyResponse:
         with found.problems():
             planned = await plans.get(etag, partial(plan_download, opened, options), is_small=is_small)
         headers = {"X-DCP-Dropped": str(len(planned.dropped))} if planned.dropped else {}
         return ask.data.answer(
-            ask.request, found, planned.body, download_name(opened, options), etag, headers
+            ask.request, found, planned.body, download_name(opened, options), etag, headers, share
         )
 
-    return PlannedResponse(plan, ask.data.streams, lambda: not is_small and etag not in plans)
+    return PlannedResponse(plan, ask.data.streams, share, lambda: not is_small and etag not in plans)
 
 
 @dataclass(frozen=True, slots=True)

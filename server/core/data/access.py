@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from fastapi import Request
+from sqlalchemy import Connection
 
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.values import short_name
-from dcp.server.core.data.responses import Body, BodyResponse, Streams, choose_range, disposition
+from dcp.server.core.allowances import Allowance, Subject, subjects_of
+from dcp.server.core.data.responses import Body, BodyResponse, Share, Streams, choose_range, disposition
 from dcp.server.core.http.context import Service
 from dcp.server.core.problems import ConflictError, GoneError, NotFoundError, UnavailableError
 from dcp.server.core.roots import StorageRoot
@@ -390,6 +392,7 @@ class Data:
         name: str,
         etag: str,
         headers: Mapping[str, str] = MappingProxyType({}),
+        share: Share | None = None,
     ) -> BodyResponse:
         """The answer with the range of ``body`` that the request wants, as a file called ``name``."""
         return BodyResponse(
@@ -398,15 +401,26 @@ class Data:
             self.streams,
             headers={"ETag": etag, "Content-Disposition": disposition(name), **headers},
             problem=found.root.problem,
-            is_allowed=self._is_allowed,
+            share=share or self.share(found),
         )
 
-    def _is_allowed(self) -> bool:
+    def share(self, found: Readable) -> Share:
+        """The part of the downloads that the caller may have, of this root."""
+        subjects = subjects_of(self._caller, found.root.name)
+
+        def find() -> Mapping[Subject, Allowance] | None:
+            with self._service.database.read() as connection:
+                if not self._is_allowed(connection):
+                    return None
+                return self._service.allowances.of(subjects, connection)
+
+        return Share(find)
+
+    def _is_allowed(self, connection: Connection) -> bool:
         """Check whether the caller's key is still valid."""
         if self._caller.key_id is None:
             return True
-        with self._service.database.read() as connection:
-            return bool(valid_keys(connection, [self._caller.key_id], time.time()))
+        return bool(valid_keys(connection, [self._caller.key_id], time.time()))
 
     def _place(self, checkpoint_id: int) -> tuple[CheckpointDetail, StorageRoot]:
         with self._service.database.read() as connection:

@@ -26,16 +26,15 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from dcp.server.core.allowances import Allowance, Subject, refusal
 from dcp.server.core.problems import (
     BrokenBodyError,
     PreconditionFailedError,
     ProblemError,
     RangeError,
-    TooManyRequestsError,
     UnavailableError,
 )
 from dcp.server.core.roots import storage_problem
-from dcp.server.core.security.principal import Principal
 from dcp.storage.errors import CheckpointError, CorruptCheckpointError
 from dcp.storage.stores.base import Store
 
@@ -51,6 +50,7 @@ __all__ = [
     "FileBody",
     "NotModifiedError",
     "PlannedResponse",
+    "Share",
     "Streams",
     "binary",
     "choose_range",
@@ -85,6 +85,14 @@ _RETRY_SECONDS: Final = 10
 
 SMALL_BYTES: Final = 4 << 20
 """Bodies up to this size need no place among the downloads."""
+
+_TINY_BYTES: Final = 64 << 10
+"""The same where bytes a second are limited: whoever waits for them holds memory."""
+
+_BURST_SECONDS: Final = 0.5
+_PIECE_SECONDS: Final = 0.125
+_LEAST_PIECE_BYTES: Final = 4 << 10
+_MOST_BUCKETS: Final = 4096
 
 _RANGE: Final = re.compile(r"\s*bytes\s*=\s*([0-9]{0,19})\s*-\s*([0-9]{0,19})\s*", re.IGNORECASE)
 _log = structlog.get_logger(__name__)
@@ -224,24 +232,29 @@ def disposition(name: str) -> str:
 class Streams:
     """Threads that read the bodies of a process, and places for a bounded number of downloads.
 
-    One key holds half of the places at most, so that some are left for other keys. A client that takes fewer
-    than ``min_bytes_per_second`` for long is disconnected.
+    Accounts, keys and roots hold as many places, and are sent as many bytes a second, as their allowances
+    say. A client that takes fewer than ``min_bytes_per_second`` for long is disconnected.
     """
 
     def __init__(self, max_downloads: int, min_bytes_per_second: int = 0) -> None:
         self.max_downloads = max_downloads
-        self.max_of_key = -(-max_downloads // 2)
         self.seconds_per_byte = 1 / min_bytes_per_second if min_bytes_per_second else 0.0
         self._threads = max_downloads + 2
         self._pool: ThreadPoolExecutor | None = None
         self._pid = 0
         self._lock = threading.Lock()
-        self._places: Counter[int | None] = Counter()
+        self._running = 0
+        self._places: Counter[Subject] = Counter()
+        self._buckets: dict[Subject, _Bucket] = {}
 
     @property
     def running(self) -> int:
         """The places that are taken."""
-        return self._places.total()
+        return self._running
+
+    def running_of(self, subject: Subject) -> int:
+        """The places that are taken for an account, a key or a root."""
+        return self._places[subject]
 
     @property
     def pool(self) -> ThreadPoolExecutor:
@@ -253,35 +266,93 @@ class Streams:
             return self._pool
 
     @contextlib.contextmanager
-    def slot(self, scope: Scope) -> Generator[None]:
-        """One of the places, for the key of the request. Raises UnavailableError where all are taken, and
-        TooManyRequestsError where the key has its share of them."""
-        principal = scope.get("state", {}).get("principal")
-        key_id = principal.key_id if isinstance(principal, Principal) else None
+    def slot(self, allowances: Mapping[Subject, Allowance]) -> Generator[None]:
+        """One of the places. Raises UnavailableError where all are taken, and TooManyRequestsError where one
+        of the account, key and root has its share of them."""
         with self._lock:
-            if self.running >= self.max_downloads:
+            if self._running >= self.max_downloads:
                 raise UnavailableError(
                     f"{self.max_downloads} downloads are under way, and no more at a time are allowed",
                     retry_seconds=_RETRY_SECONDS,
                 )
-            if key_id is not None and self._places[key_id] >= self.max_of_key:
-                raise TooManyRequestsError(
-                    f"{self.max_of_key} downloads with this key are under way, as many as one key may have",
-                    headers={"Retry-After": str(_RETRY_SECONDS)},
-                )
-            self._places[key_id] += 1
+            for subject, allowance in allowances.items():
+                used = self._places[subject]
+                if allowance.downloads is not None and used >= allowance.downloads:
+                    raise refusal(
+                        subject, "downloads", allowance.downloads, used, wait_seconds=_RETRY_SECONDS
+                    )
+            self._running += 1
+            self._places.update(allowances.keys())
         try:
             yield
         finally:
             with self._lock:
-                self._places[key_id] -= 1
-                self._places += Counter()  # forgets keys that have none
+                self._running -= 1
+                self._places.subtract(allowances.keys())
+                self._places += Counter()  # forgets those that have none
+
+    def wait_seconds(self, allowances: Mapping[Subject, Allowance], count: int) -> float:
+        """Take ``count`` bytes from the bytes a second of each, and return how long to wait for them."""
+        now_seconds = time.monotonic()
+        rates = [
+            (subject, allowance.download_bytes_per_second)
+            for subject, allowance in allowances.items()
+            if allowance.download_bytes_per_second is not None
+        ]
+        with self._lock:
+            if len(self._buckets) > _MOST_BUCKETS:
+                self._buckets = {of: one for of, one in self._buckets.items() if one.until > now_seconds}
+            return max(
+                (
+                    self._buckets.setdefault(subject, _Bucket()).take(rate, count, now_seconds)
+                    for subject, rate in rates
+                ),
+                default=0.0,
+            )
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Bytes a second that several downloads share: ``until`` is when all that were taken are due."""
+
+    until: float = 0.0
+
+    def take(self, rate: int, count: int, now_seconds: float) -> float:
+        self.until = max(self.until, now_seconds - _BURST_SECONDS) + count / rate
+        return max(0.0, self.until - now_seconds)
+
+
+class Share:
+    """The allowances that one download counts for: ``find`` reads them, or None once its key has ended."""
+
+    def __init__(self, find: Callable[[], Mapping[Subject, Allowance] | None] = dict) -> None:
+        self._find = find
+        self.allowances = find() or {}
+
+    @property
+    def rate(self) -> int | None:
+        """The least bytes a second of these; None for no limit."""
+        rates = (one.download_bytes_per_second for one in self.allowances.values())
+        return min((rate for rate in rates if rate is not None), default=None)
+
+    def piece_bytes(self, part_bytes: int) -> int:
+        """The number of bytes to send at a time: few where they are slow, so that something comes always."""
+        if self.rate is None:
+            return part_bytes
+        return min(part_bytes, max(_LEAST_PIECE_BYTES, int(self.rate * _PIECE_SECONDS)))
+
+    def renew(self) -> None:
+        """Read the allowances again. Raises `_NotAllowedError` once the key has ended."""
+        found = self._find()
+        if found is None:
+            raise _NotAllowedError
+        self.allowances = found
 
 
 class BodyResponse(Response):
     """``chosen`` bytes of ``body``, read by a thread one part ahead of what is sent.
 
-    That thread calls ``is_allowed`` now and then, and stops reading when it returns False.
+    Sent as fast as ``share`` allows, which is read again every other second; it ends with its key.
     """
 
     def __init__(
@@ -292,7 +363,7 @@ class BodyResponse(Response):
         *,
         headers: Mapping[str, str],
         problem: Callable[[BaseException], ProblemError] = storage_problem,
-        is_allowed: Callable[[], bool] = lambda: True,
+        share: Share | None = None,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
         length = chosen.end - chosen.begin
@@ -304,12 +375,12 @@ class BodyResponse(Response):
         self._chosen = chosen
         self._streams = streams
         self._problem = problem
-        self._is_allowed = is_allowed
+        self._share = share or Share()
         self._stall_seconds = stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI. Raises a ProblemError while nothing has been sent, later `BrokenBodyError`."""
-        await PlannedResponse(self._itself, self._streams, lambda: False)(scope, receive, send)
+        await PlannedResponse(self._itself, self._streams, self._share, lambda: False)(scope, receive, send)
 
     async def _itself(self) -> BodyResponse:
         return self
@@ -317,7 +388,8 @@ class BodyResponse(Response):
     @property
     def is_small(self) -> bool:
         """Check whether it is small enough to need no place among the downloads."""
-        return self._chosen.end - self._chosen.begin <= SMALL_BYTES
+        most = SMALL_BYTES if self._share.rate is None else _TINY_BYTES
+        return self._chosen.end - self._chosen.begin <= most
 
     async def answer(self, scope: Scope, send: Send, gone: asyncio.Future[None]) -> None:
         """Send the answer, with a place if it needs one; ``gone`` ends when the client leaves."""
@@ -334,11 +406,10 @@ class BodyResponse(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
     async def _send_body(self, scope: Scope, send: Send, gone: asyncio.Future[None]) -> None:
-        parts = _while_allowed(self._source.parts(self._chosen.begin, self._chosen.end), self._is_allowed)
-        reader = _PartsReader(parts, self._streams.pool)
+        reader = _PartsReader(self._source.parts(self._chosen.begin, self._chosen.end), self._streams.pool)
         left = self._chosen.end - self._chosen.begin
         has_begun = False
-        patience_seconds = self._stall_seconds
+        sender = _Sender(send, self._streams, self._share, self._stall_seconds, gone)
         try:
             reader.read_ahead()
             while left > 0:
@@ -349,13 +420,7 @@ class BodyResponse(Response):
                 left -= len(part)
                 if left > 0:
                     reader.read_ahead()
-                due_seconds = len(part) * self._streams.seconds_per_byte
-                begun = time.monotonic()
-                async with asyncio.timeout(patience_seconds + due_seconds):
-                    await send({"type": "http.response.body", "body": part, "more_body": left > 0})
-                if due_seconds:
-                    late_seconds = time.monotonic() - begun - due_seconds
-                    patience_seconds = min(self._stall_seconds, patience_seconds - late_seconds)
+                await sender.send_part(part, more=left > 0)
                 if gone.done():
                     _log.info("client went away", path=scope["path"], left_bytes=left)
                     return
@@ -379,6 +444,44 @@ class BodyResponse(Response):
             reader.close()
 
 
+class _Sender:
+    """Sends parts at the pace of a share, to a client that takes them, while its key is valid."""
+
+    def __init__(
+        self, send: Send, streams: Streams, share: Share, stall_seconds: float, gone: asyncio.Future[None]
+    ) -> None:
+        self._send = send
+        self._streams = streams
+        self._share = share
+        self._stall_seconds = self._patience_seconds = stall_seconds
+        self._gone = gone
+        self._asked = time.monotonic()
+
+    async def send_part(self, part: memoryview, *, more: bool) -> None:
+        """Send it, unless the client goes away. Raises `_NotAllowedError`, and TimeoutError for a client that
+        is too slow."""
+        at = 0
+        while at < len(part) and not self._gone.done():
+            piece = part[at : at + self._share.piece_bytes(len(part))]
+            at += len(piece)
+            wait_seconds = self._streams.wait_seconds(self._share.allowances, len(piece))
+            if wait_seconds:
+                await asyncio.wait((self._gone,), timeout=wait_seconds)
+            await self._send_piece(piece, more or at < len(part))
+            if time.monotonic() - self._asked >= KEY_SECONDS:
+                await asyncio.get_running_loop().run_in_executor(self._streams.pool, self._share.renew)
+                self._asked = time.monotonic()
+
+    async def _send_piece(self, piece: memoryview, more: bool) -> None:
+        due_seconds = len(piece) * self._streams.seconds_per_byte
+        begun = time.monotonic()
+        async with asyncio.timeout(self._patience_seconds + due_seconds):
+            await self._send({"type": "http.response.body", "body": piece, "more_body": more})
+        if due_seconds:
+            late_seconds = time.monotonic() - begun - due_seconds
+            self._patience_seconds = min(self._stall_seconds, self._patience_seconds - late_seconds)
+
+
 class PlannedResponse(Response):
     """An answer that is planned first; where ``is_costly``, only with a place among the downloads.
 
@@ -389,11 +492,13 @@ class PlannedResponse(Response):
         self,
         plan: Callable[[], Coroutine[Any, Any, BodyResponse]],
         streams: Streams,
+        share: Share,
         is_costly: Callable[[], bool],
     ) -> None:
         super().__init__(None)
         self._plan = plan
         self._streams = streams
+        self._share = share
         self._is_costly = is_costly
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -401,14 +506,14 @@ class PlannedResponse(Response):
         with contextlib.ExitStack() as place:
             has_place = self._is_costly()
             if has_place:
-                place.enter_context(self._streams.slot(scope))
+                place.enter_context(self._streams.slot(self._share.allowances))
             gone = asyncio.ensure_future(_departure(receive))
             try:
                 response = await _unless(gone, self._plan())
                 if response.is_small or scope["method"] == "HEAD":
                     place.close()
                 elif not has_place:
-                    place.enter_context(self._streams.slot(scope))
+                    place.enter_context(self._streams.slot(self._share.allowances))
                 await response.answer(scope, send, gone)
             finally:
                 gone.cancel()
@@ -424,18 +529,6 @@ async def _unless(gone: asyncio.Future[None], plan: Coroutine[Any, Any, BodyResp
     if not planning.done():
         raise UnavailableError("the client has gone away")
     return planning.result()
-
-
-def _while_allowed(parts: Generator[memoryview], is_allowed: Callable[[], bool]) -> Generator[memoryview]:
-    """The ``parts`` as long as they are allowed; then raises `_NotAllowedError`."""
-    asked = time.monotonic()
-    with contextlib.closing(parts):
-        for part in parts:
-            yield part
-            if time.monotonic() - asked >= KEY_SECONDS:
-                if not is_allowed():
-                    raise _NotAllowedError
-                asked = time.monotonic()
 
 
 class _PartsReader:

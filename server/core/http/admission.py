@@ -169,9 +169,10 @@ class AuthenticationMiddleware:
             if scope["path"].startswith(API_PREFIX):
                 raise UnauthorizedError("send a key: Authorization: Bearer dcp_...")
             return None
+        caller = principal_of(record)
         if is_counted:
-            rates.count(f"key:{record.id}")
-        return principal_of(record)
+            self._service.count_request(caller)
+        return caller
 
     def _of_session(self, token: str) -> Key | None:
         with self._service.database.read() as connection:
@@ -183,10 +184,14 @@ class AuthenticationMiddleware:
         seconds = self._service.settings.request_seconds
         try:
             # The thread is left to itself, should the database hang.
-            looking = to_thread.run_sync(find, secret, abandon_on_cancel=True)
+            looking = to_thread.run_sync(self._look, find, secret, abandon_on_cancel=True)
             return await asyncio.wait_for(looking, seconds)
         except TimeoutError:
             raise UnavailableError(f"the database does not answer within {seconds:g} s") from None
+
+    def _look(self, find: Callable[[str], Key | None], secret: str) -> Key | None:
+        self._service.allowances.refresh(self._service.database)
+        return find(secret)
 
 
 def session_token(scope: Scope) -> str | None:

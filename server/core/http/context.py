@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dcp.server.core.allowances import Allowances
+from dcp.server.core.allowances import Allowances, subjects_of
 from dcp.server.core.roots import Roots
 from dcp.server.core.security.keys import KeyRing
+from dcp.server.core.security.principal import Principal
 from dcp.server.core.security.rates import RateLimits
 from dcp.server.core.settings import Settings
 from dcp.server.database.engine import Database
@@ -60,6 +61,12 @@ class Service:
             kinds=kinds,
             clock=clock,
         )
+
+    def count_request(self, caller: Principal) -> None:
+        """Count a request of a key's caller. Raises `TooManyRequestsError` where it is one too many."""
+        for subject, allowance in self.allowances.of(subjects_of(caller)).items():
+            if allowance.requests is not None:
+                self.rates.count(subject.text, allowance.requests)
 
     def own(self, kind: Callable[[Service], T]) -> T:
         """Return the object that a feature keeps for all requests of this process: made of the service by

@@ -21,6 +21,7 @@ from dcp.server.core.data.responses import (
     BodyResponse,
     ByteRange,
     PlannedResponse,
+    Share,
     Streams,
     choose_range,
     disposition,
@@ -84,7 +85,7 @@ class Site:
                 await plans.get(key, lambda check: (plan(), cast(PlannedDownload, Held(1)))[1])
                 return sent
 
-            return PlannedResponse(planned, streams, lambda: key not in plans)
+            return PlannedResponse(planned, streams, Share(), lambda: key not in plans)
 
         self.app = app
 
