@@ -22,6 +22,7 @@ class NanKind(SimpleKind[CheckpointParams]):
     """Reads the values of one checkpoint."""
 
     name, scope, params = "nan_counts", "read", CheckpointParams
+    button = "Count NaNs by layer"
 
     def run(
         self,
@@ -45,8 +46,7 @@ class NanKind(SimpleKind[CheckpointParams]):
 
 _PAGE = """{% extends "base.html" %}{% import "parts.html" as parts with context %}
 {% block title %}NaNs{% endblock %}{% block content %}<h1>NaNs by layer</h1>
-{% if layers is none %}<form method="post">{{ parts.token_field() }}<button>Count</button>
-</form>{% endif %}
+{% if layers is none %}{{ parts.empty("Not counted yet.") }}{% endif %}
 <table class="rows"><tbody>{% for layer, nans in (layers or {}).items() %}
 <tr><th scope="row">{{ layer }}</th><td class="num">{{ nans|count }}</td></tr>{% endfor %}</tbody></table>
 {% endblock %}"""
@@ -58,15 +58,9 @@ feature.links = [Link("checkpoint", "NaNs by layer", "/checkpoints/{id}/nans")]
 
 @feature.page("/checkpoints/{checkpoint_id}/nans", "nans.html")
 def nans_page(checkpoint_id: IdPath, ask: Ask) -> dict[str, Any]:
-    """Show the counts of the last job, or a button that counts."""
+    """Show the counts of the last job."""
     job = ask.last_result(NanKind, CheckpointParams(checkpoint_id=checkpoint_id))
     return {"layers": ((job and job.result) or {}).get("layers")}
-
-
-@feature.form("/checkpoints/{checkpoint_id}/nans", scope="read")
-def count_form(checkpoint_id: IdPath, ask: Ask) -> str:
-    """Count the NaNs, as a job."""
-    return f"/jobs/{ask.submit(NanKind, CheckpointParams(checkpoint_id=checkpoint_id)).id}"
 
 
 @feature.consumer("nan_counts", kinds=["checkpoint.committed"], is_slow=True)

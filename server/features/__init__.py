@@ -97,8 +97,20 @@ def kinds() -> Mapping[str, Kind[Any]]:
             raise FeatureError(
                 f"{kind!r} is no kind of job with a scope: an object of a subclass of Kind is needed"
             )
+        if kind.button:
+            _check_button(kind)
     _check_unique("kind of job", [kind.name for kind in found])
     return {kind.name: kind for kind in sorted(found, key=lambda kind: kind.name)}
+
+
+def _check_button(kind: Kind[Any]) -> None:
+    try:
+        kind.params(checkpoint_id=1)
+    except ValueError as error:
+        raise FeatureError(
+            f"kind of job {kind.name!r}: a button needs parameters with checkpoint_id, and defaults for all "
+            f"others: {error}"
+        ) from None
 
 
 def schedules(settings: Settings) -> Sequence[PeriodicWork]:

@@ -220,7 +220,8 @@ def test_a_feature_of_the_service_in_one_file(
         pages = {"accept": "text/html"}
         page = client.get(f"/checkpoints/{found.id}/nans", headers=pages)
         assert (page.status_code, "layer" in page.text, 'class="num">2<' in page.text) == (200, True, True)
-        assert f"/checkpoints/{found.id}/nans" in client.get(f"/checkpoints/{found.id}", headers=pages).text
+        shown = client.get(f"/checkpoints/{found.id}", headers=pages).text
+        assert f"/checkpoints/{found.id}/nans" in shown and "Count NaNs by layer</button>" in shown
 
     def posted() -> bool:
         return any(found.id in json.loads(one.body)["checkpoints"] for one in receiver.requests)

@@ -177,6 +177,7 @@ class Kind(ABC, Generic[P]):
     name: ClassVar[str]
     about: ClassVar[str] = ""  # one sentence for users: the work of its jobs
     scope: ClassVar[Scope]  # what a key needs to submit one
+    button: ClassVar[str] = ""  # on the page of a checkpoint, which is all that the parameters need
     params: type[P]
     needs_database: ClassVar[bool] = False  # such tasks are never sent to other machines
     max_attempts: ClassVar[int] = 3

@@ -23,7 +23,7 @@ from dcp.server.core.http.dependencies import PageParams, PageQuery
 from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.ledger import reading, rows, transitions
 from dcp.server.core.jobs.ledger.reading import JobFilter
-from dcp.server.core.problems import ForbiddenError, UnprocessableError
+from dcp.server.core.problems import ForbiddenError, NotFoundError, UnprocessableError
 from dcp.server.core.security.principal import SYSTEM, Principal, Scope
 from dcp.server.features import kinds
 from dcp.server.features.jobs import feature
@@ -383,6 +383,23 @@ def job_page(job_id: IdPath, ask: Ask) -> dict[str, Any]:
 def active_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
     """Show the progress of jobs of the checkpoint that have not ended."""
     return {"jobs": active_jobs(ask, _ON_PAGE, found.id)}
+
+
+@feature.panel("checkpoint.actions", "buttons.html", order=10)
+def buttons_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
+    """Offer the kinds of jobs that have a button and that the caller may submit."""
+    offered = [kind for kind in kinds().values() if kind.button and ask.caller.may(kind.scope)]
+    return {"kinds": offered} if offered else None
+
+
+@feature.form("/checkpoints/{checkpoint_id}/jobs/{kind}", scope="read")
+def button_form(checkpoint_id: IdPath, kind: str, ask: Ask) -> str:
+    """Submit a job of the checkpoint; the scope is that of its kind."""
+    found = kinds().get(kind)
+    if found is None or not found.button:
+        raise NotFoundError("there is no such button")
+    _check_scope(ask.caller, kind)
+    return f"/jobs/{ask.submit(found, found.params(checkpoint_id=checkpoint_id)).id}"
 
 
 @feature.form("/jobs/{job_id}/cancel", scope="read")
