@@ -26,7 +26,7 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 
 from benchmarks.service.rows import QUESTIONS, Shape, batches, fill
-from dcp.server.catalog.checkpoints import upsert_checkpoints
+from dcp.server.catalog.changes import upsert_checkpoints
 from dcp.server.database.engine import Database
 from dcp.server.database.migrations import upgrade
 

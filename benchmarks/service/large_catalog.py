@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 import dcp
-from dcp.server.catalog.checkpoints import upsert_checkpoints
+from dcp.server.catalog.changes import upsert_checkpoints
 from dcp.server.catalog.facts import CheckpointFacts
-from dcp.server.catalog.lineage import add_lineage
-from dcp.server.catalog.roots import sync_roots
+from dcp.server.catalog.runs import sync_roots
 from dcp.server.catalog.structures import StructureFacts, StructureTensor
 from dcp.server.database.engine import Database
+from dcp.server.features.lineage import add_lineage
 from dcp.storage.commit_names import MANIFEST_NAME
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex

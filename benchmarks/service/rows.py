@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, insert, select, text, update
 
-from dcp.server.catalog.checkpoints import upsert_checkpoints
+from dcp.server.catalog.changes import upsert_checkpoints
 from dcp.server.catalog.facts import CheckpointFacts
-from dcp.server.catalog.roots import sync_roots
+from dcp.server.catalog.runs import sync_roots
 from dcp.server.catalog.structures import StructureFacts, StructureTensor
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import aliases, checkpoints

@@ -27,7 +27,7 @@ from dcp.cli.common import EXIT_FINDINGS, Answer, Strings, fail
 from dcp.cli.printing import describe_time
 
 if TYPE_CHECKING:
-    from dcp.server.catalog.roots import RootRow
+    from dcp.server.catalog.runs import RootRow
     from dcp.server.core.settings import Settings
     from dcp.server.database.engine import Database
 
@@ -319,7 +319,7 @@ KEYS: Final[dict[str, Callable[..., Answer | None]]] = {
 
 def _list_roots(settings: Settings = _SETTINGS) -> Answer:
     """All roots with their last scan, those that are not configured any more too."""
-    from dcp.server.catalog.roots import list_roots
+    from dcp.server.catalog.runs import list_roots
 
     with _opened(settings) as opened, opened.read() as connection:
         rows = list_roots(connection)
@@ -351,7 +351,7 @@ def _accept(
     nothing is if more is missing than the scan before had said.
     """
     from dcp.server.catalog import audit
-    from dcp.server.catalog.roots import list_roots
+    from dcp.server.catalog.runs import list_roots
     from dcp.server.core.roots import Roots
     from dcp.server.core.settings import RootSettings
     from dcp.server.features.scan.scanner import scan_root

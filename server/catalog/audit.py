@@ -10,8 +10,8 @@ from typing import Any
 from sqlalchemy import Connection, insert, select
 
 from dcp.server.catalog.cursors import read_page
-from dcp.server.catalog.values import clean_json, clean_text
-from dcp.server.database.records import record_of_row
+from dcp.server.catalog.inputs import clean_json, clean_text
+from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import audit
 from dcp.server.records.administration import AuditEntry
 from dcp.server.records.lists import Page

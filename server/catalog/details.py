@@ -9,8 +9,8 @@ from typing import Any, Final, TypeVar
 from sqlalchemy import Connection, Select, select, update
 
 from dcp.server.catalog.errors import ChangedError, InvalidQueryError, MissingError
-from dcp.server.catalog.values import NONFINITE
-from dcp.server.database.records import record_of_row, shown_columns
+from dcp.server.catalog.inputs import NONFINITE
+from dcp.server.database.mapping import record_of_row, shown_columns
 from dcp.server.database.tables import aliases, checkpoints, metadata, metrics, roots, runs, structures, tags
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
 from dcp.steps import PARTIAL, partial_of

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, func, insert, select, text, update
 
-from dcp.server.database.sql import insert_missing
+from dcp.server.database.engine import insert_missing
 from dcp.server.database.tables import consumers, events, roots
 
 __all__ = [

@@ -11,9 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
 from dcp.server.catalog.errors import InvalidQueryError
-from dcp.server.catalog.formats import catalog_formats
+from dcp.server.catalog.inputs import (
+    catalog_formats,
+    check_key,
+    check_label,
+    clean_integer,
+    clean_json,
+    clean_text,
+)
 from dcp.server.catalog.structures import StructureFacts
-from dcp.server.catalog.values import check_key, check_label, clean_integer, clean_json, clean_text
 from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.declaring import OwnColumn, fields_of
 

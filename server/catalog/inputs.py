@@ -1,9 +1,19 @@
-"""Types of what comes in: in bodies, in queries, in parameters of jobs."""
+"""Values that come in: types of bodies, queries and parameters, names of formats, and data of foreign files.
+
+Both databases take what comes out of here and give it back alike: PostgreSQL stores no NUL in text or JSON,
+neither database a lone surrogate, JSON no NaN; integers end at 63 bits, and an index row of PostgreSQL at
+2,704 bytes. A hostile name must not make a whole scan fail.
+
+Formats are those that are registered, also while the service runs.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any, Final
 
@@ -13,28 +23,21 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     StringConstraints,
     WithJsonSchema,
 )
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
-__all__ = [
-    "MAX_ID",
-    "NAME_PATTERN",
-    "Finite",
-    "Name",
-    "OneLine",
-    "Plain",
-    "Query",
-    "Request",
-    "Text",
-    "Time",
-    "is_clean",
-]
+from dcp.server.catalog.errors import InvalidQueryError
+from dcp.storage.formats.format import Format
+from dcp.storage.formats.registry import file_suffixes, format_names, format_of, formats, target_names
 
 MAX_ID: Final = 2**53 - 1
 """Larger identifiers do not survive in JavaScript, and are none of ours."""
 
-_MAX_DEPTH: Final = 16
+_MAX_PLAIN_DEPTH: Final = 16
 NAME_PATTERN: Final = r"^[A-Za-z0-9_][A-Za-z0-9_./:@+=-]*$"
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d)")
 
@@ -78,7 +81,7 @@ def _plain(value: Any) -> Any:
 
 
 def _check_plain(value: Any, depth: int) -> None:
-    if depth > _MAX_DEPTH:
+    if depth > _MAX_PLAIN_DEPTH:
         raise ValueError(f"nested more than {_MAX_DEPTH} deep")
     if isinstance(value, str):
         if "\0" in value or any(0xD800 <= ord(char) < 0xE000 for char in value):
@@ -117,3 +120,144 @@ Time = Annotated[
     WithJsonSchema({"type": "string", "format": "date-time", "examples": ["2026-01-31T12:00:00Z"]}),
 ]
 """A time that comes in: RFC 3339 with its offset; in Python seconds since the epoch."""
+
+
+MAX_KEY_BYTES: Final = 1024
+NONFINITE: Final = ("nan", "inf", "-inf")
+"""Numbers that JSON does not have, as `clean_json` writes them."""
+_MAX_NAME_BYTES: Final = 1024
+_MAX_INTEGER: Final = (1 << 63) - 1
+_MAX_DEPTH: Final = 32
+_MAX_JSON_ITEMS: Final = 10_000
+_LABEL: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:@+=-]{0,127}")
+_BAD: Final = re.compile("[\x00\ud800-\udfff]")
+
+
+def clean_text(text: str) -> str:
+    """``text`` with NUL and lone surrogates written out (``\\x00``, ``\\udc80``)."""
+    if not _BAD.search(text):
+        return text
+    return _BAD.sub(lambda match: match.group().encode("unicode_escape").decode("ascii"), text)
+
+
+def short_name(text: str) -> str:
+    """``text`` clean, and if it is too long for an index, cut and followed by a hash of the whole."""
+    text = clean_text(text)
+    encoded = text.encode()
+    if len(encoded) <= _MAX_NAME_BYTES:
+        return text
+    mark = f"...{hashlib.sha256(encoded).hexdigest()[:16]}"
+    return encoded[: _MAX_NAME_BYTES - len(mark)].decode(errors="ignore") + mark
+
+
+def clean_integer(value: int) -> int:
+    """``value``, or the nearest one that a column holds."""
+    return max(-_MAX_INTEGER - 1, min(_MAX_INTEGER, value))
+
+
+def clean_json(value: Any) -> Any:
+    """``value`` as JSON: unknown things and numbers that are not finite as text, depth and size bounded."""
+    return _cleaned(value, _MAX_DEPTH, [_MAX_JSON_ITEMS])
+
+
+def _cleaned(value: Any, depth: int, left: list[int]) -> Any:
+    left[0] -= 1
+    if depth == 0 or left[0] < 0:
+        return "..."
+    match value:
+        case None | bool():
+            return value
+        case int():
+            return value if -_MAX_INTEGER <= value <= _MAX_INTEGER else str(value)
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case str():
+            return clean_text(value)
+        case Mapping():
+            return {clean_text(str(name)): _cleaned(item, depth - 1, left) for name, item in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [_cleaned(item, depth - 1, left) for item in value]
+        case _:
+            from dcp.storage.formats.torch.python_values import value_text  # only here: numpy takes its time
+
+            return clean_text(value_text(value)[:1000])
+
+
+def check_key(key: str) -> str:
+    """``key`` if it is a clean relative one; `InvalidQueryError` if not. "" is none."""
+    parts = key.split("/")
+    if not key or any(part in ("", ".", "..") for part in parts) or "\\" in key or _BAD.search(key):
+        raise InvalidQueryError("key", "a relative path of non-empty parts is needed, without . and ..")
+    if len(key.encode()) > MAX_KEY_BYTES:
+        raise InvalidQueryError("key", f"longer than {MAX_KEY_BYTES} bytes")
+    return key
+
+
+def check_label(field: str, name: str) -> str:
+    """``name`` if a tag, alias or metric may be called so; `InvalidQueryError` if not."""
+    if not _LABEL.fullmatch(name):
+        raise InvalidQueryError(
+            field,
+            "1 to 128 letters, digits and _ . / : @ + = - are taken, the first a letter, digit or _",
+        )
+    return name
+
+
+UNKNOWN: Final = "unknown"
+"""Of what the service that looked at it did not know."""
+
+
+def catalog_formats() -> list[str]:
+    """The formats that a checkpoint may have."""
+    return [*format_names(), UNKNOWN]
+
+
+def format_in_catalog(name: str) -> str:
+    """``name``, or that it is not known."""
+    return UNKNOWN if format_of(name) is None else name
+
+
+def _download_names() -> list[str]:
+    return sorted(one.target.name for one in formats() if one.target and one.target.as_file != "never")
+
+
+@dataclass(frozen=True, slots=True)
+class OneOfNames:
+    """Beside ``str`` in an ``Annotated`` type: one of ``names()``, as if it was a ``Literal`` of them."""
+
+    names: Callable[[], Sequence[str]]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """A check when a value comes."""
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        """An enum of what is known now."""
+        return {**handler(schema), "enum": list(self.names())}
+
+    def _checked(self, value: str) -> str:
+        names = self.names()
+        if value not in names:
+            *first, last = map(repr, names)
+            raise PydanticKnownError("literal_error", {"expected": f"{', '.join(first)} or {last}"})
+        return value
+
+
+FormatName = Annotated[str, OneOfNames(catalog_formats)]
+SourceFormat = Annotated[str, OneOfNames(format_names)]
+TargetFormat = Annotated[str, OneOfNames(target_names)]
+DownloadFormat = Annotated[str, OneOfNames(_download_names)]
+"""Formats that can be written as one file."""
+
+
+def fault_of_target_name(one: Format, key: str) -> str | None:
+    """The reason why a target ``key`` (in lower case) would not be found again as one of this format."""
+    as_file = one.target.as_file if one.target is not None else "never"
+    if as_file != "never" and one.has_suffix(key):
+        return None
+    if as_file == "always":
+        return f"for {one.target.name if one.target else one.name} it ends in {', '.join(one.suffixes)}"
+    suffixes = file_suffixes()
+    return f"a folder must not end in {', '.join(suffixes)}" if key.endswith(suffixes) else None

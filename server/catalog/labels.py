@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Final
 
 from sqlalchemy import Connection, Row, Select, delete, insert, select, update
@@ -24,24 +25,25 @@ from dcp.server.catalog.errors import (
     StateError,
 )
 from dcp.server.catalog.events import checkpoint_event, emit_all
-from dcp.server.catalog.values import check_label
-from dcp.server.database.records import record_of_row
-from dcp.server.database.sql import insert_or_update
+from dcp.server.catalog.inputs import check_label
+from dcp.server.database.engine import insert_or_update
+from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs, tags
 from dcp.server.records.checkpoints import CheckpointDetail
-from dcp.server.records.labels import Alias
 
-__all__ = [
-    "Change",
-    "add_tags",
-    "delete_alias",
-    "get_alias",
-    "list_aliases",
-    "remove_tags",
-    "set_alias",
-    "set_metrics",
-    "set_pinned",
-]
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A name that moves from checkpoint to checkpoint of a run. ``is_protected``: only admins move it."""
+
+    run_id: int
+    name: str
+    checkpoint_id: int
+    is_protected: bool
+    updated_at: datetime
+    updated_by: str | None
+    etag: str
+
 
 MAX_LABELS: Final = 256
 

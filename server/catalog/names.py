@@ -14,7 +14,7 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, func
 
 from dcp.server.catalog.errors import InvalidQueryError
-from dcp.server.catalog.values import clean_text
+from dcp.server.catalog.inputs import clean_text
 
 __all__ = [
     "check_pattern",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Final, NamedTuple, get_args
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
 from sqlalchemy import ColumnElement, Connection, Select, Text, case, cast, func, literal, or_, select
 
@@ -29,9 +29,38 @@ from dcp.server.database.tables import (
     tags,
     tensor_patterns,
 )
-from dcp.server.records.search import HitKind, SearchHit, SearchResult
+from dcp.server.records.declaring import OneOf, Shown
 
-__all__ = ["search"]
+HitKind = Literal["run", "checkpoint", "alias", "tag", "tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchHit:
+    """Something whose name has what was searched for. ``rank``: 0 is the same name, 1 begins with it, 2 has
+    it at the beginning of a word, 3 anywhere.
+
+    ``checkpoint_id`` is the one that is meant, or the newest one of a tensor. ``count``: checkpoints with the
+    tag, or tensors of one structure whose names differ by numbers only.
+    """
+
+    kind: Annotated[str, OneOf(HitKind)]
+    text: Annotated[str, Shown("The name that was found.")]
+    rank: Annotated[int, Shown("0: the same name; 1: begins with it; 2: at a word's beginning; 3: anywhere.")]
+    root: str | None = None
+    run: str | None = None
+    run_id: int | None = None
+    checkpoint_id: int | None = None
+    key: str | None = None
+    step: int | None = None
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The best hits of each kind, the best of all first."""
+
+    items: tuple[SearchHit, ...]
+
 
 _BEGIN_WORDS: Final = ("/", ".", "_", "-", " ")
 _NAMES: Final = 50

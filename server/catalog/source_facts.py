@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from dcp.server.catalog.facts import END_OF_TIME, CheckpointFacts, FoundState
-from dcp.server.catalog.formats import format_in_catalog
+from dcp.server.catalog.inputs import format_in_catalog
 from dcp.server.catalog.structures import StructureFacts, StructureTensor
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.digests import digest_of_all

@@ -9,22 +9,94 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from datetime import datetime
+from typing import Annotated, Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, func, select
 
 from dcp.server.catalog.errors import StateError
+from dcp.server.catalog.inputs import NONFINITE
 from dcp.server.catalog.runs import get_run
-from dcp.server.catalog.values import NONFINITE
-from dcp.server.database.records import record_of_row
+from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import aliases, checkpoints, lineage, metrics
-from dcp.server.records.declaring import moment
-from dcp.server.records.labels import Series, SeriesPoint
-from dcp.server.records.runs import BinValues, RunTimeline, TimelineBin
+from dcp.server.records.declaring import Shown, moment
 from dcp.steps import partial_of
 from dcp.storage.near_names import listed
 
-__all__ = ["metric_series", "newest_steps", "run_timeline", "save_seconds_of", "steps_of_run"]
+
+@dataclass(frozen=True, slots=True)
+class BinValues:
+    """The values of the checkpoints of a bin that have one; ``last`` is that of the highest step."""
+
+    name: Annotated[str, Shown("What is summed up: bytes, save_seconds, or a metric's name.")]
+    count: int
+    min: float
+    max: float
+    mean: float
+    last: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineBin:
+    """Neighbouring checkpoints of a run by step, ``count`` of them in whatever states.
+
+    ``checkpoint_id`` is the last committed one, or the last of all where none is. Values are of committed
+    ones; ``save_seconds`` are those of the slowest rank in each phase, of saves that noted them.
+    """
+
+    checkpoint_id: Annotated[int, Shown("The last committed one, or the last of all.")]
+    first_step: int
+    last_step: int
+    first_at: datetime
+    last_at: Annotated[datetime, Shown("When the newest was committed.")]
+    count: int
+    states: Annotated[Mapping[str, int], Shown("Checkpoints by state.")]
+    verifications: Annotated[Mapping[str, int], Shown("Committed checkpoints by verification.")]
+    pinned: int
+    aliases: tuple[str, ...]
+    bytes: BinValues | None
+    save_seconds: BinValues | None
+    metrics: tuple[BinValues, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RunTimeline:
+    """The checkpoints of a run that have a step, in bins; ``metric_names`` are those its newest one has."""
+
+    run_id: int
+    count: Annotated[int, Shown("Checkpoints with a step, within the requested steps.")]
+    metric_names: Annotated[tuple[str, ...], Shown("What the newest checkpoint that has metrics has.")]
+    bins: tuple[TimelineBin, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesPoint:
+    """Neighbouring checkpoints of a run, ``count`` of them; ``checkpoint_id`` is of one."""
+
+    checkpoint_id: Annotated[int, Shown("Of one of them.")]
+    first_step: int
+    last_step: int
+    last_at: Annotated[datetime, Shown("When the newest was committed.")]
+    count: int
+    min: float
+    max: float
+    mean: float
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A metric over the steps of a run; ``count`` checkpoints have it as a finite number."""
+
+    run_id: int
+    metric: str
+    count: Annotated[int, Shown("Checkpoints with a step and this metric.")]
+    points: tuple[SeriesPoint, ...]
+    nonfinite_count: Annotated[
+        int, Shown("Checkpoints with a step of which it is NaN or infinite.", may_be_absent=True)
+    ] = 0
+    first_nonfinite_step: Annotated[int | None, Shown("The first of these.", may_be_absent=True)] = None
+    last_nonfinite_step: Annotated[int | None, Shown("The last of these.", may_be_absent=True)] = None
+
 
 _ROWS_AT_ONCE: Final = 2_000
 _MAX_LISTED: Final = 10

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from dcp.server.catalog.formats import FormatName
-from dcp.server.catalog.inputs import MAX_ID, NAME_PATTERN
+from dcp.server.catalog.inputs import MAX_ID, NAME_PATTERN, FormatName
 from dcp.server.records.declaring import RecordField, Shown, fields_of, moment
 
 __all__ = [

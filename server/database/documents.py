@@ -1,32 +1,116 @@
-"""Documents: JSON objects that are too large for the rows they belong to, which have their number instead.
+"""Data too large for one transaction: drafts, and documents, JSON objects that lie beside their rows.
 
-Lists, and long texts, lie in parts, so that a page reads a page, and are written as a draft before the
-transaction that refers to them. What tasks, jobs and statistics have in common they refer to together. A
-document that nothing refers to any more becomes a draft again, and is removed as such.
+A draft is a row of one table with many parts in another. It is written in short transactions with pauses,
+because on SQLite writers take turns, under a name that no reader looks up. One more transaction gives it the
+name under which it is found; what was killed before that is removed in time.
+
+Of a document the lists, and long texts, lie in parts, so that a page reads a page. What tasks, jobs and
+statistics have in common they refer to together. A document that nothing refers to any more becomes a draft
+again, and is removed as such.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby
 from typing import Any, Final
 
-from sqlalchemy import Connection, Text, cast, insert, select, update
+from sqlalchemy import Column, Connection, Executable, Text, cast, delete, insert, select, tuple_, update
 
-from dcp.server.database.drafts import DOCUMENTS, Pause, draft_name
 from dcp.server.database.engine import Database, Encoded, encode_json
-from dcp.server.database.tables import document_parts, documents, jobs, statistics, tasks
+from dcp.server.database.tables import (
+    document_parts,
+    documents,
+    jobs,
+    statistics,
+    structure_tensors,
+    structures,
+    tasks,
+)
 
-__all__ = [
-    "abandon_documents",
-    "ensure_document",
-    "find_item",
-    "prepare_document",
-    "read_document",
-    "read_items",
-    "write_document",
-]
+_DRAFT: Final = "draft-"
+"""The beginning of the name of a draft; the time follows, by which old ones are found."""
+
+_MOST_PAUSE_SECONDS: Final = 0.1
+
+Pause = Callable[[float], None]
+"""Called between two transactions with the seconds that others are to have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Drafts of one kind: by the ``name`` of their row, and the column of their parts that says whose they
+    are. ``rows`` of the parts are removed in one transaction."""
+
+    name: Column[Any]
+    owner: Column[Any]
+    rows: int
+
+    def begin(self, database: Database, columns: Mapping[str, Any], now: float) -> int:
+        """The number of a new draft without parts."""
+        values = {**columns, self.name.name: draft_name(now, secrets.token_hex(12))}
+        statement = insert(self.name.table).values(values).returning(self.name.table.c.id)
+        return int(database.transact(lambda connection: connection.execute(statement).scalar_one()))
+
+    def write(
+        self, database: Database, parts: Iterable[Sequence[Mapping[str, Any]]], pause: Pause = time.sleep
+    ) -> None:
+        """Rows of parts, each sequence of them in a transaction of its own."""
+        for rows in parts:
+            begun = time.monotonic()
+            database.transact(partial(_execute, insert(self.owner.table), rows))
+            pause(min(_MOST_PAUSE_SECONDS, time.monotonic() - begun))
+
+    def remove(self, database: Database, number: int) -> None:
+        """The draft with all of its parts."""
+        parts = self.owner.table
+        keys = [column for column in parts.primary_key if column is not self.owner]
+        own = self.owner == number
+        bound = select(*keys).where(own).order_by(*keys).offset(self.rows).limit(1)
+        is_more = True
+        while is_more:
+            with database.read() as connection:
+                next_row = connection.execute(bound).one_or_none()
+            is_more = next_row is not None
+            some = own if next_row is None else own & (tuple_(*keys) < tuple(next_row))
+            begun = time.monotonic()
+            database.transact(partial(_execute, delete(parts).where(some), None))
+            time.sleep(min(_MOST_PAUSE_SECONDS, time.monotonic() - begun))
+        row = self.name.table
+        database.transact(partial(_execute, delete(row).where(row.c.id == number), None))
+
+    def forget(self, database: Database, before: float) -> int:
+        """Remove drafts that were begun before that time; how many."""
+        query = select(self.name.table.c.id, self.name).where(self.name.like(f"{_DRAFT}%"))
+        with database.read() as connection:
+            drafts = connection.execute(query).all()
+        old = [number for number, name in drafts if float(name.split("-")[1]) < before]
+        for number in old:
+            self.remove(database, number)
+        return len(old)
+
+
+STRUCTURES: Final = Drafts(structures.c.digest, structure_tensors.c.structure_id, rows=2_000)
+DOCUMENTS: Final = Drafts(documents.c.name, document_parts.c.document_id, rows=10)
+
+
+def draft_name(now: float, token: str) -> str:
+    """The name of a draft begun ``now``; ``token`` is of it alone."""
+    return f"{_DRAFT}{now:.0f}-{token}"
+
+
+def forget_drafts(database: Database, before: float) -> int:
+    """Remove drafts of all kinds that were begun before that time, by writers that were killed; how many."""
+    return sum(drafts.forget(database, before) for drafts in (STRUCTURES, DOCUMENTS))
+
+
+def _execute(statement: Executable, rows: Sequence[Mapping[str, Any]] | None, connection: Connection) -> None:
+    connection.execute(statement, rows)
+
 
 _ITEMS: Final = 100
 _CHARACTERS: Final = 1 << 16

@@ -12,17 +12,17 @@ import random
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, FromClause, create_engine, event, make_url, text
+from sqlalchemy import URL, Connection, Engine, FromClause, Table, create_engine, event, make_url, text
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.dialects.sqlite.base import SQLiteCompiler
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
-
-__all__ = ["Database", "DatabaseUnavailableError", "Encoded", "encode_json"]
 
 T = TypeVar("T")
 Dialect = Literal["sqlite", "postgresql"]
@@ -296,3 +296,40 @@ def _is_repeatable(error: BaseException | None) -> bool:
     if isinstance(error.orig, sqlite3.OperationalError):
         return error.orig.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
     return getattr(error.orig, "sqlstate", None) in _REPEATABLE
+
+
+_NAMED: Final = 0x64_63_70  # "dcp": the class of advisory locks that are found by names
+
+
+def dialect_insert(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
+    """An INSERT that can be given ``ON CONFLICT``."""
+    return postgresql.insert(table) if connection.dialect.name == "postgresql" else sqlite.insert(table)
+
+
+def insert_missing(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Insert those rows whose keys are not there."""
+    if rows:
+        connection.execute(dialect_insert(connection, table).on_conflict_do_nothing(), rows)
+
+
+def insert_or_update(connection: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Insert rows, by primary key; those that are there get the other columns of the rows."""
+    if not rows:
+        return
+    statement = dialect_insert(connection, table)
+    keys = [column.name for column in table.primary_key]
+    changed = {name: statement.excluded[name] for name in rows[0] if name not in keys}
+    connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=changed), rows)
+
+
+def lock_names(connection: Connection, names: Iterable[str]) -> None:
+    """Wait until no other transaction holds one of these names, and hold them until the end of this one.
+
+    On SQLite there is one writer, which needs none. Two names may share a lock, and only wait in vain.
+    """
+    if connection.dialect.name == "postgresql":
+        numbers = sorted({zlib.crc32(name.encode()) - (1 << 31) for name in names})
+        for number in numbers:
+            connection.execute(
+                text("SELECT pg_advisory_xact_lock(:of, :number)"), {"of": _NAMED, "number": number}
+            )

@@ -31,9 +31,8 @@ from sqlalchemy import (
     true,
 )
 
-from dcp.server.database.records import ID, JSON_DOCUMENT, NAME, checks_of, columns_of
-from dcp.server.records.checkpoints import CheckpointDetail
-from dcp.server.records.runs import Run
+from dcp.server.database.mapping import ID, JSON_DOCUMENT, NAME, checks_of, columns_of
+from dcp.server.records.checkpoints import CheckpointDetail, Run
 
 __all__ = ["COUNTED", "metadata"]
 

@@ -57,24 +57,30 @@ FEATURES: Final = (
 )
 """Folders and files beside this one. Of two routes that fit a path the first one answers."""
 
+_WITHOUT_WORK: Final = ("shards", "tensors")
+"""Folders of pages and routes alone, as files are: they import FastAPI, and a worker does without them."""
+
 
 @cache
 def features(*, is_worker: bool = False) -> tuple[Feature, ...]:
     """All features: ours in order, then those of other packages by name. Raises FeatureError.
 
-    ``is_worker``: without ours of a single file, which are pages alone.
+    ``is_worker``: without ours of pages and routes alone.
     """
-    names = [f"{__name__}.{name}" for name in FEATURES]
-    ours = [importlib.import_module(name).feature for name in names if not is_worker or _is_folder(name)]
+    ours = [
+        importlib.import_module(f"{__name__}.{name}").feature
+        for name in FEATURES
+        if not is_worker or _has_work(name)
+    ]
     others = [_load(one) for one in sorted(entry_points(group=_GROUP), key=lambda one: one.name)]
     found = (*ours, *others)
     _check_unique("feature", [one.name for one in found])
     return found
 
 
-def _is_folder(name: str) -> bool:
-    spec = importlib.util.find_spec(name)
-    return spec is not None and spec.submodule_search_locations is not None
+def _has_work(name: str) -> bool:
+    spec = importlib.util.find_spec(f"{__name__}.{name}")
+    return name not in _WITHOUT_WORK and spec is not None and spec.submodule_search_locations is not None
 
 
 def _load(entry: EntryPoint) -> Feature:

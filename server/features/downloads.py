@@ -13,9 +13,8 @@ from fastapi import Path, Query, Response
 from fastapi.responses import RedirectResponse
 from pydantic import Field, StringConstraints
 
-from dcp.server.catalog.formats import DownloadFormat
+from dcp.server.catalog.inputs import DownloadFormat, clean_text
 from dcp.server.catalog.inputs import Query as QueryModel
-from dcp.server.catalog.values import clean_text
 from dcp.server.core.answers import IdPath, problems
 from dcp.server.core.ask import Ask, AskDep
 from dcp.server.core.data.access import OpenCheckpoint, SharedValues, Wanted

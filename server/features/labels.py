@@ -18,6 +18,7 @@ from dcp.server.catalog import labels
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.inputs import MAX_ID, Finite, Name, Request
+from dcp.server.catalog.labels import Alias
 from dcp.server.catalog.runs import get_run
 from dcp.server.core.answers import IdPath, NamePath
 from dcp.server.core.ask import Ask
@@ -25,7 +26,6 @@ from dcp.server.core.feature import Feature
 from dcp.server.core.http.dependencies import IfMatch, Precondition
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.records.checkpoints import CheckpointDetail
-from dcp.server.records.labels import Alias
 from dcp.server.records.lists import Items
 
 __all__ = ["feature"]

@@ -15,12 +15,11 @@ from dcp.server.core.feature import Feature
 from dcp.server.core.pages.drawing import polyline
 from dcp.server.core.pages.formatting import metrics_of
 from dcp.server.core.pages.requests import query_of
-from dcp.server.features.checkpoints.web import find_page, loss_of
+from dcp.server.features.checkpoints import find_page, loss_of
 from dcp.server.features.jobs.job_routes import active_jobs
 from dcp.server.features.roots import roots_of
 from dcp.server.features.runs.web import RunQuery, list_runs
-from dcp.server.records.checkpoints import Checkpoint
-from dcp.server.records.runs import Run
+from dcp.server.records.checkpoints import Checkpoint, Run
 
 __all__ = ["feature"]
 

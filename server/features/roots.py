@@ -9,16 +9,17 @@ from typing import Annotated, Final
 from anyio import from_thread
 from fastapi import Path
 
-from dcp.server.catalog import roots
+from dcp.server.catalog.runs import RootRow, root_row
+from dcp.server.catalog.runs import list_roots as rows_of_roots
 from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
 from dcp.server.core.http.dependencies import check_visible
 from dcp.server.core.http.readiness import OK, ReadinessDep
 from dcp.server.core.security.redaction import redact
 from dcp.server.features.scan import ScanKind, ScanParams
+from dcp.server.records.checkpoints import Root
 from dcp.server.records.declaring import Shown, moment
 from dcp.server.records.lists import Items
-from dcp.server.records.roots import Root
 
 __all__ = ["feature", "roots_of", "writable_roots"]
 
@@ -46,7 +47,7 @@ def list_roots(ask: Ask) -> Items[Root]:
 def get_root(root: RootName, ask: Ask) -> Root:
     """One root."""
     check_visible(ask.caller, root)
-    return next(_shown([ask.find(roots.root_row, root)], ask))
+    return next(_shown([ask.find(root_row, root)], ask))
 
 
 @feature.get("/root-checks", tag="roots", errors=())
@@ -70,7 +71,7 @@ def scan_form(root: RootName, ask: Ask) -> str:
 
 def roots_of(ask: Ask) -> Iterator[Root]:
     """Yield the roots that the caller may see, by name."""
-    return _shown(ask.find(roots.list_roots, ask.visible), ask)
+    return _shown(ask.find(rows_of_roots, ask.visible), ask)
 
 
 def writable_roots(ask: Ask) -> list[Root]:
@@ -78,7 +79,7 @@ def writable_roots(ask: Ask) -> list[Root]:
     return [root for root in roots_of(ask) if root.is_configured and not root.readonly]
 
 
-def _shown(rows: Iterable[roots.RootRow], ask: Ask) -> Iterator[Root]:
+def _shown(rows: Iterable[RootRow], ask: Ask) -> Iterator[Root]:
     for row in rows:
         settings = ask.settings.roots.get(row.name)
         yield Root(

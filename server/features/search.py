@@ -10,12 +10,12 @@ from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from dcp.server.catalog.inputs import Text
+from dcp.server.catalog.search import HitKind, SearchHit, SearchResult
 from dcp.server.catalog.search import search as find_names
 from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
 from dcp.server.core.pages.requests import query_of
-from dcp.server.features.checkpoints.web import LookupQuery, lookup_checkpoint
-from dcp.server.records.search import HitKind, SearchHit, SearchResult
+from dcp.server.features.checkpoints import LookupQuery, lookup_checkpoint
 
 __all__ = ["feature"]
 

@@ -1,4 +1,4 @@
-"""Checkpoints: what the catalog keeps of one, shows, and answers with."""
+"""Checkpoints, runs and roots: the catalog's columns of each, and the fields that answers have."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Annotated, Any, Literal
 
 from dcp.server.records.declaring import AnyOf, Found, IsFormat, JoinedColumn, OneOf, OwnColumn, Shown, Within
 
-__all__ = ["Checkpoint", "CheckpointDetail", "Registered", "State", "Verification"]
-
 State = Literal["incomplete", "committed", "unreadable", "vanished", "deleted", "purged"]
 """incomplete (data, nothing committed), committed, unreadable (its index is damaged or refused), vanished
 (not there any more, by nobody's order), deleted (by order, restorable until ``purge_after``), purged (gone
 from storage, by order)."""
-Verification = Literal["unverified", "good", "damaged"]
+Verdict = Literal["unverified", "good", "damaged"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +64,7 @@ class Checkpoint:
     verification: Annotated[
         str,
         OwnColumn("code", 16, default="unverified"),
-        OneOf(Verification, is_checked=True),
+        OneOf(Verdict, is_checked=True),
         AnyOf("verification"),
     ]
     verified_at: Annotated[datetime | None, OwnColumn("seconds")] = None
@@ -131,3 +129,51 @@ class Registered:
     is_new: bool
     is_present: bool
     save_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A folder that holds checkpoints; counts, sums and the latest are of the committed ones."""
+
+    id: Annotated[int, OwnColumn("id")]
+    root: Annotated[str, JoinedColumn("roots", "name")]
+    key: Annotated[str, OwnColumn("name"), Shown("Relative to the root; empty: the root itself.")]
+    checkpoint_count: Annotated[int, OwnColumn("integer", default=0)]
+    latest_step: Annotated[int | None, OwnColumn("large")]
+    latest_at: Annotated[datetime | None, OwnColumn("seconds")]  # when the newest was committed
+    bytes: Annotated[int, OwnColumn("large", default=0)]
+    created_at: Annotated[datetime, OwnColumn("seconds")]
+    updated_at: Annotated[datetime, OwnColumn("seconds")]
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """A place where the service finds checkpoints; ``url`` is shown to admins only.
+
+    ``lost`` checkpoints were not found by the last scan, and are kept as they were, because they are too many
+    at once; ``last_scan`` is its report.
+    """
+
+    name: str
+    description: str = ""
+    url: Annotated[str | None, Shown("Where it is; only for keys with the scope admin.")] = None
+    is_configured: Annotated[bool, Shown("False: the settings name it no more; its rows are kept.")] = True
+    readonly: bool = False
+    scan_every_seconds: Annotated[float | None, Shown("None: only on request.")] = None
+    scanned_at: datetime | None = None
+    scan_error: str | None = None
+    lost: Annotated[
+        int,
+        Shown(
+            "Checkpoints that the last scan did not find and kept as they were, because they are too many at "
+            "once. If they are gone for good: a job scan with accept_lost.",
+            may_be_absent=True,
+        ),
+    ] = 0
+    last_scan: Annotated[
+        Any,
+        Shown(
+            "What the last scan did that came to its end: found, opened, new, vanished, trouble, ...",
+            may_be_absent=True,
+        ),
+    ] = None

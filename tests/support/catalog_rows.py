@@ -6,9 +6,9 @@ from typing import Any
 
 from sqlalchemy import text
 
-from dcp.server.catalog.checkpoints import upsert_checkpoint
+from dcp.server.catalog.changes import upsert_checkpoint
 from dcp.server.catalog.facts import CheckpointFacts
-from dcp.server.catalog.roots import sync_roots
+from dcp.server.catalog.runs import sync_roots
 from dcp.server.catalog.structures import StructureFacts, StructureTensor
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dcp.server.catalog.roots import sync_roots
+from dcp.server.catalog.runs import sync_roots
 from dcp.server.core.jobs.executors.subprocess_main import error_of
 from dcp.server.core.jobs.kind import JobContext
 from dcp.server.core.jobs.ledger import claims, failures, reading, transitions

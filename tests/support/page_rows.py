@@ -11,12 +11,12 @@ from sqlalchemy import update
 
 from dcp.inspection.checkpoints import open_index
 from dcp.server.catalog import audit
-from dcp.server.catalog.checkpoints import upsert_checkpoints
+from dcp.server.catalog.changes import upsert_checkpoints
 from dcp.server.catalog.facts import CheckpointFacts
-from dcp.server.catalog.lineage import add_lineage
 from dcp.server.catalog.structures import StructureFacts, StructureTensor
 from dcp.server.core.http.routes import walk_routes
 from dcp.server.database.tables import sessions
+from dcp.server.features.lineage import add_lineage
 from dcp.server.features.scan.reading import Registration, observe
 from dcp.server.features.scan.scanner import scan_root
 from dcp.storage.commit_names import MANIFEST_NAME

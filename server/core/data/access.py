@@ -24,7 +24,7 @@ from fastapi import Request
 from sqlalchemy import Connection
 
 from dcp.server.catalog.details import get_checkpoint
-from dcp.server.catalog.values import short_name
+from dcp.server.catalog.inputs import short_name
 from dcp.server.core.allowances import Allowance, Subject, subjects_of
 from dcp.server.core.data.responses import Body, BodyResponse, Share, Streams, choose_range, disposition
 from dcp.server.core.http.context import Service

@@ -22,7 +22,7 @@ from fastapi import Depends, FastAPI, Request
 from starlette.concurrency import run_in_threadpool
 
 from dcp.server.catalog.errors import MissingError
-from dcp.server.catalog.roots import has_living, root_row, sync_roots
+from dcp.server.catalog.runs import has_living, root_row, sync_roots
 from dcp.server.core.http.context import Service
 from dcp.server.core.http.idempotency import forget_old
 from dcp.server.core.problems import UnavailableError

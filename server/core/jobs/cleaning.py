@@ -9,8 +9,7 @@ from sqlalchemy import ColumnElement, Connection, Table, delete, func, select
 
 from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext
 from dcp.server.core.security.principal import SYSTEM
-from dcp.server.database.documents import abandon_documents
-from dcp.server.database.drafts import forget_drafts
+from dcp.server.database.documents import abandon_documents, forget_drafts
 from dcp.server.database.tables import (
     job_events,
     jobs,

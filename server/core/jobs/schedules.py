@@ -25,8 +25,7 @@ from dcp.server.catalog.events import (
     position,
 )
 from dcp.server.core.settings import Settings
-from dcp.server.database.engine import Database, DatabaseUnavailableError
-from dcp.server.database.sql import insert_missing
+from dcp.server.database.engine import Database, DatabaseUnavailableError, insert_missing
 from dcp.server.database.tables import schedules as table
 
 __all__ = ["Consume", "Consumer", "PeriodicWork", "ScheduleContext", "Scheduler"]

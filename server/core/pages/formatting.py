@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from markupsafe import Markup
 
-from dcp.server.catalog.values import short_name
+from dcp.server.catalog.inputs import short_name
 from dcp.server.core.pages.marks import norm_of
 
 __all__ = ["FILTERS", "bytes_text", "count_text", "metrics_of", "seconds_text", "times_text", "visible"]

@@ -22,7 +22,7 @@ from sqlalchemy import Connection, Row, delete, insert, select, update
 from dcp.server.core.problems import ConflictError, NotFoundError
 from dcp.server.core.security.principal import ALL_SCOPES, Principal, Scope
 from dcp.server.database.engine import Database
-from dcp.server.database.records import record_of_row
+from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import api_keys, sessions
 from dcp.server.records.administration import CreatedKey, Key, Whoami
 

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 from sqlalchemy import Connection, select, update
 
 from dcp.server.catalog import audit
-from dcp.server.catalog.checkpoints import upsert_checkpoint
+from dcp.server.catalog.changes import upsert_checkpoint
 from dcp.server.catalog.events import emit
 from dcp.server.catalog.facts import CheckpointFacts
-from dcp.server.catalog.lineage import LineageKind, add_lineage
-from dcp.server.catalog.roots import root_id
+from dcp.server.catalog.runs import root_id
 from dcp.server.catalog.source_facts import facts_of_source
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
 from dcp.server.core.jobs.ledger.rows import JobSpec, Json
@@ -28,6 +27,7 @@ from dcp.server.core.security.principal import Principal, Scope
 from dcp.server.core.settings import Settings
 from dcp.server.database.tables import checkpoints, roots
 from dcp.server.features.convert.options import ConvertParams, TargetParams
+from dcp.server.features.lineage import LineageKind, add_lineage
 from dcp.server.features.scan import ScanKind
 from dcp.server.records.jobs import Job
 from dcp.storage.errors import PlanError

@@ -16,8 +16,7 @@ from dcp.server.features.convert.conversion import ConvertKind
 from dcp.server.features.convert.merge import MergeKind, MergeParams
 from dcp.server.features.convert.options import ConvertParams
 from dcp.server.features.roots import writable_roots
-from dcp.server.records.checkpoints import CheckpointDetail
-from dcp.server.records.runs import Run
+from dcp.server.records.checkpoints import CheckpointDetail, Run
 from dcp.storage.formats.registry import target_names
 
 M = TypeVar("M", bound=Parameters)

@@ -11,7 +11,6 @@ from pydantic import Field, model_validator
 from sqlalchemy import Connection
 
 from dcp.conversion.arithmetic import Arithmetic, weights_of_adapters, weights_of_sources
-from dcp.server.catalog.lineage import LineageKind
 from dcp.server.catalog.runs import get_run
 from dcp.server.catalog.timeline import newest_steps
 from dcp.server.core.jobs.kind import CheckpointId, JobContext
@@ -20,6 +19,7 @@ from dcp.server.core.jobs.subjects import Subject, find_subject, open_source, st
 from dcp.server.core.roots import StorageRoot
 from dcp.server.features.convert.conversion import TargetKind
 from dcp.server.features.convert.options import TargetParams
+from dcp.server.features.lineage import LineageKind
 from dcp.storage.errors import PlanError
 
 if TYPE_CHECKING:

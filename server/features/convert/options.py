@@ -17,8 +17,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from dcp.planners.load.selection import renamer
 from dcp.planners.weight_maps.weight_map import WeightMap, ready_maps, weight_map
-from dcp.server.catalog.formats import TargetFormat, fault_of_target_name
-from dcp.server.catalog.inputs import Name, Plain
+from dcp.server.catalog.inputs import Name, Plain, TargetFormat, fault_of_target_name
 from dcp.server.core.jobs.kind import CheckpointId, Globs, Parameters, PlainText
 from dcp.storage.errors import CheckpointError, PlanError
 from dcp.storage.formats.dtypes import check_castable

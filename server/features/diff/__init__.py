@@ -1,12 +1,227 @@
-"""Differences of two checkpoints: by their indexes at once, of values by a job."""
+"""Differences of two checkpoints, whatever their formats, roots and shardings, by a job (kind ``diff``)."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
+from dcp.server.catalog.structures import TensorFacts
 from dcp.server.core.feature import Feature
-from dcp.server.features.diff.job import DiffKind
+from dcp.server.core.jobs.kind import CheckpointId, Globs, JobContext, Parameters, ReportProgress
+from dcp.server.core.jobs.ledger.rows import Json
+from dcp.server.core.jobs.subjects import (
+    SimpleKind,
+    Subject,
+    open_source,
+    storage_errors,
+)
+from dcp.server.core.security.principal import Scope
+from dcp.server.features.statistics import finite
+from dcp.server.records.declaring import OneOf, Shown
+from dcp.storage.formats.torch.python_values import value_text
 
-__all__ = ["feature"]
+if TYPE_CHECKING:
+    from dcp.inspection.values import difference as compared
+    from dcp.inspection.values.tensor_reading import TensorReader
 
-feature: Final = Feature("diff", __name__, kinds=[DiffKind()], web=["web", "changes"])
+
+Basis = Literal["values", "checksums", "structure"]
+"""values: as the last job "diff" found them. checksums: by the CRC-32s in both indexes. structure: names,
+shapes and dtypes alone."""
+
+
+DifferenceKind = Literal["added", "removed", "shape", "dtype", "changed", "undecided"]
+
+
+DifferenceOrder = Literal["name", "relative_l2", "changed", "nonfinite", "weights"]
+"""name: as they were saved. The others: the largest differences first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDifference:
+    """Differences between the values of a tensor. ``relative_l2``: the L2 norm of the differences divided by
+    that of the tensor before."""
+
+    elements: int
+    differing: Annotated[int, Shown("That are not the same.")]
+    nonfinite: Annotated[int, Shown("Of these, NaN or infinite on a side.")]
+    max_abs: Annotated[
+        float | None,
+        Shown("The maximum difference; null for bits that are not numbers, and where nothing is finite."),
+    ]
+    relative_l2: Annotated[
+        float | None,
+        Shown(
+            "The L2 norm of the differences divided by that of the tensor before; null if that is 0, and "
+            "where nothing is finite."
+        ),
+    ]
+    nonfinite_after: Annotated[
+        int, Shown("NaN or infinite in the tensor after, whether they differ or not.", may_be_absent=True)
+    ] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """A tensor that is not the same on both sides; "undecided": the job "diff" can compare its values.
+    ``values``: the differences, where that job has compared them."""
+
+    fqn: str
+    kind: Annotated[str, OneOf(DifferenceKind)]
+    before: TensorFacts | None
+    after: TensorFacts | None
+    values: Annotated[
+        ValueDifference | None, Shown("The differences that the job found.", may_be_absent=True)
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectDifference:
+    """A value that is not the same on both sides: the first 200 characters of each, if it is plain data."""
+
+    fqn: str
+    kind: Annotated[str, OneOf(DifferenceKind)]
+    before: Annotated[str | None, Shown("As text, cut; of plain data.", may_be_absent=True)] = None
+    after: Annotated[str | None, Shown("As text, cut; of plain data.", may_be_absent=True)] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """Differences. `counts` are of all tensors, `tensors` are a page of the requested ones; `objects` are the
+    first 500 of ``object_count``."""
+
+    a: int
+    b: int
+    basis: Annotated[str, OneOf(Basis)]
+    counts: Mapping[str, int]
+    equal_tensors: int
+    equal_objects: int
+    object_count: Annotated[int, Shown("Of the values that differ.")]
+    tensors: tuple[TensorDifference, ...]
+    objects: tuple[ObjectDifference, ...]
+    next_cursor: str | None
+    matching: Annotated[int | None, Shown("Tensors that differ and were asked for.", may_be_absent=True)] = (
+        None
+    )
+    job_id: Annotated[int | None, Shown("The job that compared values.", may_be_absent=True)] = None
+    created_at: Annotated[datetime | None, Shown("Of that job.", may_be_absent=True)] = None
+
+
+_MAX_DIFFERENCES: Final = 50_000
+_MAX_TEXT: Final = 200
+
+
+class DiffParams(Parameters):
+    """``b`` is compared with ``a``, the one before; without ``values`` no payload is read."""
+
+    a: CheckpointId
+    b: CheckpointId
+    values: bool = True
+    only: Globs | None = None
+    exclude: Globs | None = None
+
+
+class DiffKind(SimpleKind[DiffParams]):
+    """The difference of two checkpoints."""
+
+    name: ClassVar[str] = "diff"
+    about: ClassVar[str] = "Compare two checkpoints, value by value."
+    scope: ClassVar[Scope] = "read"
+    params = DiffParams
+    subjects: ClassVar[tuple[str, ...]] = ("a", "b")
+    preload: ClassVar[tuple[str, ...]] = (
+        "dcp.inspection.values.difference",
+        "dcp.inspection.values.tensor_reading",
+    )
+
+    def run(
+        self,
+        context: JobContext,
+        params: DiffParams,
+        subjects: Sequence[Subject],
+        report_progress: ReportProgress,
+    ) -> Json:
+        """As `SimpleKind.run`."""
+        from dcp.inspection.values.difference import diff
+
+        with readers_of(context, *subjects) as (before, after):
+            found = diff(
+                before,
+                after,
+                values=params.values,
+                only=params.only,
+                exclude=params.exclude,
+                progress=lambda done, total: report_progress(done),
+            )
+        contents = {"a": subjects[0].content, "b": subjects[1].content}
+        return {"a": params.a, "b": params.b, "contents": contents, **_document(found)}
+
+
+@contextmanager
+def readers_of(context: JobContext, a: Subject, b: Subject) -> Iterator[tuple[TensorReader, TensorReader]]:
+    """Readers of two checkpoints, which compare all that they read with its checksums."""
+    from dcp.inspection.values.tensor_reading import TensorReader
+
+    root_a, first = open_source(context, a)
+    root_b, second = open_source(context, b)
+    with (
+        storage_errors(root_a, root_b),
+        TensorReader(first.store, first.index, verify="full", name=first.name) as before,
+        TensorReader(second.store, second.index, verify="full", name=second.name) as after,
+    ):
+        yield before, after
+
+
+def _document(found: compared.Difference) -> dict[str, Any]:
+    """The differences, up to 50,000 of each; ``is_cut``: there are more. ``counts`` are of all."""
+    return {
+        "is_empty": found.is_empty,
+        "tensors": [
+            {
+                "fqn": one.fqn,
+                "kind": one.kind,
+                "before": _facts(one.before),
+                "after": _facts(one.after),
+                "values": None if one.values is None else _values(one.values),
+            }
+            for one in found.tensors[:_MAX_DIFFERENCES]
+        ],
+        "objects": [
+            {"fqn": one.fqn, "kind": one.kind, "before": text_of(one.before), "after": text_of(one.after)}
+            for one in found.objects[:_MAX_DIFFERENCES]
+        ],
+        "counts": Counter(one.kind for one in found.tensors),
+        "tensor_count": len(found.tensors),
+        "object_count": len(found.objects),
+        "equal_tensors": len(found.equal),
+        "equal_objects": found.equal_objects,
+        "bytes_read": found.bytes_read,
+        "is_cut": max(len(found.tensors), len(found.objects)) > _MAX_DIFFERENCES,
+    }
+
+
+def _facts(facts: compared.TensorFacts | None) -> dict[str, Any] | None:
+    return None if facts is None else {"fqn": facts.fqn, "dtype": facts.dtype, "shape": list(facts.shape)}
+
+
+def _values(values: compared.ValueDifference) -> dict[str, Any]:
+    return {
+        "elements": values.elements,
+        "differing": values.differing,
+        "nonfinite": values.nonfinite,
+        "max_abs": finite(values.max_abs),
+        "relative_l2": finite(values.relative_l2),
+        "nonfinite_after": values.nonfinite_after,
+    }
+
+
+def text_of(value: Any) -> str | None:
+    """The beginning of a value as text."""
+    return None if value is None else value_text(value)[:_MAX_TEXT]
+
+
+feature: Final = Feature("diff", __name__, kinds=[DiffKind()], web=["comparison"])

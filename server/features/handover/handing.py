@@ -32,7 +32,7 @@ from dcp.server.core.jobs.subjects import CheckpointParams
 from dcp.server.core.problems import NotFoundError
 from dcp.server.core.security.principal import Principal, Scope
 from dcp.server.core.settings import Settings
-from dcp.server.database.records import ID
+from dcp.server.database.mapping import ID
 from dcp.server.database.tables import metadata
 from dcp.server.features.handover.destinations import (
     CheckpointFacts,

@@ -14,9 +14,8 @@ from sqlalchemy import Connection
 from dcp.server.catalog import audit
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.details import keys_of
-from dcp.server.catalog.filter_checks import check_root
+from dcp.server.catalog.filters import check_root
 from dcp.server.catalog.inputs import MAX_ID, Name, Request
-from dcp.server.catalog.verifications import outcomes_of_jobs
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import PageParams, PageQuery
@@ -28,6 +27,7 @@ from dcp.server.core.security.principal import SYSTEM, Principal, Scope
 from dcp.server.features import kinds
 from dcp.server.features.jobs import feature
 from dcp.server.features.jobs.following import LastEventId, all_jobs_stream, job_stream
+from dcp.server.features.verify import outcomes_of_jobs
 from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.jobs import Job, JobEvent, JobLogLine, JobProgress, JobState, JobTask, JobThroughput
 from dcp.server.records.lists import Page

@@ -1,4 +1,4 @@
-"""Graphs in columns, drawn by the service: where each box stands and how the lines between them run."""
+"""The lineage of a checkpoint: as JSON, as a graph that the service draws, and in short on its page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["Graph", "Line", "NodeBox", "graph_of"]
+from dcp.server.catalog.details import get_checkpoint
+from dcp.server.core.answers import IdPath
+from dcp.server.core.ask import Ask
+from dcp.server.features.lineage import Lineage, feature, lineage_of
+from dcp.server.records.checkpoints import CheckpointDetail
 
 BOX_WIDTH: Final = 216
 BOX_HEIGHT: Final = 62
@@ -110,3 +114,33 @@ def _path(start: NodeBox, end: NodeBox) -> str:
     to_x, to_y = end.x, end.y + BOX_HEIGHT // 2
     bend = max(30, abs(to_x - x) // 2)
     return f"M{x} {y}C{x + bend} {y} {to_x - bend} {to_y} {to_x} {to_y}"
+
+
+@feature.get("/checkpoints/{checkpoint_id}/lineage", tag="checkpoints")
+def get_lineage(checkpoint_id: IdPath, ask: Ask) -> Lineage:
+    """All ancestors and descendants that the key may see, nearest first."""
+    return ask.find(lineage_of, checkpoint_id, ask.visible)
+
+
+@feature.page("/checkpoints/{checkpoint_id}/lineage", "lineage.html")
+def lineage_page(checkpoint_id: IdPath, ask: Ask) -> dict[str, Any]:
+    """Draw the nearest of them, and list all."""
+    lineage = get_lineage(checkpoint_id, ask)
+    origins = defaultdict(list)
+    for edge in lineage.edges:
+        origins[edge.child_id].append(edge)
+    return {
+        "found": ask.find(get_checkpoint, checkpoint_id, ask.visible),
+        "nodes": sorted(lineage.nodes, key=lambda node: (node.distance, node.id)),
+        "names": {node.id: node.key.rpartition("/")[2] for node in lineage.nodes},
+        "origins": origins,
+        "kinds": sorted({edge.kind for edge in lineage.edges}),
+        "graph": graph_of(lineage.nodes, lineage.edges),
+        "is_cut": lineage.is_cut,
+    }
+
+
+@feature.panel("checkpoint", "panel.html", order=40)
+def lineage_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
+    """List the nearest ancestors and descendants, and checkpoints with the same tensors."""
+    return {"lineage": get_lineage(found.id, ask)}

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, select, update
 
 from dcp.manager.retention import part_named
 from dcp.server.catalog import audit
-from dcp.server.catalog.checkpoints import set_state
+from dcp.server.catalog.changes import set_state
 from dcp.server.catalog.details import get_checkpoint, lock_checkpoint
 from dcp.server.catalog.errors import CatalogError, StateError
 from dcp.server.catalog.labels import Change

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from sqlalchemy import Connection, Row, Select, case, func, null, or_, select
 
 from dcp.manager.retention import Part, Retention, plan
-from dcp.server.catalog.formats import format_in_catalog
+from dcp.server.catalog.inputs import format_in_catalog
 from dcp.server.catalog.names import check_pattern, matches
 from dcp.server.catalog.runs import get_run
 from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs, structure_tensors

@@ -36,8 +36,8 @@ from dcp.server.core.problems import ForbiddenError
 from dcp.server.core.resource import Resource
 from dcp.server.core.security.principal import SYSTEM, Principal
 from dcp.server.core.settings import Settings
-from dcp.server.database.records import record_of_row
-from dcp.server.database.sql import insert_missing
+from dcp.server.database.engine import insert_missing
+from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import checkpoints, jobs, retention_policies, roots, schedules
 from dcp.server.features.retention.deletion import PruneKind, PruneParams, delete_softly, in_use
 from dcp.server.features.retention.planning import plan_run, runs_of

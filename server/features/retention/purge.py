@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from sqlalchemy import Connection, Select, exists, select
 
 from dcp.server.catalog import audit
-from dcp.server.catalog.checkpoints import set_state
+from dcp.server.catalog.changes import set_state
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import StateError
-from dcp.server.catalog.roots import root_row
+from dcp.server.catalog.runs import root_row
 from dcp.server.catalog.source_facts import fingerprint_of, marks_of
 from dcp.server.core.jobs.kind import (
     CheckpointId,

@@ -15,7 +15,7 @@ from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.inputs import MAX_ID, Name, Query, Text
 from dcp.server.catalog.names import check_pattern
-from dcp.server.catalog.roots import root_id
+from dcp.server.catalog.runs import root_id
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import IfMatch, PageParams, PageQuery, Precondition, check_visible
@@ -32,10 +32,9 @@ from dcp.server.features.retention.policies import (
     RetentionParams,
 )
 from dcp.server.records.administration import RetentionPolicy, RetentionPreview, RetentionTotals, TensorBytes
-from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.checkpoints import CheckpointDetail, Run
 from dcp.server.records.jobs import Job
 from dcp.server.records.lists import Page
-from dcp.server.records.runs import Run
 from dcp.steps import OPTIMIZER
 
 _MAX_GRACE_SECONDS: Final = 3660 * 86_400.0

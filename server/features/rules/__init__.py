@@ -14,8 +14,7 @@ from dcp.server.catalog import audit
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import CatalogError, MissingError
 from dcp.server.catalog.events import CatalogEvent
-from dcp.server.catalog.formats import SourceFormat
-from dcp.server.catalog.inputs import Name
+from dcp.server.catalog.inputs import Name, SourceFormat
 from dcp.server.catalog.names import matches
 from dcp.server.core.feature import Feature
 from dcp.server.core.jobs.kind import Parameters, PlainText
@@ -24,7 +23,7 @@ from dcp.server.core.jobs.schedules import ScheduleContext
 from dcp.server.core.problems import ProblemError
 from dcp.server.core.resource import Resource
 from dcp.server.core.security.principal import ALL_SCOPES, Principal
-from dcp.server.database.records import record_of_row
+from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import jobs, lineage, rules
 from dcp.server.features import kinds
 from dcp.server.features.convert.conversion import target_dedup_key

@@ -8,22 +8,27 @@ from fastapi import Query as InQuery
 from pydantic import Field
 
 from dcp.server.catalog import runs
-from dcp.server.catalog.filter_checks import check_filter, check_root, notes_of
-from dcp.server.catalog.filters import CheckpointFilter, RootName, Sort, SortText
+from dcp.server.catalog.filters import (
+    CheckpointFilter,
+    RootName,
+    Sort,
+    SortText,
+    check_filter,
+    check_root,
+    notes_of,
+)
 from dcp.server.catalog.inputs import MAX_ID, Name, Query, Text
 from dcp.server.catalog.labels import list_aliases
 from dcp.server.catalog.runs import RunFilter, RunSort
-from dcp.server.catalog.timeline import metric_series, run_timeline
+from dcp.server.catalog.timeline import RunTimeline, Series, metric_series, run_timeline
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.pages.drawing import polyline, timeline
 from dcp.server.core.security.redaction import redact
-from dcp.server.features.checkpoints.web import ListView, Paged, find_page, listed, loss_of
+from dcp.server.features.checkpoints import ListView, Paged, find_page, listed, loss_of
 from dcp.server.features.runs import feature
-from dcp.server.records.checkpoints import Checkpoint
-from dcp.server.records.labels import Series
+from dcp.server.records.checkpoints import Checkpoint, Run
 from dcp.server.records.lists import NotedPage
-from dcp.server.records.runs import Run, RunTimeline
 
 __all__ = ["RunQuery", "list_runs"]
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from sqlalchemy import Connection
 
 from dcp.server.catalog.inputs import MAX_ID
-from dcp.server.catalog.roots import sync_roots
+from dcp.server.catalog.runs import sync_roots
 from dcp.server.core.feature import Feature
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, Parameters, ReportProgress
 from dcp.server.core.jobs.ledger.rows import JobSpec, Json, TaskSpec

@@ -26,7 +26,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import ConfigDict, Field, StringConstraints, model_validator
 from sqlalchemy import Connection
 
-from dcp.server.catalog.checkpoints import mark_vanished, upsert_checkpoint
+from dcp.server.catalog.changes import mark_vanished, upsert_checkpoint
 from dcp.server.catalog.facts import CheckpointFacts, FoundState
 from dcp.server.catalog.inputs import MAX_ID, Finite, Name, Request, Text
 from dcp.server.catalog.labels import MAX_LABELS

@@ -16,11 +16,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from dcp.server.catalog.checkpoints import mark_vanished, upsert_checkpoints
+from dcp.server.catalog.changes import mark_vanished, upsert_checkpoints
 from dcp.server.catalog.errors import CatalogError, MissingError
 from dcp.server.catalog.facts import CheckpointFacts
-from dcp.server.catalog.roots import LIVING, RootRow, root_row, set_scanned, sync_roots
-from dcp.server.catalog.runs import Known, known_of_run, run_keys
+from dcp.server.catalog.runs import (
+    LIVING,
+    Known,
+    RootRow,
+    known_of_run,
+    root_row,
+    run_keys,
+    set_scanned,
+    sync_roots,
+)
 from dcp.server.catalog.structures import prepare_structures
 from dcp.server.core.problems import UnavailableError
 from dcp.server.core.roots import Roots, StorageRoot

@@ -1,19 +1,434 @@
-"""Shards: the files and bytes of each rank, and the phases of a save."""
+"""Shards: the map of a checkpoint, and lists of ranks, tensors and chunks; in the API and as pages."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+from urllib.parse import urlencode
 
+from fastapi import Query
+from pydantic import Field, StringConstraints
+
+from dcp.server.catalog.cursors import encode_cursor, offset_of, query_mark
+from dcp.server.catalog.details import get_checkpoint
+from dcp.server.catalog.inputs import Query as QueryModel
+from dcp.server.catalog.inputs import Text
+from dcp.server.catalog.names import check_pattern
+from dcp.server.core.answers import IdPath
+from dcp.server.core.ask import Ask
+from dcp.server.core.data.access import SharedValues, Stamped
+from dcp.server.core.data.responses import NOT_MODIFIED
 from dcp.server.core.feature import Feature, Link
-
-__all__ = ["feature"]
+from dcp.server.core.http.dependencies import MAX_PAGE, PageQuery
+from dcp.server.core.pages.formatting import bytes_text, count_text, times_text
+from dcp.server.core.pages.requests import query_of
+from dcp.server.core.problems import UnprocessableError
+from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.declaring import Shown
+from dcp.server.records.lists import Page
 
 feature: Final = Feature(
     "shards",
     __name__,
-    web=["web", "anatomy"],
+    web=["anatomy"],
     links=[
         Link("checkpoint", "Shards by rank", "/checkpoints/{id}/shards"),
         Link("checkpoint", "Save anatomy", "/checkpoints/{id}/anatomy"),
     ],
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, and the file with its bytes."""
+
+    rank: int | None
+    file: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    bytes: int
+    file_offset: Annotated[int | None, Shown("Of its first byte in the file; null: not known.")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensor:
+    """A tensor and the boxes that it is cut into; ``chunks`` are the first of ``chunk_count``."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunk_count: int
+    chunks: Annotated[tuple[Chunk, ...], Shown("The first 4,096 of them.")]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A box of a tensor, and the place of its bytes."""
+
+    fqn: str
+    dtype: str
+    rank: int | None
+    file: str
+    file_offset: Annotated[int, Shown("Of its first byte in the file.")]
+    bytes: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    copies: Annotated[int | None, Shown("Copies of this box; null: too many chunks to compare.")]
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """The files of one rank; ``rank`` None: of files whose names have none."""
+
+    rank: Annotated[int | None, Shown("null: of files whose names have none.")]
+    files: int
+    file_bytes: int | None
+    chunks: int
+    tensors: int
+    tensor_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMapRow:
+    """Files of neighbouring ranks. ``rank`` None: of files whose names have none."""
+
+    first_rank: int | None
+    last_rank: int | None
+    file: Annotated[str, Shown("The first of them.")]
+    files: int
+    file_bytes: Annotated[int | None, Shown("null: not known.")]
+    tensor_bytes: int
+    largest_rank_bytes: Annotated[int, Shown("Of the rank that has the most in them.")]
+    replicated_bytes: Annotated[int, Shown("Of tensors that are stored more than once.")]
+    chunks: Annotated[int, Shown("Of tensors, in them.")]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMap:
+    """A map of shards: rows of files by rank, and in each row bins of ``bin_bytes`` from ``begin`` on.
+
+    Cells with content are columns of one length: their row, bin, the bytes and chunks of tensors in
+    them, and the largest of these: its name in ``names`` and its dtype in ``dtypes``, by number.
+    """
+
+    rank_count: int
+    file_count: int
+    begin: int
+    end: int
+    bin_bytes: int
+    bins: int
+    largest_rank: Annotated[int | None, Shown("The one that has the most bytes of tensors.")]
+    largest_rank_bytes: int
+    mean_rank_bytes: float
+    rows: tuple[ShardMapRow, ...]
+    names: tuple[str, ...]
+    name_bytes: Annotated[tuple[int, ...], Shown("Of names: bytes that all ranks store of it.")]
+    name_layers: Annotated[tuple[int | None, ...], Shown("Of names: the number of its layer, if it has one.")]
+    is_replicated: Annotated[tuple[bool, ...], Shown("Of names: it is stored more than once.")]
+    dtypes: tuple[str, ...]
+    cell_rows: tuple[int, ...]
+    cell_bins: tuple[int, ...]
+    cell_bytes: tuple[int, ...]
+    cell_chunks: tuple[int, ...]
+    cell_names: Annotated[tuple[int, ...], Shown("Places in names: the tensor with the most bytes.")]
+    cell_dtypes: Annotated[tuple[int, ...], Shown("Places in dtypes: of that tensor.")]
+
+
+@dataclass(frozen=True, slots=True)
+class SavePhase:
+    """A phase of a save, over all ranks that recorded it. ``within``: the phase that it is a part of.
+
+    ``is_blocking``: training waited for it.
+    """
+
+    name: str
+    within: Annotated[str | None, Shown("The phase that it is a part of.")]
+    is_blocking: Annotated[bool, Shown("Training waited for it.")]
+    ranks: Annotated[int, Shown("That recorded it.")]
+    min_seconds: float
+    median_seconds: float
+    max_seconds: float
+    slowest_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRow:
+    """Neighbouring ranks; ``seconds`` are by phase, of the slowest of them, in the order of the phases."""
+
+    first_rank: int
+    last_rank: int
+    slowest_rank: Annotated[int, Shown("The one whose phases together took longest.")]
+    total_seconds: Annotated[float, Shown("Of the slowest one, all phases that are no part of another.")]
+    seconds: Annotated[tuple[float | None, ...], Shown("By phase: of the slowest rank in it.")]
+
+
+@dataclass(frozen=True, slots=True)
+class SavePhases:
+    """Seconds of the phases of a save, by rank; none where the writer recorded none.
+
+    ``blocking_seconds`` and ``background_seconds`` are of the slowest rank in each phase.
+    """
+
+    rank_count: int
+    phases: tuple[SavePhase, ...]
+    rows: tuple[PhaseRow, ...]
+    blocking_seconds: float
+    background_seconds: float
+    assemble_seconds: Annotated[float | None, Shown("Of the coordinator, for the index.")]
+
+
+Rank = Annotated[int, Field(ge=0, lt=1 << 31)]
+_Offset = Annotated[int, Field(ge=0, lt=1 << 62)]
+_SHARDS: Final = "/checkpoints/{checkpoint_id}/shards"
+_ERRORS: Final = (400, 401, 403, 404, 409, 410, 421, 422, 429, 503)
+_PAGE_CHUNKS: Final = 20_000
+_ROWS: Final = 64
+_CHUNKS: Final = 100
+_LARGE: Final = 500_000
+"""Chunks: reading the index of so many takes too long for a page."""
+_SAME: Final = 1.005
+_EVEN: Final = 1.05
+"""Share of the mean up to which there is no imbalance."""
+
+
+class _Part(QueryModel):
+    first_rank: Rank | None = None
+    last_rank: Rank | None = None
+    begin: Annotated[_Offset, Field(description="The first byte of each file.")] = 0
+    end: Annotated[_Offset, Field(description="Behind the last byte; that of the longest file.")] | None = (
+        None
+    )
+    glob: Annotated[Text, StringConstraints(min_length=1, max_length=256)] | None = None
+
+    def check(self) -> None:
+        """Raise UnprocessableError or InvalidQueryError for a part that cannot be meant."""
+        if self.end is not None and self.end <= self.begin:
+            raise UnprocessableError("the end is not behind the begin", field="end")
+        if self.glob is not None:
+            check_pattern("glob", self.glob)
+
+
+class ShardMapQuery(_Part):
+    """The ranks, bytes and tensors of a map, and the number of its cells."""
+
+    rows: Annotated[int, Field(ge=1, le=512, description="As many rows of files at most.")] = 128
+    bins: Annotated[int, Field(ge=1, le=512, description="As many bins of bytes at most.")] = 64
+
+
+class StoredChunksQuery(_Part):
+    """The ranks, bytes and tensors of a list of chunks."""
+
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE, description="Rows of a page at most.")] = 50
+    cursor: (
+        Annotated[
+            str, Field(min_length=1, max_length=4096, description="The next_cursor of the page before.")
+        ]
+        | None
+    ) = None
+
+
+@dataclass(frozen=True, eq=False)
+class OpenChunks(Stamped):
+    """The chunks of a checkpoint, and what its writer noted of the save."""
+
+    columns: Any
+    provenance: Mapping[str, Any]
+
+    @property
+    def held_bytes(self) -> int:
+        """The approximate memory of the chunks."""
+        return int(self.columns.held_bytes)
+
+
+class KeptChunks:
+    """The chunks of the checkpoints that were looked at last, also of those whose indexes are too large to
+    be kept: ``service.own(KeptChunks)``."""
+
+    def __init__(self, _service: object) -> None:
+        # five million chunks take 90 MiB
+        self._values = SharedValues[Stamped, OpenChunks](count=16, kept_bytes=128 << 20)
+
+    def has(self, ask: Ask, checkpoint_id: int) -> bool:
+        """Check whether `get` answers at once. Raises as `Data.open` does."""
+        return self._values.find(ask.data.find(checkpoint_id).state) is not None
+
+    def get(self, ask: Ask, checkpoint_id: int) -> OpenChunks:
+        """The chunks of a checkpoint. Raises as `Data.open` does."""
+        state = ask.data.find(checkpoint_id).state
+        return self._values.get(state, lambda: self._read(ask, checkpoint_id))
+
+    def _read(self, ask: Ask, checkpoint_id: int) -> OpenChunks:
+        from dcp.server.features.shards.chunks import ChunkColumns  # only here, as all that needs numpy
+
+        opened = ask.data.open(checkpoint_id).opened
+        columns = ChunkColumns(opened.index)
+        return OpenChunks(opened.root, opened.key, opened.stamp, columns, opened.index.provenance)
+
+
+@feature.get(_SHARDS, tag="data", errors=_ERRORS)
+def list_shards(
+    checkpoint_id: IdPath,
+    ask: Ask,
+    page: PageQuery,
+    glob: Annotated[str | None, Query(min_length=1, max_length=256, examples=["layers.*.weight"])] = None,
+) -> Page[ShardedTensor]:
+    """Tensors with the boxes that they are cut into, and the rank and file of each.
+
+    A page ends early where its tensors have many chunks.
+    """
+    from dcp.server.features.shards.chunks import sharded_tensors
+
+    opened = ask.data.open(checkpoint_id).opened
+    mark = query_mark("shards", checkpoint_id, opened.stamp, glob)
+    after = offset_of(page.cursor, mark, -1)
+    shown: list[ShardedTensor] = []
+    chunks = 0
+    for row, tensor in sharded_tensors(opened.index, after_row=after, glob=glob):
+        if len(shown) == page.limit or (shown and chunks + len(tensor.chunks) > _PAGE_CHUNKS):
+            return Page(tuple(shown), encode_cursor(mark, after))
+        shown.append(tensor)
+        after = row
+        chunks += len(tensor.chunks)
+    return Page(tuple(shown), None)
+
+
+@feature.get(_SHARDS + "/ranks", tag="data", errors=_ERRORS)
+def list_rank_shares(checkpoint_id: IdPath, ask: Ask, page: PageQuery) -> Page[RankShare]:
+    """Files, bytes, chunks and tensors of each rank."""
+    from dcp.server.features.shards.chunks import rank_shares
+
+    opened = ask.data.open(checkpoint_id).opened
+    mark = query_mark("ranks", checkpoint_id, opened.stamp)
+    begin = offset_of(page.cursor, mark)
+    shares, end = rank_shares(opened.index), begin + page.limit
+    return Page(tuple(shares[begin:end]), encode_cursor(mark, end) if end < len(shares) else None)
+
+
+@feature.get(_SHARDS + "/map", tag="data", errors=(412, *_ERRORS), responses=NOT_MODIFIED)
+def get_shard_map(checkpoint_id: IdPath, query: Annotated[ShardMapQuery, Query()], ask: Ask) -> ShardMap:
+    """The map of shards: rows of files by rank, bins of bytes, and the largest tensor in each bin."""
+    query.check()
+    found = ask.service.own(KeptChunks).get(ask, checkpoint_id)
+    ask.tag(found.etag("map", query))
+    return _map_of(found, query)
+
+
+def _map_of(found: OpenChunks, query: ShardMapQuery) -> ShardMap:
+    """The map of the part that ``query`` names."""
+    from dcp.server.features.shards.shard_map import shard_map  # only here, as all that needs numpy
+
+    return shard_map(found.columns, **query.model_dump())
+
+
+@feature.get(_SHARDS + "/chunks", tag="data", errors=_ERRORS)
+def list_stored_chunks(
+    checkpoint_id: IdPath, query: Annotated[StoredChunksQuery, Query()], ask: Ask
+) -> Page[StoredChunk]:
+    """Chunks of the map one by one, by rank, file and place, with their numbers of copies."""
+    from dcp.server.features.shards.chunks import stored_chunks
+
+    query.check()
+    found = ask.service.own(KeptChunks).get(ask, checkpoint_id)
+    part = query.model_dump(exclude={"limit", "cursor"})
+    mark = query_mark("chunks", checkpoint_id, found.stamp, sorted(part.items(), key=str))
+    after = offset_of(query.cursor, mark, -1)
+    index = ask.data.open(checkpoint_id).opened.index
+    chunks = stored_chunks(found.columns, index, after=after, limit=query.limit + 1, **part)
+    shown = tuple(chunk for _, chunk in chunks[: query.limit])
+    is_last = len(chunks) == len(shown)
+    return Page(shown, None if is_last else encode_cursor(mark, chunks[query.limit - 1][0]))
+
+
+# -- pages ---------------------------------------------------------------------------------------------------
+
+
+class ShardsView(_Part):
+    """The shown part of the map: ranks, bytes of their files, tensors with ``glob`` in their names."""
+
+    glob: Annotated[str, Field(max_length=254)] | None = None
+    colour: Literal["layer", "dtype", "bytes"] = "layer"
+    wait: Annotated[bool, Field(description="Also where it takes long.")] = False
+    cursor: Annotated[str, Field(max_length=4096)] | None = None
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """The part, as the query of the API names it."""
+        given = self.model_dump(include={"first_rank", "last_rank", "begin", "end"}, exclude_none=True)
+        given = {name: value for name, value in given.items() if value or name != "begin"}
+        return given | ({"glob": f"*{self.glob}*"} if self.glob else {})
+
+    def values(self, found: CheckpointDetail, path: str) -> dict[str, Any]:
+        """The values that both pages have, with the JSON of the part at ``path`` below the shards."""
+        query = f"?{urlencode(self.part)}" if self.part else ""
+        return {"found": found, "view": self, "twin": f"/api/v1/checkpoints/{found.id}/shards/{path}{query}"}
+
+
+@feature.page(_SHARDS, "shards.html")
+def shards_page(checkpoint_id: IdPath, view: Annotated[ShardsView, Query()], ask: Ask) -> dict[str, Any]:
+    """The map, drawn by a script that loads finer bins; the bytes of each rank, as text and as a table."""
+    found = ask.find(get_checkpoint, checkpoint_id, ask.visible)
+    shown = None
+    if not is_late(ask, found, waits=view.wait):
+        query = query_of(ShardMapQuery, **view.part, rows=_ROWS, bins=1)
+        query.check()
+        shown = _map_of(ask.service.own(KeptChunks).get(ask, checkpoint_id), query)
+    return {
+        **view.values(found, "map"),
+        "is_late": shown is None,
+        "map": shown,
+        "balance": None if shown is None else _balance(shown, found.world_size, is_whole=not view.part),
+    }
+
+
+@feature.page(_SHARDS + "/chunks", "chunks.html")
+def chunks_page(checkpoint_id: IdPath, view: Annotated[ShardsView, Query()], ask: Ask) -> dict[str, Any]:
+    """The chunks as a table: tensors, boxes, places."""
+    found = ask.find(get_checkpoint, checkpoint_id, ask.visible)
+    chunks = None
+    if not is_late(ask, found, waits=view.wait, with_boxes=True):
+        query = query_of(StoredChunksQuery, **view.part, limit=_CHUNKS, cursor=view.cursor)
+        chunks = list_stored_chunks(found.id, query, ask)
+    return {
+        **view.values(found, "chunks"),
+        "is_late": chunks is None,
+        "chunks": chunks.items if chunks else (),
+        "next_cursor": chunks.next_cursor if chunks else None,
+    }
+
+
+def is_late(ask: Ask, found: CheckpointDetail, *, waits: bool, with_boxes: bool = False) -> bool:
+    """Check whether the content of the index is to follow the page, because reading it takes long: not with
+    ``waits``, and not in the request by which the page loads it."""
+    is_large = (found.tensor_count or 0) * (found.world_size or 1) > _LARGE
+    if not is_large or waits or "hx-request" in ask.request.headers:
+        return False
+    return with_boxes or not ask.service.own(KeptChunks).has(ask, found.id)
+
+
+def _balance(found: ShardMap, world_size: int | None, *, is_whole: bool) -> list[str]:
+    """Sentences on the bytes of the ranks; on ranks that wrote nothing only where the map is whole."""
+    if found.largest_rank is None or not found.mean_rank_bytes:
+        return ["The file names do not show which rank wrote them."] if found.rows else []
+    sentences = [_share(found)]
+    silent = (world_size or 0) - found.rank_count
+    if is_whole and silent > 0:
+        sentences.append(f"{count_text(silent)} of {count_text(world_size)} ranks wrote nothing.")
+    replicated = sum(row.replicated_bytes for row in found.rows)
+    if replicated:
+        sentences.append(f"{bytes_text(replicated)} belong to tensors that are stored more than once.")
+    return sentences
+
+
+def _share(found: ShardMap) -> str:
+    mean, ratio = bytes_text(found.mean_rank_bytes), found.largest_rank_bytes / found.mean_rank_bytes
+    if found.rank_count == 1:
+        return f"Rank {found.largest_rank} wrote all of it, {bytes_text(found.largest_rank_bytes)}."
+    if ratio < _SAME:
+        return f"All {count_text(found.rank_count)} ranks wrote the same amount: {mean}."
+    if ratio < _EVEN:
+        return f"All ranks wrote about the same amount: {mean} each, at most {times_text(ratio)} times that."
+    return (
+        f"Rank {found.largest_rank} wrote {times_text(ratio)} times the mean: "
+        f"{bytes_text(found.largest_rank_bytes)}; the mean is {mean}."
+    )

@@ -13,14 +13,12 @@ from fastapi import Query
 
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.inputs import Query as QueryModel
-from dcp.server.catalog.values import clean_text
+from dcp.server.catalog.inputs import clean_text
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.data.responses import NOT_MODIFIED
 from dcp.server.core.pages.formatting import seconds_text, times_text
-from dcp.server.features.shards import feature
-from dcp.server.features.shards.records import PhaseRow, SavePhase, SavePhases
-from dcp.server.features.shards.web import KeptChunks, Rank, is_late
+from dcp.server.features.shards import KeptChunks, PhaseRow, Rank, SavePhase, SavePhases, feature, is_late
 
 _WITHIN: Final[Mapping[str, str]] = {
     "staging": "blocked",

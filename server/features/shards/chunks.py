@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from dcp.server.catalog.values import clean_text
-from dcp.server.features.shards.records import Chunk, RankShare, ShardedTensor, StoredChunk
+from dcp.server.catalog.inputs import clean_text
+from dcp.server.features.shards import Chunk, RankShare, ShardedTensor, StoredChunk
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 
 __all__ = ["NO_RANK", "ChunkColumns", "rank_shares", "sharded_tensors", "stored_chunks"]

@@ -13,10 +13,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from dcp.server.catalog.inputs import clean_text
 from dcp.server.catalog.names import layer_number
-from dcp.server.catalog.values import clean_text
+from dcp.server.features.shards import ShardMap, ShardMapRow
 from dcp.server.features.shards.chunks import NO_RANK, ChunkColumns
-from dcp.server.features.shards.records import ShardMap, ShardMapRow
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import UNKNOWN
 

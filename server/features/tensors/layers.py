@@ -12,11 +12,10 @@ from fastapi import Query
 
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.names import in_order, layer_of
-from dcp.server.catalog.verifications import get_statistics, statistics_tensors
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.pages.marks import LARGE, Mark, largest_of, mark_of, norm_of
-from dcp.server.features.statistics.job import StatsKind, StatsParams
+from dcp.server.features.statistics import StatsKind, StatsParams, statistics_tensors, stored_statistics
 from dcp.server.features.tensors import feature
 
 _ROWS: Final = 200
@@ -135,7 +134,7 @@ def _layers(checkpoint_id: int, ask: Ask) -> list[Layer] | None:
     from dcp.server.features.tensors.optimizers import OptimizerStates  # only here, as all that reads tensors
 
     with ask.reading() as connection:
-        kept = get_statistics(connection, checkpoint_id, ask.visible)
+        kept = stored_statistics(connection, checkpoint_id, ask.visible)
         if kept is None or kept.is_stale:
             return None
         tensors = statistics_tensors(connection, checkpoint_id, 0, kept.tensor_count)

@@ -13,18 +13,18 @@ from urllib.parse import urlencode
 from fastapi import Depends, Query
 
 from dcp.server.catalog.filters import CheckpointFilter, Sort
+from dcp.server.catalog.inputs import short_name
 from dcp.server.catalog.listing import list_checkpoints, neighbour
-from dcp.server.catalog.values import short_name
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask, AskDep
 from dcp.server.core.data.access import Readable
 from dcp.server.core.pages.drawing import polyline
 from dcp.server.core.pages.marks import LARGE, largest_of, mark_of
 from dcp.server.core.problems import ProblemError
-from dcp.server.features.checkpoints.snippets import Snippet
-from dcp.server.features.shards.records import Chunk, ShardedTensor
-from dcp.server.features.statistics.job import StatsKind, StatsParams
-from dcp.server.features.statistics.web import TensorStatistics, kept_statistics
+from dcp.server.features.checkpoints import Snippet
+from dcp.server.features.shards import Chunk, ShardedTensor
+from dcp.server.features.statistics import StatsKind, StatsParams
+from dcp.server.features.statistics.kept import TensorStatistics, kept_statistics
 from dcp.server.features.tensors import feature
 from dcp.server.features.tensors.histograms import histogram_picture
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail

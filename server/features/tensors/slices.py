@@ -1,58 +1,21 @@
-"""Slices of a tensor: as text in a query, and as a heat map on a page."""
+"""Slices of a tensor as heat maps on a page."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import urlencode
 
 from dcp.server.core.ask import Ask
 from dcp.server.core.problems import ProblemError, UnprocessableError
-from dcp.server.features.tensors import feature
+from dcp.server.features.tensors import GridValue, TensorGrid, feature, parse_slices
 from dcp.server.features.tensors.page import NamedDep, NamedTensor
-from dcp.server.features.tensors.records import GridValue, TensorGrid
-
-if TYPE_CHECKING:
-    from dcp.inspection.values.tensor_reading import Slices
-
-__all__ = ["parse_slices"]
 
 _CELLS: Final = 16
 _LEVELS: Final = 10
 """Colours are levels from 0 (the minimum) over 5 (zero) to this (the maximum)."""
-_MAX_SLICES: Final = 64
-_PART: Final = re.compile(
-    r"(?P<start>-?[0-9]{1,18})?(?:(?P<is_slice>:)(?P<stop>-?[0-9]{1,18})?(?::(?P<step>-?[0-9]{1,18})?)?)?"
-)
-
-
-def parse_slices(text: str | None) -> Slices | None:
-    """Parse ``0:2,:,3`` as numpy reads it; None for none. Raises UnprocessableError for anything else."""
-    if text is None or not text.strip():
-        return None
-    parts: list[slice | int | EllipsisType] = []
-    for part in text.split(",", _MAX_SLICES):
-        stripped = part.strip()
-        match = _PART.fullmatch(stripped)
-        if stripped == "...":
-            parts.append(...)
-        elif match is None or not stripped or (match["step"] and int(match["step"]) == 0):
-            raise UnprocessableError(
-                f"{part[:40]!r} in the slice is none of 3, 0:2, ::-1 and ...", field="slice"
-            )
-        elif match["is_slice"]:
-            numbers = (match["start"], match["stop"], match["step"])
-            parts.append(slice(*(int(number) if number else None for number in numbers)))
-        else:
-            parts.append(int(match["start"]))
-    return tuple(parts)
-
-
-# -- the page ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

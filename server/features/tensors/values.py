@@ -14,14 +14,14 @@ from dcp.conversion.layout import Literal as LiteralBytes
 from dcp.inspection.values.elements import decode, is_opaque, stored_dtype
 from dcp.inspection.values.statistics import statistics_of_row
 from dcp.inspection.values.tensor_reading import Slices, TensorReader, select
-from dcp.server.catalog.values import clean_text
+from dcp.server.catalog.inputs import clean_text
 from dcp.server.core.data.access import OpenCheckpoint
 from dcp.server.core.data.planned import ArrayBody, PlannedBody
 from dcp.server.core.data.responses import Body
 from dcp.server.core.problems import UnprocessableError
-from dcp.server.features.statistics.job import statistics_json
-from dcp.server.features.statistics.web import TensorStatistics
-from dcp.server.features.tensors.records import TensorGrid
+from dcp.server.features.statistics import statistics_json
+from dcp.server.features.statistics.kept import TensorStatistics
+from dcp.server.features.tensors import TensorGrid
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.dtypes import CASTABLE, Dtype

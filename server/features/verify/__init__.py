@@ -1,12 +1,236 @@
-"""Verification: every byte compared with its checksum, by a job."""
+"""Verification: every byte of a checkpoint compared with its checksums by a job (kind ``verify``)."""
 
 from __future__ import annotations
 
-from typing import Final
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
+from sqlalchemy import Connection, insert, select
+
+from dcp.server.catalog import audit
+from dcp.server.catalog.details import bump, get_checkpoint, lock_checkpoint
+from dcp.server.catalog.events import checkpoint_event, emit_all
+from dcp.server.catalog.inputs import clean_json, clean_text
 from dcp.server.core.feature import Feature
-from dcp.server.features.verify.job import VerifyKind
+from dcp.server.core.jobs.kind import JobContext, ReportProgress
+from dcp.server.core.jobs.ledger.rows import Json
+from dcp.server.core.jobs.subjects import (
+    CheckpointParams,
+    SimpleKind,
+    Subject,
+    open_place,
+    storage_errors,
+    unchanged,
+)
+from dcp.server.core.roots import StorageRoot
+from dcp.server.core.security.principal import Scope
+from dcp.server.database.mapping import record_of_row
+from dcp.server.database.tables import verifications
+from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.declaring import Shown, moment
+from dcp.server.records.jobs import Job
 
-__all__ = ["feature"]
+if TYPE_CHECKING:
+    from dcp.inspection.verification import Finding
 
-feature: Final = Feature("verify", __name__, kinds=[VerifyKind()], web=["web"])
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """One verification; ``is_current``: the checkpoint is still what was verified."""
+
+    id: int
+    outcome: Annotated[str, Shown("good or damaged.")]
+    mode: str
+    is_current: Annotated[bool, Shown("Whether the checkpoint is still what was verified.")]
+    findings: Any
+    checked_bytes: int
+    seconds: float
+    created_at: datetime
+    job_id: int | None
+
+
+_MAX_FINDINGS: Final = 200
+_MAX_MESSAGE: Final = 1000
+
+
+class VerifyKind(SimpleKind[CheckpointParams]):
+    """The verification of one checkpoint."""
+
+    name: ClassVar[str] = "verify"
+    about: ClassVar[str] = "Read every byte of a checkpoint and compare it with its checksums."
+    scope: ClassVar[Scope] = "write"
+    params = CheckpointParams
+    preload: ClassVar[tuple[str, ...]] = ("dcp.inspection.verification",)
+
+    def run(
+        self,
+        context: JobContext,
+        params: CheckpointParams,
+        subjects: Sequence[Subject],
+        report_progress: ReportProgress,
+    ) -> Json:
+        """As `SimpleKind.run`; reads with several threads."""
+        from dcp.inspection.verification import verify_place
+
+        (subject,) = subjects
+        root, place = open_place(context, subject)
+        begun = time.monotonic()
+        with storage_errors(root), unchanged(place) as fingerprint:
+            report = verify_place(place, progress=lambda done, total: report_progress(done), with_digest=True)
+        shown = sorted(report.findings, key=lambda found: found.is_note)
+        return {
+            "outcome": "good" if report.ok else "damaged",
+            "findings": [_shown(found, root) for found in shown[:_MAX_FINDINGS]],
+            "finding_count": len(shown),
+            "files": report.files,
+            "tensors": report.tensors,
+            "blocks": report.blocks,
+            "checked_bytes": report.bytes,
+            "unchecked_bytes": report.unchecked_bytes,
+            "content_digest": report.digest,
+            "seconds": round(time.monotonic() - begun, 3),
+            "fingerprint": fingerprint,
+            "subject": asdict(subject),
+        }
+
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
+        """Record the verdict; it counts for the checkpoint only if its content is still the verified one."""
+        now, subject = time.time(), Subject(**result["subject"])
+        row = lock_checkpoint(connection, subject.id)
+        add_verification(
+            connection,
+            subject.id,
+            fingerprint=result["fingerprint"],
+            is_same=row["state"] == "committed" and subject.is_same(row),
+            mode="full",
+            outcome=result["outcome"],
+            findings=result["findings"],
+            checked_bytes=result["checked_bytes"],
+            content_digest=result.get("content_digest"),
+            seconds=result["seconds"],
+            job_id=job.id,
+            now=now,
+        )
+        detail = {"outcome": result["outcome"], "job": job.id, "findings": result["finding_count"]}
+        audit.record(
+            connection, job.created_by, "checkpoint.verify", f"checkpoint:{subject.id}", detail, now=now
+        )
+
+
+def _shown(found: Finding, root: StorageRoot) -> dict[str, Any]:
+    return {
+        "kind": found.kind,
+        "message": root.hide(found.message)[:_MAX_MESSAGE],
+        "file": found.file,
+        "fqn": found.fqn,
+        "offset": found.offset,
+        "length": found.length,
+    }
+
+
+Outcome = Literal["good", "damaged"]
+
+
+def add_verification(
+    connection: Connection,
+    checkpoint_id: int,
+    *,
+    fingerprint: str | None,
+    mode: str,
+    outcome: Outcome,
+    findings: Any,
+    checked_bytes: int,
+    seconds: float,
+    is_same: bool = True,
+    content_digest: str | None = None,
+    job_id: int | None = None,
+    now: float,
+) -> bool:
+    """Write what a verification found; whether it is of what is there now.
+
+    Only then it changes the checkpoint, and emits "checkpoint.verified" or "checkpoint.damaged". ``is_same``:
+    no other sign says that it has been replaced. The fingerprint is no sign where the catalog has none
+    yet, as of a checkpoint that its trainer has registered just now. ``content_digest`` is of all tensors,
+    where the checkpoint itself did not tell one.
+    """
+    row = lock_checkpoint(connection, checkpoint_id)
+    connection.execute(
+        insert(verifications).values(
+            checkpoint_id=checkpoint_id,
+            fingerprint=fingerprint,
+            mode=mode,
+            outcome=outcome,
+            findings=clean_json(findings),
+            checked_bytes=checked_bytes,
+            seconds=seconds,
+            created_seconds=now,
+            job_id=job_id,
+        )
+    )
+    if not is_same or row["fingerprint"] not in (None, fingerprint):
+        return False
+    problem = None if outcome == "good" else _first(findings)
+    _change(connection, row, outcome, mode, problem, content_digest or row["content_digest"], now)
+    return True
+
+
+def outcomes_of_jobs(connection: Connection, jobs: Collection[int]) -> dict[int, str]:
+    """The outcomes of jobs by number; jobs that verified nothing are left out."""
+    query = select(verifications.c.job_id, verifications.c.outcome).where(verifications.c.job_id.in_(jobs))
+    return {row.job_id: row.outcome for row in connection.execute(query)} if jobs else {}
+
+
+def _change(
+    connection: Connection,
+    row: Mapping[Any, Any],
+    outcome: Outcome,
+    mode: str,
+    problem: str | None,
+    content_digest: str | None,
+    now: float,
+) -> None:
+    """Set the verdict of the checkpoint ``row``, and emit its event."""
+    found = {"verification": outcome, "verified_seconds": now, "problem": problem}
+    bump(connection, row["id"], now, **found, content_digest=content_digest)
+    kind = "checkpoint.verified" if outcome == "good" else "checkpoint.damaged"
+    emit_all(connection, [checkpoint_event(kind, row, mode=mode, problem=problem)], now=now)
+
+
+def newest_verifications(
+    connection: Connection,
+    checkpoint_id: int,
+    visible: frozenset[str] | None = None,
+    *,
+    limit: int = 20,
+) -> list[Verification]:
+    """The last verifications, newest first; `MissingError` for a checkpoint that may not be seen."""
+    checkpoint = get_checkpoint(connection, checkpoint_id, visible)
+    query = (
+        select(verifications)
+        .where(verifications.c.checkpoint_id == checkpoint_id)
+        .order_by(verifications.c.id.desc())
+        .limit(limit)
+    )
+    return [_verification(row, checkpoint) for row in connection.execute(query)]
+
+
+def _verification(row: Any, checkpoint: CheckpointDetail) -> Verification:
+    created_at = moment(row.created_seconds)
+    # The verdict that the checkpoint has stands for its content; by fingerprints alone, one that was not
+    # known yet, or that changed without the content, would speak against the verdict beside it.
+    is_verdict = checkpoint.verification != "unverified" and checkpoint.verified_at == created_at
+    is_same = row.fingerprint is not None and row.fingerprint == checkpoint.fingerprint
+    return record_of_row(Verification, row, created_at=created_at, is_current=is_verdict or is_same)
+
+
+def _first(findings: Any) -> str:
+    first = findings[0] if isinstance(findings, list) and findings else findings
+    if isinstance(first, Mapping) and "message" in first:
+        first = first["message"]
+    return clean_text(str(first))[:4000]
+
+
+feature: Final = Feature("verify", __name__, kinds=[VerifyKind()], web=["verdicts"])

@@ -20,7 +20,7 @@ from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.events import CatalogEvent, emit, last_event_id
 from dcp.server.core.jobs.schedules import ScheduleContext
 from dcp.server.core.security.principal import SYSTEM
-from dcp.server.database.sql import insert_missing
+from dcp.server.database.engine import insert_missing
 from dcp.server.database.tables import checkpoints, deliveries, events, roots, runs, webhooks
 from dcp.server.features.webhooks import feature
 from dcp.server.features.webhooks.hooks import (

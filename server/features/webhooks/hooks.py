@@ -25,7 +25,7 @@ from standardwebhooks import Webhook as Signer
 
 from dcp.server.core.resource import Resource
 from dcp.server.core.settings import Settings
-from dcp.server.database.records import record_of_row
+from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import deliveries, webhooks
 from dcp.server.records.administration import Webhook
 from dcp.server.records.declaring import moment

@@ -1,12 +1,149 @@
-"""Checks of whether a checkpoint fills the state of a model or of another checkpoint."""
+"""Checks of whether a checkpoint fills a state: their records, and the job ``shapes``.
+
+The job finds the shapes of a model: its names, shapes and dtypes, from a config.json of Hugging Face.
+
+The model is made by another process, without memory for its tensors, within a time, and without remote
+code: see `dcp.integrations.model_shapes`, which is a program because this service has no torch.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
+from pydantic import AfterValidator
+
+from dcp.server.catalog.inputs import Plain
+from dcp.server.catalog.structures import TensorFacts
 from dcp.server.core.feature import Feature
-from dcp.server.features.will_it_load.job import ShapesKind
+from dcp.server.core.jobs.kind import CheckpointId, JobContext, Parameters, PermanentJobError, ReportProgress
+from dcp.server.core.jobs.ledger.rows import Json
+from dcp.server.core.jobs.subjects import SimpleKind, Subject
+from dcp.server.core.security.principal import Scope
+from dcp.server.records.declaring import OneOf, Shown
 
-__all__ = ["feature"]
+if TYPE_CHECKING:
+    pass
 
-feature: Final = Feature("will_it_load", __name__, kinds=[ShapesKind()], web=["web"])
+
+LoadAnswer = Literal["yes", "rename", "cast", "no"]
+
+
+LoadProblemKind = Literal["missing", "shape", "dtype", "kind", "unexpected"]
+"""kind: a tensor on one side, another value on the other. unexpected: in the checkpoint alone; left there."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProblem:
+    """A name that is not the same in a state and in the checkpoint that is to fill it. ``stored_fqn``: what
+    it is called in the checkpoint."""
+
+    kind: Annotated[str, OneOf(LoadProblemKind)]
+    fqn: Annotated[str, Shown("As the state has it; of an unexpected one as the checkpoint has it.")]
+    stored_fqn: Annotated[str | None, Shown("In the checkpoint; null if it is not there.")]
+    wanted: Annotated[TensorFacts | None, Shown("In the state; null of values and of what is not known.")]
+    stored: Annotated[TensorFacts | None, Shown("In the checkpoint.")]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFindings:
+    """Matches of the names of a state. ``counts``: by kind of problem; ``problems``: the first 500 each."""
+
+    matching: Annotated[int, Shown("That are there, with this shape and dtype as far as they are known.")]
+    counts: Annotated[Mapping[str, int], Shown("By kind of problem, all of them.")]
+    problems: Annotated[tuple[LoadProblem, ...], Shown("The first 500 of each kind.")]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCheck:
+    """Check of whether a checkpoint fills a state, by names, shapes and dtypes. ``rename``: the renaming by
+    which `dcp.load` finds missing names, {} without any; ``renamed``: the findings with it.
+
+    ``answer``: "yes"; "rename": with that; "cast": with dtype="cast", and that if it is not {}; "no".
+    """
+
+    checkpoint_id: int
+    answer: Annotated[str, OneOf(LoadAnswer)]
+    wanted: Annotated[int, Shown("Names in the state.")]
+    plain: Annotated[LoadFindings, Shown("Without a renaming.")]
+    rename: Annotated[Mapping[str, str], Shown("For dcp.load; {} without any.")]
+    renamed: Annotated[LoadFindings | None, Shown("With the renaming.")]
+    hint: Annotated[str | None, Shown("The hint of dcp.load about missing names.")]
+    code: Annotated[str, Shown("Python code that loads it.")]
+
+
+_MAX_CHARACTERS: Final = 1 << 16
+_SECONDS: Final = 900.0
+"""Enough for a busy machine; the program limits its own processor time."""
+
+
+def _bounded(config: Any) -> Any:
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ValueError("a config.json of Hugging Face has a model_type")
+    if len(json.dumps(config)) > _MAX_CHARACTERS:
+        raise ValueError(f"{_MAX_CHARACTERS:,} characters at most")
+    return config
+
+
+class ShapesParams(Parameters):
+    """The config of a model into which the checkpoint is to be loaded."""
+
+    checkpoint_id: CheckpointId
+    config: Annotated[Plain, AfterValidator(_bounded)]
+
+
+class ShapesKind(SimpleKind[ShapesParams]):
+    """The shapes of a model."""
+
+    name: ClassVar[str] = "shapes"
+    about: ClassVar[str] = (
+        "Create the model of a config.json without its weights, and list its names, shapes and dtypes."
+    )
+    scope: ClassVar[Scope] = "read"
+    params = ShapesParams
+    max_attempts: ClassVar[int] = 1
+
+    def run(
+        self,
+        context: JobContext,
+        params: ShapesParams,
+        subjects: Sequence[Subject],
+        report_progress: ReportProgress,
+    ) -> Json:
+        """As `SimpleKind.run`; reads nothing of the checkpoint."""
+        command = [sys.executable, "-m", "dcp.integrations.model_shapes"]
+        try:
+            done = subprocess.run(
+                command,
+                input=json.dumps(params.config),
+                capture_output=True,
+                text=True,
+                timeout=_SECONDS,
+                cwd=context.work_folder,
+                env=_environment(),
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise PermanentJobError(f"making the model took more than {_SECONDS:g} s") from None
+        if done.returncode:
+            raise PermanentJobError(
+                "making the model was stopped: it exceeds the limit of processor time or memory"
+            )
+        found: Json = json.loads(done.stdout)
+        if "problem" in found:
+            raise PermanentJobError(found["problem"])
+        return {**found, "tensor_count": len(found["tensors"])}
+
+
+def _environment() -> dict[str, str]:
+    """The variables that the program needs, and none of the service's secrets."""
+    kept = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
+    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+
+
+feature: Final = Feature("will_it_load", __name__, kinds=[ShapesKind()], web=["load_check"])

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import insert, select
 
 from dcp.server.catalog.events import emit
-from dcp.server.catalog.roots import sync_roots
+from dcp.server.catalog.runs import sync_roots
 from dcp.server.core.feature import Feature
 from dcp.server.core.jobs.kind import (
     PermanentJobError,

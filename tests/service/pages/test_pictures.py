@@ -10,7 +10,7 @@ import pytest
 
 from dcp.inspection.values.statistics import Summary
 from dcp.server.core.pages.marks import mark_of
-from dcp.server.features.statistics.job import statistics_json
+from dcp.server.features.statistics import statistics_json
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ from dcp.server.core.jobs.ledger.rows import (
     set_job,
     set_task,
 )
+from dcp.server.database.mapping import document_of
 from dcp.server.database.tables import jobs, tasks
 from dcp.server.records.declaring import moment
-from dcp.server.records.documents import document_of
 from dcp.server.records.jobs import Job, JobFailure, JobTask, JobWaiting
 
 __all__ = ["DEFAULT_BACKOFF", "clear_away", "expire_leases", "fail", "give_up", "has_expired"]

@@ -10,7 +10,7 @@ from typing import Final
 from sqlalchemy import ColumnElement, Connection, and_, func, not_, or_, select
 
 from dcp.server.core.allowances import SERVICE, Allowances, Subject, refusal
-from dcp.server.database.sql import lock_names
+from dcp.server.database.engine import lock_names
 from dcp.server.database.tables import jobs, roots
 
 __all__ = ["AtWork", "check_queue", "count_queued", "may_run", "subject_jobs"]

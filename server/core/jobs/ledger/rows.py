@@ -28,7 +28,7 @@ from sqlalchemy import (
 
 from dcp.server.core.problems import NotFoundError
 from dcp.server.database.documents import ensure_document
-from dcp.server.database.records import record_of_row
+from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import job_events, jobs, roots, tasks
 from dcp.server.records.declaring import moment
 from dcp.server.records.jobs import FINAL_STATES, Job, JobEvent, JobProgress, JobState, JobTask

@@ -48,9 +48,9 @@ from dcp.server.core.jobs.ledger.rows import (
 from dcp.server.core.problems import ConflictError, NotFoundError
 from dcp.server.database.documents import ensure_document
 from dcp.server.database.engine import Encoded
+from dcp.server.database.mapping import document_of
 from dcp.server.database.tables import checkpoints, job_roots, jobs, roots, tasks
 from dcp.server.records.declaring import moment
-from dcp.server.records.documents import document_of
 from dcp.server.records.jobs import Job, JobWaiting
 
 __all__ = [

@@ -15,10 +15,9 @@ from dcp.planners.weight_maps.weight_map import ready_maps
 from dcp.server.catalog.details import get_checkpoint, keys_of
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.filters import CheckpointFilter
-from dcp.server.catalog.inputs import MAX_ID, Request
+from dcp.server.catalog.inputs import MAX_ID, Request, clean_text
 from dcp.server.catalog.inputs import Query as QueryModel
 from dcp.server.catalog.listing import list_checkpoints
-from dcp.server.catalog.values import clean_text
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.data.access import Readable
@@ -27,14 +26,20 @@ from dcp.server.core.pages.rendering import page
 from dcp.server.core.pages.requests import FormDep, checked
 from dcp.server.core.problems import NotFoundError, UnprocessableError
 from dcp.server.features.convert.options import MapChoice
-from dcp.server.features.will_it_load import feature
-from dcp.server.features.will_it_load.job import ShapesKind, ShapesParams
-from dcp.server.features.will_it_load.records import LoadCheck, LoadFindings, LoadProblem
+from dcp.server.features.will_it_load import (
+    LoadCheck,
+    LoadFindings,
+    LoadProblem,
+    ShapesKind,
+    ShapesParams,
+    feature,
+)
 from dcp.storage.errors import OptionError, PlanError
 
 if TYPE_CHECKING:
-    from dcp.server.features.will_it_load.states import StateNames
+    from dcp.server.features.will_it_load.checks import StateNames
     from dcp.storage.formats.index import CheckpointIndex
+
 
 _PATH: Final = "/checkpoints/{checkpoint_id}/will-it-load"
 _ERRORS: Final = (400, 401, 403, 404, 409, 410, 413, 421, 422, 429, 503)
@@ -100,7 +105,7 @@ def check_load_of(checkpoint_id: IdPath, query: Annotated[StateQuery, Query()], 
     if query.shapes_job is not None:
         document, config = _shapes(query.shapes_job, ask)
         return _check_document(checkpoint_id, document, ask, through, config)
-    from dcp.server.features.will_it_load.states import (
+    from dcp.server.features.will_it_load.checks import (
         state_of_index,  # only here, as all that reads checkpoints
     )
 
@@ -142,7 +147,7 @@ def _check_document(
     config: Mapping[str, Any] | None = None,
 ) -> LoadCheck:
     """Check a state that is given as JSON in any of the accepted forms; ``config``: its model's, if known."""
-    from dcp.server.features.will_it_load.states import state_of_document
+    from dcp.server.features.will_it_load.checks import state_of_document
 
     state = state_of_document(document)
     return _checked(ask.data.open(checkpoint_id), state, ask, through, config or {})
@@ -228,7 +233,7 @@ def will_it_load_page(checkpoint_id: IdPath, view: Annotated[FitView, Query()], 
 @feature.form(_PATH, scope="read")
 def will_it_load_form(checkpoint_id: IdPath, form: FormDep, ask: Ask) -> str | Response:
     """The answer for the pasted text; of a config.json a job makes the model, and the page follows it."""
-    from dcp.server.features.will_it_load.states import (  # only here: they import numpy
+    from dcp.server.features.will_it_load.checks import (  # only here: they import numpy
         document_of_text,
         is_config,
     )

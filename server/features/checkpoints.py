@@ -1,8 +1,9 @@
-"""Checkpoints by the API, and the page that lists them with counts beside its filters."""
+"""Checkpoints: listed with counts beside filters, found by name, registered, shown, and loaded by code."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, cast
 from urllib.parse import urlencode
 
@@ -12,23 +13,29 @@ from pydantic import Field
 from sqlalchemy import Connection
 
 from dcp.server.catalog import details, listing
-from dcp.server.catalog.facets import checkpoint_facets
-from dcp.server.catalog.filter_checks import check_filter, notes_of
-from dcp.server.catalog.filters import CheckpointFilter, MetricCondition, RootName, Sort, SortText
+from dcp.server.catalog.filters import (
+    CheckpointFilter,
+    MetricCondition,
+    RootName,
+    Sort,
+    SortText,
+    check_filter,
+    notes_of,
+)
 from dcp.server.catalog.inputs import MAX_ID, Name, Query, Text
+from dcp.server.catalog.listing import CheckpointFacets, Facet, checkpoint_facets
 from dcp.server.core.answers import IdPath, answer_model
 from dcp.server.core.ask import Ask
+from dcp.server.core.feature import Feature
 from dcp.server.core.http.dependencies import MAX_PAGE
 from dcp.server.core.pages.formatting import metrics_of
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.core.security.redaction import redact
-from dcp.server.features.checkpoints import feature
 from dcp.server.features.scan.reading import Registration, observe, place_of
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registered
 from dcp.server.records.lists import NotedPage
-from dcp.server.records.search import CheckpointFacets, Facet
 
-__all__ = ["ListView", "LookupQuery", "Paged", "find_page", "listed", "lookup_checkpoint", "loss_of"]
+feature: Final = Feature("checkpoints", __name__)
 
 
 class Paged(Query):
@@ -235,3 +242,44 @@ def loss_of(names: Iterable[str]) -> str | None:
     """The metric that is shown first: one that is called a loss, or the first by name."""
     ordered = sorted(names)
     return next((name for name in ordered if "loss" in name.lower()), ordered[0] if ordered else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Snippet:
+    """``title`` says what the code is for."""
+
+    title: str
+    code: str
+
+
+def snippets_of(found: Any, root: Any, base_url: str) -> list[Snippet]:
+    """For a checkpoint as the API has it: where its storage is, if that may be known, and by the catalog."""
+    code = _by_format(found.format, repr(_place(found, root)))
+    client = (
+        "from dcp.server.client import Client\n\n"
+        f"with Client({base_url.rstrip('/')!r}) as client:\n"
+        f'    client.download({found.id}, "checkpoint.safetensors", drop_objects=True)'
+    )
+    return [*([Snippet("From storage", code)] if code else []), Snippet("From this catalog", client)]
+
+
+def _place(found: Any, root: Any) -> str:
+    """Where it is in storage; where that may not be known, what to put there."""
+    return (
+        f"WHERE {found.root} IS/{found.key}"
+        if root is None or root.url is None
+        else f"{root.url.rstrip('/')}/{found.key}"
+    )
+
+
+def _by_format(name: str, place: str) -> str | None:
+    match name:
+        case "dcp" | "torch_dcp":
+            state = 'state = {"model": model}  # as it was saved'
+            return f"import dcp\n\n{state}\ndcp.load(state, checkpoint_id={place})"
+        case "torch_save":
+            return f"import torch\n\nstate = torch.load({place}, weights_only=True)"
+        case "safetensors":
+            return f"import dcp\n\nstate = dcp.read({place})"
+        case _:
+            return None

@@ -8,19 +8,22 @@ from datetime import datetime
 from typing import Annotated, Any, Final
 from urllib.parse import urlencode
 
-from dcp.server.catalog import verifications
 from dcp.server.catalog.cursors import encode_cursor, offset_of, query_mark
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import PageQuery
 from dcp.server.core.pages.requests import FormDep
 from dcp.server.core.problems import NotFoundError
-from dcp.server.features.statistics import feature
-from dcp.server.features.statistics.job import StatsKind, StatsParams
+from dcp.server.features.statistics import (
+    StatsKind,
+    StatsParams,
+    feature,
+    statistics_of_tensor,
+    statistics_tensors,
+    stored_statistics,
+)
 from dcp.server.records.declaring import Shown, moment
 from dcp.server.records.jobs import Job
-
-__all__ = ["TensorStatistics", "kept_statistics"]
 
 _PATH: Final = "/checkpoints/{checkpoint_id}/statistics"
 
@@ -55,7 +58,7 @@ class TensorStatistics:
 def get_statistics(checkpoint_id: IdPath, ask: Ask, page: PageQuery) -> Statistics:
     """The statistics that are kept; not found before the first computation. A page is of tensors."""
     with ask.reading() as connection:
-        found = verifications.get_statistics(connection, checkpoint_id, ask.visible)
+        found = stored_statistics(connection, checkpoint_id, ask.visible)
         if found is None:
             raise NotFoundError(
                 f"no statistics of checkpoint {checkpoint_id} are kept; POST here to compute them"
@@ -63,7 +66,7 @@ def get_statistics(checkpoint_id: IdPath, ask: Ask, page: PageQuery) -> Statisti
         mark = query_mark("statistics", checkpoint_id, found.created_seconds)
         begin = offset_of(page.cursor, mark)
         end = begin + page.limit
-        tensors = verifications.statistics_tensors(connection, checkpoint_id, begin, end)
+        tensors = statistics_tensors(connection, checkpoint_id, begin, end)
     return Statistics(
         is_stale=found.is_stale,
         created_at=moment(found.created_seconds),
@@ -94,10 +97,10 @@ def kept_statistics(ask: Ask, checkpoint_id: int, fqn: str) -> TensorStatistics 
     """The statistics of one tensor that a job has computed; None without any, and where the checkpoint was
     replaced since. Raises MissingError."""
     with ask.reading() as connection:
-        row = verifications.get_statistics(connection, checkpoint_id, ask.visible)
+        row = stored_statistics(connection, checkpoint_id, ask.visible)
         if row is None or row.is_stale:
             return None
-        found = verifications.statistics_of_tensor(connection, checkpoint_id, fqn)
+        found = statistics_of_tensor(connection, checkpoint_id, fqn)
     if found is None:
         return None
     return TensorStatistics(

@@ -6,15 +6,12 @@ from typing import Annotated, Any, Final
 
 from fastapi import Query
 
-from dcp.server.catalog import verifications
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.jobs.subjects import CheckpointParams
 from dcp.server.core.security.principal import Scope
-from dcp.server.features.verify import feature
-from dcp.server.features.verify.job import VerifyKind
+from dcp.server.features.verify import Verification, VerifyKind, feature, newest_verifications
 from dcp.server.records.checkpoints import CheckpointDetail
-from dcp.server.records.contents import Verification
 from dcp.server.records.jobs import Job
 from dcp.server.records.lists import Items
 
@@ -26,7 +23,7 @@ def list_verifications(
     checkpoint_id: IdPath, ask: Ask, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> Items[Verification]:
     """The last verifications, newest first."""
-    found = ask.find(verifications.list_verifications, checkpoint_id, ask.visible, limit=limit)
+    found = ask.find(newest_verifications, checkpoint_id, ask.visible, limit=limit)
     return Items(tuple(found))
 
 

@@ -18,19 +18,11 @@ from dcp.server.catalog.details import bump, get_checkpoint, labels_of, lock_che
 from dcp.server.catalog.errors import InvalidQueryError, StateError
 from dcp.server.catalog.events import NewEvent, checkpoint_event, emit_all
 from dcp.server.catalog.facts import CheckpointFacts, Upserted, announcement, change_of
-from dcp.server.catalog.roots import root_id
-from dcp.server.catalog.runs import RunChange, ensure_runs, refresh_runs
+from dcp.server.catalog.runs import RunChange, ensure_runs, refresh_runs, root_id
 from dcp.server.catalog.structures import ensure_structures
-from dcp.server.database.sql import dialect_insert, insert_missing, insert_or_update
+from dcp.server.database.engine import dialect_insert, insert_missing, insert_or_update
 from dcp.server.database.tables import checkpoint_names, checkpoints, metrics, tags
 from dcp.server.records.checkpoints import CheckpointDetail, State
-
-__all__ = [
-    "mark_vanished",
-    "set_state",
-    "upsert_checkpoint",
-    "upsert_checkpoints",
-]
 
 _CHUNK: Final = 500
 _ROUNDS: Final = 3

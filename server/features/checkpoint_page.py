@@ -1,4 +1,4 @@
-"""A checkpoint: its state, facts and tensors, code that loads it, and its files."""
+"""The page of a checkpoint, with panels of other features, and that of its files."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.inputs import Query
 from dcp.server.catalog.listing import neighbour
 from dcp.server.catalog.names import in_order
-from dcp.server.catalog.tensors import TreePart, parts_of
-from dcp.server.catalog.verifications import list_verifications
+from dcp.server.catalog.structures import TreePart, parts_of
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
+from dcp.server.core.feature import Feature
 from dcp.server.core.http.dependencies import PageParams
 from dcp.server.core.jobs.ledger.reading import get_job
-from dcp.server.features.checkpoint_page import feature
-from dcp.server.features.checkpoints.snippets import snippets_of
-from dcp.server.features.diff.changes import changes_below, changes_of_list
-from dcp.server.features.diff.job import DiffKind, DiffParams
-from dcp.server.features.diff.web import Differences
+from dcp.server.features.checkpoints import snippets_of
+from dcp.server.features.diff import DiffKind, DiffParams
+from dcp.server.features.diff.comparison import Differences
 from dcp.server.features.downloads import list_files
 from dcp.server.features.roots import roots_of
-from dcp.server.features.tensors import api as tensors_api
+from dcp.server.features.tensors import list_tensors, tensor_tree
+from dcp.server.features.verify import Verification, newest_verifications
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
-from dcp.server.records.contents import Verification
 from dcp.storage.commit_names import METADATA_NAME
+
+feature: Final = Feature("checkpoint_page", __name__)
+
 
 _TENSORS: Final = 100
 
@@ -76,19 +77,19 @@ def checkpoint_page(
     }
 
 
-@feature.panel("checkpoint.notices", "notice.html", order=30)
+@feature.panel("checkpoint.notices", "checkpoint_notice.html", order=30)
 def state_notice(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
     """Say what is wrong with the checkpoint."""
     return {}
 
 
-@feature.panel("checkpoint", "actions.html", order=30)
+@feature.panel("checkpoint", "checkpoint_actions.html", order=30)
 def actions_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
     """Collect the forms of other features in one box."""
     return {}
 
 
-@feature.page("/checkpoints/{checkpoint_id}/files", "files.html")
+@feature.page("/checkpoints/{checkpoint_id}/files", "checkpoint_files.html")
 def files_page(checkpoint_id: IdPath, ask: Ask) -> dict[str, Any]:
     """List its files as they are in storage now, and say whether stock torch finds what it needs."""
     listed = list_files(checkpoint_id, ask)
@@ -104,7 +105,7 @@ def files_page(checkpoint_id: IdPath, ask: Ask) -> dict[str, Any]:
 
 def _verifications(checkpoint_id: int, ask: Ask, limit: int) -> dict[str, Any]:
     """The last verifications, and who requested the newest: the catalog keeps the jobs that it refers to."""
-    found: list[Verification] = ask.find(list_verifications, checkpoint_id, ask.visible, limit=limit)
+    found: list[Verification] = ask.find(newest_verifications, checkpoint_id, ask.visible, limit=limit)
     job_id = found[0].job_id if found else None
     author = None if job_id is None else ask.find(get_job, job_id, ask.visible).created_by
     return {"verifications": found, "verified_by": author}
@@ -116,9 +117,9 @@ def _verifications(checkpoint_id: int, ask: Ask, limit: int) -> dict[str, Any]:
 def _tensors(of: CheckpointDetail, before: Checkpoint | None, view: TensorView, ask: Ask) -> dict[str, Any]:
     page = PageParams(_TENSORS, view.cursor)
     if view.is_list:
-        found: Any = tensors_api.list_tensors(of.id, ask, page, view.pattern, view.kind, view.dtype)
+        found: Any = list_tensors(of.id, ask, page, view.pattern, view.kind, view.dtype)
     else:
-        found = tensors_api.tensor_tree(of.id, ask, page, view.prefix)
+        found = tensor_tree(of.id, ask, page, view.prefix)
     largest = max((item.bytes for item in found.items), default=0) or 1
     return {
         "view": view,
@@ -140,6 +141,11 @@ def _changes(
     job = ask.last_job(DiffKind, DiffParams(a=before.id, b=of.id), 0 if kept is None else kept[0].id)
     if kept is None:
         return nothing | {"change_job": job}
+    from dcp.server.features.diff.differences import (
+        changes_below,
+        changes_of_list,
+    )  # only here: imports numpy
+
     _, found = kept
     changes = changes_of_list(found, entries) if view.is_list else changes_below(found, view.prefix, entries)
     return {"changes": changes, "is_cut": found.is_cut, "change_job": job}

@@ -13,12 +13,11 @@ from pydantic import Field
 
 from dcp.server.catalog.cursors import encode_cursor, offset_of, query_mark
 from dcp.server.catalog.details import get_checkpoint
-from dcp.server.catalog.inputs import MAX_ID
+from dcp.server.catalog.inputs import MAX_ID, clean_text
 from dcp.server.catalog.inputs import Query as QueryModel
 from dcp.server.catalog.listing import neighbour
 from dcp.server.catalog.names import check_pattern
-from dcp.server.catalog.tensors import parts_of
-from dcp.server.catalog.values import clean_text
+from dcp.server.catalog.structures import parts_of
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.data.access import SharedValues
@@ -28,10 +27,17 @@ from dcp.server.core.jobs.subjects import find_subject
 from dcp.server.core.pages.rendering import page
 from dcp.server.core.pages.requests import FormDep, MovedError
 from dcp.server.core.problems import NotFoundError, ProblemError, UnprocessableError
-from dcp.server.features.diff import feature
-from dcp.server.features.diff.job import DiffKind, DiffParams
-from dcp.server.features.diff.records import Basis, Diff, DifferenceKind, DifferenceOrder, TensorDifference
-from dcp.server.features.tensors.api import get_tensor_statistics
+from dcp.server.features.diff import (
+    Basis,
+    Diff,
+    DifferenceKind,
+    DifferenceOrder,
+    DiffKind,
+    DiffParams,
+    TensorDifference,
+    feature,
+)
+from dcp.server.features.tensors import get_tensor_statistics
 from dcp.server.features.tensors.histograms import histogram_picture
 from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.jobs import Job
@@ -39,7 +45,6 @@ from dcp.server.records.jobs import Job
 if TYPE_CHECKING:
     from dcp.server.features.diff.differences import ContentDifference
 
-__all__ = ["Differences"]
 
 _MAX_OBJECTS: Final = 500
 _BASIS: Final = (
@@ -295,3 +300,14 @@ def compare_values_form(form: FormDep, ask: Ask) -> str:
         raise UnprocessableError("a and b are the numbers of two checkpoints") from None
     ask.submit(DiffKind, params)
     return f"/diff?a={params.a}&b={params.b}"
+
+
+@feature.form("/checkpoints/{checkpoint_id}/change", scope="read")
+def change_form(checkpoint_id: IdPath, form: FormDep, ask: Ask) -> str:
+    """Compare it with another checkpoint, value by value, and return to its page."""
+    before = form.text("before")
+    if not before.isdecimal() or len(before) > 18:
+        raise UnprocessableError("before: the number of a checkpoint", field="before")
+    ask.submit(DiffKind, DiffParams(a=int(before), b=checkpoint_id))
+    query = {"colour": "change", **({"prefix": prefix} if (prefix := form.text("prefix")) else {})}
+    return f"/checkpoints/{checkpoint_id}?{urlencode(query)}#tensors"
