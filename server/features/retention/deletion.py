@@ -128,6 +128,7 @@ class DeleteKind(Kind[DeleteParams]):
     """Deletion of several checkpoints, in the transaction that completes the job: there are no tasks."""
 
     name: ClassVar[str] = "delete"
+    about: ClassVar[str] = "Delete checkpoints; they can be restored until their grace is over."
     scope: ClassVar[Scope] = "delete"
     params = DeleteParams
 
@@ -190,6 +191,7 @@ class PruneKind(SimpleKind[PruneParams]):
     """Dropping, which may be repeated from any point on."""
 
     name: ClassVar[str] = "prune"
+    about: ClassVar[str] = "Drop parts of a checkpoint, such as its optimizer."
     scope: ClassVar[Scope] = "delete"
     params = PruneParams
     preload: ClassVar[tuple[str, ...]] = ("dcp.manager.dropping",)

@@ -185,6 +185,7 @@ class RetentionKind(Kind[RetentionParams]):
     """The application of a policy: a task for a hundred runs, a transaction for each run."""
 
     name: ClassVar[str] = "retention"
+    about: ClassVar[str] = "Apply a retention policy to its runs."
     scope: ClassVar[Scope] = "delete"
     params = RetentionParams
     needs_database: ClassVar[bool] = True

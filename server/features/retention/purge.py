@@ -75,6 +75,7 @@ class PurgeKind(Kind[PurgeParams]):
     """Removal by one task, which may be repeated from any point on."""
 
     name: ClassVar[str] = "purge"
+    about: ClassVar[str] = "Remove the files of a deleted checkpoint whose grace is over."
     scope: ClassVar[Scope] = "delete"
     params = PurgeParams
     preload: ClassVar[tuple[str, ...]] = ("dcp.manager.removal",)

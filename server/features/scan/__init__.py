@@ -53,6 +53,7 @@ class ScanKind(Kind[ScanParams]):
     """A scan by one task, which writes what it finds as it proceeds."""
 
     name: ClassVar[str] = "scan"
+    about: ClassVar[str] = "Bring the catalog up to date with the storage of a root."
     scope: ClassVar[Scope] = "write"
     params = ScanParams
     needs_database: ClassVar[bool] = True
