@@ -13,6 +13,7 @@ from dcp.server.database.engine import insert_missing
 from dcp.server.database.tables import consumers, events, roots
 
 __all__ = [
+    "CHECKPOINT_EVENTS",
     "CatalogEvent",
     "NewEvent",
     "checkpoint_event",
@@ -25,12 +26,23 @@ __all__ = [
     "position",
 ]
 
+CHECKPOINT_EVENTS: Final = (
+    "checkpoint.committed",
+    "checkpoint.verified",
+    "checkpoint.damaged",
+    "checkpoint.converted",
+    "checkpoint.deleted",
+    "checkpoint.tagged",
+    "checkpoint.aliased",
+)
+"""Kinds of events of the catalog; features declare others."""
+
 _ORDER_LOCK: Final = 0x6576_656E_7473
 
 
 @dataclass(frozen=True, slots=True)
 class NewEvent:
-    """An event to write. ``kind`` is one of those in `dcp.server.database.tables.events`."""
+    """An event to write. ``kind`` is one of `CHECKPOINT_EVENTS`, or one that a feature declares."""
 
     kind: str
     root_id: int | None = None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any, Final
@@ -70,6 +70,26 @@ def _clean(text: str) -> str:
 OneLine = Annotated[str, AfterValidator(_clean)]
 Text = Annotated[str, StringConstraints(max_length=2048), AfterValidator(_clean)]
 """Free text of one line."""
+
+
+class LateChoice:
+    """In ``Annotated``: text that is one of ``values()``, called when it is checked or documented, because
+    features add some."""
+
+    def __init__(self, values: Callable[[], Collection[str]]) -> None:
+        self._values = values
+
+    def _check(self, value: str) -> str:
+        if value not in self._values():
+            raise ValueError(f"must be one of {', '.join(self._values())}")
+        return value
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Any:
+        return {**handler(schema), "enum": list(self._values())}
+
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=NAME_PATTERN)]
 """Of tags, aliases, metrics, keys, rules: letters, digits and ``_./:@+=-``."""

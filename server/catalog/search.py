@@ -11,11 +11,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, Select, Text, case, cast, func, literal, or_, select
 
-from dcp.server.catalog.errors import InvalidQueryError
 from dcp.server.catalog.names import check_text, contains, fold, pattern_of
 from dcp.server.database.tables import (
     aliases,
@@ -31,7 +30,8 @@ from dcp.server.database.tables import (
 )
 from dcp.server.records.declaring import OneOf, Shown
 
-HitKind = Literal["run", "checkpoint", "alias", "tag", "tensor"]
+HitKind = Literal["run", "checkpoint", "alias", "tag", "tensor", "note"]
+"""Notes are found by their feature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class SearchHit:
     tag, or tensors of one structure whose names differ by numbers only.
     """
 
-    kind: Annotated[str, OneOf(HitKind)]
+    kind: Annotated[str, OneOf(HitKind), Shown("Features of other packages may find further kinds.")]
     text: Annotated[str, Shown("The name that was found.")]
     rank: Annotated[int, Shown("0: the same name; 1: begins with it; 2: at a word's beginning; 3: anywhere.")]
     root: str | None = None
@@ -53,6 +53,7 @@ class SearchHit:
     key: str | None = None
     step: int | None = None
     count: int = 1
+    href: Annotated[str | None, Shown("The page of this service that shows it.", may_be_absent=True)] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +84,15 @@ def search(
     text: str,
     visible: frozenset[str] | None = None,
     *,
-    kinds: Collection[HitKind] = (),
+    kinds: Collection[str] = (),
     limit: int = 10,
 ) -> SearchResult:
     """Visible things with ``text`` in their names, or with it as their step or path: up to ``limit`` of each
     of ``kinds``, all by default. Raises `InvalidQueryError` for text that cannot be
-    searched for."""
+    searched for. Kinds that features find are ignored."""
     typed = check_text("q", text.strip())
-    unknown = [kind for kind in kinds if kind not in _FINDERS]
-    if unknown:
-        raise InvalidQueryError("kind", f"one of {', '.join(get_args(HitKind))}")
     one = _SearchRequest(connection, typed, fold(typed), _visible_ids(connection, visible), limit)
-    found = [hit for kind in kinds or _FINDERS for hit in _FINDERS[kind](one)]
+    found = [hit for kind, find in _FINDERS.items() if not kinds or kind in kinds for hit in find(one)]
     order: list[str] = list(_FINDERS)
     return SearchResult(tuple(sorted(found, key=lambda hit: (hit.rank, order.index(hit.kind)))))
 

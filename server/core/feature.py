@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, Unpack, get_args
 
 from dcp.server.core.jobs.schedules import Consume, Consumer, PeriodicWork, ScheduleContext
 from dcp.server.records.administration import Scope
@@ -35,17 +35,23 @@ if TYPE_CHECKING:
     from dcp.server.core.allowances import Allowances
     from dcp.server.core.jobs.kind import Kind
     from dcp.server.core.settings import Settings
+    from dcp.server.catalog.search import SearchHit
 
-__all__ = ["Access", "Feature", "FeatureError", "Link", "Page", "Panel", "PanelPlace", "Route"]
+__all__ = ["Access", "Feature", "FeatureError", "Finder", "Link", "Page", "Panel", "PanelPlace", "Route"]
 
 C = TypeVar("C", bound=Consume)
 F = TypeVar("F", bound=Callable[..., Any])
+Finder = Callable[[Any, str, "frozenset[str] | None", int], "Iterable[SearchHit]"]
+G = TypeVar("G", bound=Finder)
 W = TypeVar("W", bound="Callable[[ScheduleContext], object]")
 Access = Scope | Literal["public"]
 """The scope that a key needs; "public": no key at all."""
 LinkedFrom = Literal["run", "checkpoint"]
 PanelPlace = Literal["checkpoint", "checkpoint.notices", "checkpoint.actions", "run"]
 """Beside the content of a checkpoint's page, above it, in its box of actions; below the list of a run."""
+
+
+_EVENT: Final = re.compile(r"[a-z][a-z0-9_]{0,30}\.[a-z][a-z0-9_]{0,30}")
 
 
 class FeatureError(CheckpointError):
@@ -149,6 +155,7 @@ class Feature:
 
     ``allowances``: a subclass of `dcp.server.core.allowances.Allowances`, which says how much an account, a
     key or a root may use; one feature may have it.
+    ``events``: kinds of events that it emits, such as "note.created", for consumers and webhooks.
     """
 
     name: str
@@ -157,6 +164,7 @@ class Feature:
     web: Sequence[str] = ()
     work: Sequence[str] = ()
     links: Sequence[Link] = ()
+    events: Sequence[str] = ()
     templates: Mapping[str, str] = field(default_factory=dict)
     settings: type[BaseModel] | None = None
     allowances: Callable[[Settings], Allowances] | None = None
@@ -165,6 +173,12 @@ class Feature:
     consumers: list[Consumer] = field(default_factory=list)
     schedules: list[Callable[[Settings], Iterable[PeriodicWork]]] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
+    finders: dict[str, Finder] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for kind in self.events:
+            if not _EVENT.fullmatch(kind):
+                raise FeatureError(f"feature {self.name!r}: event {kind!r} is not like note.created")
 
     @property
     def folder(self) -> Path:
@@ -310,6 +324,19 @@ class Feature:
                 lambda settings: [PeriodicWork(name, seconds or settings.poll_seconds, act, is_needed)]
             )
             return act
+
+        return declare
+
+    def finder(self, kind: str) -> Callable[[G], G]:
+        """Declare that the search of the service finds things of this ``kind`` by the function.
+
+        It gets the connection, the text, the names of the roots that may be seen (None for all) and the
+        number of hits at most, and returns each as a `SearchHit` with its page as ``href``, the best first.
+        """
+
+        def declare(find: G) -> G:
+            self.finders[kind] = find
+            return find
 
         return declare
 

@@ -34,7 +34,8 @@ class Resource(Generic[R]):
     A column ``name`` is unique. Errors call a row ``what``, entries of the audit log ``noun``; ETags are
     ``"{tag}-{version}"``, where ``{id}`` in ``tag`` is the row's. ``record`` makes the answer of a row and
     its ETag, ``detail`` what is audited. ``query`` selects other than the columns of the table,
-    ``is_visible`` says whether a key for some roots may see a row, and ``forget`` deletes what refers to one.
+    ``is_visible`` says whether a key for some roots may see a row, ``check`` raises where the caller may see
+    but not change it, and ``forget`` deletes what refers to one.
     """
 
     table: Table
@@ -45,6 +46,7 @@ class Resource(Generic[R]):
     detail: Callable[[Row[Any]], _Values] = lambda row: {}
     query: Select[Any] | None = None
     is_visible: Callable[[Row[Any], Visible], bool] = lambda row, visible: True
+    check: Callable[[Ask, Row[Any]], object] = lambda ask, row: None
     forget: Callable[[Connection, int], object] = lambda connection, number: None
 
     # -- rows ------------------------------------------------------------------------------------------------
@@ -97,6 +99,7 @@ class Resource(Generic[R]):
         """Return a row that is to be changed. MissingError; ChangedError if it is not as ``match`` says."""
         expected = match.version(self.tag.format(id=number))
         row = self.find(connection, number, ask.visible, locked=True)
+        self.check(ask, row)
         if expected is not None and row.version != expected:
             raise ChangedError(self.what, number, expected=expected, version=row.version)
         return row
@@ -145,6 +148,10 @@ class Resource(Generic[R]):
         if is_new:
             ask.response.headers["Location"] = f"{ask.request.url.path}/{row.id}"
         ask.response.headers["ETag"] = self._etag(row)
+        return self.shown(row)
+
+    def shown(self, row: Row[Any]) -> R:
+        """Return the record of a row."""
         return self.record(row, self._etag(row))
 
     def create(self, ask: Ask, values: _Values) -> R:
@@ -159,7 +166,7 @@ class Resource(Generic[R]):
         left = [row for row in ask.find(self.rows, ask.visible) if row.id > after]
         shown = left[: page.limit]
         cursor = encode_cursor(self.noun, shown[-1].id) if len(left) > len(shown) else None
-        return Page(tuple(self.record(row, self._etag(row)) for row in shown), cursor)
+        return Page(tuple(map(self.shown, shown)), cursor)
 
     def read(self, ask: Ask, number: int) -> R:
         """Answer the GET of one."""

@@ -286,9 +286,7 @@ events: Final = Table(
     Column("at_seconds", Float, nullable=False),
     Index(None, "checkpoint_id", "id"),
 )
-"""Events of the catalog, written in the transaction of the change. Kinds: "checkpoint.committed",
-"checkpoint.verified", "checkpoint.damaged", "checkpoint.converted", "checkpoint.deleted",
-"checkpoint.tagged", "checkpoint.aliased"."""
+"""Events, written in the transaction of the change: of the catalog and of features."""
 
 consumers: Final = Table(
     "consumers",

@@ -15,6 +15,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, get_args
 
 from dcp.server.core.allowances import Allowances
+from dcp.server.catalog.events import CHECKPOINT_EVENTS
 from dcp.server.core.feature import Feature, FeatureError
 from dcp.server.core.jobs.cleaning import CLEAN_UP
 from dcp.server.core.jobs.kind import Kind
@@ -22,7 +23,7 @@ from dcp.server.core.jobs.schedules import PeriodicWork
 from dcp.server.core.settings import Settings
 from dcp.server.records.administration import Scope
 
-__all__ = ["FEATURES", "FeatureError", "allowances", "check_settings", "features", "kinds", "schedules"]
+__all__ = ["FEATURES", "FeatureError", "allowances", "check_settings", "event_kinds", "features", "kinds", "schedules"]
 
 _GROUP: Final = "dcphub.service_features"
 
@@ -40,6 +41,7 @@ FEATURES: Final = (
     "keys",
     "labels",
     "lineage",
+    "notes",
     "roots",
     "rules",
     "runs",
@@ -117,6 +119,12 @@ def _check_button(kind: Kind[Any]) -> None:
             f"kind of job {kind.name!r}: a button needs parameters with checkpoint_id, and defaults for all "
             f"others: {error}"
         ) from None
+@cache
+def event_kinds() -> tuple[str, ...]:
+    """All kinds of events: those of the catalog, then those that features emit. Raises FeatureError."""
+    found = (*CHECKPOINT_EVENTS, *(kind for one in features(is_worker=True) for kind in one.events))
+    _check_unique("kind of event", found)
+    return found
 
 
 def schedules(settings: Settings) -> Sequence[PeriodicWork]:
@@ -124,6 +132,10 @@ def schedules(settings: Settings) -> Sequence[PeriodicWork]:
     found = features(is_worker=True)
     work = [*(work for feature in found for work in feature.periodic_work(settings)), CLEAN_UP]
     _check_unique("consumer or schedule", [one.name for one in work])
+    for consumer in (consumer for feature in found for consumer in feature.consumers):
+        unknown = sorted((consumer.kinds or set()) - set(event_kinds()))
+        if unknown:
+            raise FeatureError(f"consumer {consumer.name!r}: no feature emits events {', '.join(unknown)}")
     return work
 
 

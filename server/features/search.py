@@ -1,25 +1,34 @@
-"""Search: runs, checkpoints, aliases, tags and tensors by their names, and one checkpoint by its own."""
+"""Search: runs, checkpoints, aliases, tags and tensors by their names, what other features find, and one
+checkpoint by its own name."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, get_args
 from urllib.parse import urlencode
 
 from fastapi import Query, Response
 from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from dcp.server.catalog.inputs import Text
+from dcp.server.catalog.inputs import LateChoice, Text
 from dcp.server.catalog.search import HitKind, SearchHit, SearchResult
 from dcp.server.catalog.search import search as find_names
 from dcp.server.core.ask import Ask
-from dcp.server.core.feature import Feature
+from dcp.server.core.feature import Feature, Finder
 from dcp.server.core.pages.requests import query_of
+from dcp.server.features import features
 from dcp.server.features.checkpoints import LookupQuery, lookup_checkpoint
 
 __all__ = ["feature"]
 
 feature: Final = Feature("search", __name__)
+
+
+def _kinds() -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*get_args(HitKind), *_finders())))
+
+
+_Kind = Annotated[str, LateChoice(_kinds)]
 
 
 class SearchQuery(BaseModel):
@@ -28,17 +37,26 @@ class SearchQuery(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     q: Annotated[Text, Field(min_length=1, max_length=256, examples=["q_proj"])]
-    kind: Annotated[list[HitKind], Field(max_length=8, description="All, if not given.")] = []
+    kind: Annotated[list[_Kind], Field(max_length=8, description="All, if not given.")] = []
     limit: Annotated[int, Field(ge=1, le=50, description="Hits of each kind at most.")] = 10
 
 
 @feature.get("/search", tag="search", errors=())
 def search(query: Annotated[SearchQuery, Query()], ask: Ask) -> SearchResult:
-    """Runs, checkpoints, aliases, tags and tensors that have `q` in their names, the best first.
+    """Runs, checkpoints, aliases, tags and tensors that have `q` in their names, the best first; then notes
+    that have it in their text.
 
     Large and small letters are the same. A number also matches a step, and `run/name` a path.
     """
-    return ask.find(find_names, query.q, ask.visible, kinds=query.kind, limit=query.limit)
+    with ask.reading() as connection:
+        named = find_names(connection, query.q, ask.visible, kinds=query.kind, limit=query.limit).items
+        finders = [find for kind, find in _finders().items() if not query.kind or kind in query.kind]
+        others = [hit for find in finders for hit in find(connection, query.q, ask.visible, query.limit)]
+    return SearchResult((*named, *others))
+
+
+def _finders() -> dict[str, Finder]:
+    return {kind: find for one in features() for kind, find in one.finders.items()}
 
 
 @feature.page("/search", "search.html")
@@ -61,6 +79,8 @@ def lookup_page(view: Annotated[LookupQuery, Query()], ask: Ask) -> Response:
 
 def _link(hit: SearchHit) -> str:
     """The page that shows the hit; of a tag the list of the checkpoints that have it."""
+    if hit.href is not None:
+        return hit.href
     if hit.kind == "run":
         return f"/runs/{hit.run_id}"
     if hit.kind == "tag":

@@ -11,6 +11,7 @@ from typing import Any, Final
 from sqlalchemy import Table, delete, select, update
 from standardwebhooks import Webhook
 
+from dcp.server.catalog.events import CHECKPOINT_EVENTS as ALL_EVENTS
 from dcp.server.catalog.events import emit
 from dcp.server.database.tables import deliveries, events, metadata, roots, webhooks
 from dcp.server.features.webhooks.deliveries import (
@@ -20,7 +21,6 @@ from dcp.server.features.webhooks.deliveries import (
     claim_next,
     record,
 )
-from dcp.server.features.webhooks.hooks import ALL_EVENTS
 from dcp.server.features.webhooks.sending import Deliverer
 from tests.support.app import App
 from tests.support.catalog_rows import add_checkpoint

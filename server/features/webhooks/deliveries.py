@@ -24,7 +24,6 @@ from dcp.server.database.engine import insert_missing
 from dcp.server.database.tables import checkpoints, deliveries, events, roots, runs, webhooks
 from dcp.server.features.webhooks import feature
 from dcp.server.features.webhooks.hooks import (
-    ALL_EVENTS,
     HOOKS,
     Sealer,
     forget_previous_secrets,
@@ -96,7 +95,7 @@ class DeliveryOutcome:
 # -- made and forgotten --------------------------------------------------------------------------------------
 
 
-@feature.consumer("webhooks", kinds=ALL_EVENTS, is_needed=partial(HOOKS.has, is_enabled=True))
+@feature.consumer("webhooks", is_needed=partial(HOOKS.has, is_enabled=True))
 def queue_deliveries(
     connection: Connection, events: Sequence[CatalogEvent], context: ScheduleContext
 ) -> None:

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Final, Literal, Self, get_args
+from typing import Annotated, Final, Self
 
 from cryptography.fernet import Fernet, InvalidToken
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -23,15 +23,16 @@ from pydantic import SecretStr
 from sqlalchemy import Connection, delete, select, update
 from standardwebhooks import Webhook as Signer
 
+from dcp.server.catalog.inputs import LateChoice
 from dcp.server.core.resource import Resource
 from dcp.server.core.settings import Settings
 from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import deliveries, webhooks
+from dcp.server.features import event_kinds
 from dcp.server.records.administration import Webhook
 from dcp.server.records.declaring import moment
 
 __all__ = [
-    "ALL_EVENTS",
     "HOOKS",
     "SEALED_PREFIX",
     "EventKind",
@@ -137,16 +138,7 @@ def _fernet(key: bytes) -> Fernet:
     return Fernet(base64.urlsafe_b64encode(derived))
 
 
-EventKind = Literal[
-    "checkpoint.committed",
-    "checkpoint.verified",
-    "checkpoint.damaged",
-    "checkpoint.converted",
-    "checkpoint.deleted",
-    "checkpoint.tagged",
-    "checkpoint.aliased",
-]
-ALL_EVENTS: Final[tuple[EventKind, ...]] = get_args(EventKind)
+EventKind = Annotated[str, LateChoice(event_kinds)]
 
 HOOKS: Final = Resource(
     webhooks,

@@ -16,10 +16,11 @@ from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import IfMatch, PageQuery
 from dcp.server.core.problems import ConflictError, ForbiddenError, UnprocessableError
 from dcp.server.database.tables import webhooks
+from dcp.server.features import event_kinds
 from dcp.server.features.webhooks import deliveries, feature
 from dcp.server.features.webhooks.addresses import MAX_URL_LENGTH, Allowed, RefusedUrlError, parse_url
 from dcp.server.features.webhooks.deliveries import delivery_of
-from dcp.server.features.webhooks.hooks import ALL_EVENTS, HOOKS, EventKind, Sealer, check_secret, new_secret
+from dcp.server.features.webhooks.hooks import HOOKS, EventKind, Sealer, check_secret, new_secret
 from dcp.server.records.administration import Delivery, DeliveryState, Webhook, WebhookSecret
 from dcp.server.records.lists import Page
 
@@ -30,7 +31,7 @@ Url = Annotated[str, StringConstraints(min_length=1, max_length=MAX_URL_LENGTH, 
 RootNames = Annotated[
     list[Annotated[str, StringConstraints(min_length=1, max_length=64)]], Field(max_length=256)
 ]
-Events = Annotated[list[EventKind], Field(min_length=1, max_length=len(ALL_EVENTS))]
+Events = Annotated[list[EventKind], Field(min_length=1, max_length=100)]
 Secret = Annotated[
     str,
     StringConstraints(min_length=30, max_length=128, pattern=r"^whsec_[A-Za-z0-9+/=]+$"),
@@ -45,7 +46,7 @@ class WebhookRequest(Request):
     url: Url = Field(
         description="https and a public address; http and others only where the operator allows it."
     )
-    events: Events = Field(default_factory=lambda: list(ALL_EVENTS))
+    events: Events = Field(default_factory=lambda: list(event_kinds()))
     roots: RootNames | None = Field(default=None, description="Names of roots; null: all.")
     description: Text = ""
     is_enabled: bool = True
