@@ -1,0 +1,18 @@
+"""Notes in Markdown on runs and checkpoints, by people and programs, with the history of their edits."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dcp.server.core.feature import Feature, Link
+from dcp.server.features.notes import tables
+
+__all__ = ["feature", "tables"]
+
+feature: Final = Feature(
+    "notes",
+    __name__,
+    web=["web", "pages"],
+    events=["note.created"],
+    links=[Link("run", "Notes", "/runs/{id}/notes?with_checkpoints=true")],
+)

@@ -1,0 +1,40 @@
+"""Records of notes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Annotated
+
+from dcp.server.records.declaring import Shown
+
+__all__ = ["Note", "NoteVersion"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A note on a run, or on one of its checkpoints."""
+
+    id: int
+    root: str
+    run_id: int
+    run: str
+    checkpoint_id: Annotated[int | None, Shown("null: the note is on the run as a whole.")]
+    checkpoint_key: str | None
+    text: Annotated[str, Shown("Markdown: CommonMark with tables and strikethrough.")]
+    author: Annotated[str, Shown(examples=("key:alice",))]
+    created_at: datetime
+    edited_at: Annotated[datetime | None, Shown("null: the text is the first one.")]
+    edited_by: str | None
+    version: int
+    etag: Annotated[str, Shown("For If-Match.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoteVersion:
+    """A text that a note has or had."""
+
+    version: int
+    text: str
+    author: Annotated[str, Shown("The author of this text.")]
+    at: datetime

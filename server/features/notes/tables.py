@@ -1,0 +1,40 @@
+"""Tables of notes and of their earlier texts."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sqlalchemy import Column, Float, ForeignKey, Index, Integer, String, Table, Text
+
+from dcp.server.database.records import ID
+from dcp.server.database.tables import metadata
+
+__all__ = ["note_versions", "notes"]
+
+notes: Final = Table(
+    "notes",
+    metadata,
+    Column("id", ID, primary_key=True, autoincrement=True),
+    Column("run_id", ID, ForeignKey("runs.id"), nullable=False),
+    Column("checkpoint_id", ID, ForeignKey("checkpoints.id")),  # none: of the run as a whole
+    Column("text", Text, nullable=False),
+    Column("author", String(128), nullable=False),
+    Column("owner", String(256), nullable=False),  # the author's identity, which is never used again
+    Column("edited_by", String(128)),
+    Column("version", Integer, nullable=False, server_default="1"),
+    Column("created_seconds", Float, nullable=False),
+    Column("updated_seconds", Float, nullable=False),
+    Index(None, "run_id", "id"),
+    Index(None, "checkpoint_id", "id"),
+)
+
+note_versions: Final = Table(
+    "note_versions",
+    metadata,
+    Column("note_id", ID, ForeignKey("notes.id"), primary_key=True),
+    Column("version", Integer, primary_key=True),
+    Column("text", Text, nullable=False),
+    Column("author", String(128), nullable=False),
+    Column("at_seconds", Float, nullable=False),
+)
+"""Texts before edits, each with its author."""
