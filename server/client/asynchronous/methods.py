@@ -115,6 +115,18 @@ class AsyncMethods(AsyncHttpConnection):
         )
         return await self._send(call)
 
+    def checkpoint_notes(self, checkpoint_id: int, *, page_size: int = 500) -> AsyncPages[models.Note]:
+        """List the notes on a checkpoint, newest first."""
+        call = PagedCall(f"/checkpoints/{checkpoint_id}/notes", one(models.Note))
+        return AsyncPages(self._send, call, page_size)
+
+    async def create_checkpoint_note(self, checkpoint_id: int, text: str) -> models.Note:
+        """Add a note to a checkpoint."""
+        call = Call(
+            "POST", f"/checkpoints/{checkpoint_id}/notes", one(models.Note), body=given({"text": text})
+        )
+        return await self._send(call)
+
     async def phases(self, checkpoint_id: int, **options: Unpack[models.PhasesQuery]) -> models.SavePhases:
         """The seconds of each phase of its save, by rank, as far as the save recorded them."""
         call = Call("GET", f"/checkpoints/{checkpoint_id}/phases", one(models.SavePhases), query(**options))
@@ -294,6 +306,40 @@ class AsyncMethods(AsyncHttpConnection):
         call = Call("GET", f"/keys/{key_id}", one(models.Key))
         return await self._send(call)
 
+    def notes(
+        self,
+        *,
+        page_size: int = 100,
+        contains: str | None = None,
+        author: str | None = None,
+        root: str | None = None,
+    ) -> AsyncPages[models.Note]:
+        """List all notes that the key may see, newest first."""
+        call = PagedCall("/notes", one(models.Note), query(contains=contains, author=author, root=root))
+        return AsyncPages(self._send, call, page_size)
+
+    async def delete_note(self, note_id: int, *, etag: str | None = None) -> None:
+        """Delete a note with all of its versions. Only the author and admins may."""
+        call = Call("DELETE", f"/notes/{note_id}", nothing, headers=if_match(etag))
+        return await self._send(call)
+
+    async def note(self, note_id: int) -> models.Note:
+        """Get a note."""
+        call = Call("GET", f"/notes/{note_id}", one(models.Note))
+        return await self._send(call)
+
+    async def change_note(self, note_id: int, text: str, *, etag: str | None = None) -> models.Note:
+        """Change the text. Only the author and admins may."""
+        call = Call(
+            "PATCH", f"/notes/{note_id}", one(models.Note), body=given({"text": text}), headers=if_match(etag)
+        )
+        return await self._send(call)
+
+    async def note_versions(self, note_id: int) -> list[models.NoteVersion]:
+        """List the texts of a note, the newest first: the present one, and up to 100 before it."""
+        call = Call("GET", f"/notes/{note_id}/versions", many(models.NoteVersion))
+        return await self._send(call)
+
     def retention_policies(self, *, page_size: int = 100) -> AsyncPages[models.RetentionPolicy]:
         """List the policies of the roots that the key may see, by id."""
         call = PagedCall("/retention/policies", one(models.RetentionPolicy))
@@ -433,6 +479,18 @@ class AsyncMethods(AsyncHttpConnection):
     async def compute_drift(self, run_id: int) -> models.Job:
         """Compute it for up to 50 steps, by a job; `POST /jobs` with the kind `drift` chooses the steps."""
         call = Call("POST", f"/runs/{run_id}/drift", one(models.Job))
+        return await self._send(call)
+
+    def run_notes(
+        self, run_id: int, *, page_size: int = 500, with_checkpoints: bool | None = None
+    ) -> AsyncPages[models.Note]:
+        """List the notes on a run, newest first."""
+        call = PagedCall(f"/runs/{run_id}/notes", one(models.Note), query(with_checkpoints=with_checkpoints))
+        return AsyncPages(self._send, call, page_size)
+
+    async def create_run_note(self, run_id: int, text: str) -> models.Note:
+        """Add a note to a run."""
+        call = Call("POST", f"/runs/{run_id}/notes", one(models.Note), body=given({"text": text}))
         return await self._send(call)
 
     async def run_series(self, run_id: int, metric: str, *, points: int | None = None) -> models.Series:

@@ -467,6 +467,40 @@ class LoadProblem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A note on a run, or on one of its checkpoints."""
+
+    id: int
+    root: str
+    run_id: int
+    run: str
+    checkpoint_id: int | None = None
+    """null: the note is on the run as a whole."""
+    checkpoint_key: str | None = None
+    text: str
+    """Markdown: CommonMark with tables and strikethrough."""
+    author: str
+    created_at: datetime
+    edited_at: datetime | None = None
+    """null: the text is the first one."""
+    edited_by: str | None = None
+    version: int
+    etag: str
+    """For If-Match."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoteVersion:
+    """A text that a note has or had."""
+
+    version: int
+    text: str
+    author: str
+    """The author of this text."""
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectDifference:
     """A value that is not the same on both sides: the first 200 characters of each, if it is plain
     data."""
@@ -721,6 +755,7 @@ class SearchHit:
     2 has it at the beginning of a word, 3 anywhere."""
 
     kind: str
+    """Features of other packages may find further kinds."""
     text: str
     """The name that was found."""
     rank: int
@@ -732,6 +767,8 @@ class SearchHit:
     key: str | None = None
     step: int | None = None
     count: int
+    href: str | None = None
+    """The page of this service that shows it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

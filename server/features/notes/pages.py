@@ -16,7 +16,7 @@ from dcp.server.catalog.runs import get_run
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import PageParams, Precondition
-from dcp.server.core.pages.queries import checked
+from dcp.server.core.pages.requests import checked
 from dcp.server.core.problems import PreconditionFailedError, UnprocessableError
 from dcp.server.features.notes import feature, notes
 from dcp.server.features.notes.markdown import MAX_CHARACTERS, html_of

@@ -16,6 +16,8 @@ from tests.support.chromium import accessibility_faults
 from tests.support.site import Site, resized, running_site
 
 STEPS: Final = (100, 200, 400)
+_TABLE: Final = "\n".join(f"{cell * 30}|" for cell in ("|a", "|-", "|1"))
+NOTE: Final = f"## Spike\n\n{_TABLE}\n\n    {'x' * 300}\n\nhttps://e.org/{'y' * 300}"
 WIDTHS: Final = (360, 1024, 1920)
 COLOURS: Final = ("light", "dark")
 
@@ -29,6 +31,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     with running_site(folder / "service", folder / "runs", len(STEPS)) as made:
         api = made.api
         api.finished(api.submit("verify", checkpoint_id=api.checkpoints(sort="step")[0]["id"]))
+        api.http.post("/api/v1/runs/1/notes", json={"text": NOTE}).raise_for_status()
         yield made
 
 
@@ -70,6 +73,8 @@ PATHS: Final = (
     "/jobs/1",
     "/roots",
     "/checkpoints/1/lineage",
+    "/runs/1/notes",
+    "/notes/1/edit",
     "/keys",
     "/audit",
 )
