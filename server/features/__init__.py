@@ -14,8 +14,8 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, get_args
 
-from dcp.server.core.allowances import Allowances
 from dcp.server.catalog.events import CHECKPOINT_EVENTS
+from dcp.server.core.allowances import Allowances
 from dcp.server.core.feature import Feature, FeatureError
 from dcp.server.core.jobs.cleaning import CLEAN_UP
 from dcp.server.core.jobs.kind import Kind
@@ -23,7 +23,16 @@ from dcp.server.core.jobs.schedules import PeriodicWork
 from dcp.server.core.settings import Settings
 from dcp.server.records.administration import Scope
 
-__all__ = ["FEATURES", "FeatureError", "allowances", "check_settings", "event_kinds", "features", "kinds", "schedules"]
+__all__ = [
+    "FEATURES",
+    "FeatureError",
+    "allowances",
+    "check_settings",
+    "event_kinds",
+    "features",
+    "kinds",
+    "schedules",
+]
 
 _GROUP: Final = "dcphub.service_features"
 

@@ -12,7 +12,7 @@ __all__ = ["feature", "tables"]
 feature: Final = Feature(
     "notes",
     __name__,
-    web=["web", "pages"],
+    web=["note_routes", "note_pages"],
     events=["note.created"],
     links=[Link("run", "Notes", "/runs/{id}/notes?with_checkpoints=true")],
 )

@@ -18,7 +18,7 @@ from dcp.server.core.problems import ConflictError, ForbiddenError
 from dcp.server.core.resource import Resource, record_of_row
 from dcp.server.database.tables import checkpoints, roots, runs
 from dcp.server.features.notes.markdown import plain_of
-from dcp.server.features.notes.records import Note, NoteVersion
+from dcp.server.features.notes.note_records import Note, NoteVersion
 from dcp.server.features.notes.tables import note_versions, notes
 from dcp.server.records.declaring import moment
 from dcp.server.records.lists import Page

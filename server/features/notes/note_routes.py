@@ -16,8 +16,8 @@ from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import IfMatch, PageParams, PageQuery
 from dcp.server.features.notes import feature, notes
 from dcp.server.features.notes.markdown import MAX_CHARACTERS, check_markdown
+from dcp.server.features.notes.note_records import Note, NoteVersion
 from dcp.server.features.notes.notes import NOTES, subject_of
-from dcp.server.features.notes.records import Note, NoteVersion
 from dcp.server.records.lists import Items, Page
 
 __all__ = [

@@ -20,9 +20,8 @@ from dcp.server.core.pages.requests import checked
 from dcp.server.core.problems import PreconditionFailedError, UnprocessableError
 from dcp.server.features.notes import feature, notes
 from dcp.server.features.notes.markdown import MAX_CHARACTERS, html_of
-from dcp.server.features.notes.notes import NOTES, Subject, may_change, subject_of
-from dcp.server.features.notes.records import Note
-from dcp.server.features.notes.web import (
+from dcp.server.features.notes.note_records import Note
+from dcp.server.features.notes.note_routes import (
     NoteText,
     change_note,
     create_on,
@@ -32,6 +31,7 @@ from dcp.server.features.notes.web import (
     list_note_versions,
     list_run_notes,
 )
+from dcp.server.features.notes.notes import NOTES, Subject, may_change, subject_of
 from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.lists import Page
 from dcp.server.records.runs import Run
