@@ -128,6 +128,8 @@ def _check_button(kind: Kind[Any]) -> None:
             f"kind of job {kind.name!r}: a button needs parameters with checkpoint_id, and defaults for all "
             f"others: {error}"
         ) from None
+
+
 @cache
 def event_kinds() -> tuple[str, ...]:
     """All kinds of events: those of the catalog, then those that features emit. Raises FeatureError."""
