@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
     from sqlalchemy import Connection
 
+    from dcp.server.catalog.search import SearchHit
     from dcp.server.core.allowances import Allowances
     from dcp.server.core.jobs.kind import Kind
     from dcp.server.core.settings import Settings
-    from dcp.server.catalog.search import SearchHit
 
 __all__ = ["Access", "Feature", "FeatureError", "Finder", "Link", "Page", "Panel", "PanelPlace", "Route"]
 

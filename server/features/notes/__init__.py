@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from dcp.server.core.feature import Feature, Link
-from dcp.server.features.notes import tables
+from dcp.server.features.notes import note_tables
 
-__all__ = ["feature", "tables"]
+__all__ = ["feature", "note_tables"]
 
 feature: Final = Feature(
     "notes",

@@ -32,9 +32,8 @@ from dcp.server.features.notes.note_routes import (
     list_run_notes,
 )
 from dcp.server.features.notes.notes import NOTES, Subject, may_change, subject_of
-from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.checkpoints import CheckpointDetail, Run
 from dcp.server.records.lists import Page
-from dcp.server.records.runs import Run
 
 _SHOWN: Final = 3
 """Notes of a panel."""

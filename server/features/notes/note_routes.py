@@ -8,8 +8,7 @@ from fastapi import Query as InQuery
 from pydantic import AfterValidator, Field
 from sqlalchemy import Connection
 
-from dcp.server.catalog.filter_checks import check_root
-from dcp.server.catalog.filters import RootName
+from dcp.server.catalog.filters import RootName, check_root
 from dcp.server.catalog.inputs import Query, Request, Text
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask

@@ -12,6 +12,7 @@ from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.events import emit
 from dcp.server.catalog.names import check_text, contains, fold
 from dcp.server.catalog.runs import get_run
+from dcp.server.catalog.search import SearchHit
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import Precondition
 from dcp.server.core.problems import ConflictError, ForbiddenError
@@ -19,10 +20,9 @@ from dcp.server.core.resource import Resource, record_of_row
 from dcp.server.database.tables import checkpoints, roots, runs
 from dcp.server.features.notes.markdown import plain_of
 from dcp.server.features.notes.note_records import Note, NoteVersion
-from dcp.server.features.notes.tables import note_versions, notes
+from dcp.server.features.notes.note_tables import note_versions, notes
 from dcp.server.records.declaring import moment
 from dcp.server.records.lists import Page
-from dcp.server.records.search import SearchHit
 
 __all__ = [
     "NOTES",

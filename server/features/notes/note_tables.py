@@ -6,7 +6,7 @@ from typing import Final
 
 from sqlalchemy import Column, Float, ForeignKey, Index, Integer, String, Table, Text
 
-from dcp.server.database.records import ID
+from dcp.server.database.mapping import ID
 from dcp.server.database.tables import metadata
 
 __all__ = ["note_versions", "notes"]
