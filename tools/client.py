@@ -1,4 +1,4 @@
-"""Generate `dcp.server.client`: models and operations from the OpenAPI document of the service, and the
+"""Generate `dcp.server.client`: models and methods from the OpenAPI document of the service, and the
 synchronous client from the asynchronous one.
 
 ``python -m tools.client`` writes the files; with ``--check`` it fails where one is stale.
@@ -20,7 +20,7 @@ from tools.synchronous import synchronous
 __all__ = ["CLIENT", "generated"]
 
 CLIENT: Final = Path(__file__).parents[1] / "server" / "client"
-_FOLDERS: Final = {"models": "generated", "operations": "generated", "methods": "asynchronous"}
+_FOLDERS: Final = {"models": "generated", "methods": "asynchronous"}
 
 
 def generated() -> dict[Path, str]:
@@ -28,11 +28,10 @@ def generated() -> dict[Path, str]:
     written = {
         name: (CLIENT / "asynchronous" / f"{name}.py").read_text() for name in ("client", "connection")
     }
-    functions = re.findall(r"\boperations\.(\w+)\(", written["client"])
     methods = re.findall(r"\bdef (\w+)\(", written["client"])
     texts = {
         f"{_FOLDERS[name]}/{name}.py": f"# Generated from the OpenAPI document by `make client`.\n{text}"
-        for name, text in modules(create_app(Settings()).openapi(), functions, methods).items()
+        for name, text in modules(create_app(Settings()).openapi(), methods).items()
     }
     for name, text in (written | {"methods": texts["asynchronous/methods.py"]}).items():
         head = f"# Generated from asynchronous/{name}.py by `make client`.\n"

@@ -1,4 +1,4 @@
-"""Python from an OpenAPI document: data classes of its answers, and a function for each operation."""
+"""Python from an OpenAPI document: data classes of its answers, and a method for each operation."""
 
 from __future__ import annotations
 
@@ -57,8 +57,13 @@ _OPTIONS: Final = {
 _METHOD_NAMES: Final = {
     "cancel_job": "cancel",
     "change_metrics": "set_metrics",
+    "check_load_of": "will_it_load",
+    "check_load_of_state": "will_it_load",
     "compute_run_drift": "compute_drift",
     "delete_checkpoint": "delete",
+    "diff_checkpoints": "diff",
+    "download_checkpoint": "download",
+    "list_webhook_deliveries": "deliveries",
     "lookup_checkpoint": "lookup",
     "pin_checkpoint": "pin",
     "preview_retention_policy_totals": "retention_policy_totals",
@@ -67,8 +72,11 @@ _METHOD_NAMES: Final = {
     "register_checkpoint": "register",
     "restore_checkpoint": "restore",
     "retry_job": "retry",
+    "submit_job": "submit",
+    "tensor_data": "tensor",
     "unpin_checkpoint": "unpin",
     "verify_checkpoint": "verify",
+    "watch_job": "watch",
 }
 """Methods that are not named as their operation, less "get" and "list"."""
 _IS_FINAL: Final = '''
@@ -86,7 +94,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, TypedDict
 '''
-_IMPORTS: Final = """
+_METHODS: Final = '''"""Operations of the API as methods."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -94,26 +103,25 @@ from datetime import datetime
 from typing import Any, Unpack
 
 from dcp.server.client.asynchronous.connection import AsyncHttpConnection, AsyncPages
-from dcp.server.client.calls import (
+from dcp.server.client.requests import (
     Call, PagedCall, given, if_match, many, nothing, one, query, segment, with_cursor
 )
 from dcp.server.client.generated import models
-"""
-_OPERATIONS: Final = f'''"""Requests of operations that `AsyncClient` wraps."""
-{_IMPORTS}'''
-_METHODS: Final = f'''"""Operations of the API as methods."""
-{_IMPORTS}
+
 
 class AsyncMethods(AsyncHttpConnection):
     """Methods of `AsyncClient` that send one request each."""
 '''
 
+_WIDTH: Final = 106
+"""Of a line in a method, without its indentation by four."""
+
 Json = Mapping[str, Any]
 
 
-def modules(document: Json, functions: Container[str], written: Container[str]) -> dict[str, str]:
-    """The texts of "models", "operations" with a function for each of ``functions``, and "methods" with a
-    method for each other operation, but those that are ``written`` by hand."""
+def modules(document: Json, written: Container[str]) -> dict[str, str]:
+    """The texts of "models", and of "methods" with a method for each operation, less those ``written`` by
+    hand."""
     models = _Models(document["components"]["schemas"])
     operations = [
         _Operation(models, method.upper(), path.removeprefix(_API), operation)
@@ -121,17 +129,11 @@ def modules(document: Json, functions: Container[str], written: Container[str]) 
         for method, operation in sorted(by_method.items())
         if path.startswith(_API)
     ]
-    called = [each.function() for each in operations if each.name in functions]
-    methods = [
-        textwrap.indent(each.method(), "    ")
-        for each in operations
-        if each.name not in functions and each.method_name not in written
-    ]
+    methods = [(each.method_name, textwrap.indent(each.method(), "    ")) for each in operations]
     options = [each.typed_dict() for each in operations if each.options]
     return {
         "models": "\n\n".join([_MODELS, *models.classes(), *options]),
-        "operations": "\n\n".join([_OPERATIONS, *called]),
-        "methods": "\n\n".join([_METHODS, *methods]),
+        "methods": "\n\n".join([_METHODS, *(text for name, text in methods if name not in written)]),
     }
 
 
@@ -230,24 +232,21 @@ class _Operation:
         about = _docstring(f"Options of {self._method} {self._path}.")
         return f"class {self.options}(TypedDict, total=False):\n{about}\n{''.join(members)}"
 
-    def function(self) -> str:
-        """The function that returns the request."""
-        kind, _, result = self._result()
-        head = f"def {self.name}({self._arguments([])}) -> {kind}[{result}]:"
-        return f"{head}\n{_docstring(f'{self._method} {self._path}')}    return {self._request()}"
-
     def method(self) -> str:
         """The method that sends the request."""
         about = _docstring(self._operation.get("description", self.name).partition("\n\n")[0])
         _, _, result = self._result()
         if not self._is_paged:
             head = f"async def {self.method_name}(self, {self._arguments([])}) -> {result}:"
-            return f"{head}\n{about}    call = {self._request()}\n    return await self._send(call)"
-        size = f"page_size: int = {500 if '{' in self._path else 100}"
-        head = f"def {self.method_name}(self, {self._arguments([size])}) -> AsyncPages[{result}]:"
-        return (
-            f"{head}\n{about}    call = {self._request()}\n    return AsyncPages(self._send, call, page_size)"
-        )
+            answer = "await self._send({})"
+        else:
+            size = f"page_size: int = {500 if '{' in self._path else 100}"
+            head = f"def {self.method_name}(self, {self._arguments([size])}) -> AsyncPages[{result}]:"
+            answer = "AsyncPages(self._send, {}, page_size)"
+        request = self._request()
+        line = f"    return {answer.format(request)}"
+        body = line if len(line) <= _WIDTH else f"    call = {request}\n    return {answer.format('call')}"
+        return f"{head}\n{about}{body}"
 
     def _result(self) -> tuple[str, str, str]:
         """The class of the request, the function that parses the answer, and the type of its result."""

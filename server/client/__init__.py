@@ -30,7 +30,6 @@ from dcp.server.client.errors import (
     UnprocessableError,
     WaitTimeoutError,
 )
-from dcp.server.client.events import JobEvent
 from dcp.server.client.generated.models import (
     Alias,
     Checkpoint,
@@ -65,6 +64,7 @@ from dcp.server.client.generated.models import (
     Webhook,
     WebhookSecret,
 )
+from dcp.server.client.streams import JobEvent
 from dcp.server.client.synchronous.client import Client
 from dcp.server.client.synchronous.connection import Pages
 

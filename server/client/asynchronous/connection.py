@@ -12,11 +12,10 @@ from typing import Any, Final, Generic, Self, TypeVar
 import anyio
 import httpx
 
-from dcp.server.client.calls import Call, PagedCall
-from dcp.server.client.downloads import Download, OnBytes
 from dcp.server.client.errors import AnswerError, ProblemError, TransportError
-from dcp.server.client.events import EventStream, JobEvent
-from dcp.server.client.transport import (
+from dcp.server.client.requests import (
+    Call,
+    PagedCall,
     RetryPolicy,
     base_url_of,
     error_of,
@@ -25,6 +24,7 @@ from dcp.server.client.transport import (
     parsed,
     transport_error,
 )
+from dcp.server.client.streams import Download, EventStream, JobEvent, OnBytes
 
 __all__ = ["AsyncHttpConnection", "AsyncPages"]
 

@@ -8,7 +8,8 @@ from datetime import datetime
 from typing import Any, Unpack
 
 from dcp.server.client.asynchronous.connection import AsyncHttpConnection, AsyncPages
-from dcp.server.client.calls import (
+from dcp.server.client.generated import models
+from dcp.server.client.requests import (
     Call,
     PagedCall,
     given,
@@ -19,7 +20,6 @@ from dcp.server.client.calls import (
     query,
     segment,
 )
-from dcp.server.client.generated import models
 
 
 class AsyncMethods(AsyncHttpConnection):
@@ -76,18 +76,15 @@ class AsyncMethods(AsyncHttpConnection):
 
     async def checkpoint(self, checkpoint_id: int) -> models.CheckpointDetail:
         """All that is known of a checkpoint."""
-        call = Call("GET", f"/checkpoints/{checkpoint_id}", one(models.CheckpointDetail))
-        return await self._send(call)
+        return await self._send(Call("GET", f"/checkpoints/{checkpoint_id}", one(models.CheckpointDetail)))
 
     async def files(self, checkpoint_id: int) -> list[models.File]:
         """The checkpoint's own files, as they are in the storage now."""
-        call = Call("GET", f"/checkpoints/{checkpoint_id}/files", many(models.File))
-        return await self._send(call)
+        return await self._send(Call("GET", f"/checkpoints/{checkpoint_id}/files", many(models.File)))
 
     async def handovers(self, checkpoint_id: int) -> list[models.Handover]:
         """List the handovers to all targets that are configured, and to earlier ones."""
-        call = Call("GET", f"/checkpoints/{checkpoint_id}/handovers", many(models.Handover))
-        return await self._send(call)
+        return await self._send(Call("GET", f"/checkpoints/{checkpoint_id}/handovers", many(models.Handover)))
 
     async def hand_over(self, checkpoint_id: int, target: str) -> models.Job:
         """Register the checkpoint at a target by its URL, by a job. Done again, it makes no second
@@ -99,8 +96,7 @@ class AsyncMethods(AsyncHttpConnection):
 
     async def lineage(self, checkpoint_id: int) -> models.Lineage:
         """All ancestors and descendants that the key may see, nearest first."""
-        call = Call("GET", f"/checkpoints/{checkpoint_id}/lineage", one(models.Lineage))
-        return await self._send(call)
+        return await self._send(Call("GET", f"/checkpoints/{checkpoint_id}/lineage", one(models.Lineage)))
 
     async def set_metrics(
         self, checkpoint_id: int, metrics: Mapping[str, Any], *, etag: str | None = None
@@ -187,8 +183,7 @@ class AsyncMethods(AsyncHttpConnection):
 
     async def compute_statistics(self, checkpoint_id: int) -> models.Job:
         """Compute the statistics of all tensors, by a job; they are kept with the checkpoint."""
-        call = Call("POST", f"/checkpoints/{checkpoint_id}/statistics", one(models.Job))
-        return await self._send(call)
+        return await self._send(Call("POST", f"/checkpoints/{checkpoint_id}/statistics", one(models.Job)))
 
     async def remove_tag(
         self, checkpoint_id: int, tag: str, *, etag: str | None = None
@@ -235,45 +230,37 @@ class AsyncMethods(AsyncHttpConnection):
 
     async def verify(self, checkpoint_id: int) -> models.Job:
         """Read and compare every byte, by a job."""
-        call = Call("POST", f"/checkpoints/{checkpoint_id}/verifications", one(models.Job))
-        return await self._send(call)
+        return await self._send(Call("POST", f"/checkpoints/{checkpoint_id}/verifications", one(models.Job)))
 
     def jobs(self, *, page_size: int = 100, **options: Unpack[models.JobQuery]) -> AsyncPages[models.Job]:
         """Jobs, newest first. Of states and kinds, any of those that are given."""
-        call = PagedCall("/jobs", one(models.Job), query(**options))
-        return AsyncPages(self._send, call, page_size)
+        return AsyncPages(self._send, PagedCall("/jobs", one(models.Job), query(**options)), page_size)
 
     async def job(self, job_id: int) -> models.Job:
         """One job, with its progress, and its result once it has succeeded."""
-        call = Call("GET", f"/jobs/{job_id}", one(models.Job))
-        return await self._send(call)
+        return await self._send(Call("GET", f"/jobs/{job_id}", one(models.Job)))
 
     async def cancel(self, job_id: int) -> models.Job:
         """Stop the job, and remove what it left. A repetition is fine; publishing is not stopped."""
-        call = Call("POST", f"/jobs/{job_id}/cancel", one(models.Job))
-        return await self._send(call)
+        return await self._send(Call("POST", f"/jobs/{job_id}/cancel", one(models.Job)))
 
     async def retry(self, job_id: int) -> models.Job:
         """Begin a job anew that has failed or was cancelled."""
-        call = Call("POST", f"/jobs/{job_id}/retry", one(models.Job))
-        return await self._send(call)
+        return await self._send(Call("POST", f"/jobs/{job_id}/retry", one(models.Job)))
 
     def job_tasks(self, job_id: int, *, page_size: int = 500) -> AsyncPages[models.JobTask]:
         """The tasks of the job by number, once it is planned."""
-        call = PagedCall(f"/jobs/{job_id}/tasks", one(models.JobTask))
-        return AsyncPages(self._send, call, page_size)
+        return AsyncPages(self._send, PagedCall(f"/jobs/{job_id}/tasks", one(models.JobTask)), page_size)
 
     async def job_throughput(self, job_id: int) -> models.JobThroughput:
         """The speed of its tasks, and an estimate of the time that is left."""
-        call = Call("GET", f"/jobs/{job_id}/throughput", one(models.JobThroughput))
-        return await self._send(call)
+        return await self._send(Call("GET", f"/jobs/{job_id}/throughput", one(models.JobThroughput)))
 
     async def keys(
         self,
     ) -> list[models.Key]:
         """All keys, revoked and expired ones too."""
-        call = Call("GET", "/keys", many(models.Key))
-        return await self._send(call)
+        return await self._send(Call("GET", "/keys", many(models.Key)))
 
     async def create_key(
         self,
@@ -298,13 +285,11 @@ class AsyncMethods(AsyncHttpConnection):
 
     async def revoke_key(self, key_id: int) -> models.Key:
         """End a key at once and for ever; it stays in the list. Again is fine."""
-        call = Call("DELETE", f"/keys/{key_id}", one(models.Key))
-        return await self._send(call)
+        return await self._send(Call("DELETE", f"/keys/{key_id}", one(models.Key)))
 
     async def key(self, key_id: int) -> models.Key:
         """One key."""
-        call = Call("GET", f"/keys/{key_id}", one(models.Key))
-        return await self._send(call)
+        return await self._send(Call("GET", f"/keys/{key_id}", one(models.Key)))
 
     def notes(
         self,
@@ -352,8 +337,7 @@ class AsyncMethods(AsyncHttpConnection):
 
     async def retention_policy(self, policy_id: int) -> models.RetentionPolicy:
         """Get a policy."""
-        call = Call("GET", f"/retention/policies/{policy_id}", one(models.RetentionPolicy))
-        return await self._send(call)
+        return await self._send(Call("GET", f"/retention/policies/{policy_id}", one(models.RetentionPolicy)))
 
     async def change_retention_policy(
         self, policy_id: int, *, etag: str | None = None, **options: Unpack[models.PolicyChanges]
@@ -390,20 +374,21 @@ class AsyncMethods(AsyncHttpConnection):
         self,
     ) -> list[models.RootCheck]:
         """Whether the storage of each root answers: looked at now, or within the last two seconds."""
-        call = Call("GET", "/root-checks", many(models.RootCheck))
-        return await self._send(call)
+        return await self._send(Call("GET", "/root-checks", many(models.RootCheck)))
 
     async def roots(
         self,
     ) -> list[models.Root]:
         """All roots that the key may see, by name, with their last scans."""
-        call = Call("GET", "/roots", many(models.Root))
-        return await self._send(call)
+        return await self._send(Call("GET", "/roots", many(models.Root)))
+
+    async def root(self, root: str) -> models.Root:
+        """One root."""
+        return await self._send(Call("GET", f"/roots/{segment(root)}", one(models.Root)))
 
     def rules(self, *, page_size: int = 100) -> AsyncPages[models.Rule]:
         """List all rules by id."""
-        call = PagedCall("/rules", one(models.Rule))
-        return AsyncPages(self._send, call, page_size)
+        return AsyncPages(self._send, PagedCall("/rules", one(models.Rule)), page_size)
 
     async def create_rule(
         self, name: str, actions: Sequence[Mapping[str, Any]], **options: Unpack[models.RuleOptions]
@@ -416,13 +401,11 @@ class AsyncMethods(AsyncHttpConnection):
 
     async def delete_rule(self, rule_id: int, *, etag: str | None = None) -> None:
         """Delete a rule. Its jobs continue."""
-        call = Call("DELETE", f"/rules/{rule_id}", nothing, headers=if_match(etag))
-        return await self._send(call)
+        return await self._send(Call("DELETE", f"/rules/{rule_id}", nothing, headers=if_match(etag)))
 
     async def rule(self, rule_id: int) -> models.Rule:
         """Get a rule."""
-        call = Call("GET", f"/rules/{rule_id}", one(models.Rule))
-        return await self._send(call)
+        return await self._send(Call("GET", f"/rules/{rule_id}", one(models.Rule)))
 
     async def change_rule(
         self, rule_id: int, *, etag: str | None = None, **options: Unpack[models.RuleChanges]
@@ -433,23 +416,19 @@ class AsyncMethods(AsyncHttpConnection):
 
     def runs(self, *, page_size: int = 100, **options: Unpack[models.RunQuery]) -> AsyncPages[models.Run]:
         """Runs, the one with the newest checkpoint first."""
-        call = PagedCall("/runs", one(models.Run), query(**options))
-        return AsyncPages(self._send, call, page_size)
+        return AsyncPages(self._send, PagedCall("/runs", one(models.Run), query(**options)), page_size)
 
     async def run(self, run_id: int) -> models.Run:
         """One run."""
-        call = Call("GET", f"/runs/{run_id}", one(models.Run))
-        return await self._send(call)
+        return await self._send(Call("GET", f"/runs/{run_id}", one(models.Run)))
 
     async def aliases(self, run_id: int) -> list[models.Alias]:
         """All aliases of a run, by name."""
-        call = Call("GET", f"/runs/{run_id}/aliases", many(models.Alias))
-        return await self._send(call)
+        return await self._send(Call("GET", f"/runs/{run_id}/aliases", many(models.Alias)))
 
     async def alias(self, run_id: int, name: str) -> models.Alias:
         """The checkpoint that the alias names."""
-        call = Call("GET", f"/runs/{run_id}/aliases/{segment(name)}", one(models.Alias))
-        return await self._send(call)
+        return await self._send(Call("GET", f"/runs/{run_id}/aliases/{segment(name)}", one(models.Alias)))
 
     async def set_alias(
         self,
@@ -473,13 +452,11 @@ class AsyncMethods(AsyncHttpConnection):
 
     async def run_drift(self, run_id: int) -> models.RunDrift:
         """The result of the last job; not found before the first one, and once that job is forgotten."""
-        call = Call("GET", f"/runs/{run_id}/drift", one(models.RunDrift))
-        return await self._send(call)
+        return await self._send(Call("GET", f"/runs/{run_id}/drift", one(models.RunDrift)))
 
     async def compute_drift(self, run_id: int) -> models.Job:
         """Compute it for up to 50 steps, by a job; `POST /jobs` with the kind `drift` chooses the steps."""
-        call = Call("POST", f"/runs/{run_id}/drift", one(models.Job))
-        return await self._send(call)
+        return await self._send(Call("POST", f"/runs/{run_id}/drift", one(models.Job)))
 
     def run_notes(
         self, run_id: int, *, page_size: int = 500, with_checkpoints: bool | None = None
@@ -518,8 +495,7 @@ class AsyncMethods(AsyncHttpConnection):
 
     def webhooks(self, *, page_size: int = 100) -> AsyncPages[models.Webhook]:
         """List the webhooks that the key may see, by id."""
-        call = PagedCall("/webhooks", one(models.Webhook))
-        return AsyncPages(self._send, call, page_size)
+        return AsyncPages(self._send, PagedCall("/webhooks", one(models.Webhook)), page_size)
 
     async def create_webhook(
         self, url: str, **options: Unpack[models.WebhookOptions]
@@ -536,13 +512,11 @@ class AsyncMethods(AsyncHttpConnection):
 
     async def delete_webhook(self, webhook_id: int, *, etag: str | None = None) -> None:
         """Delete a webhook and its deliveries."""
-        call = Call("DELETE", f"/webhooks/{webhook_id}", nothing, headers=if_match(etag))
-        return await self._send(call)
+        return await self._send(Call("DELETE", f"/webhooks/{webhook_id}", nothing, headers=if_match(etag)))
 
     async def webhook(self, webhook_id: int) -> models.Webhook:
         """Get a webhook."""
-        call = Call("GET", f"/webhooks/{webhook_id}", one(models.Webhook))
-        return await self._send(call)
+        return await self._send(Call("GET", f"/webhooks/{webhook_id}", one(models.Webhook)))
 
     async def change_webhook(
         self, webhook_id: int, *, etag: str | None = None, **options: Unpack[models.WebhookChanges]
@@ -553,6 +527,13 @@ class AsyncMethods(AsyncHttpConnection):
             "PATCH", f"/webhooks/{webhook_id}", one(models.Webhook), body={**options}, headers=if_match(etag)
         )
         return await self._send(call)
+
+    def deliveries(
+        self, webhook_id: int, *, page_size: int = 500, state: str | None = None
+    ) -> AsyncPages[models.Delivery]:
+        """List deliveries, newest event first. Old ones are forgotten."""
+        call = PagedCall(f"/webhooks/{webhook_id}/deliveries", one(models.Delivery), query(state=state))
+        return AsyncPages(self._send, call, page_size)
 
     async def redeliver(self, webhook_id: int, delivery_id: int) -> models.Delivery:
         """Make a delivery again, from its first attempt on."""
@@ -582,13 +563,11 @@ class AsyncMethods(AsyncHttpConnection):
 
     async def test_webhook(self, webhook_id: int) -> models.Delivery:
         """Send it an event of the type `webhook.test`; a worker does so within seconds."""
-        call = Call("POST", f"/webhooks/{webhook_id}/test", one(models.Delivery))
-        return await self._send(call)
+        return await self._send(Call("POST", f"/webhooks/{webhook_id}/test", one(models.Delivery)))
 
     async def whoami(
         self,
     ) -> models.Whoami:
         """The name, the scopes and the roots of the key; without keys every caller is `local`, and may
         all."""
-        call = Call("GET", "/whoami", one(models.Whoami))
-        return await self._send(call)
+        return await self._send(Call("GET", "/whoami", one(models.Whoami)))

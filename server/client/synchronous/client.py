@@ -7,15 +7,31 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Unpack
+from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack
 
-from dcp.server.client.calls import json_call
-from dcp.server.client.downloads import OnBytes
-from dcp.server.client.events import EventStream, JobEvent
-from dcp.server.client.generated import models, operations
+from dcp.server.client.generated import models
+from dcp.server.client.requests import (
+    Call,
+    PagedCall,
+    Params,
+    array_of,
+    given,
+    if_match,
+    joined,
+    json_call,
+    many,
+    next_pause,
+    nothing,
+    one,
+    query,
+    segment,
+    succeeded,
+    wait_timeout,
+    with_cursor,
+)
+from dcp.server.client.streams import EventStream, JobEvent, OnBytes
 from dcp.server.client.synchronous.connection import Pages
 from dcp.server.client.synchronous.methods import Methods
-from dcp.server.client.transport import array_of, joined, next_pause, succeeded, wait_timeout
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +39,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Client"]
 
+T = TypeVar("T")
+
 _PAGE_SIZE: Final = 500
+
+
+def _tensor(checkpoint_id: int, what: str, parse: Callable[[Any], T], params: Params) -> Call[T]:
+    """The request of ``what`` of one tensor."""
+    return Call("GET", f"/checkpoints/{checkpoint_id}/tensors/{what}", parse, params)
 
 
 class Client(Methods):
@@ -44,25 +67,24 @@ class Client(Methods):
 
     # -- the catalog -----------------------------------------------------------------------------------------
 
-    def root(self, name: str) -> models.Root:
-        """Get one root."""
-        return self._send(operations.get_root(name))
-
     def checkpoint_facets(
-        self, *, values: int = 20, **query: Unpack[models.CheckpointQuery]
+        self, *, values: int = 20, **options: Unpack[models.CheckpointQuery]
     ) -> models.CheckpointFacets:
         """Count the checkpoints that `checkpoints` would list with each value of its filters."""
-        filters: dict[str, Any] = {name: value for name, value in query.items() if name != "sort"}
-        return self._send(operations.get_checkpoint_facets(values=values, **filters))
+        filters: dict[str, Any] = {name: value for name, value in options.items() if name != "sort"}
+        params = query(values=values, **filters)
+        return self._send(Call("GET", "/checkpoints/facets", one(models.CheckpointFacets), params))
 
     def search(self, text: str, *, kind: str | Sequence[str] = (), limit: int = 10) -> list[models.SearchHit]:
         """Search the names of runs, checkpoints, aliases, tags and tensors; the best first, and at most
         ``limit`` of each kind."""
-        return self._send(operations.search(text, kind=kind, limit=limit))
+        params = query(q=text, kind=kind, limit=limit)
+        return self._send(Call("GET", "/search", many(models.SearchHit), params))
 
     def delete_alias(self, run_id: int, name: str, *, etag: str) -> None:
         """Remove an alias; the checkpoint stays."""
-        self._send(operations.delete_alias(run_id, name, etag=etag))
+        path = f"/runs/{run_id}/aliases/{segment(name)}"
+        self._send(Call("DELETE", path, nothing, headers=if_match(etag)))
 
     # -- contents --------------------------------------------------------------------------------------------
 
@@ -70,17 +92,18 @@ class Client(Methods):
         self, checkpoint_id: int, prefix: str = "", *, page_size: int = 500
     ) -> Pages[models.TreeNode]:
         """List one level of the tree that the dots in the names make."""
-        return Pages(self._send, operations.tensor_tree(checkpoint_id, prefix=prefix), page_size)
+        path = f"/checkpoints/{checkpoint_id}/tensors/tree"
+        return Pages(self._send, PagedCall(path, one(models.TreeNode), query(prefix=prefix)), page_size)
 
     def tensor(self, checkpoint_id: int, fqn: str, slice: str | None = None) -> npt.NDArray[np.generic]:
         """Read one tensor, or a ``slice`` of it such as "0:2,:,-1"; as float32 where numpy lacks the type."""
-        call = operations.tensor_data(checkpoint_id, fqn=fqn, slice=slice, format="npy")
-        return array_of(self._bytes(call))
+        params = query(fqn=fqn, slice=slice, format="npy")
+        return array_of(self._bytes(_tensor(checkpoint_id, "data", nothing, params)))
 
     def tensor_bytes(self, checkpoint_id: int, fqn: str, slice: str | None = None) -> bytes:
         """Read one tensor, or a ``slice`` of it, as a safetensors file in the tensor's own type."""
-        call = operations.tensor_data(checkpoint_id, fqn=fqn, slice=slice, format="safetensors")
-        return self._bytes(call)
+        params = query(fqn=fqn, slice=slice, format="safetensors")
+        return self._bytes(_tensor(checkpoint_id, "data", nothing, params))
 
     def tensor_grid(
         self,
@@ -94,19 +117,19 @@ class Client(Methods):
     ) -> models.TensorGrid:
         """Get a tensor, or a slice of two dimensions, as at most ``rows`` by ``columns`` cells: "mean",
         "min", "max", "abs_max" and "nonfinite" of each, or those in ``value``."""
-        call = operations.get_tensor_grid(
-            checkpoint_id, fqn=fqn, slice=slice, rows=rows, columns=columns, value=value
-        )
-        return self._send(call)
+        params = query(fqn=fqn, slice=slice, rows=rows, columns=columns, value=value)
+        return self._send(_tensor(checkpoint_id, "grid", one(models.TensorGrid), params))
 
     def tensor_statistics(self, checkpoint_id: int, fqn: str) -> models.TensorStatistics:
         """Get statistics of one tensor: computed by a job, or now if it is not large."""
-        return self._send(operations.get_tensor_statistics(checkpoint_id, fqn=fqn))
+        parse = one(models.TensorStatistics)
+        return self._send(_tensor(checkpoint_id, "statistics", parse, query(fqn=fqn)))
 
-    def diff(self, checkpoint_id: int, before: int, **query: Unpack[models.DiffQuery]) -> models.Diff:
+    def diff(self, checkpoint_id: int, before: int, **options: Unpack[models.DiffQuery]) -> models.Diff:
         """Get the differences from the checkpoint ``before``, by structure and checksums; no tensor is read.
         With ``basis="values"`` the differences of values that the job "diff" found last."""
-        call = operations.diff_checkpoints(checkpoint_id, before, limit=_PAGE_SIZE, **query)
+        params = query(before=before, limit=_PAGE_SIZE, **options)
+        call = Call("GET", f"/checkpoints/{checkpoint_id}/diff", with_cursor(models.Diff), params)
         return joined(self._parts(call))
 
     def will_it_load(
@@ -123,19 +146,19 @@ class Client(Methods):
         or ``tensors``, shapes and dtypes by name (None is not compared), with the names ``objects`` of other
         values. The load is through the ready weight map ``map``, as in `dcp.weight_map`.
         """
+        path, parse = f"/checkpoints/{checkpoint_id}/will-it-load", one(models.LoadCheck)
         if tensors is None:
-            return self._send(operations.check_load_of(checkpoint_id, **options))
+            return self._send(Call("GET", path, parse, query(**options)))
         named = [{"fqn": fqn, "shape": shape, "dtype": dtype} for fqn, (shape, dtype) in tensors.items()]
         through: dict[str, Any] = {name: options.get(name) for name in ("map", "inverse", "below")}
-        others = None if objects is None else list(objects)
-        call = operations.check_load_of_state(checkpoint_id, named, objects=others, **through)
-        return self._send(call)
+        body = given({"tensors": named, "objects": None if objects is None else list(objects)})
+        return self._send(Call("POST", path, parse, query(**through), body, only_reads=True))
 
     def statistics(self, checkpoint_id: int) -> models.Statistics:
         """Get the statistics of all values that were computed last. Raises NotFoundError before the first
         `compute_statistics`."""
-        call = operations.get_statistics(checkpoint_id, limit=_PAGE_SIZE)
-        return joined(self._parts(call))
+        path, params = f"/checkpoints/{checkpoint_id}/statistics", query(limit=_PAGE_SIZE)
+        return joined(self._parts(Call("GET", path, with_cursor(models.Statistics), params)))
 
     # -- downloads -------------------------------------------------------------------------------------------
 
@@ -155,7 +178,7 @@ class Client(Methods):
         call resumes there if the checkpoint is still the same. Raises DownloadError for a download that
         breaks off again and again, FileExistsError, OSError.
         """
-        call = operations.download_checkpoint(checkpoint_id, **options)
+        call = Call("GET", f"/checkpoints/{checkpoint_id}/download", nothing, query(**options))
         return self._download(call, target, resume=resume, overwrite=overwrite, on_bytes=on_bytes)
 
     def download_file(
@@ -169,7 +192,7 @@ class Client(Methods):
         on_bytes: OnBytes | None = None,
     ) -> Path:
         """Download one of the checkpoint's own files; directly from S3 where the service allows that."""
-        call = operations.download_file(checkpoint_id, name)
+        call = Call("GET", f"/checkpoints/{checkpoint_id}/files/{segment(name)}", nothing)
         return self._download(call, target, resume=resume, overwrite=overwrite, on_bytes=on_bytes)
 
     # -- jobs ------------------------------------------------------------------------------------------------
@@ -177,7 +200,8 @@ class Client(Methods):
     def submit(self, kind: str, params: Mapping[str, Any], *, priority: int = 0) -> models.Job:
         """Submit a job: "convert", "merge", "verify", "stats", "diff", "delete", "scan" or another kind, with
         the parameters of the kind. If an unfinished job does the same already, get that one."""
-        return self._send(operations.submit_job({"kind": kind, "params": params, "priority": priority}))
+        body = {"kind": kind, "params": params, "priority": priority}
+        return self._send(Call("POST", "/jobs", one(models.Job), body=body))
 
     def merge(
         self, sources: Sequence[int], target_key: str, *, to: str, priority: int = 0, **params: Any
@@ -198,7 +222,8 @@ class Client(Methods):
 
     def job_log(self, job_id: int, *, lines: int = 100) -> list[models.JobLogLine]:
         """Get the last events of a job as sentences, in their order; 500 at most."""
-        return (self._send(operations.get_job_log(job_id).page(lines))).items
+        call = PagedCall(f"/jobs/{job_id}/log", one(models.JobLogLine))
+        return (self._send(call.page(lines))).items
 
     def wait(
         self,
@@ -228,42 +253,37 @@ class Client(Methods):
     def watch(self, job_id: int, *, after_id: int | None = None) -> Iterator[JobEvent]:
         """Iterate over the events of a job as they happen, from its beginning (or after the event
         ``after_id``) to its end. A connection that breaks is made again, and no event is missed."""
-        return self._watch(operations.watch_job(job_id), EventStream(after_id))
+        return self._watch(Call("GET", f"/jobs/{job_id}/events", nothing), EventStream(after_id))
 
     def watch_jobs(self, *, after_id: int | None = None, scans: bool = False) -> Iterator[JobEvent]:
         """Iterate over the events of all jobs from now on (or after the event ``after_id``), without end;
         with ``scans`` also of those that the service makes by itself."""
-        return self._watch(operations.watch_jobs(scans=scans), EventStream(after_id))
+        return self._watch(Call("GET", "/jobs/events", nothing, query(scans=scans)), EventStream(after_id))
 
     # -- administration --------------------------------------------------------------------------------------
-
-    def deliveries(
-        self, webhook_id: int, *, state: str | None = None, page_size: int = 100
-    ) -> Pages[models.Delivery]:
-        """List deliveries, newest event first; ``state``: "waiting", "delivered" or "failed"."""
-        call = operations.list_webhook_deliveries(webhook_id, state=state)
-        return Pages(self._send, call, page_size)
 
     def create_retention_policy(
         self, name: str, root: str, keep: Mapping[str, Any], **options: Unpack[models.PolicyOptions]
     ) -> models.RetentionPolicy:
         """Create a policy, which is applied at once: use `preview_retention` before. ``keep`` is what
         `dcp.Retention.to_dict` returns."""
-        call = operations.create_retention_policy(name=name, root=root, keep=keep, **options)
-        return self._send(call)
+        body = {"name": name, "root": root, "keep": keep, **given(options)}
+        return self._send(Call("POST", "/retention/policies", one(models.RetentionPolicy), body=body))
 
     def preview_retention(
         self, root: str, keep: Mapping[str, Any], *, run_glob: str = "*", page_size: int = 50
     ) -> Pages[models.RetentionPreview]:
         """List the decisions of a policy with their reasons, by run; nothing is changed."""
-        call = operations.preview_retention(root, keep, run_glob=run_glob)
+        body = {"root": root, "keep": keep, "run_glob": run_glob}
+        call = PagedCall("/retention/preview", one(models.RetentionPreview), body=body)
         return Pages(self._send, call, page_size)
 
     def preview_retention_policy(
         self, policy_id: int, *, page_size: int = 50
     ) -> Pages[models.RetentionPreview]:
         """List the decisions of an existing policy with their reasons, by run; nothing is changed."""
-        return Pages(self._send, operations.preview_retention_policy(policy_id), page_size)
+        call = PagedCall(f"/retention/policies/{policy_id}/preview", one(models.RetentionPreview))
+        return Pages(self._send, call, page_size)
 
     def run_retention_policy(self, policy_id: int, *, dry_run: bool = False) -> models.Job:
         """Apply a policy now, by a job; with ``dry_run`` its result says what would be deleted."""

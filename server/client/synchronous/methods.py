@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Unpack
 
-from dcp.server.client.calls import (
+from dcp.server.client.generated import models
+from dcp.server.client.requests import (
     Call,
     PagedCall,
     given,
@@ -19,7 +20,6 @@ from dcp.server.client.calls import (
     query,
     segment,
 )
-from dcp.server.client.generated import models
 from dcp.server.client.synchronous.connection import HttpConnection, Pages
 
 
@@ -77,18 +77,15 @@ class Methods(HttpConnection):
 
     def checkpoint(self, checkpoint_id: int) -> models.CheckpointDetail:
         """All that is known of a checkpoint."""
-        call = Call("GET", f"/checkpoints/{checkpoint_id}", one(models.CheckpointDetail))
-        return self._send(call)
+        return self._send(Call("GET", f"/checkpoints/{checkpoint_id}", one(models.CheckpointDetail)))
 
     def files(self, checkpoint_id: int) -> list[models.File]:
         """The checkpoint's own files, as they are in the storage now."""
-        call = Call("GET", f"/checkpoints/{checkpoint_id}/files", many(models.File))
-        return self._send(call)
+        return self._send(Call("GET", f"/checkpoints/{checkpoint_id}/files", many(models.File)))
 
     def handovers(self, checkpoint_id: int) -> list[models.Handover]:
         """List the handovers to all targets that are configured, and to earlier ones."""
-        call = Call("GET", f"/checkpoints/{checkpoint_id}/handovers", many(models.Handover))
-        return self._send(call)
+        return self._send(Call("GET", f"/checkpoints/{checkpoint_id}/handovers", many(models.Handover)))
 
     def hand_over(self, checkpoint_id: int, target: str) -> models.Job:
         """Register the checkpoint at a target by its URL, by a job. Done again, it makes no second
@@ -100,8 +97,7 @@ class Methods(HttpConnection):
 
     def lineage(self, checkpoint_id: int) -> models.Lineage:
         """All ancestors and descendants that the key may see, nearest first."""
-        call = Call("GET", f"/checkpoints/{checkpoint_id}/lineage", one(models.Lineage))
-        return self._send(call)
+        return self._send(Call("GET", f"/checkpoints/{checkpoint_id}/lineage", one(models.Lineage)))
 
     def set_metrics(
         self, checkpoint_id: int, metrics: Mapping[str, Any], *, etag: str | None = None
@@ -188,8 +184,7 @@ class Methods(HttpConnection):
 
     def compute_statistics(self, checkpoint_id: int) -> models.Job:
         """Compute the statistics of all tensors, by a job; they are kept with the checkpoint."""
-        call = Call("POST", f"/checkpoints/{checkpoint_id}/statistics", one(models.Job))
-        return self._send(call)
+        return self._send(Call("POST", f"/checkpoints/{checkpoint_id}/statistics", one(models.Job)))
 
     def remove_tag(self, checkpoint_id: int, tag: str, *, etag: str | None = None) -> models.CheckpointDetail:
         """Remove a tag. A tag that the checkpoint does not have changes nothing."""
@@ -230,45 +225,37 @@ class Methods(HttpConnection):
 
     def verify(self, checkpoint_id: int) -> models.Job:
         """Read and compare every byte, by a job."""
-        call = Call("POST", f"/checkpoints/{checkpoint_id}/verifications", one(models.Job))
-        return self._send(call)
+        return self._send(Call("POST", f"/checkpoints/{checkpoint_id}/verifications", one(models.Job)))
 
     def jobs(self, *, page_size: int = 100, **options: Unpack[models.JobQuery]) -> Pages[models.Job]:
         """Jobs, newest first. Of states and kinds, any of those that are given."""
-        call = PagedCall("/jobs", one(models.Job), query(**options))
-        return Pages(self._send, call, page_size)
+        return Pages(self._send, PagedCall("/jobs", one(models.Job), query(**options)), page_size)
 
     def job(self, job_id: int) -> models.Job:
         """One job, with its progress, and its result once it has succeeded."""
-        call = Call("GET", f"/jobs/{job_id}", one(models.Job))
-        return self._send(call)
+        return self._send(Call("GET", f"/jobs/{job_id}", one(models.Job)))
 
     def cancel(self, job_id: int) -> models.Job:
         """Stop the job, and remove what it left. A repetition is fine; publishing is not stopped."""
-        call = Call("POST", f"/jobs/{job_id}/cancel", one(models.Job))
-        return self._send(call)
+        return self._send(Call("POST", f"/jobs/{job_id}/cancel", one(models.Job)))
 
     def retry(self, job_id: int) -> models.Job:
         """Begin a job anew that has failed or was cancelled."""
-        call = Call("POST", f"/jobs/{job_id}/retry", one(models.Job))
-        return self._send(call)
+        return self._send(Call("POST", f"/jobs/{job_id}/retry", one(models.Job)))
 
     def job_tasks(self, job_id: int, *, page_size: int = 500) -> Pages[models.JobTask]:
         """The tasks of the job by number, once it is planned."""
-        call = PagedCall(f"/jobs/{job_id}/tasks", one(models.JobTask))
-        return Pages(self._send, call, page_size)
+        return Pages(self._send, PagedCall(f"/jobs/{job_id}/tasks", one(models.JobTask)), page_size)
 
     def job_throughput(self, job_id: int) -> models.JobThroughput:
         """The speed of its tasks, and an estimate of the time that is left."""
-        call = Call("GET", f"/jobs/{job_id}/throughput", one(models.JobThroughput))
-        return self._send(call)
+        return self._send(Call("GET", f"/jobs/{job_id}/throughput", one(models.JobThroughput)))
 
     def keys(
         self,
     ) -> list[models.Key]:
         """All keys, revoked and expired ones too."""
-        call = Call("GET", "/keys", many(models.Key))
-        return self._send(call)
+        return self._send(Call("GET", "/keys", many(models.Key)))
 
     def create_key(
         self,
@@ -293,13 +280,11 @@ class Methods(HttpConnection):
 
     def revoke_key(self, key_id: int) -> models.Key:
         """End a key at once and for ever; it stays in the list. Again is fine."""
-        call = Call("DELETE", f"/keys/{key_id}", one(models.Key))
-        return self._send(call)
+        return self._send(Call("DELETE", f"/keys/{key_id}", one(models.Key)))
 
     def key(self, key_id: int) -> models.Key:
         """One key."""
-        call = Call("GET", f"/keys/{key_id}", one(models.Key))
-        return self._send(call)
+        return self._send(Call("GET", f"/keys/{key_id}", one(models.Key)))
 
     def notes(
         self,
@@ -347,8 +332,7 @@ class Methods(HttpConnection):
 
     def retention_policy(self, policy_id: int) -> models.RetentionPolicy:
         """Get a policy."""
-        call = Call("GET", f"/retention/policies/{policy_id}", one(models.RetentionPolicy))
-        return self._send(call)
+        return self._send(Call("GET", f"/retention/policies/{policy_id}", one(models.RetentionPolicy)))
 
     def change_retention_policy(
         self, policy_id: int, *, etag: str | None = None, **options: Unpack[models.PolicyChanges]
@@ -385,20 +369,21 @@ class Methods(HttpConnection):
         self,
     ) -> list[models.RootCheck]:
         """Whether the storage of each root answers: looked at now, or within the last two seconds."""
-        call = Call("GET", "/root-checks", many(models.RootCheck))
-        return self._send(call)
+        return self._send(Call("GET", "/root-checks", many(models.RootCheck)))
 
     def roots(
         self,
     ) -> list[models.Root]:
         """All roots that the key may see, by name, with their last scans."""
-        call = Call("GET", "/roots", many(models.Root))
-        return self._send(call)
+        return self._send(Call("GET", "/roots", many(models.Root)))
+
+    def root(self, root: str) -> models.Root:
+        """One root."""
+        return self._send(Call("GET", f"/roots/{segment(root)}", one(models.Root)))
 
     def rules(self, *, page_size: int = 100) -> Pages[models.Rule]:
         """List all rules by id."""
-        call = PagedCall("/rules", one(models.Rule))
-        return Pages(self._send, call, page_size)
+        return Pages(self._send, PagedCall("/rules", one(models.Rule)), page_size)
 
     def create_rule(
         self, name: str, actions: Sequence[Mapping[str, Any]], **options: Unpack[models.RuleOptions]
@@ -411,13 +396,11 @@ class Methods(HttpConnection):
 
     def delete_rule(self, rule_id: int, *, etag: str | None = None) -> None:
         """Delete a rule. Its jobs continue."""
-        call = Call("DELETE", f"/rules/{rule_id}", nothing, headers=if_match(etag))
-        return self._send(call)
+        return self._send(Call("DELETE", f"/rules/{rule_id}", nothing, headers=if_match(etag)))
 
     def rule(self, rule_id: int) -> models.Rule:
         """Get a rule."""
-        call = Call("GET", f"/rules/{rule_id}", one(models.Rule))
-        return self._send(call)
+        return self._send(Call("GET", f"/rules/{rule_id}", one(models.Rule)))
 
     def change_rule(
         self, rule_id: int, *, etag: str | None = None, **options: Unpack[models.RuleChanges]
@@ -428,23 +411,19 @@ class Methods(HttpConnection):
 
     def runs(self, *, page_size: int = 100, **options: Unpack[models.RunQuery]) -> Pages[models.Run]:
         """Runs, the one with the newest checkpoint first."""
-        call = PagedCall("/runs", one(models.Run), query(**options))
-        return Pages(self._send, call, page_size)
+        return Pages(self._send, PagedCall("/runs", one(models.Run), query(**options)), page_size)
 
     def run(self, run_id: int) -> models.Run:
         """One run."""
-        call = Call("GET", f"/runs/{run_id}", one(models.Run))
-        return self._send(call)
+        return self._send(Call("GET", f"/runs/{run_id}", one(models.Run)))
 
     def aliases(self, run_id: int) -> list[models.Alias]:
         """All aliases of a run, by name."""
-        call = Call("GET", f"/runs/{run_id}/aliases", many(models.Alias))
-        return self._send(call)
+        return self._send(Call("GET", f"/runs/{run_id}/aliases", many(models.Alias)))
 
     def alias(self, run_id: int, name: str) -> models.Alias:
         """The checkpoint that the alias names."""
-        call = Call("GET", f"/runs/{run_id}/aliases/{segment(name)}", one(models.Alias))
-        return self._send(call)
+        return self._send(Call("GET", f"/runs/{run_id}/aliases/{segment(name)}", one(models.Alias)))
 
     def set_alias(
         self,
@@ -468,13 +447,11 @@ class Methods(HttpConnection):
 
     def run_drift(self, run_id: int) -> models.RunDrift:
         """The result of the last job; not found before the first one, and once that job is forgotten."""
-        call = Call("GET", f"/runs/{run_id}/drift", one(models.RunDrift))
-        return self._send(call)
+        return self._send(Call("GET", f"/runs/{run_id}/drift", one(models.RunDrift)))
 
     def compute_drift(self, run_id: int) -> models.Job:
         """Compute it for up to 50 steps, by a job; `POST /jobs` with the kind `drift` chooses the steps."""
-        call = Call("POST", f"/runs/{run_id}/drift", one(models.Job))
-        return self._send(call)
+        return self._send(Call("POST", f"/runs/{run_id}/drift", one(models.Job)))
 
     def run_notes(
         self, run_id: int, *, page_size: int = 500, with_checkpoints: bool | None = None
@@ -513,8 +490,7 @@ class Methods(HttpConnection):
 
     def webhooks(self, *, page_size: int = 100) -> Pages[models.Webhook]:
         """List the webhooks that the key may see, by id."""
-        call = PagedCall("/webhooks", one(models.Webhook))
-        return Pages(self._send, call, page_size)
+        return Pages(self._send, PagedCall("/webhooks", one(models.Webhook)), page_size)
 
     def create_webhook(self, url: str, **options: Unpack[models.WebhookOptions]) -> models.WebhookSecret:
         """Create a webhook. The answer shows its secret, once: no Idempotency-Key keeps it."""
@@ -529,13 +505,11 @@ class Methods(HttpConnection):
 
     def delete_webhook(self, webhook_id: int, *, etag: str | None = None) -> None:
         """Delete a webhook and its deliveries."""
-        call = Call("DELETE", f"/webhooks/{webhook_id}", nothing, headers=if_match(etag))
-        return self._send(call)
+        return self._send(Call("DELETE", f"/webhooks/{webhook_id}", nothing, headers=if_match(etag)))
 
     def webhook(self, webhook_id: int) -> models.Webhook:
         """Get a webhook."""
-        call = Call("GET", f"/webhooks/{webhook_id}", one(models.Webhook))
-        return self._send(call)
+        return self._send(Call("GET", f"/webhooks/{webhook_id}", one(models.Webhook)))
 
     def change_webhook(
         self, webhook_id: int, *, etag: str | None = None, **options: Unpack[models.WebhookChanges]
@@ -546,6 +520,13 @@ class Methods(HttpConnection):
             "PATCH", f"/webhooks/{webhook_id}", one(models.Webhook), body={**options}, headers=if_match(etag)
         )
         return self._send(call)
+
+    def deliveries(
+        self, webhook_id: int, *, page_size: int = 500, state: str | None = None
+    ) -> Pages[models.Delivery]:
+        """List deliveries, newest event first. Old ones are forgotten."""
+        call = PagedCall(f"/webhooks/{webhook_id}/deliveries", one(models.Delivery), query(state=state))
+        return Pages(self._send, call, page_size)
 
     def redeliver(self, webhook_id: int, delivery_id: int) -> models.Delivery:
         """Make a delivery again, from its first attempt on."""
@@ -575,13 +556,11 @@ class Methods(HttpConnection):
 
     def test_webhook(self, webhook_id: int) -> models.Delivery:
         """Send it an event of the type `webhook.test`; a worker does so within seconds."""
-        call = Call("POST", f"/webhooks/{webhook_id}/test", one(models.Delivery))
-        return self._send(call)
+        return self._send(Call("POST", f"/webhooks/{webhook_id}/test", one(models.Delivery)))
 
     def whoami(
         self,
     ) -> models.Whoami:
         """The name, the scopes and the roots of the key; without keys every caller is `local`, and may
         all."""
-        call = Call("GET", "/whoami", one(models.Whoami))
-        return self._send(call)
+        return self._send(Call("GET", "/whoami", one(models.Whoami)))

@@ -1,0 +1,388 @@
+"""Requests as values, which both clients send: addresses, headers, retries; and the results of answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import random
+import re
+import types
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cache
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Final,
+    Generic,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+from urllib.parse import quote, urlsplit
+
+import httpx
+
+from dcp.server.client.errors import (
+    AnswerError,
+    JobCancelledError,
+    JobFailedError,
+    ProblemError,
+    TransportError,
+    WaitTimeoutError,
+    problem_error,
+)
+from dcp.server.client.generated import models
+from dcp.version import __version__
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+T = TypeVar("T")
+_Decoder = Callable[[Any], Any]
+Params = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One request. ``parse`` makes the result of the JSON of the answer (None if it has no body).
+
+    ``only_reads``: a POST that changes nothing. ``has_secret``: the answer contains a secret, which is given
+    once only.
+    """
+
+    method: str
+    path: str
+    parse: Callable[[Any], T]
+    params: Params = ()
+    body: Any = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    only_reads: bool = False
+    has_secret: bool = False
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether it may be sent again although the service may have carried it out."""
+        return "If-Match" not in self.headers and not self.has_secret
+
+    def after(self, cursor: str) -> Call[T]:
+        """The request for the next page."""
+        return dataclasses.replace(self, params=(*self.params, ("cursor", cursor)))
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[T]):
+    """A page, and the cursor of the next one."""
+
+    items: list[T]
+    next_cursor: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCall(Generic[T]):
+    """Requests for the pages of a list; with a ``body`` they are POSTs that change nothing."""
+
+    path: str
+    item: Callable[[Any], T]
+    params: Params = ()
+    body: Any = None
+
+    def page(self, limit: int, cursor: str | None = None) -> Call[Page[T]]:
+        """The request for a page of at most ``limit`` items."""
+        params = (*self.params, *query(limit=limit, cursor=cursor))
+        method = "GET" if self.body is None else "POST"
+        return Call(method, self.path, self._page, params, self.body, only_reads=True)
+
+    def _page(self, document: Any) -> Page[T]:
+        return Page([self.item(item) for item in _items(document)], _cursor(document))
+
+
+def json_call(
+    method: str, path: str, parameters: Mapping[str, Any] | None, body: Any, etag: str | None
+) -> Call[Any]:
+    """Any request; its result is the JSON of the answer."""
+    params = query(**parameters or {})
+    return Call(method, path, lambda document: document, params, body, if_match(etag))
+
+
+def query(**values: Any) -> Params:
+    """Parameters of a URL: none for None, several for a sequence, times as the API writes them."""
+    return tuple(
+        (name, _text_of(each))
+        for name, value in values.items()
+        for each in ([value] if isinstance(value, str) or not isinstance(value, Iterable) else value)
+        if each is not None
+    )
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, datetime):
+        if value.tzinfo is None:
+            raise ValueError(f"{value!r} has no time zone; use datetime(..., tzinfo=UTC)")
+        return value.astimezone(UTC).isoformat().replace("+00:00", "Z")
+    return str(value)
+
+
+def segment(name: str) -> str:
+    """A name in the path of a URL; slashes of labels stay."""
+    return quote(name, safe="/:@+=")
+
+
+def given(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The members of a body that are not None."""
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def if_match(etag: str | None) -> dict[str, str]:
+    """The header that makes the service refuse a change of any other version."""
+    if etag is None:
+        return {}
+    return {"If-Match": etag if etag == "*" or etag.startswith('"') else f'"{etag}"'}
+
+
+# -- answers -------------------------------------------------------------------------------------------------
+
+
+def one(kind: type[T]) -> Callable[[Any], T]:
+    """Parse an answer that is one ``kind``."""
+    return lambda document: _decode(kind, document)
+
+
+def many(kind: type[T]) -> Callable[[Any], list[T]]:
+    """Parse an answer with all ``items``."""
+    return lambda document: [_decode(kind, item) for item in _items(document)]
+
+
+def with_cursor(kind: type[T]) -> Callable[[Any], tuple[T, str | None]]:
+    """Parse an answer that is one page of a ``kind``, with the cursor of the next page."""
+    return lambda document: (_decode(kind, document), _cursor(document))
+
+
+def nothing(document: Any) -> None:
+    """Parse an answer without a body."""
+
+
+def _items(document: Any) -> list[Any]:
+    items = document.get("items") if isinstance(document, Mapping) else None
+    if not isinstance(items, list):
+        raise AnswerError("the answer of the service is not a list")
+    return items
+
+
+def _cursor(document: Mapping[str, Any]) -> str | None:
+    cursor = document.get("next_cursor")
+    return cursor if isinstance(cursor, str) else None
+
+
+def _decode(kind: type[T], document: Any) -> T:
+    try:
+        return cast(T, _decoder(cast(Any, kind))(document))
+    except (TypeError, ValueError) as error:
+        raise AnswerError(f"the answer of the service is not a valid {kind.__name__}: {error}") from error
+
+
+@cache
+def _decoder(hint: Any) -> _Decoder:
+    """Make values of a type of JSON. Members that a data class does not have are passed over."""
+    if dataclasses.is_dataclass(hint):
+        return _object_decoder(hint)
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        (inner,) = (_decoder(each) for each in get_args(hint) if each is not type(None))
+        return lambda value: None if value is None else inner(value)
+    if origin is tuple:
+        item = _decoder(get_args(hint)[0])
+        return lambda value: tuple(item(each) for each in _typed(value, list))
+    if hint is datetime:
+        return lambda value: datetime.fromisoformat(_typed(value, str))
+    if hint is float:
+        return lambda value: float(value) if type(value) is int else _typed(value, float)
+    if hint in (int, str, bool):
+        return lambda value: _typed(value, hint)
+    return lambda value: value
+
+
+def _object_decoder(kind: Any) -> _Decoder:
+    decoders = {name: _decoder(hint) for name, hint in get_type_hints(kind).items()}
+
+    def decode(document: Any) -> Any:
+        members = _typed(document, dict)
+        values = {}
+        for name, decoder in decoders.items():
+            if name in members:
+                try:
+                    values[name] = decoder(members[name])
+                except (TypeError, ValueError) as error:
+                    raise ValueError(f"{name}: {error}") from error
+        return kind(**values)
+
+    return decode
+
+
+def _typed(value: Any, kind: type[Any]) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{type(value).__name__} instead of {kind.__name__}")
+    return value
+
+
+_Listed = TypeVar("_Listed", models.Diff, models.Statistics)
+
+_PASSING: Final = frozenset({429, 502, 503, 504})
+_LOST: Final = frozenset({502, 504})
+"""Those of a proxy: the service may have carried the request out."""
+_FIRST_PAUSE_SECONDS: Final = 0.5
+_LONGEST_PAUSE_SECONDS: Final = 30.0
+_MAX_PROBLEM_BYTES: Final = 1 << 20
+_FIRST_LOOK_SECONDS: Final = 0.1
+_LONGEST_LOOK_SECONDS: Final = 2.0
+_BEFORE_SENDING: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+
+class RetryPolicy:
+    """Decides whether a request is sent again, at most ``retries`` times."""
+
+    def __init__(self, retries: int) -> None:
+        self.retries = retries
+
+    def pause_seconds(self, call: Call[Any], attempt: int, failure: Exception) -> float | None:
+        """Seconds to wait before attempt ``attempt`` + 1; None if ``failure`` is to be raised."""
+        if attempt > self.retries:
+            return None
+        pause = min(_LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** (attempt - 1))
+        pause *= random.uniform(0.75, 1.25)
+        if isinstance(failure, ProblemError):
+            asked = failure.retry_after_seconds or 0.0
+            if not _is_passing(failure) or asked > _LONGEST_PAUSE_SECONDS:
+                return None
+            if failure.status in _LOST and not call.is_repeatable:
+                return None
+            return max(pause, asked)
+        if isinstance(failure, _BEFORE_SENDING) or call.is_repeatable:
+            return pause
+        return None
+
+
+def _is_passing(failure: ProblemError) -> bool:
+    # A POST that comes again while its first one is still at work, and is answered as that one afterwards.
+    is_at_work = failure.status == 409 and failure.extra.get("state") == "working"
+    return failure.status in _PASSING or is_at_work
+
+
+def base_url_of(url: str) -> str:
+    """Check a URL of a service. Raises ValueError."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{url!r} is not the URL of a service, such as https://host:8470")
+    return url.rstrip("/")
+
+
+def headers_of(key: str | None) -> dict[str, str]:
+    """Headers of all requests. Raises ValueError for an invalid key, which it does not show."""
+    headers = {"User-Agent": f"dcphub/{__version__}", "Accept": "application/json"}
+    if key:
+        if not key.isascii() or not key.isprintable():
+            raise ValueError("the key contains invalid characters")
+        headers["Authorization"] = f"Bearer {key}"
+    return headers
+
+
+def httpx_request(client: httpx.Client | httpx.AsyncClient, call: Call[Any]) -> httpx.Request:
+    """The request of ``call``; a POST with changes has an idempotency key."""
+    headers = dict(call.headers)
+    if call.method == "POST" and not call.only_reads:
+        headers["Idempotency-Key"] = uuid.uuid4().hex
+    return client.build_request(
+        call.method,
+        f"/api/v1{call.path}",
+        params=list(call.params) or None,
+        headers=headers,
+        json=_plain(call.body),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Any mapping and sequence as JSON has them."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
+
+
+def parsed(call: Call[T], response: httpx.Response) -> T:
+    """The result of a call. Raises ProblemError and AnswerError."""
+    if not response.is_success:
+        raise error_of(response)
+    if response.status_code == 204 or not response.content:
+        return call.parse(None)
+    try:
+        document = response.json()
+    except ValueError as error:
+        where = f"{call.method} {call.path}"
+        raise AnswerError(f"{where}: {response.status_code}, the body is not JSON") from error
+    return call.parse(document)
+
+
+def error_of(response: httpx.Response) -> ProblemError:
+    """The error of an answer whose body has been read."""
+    try:
+        document = json.loads(response.content[:_MAX_PROBLEM_BYTES])
+    except ValueError:
+        document = None
+    after = response.headers.get("Retry-After", "")
+    seconds = float(after) if re.fullmatch(r"[0-9]{1,9}", after) else None
+    return problem_error(response.status_code, response.reason_phrase, document, seconds)
+
+
+def transport_error(error: httpx.HTTPError, url: str) -> TransportError:
+    """The error of this client for one of httpx."""
+    return TransportError(f"{url}: {type(error).__name__}: {error}")
+
+
+# -- results -------------------------------------------------------------------------------------------------
+
+
+def array_of(data: bytes) -> npt.NDArray[np.generic]:
+    """The array of an .npy file; nothing in it is unpickled. Raises AnswerError."""
+    import numpy as np
+
+    try:
+        found: npt.NDArray[np.generic] = np.load(io.BytesIO(data), allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise AnswerError(f"the answer of the service is not an array: {error}") from error
+    return found
+
+
+def joined(pages: Sequence[_Listed]) -> _Listed:
+    """All pages as one, with the tensors of all."""
+    return dataclasses.replace(pages[0], tensors=tuple(tensor for page in pages for tensor in page.tensors))
+
+
+def succeeded(job: models.Job) -> models.Job:
+    """A job that has ended, if it has succeeded. Raises JobFailedError and JobCancelledError."""
+    if job.state == "failed":
+        why = job.error.detail if job.error is not None else "no reason is known"
+        raise JobFailedError(f"job {job.id} ({job.kind}) failed: {why}", job)
+    if job.state == "cancelled":
+        raise JobCancelledError(f"job {job.id} ({job.kind}) was cancelled", job)
+    return job
+
+
+def wait_timeout(job: models.Job, seconds: float) -> WaitTimeoutError:
+    """The error for a job that has not ended in time."""
+    return WaitTimeoutError(f"job {job.id} ({job.kind}) is still {job.state} after {seconds:g} s", job)
+
+
+def next_pause(pause_seconds: float) -> float:
+    """Seconds to wait before a job is looked at again."""
+    return min(_LONGEST_LOOK_SECONDS, max(_FIRST_LOOK_SECONDS, pause_seconds * 1.5))
