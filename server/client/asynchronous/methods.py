@@ -305,13 +305,11 @@ class AsyncMethods(AsyncHttpConnection):
 
     async def delete_note(self, note_id: int, *, etag: str | None = None) -> None:
         """Delete a note with all of its versions. Only the author and admins may."""
-        call = Call("DELETE", f"/notes/{note_id}", nothing, headers=if_match(etag))
-        return await self._send(call)
+        return await self._send(Call("DELETE", f"/notes/{note_id}", nothing, headers=if_match(etag)))
 
     async def note(self, note_id: int) -> models.Note:
         """Get a note."""
-        call = Call("GET", f"/notes/{note_id}", one(models.Note))
-        return await self._send(call)
+        return await self._send(Call("GET", f"/notes/{note_id}", one(models.Note)))
 
     async def change_note(self, note_id: int, text: str, *, etag: str | None = None) -> models.Note:
         """Change the text. Only the author and admins may."""
@@ -322,8 +320,7 @@ class AsyncMethods(AsyncHttpConnection):
 
     async def note_versions(self, note_id: int) -> list[models.NoteVersion]:
         """List the texts of a note, the newest first: the present one, and up to 100 before it."""
-        call = Call("GET", f"/notes/{note_id}/versions", many(models.NoteVersion))
-        return await self._send(call)
+        return await self._send(Call("GET", f"/notes/{note_id}/versions", many(models.NoteVersion)))
 
     def retention_policies(self, *, page_size: int = 100) -> AsyncPages[models.RetentionPolicy]:
         """List the policies of the roots that the key may see, by id."""

@@ -300,13 +300,11 @@ class Methods(HttpConnection):
 
     def delete_note(self, note_id: int, *, etag: str | None = None) -> None:
         """Delete a note with all of its versions. Only the author and admins may."""
-        call = Call("DELETE", f"/notes/{note_id}", nothing, headers=if_match(etag))
-        return self._send(call)
+        return self._send(Call("DELETE", f"/notes/{note_id}", nothing, headers=if_match(etag)))
 
     def note(self, note_id: int) -> models.Note:
         """Get a note."""
-        call = Call("GET", f"/notes/{note_id}", one(models.Note))
-        return self._send(call)
+        return self._send(Call("GET", f"/notes/{note_id}", one(models.Note)))
 
     def change_note(self, note_id: int, text: str, *, etag: str | None = None) -> models.Note:
         """Change the text. Only the author and admins may."""
@@ -317,8 +315,7 @@ class Methods(HttpConnection):
 
     def note_versions(self, note_id: int) -> list[models.NoteVersion]:
         """List the texts of a note, the newest first: the present one, and up to 100 before it."""
-        call = Call("GET", f"/notes/{note_id}/versions", many(models.NoteVersion))
-        return self._send(call)
+        return self._send(Call("GET", f"/notes/{note_id}/versions", many(models.NoteVersion)))
 
     def retention_policies(self, *, page_size: int = 100) -> Pages[models.RetentionPolicy]:
         """List the policies of the roots that the key may see, by id."""

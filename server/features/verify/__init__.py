@@ -61,6 +61,7 @@ class VerifyKind(SimpleKind[CheckpointParams]):
 
     name: ClassVar[str] = "verify"
     about: ClassVar[str] = "Read every byte of a checkpoint and compare it with its checksums."
+    button: ClassVar[str] = "Verify: read every byte"
     scope: ClassVar[Scope] = "write"
     params = CheckpointParams
     preload: ClassVar[tuple[str, ...]] = ("dcp.inspection.verification",)

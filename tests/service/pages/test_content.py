@@ -55,7 +55,7 @@ def test_all_that_is_linked_is_there(app: App, browser: Browser) -> None:
     first = add_checkpoint(app.service.database, f"{run}/step-1", metrics={"loss": 2.0, "acc": 0.1})
     add_checkpoint(app.service.database, f"{run}/step-2", metrics={"loss": 1.0, "acc": 0.3})
     add_checkpoint(app.service.database, "lonely", root="other", step=None)
-    form = browser.page(f"/checkpoints/{first}").form(f"/checkpoints/{first}/verify")
+    form = browser.page(f"/checkpoints/{first}").form(f"/checkpoints/{first}/jobs/verify")
     assert browser.submit(form).url.path == "/jobs/1"
     pages = reached(browser, "/", "/search?q=run")
     kinds = {re.sub(r"\d+", "1", urlsplit(path).path) for path in pages}
@@ -293,7 +293,7 @@ def test_a_job_that_found_damage_is_not_green(app: App, browser: Browser, tmp_pa
     catalog = Catalog(app, tmp_path)
     number = catalog.add("run/step-1")  # of which there is no data
     assert "any number of ranks" in browser.page(f"/checkpoints/{number}").text
-    browser.submit(browser.page(f"/checkpoints/{number}").form(f"/checkpoints/{number}/verify"))
+    browser.submit(browser.page(f"/checkpoints/{number}").form(f"/checkpoints/{number}/jobs/verify"))
     catalog.work()
     for path, of_tasks in (("/jobs", 0), ("/jobs/1", 1)):  # its task has done what it was for
         page = browser.page(path)
@@ -301,7 +301,7 @@ def test_a_job_that_found_damage_is_not_green(app: App, browser: Browser, tmp_pa
     (finding,) = app.base.get("/api/v1/jobs/1").json()["result"]["findings"]
     assert finding["message"] in browser.page("/jobs/1").text
     text = browser.page(f"/checkpoints/{number}").text
-    assert f"{finding['message']} Verify again" in text.partition("Actions")[2]
+    assert finding["message"] in text.partition("Verifications")[2]
     strip = text.partition("Loads in stock torch")[2].partition("Facts")[0]
     assert "any number" not in strip and " yes" not in strip and "damaged" in strip
 
@@ -332,7 +332,7 @@ def test_a_job_is_cancelled_and_begun_anew(app: App, browser: Browser) -> None:
     """By the buttons of its page, which follow from its state; its log says who did it. It says what it is
     about by its name."""
     number = add_checkpoint(app.service.database, "run/step-1")
-    browser.submit(browser.page(f"/checkpoints/{number}").form(f"/checkpoints/{number}/verify"))
+    browser.submit(browser.page(f"/checkpoints/{number}").form(f"/checkpoints/{number}/jobs/verify"))
     queued = browser.page("/jobs/1")
     assert "run/step-1" in queued.text and "run/step-1" in browser.page("/jobs").text
     assert any("/api/v1/jobs/1/events" in given.get("sse-connect", "") for _, given in queued.elements)
@@ -355,11 +355,14 @@ def test_what_a_key_may_not_is_not_offered(keyed: App) -> None:
     reader, writer = Browser(keyed.client()), Browser(keyed.client())
     reader.sign_in(keyed.key("read"))
     writer.sign_in(keyed.key("read", "write", "convert", "delete"))
-    actions = {"verify", "convert", "merge", "delete", "tags", "alias", "pin"}
-    offered = {form.action.rpartition("/")[2] for form in writer.page(f"/checkpoints/{number}").forms}
+    actions = {"jobs/verify", "convert", "merge", "delete", "tags", "alias", "pin"}
+    offered = {
+        form.action.removeprefix(f"/checkpoints/{number}/")
+        for form in writer.page(f"/checkpoints/{number}").forms
+    }
     assert actions <= offered
     page = reader.page(f"/checkpoints/{number}")
-    assert not actions & {form.action.rpartition("/")[2] for form in page.forms}
+    assert not actions & {form.action.removeprefix(f"/checkpoints/{number}/") for form in page.forms}
     assert "/main" not in page.text.replace("runs/main", ""), "where a root is, only administrators see"
     token = page.form("/theme").fields["token"]
     for action in sorted(actions):
