@@ -59,7 +59,7 @@ def serve(
     }
     gc.disable()  # until it listens: some hundred modules are to be imported
     settings = _settings(config, **flags)
-    from dcp.server.process.serving import serve
+    from dcp.server.serving import serve
 
     raise typer.Exit(serve(settings, flags))
 
@@ -130,9 +130,9 @@ def worker(
     """
     settings = _settings(config, database_url=database, concurrency=concurrency)
     from dcp.server.core.jobs.worker import Worker
+    from dcp.server.core.logs import configure_logs
     from dcp.server.features import allowances
     from dcp.server.features import schedules as schedules_of
-    from dcp.server.process.logs import configure_logs
 
     configure_logs(settings)
     stop = threading.Event()

@@ -22,12 +22,12 @@ from dcp.server.core.jobs.ledger.limits import check_queue
 from dcp.server.core.jobs.ledger.reading import get_job, last_job
 from dcp.server.core.jobs.ledger.rows import progress_of
 from dcp.server.core.jobs.ledger.transitions import submit_or_join
+from dcp.server.core.logs import redact
 from dcp.server.core.pages import rendering
 from dcp.server.core.pages.requests import Form, query_of
 from dcp.server.core.problems import UnauthorizedError
 from dcp.server.core.roots import Roots
 from dcp.server.core.security.principal import Principal
-from dcp.server.core.security.redaction import redact
 from dcp.server.core.settings import Settings
 from dcp.server.records.checkpoints import Checkpoint
 from dcp.server.records.jobs import Job

@@ -17,9 +17,8 @@ from typing import Any, Final, get_args
 from dcp.server.catalog.events import CHECKPOINT_EVENTS
 from dcp.server.core.allowances import Allowances
 from dcp.server.core.feature import Feature, FeatureError
-from dcp.server.core.jobs.cleaning import CLEAN_UP
 from dcp.server.core.jobs.kind import Kind
-from dcp.server.core.jobs.schedules import PeriodicWork
+from dcp.server.core.jobs.schedules import CLEAN_UP, PeriodicWork
 from dcp.server.core.settings import Settings
 from dcp.server.records.administration import Scope
 

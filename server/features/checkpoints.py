@@ -28,9 +28,9 @@ from dcp.server.core.answers import IdPath, answer_model
 from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
 from dcp.server.core.http.dependencies import MAX_PAGE
+from dcp.server.core.logs import redact
 from dcp.server.core.pages.formatting import metrics_of
 from dcp.server.core.problems import UnprocessableError
-from dcp.server.core.security.redaction import redact
 from dcp.server.features.scan.reading import Registration, observe, place_of
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registered
 from dcp.server.records.lists import NotedPage

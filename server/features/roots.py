@@ -15,7 +15,7 @@ from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
 from dcp.server.core.http.dependencies import check_visible
 from dcp.server.core.http.readiness import OK, ReadinessDep
-from dcp.server.core.security.redaction import redact
+from dcp.server.core.logs import redact
 from dcp.server.features.scan import ScanKind, ScanParams
 from dcp.server.records.checkpoints import Root
 from dcp.server.records.declaring import Shown, moment

@@ -38,7 +38,7 @@ PRELOADED: Final = [
     "dcp.manager.manager",
     "dcp.server.client",
     "dcp.server.core.jobs.worker",
-    "dcp.server.process.serving",
+    "dcp.server.serving",
     "tests.support.crashes",
     "tests.support.programs",
     "tests.support.ranks",

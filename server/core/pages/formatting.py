@@ -13,7 +13,6 @@ from typing import Any, Final
 from markupsafe import Markup
 
 from dcp.server.catalog.inputs import short_name
-from dcp.server.core.pages.marks import norm_of
 
 __all__ = ["FILTERS", "bytes_text", "count_text", "metrics_of", "seconds_text", "times_text", "visible"]
 
@@ -199,7 +198,6 @@ FILTERS: Final[dict[str, Any]] = {
     "json": json_text,
     "large": large_text,
     "metrics": metrics_of,
-    "norm": norm_of,
     "number": number_text,
     "percent": percent_text,
     "seconds": seconds_text,

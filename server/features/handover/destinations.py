@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from dcp.server.core.jobs.kind import PermanentJobError
-from dcp.server.core.security.redaction import redact
+from dcp.server.core.logs import redact
 from dcp.server.core.settings import Settings
 from dcp.server.features.webhooks.addresses import Allowed, RefusedUrlError, WebhookUrl, parse_url
 

@@ -23,8 +23,8 @@ from dcp.server.catalog.runs import RunFilter, RunSort
 from dcp.server.catalog.timeline import RunTimeline, Series, metric_series, run_timeline
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
+from dcp.server.core.logs import redact
 from dcp.server.core.pages.drawing import polyline, timeline
-from dcp.server.core.security.redaction import redact
 from dcp.server.features.checkpoints import ListView, Paged, find_page, listed, loss_of
 from dcp.server.features.runs import feature
 from dcp.server.records.checkpoints import Checkpoint, Run

@@ -14,9 +14,9 @@ from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.names import in_order, layer_of
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
-from dcp.server.core.pages.marks import LARGE, Mark, largest_of, mark_of, norm_of
 from dcp.server.features.statistics import StatsKind, StatsParams, statistics_tensors, stored_statistics
 from dcp.server.features.tensors import feature
+from dcp.server.features.tensors.marks import LARGE, Mark, largest_of, mark_of, norm_of
 
 _ROWS: Final = 200
 

@@ -19,7 +19,6 @@ from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask, AskDep
 from dcp.server.core.data.access import Readable
 from dcp.server.core.pages.drawing import polyline
-from dcp.server.core.pages.marks import LARGE, largest_of, mark_of
 from dcp.server.core.problems import ProblemError
 from dcp.server.features.checkpoints import Snippet
 from dcp.server.features.shards import Chunk, ShardedTensor
@@ -27,6 +26,7 @@ from dcp.server.features.statistics import StatsKind, StatsParams
 from dcp.server.features.statistics.kept import TensorStatistics, kept_statistics
 from dcp.server.features.tensors import feature
 from dcp.server.features.tensors.histograms import histogram_picture
+from dcp.server.features.tensors.marks import LARGE, largest_of, mark_of
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
 
 __all__ = ["NamedDep", "NamedTensor", "statistics_of"]

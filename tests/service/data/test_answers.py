@@ -28,10 +28,10 @@ from dcp.server.core.data.responses import (
 )
 from dcp.server.core.http.handlers import install_handlers
 from dcp.server.core.http.middleware import RequestMiddleware
+from dcp.server.core.logs import configure_logs
 from dcp.server.core.problems import RangeError
 from dcp.server.core.settings import Settings
 from dcp.server.features.downloads import PlannedDownload, Plans
-from dcp.server.process.logs import configure_logs
 from tests.support.service import wait_until
 from tests.support.sockets import listening
 

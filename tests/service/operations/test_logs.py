@@ -8,8 +8,8 @@ import logging
 import pytest
 import structlog
 
+from dcp.server.core.logs import configure_logs
 from dcp.server.core.settings import Settings
-from dcp.server.process.logs import configure_logs
 
 KEY = f"dcp_abcdefgh_{'S' * 43}"
 

@@ -254,7 +254,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
 # -- requests that come slowly -------------------------------------------------------------------------------
 
 _QUICK = """
-from dcp.server.process.serving import TimedHeads
+from dcp.server.serving import TimedHeads
 TimedHeads.head_seconds = 1.0
 from dcp.cli.app import app
 app(["serve"], prog_name="dcp")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dcp.inspection.values.statistics import Summary
-from dcp.server.core.pages.marks import mark_of
 from dcp.server.features.statistics import statistics_json
+from dcp.server.features.tensors.marks import mark_of
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,12 @@ from dcp.server.app import create_app
 from dcp.server.core.http.context import Service
 from dcp.server.core.http.metrics import shared_folder
 from dcp.server.core.http.readiness import prepare_database
+from dcp.server.core.logs import configure_logs
 from dcp.server.core.problems import UnavailableError
 from dcp.server.core.roots import Roots
 from dcp.server.core.settings import Settings
 from dcp.server.database.engine import DatabaseUnavailableError
 from dcp.server.features import schedules
-from dcp.server.process.logs import configure_logs
 from dcp.storage.errors import CheckpointError
 
 __all__ = ["PortError", "TimedHeads", "app_of_environment", "flags_environment", "serve", "worker_beside"]
@@ -190,7 +190,7 @@ def _serve_many(settings: Settings, begun: threading.Event) -> int:
     finally:
         service.close()
     config = uvicorn.Config(
-        "dcp.server.process.serving:app_of_environment",
+        "dcp.server.serving:app_of_environment",
         factory=True,
         workers=settings.api_workers,
         **_options(settings),
