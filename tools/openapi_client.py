@@ -47,6 +47,8 @@ _OPTIONS: Final = {
     "get_shard_map": "ShardMapQuery",
     "list_checkpoints": "CheckpointQuery",
     "list_jobs": "JobQuery",
+    "compare_runs": "ComparisonQuery",
+    "list_run_summaries": "RunListQuery",
     "list_runs": "RunQuery",
     "list_stored_chunks": "StoredChunksQuery",
     "list_tensors": "TensorQuery",

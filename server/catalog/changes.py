@@ -113,7 +113,7 @@ class _Batch:
                 break  # otherwise another process has inserted them since: they are rows by now
         else:
             raise AssertionError("a row is there and is not")
-        self._add_labels(facts)
+        self._add_labels(facts, runs)
 
     def finish(self) -> None:
         refresh_runs(self.connection, self.runs, now=self.now)
@@ -203,7 +203,7 @@ class _Batch:
             detail = {"root": facts.root, "key": facts.key, "state": facts.state}
             audit.record(self.connection, self.actor, action, f"checkpoint:{number}", detail, now=self.now)
 
-    def _add_labels(self, facts: Mapping[_Place, CheckpointFacts]) -> None:
+    def _add_labels(self, facts: Mapping[_Place, CheckpointFacts], runs: Mapping[_Place, int]) -> None:
         """Tags and metrics that are new; to a checkpoint that has not changed else they are a change."""
         labelled = {
             place: one
@@ -228,6 +228,8 @@ class _Batch:
             if (more_tags or more_metrics) and not done.is_changed:
                 bump(self.connection, done.id, self.now)
                 self._did(place, done.id, one, is_new=False, committed=False)
+            if more_tags or more_metrics:
+                self.runs.setdefault(runs[place[0], one.run_key], RunChange())
         insert_missing(self.connection, tags, new_tags)
         insert_or_update(self.connection, metrics, new_metrics)
 

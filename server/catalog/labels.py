@@ -26,6 +26,7 @@ from dcp.server.catalog.errors import (
 )
 from dcp.server.catalog.events import checkpoint_event, emit_all
 from dcp.server.catalog.inputs import check_label
+from dcp.server.catalog.runs import touch_run
 from dcp.server.database.engine import insert_or_update
 from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs, tags
@@ -190,6 +191,7 @@ def _changed(
     detail = act(row)
     if detail is not None:
         bump(connection, checkpoint_id, change.at_seconds)
+        touch_run(connection, row["run_id"], change.at_seconds)
         about = {"root": row["root"], "key": row["key"], **detail}
         change.record(connection, action, f"checkpoint:{checkpoint_id}", about)
     return get_checkpoint(connection, checkpoint_id)

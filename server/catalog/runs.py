@@ -257,6 +257,12 @@ def refresh_runs(connection: Connection, changes: Mapping[int, RunChange], *, no
     )
 
 
+def touch_run(connection: Connection, run_id: int, now: float) -> None:
+    """Note that a label, metric or verdict of one of its checkpoints has changed: ``updated_seconds`` is of
+    any change, so that what is computed of a run knows when it is old."""
+    connection.execute(update(runs).where(runs.c.id == run_id).values(updated_seconds=now))
+
+
 def select_runs(visible: frozenset[str] | None) -> Select[Any]:
     """The columns of `Run`, of those that may be seen."""
     columns = shown_columns(Run, "runs", metadata)

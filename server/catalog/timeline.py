@@ -100,6 +100,8 @@ class Series:
 
 _ROWS_AT_ONCE: Final = 2_000
 _MAX_LISTED: Final = 10
+_BY_RUN: Final = "INDEXED BY ix_checkpoints_run_id_step_order_id"
+"""For SQLite, which without statistics begins with the metrics of all runs."""
 _SAVING: Final = ("blocked", "plan", "write")
 """Phases of a save that follow one another; the others are parts of them."""
 
@@ -127,7 +129,7 @@ def run_timeline(
         found = bins[min(place, count - 1) * len(bins) // count]  # more may have come since they were counted
         found.add(row, measured, flags.get(row.id, ()))
     return RunTimeline(
-        run_id, count, _metric_names(connection, run_id), tuple(one.result() for one in bins if one.count)
+        run_id, count, metric_names(connection, run_id), tuple(one.result() for one in bins if one.count)
     )
 
 
@@ -241,9 +243,9 @@ def _aliases(connection: Connection, run_id: int) -> dict[int, tuple[str, ...]]:
     return found
 
 
-def _metric_names(connection: Connection, run_id: int) -> tuple[str, ...]:
-    """One look along the index of the run: of all its checkpoints it would be a look at each. Those that are
-    NaN there count, too."""
+def metric_names(connection: Connection, run_id: int) -> tuple[str, ...]:
+    """List the metrics of the newest checkpoint of the run that has any: those of all its checkpoints would
+    be a look at each. Those that are NaN there count, too."""
     newest = connection.execute(
         select(checkpoints.c.id, checkpoints.c.user_metadata["metrics"])
         .where(
@@ -347,6 +349,7 @@ def metric_series(
     noted = checkpoints.c.user_metadata[("metrics", metric)].as_string()
     of_steps = select(func.count(), func.min(checkpoints.c.step), func.max(checkpoints.c.step))
     query = of_steps.where(*_with_step(run_id), noted.in_(NONFINITE))
+    query = query.with_hint(checkpoints, _BY_RUN, "sqlite")
     nonfinite, first, last = connection.execute(query).one()
     return Series(run_id, metric, sum(point.count for point in found), found, nonfinite, first, last)
 
@@ -361,6 +364,7 @@ def _binned(run_id: int, metric: str, points: int) -> Select[Any]:
         )
         .join(metrics, metrics.c.checkpoint_id == checkpoints.c.id)
         .where(*_with_step(run_id), metrics.c.name == metric)
+        .with_hint(checkpoints, _BY_RUN, "sqlite")
         .subquery()
     )
     return (

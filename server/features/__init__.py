@@ -52,6 +52,7 @@ FEATURES: Final = (
     "notes",
     "roots",
     "rules",
+    "run_metrics",  # before runs: of its paths some are no number
     "runs",
     "shards",
     "statistics",

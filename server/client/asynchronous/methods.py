@@ -415,6 +415,22 @@ class AsyncMethods(AsyncHttpConnection):
         """Runs, the one with the newest checkpoint first."""
         return AsyncPages(self._send, PagedCall("/runs", one(models.Run), query(**options)), page_size)
 
+    async def compare_runs(
+        self, run: Sequence[int], **options: Unpack[models.ComparisonQuery]
+    ) -> models.RunComparison:
+        """Up to ten runs side by side: a metric over their steps, the best checkpoints, and metadata and
+        facts of the newest ones with what differs."""
+        call = Call("GET", "/runs/compare", one(models.RunComparison), query(run=run, **options))
+        return await self._send(call)
+
+    def run_summaries(
+        self, *, page_size: int = 100, **options: Unpack[models.RunListQuery]
+    ) -> AsyncPages[models.RunSummary]:
+        """Runs with a metric's last value, minimum and maximum, sorted by one of these. What has changed
+        is summed up by a worker within a second or two."""
+        call = PagedCall("/runs/summaries", one(models.RunSummary), query(**options))
+        return AsyncPages(self._send, call, page_size)
+
     async def run(self, run_id: int) -> models.Run:
         """One run."""
         return await self._send(Call("GET", f"/runs/{run_id}", one(models.Run)))

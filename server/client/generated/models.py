@@ -116,6 +116,28 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedFact:
+    """A fact or a member of the metadata, with the value of each run; None where a run has none."""
+
+    name: str
+    is_metadata: bool
+    values: tuple[str | None, ...]
+    differs: bool
+    """Whether the runs have different values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRun:
+    """A run of a comparison. ``metric`` and ``series`` are None where it does not have the metric."""
+
+    run: Run
+    newest_id: int | None = None
+    """Its newest committed checkpoint, of which the facts are."""
+    metric: RunMetric | None = None
+    series: Series | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Delivery:
     """One event for one webhook; ``state``: "waiting", "delivered" or "failed"."""
 
@@ -467,6 +489,15 @@ class LoadProblem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MetricPlace:
+    """A value of a metric, and the checkpoint that has it."""
+
+    value: float
+    step: int | None = None
+    checkpoint_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
     """A note on a run, or on one of its checkpoints."""
 
@@ -694,6 +725,18 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunComparison:
+    """Runs side by side, in the requested order."""
+
+    metric: str | None = None
+    """The requested one, or one that is called a loss."""
+    metric_names: tuple[str, ...]
+    """What the newest checkpoints have."""
+    runs: tuple[ComparedRun, ...]
+    facts: tuple[ComparedFact, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunDrift:
     """Changes of a run's tensors between steps, as a job found them. ``layers``: at most 512 rows,
     which cover all ``layer_count`` layers."""
@@ -704,6 +747,28 @@ class RunDrift:
     steps: tuple[DriftStep, ...]
     layers: tuple[DriftLayer, ...]
     layer_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMetric:
+    """A metric over the committed checkpoints of a run. ``last`` is that of the highest step."""
+
+    name: str
+    count: int
+    """Checkpoints that have it as a finite number."""
+    last: MetricPlace
+    min: MetricPlace
+    max: MetricPlace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """A run with the requested metric, if it has it, and the requested members of its metadata."""
+
+    run: Run
+    metric: RunMetric | None = None
+    metadata: Mapping[str, str]
+    """Those of `show`, of the newest checkpoint; nested names joined by dots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1362,6 +1427,34 @@ class RunQuery(TypedDict, total=False):
     contains: str | None
     glob: str | None
     sort: str | None
+
+
+class ComparisonQuery(TypedDict, total=False):
+    """Options of GET /runs/compare."""
+
+    metric: str | None
+    points: int | None
+    """Of each run, at most."""
+
+
+class RunListQuery(TypedDict, total=False):
+    """Options of GET /runs/summaries."""
+
+    root: str | None
+    contains: str | None
+    """A part of the key."""
+    glob: str | None
+    metadata: str | Sequence[str] | None
+    """Comparisons with metadata of the newest checkpoint, such as optimizer.lr<0.01."""
+    has_metric: str | Sequence[str] | None
+    metric: str | None
+    """To show, and to sort by."""
+    of: str | None
+    """The value of the metric to sort by; last is of the highest step."""
+    sort: str | None
+    """With a minus the greatest first. By metric, runs without it are left out."""
+    show: str | Sequence[str] | None
+    """Members of metadata."""
 
 
 class TimelineQuery(TypedDict, total=False):

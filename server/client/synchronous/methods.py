@@ -410,6 +410,22 @@ class Methods(HttpConnection):
         """Runs, the one with the newest checkpoint first."""
         return Pages(self._send, PagedCall("/runs", one(models.Run), query(**options)), page_size)
 
+    def compare_runs(
+        self, run: Sequence[int], **options: Unpack[models.ComparisonQuery]
+    ) -> models.RunComparison:
+        """Up to ten runs side by side: a metric over their steps, the best checkpoints, and metadata and
+        facts of the newest ones with what differs."""
+        call = Call("GET", "/runs/compare", one(models.RunComparison), query(run=run, **options))
+        return self._send(call)
+
+    def run_summaries(
+        self, *, page_size: int = 100, **options: Unpack[models.RunListQuery]
+    ) -> Pages[models.RunSummary]:
+        """Runs with a metric's last value, minimum and maximum, sorted by one of these. What has changed
+        is summed up by a worker within a second or two."""
+        call = PagedCall("/runs/summaries", one(models.RunSummary), query(**options))
+        return Pages(self._send, call, page_size)
+
     def run(self, run_id: int) -> models.Run:
         """One run."""
         return self._send(Call("GET", f"/runs/{run_id}", one(models.Run)))

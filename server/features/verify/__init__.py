@@ -14,6 +14,7 @@ from dcp.server.catalog import audit
 from dcp.server.catalog.details import bump, get_checkpoint, lock_checkpoint
 from dcp.server.catalog.events import checkpoint_event, emit_all
 from dcp.server.catalog.inputs import clean_json, clean_text
+from dcp.server.catalog.runs import touch_run
 from dcp.server.core.feature import Feature
 from dcp.server.core.jobs.kind import JobContext, ReportProgress
 from dcp.server.core.jobs.ledger.rows import Json
@@ -26,9 +27,9 @@ from dcp.server.core.jobs.subjects import (
     unchanged,
 )
 from dcp.server.core.roots import StorageRoot
-from dcp.server.core.security.principal import Scope
 from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import verifications
+from dcp.server.records.administration import Scope
 from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.declaring import Shown, moment
 from dcp.server.records.jobs import Job
@@ -196,6 +197,7 @@ def _change(
     """Set the verdict of the checkpoint ``row``, and emit its event."""
     found = {"verification": outcome, "verified_seconds": now, "problem": problem}
     bump(connection, row["id"], now, **found, content_digest=content_digest)
+    touch_run(connection, row["run_id"], now)
     kind = "checkpoint.verified" if outcome == "good" else "checkpoint.damaged"
     emit_all(connection, [checkpoint_event(kind, row, mode=mode, problem=problem)], now=now)
 

@@ -55,6 +55,8 @@ isHidden => {
 
 PATHS: Final = (
     "/",
+    "/runs?sort=metric&of=min&metric=loss&run=1",
+    "/runs/compare?run=1&scale=log",
     "/runs/1?keep_last=1",
     "/checkpoints?state=any",
     "/checkpoints/1?prefix=model",
