@@ -20,7 +20,7 @@ from dcp.server.catalog.filters import RootName, check_root, notes_of
 from dcp.server.catalog.inputs import MAX_ID, Name, Text
 from dcp.server.catalog.runs import RunFilter, get_run, list_roots, select_runs
 from dcp.server.core.ask import Ask
-from dcp.server.core.security.redaction import redact
+from dcp.server.core.logs import redact
 from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import roots, runs
 from dcp.server.features.checkpoints import Paged, loss_of
