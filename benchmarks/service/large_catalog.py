@@ -22,7 +22,7 @@ import dcp
 from dcp.server.catalog.changes import upsert_checkpoints
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.runs import sync_roots
-from dcp.server.catalog.structures import StructureFacts, StructureTensor
+from dcp.server.catalog.structures import StructureFacts, Tensor
 from dcp.server.database.engine import Database
 from dcp.server.features.lineage import add_lineage
 from dcp.storage.commit_names import MANIFEST_NAME
@@ -81,7 +81,7 @@ def fill(database: Database) -> None:
 
 def _structure(count: int, variant: int = 0) -> StructureFacts:
     return StructureFacts.of(
-        StructureTensor(name, "tensor", "bfloat16", (64, 64), 8192) for name in names_of(count, variant)
+        Tensor(name, "tensor", "bfloat16", (64, 64), 8192) for name in names_of(count, variant)
     )
 
 

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, insert, select, text, update
 from dcp.server.catalog.changes import upsert_checkpoints
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.runs import sync_roots
-from dcp.server.catalog.structures import StructureFacts, StructureTensor
+from dcp.server.catalog.structures import StructureFacts, Tensor
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import aliases, checkpoints
 
@@ -42,7 +42,7 @@ def structure(family: int) -> StructureFacts:
     layers = (f"model.layers.{layer}.{part}.weight" for layer in range(_LAYERS) for part in _PARTS)
     names = [*layers, "model.embed.weight", "head.weight", f"family_{family}.scale"]
     return StructureFacts.of(
-        StructureTensor(name, "tensor", dtype, (side, side), side * side * width) for name in names
+        Tensor(name, "tensor", dtype, (side, side), side * side * width) for name in names
     )
 
 

@@ -16,8 +16,6 @@ from dcp.server.database.tables import audit
 from dcp.server.records.administration import AuditEntry
 from dcp.server.records.lists import Page
 
-__all__ = ["audit_page", "last_removal", "record"]
-
 
 def record(
     connection: Connection,

@@ -16,9 +16,8 @@ from typing import Any, Final, TypeVar
 from sqlalchemy import ColumnElement, Connection, Row, Select, tuple_
 
 from dcp.server.catalog.errors import InvalidQueryError
+from dcp.server.catalog.inputs import UNSTORABLE
 from dcp.server.records.lists import Page
-
-__all__ = ["decode_cursor", "encode_cursor", "offset_of", "query_mark", "read_page"]
 
 T = TypeVar("T")
 
@@ -92,12 +91,4 @@ def _is_of(value: object, expected: type) -> bool:
         return expected in (int, float) and abs(value) <= _MAX_INTEGER
     if isinstance(value, float):
         return expected is float and math.isfinite(value)
-    return isinstance(value, str) and expected is str and "\x00" not in value and _is_encodable(value)
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return isinstance(value, str) and expected is str and not UNSTORABLE.search(value)

@@ -15,17 +15,6 @@ from dcp.server.database.tables import aliases, checkpoints, metadata, metrics, 
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
 from dcp.steps import PARTIAL, partial_of
 
-__all__ = [
-    "CheckpointName",
-    "find_checkpoint",
-    "get_checkpoint",
-    "joined",
-    "keys_of",
-    "lock_checkpoint",
-    "row_columns",
-    "with_labels",
-]
-
 C = TypeVar("C", bound=Checkpoint)
 
 _NOTED_METRICS: Final = "noted_metrics"
@@ -99,13 +88,8 @@ def lock_checkpoint(
 
     Raises `MissingError`, and `ChangedError` if it is not in ``expected_version``.
     """
-    query = (
-        select(checkpoints, roots.c.name.label("root"), runs.c.key.label("run"))
-        .join_from(checkpoints, roots, roots.c.id == checkpoints.c.root_id)
-        .join(runs, runs.c.id == checkpoints.c.run_id)
-        .where(checkpoints.c.id == checkpoint_id)
-        .with_for_update(of=checkpoints)
-    )
+    query = joined(select(checkpoints, roots.c.name.label("root"), runs.c.key.label("run")))
+    query = query.where(checkpoints.c.id == checkpoint_id).with_for_update(of=checkpoints)
     row = connection.execute(query).mappings().one_or_none()
     if row is None or (visible is not None and row["root"] not in visible):
         raise MissingError("checkpoint", checkpoint_id)

@@ -12,15 +12,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "CatalogError",
-    "ChangedError",
-    "InvalidQueryError",
-    "MissingError",
-    "ProtectedError",
-    "StateError",
-]
-
 
 class CatalogError(Exception):
     """Base of all; its text may be shown to the caller."""

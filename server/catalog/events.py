@@ -12,20 +12,6 @@ from sqlalchemy import Connection, func, insert, select, text, update
 from dcp.server.database.engine import insert_missing
 from dcp.server.database.tables import consumers, events, roots
 
-__all__ = [
-    "CHECKPOINT_EVENTS",
-    "CatalogEvent",
-    "NewEvent",
-    "checkpoint_event",
-    "emit",
-    "emit_all",
-    "events_after",
-    "last_event_id",
-    "lock_position",
-    "move_on",
-    "position",
-]
-
 CHECKPOINT_EVENTS: Final = (
     "checkpoint.committed",
     "checkpoint.verified",

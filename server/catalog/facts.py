@@ -23,17 +23,6 @@ from dcp.server.catalog.structures import StructureFacts
 from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.declaring import OwnColumn, fields_of
 
-__all__ = [
-    "END_OF_TIME",
-    "CheckpointFacts",
-    "FoundState",
-    "RowChange",
-    "Upserted",
-    "announcement",
-    "change_of",
-    "is_new_content",
-]
-
 FoundState = Literal["incomplete", "committed", "unreadable"]
 
 _MAX_STEP: Final = (1 << 63) - 1

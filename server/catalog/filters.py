@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import Field
-from sqlalchemy import ColumnElement, Connection, Select, and_, exists, false, func, select
+from sqlalchemy import ColumnElement, Connection, Select, Table, and_, exists, false, func, select
 
 from dcp.server.catalog.errors import InvalidQueryError
-from dcp.server.catalog.inputs import MAX_ID, FormatName, Name, Query, Text, Time, check_label
+from dcp.server.catalog.inputs import FormatName, Id, Name, Query, Step, Text, Time, check_label
 from dcp.server.catalog.names import check_pattern, contains, is_glob, matches
 from dcp.server.catalog.runs import RootRow, RunFilter, list_roots
 from dcp.server.database.tables import (
@@ -69,7 +69,6 @@ class MetricCondition:
 
 
 _Pattern = Annotated[Text, Field(min_length=1, max_length=256)]
-_Step = Annotated[int, Field(ge=0, le=MAX_ID)]
 SortText = Annotated[
     str,
     Field(
@@ -89,12 +88,12 @@ class CheckpointFilter(Query):
     """
 
     root: RootName | None = None
-    run_id: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
+    run_id: Id | None = None
     run: Annotated[Text, Field(max_length=1024, description="The key of a run.")] | None = None
     run_contains: _Pattern | None = None
     run_glob: _Pattern | None = None
-    min_step: _Step | None = None
-    max_step: _Step | None = None
+    min_step: Step | None = None
+    max_step: Step | None = None
     since: Annotated[Time | None, Field(description="Committed from this time on.")] = None
     until: Annotated[Time | None, Field(description="Committed before this time.")] = None
     format: Annotated[tuple[FormatName, ...], Field(max_length=8)] = ()
@@ -293,27 +292,23 @@ def _tests_of_range(
 
 
 def _of_labels(wanted: CheckpointFilter) -> list[RowCondition]:
-    found = []
-    for tag in sorted({*wanted.tag}):
-        has = exists().where(tags.c.checkpoint_id == _c.id, tags.c.tag == tag).correlate(checkpoints)
-        found.append(RowCondition(has, select(tags.c.checkpoint_id).where(tags.c.tag == tag)))
-    if wanted.alias is not None:
-        named = (
-            exists()
-            .where(aliases.c.checkpoint_id == _c.id, aliases.c.name == wanted.alias)
-            .correlate(checkpoints)
-        )
-        found.append(
-            RowCondition(named, select(aliases.c.checkpoint_id).where(aliases.c.name == wanted.alias))
-        )
-    return found + [_of_metric(condition) for condition in wanted.metrics]
+    values: list[ColumnElement[bool]] = [
+        getattr(metrics.c.value, _COMPARED[one.comparison])(one.value) for one in wanted.metrics
+    ]
+    return [
+        *(_labelled(tags, tags.c.tag == tag) for tag in sorted({*wanted.tag})),
+        *([_labelled(aliases, aliases.c.name == wanted.alias)] if wanted.alias is not None else []),
+        *(
+            _labelled(metrics, metrics.c.name == one.name, value)
+            for one, value in zip(wanted.metrics, values, strict=True)
+        ),
+    ]
 
 
-def _of_metric(condition: MetricCondition) -> RowCondition:
-    value: ColumnElement[bool] = getattr(metrics.c.value, _COMPARED[condition.comparison])(condition.value)
-    is_it = and_(metrics.c.name == condition.name, value)
-    test = exists().where(metrics.c.checkpoint_id == _c.id, is_it).correlate(checkpoints)
-    return RowCondition(test, select(metrics.c.checkpoint_id).where(is_it))
+def _labelled(table: Table, *tests: ColumnElement[bool]) -> RowCondition:
+    """The condition that a row of ``table`` that meets the tests is of the checkpoint."""
+    test = exists().where(table.c.checkpoint_id == _c.id, *tests).correlate(checkpoints)
+    return RowCondition(test, select(table.c.checkpoint_id).where(*tests))
 
 
 def _of_structures(connection: Connection, wanted: CheckpointFilter) -> list[RowCondition]:

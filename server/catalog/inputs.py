@@ -37,11 +37,16 @@ from dcp.storage.formats.registry import file_suffixes, format_names, format_of,
 MAX_ID: Final = 2**53 - 1
 """Larger identifiers do not survive in JavaScript, and are none of ours."""
 
+MAX_PAGE: Final = 500
+"""Rows of a page at most."""
+
 _MAX_PLAIN_DEPTH: Final = 16
 NAME_PATTERN: Final = r"^[A-Za-z0-9_][A-Za-z0-9_./:@+=-]*$"
 _TIME: Final = re.compile(r"\d{4}-\d\d-\d\d[Tt ]\d\d:\d\d:\d\d(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d)")
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+Id = Annotated[int, Field(ge=1, le=MAX_ID)]
+Step = Annotated[int, Field(ge=0, le=MAX_ID)]
 
 
 class Request(BaseModel):
@@ -54,6 +59,19 @@ class Query(BaseModel):
     """A query of an address. Unknown names are refused, since they are mistakes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Paged(Query):
+    """The size of a page, and where it begins."""
+
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE, description="Rows of a page at most.")] = 50
+    cursor: (
+        Annotated[
+            str,
+            Field(min_length=1, max_length=4096, description="The next_cursor of the page before."),
+        ]
+        | None
+    ) = None
 
 
 def is_clean(text: str) -> bool:
@@ -104,7 +122,7 @@ def _check_plain(value: Any, depth: int) -> None:
     if depth > _MAX_PLAIN_DEPTH:
         raise ValueError(f"nested more than {_MAX_DEPTH} deep")
     if isinstance(value, str):
-        if "\0" in value or any(0xD800 <= ord(char) < 0xE000 for char in value):
+        if UNSTORABLE.search(value):
             raise ValueError("text with a NUL or half a surrogate pair")
     elif isinstance(value, float):
         if not math.isfinite(value):
@@ -150,14 +168,15 @@ _MAX_INTEGER: Final = (1 << 63) - 1
 _MAX_DEPTH: Final = 32
 _MAX_JSON_ITEMS: Final = 10_000
 _LABEL: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:@+=-]{0,127}")
-_BAD: Final = re.compile("[\x00\ud800-\udfff]")
+UNSTORABLE: Final = re.compile("[\x00\ud800-\udfff]")
+"""NUL and halves of surrogate pairs."""
 
 
 def clean_text(text: str) -> str:
     """``text`` with NUL and lone surrogates written out (``\\x00``, ``\\udc80``)."""
-    if not _BAD.search(text):
+    if not UNSTORABLE.search(text):
         return text
-    return _BAD.sub(lambda match: match.group().encode("unicode_escape").decode("ascii"), text)
+    return UNSTORABLE.sub(lambda match: match.group().encode("unicode_escape").decode("ascii"), text)
 
 
 def short_name(text: str) -> str:
@@ -206,7 +225,7 @@ def _cleaned(value: Any, depth: int, left: list[int]) -> Any:
 def check_key(key: str) -> str:
     """``key`` if it is a clean relative one; `InvalidQueryError` if not. "" is none."""
     parts = key.split("/")
-    if not key or any(part in ("", ".", "..") for part in parts) or "\\" in key or _BAD.search(key):
+    if not key or any(part in ("", ".", "..") for part in parts) or "\\" in key or UNSTORABLE.search(key):
         raise InvalidQueryError("key", "a relative path of non-empty parts is needed, without . and ..")
     if len(key.encode()) > MAX_KEY_BYTES:
         raise InvalidQueryError("key", f"longer than {MAX_KEY_BYTES} bytes")

@@ -14,25 +14,10 @@ from typing import Any, Final
 from sqlalchemy import ColumnElement, Connection, func
 
 from dcp.server.catalog.errors import InvalidQueryError
-from dcp.server.catalog.inputs import clean_text
-
-__all__ = [
-    "check_pattern",
-    "check_text",
-    "contains",
-    "fold",
-    "in_order",
-    "is_glob",
-    "is_of_optimizer",
-    "layer_number",
-    "layer_of",
-    "matches",
-    "pattern_of",
-]
+from dcp.server.catalog.inputs import UNSTORABLE, clean_text
 
 _MAX_CHARACTERS: Final = 256
 _MAX_STARS: Final = 8
-_BAD: Final = re.compile("[\x00\ud800-\udfff]")
 _SET: Final = re.compile(r"(!?)((?:[0-9](?:-[0-9])?|[A-Z](?:-[A-Z])?|[a-z](?:-[a-z])?|_)+)\]")
 _NUMBER: Final = re.compile("[0-9]+")
 _SMALL: Final = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
@@ -51,7 +36,7 @@ def check_pattern(field: str, pattern: str) -> str:
 
 def check_text(field: str, text: str) -> str:
     """``text`` if it may be searched for as it stands; `InvalidQueryError` if not."""
-    if not text or len(text) > _MAX_CHARACTERS or _BAD.search(text):
+    if not text or len(text) > _MAX_CHARACTERS or UNSTORABLE.search(text):
         raise InvalidQueryError(field, f"1 to {_MAX_CHARACTERS} characters, without NUL")
     return text
 
@@ -111,24 +96,16 @@ def _tokens(glob: str) -> list[_Token]:
 
 def _as_regex(token: _Token) -> str:
     kind, text = token
-    if kind == "any":
-        return ".*"
-    if kind == "one":
-        return "."
     if kind == "text":
         return f"\\U{ord(text):08x}"
-    return f"[{'^' if kind == 'not of' else ''}{text}]"
+    return {"any": ".*", "one": ".", "of": f"[{text}]", "not of": f"[^{text}]"}[kind]
 
 
 def _as_sqlite(token: _Token) -> str:
     kind, text = token
-    if kind == "any":
-        return "*"
-    if kind == "one":
-        return "?"
     if kind == "text":
         return f"[{text}]" if text in "*?[" else text
-    return f"[{'^' if kind == 'not of' else ''}{text}]"
+    return {"any": "*", "one": "?", "of": f"[{text}]", "not of": f"[^{text}]"}[kind]
 
 
 # -- layers, as names of tensors tell them -------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from dcp.server.catalog.facts import END_OF_TIME, CheckpointFacts, FoundState
 from dcp.server.catalog.inputs import format_in_catalog
-from dcp.server.catalog.structures import StructureFacts, StructureTensor
+from dcp.server.catalog.structures import StructureFacts, Tensor
 from dcp.storage.commit_names import MANIFEST_NAME, METADATA_NAME, is_commit_object
 from dcp.storage.digests import digest_of_all
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
@@ -25,17 +25,6 @@ from dcp.storage.formats.opening import Source
 from dcp.storage.formats.registry import DCP, by_precedence, file_names, formats, is_of_files
 from dcp.storage.formats.views import dropped_from
 from dcp.storage.stores.base import FileInfo
-
-__all__ = [
-    "content_digest_of",
-    "facts_of_parts",
-    "facts_of_source",
-    "facts_without_index",
-    "fingerprint_of",
-    "marks_of",
-    "step_of_name",
-    "structure_of",
-]
 
 _LARGEST_STEP: Final = (1 << 63) - 1
 _STEP: Final = re.compile(
@@ -62,7 +51,7 @@ _MAX_MAP: Final = 256
 
 def structure_of(index: CheckpointIndex) -> StructureFacts:
     """Names, kinds, shapes and dtypes of all tensors and values; some microseconds for each."""
-    objects = (StructureTensor(fqn, "object", None, None, 0) for fqn in index.objects.fqns)
+    objects = (Tensor(fqn, "object", None, None, 0) for fqn in index.objects.fqns)
     return StructureFacts.of([*_tensors(index), *objects])
 
 
@@ -73,13 +62,13 @@ def content_digest_of(index: CheckpointIndex) -> str | None:
     return digest_of_all((fqn, index.digest(row) or "") for row, fqn in enumerate(index.fqns))
 
 
-def _tensors(index: CheckpointIndex) -> Iterator[StructureTensor]:
+def _tensors(index: CheckpointIndex) -> Iterator[Tensor]:
     bounds, sizes = index.shape_start.tolist(), index.shape_values.tolist()
     codes, itemsizes = index.dtype_codes.tolist(), index.itemsizes.tolist()
     names = {code: index.dtype(codes.index(code)).name for code in set(codes)}
     for fqn, code, itemsize, (begin, end) in zip(index.fqns, codes, itemsizes, pairwise(bounds), strict=True):
         shape = tuple(sizes[begin:end])
-        yield StructureTensor(fqn, "tensor", names[code], shape, math.prod(shape) * itemsize)
+        yield Tensor(fqn, "tensor", names[code], shape, math.prod(shape) * itemsize)
 
 
 def facts_of_source(

@@ -79,25 +79,14 @@ _MAX_PATTERNS: Final = 5_000
 
 
 @dataclass(frozen=True, slots=True)
-class StructureTensor:
-    """A tensor, or an object (then without dtype and shape)."""
-
-    fqn: str
-    kind: Literal["tensor", "object"]
-    dtype: str | None
-    shape: tuple[int, ...] | None
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class StructureFacts:
     """The structure of a checkpoint; `of` makes one. ``tensors`` are in the order of their names."""
 
     digest: str
-    tensors: tuple[StructureTensor, ...]
+    tensors: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, tensors: Iterable[StructureTensor]) -> StructureFacts:
+    def of(cls, tensors: Iterable[Tensor]) -> StructureFacts:
         """With the digest: SHA-256 over names, kinds, dtypes and shapes. Objects' sizes are no part of it."""
         ordered = tuple(sorted(tensors, key=lambda tensor: tensor.fqn))
         digest = hashlib.sha256(b"dcp structure 1\0")
@@ -167,7 +156,7 @@ def _prepare(database: Database, facts: StructureFacts, now: float) -> None:
         STRUCTURES.remove(database, number)
 
 
-def _as_counted(facts: StructureFacts) -> list[StructureTensor]:
+def _as_counted(facts: StructureFacts) -> list[Tensor]:
     """As people count: layer 2 before layer 10. Their places are kept with them."""
     return sorted(facts.tensors, key=lambda tensor: in_order(tensor.fqn))
 
@@ -214,9 +203,7 @@ def _insert_dtypes(connection: Connection, number: int, dtypes: Mapping[str, int
     insert_missing(connection, structure_dtypes, rows)
 
 
-def _tensor_rows(
-    structure_id: int, tensors: Sequence[StructureTensor], first: int = 0
-) -> list[dict[str, object]]:
+def _tensor_rows(structure_id: int, tensors: Sequence[Tensor], first: int = 0) -> list[dict[str, object]]:
     return [
         {
             "structure_id": structure_id,

@@ -34,8 +34,6 @@ from sqlalchemy import (
 from dcp.server.database.mapping import ID, JSON_DOCUMENT, NAME, checks_of, columns_of
 from dcp.server.records.checkpoints import CheckpointDetail, Run
 
-__all__ = ["COUNTED", "metadata"]
-
 COUNTED: Final = "ix_checkpoints_counted"
 """The index by which checkpoints are counted."""
 

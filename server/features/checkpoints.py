@@ -22,12 +22,11 @@ from dcp.server.catalog.filters import (
     check_filter,
     notes_of,
 )
-from dcp.server.catalog.inputs import MAX_ID, Name, Query, Text
+from dcp.server.catalog.inputs import Name, Paged, Query, Step, Text
 from dcp.server.catalog.listing import CheckpointFacets, Facet, checkpoint_facets
 from dcp.server.core.answers import IdPath, answer_model
 from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
-from dcp.server.core.http.dependencies import MAX_PAGE
 from dcp.server.core.logs import redact
 from dcp.server.core.pages.formatting import metrics_of
 from dcp.server.core.problems import UnprocessableError
@@ -36,19 +35,6 @@ from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail, Registe
 from dcp.server.records.lists import NotedPage
 
 feature: Final = Feature("checkpoints", __name__)
-
-
-class Paged(Query):
-    """The size of a page, and where it begins."""
-
-    limit: Annotated[int, Field(ge=1, le=MAX_PAGE, description="Rows of a page at most.")] = 50
-    cursor: (
-        Annotated[
-            str,
-            Field(min_length=1, max_length=4096, description="The next_cursor of the page before."),
-        ]
-        | None
-    ) = None
 
 
 class CheckpointQuery(CheckpointFilter, Paged):
@@ -103,7 +89,7 @@ class LookupQuery(Query):
     root: RootName | None = None
     key: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
     run: Annotated[Text, Field(max_length=1024, description="The key of a run.")] | None = None
-    step: Annotated[int, Field(ge=0, le=MAX_ID)] | None = None
+    step: Step | None = None
     alias: Name | None = None
     uri: (
         Annotated[

@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 from dcp.server.catalog import labels
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import MissingError
-from dcp.server.catalog.inputs import MAX_ID, Finite, Name, Request
+from dcp.server.catalog.inputs import Finite, Id, Name, Request
 from dcp.server.catalog.labels import Alias
 from dcp.server.catalog.runs import get_run
 from dcp.server.core.answers import IdPath, NamePath
@@ -46,7 +46,7 @@ class MetricsChange(Request):
 class AliasChange(Request):
     """The checkpoint of the run that the alias is to name; ``is_protected`` needs the scope admin."""
 
-    checkpoint_id: Annotated[int, Field(ge=1, le=MAX_ID)]
+    checkpoint_id: Id
     is_protected: bool | None = None
 
 

@@ -9,24 +9,6 @@ from typing import Annotated, Any, Literal
 
 from dcp.server.records.declaring import OneOf, Shown
 
-__all__ = [
-    "AuditEntry",
-    "CreatedKey",
-    "Delivery",
-    "DeliveryState",
-    "Key",
-    "RetentionDecision",
-    "RetentionPolicy",
-    "RetentionPreview",
-    "RetentionTotals",
-    "Rule",
-    "Scope",
-    "TensorBytes",
-    "Webhook",
-    "WebhookSecret",
-    "Whoami",
-]
-
 Scope = Literal["read", "write", "convert", "delete", "admin"]
 """read: look. write: register, label, pin, verify. convert: jobs that write to roots. delete: delete, and
 retention. admin: keys, webhooks, rules, protected aliases, audit log; it implies the others."""

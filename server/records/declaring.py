@@ -9,22 +9,6 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-__all__ = [
-    "AnyOf",
-    "ColumnType",
-    "Found",
-    "Hidden",
-    "IsFormat",
-    "JoinedColumn",
-    "OneOf",
-    "OwnColumn",
-    "RecordField",
-    "Shown",
-    "Within",
-    "fields_of",
-    "moment",
-]
-
 _LAST_SECONDS: Final = 253_402_300_799.0  # of the year 9999, the last that dates are written for
 
 ColumnType = Literal["id", "reference", "name", "code", "text", "integer", "large", "seconds", "flag", "json"]

@@ -9,20 +9,6 @@ from typing import Annotated, Any, Final, Literal
 
 from dcp.server.records.declaring import Hidden, OneOf, Shown
 
-__all__ = [
-    "FINAL_STATES",
-    "Job",
-    "JobEvent",
-    "JobFailure",
-    "JobLogLine",
-    "JobProgress",
-    "JobState",
-    "JobTask",
-    "JobThroughput",
-    "JobWaiting",
-    "TaskState",
-]
-
 JobState = Literal["queued", "planning", "running", "publishing", "succeeded", "failed", "cancelled"]
 TaskState = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 FINAL_STATES: Final = ("succeeded", "failed", "cancelled")

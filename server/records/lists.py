@@ -7,8 +7,6 @@ from typing import Annotated, Generic, TypeVar
 
 from dcp.server.records.declaring import Shown
 
-__all__ = ["Items", "NotedPage", "Page"]
-
 T = TypeVar("T")
 
 

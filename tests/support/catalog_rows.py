@@ -9,7 +9,7 @@ from sqlalchemy import text
 from dcp.server.catalog.changes import upsert_checkpoint
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.runs import sync_roots
-from dcp.server.catalog.structures import StructureFacts, StructureTensor
+from dcp.server.catalog.structures import StructureFacts, Tensor
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import checkpoints
 from tests.support.app import App
@@ -21,9 +21,9 @@ T0 = 1_700_000_000.0
 _STRUCTURE = StructureFacts(
     digest="5" * 64,
     tensors=(
-        StructureTensor(fqn="model.bias", kind="tensor", dtype="float32", shape=(4,), bytes=16),
-        StructureTensor(fqn="model.weight", kind="tensor", dtype="bfloat16", shape=(4, 4), bytes=32),
-        StructureTensor(fqn="step", kind="object", dtype=None, shape=None, bytes=5),
+        Tensor(fqn="model.bias", kind="tensor", dtype="float32", shape=(4,), bytes=16),
+        Tensor(fqn="model.weight", kind="tensor", dtype="bfloat16", shape=(4, 4), bytes=32),
+        Tensor(fqn="step", kind="object", dtype=None, shape=None, bytes=5),
     ),
 )
 

@@ -13,7 +13,7 @@ from dcp.inspection.checkpoints import open_index
 from dcp.server.catalog import audit
 from dcp.server.catalog.changes import upsert_checkpoints
 from dcp.server.catalog.facts import CheckpointFacts
-from dcp.server.catalog.structures import StructureFacts, StructureTensor
+from dcp.server.catalog.structures import StructureFacts, Tensor
 from dcp.server.core.http.routes import walk_routes
 from dcp.server.database.tables import sessions
 from dcp.server.features.lineage import add_lineage
@@ -39,7 +39,7 @@ __all__ = [
 
 def structure_of(names: Sequence[str], *, shape: tuple[int, ...] = (4,), size: int = 16) -> StructureFacts:
     """Tensors of these names."""
-    return StructureFacts.of([StructureTensor(name, "tensor", "float32", shape, size) for name in names])
+    return StructureFacts.of([Tensor(name, "tensor", "float32", shape, size) for name in names])
 
 
 def add_steps(app: App, run: str, steps: Sequence[int], **facts: Any) -> list[int]:

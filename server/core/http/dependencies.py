@@ -19,6 +19,7 @@ from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
+from dcp.server.catalog.inputs import MAX_PAGE
 from dcp.server.catalog.labels import Change
 from dcp.server.core.problems import (
     ForbiddenError,
@@ -31,7 +32,6 @@ from dcp.server.core.problems import (
 from dcp.server.core.security.principal import Principal, Scope
 
 __all__ = [
-    "MAX_PAGE",
     "IfMatch",
     "PageParams",
     "PageQuery",
@@ -43,8 +43,6 @@ __all__ = [
     "public",
     "requires",
 ]
-
-MAX_PAGE: Final = 500
 
 # All are coroutines, because FastAPI sends other functions to a thread, each by itself.
 

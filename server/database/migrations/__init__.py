@@ -19,7 +19,6 @@ from dcp.server.database.tables import metadata
 if TYPE_CHECKING:
     from alembic.config import Config
 
-__all__ = ["REVISION", "UnknownRevisionError", "current", "is_pending", "upgrade"]
 
 REVISION: Final = "0.1.0"
 """The newest one in ``versions``, which the tables of this version have."""

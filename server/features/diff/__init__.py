@@ -13,12 +13,7 @@ from dcp.server.catalog.structures import TensorFacts
 from dcp.server.core.feature import Feature
 from dcp.server.core.jobs.kind import CheckpointId, Globs, JobContext, Parameters, ReportProgress
 from dcp.server.core.jobs.ledger.rows import Json
-from dcp.server.core.jobs.subjects import (
-    SimpleKind,
-    Subject,
-    open_source,
-    storage_errors,
-)
+from dcp.server.core.jobs.subjects import SimpleKind, Subject, open_source, storage_errors
 from dcp.server.core.security.principal import Scope
 from dcp.server.features.statistics import finite
 from dcp.server.records.declaring import OneOf, Shown

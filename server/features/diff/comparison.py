@@ -13,7 +13,7 @@ from pydantic import Field
 
 from dcp.server.catalog.cursors import encode_cursor, offset_of, query_mark
 from dcp.server.catalog.details import get_checkpoint
-from dcp.server.catalog.inputs import MAX_ID, clean_text
+from dcp.server.catalog.inputs import MAX_ID, Id, clean_text
 from dcp.server.catalog.inputs import Query as QueryModel
 from dcp.server.catalog.listing import neighbour
 from dcp.server.catalog.names import check_pattern
@@ -60,8 +60,6 @@ _ROWS: Final = 100
 _OBJECTS: Final = 50
 _OFFERED: Final = 50
 """Checkpoints that are offered where more than two were selected in a list."""
-
-_Id = Annotated[int, Field(ge=1, le=MAX_ID)]
 
 
 class Differences:
@@ -186,9 +184,9 @@ class DiffView(QueryModel):
     """``b`` is compared with ``a``, the one before; ``of``: checkpoints that were selected in a list. The
     others choose the tensors, the ``top`` of their names, their order, and one for histograms."""
 
-    a: _Id | None = None
-    b: _Id | None = None
-    of: Annotated[list[_Id], Field(max_length=500)] = Field(default_factory=list)
+    a: Id | None = None
+    b: Id | None = None
+    of: Annotated[list[Id], Field(max_length=500)] = Field(default_factory=list)
     kind: DifferenceKind | None = None
     glob: Annotated[str, Field(max_length=150)] | None = None
     top: Annotated[str, Field(max_length=_LONG_NAME)] | None = None

@@ -13,7 +13,7 @@ from pydantic import Field
 from sqlalchemy import Connection
 
 from dcp.server.catalog.errors import StateError
-from dcp.server.catalog.inputs import MAX_ID
+from dcp.server.catalog.inputs import Id, Step
 from dcp.server.catalog.names import in_order, layer_of
 from dcp.server.catalog.runs import get_run
 from dcp.server.catalog.timeline import steps_of_run
@@ -38,9 +38,9 @@ class DriftParams(Parameters):
     """The committed steps of a run from ``min_step`` to ``max_step``, up to ``points`` of them as far apart
     as they can be; of one ``format``, which is that of the last one if none is given."""
 
-    run_id: Annotated[int, Field(ge=1, le=MAX_ID)]
-    min_step: Annotated[int, Field(ge=0, le=MAX_ID)] | None = None
-    max_step: Annotated[int, Field(ge=0, le=MAX_ID)] | None = None
+    run_id: Id
+    min_step: Step | None = None
+    max_step: Step | None = None
     points: Annotated[int, Field(ge=2, le=200)] = 50
     format: Annotated[str, Field(min_length=1, max_length=32)] | None = None
     only: Globs | None = None

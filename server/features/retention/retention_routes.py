@@ -13,7 +13,7 @@ from dcp.manager.retention import Retention
 from dcp.server.catalog.audit import last_removal
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
 from dcp.server.catalog.details import get_checkpoint
-from dcp.server.catalog.inputs import MAX_ID, Name, Query, Text
+from dcp.server.catalog.inputs import Name, Query, Step, Text
 from dcp.server.catalog.names import check_pattern
 from dcp.server.catalog.runs import root_id
 from dcp.server.core.answers import IdPath
@@ -203,7 +203,6 @@ def restore_checkpoint(checkpoint_id: IdPath, ask: Ask, match: IfMatch) -> Check
 
 
 _Pattern = Annotated[Text, Field(min_length=1, max_length=256)]
-_Step = Annotated[int, Field(ge=0, le=MAX_ID)]
 _Count = Annotated[int, Field(ge=1, le=10**12)]
 
 
@@ -251,7 +250,7 @@ class TensorBytesQuery(Query):
         tuple[_Pattern, ...],
         Field(max_length=16, description="Globs on names; those of optimizers, if not given."),
     ] = ()
-    below_step: _Step | None = None
+    below_step: Step | None = None
 
 
 @feature.get("/runs/{run_id}/tensor-bytes", tag="runs")
@@ -273,7 +272,7 @@ class PreviewQuery(BaseModel):
     keep_mode: Literal["min", "max"] = "min"
     keep_optimizer: _Count | None = None
     keep_days: Annotated[float, Field(gt=0, le=36_500, allow_inf_nan=False)] | None = None
-    below_step: _Step | None = None
+    below_step: Step | None = None
 
     @property
     def keep(self) -> Keep | None:

@@ -17,7 +17,7 @@ from dcp.server.catalog.filters import (
     check_root,
     notes_of,
 )
-from dcp.server.catalog.inputs import MAX_ID, Name, Query, Text
+from dcp.server.catalog.inputs import Name, Paged, Query, Step, Text
 from dcp.server.catalog.labels import list_aliases
 from dcp.server.catalog.runs import RunFilter, RunSort
 from dcp.server.catalog.timeline import RunTimeline, Series, metric_series, run_timeline
@@ -25,7 +25,7 @@ from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.logs import redact
 from dcp.server.core.pages.drawing import polyline, timeline
-from dcp.server.features.checkpoints import ListView, Paged, find_page, listed, loss_of
+from dcp.server.features.checkpoints import ListView, find_page, listed, loss_of
 from dcp.server.features.runs import feature
 from dcp.server.records.checkpoints import Checkpoint, Run
 from dcp.server.records.lists import NotedPage
@@ -36,7 +36,6 @@ _BINS: Final = 200
 """As many as bars can be distinguished."""
 
 _Pattern = Annotated[Text, Field(min_length=1, max_length=256)]
-_Step = Annotated[int, Field(ge=0, le=MAX_ID)]
 
 
 class RunQuery(Paged):
@@ -85,8 +84,8 @@ class TimelineQuery(Query):
 
     metric: Annotated[tuple[Name, ...], Field(max_length=8, description="Also these.")] = ()
     points: Annotated[int, Field(ge=1, le=1000, description="As many bins at most.")] = 300
-    min_step: _Step | None = None
-    max_step: _Step | None = None
+    min_step: Step | None = None
+    max_step: Step | None = None
 
 
 @feature.get("/runs/{run_id}/timeline", tag="runs")

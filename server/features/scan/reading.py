@@ -28,7 +28,7 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog.changes import mark_vanished, upsert_checkpoint
 from dcp.server.catalog.facts import CheckpointFacts, FoundState
-from dcp.server.catalog.inputs import MAX_ID, Finite, Name, Request, Text
+from dcp.server.catalog.inputs import Finite, Name, Request, Step, Text
 from dcp.server.catalog.labels import MAX_LABELS
 from dcp.server.catalog.source_facts import (
     content_digest_of,
@@ -301,7 +301,7 @@ class Registration(Request):
     root: Annotated[str, StringConstraints(min_length=1, max_length=63)] | None = None
     root_url: Annotated[Text, StringConstraints(min_length=1)] | None = None
     key: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-    step: Annotated[int, Field(ge=0, le=MAX_ID)] | None = None
+    step: Step | None = None
     save_id: Annotated[Text, StringConstraints(min_length=1, max_length=64)] | None = None
     tags: Annotated[list[Name], Field(max_length=MAX_LABELS)] = Field(default_factory=list)
     metrics: Annotated[dict[Name, Finite], Field(max_length=MAX_LABELS)] = Field(default_factory=dict)

@@ -12,15 +12,15 @@ from pydantic import Field, StringConstraints
 
 from dcp.server.catalog.cursors import encode_cursor, offset_of, query_mark
 from dcp.server.catalog.details import get_checkpoint
+from dcp.server.catalog.inputs import Paged, Text
 from dcp.server.catalog.inputs import Query as QueryModel
-from dcp.server.catalog.inputs import Text
 from dcp.server.catalog.names import check_pattern
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.data.access import SharedValues, Stamped
 from dcp.server.core.data.responses import NOT_MODIFIED
 from dcp.server.core.feature import Feature, Link
-from dcp.server.core.http.dependencies import MAX_PAGE, PageQuery
+from dcp.server.core.http.dependencies import PageQuery
 from dcp.server.core.pages.formatting import bytes_text, count_text, times_text
 from dcp.server.core.pages.requests import query_of
 from dcp.server.core.problems import UnprocessableError
@@ -216,16 +216,8 @@ class ShardMapQuery(_Part):
     bins: Annotated[int, Field(ge=1, le=512, description="As many bins of bytes at most.")] = 64
 
 
-class StoredChunksQuery(_Part):
+class StoredChunksQuery(_Part, Paged):
     """The ranks, bytes and tensors of a list of chunks."""
-
-    limit: Annotated[int, Field(ge=1, le=MAX_PAGE, description="Rows of a page at most.")] = 50
-    cursor: (
-        Annotated[
-            str, Field(min_length=1, max_length=4096, description="The next_cursor of the page before.")
-        ]
-        | None
-    ) = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,8 +19,6 @@ from dcp.server.catalog.inputs import clean_text
 from dcp.server.features.shards import Chunk, RankShare, ShardedTensor, StoredChunk
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 
-__all__ = ["NO_RANK", "ChunkColumns", "rank_shares", "sharded_tensors", "stored_chunks"]
-
 NO_RANK: Final = np.iinfo(np.int64).max
 """The rank of files whose names have none: after all others."""
 _MAX_CHUNKS: Final = 4096

@@ -20,8 +20,6 @@ from dcp.server.features.shards.chunks import NO_RANK, ChunkColumns
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import UNKNOWN
 
-__all__ = ["MAX_CELLS", "shard_map"]
-
 MAX_CELLS: Final = 1 << 15
 _BLOCK: Final = 1 << 19
 """Chunks that are summed at a time, and one file at least."""

@@ -15,13 +15,7 @@ from dcp.server.catalog.details import get_checkpoint
 from dcp.server.core.feature import Feature
 from dcp.server.core.jobs.kind import CheckpointId, Globs, JobContext, Parameters, ReportProgress
 from dcp.server.core.jobs.ledger.rows import Json
-from dcp.server.core.jobs.subjects import (
-    SimpleKind,
-    Subject,
-    open_place,
-    storage_errors,
-    unchanged,
-)
+from dcp.server.core.jobs.subjects import SimpleKind, Subject, open_place, storage_errors, unchanged
 from dcp.server.core.security.principal import Scope
 from dcp.server.database.documents import find_item, read_items, write_document
 from dcp.server.database.engine import insert_or_update

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["HistogramBar", "HistogramPicture", "histogram_picture"]
-
 _ROOM: Final = 18.0
 """Per cent of the width from one tick to the next, so that their names have room on a phone."""
 _LEAST: Final = 0.8

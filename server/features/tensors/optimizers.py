@@ -20,8 +20,6 @@ from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.torch.python_values import decode_value
 
-__all__ = ["OptimizerStates", "panel_of"]
-
 _GROUPS: Final = "param_groups"
 _STATE: Final = "state."
 _MOST: Final = 64

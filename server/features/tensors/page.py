@@ -29,8 +29,6 @@ from dcp.server.features.tensors.histograms import histogram_picture
 from dcp.server.features.tensors.marks import LARGE, largest_of, mark_of
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
 
-__all__ = ["NamedDep", "NamedTensor", "statistics_of"]
-
 _SMALL_BYTES: Final = 1 << 20
 """Read while a page is made; a page loads what takes longer by a request of its own."""
 _LARGE_BYTES: Final = 64 << 20

@@ -27,8 +27,6 @@ from dcp.storage.formats import dtypes
 from dcp.storage.formats.dtypes import CASTABLE, Dtype
 from dcp.storage.formats.safetensors import HeaderTensor, header_order, safetensors_header
 
-__all__ = ["plan_tensor", "tensor_grid", "tensor_statistics"]
-
 _FLOAT32: Final = dtypes.BY_NAME["float32"]
 _BLOCK: Final = 1 << 21
 """Elements that are read at a time."""

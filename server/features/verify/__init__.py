@@ -37,6 +37,9 @@ from dcp.server.records.jobs import Job
 if TYPE_CHECKING:
     from dcp.inspection.verification import Finding
 
+_MAX_FINDINGS: Final = 200
+_MAX_MESSAGE: Final = 1000
+
 
 @dataclass(frozen=True, slots=True)
 class Verification:
@@ -51,10 +54,6 @@ class Verification:
     seconds: float
     created_at: datetime
     job_id: int | None
-
-
-_MAX_FINDINGS: Final = 200
-_MAX_MESSAGE: Final = 1000
 
 
 class VerifyKind(SimpleKind[CheckpointParams]):

@@ -8,27 +8,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import Any, Final, get_args
 
 from dcp.planners.load.plan import hint_for_missing, rename_for_missing
 from dcp.planners.load.selection import renamer
 from dcp.server.catalog.structures import TensorFacts
 from dcp.server.core.problems import UnprocessableError
-from dcp.server.features.will_it_load import (
-    LoadAnswer,
-    LoadCheck,
-    LoadFindings,
-    LoadProblem,
-    LoadProblemKind,
-)
+from dcp.server.features.will_it_load import LoadAnswer, LoadCheck, LoadFindings, LoadProblem, LoadProblemKind
 from dcp.storage.errors import CheckpointFormatError
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.formats.safetensors import parse_json
-
-if TYPE_CHECKING:
-    from dcp.storage.formats.index import CheckpointIndex
-
 
 _MAX_NAMES: Final = 100_000
 _MAX_CHARACTERS: Final = 4096

@@ -15,7 +15,7 @@ from dcp.planners.weight_maps.weight_map import ready_maps
 from dcp.server.catalog.details import get_checkpoint, keys_of
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.filters import CheckpointFilter
-from dcp.server.catalog.inputs import MAX_ID, Request, clean_text
+from dcp.server.catalog.inputs import Id, Request, clean_text
 from dcp.server.catalog.inputs import Query as QueryModel
 from dcp.server.catalog.listing import list_checkpoints
 from dcp.server.core.answers import IdPath
@@ -47,7 +47,6 @@ _MOST: Final = 100_000
 _OFFERED: Final = 30
 _ROWS: Final = 100
 
-_Number = Annotated[int, Field(ge=1, le=MAX_ID)]
 _Fqn = Annotated[str, StringConstraints(max_length=4096)]
 
 
@@ -88,8 +87,8 @@ class MapQuery(QueryModel):
 
 
 class _State(QueryModel):
-    state_of: Annotated[_Number | None, Field(description="Of another checkpoint.")] = None
-    shapes_job: Annotated[_Number | None, Field(description="Found by a job of the kind shapes.")] = None
+    state_of: Annotated[Id | None, Field(description="Of another checkpoint.")] = None
+    shapes_job: Annotated[Id | None, Field(description="Found by a job of the kind shapes.")] = None
 
 
 class StateQuery(MapQuery, _State):
