@@ -17,13 +17,13 @@ from sqlalchemy import Column, ColumnElement, Connection, Select, and_, exists, 
 from dcp.server.catalog.cursors import query_mark, read_page
 from dcp.server.catalog.errors import InvalidQueryError
 from dcp.server.catalog.filters import RootName, check_root, notes_of
-from dcp.server.catalog.inputs import MAX_ID, Name, Text
+from dcp.server.catalog.inputs import MAX_ID, Name, Paged, Text
 from dcp.server.catalog.runs import RunFilter, get_run, list_roots, select_runs
 from dcp.server.core.ask import Ask
 from dcp.server.core.logs import redact
 from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import roots, runs
-from dcp.server.features.checkpoints import Paged, loss_of
+from dcp.server.features.checkpoints import loss_of
 from dcp.server.features.run_metrics import feature, run_metadata, run_metrics
 from dcp.server.features.run_metrics.folding import number_of
 from dcp.server.records.checkpoints import Run
