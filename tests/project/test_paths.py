@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import CodeType, FrameType
 
+import torch
+
+import dcp
+from tests.support.app import running_app
+from tests.support.kind_runs import KindRuns
 from tests.support.programs import run_program
 from tests.support.suite import ROOT
 
@@ -19,3 +31,78 @@ def test_the_main_operations_stay_short(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert all(n <= most for name in MOST for n, most in zip(found[name], MOST[name], strict=True)), found
+
+
+MOST_OF_SERVICE = {"list": 8, "page": 6, "conversion": 24}
+"""Modules of the service beside those that each request enters; they only go down."""
+SERVER = os.path.realpath(ROOT / "server") + os.sep
+
+
+@contextmanager
+def watched() -> Iterator[set[CodeType]]:
+    """Collect what is called meanwhile, also in threads that are started meanwhile."""
+    seen: set[CodeType] = set()
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            seen.add(frame.f_code)
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+def modules_of(seen: set[CodeType]) -> set[str]:
+    """Those of the service, without templates; forgets them."""
+    paths = {os.path.realpath(code.co_filename) for code in list(seen)}
+    seen.clear()
+    return {path.removeprefix(SERVER) for path in paths if path.startswith(SERVER) and path.endswith(".py")}
+
+
+def test_requests_and_jobs_of_the_service_stay_short(tmp_path: Path) -> None:
+    """A list of the API, a page, and a conversion from its request to its result, each the second time."""
+    with watched() as seen, running_app(f"sqlite:///{tmp_path}/c.sqlite", tmp_path) as app:
+        dcp.save({"w": torch.ones(8)}, checkpoint_id=tmp_path / "main" / "run" / "step-1", no_dist=True)
+        roots = {name: {"url": str(tmp_path / name)} for name in ("main", "other")}
+        runs = KindRuns(app.service.database, tmp_path / "work", roots)
+        runs.scan("main")
+        client = app.client("admin")
+
+        def entered(path: str, accept: str = "*/*") -> set[str]:
+            for _ in range(2):
+                seen.clear()
+                assert client.get(path, headers={"Accept": accept}).status_code == 200, path
+            return modules_of(seen)
+
+        def converted(name: str) -> set[str]:
+            seen.clear()
+            target = {"to": "torch", "target_root": "other", "target_key": name}
+            job = {"kind": "convert", "params": {"checkpoint_id": 1, **target}}
+            number = client.post("/api/v1/jobs", json=job).json()["id"]
+            while not runs.job(number).is_final:
+                made = runs.claim()
+                assert made is not None
+                runs.complete(made, runs.carry_out(made))
+            assert runs.job(number).state == "succeeded"
+            return modules_of(seen)
+
+        each = entered("/api/v1/whoami")
+        converted("one.pt")
+        runs.drain()
+        found = {
+            "list": entered("/api/v1/checkpoints") - each,
+            "page": entered("/runs/1/drift", "text/html") - each,
+            "conversion": converted("two.pt") - each,
+        }
+    counts = {name: len(modules) for name, modules in found.items()}
+    assert all(counts[name] <= most for name, most in MOST_OF_SERVICE.items()), (counts, found)
+
+
+def test_a_modules_name_says_which_one_it_is() -> None:
+    """Three of one name are told apart by their folders alone."""
+    names = Counter(path.stem for path in (ROOT / "server").rglob("*.py") if path.stem != "__init__")
+    assert {name: count for name, count in names.items() if count > 2} == {}
