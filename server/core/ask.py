@@ -19,6 +19,7 @@ from dcp.server.core.http.dependencies import Writer
 from dcp.server.core.http.idempotency import transact
 from dcp.server.core.jobs.kind import Kind, Parameters
 from dcp.server.core.jobs.ledger.limits import check_queue
+from dcp.server.core.jobs.ledger.offers import with_offers
 from dcp.server.core.jobs.ledger.reading import get_job, last_job
 from dcp.server.core.jobs.ledger.rows import progress_of
 from dcp.server.core.jobs.ledger.transitions import submit_or_join
@@ -190,6 +191,7 @@ class Ask:
         with self.reading() as connection:
             job = get_job(connection, job_id, self.visible)
             progress = {} if job.is_final else progress_of(connection, [job_id])
+            (job,) = with_offers(connection, [job], self.now)
         return replace(job, progress=progress.get(job_id, job.progress))
 
     def last_result(self, kind: type[Kind[M]], params: M) -> Job | None:

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, Unpack, get_args
 
+from pydantic import ValidationError
+
 from dcp.server.core.jobs.schedules import Consume, Consumer, PeriodicWork, ScheduleContext
 from dcp.server.records.administration import Scope
 from dcp.storage.errors import CheckpointError
@@ -156,6 +158,7 @@ class Feature:
     ``allowances``: a subclass of `dcp.server.core.allowances.Allowances`, which says how much an account, a
     key or a root may use; one feature may have it.
     ``events``: kinds of events that it emits, such as "note.created", for consumers and webhooks.
+    ``package`` is set where it comes from an entry point: the distribution, for errors.
     """
 
     name: str
@@ -168,6 +171,7 @@ class Feature:
     templates: Mapping[str, str] = field(default_factory=dict)
     settings: type[BaseModel] | None = None
     allowances: Callable[[Settings], Allowances] | None = None
+    package: str = ""
     routes: list[Route] = field(default_factory=list)
     pages: list[Page] = field(default_factory=list)
     consumers: list[Consumer] = field(default_factory=list)
@@ -178,7 +182,12 @@ class Feature:
     def __post_init__(self) -> None:
         for kind in self.events:
             if not _EVENT.fullmatch(kind):
-                raise FeatureError(f"feature {self.name!r}: event {kind!r} is not like note.created")
+                raise FeatureError(f"{self.label}: event {kind!r} is not like note.created")
+
+    @property
+    def label(self) -> str:
+        """The name of the feature in errors, with its package unless that is ours."""
+        return f"feature {self.name!r}" + (f" of the package {self.package}" if self.package else "")
 
     @property
     def folder(self) -> Path:
@@ -193,11 +202,13 @@ class Feature:
     def options(self, settings: Settings) -> Any:
         """Return the feature's own settings, an object of its model ``settings``. Raises FeatureError."""
         if self.settings is None:
-            raise FeatureError(f"feature {self.name!r} declares no settings")
+            raise FeatureError(f"{self.label} declares no settings")
         try:
             return self.settings.model_validate(settings.features.get(self.name, {}))
-        except ValueError as error:
-            raise FeatureError(f"settings features.{self.name}: {error}") from error
+        except ValidationError as error:
+            found = error.errors(include_url=False, include_input=False)  # which may be secrets
+            shown = [": ".join((".".join(map(str, one["loc"])), one["msg"])).lstrip(": ") for one in found]
+            raise FeatureError(f"settings features.{self.name}: {'; '.join(shown)}") from None
 
     def _import(self, names: Iterable[str]) -> list[Any]:
         found = []
@@ -206,7 +217,7 @@ class Feature:
                 found.append(importlib.import_module(f"{self.module}.{name}"))
             except Exception as error:
                 raise FeatureError(
-                    f"feature {self.name!r}: {self.module}.{name} cannot be imported: {error!r}"
+                    f"{self.label}: {self.module}.{name} cannot be imported: {error!r}"
                 ) from error
         return found
 

@@ -303,6 +303,15 @@ schedules: Final = Table(
 )
 """Periodic work that one process does at a time."""
 
+workers: Final = Table(
+    "workers",
+    metadata,
+    Column("owner", String(128), primary_key=True),
+    Column("kinds", JSON_DOCUMENT, nullable=False),  # of jobs, that it does
+    Column("seen_seconds", Float, nullable=False),
+)
+"""Workers that run, or ran a moment ago."""
+
 jobs: Final = Table(
     "jobs",
     metadata,

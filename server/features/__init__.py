@@ -85,7 +85,7 @@ def features(*, is_worker: bool = False) -> tuple[Feature, ...]:
     ]
     others = [_load(one) for one in sorted(entry_points(group=_GROUP), key=lambda one: one.name)]
     found = (*ours, *others)
-    _check_unique("feature", [one.name for one in found])
+    _check_unique("name", [(one.name, one) for one in found])
     return found
 
 
@@ -95,29 +95,32 @@ def _has_work(name: str) -> bool:
 
 
 def _load(entry: EntryPoint) -> Feature:
-    where = f"feature {entry.name!r} ({entry.value}, entry point {_GROUP!r})"
+    package = "" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+    where = f"feature {entry.name!r} of the package {package} ({entry.value}, entry point {_GROUP!r})"
     try:
         found = entry.load()
     except Exception as error:
         raise FeatureError(f"{where} cannot be imported: {error!r}") from error
     if not isinstance(found, Feature):
         raise FeatureError(f"{where} is no dcp.server.core.feature.Feature but {type(found).__name__}")
+    found.package = package
     return found
 
 
 @cache
 def kinds() -> Mapping[str, Kind[Any]]:
     """The kinds of jobs of all features, by name. Raises FeatureError."""
-    found = [kind for feature in features(is_worker=True) for kind in feature.kinds]
-    for kind in found:
+    found = [(kind, feature) for feature in features(is_worker=True) for kind in feature.kinds]
+    for kind, feature in found:
         if not isinstance(kind, Kind) or kind.scope not in get_args(Scope):
             raise FeatureError(
-                f"{kind!r} is no kind of job with a scope: an object of a subclass of Kind is needed"
+                f"{feature.label}: {kind!r} is no kind of job with a scope: "
+                "an object of a subclass of Kind is needed"
             )
         if kind.button:
             _check_button(kind)
-    _check_unique("kind of job", [kind.name for kind in found])
-    return {kind.name: kind for kind in sorted(found, key=lambda kind: kind.name)}
+    _check_unique("kind of job", [(kind.name, feature) for kind, feature in found])
+    return {kind.name: kind for kind, _ in sorted(found, key=lambda one: one[0].name)}
 
 
 def _check_button(kind: Kind[Any]) -> None:
@@ -133,21 +136,32 @@ def _check_button(kind: Kind[Any]) -> None:
 @cache
 def event_kinds() -> tuple[str, ...]:
     """All kinds of events: those of the catalog, then those that features emit. Raises FeatureError."""
-    found = (*CHECKPOINT_EVENTS, *(kind for one in features(is_worker=True) for kind in one.events))
-    _check_unique("kind of event", found)
-    return found
+    emitted = [(kind, one) for one in features(is_worker=True) for kind in one.events]
+    core = Feature("core", __name__)
+    _check_unique("kind of event", [*emitted, *((kind, core) for kind in CHECKPOINT_EVENTS)])
+    return (*CHECKPOINT_EVENTS, *(kind for kind, _ in emitted))
 
 
 def schedules(settings: Settings) -> Sequence[PeriodicWork]:
     """Collect the periodic work of all features, and the clean-up of the core."""
     found = features(is_worker=True)
-    work = [*(work for feature in found for work in feature.periodic_work(settings)), CLEAN_UP]
-    _check_unique("consumer or schedule", [one.name for one in work])
-    for consumer in (consumer for feature in found for consumer in feature.consumers):
-        unknown = sorted((consumer.kinds or set()) - set(event_kinds()))
-        if unknown:
-            raise FeatureError(f"consumer {consumer.name!r}: no feature emits events {', '.join(unknown)}")
-    return work
+    work = [(work, feature) for feature in found for work in feature.periodic_work(settings)]
+    _check_events(found)
+    core = Feature("core", __name__)
+    named = [*((one.name, feature) for one, feature in work), (CLEAN_UP.name, core)]
+    _check_unique("consumer or schedule", named)
+    return [*(one for one, _ in work), CLEAN_UP]
+
+
+def _check_events(found: Sequence[Feature]) -> None:
+    known = event_kinds()
+    for feature in found:
+        for consumer in feature.consumers:
+            if missing := sorted((consumer.kinds or frozenset()) - set(known)):
+                raise FeatureError(
+                    f"{feature.label}: consumer {consumer.name!r}: no event has the kind {missing[0]!r}; "
+                    f"there are {', '.join(sorted(known))}"
+                )
 
 
 def allowances(settings: Settings) -> Allowances:
@@ -168,7 +182,8 @@ def check_settings(settings: Settings) -> None:
         one.options(settings)
 
 
-def _check_unique(what: str, names: Sequence[str]) -> None:
-    for name, count in Counter(names).items():
+def _check_unique(what: str, given: Sequence[tuple[str, Feature]]) -> None:
+    for name, count in Counter(name for name, _ in given).items():
         if count > 1:
-            raise FeatureError(f"{count} features have a {what} {name!r}; rename one of them")
+            holders = " and ".join(dict.fromkeys(one.label for held, one in given if held == name))
+            raise FeatureError(f"{count} features have a {what} {name!r}: {holders}; rename one of them")

@@ -93,6 +93,9 @@ class Job:
     ] = True
     error: JobFailure | None = None
     waiting: Annotated[JobWaiting | None, Shown(may_be_absent=True)] = None
+    is_unserved: Annotated[
+        bool, Shown("It has not ended, and no worker that runs does jobs of its kind.", may_be_absent=True)
+    ] = False
     document_id: Annotated[int | None, Hidden()] = None  # of the document with all of a large result
     dedup_key: Annotated[str | None, Hidden()] = None
     owner: Annotated[str, Hidden()] = ""  # the account that limits count it for

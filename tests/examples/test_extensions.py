@@ -229,6 +229,39 @@ def test_a_feature_of_the_service_in_one_file(
     wait_until(posted, "the new checkpoint is posted")
 
 
+_FEATURE = """
+import sys
+from dcp.server.core.feature import Feature
+feature = Feature("mine", __name__, templates={"a.html": "fine"})
+"""
+
+WRONG = {
+    "import nothing_like_it": "cannot be imported",
+    "feature.kinds = [str]": "is no kind of job with a scope",
+    "feature.name = 'drift'": "2 features have a name 'drift'",
+    "feature.work = ['absent']": "mine.absent cannot be imported",
+    "feature.templates = {'a.html': '{% if %}'}": "template mine/a.html, line 1",
+    "feature.consumer('mine', kinds=['checkpoint.comitted'])(print)": "kind 'checkpoint.comitted'; there are",
+    "feature.schedule('clean-up', 1.0)(print)": "2 features have a consumer or schedule 'clean-up'",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_feature_that_cannot_work_stops_the_start(
+    installed: dict[str, str], tmp_path: Path, wrong: str
+) -> None:
+    """With one line that says what is wrong, in which feature, of which package."""
+    (tmp_path / "mine.py").write_text(f"{_FEATURE}{wrong}\n")
+    metadata = tmp_path / "their_package-2.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 2.1\n")
+    (metadata / "entry_points.txt").write_text("[dcphub.service_features]\nmine = mine:feature\n")
+    environment = {**installed, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = run_program("-m", "dcp", "serve", "--port", "0", cwd=tmp_path, env=environment)
+    assert done.returncode not in (0, 70) and "internal error" not in done.stderr, done.stderr
+    assert WRONG[wrong] in done.stderr and "of the package their-package 2.1" in done.stderr, done.stderr
+
+
 @pytest.mark.exhaustive
 def test_the_catalog_knows_both(service: Service) -> None:
     """Both are scanned, listed by their format, shown with their tensors, read, and converted to."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -154,6 +155,8 @@ def _act(act: str, context: JobContext, folder: Path, report: ReportProgress) ->
             raise TransientJobError("not this time")
     elif name == "fail":
         raise PermanentJobError("never")
+    elif name == "exit":
+        sys.exit(3)
     elif name == "secret":
         raise FileNotFoundError(2, "there is none", "https://user:SECRET@host/")
     elif name == "keep":  # in the work folder

@@ -289,6 +289,8 @@ class Job:
     """In lists false for a large one: this is what is short of it. Ask for the job."""
     error: JobFailure | None = None
     waiting: JobWaiting | None = None
+    is_unserved: bool = False
+    """It has not ended, and no worker that runs does jobs of its kind."""
 
     @property
     def is_final(self) -> bool:

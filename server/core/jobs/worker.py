@@ -30,6 +30,7 @@ from dcp.server.core.jobs.executors.subprocesses import WarmProcessPool
 from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.ledger.claims import ClaimLimits, claim, has_work, renew, stopped
 from dcp.server.core.jobs.ledger.failures import DEFAULT_BACKOFF, expire_leases, fail, has_expired
+from dcp.server.core.jobs.ledger.offers import NOTE_SECONDS, note_offer, withdraw_offer
 from dcp.server.core.jobs.ledger.reading import payload_of, plan_of, task_documents, task_results
 from dcp.server.core.jobs.ledger.rows import Backoff, Claim, Held, Json, StaleFenceError, TaskSpec, is_large
 from dcp.server.core.jobs.ledger.transitions import (
@@ -119,6 +120,7 @@ class Worker:
         self._wake = threading.Event()
         self._problem: str | None = None
         self._failing: dict[tuple[str, str | None], JobFailure] = {}  # as the log knows, by kind and root
+        self._next_note = 0.0
         self._next_sweep = 0.0
         self._next_renewal = 0.0
         self._next_progress = 0.0
@@ -129,9 +131,12 @@ class Worker:
         threading.Thread(target=self._wake_at, args=(stop,), name="dcp-worker-stop", daemon=True).start()
         try:
             while not stop.is_set():
-                self._step(self._expire, self._scheduler.tick, self._look, self._settle, self._fill)
+                self._step(
+                    self._note_offer, self._expire, self._scheduler.tick, self._look, self._settle, self._fill
+                )
                 self._wait()
             self._drain()
+            self._step(self._withdraw_offer)
         finally:
             self._scheduler.close()
             if self._owns_executor:
@@ -268,6 +273,16 @@ class Worker:
         )
 
     # -- what runs --
+
+    def _note_offer(self) -> None:
+        """Note from time to time that this worker runs, and what it does."""
+        if (begun := time.monotonic()) >= self._next_note:
+            now = self._clock()
+            self._database.transact(lambda connection: note_offer(connection, self.owner, self._kinds, now))
+            self._next_note = begun + NOTE_SECONDS
+
+    def _withdraw_offer(self) -> None:
+        self._database.transact(lambda connection: withdraw_offer(connection, self.owner))
 
     def _expire(self) -> None:
         """Expire the leases of workers that do not renew them."""

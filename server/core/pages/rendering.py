@@ -19,7 +19,16 @@ from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
-from jinja2 import ChoiceLoader, DictLoader, Environment, FileSystemLoader, PrefixLoader, StrictUndefined
+from jinja2 import (
+    ChoiceLoader,
+    DictLoader,
+    Environment,
+    FileSystemLoader,
+    PrefixLoader,
+    StrictUndefined,
+    TemplateError,
+    TemplateSyntaxError,
+)
 
 from dcp.server.core.feature import Feature, FeatureError
 from dcp.server.core.http.admission import STATIC_PREFIX
@@ -136,9 +145,21 @@ def environment_of(features: Sequence[Feature], assets: Assets) -> Environment:
     for one in features:
         named = {f"{one.name}/{page.template}" for page in one.pages if page.template}
         if missing := sorted((named | {panel.template for panel in one.panels}) - known):
-            raise FeatureError(f"feature {one.name!r}: there is no template {missing[0]}")
+            raise FeatureError(f"{one.label}: there is no template {missing[0]}")
+        if one.package:
+            _compile(environment, one, sorted(name for name in known if name.startswith(f"{one.name}/")))
     environment.globals.update(asset=assets.url, links=partial(_links, features), version=__version__)
     return environment
+
+
+def _compile(environment: Environment, feature: Feature, names: Iterable[str]) -> None:
+    """Compile the templates of another package now: a mistake in one would else show at the first request."""
+    for name in names:
+        try:
+            environment.get_template(name)
+        except TemplateError as error:
+            line = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+            raise FeatureError(f"{feature.label}: template {name}{line}: {error.message}") from error
 
 
 def page(request: Request, template: str, status_code: int = 200, **values: Any) -> HTMLResponse:

@@ -58,6 +58,15 @@ class Trigger(_Model):
     run: str | None = None
     targets: tuple[Target, ...] = TARGETS
 
+    @field_validator("event")
+    @classmethod
+    def _is_emitted(cls, event: str) -> str:
+        from dcp.server.features import event_kinds
+
+        if event not in event_kinds():
+            raise ValueError(f"no event has the kind {event!r}; there are {', '.join(sorted(event_kinds()))}")
+        return event
+
 
 class _Destination(_Model):
     name: str = Field(default="{root}.{run}", min_length=1, max_length=200)

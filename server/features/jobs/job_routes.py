@@ -21,6 +21,7 @@ from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import PageParams, PageQuery
 from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.ledger import reading, rows, transitions
+from dcp.server.core.jobs.ledger.offers import with_offers
 from dcp.server.core.jobs.ledger.reading import JobFilter
 from dcp.server.core.problems import ForbiddenError, NotFoundError, UnprocessableError
 from dcp.server.core.security.principal import SYSTEM, Principal, Scope
@@ -153,12 +154,12 @@ def list_jobs(
         created_by=created_by,
         own_scans=scans or "scan" in (kind or ()) or created_by == SYSTEM.name,
     )
-    _check_kinds(wanted.kinds)
     given = (sorted(wanted.states), sorted(wanted.kinds), root, checkpoint_id, created_by)
     mark = query_mark("jobs", *given, *([scans] if scans else []))
     before = None if page.cursor is None else decode_cursor(page.cursor, mark, int)[0]
     with ask.reading() as connection:
         check_root(connection, root, ask.visible)
+        _check_kinds(connection, wanted.kinds, ask)
         found = _listed(connection, wanted, ask, before, page.limit + 1)
     more = encode_cursor(mark, found[page.limit - 1].id) if len(found) > page.limit else None
     return Page(tuple(found[: page.limit]), more)
@@ -174,12 +175,15 @@ def active_jobs(ask: Ask, limit: int, checkpoint_id: int | None = None) -> list[
 def _listed(connection: Connection, wanted: JobFilter, ask: Ask, before: int | None, limit: int) -> list[Job]:
     found = reading.list_jobs(connection, wanted, before_id=before, limit=limit, visible=ask.visible)
     progress = rows.progress_of(connection, [job.id for job in found if not job.is_final])
-    return [replace(job, progress=progress.get(job.id, job.progress)) for job in found]
+    shown = [replace(job, progress=progress.get(job.id, job.progress)) for job in found]
+    return with_offers(connection, shown, ask.now)
 
 
-def _check_kinds(wanted: Iterable[str]) -> None:
+def _check_kinds(connection: Connection, wanted: Iterable[str], ask: Ask) -> None:
+    """Refuse names that are no kind, unless there are jobs of it from when it was one."""
     for kind in wanted:
-        if kind not in kinds():
+        old = JobFilter(kinds=frozenset({kind}))
+        if kind not in kinds() and not reading.list_jobs(connection, old, limit=1, visible=ask.visible):
             raise UnprocessableError(
                 f"there is no kind of job {kind!r}: {', '.join(sorted(kinds()))}", field="kind"
             )
@@ -347,7 +351,7 @@ def jobs_page(
         "names": _names(found.items, ask),
         "outcomes": _outcomes(found.items, ask),
         "next_cursor": found.next_cursor,
-        "kinds": sorted(kinds()),
+        "kinds": sorted({*kinds(), *([kind] if kind else ())}),
         "state": state,
         "kind": kind,
         "scans": scans,

@@ -224,6 +224,8 @@ def test_answers_of_a_target(
         ({"mlflow": {"url": "https://m.example.org", "user": "u"}}, "a token, or a user and a password"),
         ({"mlflow": {"url": "https://m.example.org", "name": "{step}"}}, "{root} and {run}"),
         ({"wandb": {"project": "p"}}, "an api_key, or a folder"),
+        ({"mlflow": {"url": "https://m.example.org", "token": {"a": TOKEN}}}, "valid string"),
+        ({"when": [{"event": "checkpoint.aliased "}]}, "there are checkpoint.aliased, checkpoint.committed"),
         ({"when": [{"targets": ["wandb"]}]}, "features.handover.wandb is not configured"),
     ],
 )
@@ -234,4 +236,4 @@ def test_settings_that_cannot_work_stop_the_start(tmp_path: Path, given: Any, sa
         running_app(f"sqlite:///{tmp_path}/db", tmp_path, features={"handover": given}),
     ):
         pass
-    assert said in str(caught.value)
+    assert said in str(caught.value) and TOKEN not in str(caught.value)

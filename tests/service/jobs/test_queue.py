@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.app import running_app
 from tests.support.dask_cluster import dask_cluster
 from tests.support.job_kinds import log_lines
 from tests.support.job_workers import (
@@ -254,11 +255,29 @@ def test_a_kind_runs_as_often_as_it_may(database: Database, tmp_path: Path) -> N
 
 
 def test_a_kind_that_the_worker_does_not_know_waits(database: Database, tmp_path: Path) -> None:
-    """Leaves to newer workers what only they can do, during an upgrade."""
-    job_id = put(database, tmp_path, "write")
-    with working(job_settings(database, tmp_path), kinds="tests.support.job_kinds:NO_KINDS"):
-        pass
-    assert state_of(database, job_id).state == "queued" and log_lines(tmp_path) == []
+    """Leaves to newer workers what only they can do, during an upgrade; the API says so."""
+    job_id = put(database, tmp_path, "write", "exit")
+    url = database.url.render_as_string(hide_password=False)
+    with running_app(url, tmp_path, auth="off") as app:
+
+        def shown(query: str = "kind=made") -> list[tuple[int, bool]]:
+            items = app.base.get(f"/api/v1/jobs?{query}").json()["items"]
+            return [(one["id"], one["is_unserved"]) for one in items]
+
+        with working(job_settings(database, tmp_path), kinds="tests.support.job_kinds:NO_KINDS"):
+            pass
+        assert state_of(database, job_id).state == "queued" and log_lines(tmp_path) == []
+        assert shown() == shown("") == [(job_id, True)]  # also of a kind that this application does not know
+        page = app.base.get(f"/jobs/{job_id}", headers={"Accept": "text/html"}).text
+        assert "No worker offers this kind of job." in page
+        assert app.base.get("/api/v1/jobs?kind=makes").status_code == 422
+        with working(job_settings(database, tmp_path)):
+            until(
+                lambda: not app.base.get(f"/api/v1/jobs/{job_id}").json()["is_unserved"], "a worker does it"
+            )
+            failed = wait_for_end(database, job_id)
+        assert failed.error is not None and failed.error.type == "SystemExit"
+        assert "the kind made called sys.exit(3)" in failed.error.detail
 
 
 def test_a_worker_that_stops_gives_back_what_it_has(database: Database, tmp_path: Path) -> None:

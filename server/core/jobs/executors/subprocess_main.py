@@ -223,6 +223,12 @@ def _work(connection: socket.socket, setup: Setup, kinds: Mapping[str, Kind[Any]
     try:
         answer: dict[str, Any] = {"result": _carry_out(connection, order, setup, kinds)}
         send_message(connection, answer)
+    except SystemExit as error:
+        said = (
+            f"the kind {order.kind} called sys.exit({error.code!r}); it has to return, or to raise an error"
+        )
+        failure = JobFailure(type="SystemExit", detail=said[:_MAX_DETAIL_CHARACTERS], is_retryable=False)
+        send_message(connection, {"error": asdict(failure)})
     except Exception as error:  # noqa: BLE001 - it is the answer
         if not isinstance(error, _EXPECTED):
             traceback.print_exc()  # may be a bug: the log shows where
