@@ -41,7 +41,7 @@ __all__ = ["API", "create_app"]
 
 
 def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) -> FastAPI:
-    """The service as an ASGI application; opens nothing before it is started.
+    """Return the service as an ASGI application; opens nothing before it is started.
 
     Its `Service` is ``app.state.service``. Raises ValueError if a route does not say who may use it.
     """

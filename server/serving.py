@@ -263,7 +263,7 @@ _STABLE_SECONDS: Final = 60.0
 
 @contextmanager
 def worker_beside(shutdown_seconds: float, begin: threading.Event) -> Iterator[None]:
-    """A worker with this process's environment as long as this lasts, from when ``begin`` is set.
+    """Yield a worker with this process's environment as long as this lasts, from when ``begin`` is set.
 
     At the end it has ``shutdown_seconds`` to stop. If this process is killed, it ends by itself, because its
     standard input does.

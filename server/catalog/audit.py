@@ -43,7 +43,8 @@ def record(
 
 
 def last_removal(connection: Connection, checkpoint_id: int) -> AuditEntry | None:
-    """The entry of the last time that the checkpoint was deleted; None where the log has none any more."""
+    """Return the entry of the last time that the checkpoint was deleted; None where the log has none any
+    more."""
     to = audit.c.detail["to"].as_string()
     query = (
         select(audit)

@@ -27,13 +27,13 @@ _MAX_INTEGER: Final = (1 << 63) - 1
 
 
 def encode_cursor(mark: str, *values: int | float | str) -> str:
-    """The cursor of a query (`query_mark`, or a name) whose last row has ``values`` to sort by."""
+    """Return the cursor of a query (`query_mark`, or a name) whose last row has ``values`` to sort by."""
     data = json.dumps([_VERSION, mark, *values], separators=(",", ":")).encode()
     return base64.urlsafe_b64encode(data).decode().rstrip("=")
 
 
 def decode_cursor(cursor: str, mark: str, *types: type) -> tuple[Any, ...]:
-    """The values, one of each type. `InvalidQueryError` for one of another service or query."""
+    """Return the values, one of each type. `InvalidQueryError` for one of another service or query."""
     try:
         if len(cursor) > _MAX_CHARACTERS:
             raise ValueError
@@ -75,12 +75,12 @@ def read_page(
 
 
 def offset_of(cursor: str | None, mark: str, first: int = 0) -> int:
-    """The number that a cursor has, from which a page begins; ``first`` without a cursor."""
+    """Return the number that a cursor has, from which a page begins; ``first`` without a cursor."""
     return first if cursor is None else max(first, decode_cursor(cursor, mark, int)[0])
 
 
 def query_mark(*parts: object) -> str:
-    """A short word for the query that ``parts`` describe: a cursor is valid for that query only."""
+    """Return a short word for the query that ``parts`` describe: a cursor is valid for that query only."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

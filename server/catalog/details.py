@@ -23,7 +23,7 @@ _NOTED_PARTS: Final = "noted_parts"
 
 
 def row_columns(record: type[Checkpoint] = Checkpoint) -> list[Any]:
-    """The columns of a `Checkpoint` but for its labels, of the tables that `joined` joins."""
+    """Return the columns of a `Checkpoint` but for its labels, of the tables that `joined` joins."""
     user = checkpoints.c.user_metadata
     noted = user["metrics"].label(_NOTED_METRICS), user[PARTIAL].label(_NOTED_PARTS)
     return [*shown_columns(record, "checkpoints", metadata), *noted]
@@ -52,7 +52,7 @@ def get_checkpoint(
 def keys_of(
     connection: Connection, numbers: Iterable[int], visible: frozenset[str] | None = None
 ) -> dict[int, str]:
-    """The keys of some checkpoints, of those that may be seen."""
+    """Return the keys of some checkpoints, of those that may be seen."""
     columns = (checkpoints.c.id, checkpoints.c.key, roots.c.name)
     query = joined(select(*columns)).where(checkpoints.c.id.in_(sorted(set(numbers))))
     rows = connection.execute(query)
@@ -84,7 +84,7 @@ def lock_checkpoint(
     visible: frozenset[str] | None = None,
     expected_version: int | None = None,
 ) -> Mapping[Any, Any]:
-    """The row with ``root`` and ``run``; locked until this transaction ends.
+    """Return the row with ``root`` and ``run``; locked until this transaction ends.
 
     Raises `MissingError`, and `ChangedError` if it is not in ``expected_version``.
     """
@@ -106,7 +106,7 @@ def bump(connection: Connection, checkpoint_id: int, now: float, **values: Any) 
 
 
 def labels_of(connection: Connection, numbers: Iterable[int]) -> dict[int, dict[str, Any]]:
-    """The labels by id: ``tags`` and ``aliases`` (sorted), and ``metrics``."""
+    """Return the labels by id: ``tags`` and ``aliases`` (sorted), and ``metrics``."""
     wanted = list(numbers)
     found: dict[int, dict[str, Any]] = {
         number: {"tags": (), "aliases": (), "metrics": {}} for number in wanted
@@ -162,8 +162,8 @@ class CheckpointName:
 def find_checkpoint(
     connection: Connection, name: CheckpointName, visible: frozenset[str] | None = None
 ) -> CheckpointDetail:
-    """The checkpoint that is called so. Of several, as in other roots or formats: a committed one before
-    others, and of those the newest. `MissingError` if there is none that may be seen."""
+    """Return the checkpoint that is called so. Of several, as in other roots or formats: a committed one
+    before others, and of those the newest. `MissingError` if there is none that may be seen."""
     query = _matching(name)
     if name.root is not None:
         query = query.where(roots.c.name == name.root)

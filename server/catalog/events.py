@@ -37,7 +37,7 @@ class NewEvent:
 
 
 def checkpoint_event(kind: str, row: Mapping[Any, Any], **data: Any) -> NewEvent:
-    """An event of a checkpoint: ``row`` with the keys of its root and run."""
+    """Return an event of a checkpoint: ``row`` with the keys of its root and run."""
     known = {name: row[name] for name in ("root", "run", "key", "step", "format")}
     return NewEvent(kind, row["root_id"], row["id"], known | data)
 

@@ -88,7 +88,8 @@ class CheckpointFacts:
         return self.key.rpartition("/")[0]
 
     def columns(self) -> dict[str, Any]:
-        """The columns of `tables.checkpoints` that these facts give, but for those that refer to others."""
+        """Return the columns of `tables.checkpoints` that these facts give, but for those that refer to
+        others."""
         return {
             field.column: _cleaned(field.stored, getattr(self, field.column))
             for field in fields_of(CheckpointDetail)
@@ -97,7 +98,7 @@ class CheckpointFacts:
 
 
 def _cleaned(stored: OwnColumn, value: Any) -> Any:
-    """A value from a foreign file, such that the column takes it."""
+    """Return a value from a foreign file, such that the column takes it."""
     if value is None:
         return None
     match stored.type:
@@ -194,7 +195,7 @@ def change_of(row: Mapping[str, Any], facts: CheckpointFacts, columns: Mapping[s
 
 
 def announcement(columns: Mapping[str, Any]) -> str:
-    """The name of the content with these columns."""
+    """Return the name of the content with these columns."""
     return str(columns["save_id"] or columns["fingerprint"] or "")
 
 

@@ -131,7 +131,7 @@ class CheckpointFilter(Query):
         return tuple(MetricCondition.parse(text) for text in self.metric)
 
     def mark(self) -> tuple[object, ...]:
-        """The same for equal filters only, in all processes."""
+        """Return the same for equal filters only, in all processes."""
         values = (getattr(self, name) for name in CheckpointFilter.model_fields)
         return tuple(sorted(value) if isinstance(value, tuple) else value for value in values)
 
@@ -196,7 +196,7 @@ class RowCondition:
 def conditions_of(
     connection: Connection, wanted: CheckpointFilter, visible: frozenset[str] | None
 ) -> list[RowCondition]:
-    """The conditions of a filter, for those who may see these roots."""
+    """Return the conditions of a filter, for those who may see these roots."""
     return [
         *_of_places(connection, wanted, visible),
         *_of_columns(wanted),
@@ -306,7 +306,7 @@ def _of_labels(wanted: CheckpointFilter) -> list[RowCondition]:
 
 
 def _labelled(table: Table, *tests: ColumnElement[bool]) -> RowCondition:
-    """The condition that a row of ``table`` that meets the tests is of the checkpoint."""
+    """Return the condition that a row of ``table`` that meets the tests is of the checkpoint."""
     test = exists().where(table.c.checkpoint_id == _c.id, *tests).correlate(checkpoints)
     return RowCondition(test, select(table.c.checkpoint_id).where(*tests))
 

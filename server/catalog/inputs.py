@@ -75,7 +75,7 @@ class Paged(Query):
 
 
 def is_clean(text: str) -> bool:
-    """Whether databases and logs take it: no control characters, no halves of surrogate pairs."""
+    """Return whether databases and logs take it: no control characters, no halves of surrogate pairs."""
     return not any(ord(char) < 32 or ord(char) == 127 or 0xD800 <= ord(char) < 0xE000 for char in text)
 
 
@@ -247,7 +247,7 @@ UNKNOWN: Final = "unknown"
 
 
 def catalog_formats() -> list[str]:
-    """The formats that a checkpoint may have."""
+    """Return the formats that a checkpoint may have."""
     return [*format_names(), UNKNOWN]
 
 
@@ -267,13 +267,13 @@ class OneOfNames:
     names: Callable[[], Sequence[str]]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """A check when a value comes."""
+        """Return a check when a value comes."""
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """An enum of what is known now."""
+        """Return an enum of what is known now."""
         return {**handler(schema), "enum": list(self.names())}
 
     def _checked(self, value: str) -> str:
@@ -292,7 +292,8 @@ DownloadFormat = Annotated[str, OneOfNames(_download_names)]
 
 
 def fault_of_target_name(one: Format, key: str) -> str | None:
-    """The reason why a target ``key`` (in lower case) would not be found again as one of this format."""
+    """Return the reason why a target ``key`` (in lower case) would not be found again as one of this
+    format."""
     as_file = one.target.as_file if one.target is not None else "never"
     if as_file != "never" and one.has_suffix(key):
         return None

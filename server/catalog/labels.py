@@ -216,7 +216,7 @@ def get_alias(connection: Connection, run_id: int, name: str, visible: frozenset
 
 
 def list_aliases(connection: Connection, run_id: int, visible: frozenset[str] | None = None) -> list[Alias]:
-    """The aliases of a run, by name."""
+    """Return the aliases of a run, by name."""
     query = _select(visible).where(aliases.c.run_id == run_id)
     return sorted(map(_alias, connection.execute(query)), key=lambda alias: alias.name)
 

@@ -84,7 +84,7 @@ def list_checkpoints(
     limit: int = 50,
     visible: frozenset[str] | None = None,
 ) -> Page[Checkpoint]:
-    """A page of those that ``wanted`` leaves, and that may be seen.
+    """Return a page of those that ``wanted`` leaves, and that may be seen.
 
     A page may have fewer than ``limit``, even none, and a next one: where filters that each leave many leave
     next to nothing together, the search stops after `WINDOWS` rows, and the next page continues there.
@@ -113,7 +113,7 @@ def neighbour(
     is_next: bool,
     tensor: str | None = None,
 ) -> Checkpoint | None:
-    """The committed checkpoint of the run that comes next to ``found`` by step, of those that have the
+    """Return the committed checkpoint of the run that comes next to ``found`` by step, of those that have the
     ``tensor``, if it is given; None without any."""
     if found.step is None or (found.step == 0 and not is_next):
         return None
@@ -229,7 +229,7 @@ class QueryPlan:
 
 
 def plan(connection: Connection, conditions: Sequence[RowCondition], sort: Sort) -> QueryPlan:
-    """The way for these conditions and this order."""
+    """Return the way for these conditions and this order."""
     able = [condition for condition in conditions if condition.candidates is not None]
     counts = counts_of(connection, able)
     few = [(count, number) for number, count in enumerate(counts) if count <= FEW]
@@ -253,7 +253,7 @@ def plan(connection: Connection, conditions: Sequence[RowCondition], sort: Sort)
 
 
 def order_of(sort: Sort) -> ColumnElement[Any]:
-    """The column to sort by, before the id."""
+    """Return the column to sort by, before the id."""
     return metrics.c.value if sort.by == "metric" else checkpoints.c[ORDERS[sort.by][0]]
 
 
@@ -272,7 +272,7 @@ def select_by(connection: Connection, chosen: QueryPlan, query: Select[Any]) -> 
 
 
 def counts_of(connection: Connection, conditions: Sequence[RowCondition]) -> list[int]:
-    """The number of rows that each condition with candidates leaves; `FEW` and one is "many"."""
+    """Return the number of rows that each condition with candidates leaves; `FEW` and one is "many"."""
     queries = []
     for condition in conditions:
         if condition.candidates is None:
@@ -344,7 +344,7 @@ class _Counted:
         self.count = sum(row[-1] for row in self._rows)
 
     def facet(self, name: FacetName, limit: int) -> Facet:
-        """The most frequent values."""
+        """Return the most frequent values."""
         counts = self._of_tags(limit) if name == "tag" else self._of_column(name)
         if name == "dtype":
             counts = self._of_dtypes(counts)

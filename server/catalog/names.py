@@ -47,7 +47,8 @@ def fold(text: str) -> str:
 
 
 def pattern_of(name: str) -> str:
-    """The name in lower case with "#" for each number: the same for names that differ by these only."""
+    """Return the name in lower case with "#" for each number: the same for names that differ by these
+    only."""
     return _NUMBER.sub("#", fold(name))
 
 
@@ -64,7 +65,7 @@ def contains(connection: Connection, column: ColumnElement[Any], part: str) -> C
 
 
 def matches(connection: Connection, column: ColumnElement[Any], glob: str) -> ColumnElement[bool]:
-    """The whole of ``column`` matches ``glob``."""
+    """Return the condition that all of ``column`` matches ``glob``."""
     tokens = _tokens(glob)
     if connection.dialect.name == "postgresql":
         return column.regexp_match("^(?:" + "".join(map(_as_regex, tokens)) + ")$")
@@ -117,8 +118,8 @@ _LAST_NUMBER: Final = re.compile(r"(?:^|[._])([0-9]{1,9})$")
 
 
 def layer_of(fqn: str) -> str:
-    """A name to its first number that stands by itself and has something below it, as of a block of a model
-    (``layers.3`` or ``layers_3``); without one, to its last dot."""
+    """Return a name to its first number that stands by itself and has something below it, as of a block of a
+    model (``layers.3`` or ``layers_3``); without one, to its last dot."""
     numbered = _NUMBERED.match(fqn)
     return clean_text(numbered[1] if numbered else fqn.rpartition(".")[0] or fqn)
 
@@ -129,7 +130,7 @@ def is_of_optimizer(fqn: str) -> bool:
 
 
 def layer_number(fqn: str) -> int | None:
-    """The number at the end of its layer; None if it has none."""
+    """Return the number at the end of its layer; None if it has none."""
     found = _LAST_NUMBER.search(layer_of(fqn))
     return None if found is None else int(found[1])
 

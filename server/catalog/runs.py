@@ -83,7 +83,7 @@ def sync_roots(connection: Connection, urls: Mapping[str, str], *, now: float | 
 
 
 def root_id(connection: Connection, name: str) -> int:
-    """The number of a root; `MissingError` if there never was one of this name."""
+    """Return the number of a root; `MissingError` if there never was one of this name."""
     found = connection.execute(select(roots.c.id).where(roots.c.name == name)).scalar()
     if found is None:
         raise MissingError("root", name)
@@ -91,7 +91,7 @@ def root_id(connection: Connection, name: str) -> int:
 
 
 def root_row(connection: Connection, name: str) -> RootRow:
-    """A root; `MissingError` if there never was one of this name."""
+    """Return a root; `MissingError` if there never was one of this name."""
     row = connection.execute(select(roots).where(roots.c.name == name)).one_or_none()
     if row is None:
         raise MissingError("root", name)
@@ -181,7 +181,7 @@ class RunFilter:
 def ensure_runs(
     connection: Connection, places: Iterable[tuple[int, str]], *, now: float
 ) -> dict[tuple[int, str], int]:
-    """The ids of runs by root id and key; those that are not there are made."""
+    """Return the ids of runs by root id and key; those that are not there are made."""
     wanted = sorted(set(places))
     known = _ids(connection, wanted)
     missing = [place for place in wanted if place not in known]
@@ -196,7 +196,7 @@ def ensure_runs(
 
 
 def get_run(connection: Connection, run_id: int, visible: frozenset[str] | None = None) -> Run:
-    """A run; `MissingError` if there is none that may be seen."""
+    """Return a run; `MissingError` if there is none that may be seen."""
     row = connection.execute(select_runs(visible).where(runs.c.id == run_id)).one_or_none()
     if row is None:
         raise MissingError("run", run_id)
@@ -211,7 +211,7 @@ def list_runs(
     limit: int = 50,
     visible: frozenset[str] | None = None,
 ) -> Page[Run]:
-    """A page of runs. Raises `InvalidQueryError` for a cursor of another query."""
+    """Return a page of runs. Raises `InvalidQueryError` for a cursor of another query."""
     column, value_type = _SORTS[sort.removeprefix("-")]
     mark = query_mark("runs", run_filter, sort, visible if visible is None else sorted(visible))
     query = run_filter.apply(connection, select_runs(visible))
@@ -264,7 +264,7 @@ def touch_run(connection: Connection, run_id: int, now: float) -> None:
 
 
 def select_runs(visible: frozenset[str] | None) -> Select[Any]:
-    """The columns of `Run`, of those that may be seen."""
+    """Return the columns of `Run`, of those that may be seen."""
     columns = shown_columns(Run, "runs", metadata)
     query = select(*columns).join_from(runs, roots, roots.c.id == runs.c.root_id)
     return query if visible is None else query.where(roots.c.name.in_(sorted(visible)))
@@ -292,7 +292,7 @@ class Known:
 
 
 def known_of_run(connection: Connection, root: str, run_key: str) -> dict[str, Known]:
-    """The checkpoints of a run by their names, gone ones too; empty for a run that is not known.
+    """Return the checkpoints of a run by their names, gone ones too; empty for a run that is not known.
 
     Raises `MissingError` for a root that is not.
     """
@@ -305,6 +305,6 @@ def known_of_run(connection: Connection, root: str, run_key: str) -> dict[str, K
 
 
 def run_keys(connection: Connection, root: str) -> list[str]:
-    """The keys of all runs of a root, sorted."""
+    """Return the keys of all runs of a root, sorted."""
     query = select(runs.c.key).where(runs.c.root_id == root_id(connection, root))
     return sorted(connection.execute(query).scalars())

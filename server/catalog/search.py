@@ -252,7 +252,7 @@ def _of_path(one: _SearchRequest, folder: str, name: str) -> Iterator[SearchHit]
 
 
 def _select_checkpoints(*columns: ColumnElement[Any]) -> Select[Any]:
-    """Those that are there, or can be restored."""
+    """Return those that are there, or can be restored."""
     own = (checkpoints.c.id, checkpoints.c.key, checkpoints.c.name, checkpoints.c.step, checkpoints.c.run_id)
     query = select(*own, roots.c.name.label("root"), runs.c.key.label("run"), *columns)
     query = query.join_from(checkpoints, roots, roots.c.id == checkpoints.c.root_id)
@@ -316,7 +316,7 @@ def _is_seen(one: _SearchRequest, structure_id: ColumnElement[Any]) -> Select[An
 
 
 def _first(one: _SearchRequest, pattern: str) -> _TensorPlace | None:
-    """The first tensor of the pattern, in the newest structure that has it."""
+    """Return the first tensor of the pattern, in the newest structure that has it."""
     row = one.connection.execute(_structures(one, literal(pattern)).limit(1)).one_or_none()
     if row is None:
         return None
@@ -345,7 +345,7 @@ class _Numbered:
             self._begin.setdefault(pattern_of(fqn), (number, fqn))
 
     def find(self, pattern: str) -> _TensorPlace | None:
-        """The first tensor of the pattern; None if no name has the text."""
+        """Return the first tensor of the pattern; None if no name has the text."""
         query = _structures(self._one, literal(pattern))
         begin = self._begin.get(pattern)
         if begin is not None:

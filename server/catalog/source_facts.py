@@ -81,7 +81,7 @@ def facts_of_source(
     marks: Sequence[FileInfo] | None = None,
     fingerprint: str | None = None,
 ) -> CheckpointFacts:
-    """The facts of an opened checkpoint. ``listing`` is that of the folder, which is read if None.
+    """Return the facts of an opened checkpoint. ``listing`` is that of the folder, which is read if None.
 
     ``marks`` and their ``fingerprint`` must be from before it was opened, so that a change in between shows;
     without ``marks`` they are those of ``listing``.
@@ -127,7 +127,7 @@ def facts_of_parts(
     modified_seconds: float,
     observed_seconds: float,
 ) -> CheckpointFacts:
-    """The facts of what an index says, in whatever way that was read."""
+    """Return the facts of what an index says, in whatever way that was read."""
     own = {} if is_of_files(format) else user  # there it is text that others wrote, by names of their own
     step = own.get("step")
     world_size = provenance.get("world_size")
@@ -166,8 +166,8 @@ def facts_without_index(
     fingerprint: str | None = None,
     problem: str | None = None,
 ) -> CheckpointFacts:
-    """The facts of one whose index cannot be read ("unreadable", ``problem`` says why), or of data that
-    nothing has committed ("incomplete"): a save is under way, or was killed. ``files`` are those
+    """Return the facts of one whose index cannot be read ("unreadable", ``problem`` says why), or of data
+    that nothing has committed ("incomplete"): a save is under way, or was killed. ``files`` are those
     found."""
     return CheckpointFacts(
         root=root,
@@ -185,16 +185,16 @@ def facts_without_index(
 
 
 def step_of_name(key: str) -> int | None:
-    """The number at the end of the last part of ``key``, before a suffix, where it is all of that or stands
-    after a word for steps; None without one, and of a revision of a model hub."""
+    """Return the number at the end of the last part of ``key``, before a suffix, where it is all of that or
+    stands after a word for steps; None without one, and of a revision of a model hub."""
     name = key.rpartition("/")[2]
     match = None if _REVISION.fullmatch(name) else _STEP.search(name)
     return None if match is None or len(match[1]) > 18 else int(match[1])
 
 
 def marks_of(listing: Iterable[FileInfo], file: str | None = None) -> list[FileInfo]:
-    """The files of a folder that change whenever the checkpoint in it does: its commit objects, of weights
-    without one all of them, or the one ``file``."""
+    """Return the files of a folder that change whenever the checkpoint in it does: its commit objects, of
+    weights without one all of them, or the one ``file``."""
     if file is not None:
         return [info for info in listing if info.name == file]
     files = list(listing)
@@ -214,7 +214,7 @@ def _is_weight(name: str) -> bool:
 
 
 def fingerprint_of(marks: Iterable[FileInfo]) -> str:
-    """A digest of names, sizes and times."""
+    """Return a digest of names, sizes and times."""
     lines = sorted(f"{info.name}\0{info.size_bytes}\0{info.modified_seconds!r}\n" for info in marks)
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -258,8 +258,8 @@ def _moment(seconds: float) -> str | None:
 
 
 def _metrics(noted: Any) -> dict[str, float]:
-    """The metrics that a table, a cursor and JSON can hold: finite numbers, by names as the catalog takes
-    them."""
+    """Return the metrics that a table, a cursor and JSON can hold: finite numbers, by names as the catalog
+    takes them."""
     found: dict[str, float] = {}
     for name, value in noted.items() if isinstance(noted, dict) else ():
         if type(name) is not str or not _METRIC.fullmatch(name) or len(found) >= _MAX_METRICS:

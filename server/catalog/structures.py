@@ -98,7 +98,7 @@ class StructureFacts:
 
 
 def ensure_structures(connection: Connection, facts: Sequence[StructureFacts]) -> dict[str, int]:
-    """The ids of structures, by digest; missing ones are written."""
+    """Return the ids of structures, by digest; missing ones are written."""
     wanted = {one.digest: one for one in facts}
     known = _ids(connection, wanted)
     for digest in sorted(wanted.keys() - known.keys()):
@@ -162,7 +162,7 @@ def _as_counted(facts: StructureFacts) -> list[Tensor]:
 
 
 def _publish(connection: Connection, number: int, facts: StructureFacts, dtypes: Mapping[str, int]) -> bool:
-    """The draft is the structure now; False if another one was quicker."""
+    """Return the draft is the structure now; False if another one was quicker."""
     if _ids(connection, [facts.digest]):
         return False
     try:
@@ -292,7 +292,7 @@ def tensors_page(
 def tree_level(
     connection: Connection, structure_id: int, prefix: str, *, limit: int, cursor: str | None = None
 ) -> Page[TreeNode]:
-    """The names directly below ``prefix``, a name without its last dot; "" is the top.
+    """Return the names directly below ``prefix``, a name without its last dot; "" is the top.
 
     Raises `InvalidQueryError` for a cursor that cannot be meant.
     """
@@ -329,8 +329,8 @@ def tree_level(
 
 
 def parts_of(connection: Connection, structure_id: int | None) -> list[TreePart]:
-    """The parts of a checkpoint, such as a model and its optimizer: the top of the tree, and the level below
-    a name that holds an optimizer among others. Nothing where there are many."""
+    """Return the parts of a checkpoint, such as a model and its optimizer: the top of the tree, and the level
+    below a name that holds an optimizer among others. Nothing where there are many."""
     if structure_id is None:
         return []
     top = _parts_below(connection, structure_id, "")
@@ -356,7 +356,7 @@ def _parts_below(connection: Connection, structure_id: int, prefix: str) -> list
 def _ordered(
     connection: Connection, query: Select[Any], name: ColumnElement[Any], last: str | None, limit: int
 ) -> Sequence[Row[Any]]:
-    """The rows behind the name ``last``, as people count; by code point where there are very many."""
+    """Return the rows behind the name ``last``, as people count; by code point where there are very many."""
     rows = connection.execute(query.limit(_COUNTED + 1)).all()
     if len(rows) > _COUNTED and last is None:
         return rows[:limit]

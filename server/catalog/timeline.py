@@ -116,8 +116,9 @@ def run_timeline(
     min_step: int | None = None,
     max_step: int | None = None,
 ) -> RunTimeline:
-    """The checkpoints of a run that have a step, from ``min_step`` to ``max_step``, in at most ``points``
-    bins of about as many each, with the metrics ``names``. `MissingError` for a run that may not be seen."""
+    """Return the checkpoints of a run that have a step, from ``min_step`` to ``max_step``, in at most
+    ``points`` bins of about as many each, with the metrics ``names``. `MissingError` for a run that may not
+    be seen."""
     get_run(connection, run_id, visible)
     within = [checkpoints.c.run_id == run_id, checkpoints.c.step_order >= max(0, min_step or 0)]
     if max_step is not None:
@@ -141,8 +142,8 @@ def steps_of_run(
     max_step: int | None = None,
     format: str | None = None,
 ) -> list[int]:
-    """The committed checkpoints of a run that have a step within these, by step, the newest of each; of one
-    format, which is that of the last step if none is given."""
+    """Return the committed checkpoints of a run that have a step within these, by step, the newest of each;
+    of one format, which is that of the last step if none is given."""
     column = checkpoints.c
     query = select(column.id, column.step, column.format).where(
         column.run_id == run_id, column.state == "committed", column.step_order >= max(0, min_step or 0)
@@ -155,7 +156,8 @@ def steps_of_run(
 
 
 def newest_steps(connection: Connection, run_id: int, last: int) -> list[int]:
-    """The checkpoints of the ``last`` steps of a run, the newest first; what a job made of others is none.
+    """Return the checkpoints of the ``last`` steps of a run, the newest first; what a job made of others is
+    none.
 
     StateError that names those of them that are damaged, partial, or there several times; and for fewer.
     """
@@ -183,7 +185,7 @@ def newest_steps(connection: Connection, run_id: int, last: int) -> list[int]:
 
 
 def _problem(rows: Sequence[Any]) -> str:
-    """The reason why a step cannot be used; "" if it can."""
+    """Return the reason why a step cannot be used; "" if it can."""
     if len(rows) > 1:
         return f"is there {len(rows)} times, as {', '.join(str(row.id) for row in rows)}"
     row = rows[0]

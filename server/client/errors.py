@@ -180,7 +180,7 @@ _BY_STATUS: dict[int, type[ProblemError]] = {
 def problem_error(
     status: int, reason: str, document: Any, retry_after_seconds: float | None = None
 ) -> ProblemError:
-    """The error of an answer with ``status``; ``document`` is its body as JSON."""
+    """Return the error of an answer with ``status``; ``document`` is its body as JSON."""
     members = dict(document) if isinstance(document, Mapping) else {}
     title, detail, type_ = (members.pop(name, None) for name in ("title", "detail", "type"))
     members.pop("status", None)

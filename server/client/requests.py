@@ -74,7 +74,7 @@ class Call(Generic[T]):
         return "If-Match" not in self.headers and not self.has_secret
 
     def after(self, cursor: str) -> Call[T]:
-        """The request for the next page."""
+        """Return the request for the next page."""
         return dataclasses.replace(self, params=(*self.params, ("cursor", cursor)))
 
 
@@ -96,7 +96,7 @@ class PagedCall(Generic[T]):
     body: Any = None
 
     def page(self, limit: int, cursor: str | None = None) -> Call[Page[T]]:
-        """The request for a page of at most ``limit`` items."""
+        """Return the request for a page of at most ``limit`` items."""
         params = (*self.params, *query(limit=limit, cursor=cursor))
         method = "GET" if self.body is None else "POST"
         return Call(method, self.path, self._page, params, self.body, only_reads=True)
@@ -134,17 +134,17 @@ def _text_of(value: Any) -> str:
 
 
 def segment(name: str) -> str:
-    """A name in the path of a URL; slashes of labels stay."""
+    """Return a name in the path of a URL; slashes of labels stay."""
     return quote(name, safe="/:@+=")
 
 
 def given(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The members of a body that are not None."""
+    """Return the members of a body that are not None."""
     return {name: value for name, value in body.items() if value is not None}
 
 
 def if_match(etag: str | None) -> dict[str, str]:
-    """The header that makes the service refuse a change of any other version."""
+    """Return the header that makes the service refuse a change of any other version."""
     if etag is None:
         return {}
     return {"If-Match": etag if etag == "*" or etag.startswith('"') else f'"{etag}"'}
@@ -297,7 +297,7 @@ def headers_of(key: str | None) -> dict[str, str]:
 
 
 def httpx_request(client: httpx.Client | httpx.AsyncClient, call: Call[Any]) -> httpx.Request:
-    """The request of ``call``; a POST with changes has an idempotency key."""
+    """Return the request of ``call``; a POST with changes has an idempotency key."""
     headers = dict(call.headers)
     if call.method == "POST" and not call.only_reads:
         headers["Idempotency-Key"] = uuid.uuid4().hex
@@ -320,7 +320,7 @@ def _plain(value: Any) -> Any:
 
 
 def parsed(call: Call[T], response: httpx.Response) -> T:
-    """The result of a call. Raises ProblemError and AnswerError."""
+    """Return the result of a call. Raises ProblemError and AnswerError."""
     if not response.is_success:
         raise error_of(response)
     if response.status_code == 204 or not response.content:
@@ -334,7 +334,7 @@ def parsed(call: Call[T], response: httpx.Response) -> T:
 
 
 def error_of(response: httpx.Response) -> ProblemError:
-    """The error of an answer whose body has been read."""
+    """Return the error of an answer whose body has been read."""
     try:
         document = json.loads(response.content[:_MAX_PROBLEM_BYTES])
     except ValueError:
@@ -345,7 +345,7 @@ def error_of(response: httpx.Response) -> ProblemError:
 
 
 def transport_error(error: httpx.HTTPError, url: str) -> TransportError:
-    """The error of this client for one of httpx."""
+    """Return the error of this client for one of httpx."""
     return TransportError(f"{url}: {type(error).__name__}: {error}")
 
 
@@ -353,7 +353,7 @@ def transport_error(error: httpx.HTTPError, url: str) -> TransportError:
 
 
 def array_of(data: bytes) -> npt.NDArray[np.generic]:
-    """The array of an .npy file; nothing in it is unpickled. Raises AnswerError."""
+    """Return the array of an .npy file; nothing in it is unpickled. Raises AnswerError."""
     import numpy as np
 
     try:
@@ -369,7 +369,7 @@ def joined(pages: Sequence[_Listed]) -> _Listed:
 
 
 def succeeded(job: models.Job) -> models.Job:
-    """A job that has ended, if it has succeeded. Raises JobFailedError and JobCancelledError."""
+    """Return a job that has ended, if it has succeeded. Raises JobFailedError and JobCancelledError."""
     if job.state == "failed":
         why = job.error.detail if job.error is not None else "no reason is known"
         raise JobFailedError(f"job {job.id} ({job.kind}) failed: {why}", job)
@@ -379,7 +379,7 @@ def succeeded(job: models.Job) -> models.Job:
 
 
 def wait_timeout(job: models.Job, seconds: float) -> WaitTimeoutError:
-    """The error for a job that has not ended in time."""
+    """Return the error for a job that has not ended in time."""
     return WaitTimeoutError(f"job {job.id} ({job.kind}) is still {job.state} after {seconds:g} s", job)
 
 

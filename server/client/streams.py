@@ -216,7 +216,7 @@ class Download:
         return self._progressed
 
     def incomplete(self, why: str) -> DownloadError:
-        """The error for an abandoned download."""
+        """Return the error for an abandoned download."""
         return DownloadError(
             f"{self.target}: incomplete, {self._have} of {self._total} bytes, then {why}. The same call "
             "resumes there. If it ends at the same byte again, the checkpoint is damaged: verify it"
@@ -259,7 +259,7 @@ class Download:
         self._note.write_text(json.dumps(note))
 
     def _is_part(self) -> bool:
-        """Whether a part of this content exists."""
+        """Return whether a part of this content exists."""
         try:
             with self._note.open("rb") as file:
                 note = json.loads(file.read(_MAX_NOTE_BYTES))
@@ -289,7 +289,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _boot() -> str:
-    """The id of this boot: a power loss may leave a part with holes."""
+    """Return the id of this boot: a power loss may leave a part with holes."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

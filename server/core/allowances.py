@@ -100,7 +100,8 @@ class Allowances:
 
 
 def subjects_of(caller: Principal, root: str | None = None) -> tuple[Subject, ...]:
-    """The subjects that a request of ``caller`` counts for; with one for the ``root`` that it is for."""
+    """Return the subjects that a request of ``caller`` counts for; with one for the ``root`` that it is
+    for."""
     found = [Subject("account", caller.owner)]
     if caller.key_id is not None:
         found.append(Subject("key", str(caller.key_id)))
@@ -124,7 +125,7 @@ _UNITS: Final[Mapping[str, str]] = {
 def refusal(
     subject: Subject, limit: LimitName, allowed: int, used: int, *, wait_seconds: int | None = None
 ) -> ProblemError:
-    """The problem of a request that a limit refuses: names the limit, the use and the remedy."""
+    """Return the problem of a request that a limit refuses: names the limit, the use and the remedy."""
     detail = (
         f"{limit}: {subject.text} may have {allowed:,} {_UNITS[limit]} and has {used:,}; "
         f"{_REMEDIES[limit]}, or ask an admin for a higher limit"

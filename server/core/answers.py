@@ -95,7 +95,7 @@ def rfc3339(seconds: float) -> str:
 
 
 def rfc3339_of(time: datetime) -> str:
-    """The same, of a time in UTC."""
+    """Return the same, of a time in UTC."""
     return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
@@ -124,7 +124,7 @@ class RecordAnswer(Answer):
 
     @classmethod
     def of(cls, found: Any, **others: Any) -> Self:
-        """The record, or a row with the same (times as seconds), besides what ``others`` say."""
+        """Return the record, or a row with the same (times as seconds), besides what ``others`` say."""
         if isinstance(found, cls.record):  # lists have thousands of values
             values = {field.name: getattr(found, field.name) for field in cls.members}
         else:
@@ -158,7 +158,7 @@ def _default(field: RecordField) -> Any:
 
 
 def answers(record: type[Any]) -> Callable[[type[R]], type[R]]:
-    """A class decorator: the model has the fields of the record, all of which every answer has."""
+    """Return a class decorator: the model has the fields of the record, all of which every answer has."""
 
     def made(answer: type[R]) -> type[R]:
         model = _made(record, answer, answer.__name__, answer.__doc__)
@@ -182,13 +182,14 @@ def _made(
 
 
 def _filled(field: RecordField, args: tuple[Any, ...]) -> RecordField:
-    """The field of a generic record, of these ``args``."""
+    """Return the field of a generic record, of these ``args``."""
     is_open = bool(getattr(field.hint, "__parameters__", ()))
     return dataclasses.replace(field, hint=field.hint[args]) if is_open else field
 
 
 def answer_model(returned: Any) -> Any:
-    """The model of what a route returns: of a record, such as a ``Page[Run]``, one that is made of it."""
+    """Return the model of what a route returns: of a record, such as a ``Page[Run]``, one that is made of
+    it."""
     record = get_origin(returned) or returned
     if not (isinstance(record, type) and dataclasses.is_dataclass(record)):
         return returned
@@ -202,7 +203,7 @@ def answer_model(returned: Any) -> Any:
 
 
 def answer_of(model: Any, found: Any) -> Any:
-    """What a route returned as its answer: of a record its ``model``, else as it is."""
+    """Return what a route returned as its answer: of a record its ``model``, else as it is."""
     is_record = isinstance(model, type) and issubclass(model, RecordAnswer) and not isinstance(found, model)
     return model.of(found) if is_record and dataclasses.is_dataclass(found) else found
 
@@ -248,5 +249,5 @@ def _writer(hint: Any) -> Callable[[Any], Any] | None:
 
 
 def _in_order(items: Any) -> list[Any]:
-    """A list; of a set the sorted one."""
+    """Return a list; of a set the sorted one."""
     return sorted(items) if isinstance(items, frozenset) else list(items)

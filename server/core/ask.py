@@ -116,21 +116,23 @@ class Ask:
         return Form(self.request.state.sent_form)
 
     def query(self, kind: type[Q]) -> Q:
-        """The part of the address's query that ``kind`` declares."""
+        """Return the part of the address's query that ``kind`` declares."""
         given = self.request.query_params
         return query_of(kind, **{name: given[name] for name in kind.model_fields if name in given})
 
     def page(self, template: str, status: int = 200, **values: Any) -> HTMLResponse:
-        """A page other than the one that the function declares, such as a form with what was wrong in it."""
+        """Return a page other than the one that the function declares, such as a form with what was wrong in
+        it."""
         return rendering.page(self.request, template, status, **values)
 
     def tagged(self, found: E) -> E:
-        """The record ``found``, whose ``etag`` the answer has as its header."""
+        """Return the record ``found``, whose ``etag`` the answer has as its header."""
         self.response.headers["ETag"] = found.etag
         return found
 
     def place_of(self, checkpoint: Checkpoint) -> str:
-        """The URL of a checkpoint, with a placeholder for that of its root unless the caller may know it."""
+        """Return the URL of a checkpoint, with a placeholder for that of its root unless the caller may know
+        it."""
         root = checkpoint.root
         url = redact(self.settings.roots[root].url) if self.caller.may("admin") else f"WHERE {root} IS"
         return f"{url.rstrip('/')}/{checkpoint.key}"
@@ -187,7 +189,7 @@ class Ask:
         check_queue(connection, self.service.allowances, job_id)
 
     def job(self, job_id: int) -> Job:
-        """A job with its progress. Raises MissingError."""
+        """Return a job with its progress. Raises MissingError."""
         with self.reading() as connection:
             job = get_job(connection, job_id, self.visible)
             progress = {} if job.is_final else progress_of(connection, [job_id])
@@ -195,7 +197,8 @@ class Ask:
         return replace(job, progress=progress.get(job_id, job.progress))
 
     def last_result(self, kind: type[Kind[M]], params: M) -> Job | None:
-        """The newest job with the result key of ``params`` that succeeded, with its whole ``result``."""
+        """Return the newest job with the result key of ``params`` that succeeded, with its whole
+        ``result``."""
         return self.find(last_job, kind.result_key(params), self.visible, succeeded=True, whole=True)
 
     def last_job(self, kind: type[Kind[M]], params: M, after: int = 0) -> Job | None:

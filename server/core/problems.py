@@ -43,7 +43,7 @@ class ProblemError(Exception):
         self.extra = extra
 
     def document(self, instance: str | None = None) -> dict[str, Any]:
-        """The body."""
+        """Return the body."""
         body: dict[str, Any] = {
             "type": f"/problems/{self.slug}",
             "title": self.title,

@@ -84,7 +84,7 @@ def check_key(key: str) -> str:
 
 
 def fault_of_key(key: str) -> str | None:
-    """Why ``key`` is none, as `check_key` says it; None if it is one."""
+    """Return why ``key`` is none, as `check_key` says it; None if it is one."""
     if not 0 < len(key) <= MAX_KEY_CHARACTERS:
         return f"a key has 1 to {MAX_KEY_CHARACTERS} characters"
     text = key
@@ -176,7 +176,8 @@ class StorageRoot:
         return status.st_dev, status.st_ino
 
     def is_empty(self) -> bool:
-        """Whether a local root has nothing in it, as a mount point whose disk is away. Raises OSError."""
+        """Return whether a local root has nothing in it, as a mount point whose disk is away. Raises
+        OSError."""
         if self.path is None:
             return False
         with os.scandir(self.path) as entries:
@@ -187,7 +188,7 @@ class StorageRoot:
         return check_key(key)
 
     def url_of(self, key: str) -> str:
-        """The path or URL of ``key``, "" is the root; for jobs, and never for an answer.
+        """Return the path or URL of ``key``, "" is the root; for jobs, and never for an answer.
 
         Links are resolved, so that what is returned is in the root; it stays so unless somebody exchanges
         folders of it for links at that very time, who must be able to write there. Raises UnprocessableError
@@ -208,7 +209,7 @@ class StorageRoot:
         return str(place)
 
     def store(self, key: str) -> Store:
-        """The folder ``key`` as a store, "" is the root itself; nothing is touched."""
+        """Return the folder ``key`` as a store, "" is the root itself; nothing is touched."""
         url = self.url_of(key)
         if self.path is None or self.settings.storage_options:
             return self.open_store(url)
@@ -231,7 +232,7 @@ class StorageRoot:
         return PosixStore(folder, links_within=os.path.realpath(self.path or ""))
 
     def place(self, key: str) -> SourcePlace:
-        """The folder or the single file ``key``; that it is a checkpoint is not known yet.
+        """Return the folder or the single file ``key``; that it is a checkpoint is not known yet.
 
         Raises UnprocessableError for a key that is not clean, and errors of the store, which `problem`
         translates.
@@ -252,7 +253,7 @@ class StorageRoot:
         return SourcePlace(self.open_store(url))
 
     def source(self, key: str) -> Source:
-        """The checkpoint ``key``, of any format, with its index.
+        """Return the checkpoint ``key``, of any format, with its index.
 
         Raises a ProblemError: not found, not readable, or storage that does not answer.
         """
@@ -301,7 +302,7 @@ class Roots:
         return sorted(self._roots)
 
     def get(self, name: str) -> StorageRoot:
-        """The root; NotFoundError if there is none of that name."""
+        """Return the root; NotFoundError if there is none of that name."""
         try:
             return self._roots[name]
         except KeyError:
@@ -323,7 +324,7 @@ class Roots:
 def storage_problem(
     error: BaseException, *, root: StorageRoot | None = None, is_known: bool = False
 ) -> ProblemError:
-    """The answer to a request that failed in storage.
+    """Return the answer to a request that failed in storage.
 
     ``is_known``: the catalog has the checkpoint, so that what is not there is gone. Storage that does not
     answer is UnavailableError, and its message stays in the log: it may name places and accounts.
@@ -369,7 +370,8 @@ def _shown(error: CheckpointError, root: StorageRoot | None) -> str:
 
 
 def _local_path(url: str) -> Path | None:
-    """The absolute path that ``url`` is, None for any other scheme. ValueError for what cannot be a root."""
+    """Return the absolute path that ``url`` is, None for any other scheme. ValueError for what cannot be a
+    root."""
     if "::" in url:
         raise ValueError(f"root {url!r}: chained file systems are not supported")
     scheme = _URL.match(url)

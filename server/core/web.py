@@ -28,7 +28,7 @@ _log = structlog.get_logger(__name__)
 
 
 def routes_of(features: Iterable[Feature]) -> list[BaseRoute]:
-    """The routes of the API, pages and forms that ``features`` declare."""
+    """Return the routes of the API, pages and forms that ``features`` declare."""
     found: list[BaseRoute] = []
     loaded = [(feature, feature.load()) for feature in features]
     panels = sorted(
@@ -109,7 +109,7 @@ def _add_page(router: Any, feature: Feature, declared: Page, panels: Sequence[Pa
 
 
 def _filled(panels: Iterable[Panel], ask: Ask, found: Any) -> dict[str, list[dict[str, Any]]]:
-    """The panels that have something to show, by place."""
+    """Return the panels that have something to show, by place."""
     shown: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for panel in panels:
         try:
@@ -123,7 +123,7 @@ def _filled(panels: Iterable[Panel], ask: Ask, found: Any) -> dict[str, list[dic
 
 
 def _with_queries(signature: inspect.Signature, panels: Iterable[Panel]) -> inspect.Signature:
-    """The query of a page, ``view``, with the fields of its panels."""
+    """Return the query of a page, ``view``, with the fields of its panels."""
     queries = [panel.query for panel in panels if panel.query is not None]
     if not queries:
         return signature

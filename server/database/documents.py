@@ -51,7 +51,7 @@ class Drafts:
     rows: int
 
     def begin(self, database: Database, columns: Mapping[str, Any], now: float) -> int:
-        """The number of a new draft without parts."""
+        """Return the number of a new draft without parts."""
         values = {**columns, self.name.name: draft_name(now, secrets.token_hex(12))}
         statement = insert(self.name.table).values(values).returning(self.name.table.c.id)
         return int(database.transact(lambda connection: connection.execute(statement).scalar_one()))
@@ -99,7 +99,7 @@ DOCUMENTS: Final = Drafts(documents.c.name, document_parts.c.document_id, rows=1
 
 
 def draft_name(now: float, token: str) -> str:
-    """The name of a draft begun ``now``; ``token`` is of it alone."""
+    """Return the name of a draft begun ``now``; ``token`` is of it alone."""
     return f"{_DRAFT}{now:.0f}-{token}"
 
 
@@ -125,14 +125,16 @@ _REFERRING: Final = (tasks, jobs, statistics)
 def prepare_document(
     database: Database, content: Mapping[str, Any], *, now: float, pause: Pause = time.sleep
 ) -> int:
-    """The number of a new document, a draft until `ensure_document` is given it; in short transactions."""
+    """Return the number of a new document, a draft until `ensure_document` is given it; in short
+    transactions."""
     number = DOCUMENTS.begin(database, {"head": _head(content)}, now)
     DOCUMENTS.write(database, _together(_parts(number, content)), pause)
     return number
 
 
 def ensure_document(connection: Connection, content: Mapping[str, Any], prepared: int | None) -> int:
-    """The number of the document, which is written if it was not ``prepared``; the caller refers to it."""
+    """Return the number of the document, which is written if it was not ``prepared``; the caller refers to
+    it."""
     if prepared is None:
         return write_document(connection, content)
     published = update(documents).where(documents.c.id == prepared).values(name=None)
@@ -142,7 +144,7 @@ def ensure_document(connection: Connection, content: Mapping[str, Any], prepared
 
 
 def write_document(connection: Connection, content: Mapping[str, Any]) -> int:
-    """The number of a new document, written at once: for small ones."""
+    """Return the number of a new document, written at once: for small ones."""
     statement = insert(documents).values(head=_head(content)).returning(documents.c.id)
     number = int(connection.execute(statement).scalar_one())
     if rows := list(_parts(number, content)):
@@ -165,7 +167,7 @@ def read_document(connection: Connection, number: int) -> dict[str, Any]:
 
 
 def read_items(connection: Connection, number: int, field: str, begin: int, end: int) -> list[Any]:
-    """The items from ``begin`` to ``end`` of a list."""
+    """Return the items from ``begin`` to ``end`` of a list."""
     table = document_parts.c
     query = select(table.position, table.content).where(
         table.document_id == number,
@@ -179,7 +181,7 @@ def read_items(connection: Connection, number: int, field: str, begin: int, end:
 
 
 def find_item(connection: Connection, number: int, field: str, name: str, value: str) -> Any | None:
-    """The first of a list whose ``name`` is ``value``; None if none is. Parts are read one by one."""
+    """Return the first of a list whose ``name`` is ``value``; None if none is. Parts are read one by one."""
     table = document_parts.c
     query = select(table.content).where(table.document_id == number, table.field == field)
     parts = connection.execute(query.order_by(table.position), execution_options={"yield_per": 1}).scalars()
@@ -204,7 +206,8 @@ def _is_cut(value: Any) -> bool:
 
 
 def _head(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The members that are in no part, and the names of all: `read_document` has them in this order."""
+    """Return the members that are in no part, and the names of all: `read_document` has them in this
+    order."""
     return {name: type(value)() if _is_cut(value) else value for name, value in content.items()}
 
 

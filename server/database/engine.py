@@ -114,7 +114,8 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A connection that only reads; on SQLite it sees one snapshot, on PostgreSQL one a statement."""
+        """Yield a connection that only reads; on SQLite it sees one snapshot, on PostgreSQL one a
+        statement."""
         with _translated(self), self.reader.begin() as connection:
             yield connection
 
@@ -302,7 +303,7 @@ _NAMED: Final = 0x64_63_70  # "dcp": the class of advisory locks that are found 
 
 
 def dialect_insert(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
-    """An INSERT that can be given ``ON CONFLICT``."""
+    """Return an INSERT that can be given ``ON CONFLICT``."""
     return postgresql.insert(table) if connection.dialect.name == "postgresql" else sqlite.insert(table)
 
 

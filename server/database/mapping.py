@@ -52,7 +52,7 @@ _TYPES: Final[Mapping[ColumnType, TypeEngine[Any]]] = {
 
 
 def columns_of(record: type[Any]) -> list[Column[Any]]:
-    """The columns of the record's own table, for its definition."""
+    """Return the columns of the record's own table, for its definition."""
     return [_column(field, field.stored) for field in fields_of(record) if field.stored is not None]
 
 
@@ -85,7 +85,7 @@ def checks_of(record: type[Any]) -> list[CheckConstraint]:
 
 
 def shown_columns(record: type[Any], table: str, metadata: MetaData) -> list[Any]:
-    """The columns that make a record, its own and the joined ones, for `record_of_row`."""
+    """Return the columns that make a record, its own and the joined ones, for `record_of_row`."""
     found: list[Any] = []
     for field in fields_of(record):
         if field.stored is not None:
@@ -97,7 +97,8 @@ def shown_columns(record: type[Any], table: str, metadata: MetaData) -> list[Any
 
 
 def record_of_row(record: type[R], row: Any, **given: Any) -> R:
-    """The record with the values of a row, each by the name of its column, and with those ``given``."""
+    """Return the record with the values of a row, each by the name of its column, and with those
+    ``given``."""
     columns = row._mapping if isinstance(row, Row) else row
     for name, column, decode in _readers(cast(Any, record)):
         if name not in given:
@@ -124,7 +125,7 @@ _Decoder = Callable[[Any], Any]
 
 
 def record_of(kind: type[T], document: Any, **given: Any) -> T:
-    """A record of ``document``, a JSON object, with the fields that are ``given`` as they are.
+    """Return a record of ``document``, a JSON object, with the fields that are ``given`` as they are.
 
     Members that the record has not are passed over; those without a default must be there. Raises ValueError.
     """
@@ -145,7 +146,7 @@ def record_of(kind: type[T], document: Any, **given: Any) -> T:
 
 
 def document_of(record: Any) -> dict[str, Any]:
-    """The JSON object of a flat record: `record_of` is the inverse."""
+    """Return the JSON object of a flat record: `record_of` is the inverse."""
     return {
         name: value.isoformat() if isinstance(value, datetime) else value
         for name, value in dataclasses.asdict(record).items()

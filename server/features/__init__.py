@@ -109,7 +109,7 @@ def _load(entry: EntryPoint) -> Feature:
 
 @cache
 def kinds() -> Mapping[str, Kind[Any]]:
-    """The kinds of jobs of all features, by name. Raises FeatureError."""
+    """Return the kinds of jobs of all features, by name. Raises FeatureError."""
     found = [(kind, feature) for feature in features(is_worker=True) for kind in feature.kinds]
     for kind, feature in found:
         if not isinstance(kind, Kind) or kind.scope not in get_args(Scope):

@@ -97,7 +97,7 @@ def audit_log_page(view: Annotated[AuditView, Query()], ask: Ask) -> dict[str, A
 
 
 def _page_of(target: str) -> str | None:
-    """The page of the target; None if there is none."""
+    """Return the page of the target; None if there is none."""
     kind, _, number = target.partition(":")
     if kind == "root" and number:
         return f"/?{urlencode({'root': number})}"

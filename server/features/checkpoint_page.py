@@ -104,7 +104,8 @@ def files_page(checkpoint_id: IdPath, ask: Ask) -> dict[str, Any]:
 
 
 def _verifications(checkpoint_id: int, ask: Ask, limit: int) -> dict[str, Any]:
-    """The last verifications, and who requested the newest: the catalog keeps the jobs that it refers to."""
+    """Return the last verifications, and who requested the newest: the catalog keeps the jobs that it refers
+    to."""
     found: list[Verification] = ask.find(newest_verifications, checkpoint_id, ask.visible, limit=limit)
     job_id = found[0].job_id if found else None
     author = None if job_id is None else ask.find(get_job, job_id, ask.visible).created_by
@@ -152,7 +153,8 @@ def _changes(
 
 
 def _optimizers(of: CheckpointDetail, ask: Ask) -> list[TreePart]:
-    """The parts that are an optimizer's, unless all are, so that the weights can be loaded without them."""
+    """Return the parts that are an optimizer's, unless all are, so that the weights can be loaded without
+    them."""
     if "hx-request" in ask.request.headers:  # for a part of the page that does not show them
         return []
     found = [one for one in ask.find(parts_of, of.structure_id) if one.is_optimizer]
@@ -160,6 +162,6 @@ def _optimizers(of: CheckpointDetail, ask: Ask) -> list[TreePart]:
 
 
 def _parents(prefix: str) -> list[tuple[str, str]]:
-    """The last eight of the names above, each with the prefix of its level."""
+    """Return the last eight of the names above, each with the prefix of its level."""
     parts = prefix.split(".") if prefix else []
     return [(part, ".".join(parts[: index + 1])) for index, part in enumerate(parts)][-8:]

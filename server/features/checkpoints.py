@@ -55,7 +55,7 @@ def list_checkpoints(query: Annotated[CheckpointQuery, InQuery()], ask: Ask) -> 
 def find_page(
     wanted: CheckpointFilter, sort: str, ask: Ask, cursor: str | None = None, limit: int = 50
 ) -> NotedPage[Checkpoint]:
-    """A page of checkpoints that the caller may see. Raises InvalidQueryError."""
+    """Return a page of checkpoints that the caller may see. Raises InvalidQueryError."""
     order = Sort.parse(sort)
     with ask.reading() as connection:
         check_filter(connection, wanted, order, ask.visible)
@@ -102,7 +102,7 @@ class LookupQuery(Query):
 
 @feature.get("/checkpoints/lookup", tag="checkpoints")
 def lookup_checkpoint(query: Annotated[LookupQuery, InQuery()], ask: Ask) -> CheckpointDetail:
-    """The checkpoint of this name. Of several, as in other roots and formats, a committed one, and the
+    """Return the checkpoint of this name. Of several, as in other roots and formats, a committed one, and the
     newest."""
     given = query.model_dump(exclude={"uri"})
     if query.uri is not None:
@@ -215,7 +215,7 @@ def listed(view: ListView, ask: Ask, run_id: int | None = None) -> dict[str, Any
 
 
 def _chosen(view: ListView, facet: Facet) -> tuple[str, ...]:
-    """The values of the filter that are given."""
+    """Return the values of the filter that are given."""
     value = getattr(view, facet.name)
     if isinstance(value, tuple):
         return value
@@ -225,7 +225,7 @@ def _chosen(view: ListView, facet: Facet) -> tuple[str, ...]:
 
 
 def loss_of(names: Iterable[str]) -> str | None:
-    """The metric that is shown first: one that is called a loss, or the first by name."""
+    """Return the metric that is shown first: one that is called a loss, or the first by name."""
     ordered = sorted(names)
     return next((name for name in ordered if "loss" in name.lower()), ordered[0] if ordered else None)
 
@@ -250,7 +250,7 @@ def snippets_of(found: Any, root: Any, base_url: str) -> list[Snippet]:
 
 
 def _place(found: Any, root: Any) -> str:
-    """Where it is in storage; where that may not be known, what to put there."""
+    """Return where it is in storage; where that may not be known, what to put there."""
     return (
         f"WHERE {found.root} IS/{found.key}"
         if root is None or root.url is None

@@ -87,13 +87,13 @@ class PlannedDownload:
 
 
 def download_etag(opened: OpenCheckpoint, options: DownloadOptions) -> str:
-    """The entity tag of the bytes: a layout depends on nothing but the files, the options and the version of
-    dcp."""
+    """Return the entity tag of the bytes: a layout depends on nothing but the files, the options and the
+    version of dcp."""
     return opened.etag("download", __version__, options)
 
 
 def download_name(opened: OpenCheckpoint, options: DownloadOptions) -> str:
-    """The name of the file that a client is offered."""
+    """Return the name of the file that a client is offered."""
     stem = opened.key.rpartition("/")[2]
     if opened.file is not None:
         stem = stem.rpartition(".")[0] or stem
@@ -114,7 +114,7 @@ def is_small_download(opened: OpenCheckpoint) -> bool:
 def plan_download(
     opened: OpenCheckpoint, options: DownloadOptions, check: Wanted = lambda: None
 ) -> PlannedDownload:
-    """The file that ``options`` make of the checkpoint. ``check`` is called between steps, to give up.
+    """Return the file that ``options`` make of the checkpoint. ``check`` is called between steps, to give up.
 
     Raises PlanError for what such a file cannot hold, and for globs that match nothing.
     """
@@ -163,7 +163,7 @@ class Plans:
     async def get(
         self, etag: str, make: Callable[[Wanted], PlannedDownload], *, is_small: bool = False
     ) -> PlannedDownload:
-        """The plan called ``etag``; what ``make`` returns if there is none. Raises what it raises.
+        """Return the plan called ``etag``; what ``make`` returns if there is none. Raises what it raises.
 
         ``make`` runs in a thread; small ones do not wait for others. Cancelled, it is given up, unless others
         wait for the same.
@@ -219,7 +219,7 @@ class LostFile:
     responses={**binary("The file, made while it is sent."), **_BYTES},
 )
 def download(checkpoint_id: IdPath, options: Annotated[DownloadOptions, Query()], ask: AskDep) -> Response:
-    """The checkpoint as one safetensors or torch.save file.
+    """Return the checkpoint as one safetensors or torch.save file.
 
     Its size is known before, so that a download can go on where it broke off (Range, If-Range). If the
     checkpoint turns out to be damaged, the connection is closed before the last byte.
@@ -254,7 +254,7 @@ class FileList:
 
 @feature.get("/checkpoints/{checkpoint_id}/files", tag="data", errors=_ERRORS)
 def list_files(checkpoint_id: IdPath, ask: Ask) -> FileList:
-    """The checkpoint's own files, as they are in the storage now."""
+    """Return the checkpoint's own files, as they are in the storage now."""
     found = ask.data.open(checkpoint_id)
     with found.problems():
         files = _files_of(found.opened)
@@ -324,7 +324,8 @@ def _files_of(opened: OpenCheckpoint) -> list[tuple[FileInfo, FileRole]]:
 
 
 def _lost_files(opened: OpenCheckpoint, present: Iterable[tuple[FileInfo, FileRole]]) -> list[LostFile]:
-    """The data files that the index names and that are not among those ``present``, or of another size."""
+    """Return the data files that the index names and that are not among those ``present``, or of another
+    size."""
     from dcp.storage.formats.index import UNKNOWN
 
     sizes = {info.name: info.size_bytes for info, _ in present}
@@ -337,8 +338,8 @@ def _lost_files(opened: OpenCheckpoint, present: Iterable[tuple[FileInfo, FileRo
 
 
 def _file_of(opened: OpenCheckpoint, name: str) -> FileInfo:
-    """The file called ``name``. Raises NotFoundError, CheckpointFormatError for what cannot be a name, and
-    errors of the store."""
+    """Return the file called ``name``. Raises NotFoundError, CheckpointFormatError for what cannot be a name,
+    and errors of the store."""
     info = None
     if opened.file in (None, name) and not check_name(name).startswith(TEMPORARY_PREFIX):
         info = opened.store.stat(name)
@@ -348,11 +349,11 @@ def _file_of(opened: OpenCheckpoint, name: str) -> FileInfo:
 
 
 def _file_etag(opened: OpenCheckpoint, info: FileInfo) -> str:
-    """An entity tag that changes whenever the file is replaced."""
+    """Return an entity tag that changes whenever the file is replaced."""
     return opened.etag("file", info.name, info.size_bytes, info.modified_seconds)
 
 
 def _presigned_url(opened: OpenCheckpoint, name: str) -> str | None:
-    """A URL by which the storage itself serves the file; None where it cannot."""
+    """Return a URL by which the storage itself serves the file; None where it cannot."""
     sign = getattr(opened.store, "presigned_url", None)
     return None if sign is None else sign(name, _PRESIGNED_SECONDS)

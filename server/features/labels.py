@@ -100,7 +100,7 @@ def list_aliases(run_id: IdPath, ask: Ask) -> Items[Alias]:
 
 @feature.get(_ALIAS, tag="labels")
 def get_alias(run_id: IdPath, name: NamePath, ask: Ask) -> Alias:
-    """The checkpoint that the alias names."""
+    """Return the checkpoint that the alias names."""
     return ask.tagged(ask.find(labels.get_alias, run_id, name, ask.visible))
 
 
@@ -137,7 +137,7 @@ def delete_alias(run_id: IdPath, name: NamePath, ask: Ask, if_match: IfMatch) ->
 
 
 def _expected(connection: Connection, run_id: int, name: str, if_match: Precondition, ask: Ask) -> int | None:
-    """The version of the alias that the request expects; 0 is none."""
+    """Return the version of the alias that the request expects; 0 is none."""
     get_run(connection, run_id, ask.visible)
     try:
         present = labels.get_alias(connection, run_id, name, ask.visible)
@@ -180,7 +180,7 @@ def labels_notice(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
 
 
 def _undo(done: str, found: CheckpointDetail, ask: Ask) -> Undo | None:
-    """How to undo what was ``done``, if the catalog still is in the state after it."""
+    """Return how to undo what was ``done``, if the catalog still is in the state after it."""
     what, number, name = [*done.split(":", 2), "", ""][:3]
     if what not in ("moved", "unaliased") or not number.isdecimal() or len(number) > 15:
         return None

@@ -56,13 +56,13 @@ class Welcome(Answer):
 
 @router.get("/", tags=["health"])
 async def get_welcome() -> Welcome:
-    """The service, and the paths of its pages and its API."""
+    """Return the service, and the paths of its pages and its API."""
     return Welcome(version=__version__, api="/api/v1", docs="/docs", openapi="/openapi.json", ready="/readyz")
 
 
 @router.get("/healthz", tags=["health"])
 async def get_health() -> Health:
-    """The process lives. Looks at nothing else, so that no restart follows from a database's."""
+    """Return the process lives. Looks at nothing else, so that no restart follows from a database's."""
     return Health(version=__version__)
 
 
@@ -72,7 +72,7 @@ async def get_health() -> Health:
     responses={503: {"model": Ready, "description": "Not ready; `checks` says why."}},
 )
 async def get_readiness(readiness: ReadinessDep, response: Response) -> Ready:
-    """The database can be read and written and has the schema of this version.
+    """Return the database can be read and written and has the schema of this version.
 
     Roots are not looked at, since the catalog of all others answers while one is away: see `/root-checks` of
     the API.
@@ -113,5 +113,6 @@ def _check(principal: Principal | None) -> None:
 
 @feature.get("/whoami", tag="keys", errors=())
 def get_whoami(ask: Ask) -> Whoami:
-    """The name, the scopes and the roots of the key; without keys every caller is `local`, and may all."""
+    """Return the name, the scopes and the roots of the key; without keys every caller is `local`, and may
+    all."""
     return ask.find(whoami, ask.caller)

@@ -52,7 +52,7 @@ def get_root(root: RootName, ask: Ask) -> Root:
 
 @feature.get("/root-checks", tag="roots", errors=())
 def check_roots(readiness: ReadinessDep, ask: Ask) -> Items[RootCheck]:
-    """Whether the storage of each root answers: looked at now, or within the last two seconds."""
+    """Return whether the storage of each root answers: looked at now, or within the last two seconds."""
     found = sorted(from_thread.run(readiness.check_roots).items())
     return Items(
         tuple(
@@ -75,7 +75,7 @@ def roots_of(ask: Ask) -> Iterator[Root]:
 
 
 def writable_roots(ask: Ask) -> list[Root]:
-    """The roots that the caller may see, and jobs may write to."""
+    """Return the roots that the caller may see, and jobs may write to."""
     return [root for root in roots_of(ask) if root.is_configured and not root.readonly]
 
 

@@ -78,7 +78,7 @@ def lookup_page(view: Annotated[LookupQuery, Query()], ask: Ask) -> Response:
 
 
 def _link(hit: SearchHit) -> str:
-    """The page that shows the hit; of a tag the list of the checkpoints that have it."""
+    """Return the page that shows the hit; of a tag the list of the checkpoints that have it."""
     if hit.href is not None:
         return hit.href
     if hit.kind == "run":

@@ -85,6 +85,6 @@ def theme_form(ask: Ask) -> Response:
 
 
 def _own(url: str) -> str:
-    """A path of this service: a link to the form leads nowhere else."""
+    """Return a path of this service: a link to the form leads nowhere else."""
     is_path = url.startswith("/") and not url.startswith("//") and "\\" not in url and url.isprintable()
     return url if is_path else "/"

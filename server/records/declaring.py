@@ -124,7 +124,7 @@ class RecordField:
 
 
 def fields_of(record: type[Any]) -> tuple[RecordField, ...]:
-    """The fields of a record, a data class, in order."""
+    """Return the fields of a record, a data class, in order."""
     return _fields_of(cast(Any, record))
 
 

@@ -120,7 +120,7 @@ class AsyncHttpConnection:
         return response.content
 
     async def _response(self, call: Call[Any]) -> httpx.Response:
-        """The answer, read; that of a passing failure only after the last attempt."""
+        """Return the answer, read; that of a passing failure only after the last attempt."""
         request = httpx_request(self._http, call)
         attempt = 0
         while True:
@@ -195,7 +195,7 @@ class AsyncHttpConnection:
 
     @asynccontextmanager
     async def _stream(self, request: httpx.Request) -> AsyncGenerator[httpx.Response]:
-        """An answer as it comes; where the service redirects, from there, without the key."""
+        """Yield an answer as it comes; where the service redirects, from there, without the key."""
         response = await self._http.send(request, stream=True)
         try:
             if not response.is_redirect:

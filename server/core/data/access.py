@@ -103,12 +103,13 @@ class SharedValues(Generic[K, V]):
             return self._known(key) is not None or key in self._making
 
     def find(self, key: K) -> V | None:
-        """The value, if it is kept."""
+        """Return the value, if it is kept."""
         with self._lock:
             return self._known(key)
 
     def get(self, key: K, make: Callable[[], V]) -> V:
-        """The value; without one that which ``make`` returns in this thread, and raises what it raises."""
+        """Return the value; without one that which ``make`` returns in this thread, and raises what it
+        raises."""
         making, is_new = self._join(key)
         try:
             if is_new:
@@ -217,7 +218,7 @@ class Stamped:
     stamp: str
 
     def etag(self, *facts: object) -> str:
-        """The strong entity tag of a result that depends on this checkpoint and ``facts``."""
+        """Return the strong entity tag of a result that depends on this checkpoint and ``facts``."""
         text = "\0".join((self.root, self.key, self.stamp, *map(repr, facts)))
         return f'"{hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]}"'
 
@@ -257,8 +258,8 @@ class OpenCheckpoint(Stamped):
         return complete_index(self.store, self.index)
 
     def row(self, fqn: str) -> int:
-        """The row in the index of the tensor ``fqn``, or of that which the catalog, which shortens very long
-        names, lists as ``fqn``. Raises NotFoundError."""
+        """Return the row in the index of the tensor ``fqn``, or of that which the catalog, which shortens
+        very long names, lists as ``fqn``. Raises NotFoundError."""
         row = self.index.position.get(fqn)
         if row is None and ("..." in fqn or "\\" in fqn):
             row = next((at for at, name in enumerate(self.index.fqns) if short_name(name) == fqn), None)
@@ -281,8 +282,8 @@ class _OpenCheckpoints:
         self._large = threading.Lock()
 
     def open(self, found: FoundCheckpoint) -> OpenCheckpoint:
-        """The checkpoint with its index. Raises UnavailableError where very many requests wait for one, and
-        errors of the formats and the storage."""
+        """Return the checkpoint with its index. Raises UnavailableError where very many requests wait for
+        one, and errors of the formats and the storage."""
         known = self._values.find(found.state)
         if known is not None:
             return known
@@ -372,14 +373,14 @@ class Data:
         return self._shared.streams
 
     def open(self, checkpoint_id: int) -> Readable:
-        """The checkpoint, ready to be read. Raises MissingError, GoneError and ConflictError (by its state),
-        and problems of the storage."""
+        """Return the checkpoint, ready to be read. Raises MissingError, GoneError and ConflictError (by its
+        state), and problems of the storage."""
         row, root = self._place(checkpoint_id)
         with _problems(root):
             return Readable(row, root, self._shared.checkpoints.open(_find_checkpoint(root, row.key)))
 
     def find(self, checkpoint_id: int) -> FoundCheckpoint:
-        """The checkpoint, whose index is not read. Raises as `open` does."""
+        """Return the checkpoint, whose index is not read. Raises as `open` does."""
         row, root = self._place(checkpoint_id)
         with _problems(root):
             return _find_checkpoint(root, row.key)
@@ -394,7 +395,7 @@ class Data:
         headers: Mapping[str, str] = MappingProxyType({}),
         share: Share | None = None,
     ) -> BodyResponse:
-        """The answer with the range of ``body`` that the request wants, as a file called ``name``."""
+        """Return the answer with the range of ``body`` that the request wants, as a file called ``name``."""
         return BodyResponse(
             body,
             choose_range(request.headers, body.size_bytes, etag),
@@ -405,7 +406,7 @@ class Data:
         )
 
     def share(self, found: Readable) -> Share:
-        """The part of the downloads that the caller may have, of this root."""
+        """Return the part of the downloads that the caller may have, of this root."""
         subjects = subjects_of(self._caller, found.root.name)
 
         def find() -> Mapping[Subject, Allowance] | None:

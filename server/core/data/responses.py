@@ -99,7 +99,7 @@ _log = structlog.get_logger(__name__)
 
 
 def binary(description: str) -> dict[int | str, dict[str, Any]]:
-    """The ``responses=`` of a route that answers with bytes: all, a range, or that nothing changed."""
+    """Return the ``responses=`` of a route that answers with bytes: all, a range, or that nothing changed."""
     content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     return {
         200: {"description": description, "content": content},
@@ -142,7 +142,7 @@ def empty_part(size: int) -> memoryview:
 
 
 def part_bytes_of(store: Store) -> int:
-    """The size of parts that are read from ``store``."""
+    """Return the size of parts that are read from ``store``."""
     return _REMOTE_PART_BYTES if store.read_profile.scatter else PART_BYTES
 
 
@@ -210,7 +210,7 @@ def is_unchanged(headers: Mapping[str, str], etag: str) -> bool:
 
 
 def not_modified(etag: str) -> Response:
-    """The answer 304: the client has the present content."""
+    """Return the answer 304: the client has the present content."""
     return Response(None, 304, {"ETag": etag, "Cache-Control": CACHE})
 
 
@@ -222,7 +222,8 @@ def _names(text: str, etag: str, *, is_weak: bool) -> bool:
 
 
 def disposition(name: str) -> str:
-    """The ``Content-Disposition`` of a file called ``name`` (RFC 6266), whatever characters that has."""
+    """Return the ``Content-Disposition`` of a file called ``name`` (RFC 6266), whatever characters that
+    has."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "_", name)[-128:] or "download"
     return (
         f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(name[-512:], safe='', errors='replace')}"
@@ -253,7 +254,7 @@ class Streams:
         return self._running
 
     def running_of(self, subject: Subject) -> int:
-        """The places that are taken for an account, a key or a root."""
+        """Return the places that are taken for an account, a key or a root."""
         return self._places[subject]
 
     @property
@@ -336,7 +337,8 @@ class Share:
         return min((rate for rate in rates if rate is not None), default=None)
 
     def piece_bytes(self, part_bytes: int) -> int:
-        """The number of bytes to send at a time: few where they are slow, so that something comes always."""
+        """Return the number of bytes to send at a time: few where they are slow, so that something comes
+        always."""
         if self.rate is None:
             return part_bytes
         return min(part_bytes, max(_LEAST_PIECE_BYTES, int(self.rate * _PIECE_SECONDS)))
@@ -544,7 +546,8 @@ class _PartsReader:
         self._ahead = self._pool.submit(next, self._parts, None)
 
     async def part(self) -> memoryview:
-        """The part that is being read. Raises errors of reading, and CorruptCheckpointError at the end."""
+        """Return the part that is being read. Raises errors of reading, and CorruptCheckpointError at the
+        end."""
         if self._ahead is None:
             raise RuntimeError("nothing is being read")
         part = await asyncio.wrap_future(self._ahead)

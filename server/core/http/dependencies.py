@@ -100,7 +100,7 @@ def _check_query(request: Request) -> None:
 
 
 def _parameters_of(route: APIRoute) -> dict[str, bool]:
-    """The query parameters of a route, and which of them may be given several times."""
+    """Return the query parameters of a route, and which of them may be given several times."""
     found: dict[str, bool] = {}
     for field in _query_fields(route.dependant):
         model = field.field_info.annotation
@@ -155,7 +155,7 @@ class Precondition:
         return self.header is not None
 
     def version(self, prefix: str) -> int | None:
-        """The version that is expected of the resource whose tags are ``"{prefix}-{version}"``.
+        """Return the version that is expected of the resource whose tags are ``"{prefix}-{version}"``.
 
         None: any will do. Raises `PreconditionFailedError` if none of the tags can be one of the resource.
         """

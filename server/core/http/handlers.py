@@ -68,7 +68,7 @@ def method_problem(scope: Any) -> ProblemError:
 
 
 def problem_of(error: Exception) -> ProblemError:
-    """The problem that ``error`` is to whoever asked."""
+    """Return the problem that ``error`` is to whoever asked."""
     if isinstance(error, ProblemError):
         return error
     if isinstance(error, RequestValidationError):
@@ -103,7 +103,7 @@ def _catalog_problem(error: CatalogError) -> ProblemError:
 
 
 def problem_response(problem: ProblemError, scope: Any) -> Response:
-    """The answer: a document, or for a browser the page that ``app.state.problem_page`` makes."""
+    """Return the answer: a document, or for a browser the page that ``app.state.problem_page`` makes."""
     as_page = getattr(getattr(scope.get("app"), "state", None), "problem_page", None)
     if as_page is not None and wants_page(scope):
         return cast(Response, as_page(problem, scope))

@@ -223,7 +223,7 @@ FOLDER_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A folder for the counts of all processes that are started inside; removed at the end.
+    """Yield a folder for the counts of all processes that are started inside; removed at the end.
 
     A folder that the environment names already is taken as it is, and stays.
     """
@@ -240,7 +240,7 @@ def shared_folder() -> Iterator[Path]:
 
 
 def living_processes(folder: Path | None) -> set[int]:
-    """The processes that count in ``folder`` and run, this one among them."""
+    """Return the processes that count in ``folder`` and run, this one among them."""
     found = {os.getpid()}
     if folder is not None:
         numbers = {path.stem.rpartition("_")[2] for path in folder.glob("*_*.db")}

@@ -169,7 +169,7 @@ class CompressionMiddleware:
 
 
 async def _compressed(start: Message, message: Message) -> Message:
-    """The body, and its headers in ``start``; as they are where it is not worth it."""
+    """Return the body, and its headers in ``start``; as they are where it is not worth it."""
     body = message.get("body", b"")
     if len(body) < _LEAST_BYTES:
         return message

@@ -176,7 +176,7 @@ class _Probe:
         self._hangs_from_seconds = 0.0
 
     async def ask(self) -> str:
-        """The result, at most some seconds old. A check that is known to hang is not waited for."""
+        """Return the result, at most some seconds old. A check that is known to hang is not waited for."""
         done = asyncio.Event()
         with self._lock:
             if time.monotonic() < self._until_seconds:
@@ -224,7 +224,7 @@ _FLUSH_SECONDS: Final = 15.0
 
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """The lifespan of the application that `create_app` makes."""
+    """Yield the lifespan of the application that `create_app` makes."""
     service: Service = app.state.service
     readiness: Readiness = app.state.readiness
     try:

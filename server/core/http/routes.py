@@ -122,7 +122,7 @@ class Paths:
         ]
 
     def methods(self, path: str) -> frozenset[str]:
-        """The methods that ``path`` has; none if there is nothing."""
+        """Return the methods that ``path`` has; none if there is nothing."""
         fit = [template for template, pattern in self._patterns.items() if pattern.fullmatch(path)]
         own = [template for template in fit if not any(self._spells_more(other, template) for other in fit)]
         return frozenset().union(*(self._methods[template] for template in own))
@@ -231,13 +231,13 @@ router = APIRouter(dependencies=[public], include_in_schema=False)
 
 @router.get(OPENAPI_PATH)
 async def get_openapi_document(request: Request) -> JSONResponse:
-    """The description of the interface."""
+    """Return the description of the interface."""
     return JSONResponse(request.app.openapi())
 
 
 @router.get("/docs")
 async def get_docs() -> HTMLResponse:
-    """The interface, to try it."""
+    """Return the interface, to try it."""
     page = get_swagger_ui_html(
         openapi_url=OPENAPI_PATH,
         title="dcphub",
@@ -250,7 +250,7 @@ async def get_docs() -> HTMLResponse:
 
 @router.get("/redoc")
 async def get_redoc() -> HTMLResponse:
-    """The interface, to read it."""
+    """Return the interface, to read it."""
     page = get_redoc_html(
         openapi_url=OPENAPI_PATH,
         title="dcphub",

@@ -62,7 +62,7 @@ class Parameters(Request):
     """Parameters of a job."""
 
     def digest(self) -> str:
-        """A digest of the parameters, for keys of jobs of which one at a time is unfinished."""
+        """Return a digest of the parameters, for keys of jobs of which one at a time is unfinished."""
         document = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(document.encode()).hexdigest()[:40]
 
@@ -188,17 +188,19 @@ class Kind(ABC, Generic[P]):
 
     @classmethod
     def dedup_key(cls, params: P) -> str:
-        """The key of a job with ``params``: while one is unfinished, another with the same key joins it."""
+        """Return the key of a job with ``params``: while one is unfinished, another with the same key joins
+        it."""
         return f"{cls.name}:{params.digest()}"
 
     @classmethod
     def result_key(cls, params: P) -> str:
-        """The key of the last result: a page with ``params`` shows the newest of the jobs that have it."""
+        """Return the key of the last result: a page with ``params`` shows the newest of the jobs that have
+        it."""
         return cls.dedup_key(params)
 
     @classmethod
     def new_job(cls, params: P, created_by: str, **more: Any) -> JobSpec:
-        """A job with ``params``. ``more`` are other fields of `JobSpec`."""
+        """Return a job with ``params``. ``more`` are other fields of `JobSpec`."""
         return JobSpec(
             kind=cls.name,
             params=params.model_dump(mode="json"),
@@ -211,7 +213,8 @@ class Kind(ABC, Generic[P]):
 
     @abstractmethod
     def specify(self, connection: Connection, params: P, caller: Principal, settings: Settings) -> JobSpec:
-        """The job for ``params``, ready for the ledger, if ``caller`` may see and change what they name.
+        """Return the job for ``params``, ready for the ledger, if ``caller`` may see and change what they
+        name.
 
         Raises ProblemError, as a request would: NotFoundError for what the key may not see.
         """
@@ -222,7 +225,7 @@ class Kind(ABC, Generic[P]):
 
     @abstractmethod
     def plan(self, context: JobContext, params: P) -> JobPlan:
-        """The tasks of the job."""
+        """Return the tasks of the job."""
 
     @abstractmethod
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:

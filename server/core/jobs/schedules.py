@@ -259,7 +259,7 @@ class Consumer:
         return is_full
 
     def _batch(self, connection: Connection, begin: int) -> tuple[list[CatalogEvent], int, bool]:
-        """The next events, the position behind them, and whether more may be left."""
+        """Return the next events, the position behind them, and whether more may be left."""
         newest = last_event_id(connection)
         is_needed = self.is_needed is None or self.is_needed(connection)
         found = events_after(connection, begin, self.batch, kinds=self.kinds) if is_needed else []

@@ -96,7 +96,7 @@ def find_subject(
     *,
     state: str = "committed",
 ) -> Subject:
-    """The checkpoint, which must be in ``state``; MissingError or StateError if it is not."""
+    """Return the checkpoint, which must be in ``state``; MissingError or StateError if it is not."""
     found = get_checkpoint(connection, checkpoint_id, visible)
     if found.state != state:
         raise StateError(f"checkpoint {checkpoint_id} is {found.state}, not {state}", state=found.state)
@@ -108,7 +108,8 @@ def find_subject(
 def roots_of_committed(
     connection: Connection, numbers: Sequence[int], visible: frozenset[str] | None
 ) -> set[str]:
-    """The roots of committed checkpoints, in few queries. MissingError and StateError as `find_subject`."""
+    """Return the roots of committed checkpoints, in few queries. MissingError and StateError as
+    `find_subject`."""
     found: dict[int, tuple[str, str]] = {}
     for start in range(0, len(numbers), _CHUNK):
         query = (
@@ -127,7 +128,8 @@ def roots_of_committed(
 
 
 def open_place(context: JobContext, subject: Subject) -> tuple[StorageRoot, SourcePlace]:
-    """The root, and where in it the checkpoint is. PermanentJobError if there is no such root any more."""
+    """Return the root, and where in it the checkpoint is. PermanentJobError if there is no such root any
+    more."""
     if subject.root not in context.roots:
         raise PermanentJobError(f"root {subject.root} is not configured any more")
     root = context.roots.get(subject.root)
@@ -136,14 +138,14 @@ def open_place(context: JobContext, subject: Subject) -> tuple[StorageRoot, Sour
 
 
 def open_source(context: JobContext, subject: Subject) -> tuple[StorageRoot, Source]:
-    """The root, and the checkpoint with its index."""
+    """Return the root, and the checkpoint with its index."""
     root, place = open_place(context, subject)
     with storage_errors(root):
         return root, Source(place.store, index_at(place), f"{root.name}:{subject.key}", place.file)
 
 
 def fingerprint_at(place: SourcePlace) -> str:
-    """The fingerprint of the checkpoint at ``place``: another one after a change."""
+    """Return the fingerprint of the checkpoint at ``place``: another one after a change."""
     if place.file is not None:
         info = place.store.stat(place.file)
         return fingerprint_of([] if info is None else [info])
@@ -152,7 +154,8 @@ def fingerprint_at(place: SourcePlace) -> str:
 
 @contextmanager
 def unchanged(place: SourcePlace) -> Iterator[str]:
-    """The fingerprint of what is read in the block; TransientJobError if it is another one at the end."""
+    """Yield the fingerprint of what is read in the block; TransientJobError if it is another one at the
+    end."""
     fingerprint = fingerprint_at(place)
     yield fingerprint
     if fingerprint_at(place) != fingerprint:
@@ -161,7 +164,7 @@ def unchanged(place: SourcePlace) -> Iterator[str]:
 
 @contextmanager
 def open_database(context: JobContext) -> Iterator[Database]:
-    """The database, for kinds that need it; UnavailableJobError where it cannot be reached."""
+    """Yield the database, for kinds that need it; UnavailableJobError where it cannot be reached."""
     database = Database(context.settings.database_url.get_secret_value(), pool_size=2)
     try:
         yield database

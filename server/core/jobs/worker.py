@@ -207,7 +207,7 @@ class Worker:
                 self._ended.put((made.held, ProcessOutcome(error=error_of(error))))
 
     def _room(self) -> ClaimLimits | None:
-        """The limits for what may be started now; None for nothing."""
+        """Return the limits for what may be started now; None for nothing."""
         in_own_slot = any(entry.claim.job.kind in self._own_kinds for entry in self._entries.values())
         if len(self._entries) - in_own_slot < self._settings.concurrency:
             return self._limits
@@ -456,7 +456,7 @@ class Worker:
 
 
 def open_executor(settings: Settings, kinds: str) -> Executor:
-    """The one of the settings: ``processes``, or ``dask://HOST:PORT``; ValueError for others."""
+    """Return the one of the settings: ``processes``, or ``dask://HOST:PORT``; ValueError for others."""
     setup = Setup(settings, kinds)
     if settings.executor == "processes":
         return WarmProcessPool(setup)
@@ -468,7 +468,7 @@ def open_executor(settings: Settings, kinds: str) -> Executor:
 
 
 def _together(specs: Sequence[Json]) -> list[Sequence[Json]]:
-    """Those that are written in one transaction, which is short; the last of them may be none."""
+    """Return those that are written in one transaction, which is short; the last of them may be none."""
     batches, begin, size = [], 0, 0
     for end, spec in enumerate(specs, 1):
         size += len(json.dumps(spec))

@@ -53,7 +53,7 @@ class Timeline:
 
 
 def timeline(bins: Sequence[Any]) -> Timeline | None:
-    """The picture of the bins of a run's timeline, as the API has them; None without any."""
+    """Return the picture of the bins of a run's timeline, as the API has them; None without any."""
     if not bins:
         return None
     first, last = bins[0].first_step, bins[-1].last_step
@@ -81,7 +81,7 @@ def _row_of_flag(middle: float, ends: list[float]) -> int:
 
 
 def _kind(one: Any) -> str:
-    """The worst of a bin."""
+    """Return the worst of a bin."""
     states = set(one.states)
     if one.verifications.get("damaged") or states & _LOST:
         return "bad"

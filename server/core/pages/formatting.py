@@ -65,7 +65,7 @@ def large_text(count: float | None) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """A metric: five digits that count."""
+    """Return a metric: five digits that count."""
     if value is None:
         return _UNKNOWN
     if not math.isfinite(value):
@@ -80,7 +80,7 @@ def metrics_of(one: Any) -> dict[str, float]:
 
 
 def edge_text(value: float) -> str:
-    """The edge of a bin: two digits that count, whole powers of two as they are."""
+    """Return the edge of a bin: two digits that count, whole powers of two as they are."""
     if math.isinf(value):
         return "-\N{INFINITY}" if value < 0 else "\N{INFINITY}"
     return (
@@ -140,7 +140,7 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def between_text(start: Moment | None, end: Moment | None) -> str:
-    """The duration from one time to another."""
+    """Return the duration from one time to another."""
     if start is None or end is None:
         return _UNKNOWN
     return seconds_text(max(0.0, _seconds_of(end) - _seconds_of(start)))
@@ -164,7 +164,7 @@ def times_text(ratio: float) -> str:
 
 
 def glob_below_text(name: str) -> str:
-    """A glob of all that is below a name, whatever signs that has."""
+    """Return a glob of all that is below a name, whatever signs that has."""
     return f"{glob.escape(name)}.*"
 
 

@@ -83,11 +83,11 @@ class Assets:
         }
 
     def url(self, name: str) -> str:
-        """The address of the file ``name``."""
+        """Return the address of the file ``name``."""
         return f"{STATIC_PREFIX}{self._files[name].digest}/{name}"
 
     def find(self, name: str) -> Asset | None:
-        """The file ``name``."""
+        """Return the file ``name``."""
         return self._files.get(name)
 
 
@@ -98,7 +98,8 @@ def _read(path: Path) -> Asset:
 
 @router.get(STATIC_PREFIX + "{digest}/{name:path}")
 async def get_asset(digest: str, name: str, request: Request) -> Response:
-    """A file. By the address that an older page has it is the one of today, which is not to be kept."""
+    """Return a file. By the address that an older page has it is the one of today, which is not to be
+    kept."""
     asset = request.app.state.assets.find(name)
     if asset is None:
         raise NotFoundError("there is nothing at this path")
@@ -163,7 +164,8 @@ def _compile(environment: Environment, feature: Feature, names: Iterable[str]) -
 
 
 def page(request: Request, template: str, status_code: int = 200, **values: Any) -> HTMLResponse:
-    """The page that ``template`` makes of ``values``, and of who asks; ``twin`` is where its JSON is."""
+    """Return the page that ``template`` makes of ``values``, and of who asks; ``twin`` is where its JSON
+    is."""
     service = request.app.state.service
     caller = getattr(request.state, "principal", None)
     visit = request.cookies.get(VISIT_COOKIE, "")
@@ -195,12 +197,13 @@ def _links(features: Sequence[Feature], place: str, number: int) -> list[tuple[s
 
 
 def _here(request: Request) -> str:
-    """The address of this page, without what was said once."""
+    """Return the address of this page, without what was said once."""
     return _link(request, {"done": None})
 
 
 def _link(request: Request, changes: dict[str, Any]) -> str:
-    """The address of this page with other values in its query; None removes one, and the cursor always is."""
+    """Return the address of this page with other values in its query; None removes one, and the cursor always
+    is."""
     changed = {"cursor": None, "done": None, **changes}
     kept = [pair for pair in request.query_params.multi_items() if pair[0] not in changed]
     given = [(name, value) for name, value in changed.items() if value is not None]
@@ -251,7 +254,7 @@ _BELOW: Final = re.compile(r"(/(checkpoint|job|run)s/[1-9][0-9]{0,17})/.")
 
 
 def problem_page(problem: ProblemError, scope: Any) -> Response:
-    """The page of a problem."""
+    """Return the page of a problem."""
     request = Request(scope)
     if problem.status == MovedError.status:
         return RedirectResponse(problem.headers["Location"], problem.status)
@@ -273,8 +276,8 @@ def problem_page(problem: ProblemError, scope: Any) -> Response:
 
 
 def _sent(request: Request, problem: ProblemError) -> list[tuple[str, str, str]]:
-    """The fields of the form that was refused, so that nothing is to be typed again: names, labels ("" of
-    those that are not shown) and values."""
+    """Return the fields of the form that was refused, so that nothing is to be typed again: names, labels (""
+    of those that are not shown) and values."""
     if request.method == "POST" and problem.status in (409, 422):
         form = getattr(request.state, "sent_form", None) or {}
         found = [(name, value) for name, values in form.items() for value in values if name != "token"]
@@ -291,7 +294,8 @@ def _label(name: str) -> str:
 
 
 def _above(request: Request, problem: ProblemError) -> dict[str, str | None]:
-    """The page that has what the catalog knows, where one below it cannot be made or a form of it fails."""
+    """Return the page that has what the catalog knows, where one below it cannot be made or a form of it
+    fails."""
     found = None if problem.status in (401, 404) else _BELOW.match(request.url.path)
     return (
         {"above": None, "above_kind": None} if found is None else {"above": found[1], "above_kind": found[2]}

@@ -160,7 +160,7 @@ _TIDY: Final[Any] = Depends(_tidy)
 
 
 def pages_router() -> APIRouter:
-    """A router for pages and forms; each declares its access."""
+    """Return a router for pages and forms; each declares its access."""
     return APIRouter(dependencies=[_TIDY], include_in_schema=False)
 
 

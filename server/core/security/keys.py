@@ -51,7 +51,7 @@ _USE_SECONDS: Final = 60.0
 
 
 def principal_of(key: Key) -> Principal:
-    """The caller of requests with the key."""
+    """Return the caller of requests with the key."""
     scopes = ALL_SCOPES.intersection(cast(tuple[Scope, ...], key.scopes))
     return Principal(f"key:{key.name}", scopes, None if key.roots is None else frozenset(key.roots), key.id)
 
@@ -138,7 +138,7 @@ def revoke_key(connection: Connection, key_id: int, now_seconds: float) -> Key:
 
 
 def find_key(connection: Connection, secret: str, now_seconds: float) -> Key | None:
-    """The key ``secret`` is, if it is one that is valid."""
+    """Return the key ``secret`` is, if it is one that is valid."""
     match = KEY_PATTERN.fullmatch(secret)
     if match is None:
         return None
@@ -169,7 +169,7 @@ class KeyRing:
         self._lock = threading.Lock()
 
     def find(self, secret: str) -> Key | None:
-        """The valid key ``secret`` is, or None. Raises `DatabaseUnavailableError`."""
+        """Return the valid key ``secret`` is, or None. Raises `DatabaseUnavailableError`."""
         now_seconds = self._clock()
         if KEY_PATTERN.fullmatch(secret) is None:
             return None
@@ -213,7 +213,7 @@ _TOKEN: Final = re.compile(r"[A-Za-z0-9_-]{43}")
 
 
 def begin_session(connection: Connection, key_id: int, now_seconds: float, lasts_seconds: float) -> str:
-    """A new session of this key: what its cookie has, which cannot be had again. Drops old ones."""
+    """Return a new session of this key: what its cookie has, which cannot be had again. Drops old ones."""
     connection.execute(delete(sessions).where(sessions.c.expires_seconds <= now_seconds))
     token = secrets.token_urlsafe(32)
     values = {
@@ -226,7 +226,7 @@ def begin_session(connection: Connection, key_id: int, now_seconds: float, lasts
 
 
 def find_session(connection: Connection, token: str, now_seconds: float) -> Key | None:
-    """The valid key of a session that lasts; None if there is none."""
+    """Return the valid key of a session that lasts; None if there is none."""
     if _TOKEN.fullmatch(token) is None:
         return None
     query = select(sessions.c.key_id).where(

@@ -138,7 +138,7 @@ class _RateWindows:
 
 
 def network_of(address: str) -> str:
-    """The address; of IPv6 the /64, because one host has all addresses of it."""
+    """Return the address; of IPv6 the /64, because one host has all addresses of it."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

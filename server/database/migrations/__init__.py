@@ -61,7 +61,7 @@ def _migrate(connection: Connection, *, is_empty: bool) -> None:
 
 
 def is_pending(database: Database) -> bool:
-    """Whether `upgrade` has something to do. Raises UnknownRevisionError as it does."""
+    """Return whether `upgrade` has something to do. Raises UnknownRevisionError as it does."""
     with database.read() as connection:
         before = _revision(connection)
         missing = metadata.tables.keys() - inspect(connection).get_table_names()
@@ -83,7 +83,7 @@ def _is_older(revision: str) -> bool:
 
 
 def current(database: Database) -> str | None:
-    """The revision of the database; None if it is empty."""
+    """Return the revision of the database; None if it is empty."""
     with database.read() as connection:
         return _revision(connection)
 

@@ -47,7 +47,7 @@ T = TypeVar("T", bound=TargetParams)
 
 
 def _attempt_of(name: str) -> str:
-    """The conversion's name for an attempt at the job's plan."""
+    """Return the conversion's name for an attempt at the job's plan."""
     return hashlib.sha256(name.encode()).hexdigest()[:16]
 
 
@@ -80,12 +80,12 @@ class TargetKind(Kind[T]):
     def subjects(
         self, connection: Connection, params: T, visible: frozenset[str] | None = None
     ) -> list[Subject]:
-        """The checkpoints that the target is made of, which must be committed, and ``visible``. Raises
+        """Return the checkpoints that the target is made of, which must be committed, and ``visible``. Raises
         MissingError, StateError."""
         return [find_subject(connection, number, visible) for number in params.source_ids]
 
     def made_of(self, subjects: Sequence[Subject], params: T) -> list[Json]:
-        """The sources as the result lists them; none where the parameters have them."""
+        """Return the sources as the result lists them; none where the parameters have them."""
         return []
 
     def prepare(self, connection: Connection, params: T) -> Json:
@@ -214,7 +214,7 @@ class TargetKind(Kind[T]):
     def _conversion(
         self, context: JobContext, shared: Mapping[str, Any], *, template: HfFolder | None = None
     ) -> Iterator[Conversion]:
-        """The conversion that plan, tasks and publishing share; the plan alone needs a ``template``."""
+        """Yield the conversion that plan, tasks and publishing share; the plan alone needs a ``template``."""
         from dcp.conversion.driver import Conversion
 
         params = self.params.model_validate(shared["params"])
@@ -242,7 +242,7 @@ def _subjects(shared: Mapping[str, Any]) -> list[Subject]:
 
 
 def _map_label(params: TargetParams) -> str | None:
-    """The name of the map in the catalog."""
+    """Return the name of the map in the catalog."""
     if params.map is None:
         return None
     name = params.map if isinstance(params.map, str) else str(params.map.get("name") or "given")
@@ -265,7 +265,7 @@ def _configured(context: JobContext, name: str | None) -> StorageRoot:
 def _template_place(
     params: TargetParams, own_root: str, caller: Principal, settings: Settings
 ) -> dict[str, str]:
-    """The root of the template, if there is one. Raises NotFoundError where the caller sees none."""
+    """Return the root of the template, if there is one. Raises NotFoundError where the caller sees none."""
     if params.hf_key is None:
         return {}
     check_key(params.hf_key)
@@ -279,7 +279,7 @@ def _visible(root: str, caller: Principal, settings: Settings) -> str:
 
 
 def _template(context: JobContext, params: TargetParams) -> HfFolder | None:
-    """The files beside the weights, which are read once, when the conversion is planned."""
+    """Return the files beside the weights, which are read once, when the conversion is planned."""
     from dcp.conversion.hf_folder import hf_folder_of
 
     if params.hf_key is None:
@@ -328,7 +328,7 @@ def refuse_known(connection: Connection, root: str, key: str) -> None:
 
 
 def facts_document(root: StorageRoot, key: str) -> dict[str, Any]:
-    """The facts of a target as JSON; its structure is left to a scan."""
+    """Return the facts of a target as JSON; its structure is left to a scan."""
     facts = facts_of_source(root.name, key, root.source(key), observed_seconds=time.time())
     return {name: getattr(facts, name) for name in _FACTS}
 

@@ -63,7 +63,7 @@ def _merge(form: Form, ask: Ask, **sources: Any) -> str:
 
 
 def _params(model: type[M], form: Form, **given: Any) -> M:
-    """The parameters of a form: those that all forms here have, and the others that are ``given``."""
+    """Return the parameters of a form: those that all forms here have, and the others that are ``given``."""
     given |= {
         "to": form.text("to"),
         "target_root": form.optional("target_root"),
@@ -75,7 +75,7 @@ def _params(model: type[M], form: Form, **given: Any) -> M:
 
 
 def _listed(form: Form, name: str) -> list[str]:
-    """The values of a field, which commas separate."""
+    """Return the values of a field, which commas separate."""
     return [part.strip() for part in form.text(name).split(",") if part.strip()]
 
 
@@ -87,7 +87,7 @@ def _number(name: str, text: str) -> float:
 
 
 def _checkpoint_of(text: str) -> int:
-    """The number of a checkpoint, given as such or as the address of its page."""
+    """Return the number of a checkpoint, given as such or as the address of its page."""
     match = _PAGE.fullmatch(text)
     if match is None:
         raise UnprocessableError(

@@ -76,14 +76,14 @@ class MergeParams(TargetParams):
         return (*self.sources, *self.adapters)
 
     def arithmetic(self) -> Arithmetic:
-        """The weighted sum. Raises OptionError for weights that do not fit."""
+        """Return the weighted sum. Raises OptionError for weights that do not fit."""
         count = self.last or len(self.sources)
         own = weights_of_sources(count, self.weights, self.formula, self.decay)
         added = weights_of_adapters(len(self.adapters), self.adapter_weights)
         return Arithmetic(own, added, self.accumulate)
 
     def options(self) -> ConversionOptions:
-        """The options of the conversion."""
+        """Return the options of the conversion."""
         return replace(super().options(), arithmetic=self.arithmetic())
 
 

@@ -56,7 +56,7 @@ class MapChoice:
     sizes: Mapping[str, int] | None = None
 
     def weights(self) -> WeightMap | None:
-        """The map. Raises OptionError for data that is no map."""
+        """Return the map. Raises OptionError for data that is no map."""
         if self.given is None:
             return None
         found = weight_map(self.given, self.config).with_numbers(self.sizes or {})
@@ -132,7 +132,7 @@ class ConvertOptions(Parameters):
         return MapChoice(self.map, self.inverse, self.below, self.config, self.sizes)
 
     def options(self) -> ConversionOptions:
-        """The options of the conversion."""
+        """Return the options of the conversion."""
         from dcp.conversion.targets.job import ConversionOptions
 
         weights = self.map_choice.weights()
@@ -160,8 +160,8 @@ def _check_rename(expressions: Mapping[str, str]) -> None:
 
 
 def _with_its_groups(pattern: re.Pattern[str]) -> re.Pattern[str]:
-    """An expression with the same groups that matches at once, to try a replacement with: the original may
-    run forever even on an empty text, where nothing interrupts it."""
+    """Return an expression with the same groups that matches at once, to try a replacement with: the original
+    may run forever even on an empty text, where nothing interrupts it."""
     names = {number: name for name, number in pattern.groupindex.items()}
     groups = (
         f"(?P<{names[number]}>)" if number in names else "()" for number in range(1, pattern.groups + 1)
@@ -281,7 +281,7 @@ class BoundedRename:
         self._left_seconds = LIMIT_SECONDS
 
     def __call__(self, name: str) -> str:
-        """The new name."""
+        """Return the new name."""
         before = signal.signal(signal.SIGVTALRM, _interrupt)
         begun = time.process_time()
         try:

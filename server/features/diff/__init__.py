@@ -172,7 +172,7 @@ def readers_of(context: JobContext, a: Subject, b: Subject) -> Iterator[tuple[Te
 
 
 def _document(found: compared.Difference) -> dict[str, Any]:
-    """The differences, up to 50,000 of each; ``is_cut``: there are more. ``counts`` are of all."""
+    """Return the differences, up to 50,000 of each; ``is_cut``: there are more. ``counts`` are of all."""
     return {
         "is_empty": found.is_empty,
         "tensors": [
@@ -215,7 +215,7 @@ def _values(values: compared.ValueDifference) -> dict[str, Any]:
 
 
 def text_of(value: Any) -> str | None:
-    """The beginning of a value as text."""
+    """Return the beginning of a value as text."""
     return None if value is None else value_text(value)[:_MAX_TEXT]
 
 

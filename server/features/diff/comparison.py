@@ -69,7 +69,8 @@ class Differences:
         self._values = SharedValues[str, "ContentDifference"](count=8, kept_bytes=96 << 20)
 
     def of_indexes(self, ask: Ask, a: int, b: int, basis: Basis | None) -> tuple[object, ContentDifference]:
-        """The difference as far as the indexes tell, and a mark of both contents. Raises as `Data.open`."""
+        """Return the difference as far as the indexes tell, and a mark of both contents. Raises as
+        `Data.open`."""
         from dcp.server.features.diff.differences import compare  # only here, as all that reads checkpoints
 
         after, before = ask.data.open(b), ask.data.open(a)
@@ -79,8 +80,8 @@ class Differences:
         return (before.opened.stamp, after.opened.stamp), found
 
     def kept(self, ask: Ask, a: int, b: int) -> tuple[Job, ContentDifference] | None:
-        """The last job that compared all values, and its result; None without one, and where a checkpoint was
-        replaced since. Raises MissingError and StateError."""
+        """Return the last job that compared all values, and its result; None without one, and where a
+        checkpoint was replaced since. Raises MissingError and StateError."""
         from dcp.server.features.diff.differences import of_document
 
         with ask.reading() as connection:
@@ -130,8 +131,8 @@ def _page_of(
     glob: str | None = None,
     order: DifferenceOrder = "name",
 ) -> Diff:
-    """A page of the tensors of these kinds that differ between ``a``, the one before, and ``b``. Raises
-    NotFoundError where the values are to be compared and no job has done that."""
+    """Return a page of the tensors of these kinds that differ between ``a``, the one before, and ``b``.
+    Raises NotFoundError where the values are to be compared and no job has done that."""
     from dcp.server.features.diff.differences import chosen
 
     if glob is not None:
@@ -163,7 +164,7 @@ def _cleaned(found: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _found(ask: Ask, a: int, b: int, basis: Basis | None) -> tuple[object, ContentDifference, Job | None]:
-    """A mark of the content, the difference, and the job that has found it."""
+    """Return a mark of the content, the difference, and the job that has found it."""
     differences = ask.service.own(Differences)
     if basis != "values":
         return *differences.of_indexes(ask, a, b, basis), None
@@ -205,7 +206,7 @@ class DiffView(QueryModel):
 
 @feature.page("/diff", "diff.html")
 def diff_page(view: Annotated[DiffView, Query()], ask: Ask) -> dict[str, Any] | Response:
-    """The differences; without two checkpoints in the address a form that chooses them."""
+    """Return the differences; without two checkpoints in the address a form that chooses them."""
     ticked = [ask.find(get_checkpoint, one, ask.visible) for one in view.of[:_OFFERED]]
     ticked.sort(key=lambda one: (-1 if one.step is None else one.step, one.committed_at, one.id))
     if len(view.of) == 2:
@@ -245,7 +246,7 @@ def _differences(
 
 
 def _histograms(a: int, b: int, fqn: str, ask: Ask) -> dict[str, Any]:
-    """The histograms of one tensor before and after, on common edges; or why there are none."""
+    """Return the histograms of one tensor before and after, on common edges; or why there are none."""
     try:
         of_each = {
             name: (get_tensor_statistics(number, fqn, ask).statistics or {}).get("histogram")
@@ -257,7 +258,8 @@ def _histograms(a: int, b: int, fqn: str, ask: Ask) -> dict[str, Any]:
 
 
 def _shown(a: int, b: int, view: DiffView, ask: Ask) -> tuple[Diff, str]:
-    """The differences of values where a job has found them, else of the indexes; and the path of the JSON."""
+    """Return the differences of values where a job has found them, else of the indexes; and the path of the
+    JSON."""
     kinds = [view.kind] if view.kind else []
     rows = PageParams(_ROWS, view.cursor)
     given: dict[str, Any] = {"before": a, "kind": view.kind, "glob": view.pattern}
@@ -272,7 +274,8 @@ def _shown(a: int, b: int, view: DiffView, ask: Ask) -> tuple[Diff, str]:
 
 
 def _nonfinite(a: int, b: int, found: Diff, ask: Ask) -> TensorDifference | None:
-    """The tensor with the most values that are not finite among those that changed; None without any."""
+    """Return the tensor with the most values that are not finite among those that changed; None without
+    any."""
     if found.basis != "values":
         return None
     worst = _page_of(ask, a, b, PageParams(1, None), "values", order="nonfinite").tensors

@@ -58,7 +58,7 @@ class ContentDifference:
 def chosen(
     found: ContentDifference, kinds: Collection[str], glob: str | None, order: DifferenceOrder
 ) -> list[TensorDifference]:
-    """The tensors of these kinds (all if none is given) whose names match, in the given order."""
+    """Return the tensors of these kinds (all if none is given) whose names match, in the given order."""
     tensors = [
         one
         for one in found.tensors
@@ -68,7 +68,7 @@ def chosen(
 
 
 def _most(amount: Callable[[ValueDifference], float | None]) -> Callable[[TensorDifference], float]:
-    """The largest first, unknown amounts last."""
+    """Return the largest first, unknown amounts last."""
 
     def key(one: TensorDifference) -> float:
         value = None if one.values is None else amount(one.values)
@@ -78,7 +78,7 @@ def _most(amount: Callable[[ValueDifference], float | None]) -> Callable[[Tensor
 
 
 def _distance(values: ValueDifference) -> float | None:
-    """The distance of a tensor; infinite where it cannot be measured because nothing is finite."""
+    """Return the distance of a tensor; infinite where it cannot be measured because nothing is finite."""
     return math.inf if values.relative_l2 is None and values.nonfinite else values.relative_l2
 
 
@@ -91,7 +91,7 @@ _ORDERS: Final[Mapping[str, Callable[[TensorDifference], Any]]] = {
 
 
 def of_document(result: Mapping[str, Any]) -> ContentDifference:
-    """The differences in the result of a job."""
+    """Return the differences in the result of a job."""
     tensors = tuple(map(_known_difference, result["tensors"]))
     objects = tuple(ObjectDifference(**one) for one in result["objects"])
     counts = _counts(tensors) | result.get("counts", {})
@@ -112,7 +112,7 @@ def _known_facts(facts: Mapping[str, Any] | None) -> TensorFacts | None:
 
 
 def _counts(tensors: Collection[TensorDifference]) -> dict[str, int]:
-    """The counts by kind of difference; every kind is there."""
+    """Return the counts by kind of difference; every kind is there."""
     found = dict.fromkeys(_KINDS, 0)
     for tensor in tensors:
         found[tensor.kind] += 1
@@ -227,7 +227,7 @@ class WeightChange:
 
 
 def changes_below(found: ContentDifference, prefix: str, nodes: Any) -> dict[str, WeightChange]:
-    """The changes of the nodes of one level of the tree, by name."""
+    """Return the changes of the nodes of one level of the tree, by name."""
     start = f"{prefix}." if prefix else ""
 
     def name_of(fqn: str) -> str | None:
@@ -237,14 +237,14 @@ def changes_below(found: ContentDifference, prefix: str, nodes: Any) -> dict[str
 
 
 def changes_of_list(found: ContentDifference, entries: Any) -> dict[str, WeightChange]:
-    """The changes of tensors, by name."""
+    """Return the changes of tensors, by name."""
     return _changes(found, {entry.fqn: entry.bytes for entry in entries}, short_name)
 
 
 def _changes(
     found: ContentDifference, sizes: dict[str, int], name_of: Callable[[str], str | None]
 ) -> dict[str, WeightChange]:
-    """The change of each name in ``sizes``, to one of which ``name_of`` assigns each tensor."""
+    """Return the change of each name in ``sizes``, to one of which ``name_of`` assigns each tensor."""
     changes = {name: WeightChange(size) for name, size in sizes.items()}
     for one in found.tensors:
         name = None if one.after is None else name_of(one.fqn)

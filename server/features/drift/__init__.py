@@ -62,7 +62,7 @@ class DriftKind(Kind[DriftParams]):
 
     @classmethod
     def result_key(cls, params: DriftParams) -> str:
-        """The run: whatever its last job has compared is shown."""
+        """Return the run: whatever its last job has compared is shown."""
         return f"drift:{params.run_id}"
 
     def specify(
@@ -148,8 +148,8 @@ def _chosen(connection: Connection, params: DriftParams) -> list[int]:
 def _compare(
     context: JobContext, a: Subject, b: Subject, payload: Json, report_progress: ReportProgress
 ) -> tuple[Difference, Mapping[str, int], Mapping[str, int]]:
-    """The difference, the elements of each tensor of ``b``, and, of the first two steps, the elements that
-    are not finite in the tensors that are the same: no other task reads those."""
+    """Return the difference, the elements of each tensor of ``b``, and, of the first two steps, the elements
+    that are not finite in the tensors that are the same: no other task reads those."""
     from dcp.inspection.values.difference import diff
     from dcp.inspection.values.statistics import statistics_of_row
 
@@ -169,8 +169,8 @@ def _compare(
 
 
 def _nonfinite_of(context: JobContext, b: Subject, payload: Json) -> Mapping[str, int]:
-    """The numbers of elements that are not finite in the tensors of ``b``, which could not be compared with
-    the step before, for the step after it. Nothing if ``b`` itself cannot be read."""
+    """Return the numbers of elements that are not finite in the tensors of ``b``, which could not be compared
+    with the step before, for the step after it. Nothing if ``b`` itself cannot be read."""
     try:
         return _compare(context, b, b, {**payload, "is_first": True}, lambda done: None)[2]
     except ProblemError as error:
@@ -220,7 +220,7 @@ class _LayerSums:
 
 
 def _layers(found: Difference, elements: Mapping[str, int]) -> dict[str, Json]:
-    """The sums by layer. A tensor that was all 0 has no relative L2."""
+    """Return the sums by layer. A tensor that was all 0 has no relative L2."""
     layers: defaultdict[str, _LayerSums] = defaultdict(_LayerSums)
     for fqn in found.equal:
         count = elements.get(fqn, 0)
@@ -237,8 +237,8 @@ def _layers(found: Difference, elements: Mapping[str, int]) -> dict[str, Json]:
 
 
 def _nonfinite(found: Difference) -> dict[str, int]:
-    """The numbers of elements that are not finite after the step, by name, of tensors that had or got some;
-    0 of those that are not compared. Unchanged tensors have as many as before."""
+    """Return the numbers of elements that are not finite after the step, by name, of tensors that had or got
+    some; 0 of those that are not compared. Unchanged tensors have as many as before."""
     return {
         one.fqn: 0 if one.values is None else one.values.nonfinite_after
         for one in found.tensors

@@ -74,7 +74,7 @@ class RunDrift:
 
 @feature.get("/runs/{run_id}/drift", tag="runs")
 def get_run_drift(run_id: IdPath, ask: Ask) -> RunDrift:
-    """The result of the last job; not found before the first one, and once that job is forgotten."""
+    """Return the result of the last job; not found before the first one, and once that job is forgotten."""
     ask.find(get_run, run_id, ask.visible)
     found = _found(run_id, ask)
     if found is None:
@@ -107,7 +107,7 @@ class DriftView(QueryModel):
 
 @feature.page("/runs/{run_id}/drift", "drift.html")
 def drift_page(run_id: IdPath, view: Annotated[DriftView, Query()], ask: Ask) -> dict[str, Any]:
-    """The result of the last job, and the progress of a running one."""
+    """Return the result of the last job, and the progress of a running one."""
     run = ask.find(get_run, run_id, ask.visible)
     drift = _found(run_id, ask)
     layers = _of(drift, view)
@@ -131,7 +131,7 @@ def _of(drift: RunDrift | None, view: DriftView) -> Sequence[DriftLayer]:
 
 
 def _weights(drift: RunDrift) -> list[DriftLayer]:
-    """The layers without optimizer states, whose changes are much larger than those of weights."""
+    """Return the layers without optimizer states, whose changes are much larger than those of weights."""
     return [one for one in drift.layers if not is_of_optimizer(one.name)]
 
 
@@ -183,8 +183,8 @@ class DriftPicture:
 def drift_picture(
     layers: Sequence[Any], width: int, value: DriftValue, first: int = 0, count: int | None = None
 ) -> DriftPicture:
-    """The picture of the layers of a `RunDrift` over ``width`` pairs of steps; of ``count`` layers from
-    ``first`` on."""
+    """Return the picture of the layers of a `RunDrift` over ``width`` pairs of steps; of ``count`` layers
+    from ``first`` on."""
     end = len(layers) if count is None else min(len(layers), first + count)
     rows = tuple(_rows(layers, range(min(first, end), end), value))
     edges = _edges([each for row in rows for each in row.values if each], value)
@@ -220,7 +220,7 @@ def _paths(cells: Iterable[tuple[str, DriftRow, int]]) -> dict[str, str]:
 
 
 def _rows(layers: Sequence[Any], places: range, value: DriftValue) -> Iterable[DriftRow]:
-    """The rows, with headings where names have a common beginning, and bins within those."""
+    """Yield the rows, with headings where names have a common beginning, and bins within those."""
     groups = [
         (group, [*members]) for group, members in groupby(places, key=lambda at: _parted(layers[at].name)[0])
     ]
@@ -269,7 +269,7 @@ def _maximum(values: Iterable[Any]) -> Any:
 
 
 def _edges(values: Sequence[float], value: DriftValue) -> tuple[float, ...]:
-    """The lower ends of the levels: shares by equal parts, distances by equal factors."""
+    """Return the lower ends of the levels: shares by equal parts, distances by equal factors."""
     if not values:
         return ()
     if value == "changed":
@@ -281,7 +281,7 @@ def _edges(values: Sequence[float], value: DriftValue) -> tuple[float, ...]:
 
 
 def _level(value: float, edges: Sequence[float]) -> int:
-    """The level of a value: 0 of no change, then those of ``edges`` from 1 on."""
+    """Return the level of a value: 0 of no change, then those of ``edges`` from 1 on."""
     if not value or math.isnan(value):
         return 0
     return max(1, sum(value >= edge * (1 - 1e-9) for edge in edges))

@@ -208,7 +208,7 @@ class CheckpointFacts:
         return {name: value for name, value in asdict(self).items() if name not in changing}
 
     def pages(self, options: HandoverSettings) -> dict[str, str]:
-        """The addresses of its page and its run's, where the service has a public URL."""
+        """Return the addresses of its page and its run's, where the service has a public URL."""
         if options.public_url is None:
             return {}
         url = options.public_url.rstrip("/")

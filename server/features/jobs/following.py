@@ -102,7 +102,7 @@ class Following:
         return self._news is None
 
     async def take(self, seconds: float) -> News | None:
-        """The news; None without any within ``seconds``."""
+        """Return the news; None without any within ``seconds``."""
         try:
             async with asyncio.timeout(seconds):
                 await self._has_news.wait()
@@ -198,7 +198,7 @@ class _Feed(ABC, Generic[F]):
         """Look for ``some``, and tell them; whether there is more than a page."""
 
     def _without_key(self, connection: Connection, some: Sequence[F]) -> set[F]:
-        """Those whose keys are none any more."""
+        """Return those whose keys are none any more."""
         keys = valid_keys(connection, {one.key_id for one in some if one.key_id}, self._clock())
         return {one for one in some if one.key_id is not None and one.key_id not in keys}
 
@@ -273,7 +273,8 @@ class AllJobsFeed(_Feed[FollowingAll]):
 
 
 def new_events(one: FollowingAll, events: Sequence[JobEvent]) -> list[JobEvent]:
-    """The events behind the last one, and those before it that have become visible since the look before."""
+    """Return the events behind the last one, and those before it that have become visible since the look
+    before."""
     if one.known is None:
         old = (event.id for event in events if event.id <= one.after_id)
         one.known = deque(old, maxlen=_KNOWN)
@@ -290,7 +291,7 @@ def _states(connection: Connection, job_ids: Sequence[int]) -> dict[int, JobStat
 
 
 def _events(connection: Connection, after: dict[int, int]) -> tuple[list[JobEvent], bool]:
-    """Those of jobs behind an event each, the first page; whether that is all."""
+    """Return those of jobs behind an event each, the first page; whether that is all."""
     wanted = [and_(job_events.c.job_id == job_id, job_events.c.id > last) for job_id, last in after.items()]
     if not wanted:
         return [], True
@@ -320,7 +321,7 @@ LastEventId = Annotated[
 
 
 def job_stream(ask: Ask, job_id: int, after_id: int) -> Response:
-    """The stream behind the event ``after_id``; 204 if the job is over and has no more events.
+    """Return the stream behind the event ``after_id``; 204 if the job is over and has no more events.
 
     Raises NotFoundError. The stream itself is refused if this process, or this key, has too many.
     """
@@ -334,7 +335,7 @@ def job_stream(ask: Ask, job_id: int, after_id: int) -> Response:
 
 
 def all_jobs_stream(ask: Ask, after_id: int | None, *, own_scans: bool) -> Response:
-    """The stream of all visible jobs behind the event ``after_id``, or from now on. Refused as
+    """Return the stream of all visible jobs behind the event ``after_id``, or from now on. Refused as
     `job_stream`."""
     if after_id is None:
         after_id = ask.find(last_event_id)

@@ -252,7 +252,7 @@ def get_job(job_id: IdPath, ask: Ask) -> Job:
 
 @feature.get("/jobs/{job_id}/throughput", tag="jobs")
 def get_job_throughput(job_id: IdPath, ask: Ask) -> JobThroughput:
-    """The speed of its tasks, and an estimate of the time that is left."""
+    """Return the speed of its tasks, and an estimate of the time that is left."""
     with ask.reading() as connection:
         job = reading.get_job(connection, job_id, ask.visible)
         progress = rows.progress_of(connection, [job_id]).get(job_id)
@@ -262,7 +262,7 @@ def get_job_throughput(job_id: IdPath, ask: Ask) -> JobThroughput:
 
 @feature.get("/jobs/{job_id}/log", tag="jobs")
 def get_job_log(job_id: IdPath, ask: Ask, page: PageQuery) -> Page[JobLogLine]:
-    """The last events of the job as sentences, in their order; the next page has earlier ones."""
+    """Return the last events of the job as sentences, in their order; the next page has earlier ones."""
     mark = query_mark("log", job_id)
     before = None if page.cursor is None else decode_cursor(page.cursor, mark, int)[0]
     with ask.reading() as connection:
@@ -275,7 +275,7 @@ def get_job_log(job_id: IdPath, ask: Ask, page: PageQuery) -> Page[JobLogLine]:
 
 @feature.get("/jobs/{job_id}/tasks", tag="jobs")
 def list_job_tasks(job_id: IdPath, ask: Ask, page: PageQuery) -> Page[JobTask]:
-    """The tasks of the job by number, once it is planned."""
+    """Return the tasks of the job by number, once it is planned."""
     mark = query_mark("tasks", job_id)
     after = -1 if page.cursor is None else decode_cursor(page.cursor, mark, int)[0]
     with ask.reading() as connection:
@@ -292,7 +292,7 @@ def list_job_tasks(job_id: IdPath, ask: Ask, page: PageQuery) -> Page[JobTask]:
 def _throughput_of(
     job: Job, progress: JobProgress | None, begun_seconds: float | None, now: float
 ) -> JobThroughput:
-    """The throughput of a job whose tasks were begun then, if they were."""
+    """Return the throughput of a job whose tasks were begun then, if they were."""
     found = progress or JobProgress()
     until = now if job.finished_at is None else job.finished_at.timestamp()
     seconds = None if begun_seconds is None else max(0.0, until - begun_seconds)
@@ -302,7 +302,7 @@ def _throughput_of(
 
 
 def _log_line(event: JobEvent) -> JobLogLine:
-    """The event as a sentence."""
+    """Return the event as a sentence."""
     text = _sentence(event.kind, event.data)
     return JobLogLine(event.id, event.at, event.kind, text, dict(event.data))
 
@@ -421,7 +421,7 @@ def retry_form(job_id: IdPath, ask: Ask) -> str:
 
 
 def _sources_of(job: Job) -> list[int]:
-    """The checkpoints that a merge joins."""
+    """Return the checkpoints that a merge joins."""
     if job.kind != "merge":
         return []
     made_of = (job.result or {}).get("sources", ())  # those of a run are not known before it is planned
@@ -429,18 +429,18 @@ def _sources_of(job: Job) -> list[int]:
 
 
 def _names(jobs: Sequence[Job], ask: Ask, also: Sequence[int] = ()) -> dict[int, str]:
-    """The names of the jobs' checkpoints and of those in ``also``."""
+    """Return the names of the jobs' checkpoints and of those in ``also``."""
     numbers = [*also, *(job.checkpoint_id for job in jobs if job.checkpoint_id is not None)]
     return ask.find(keys_of, numbers, ask.visible)
 
 
 def _outcomes(jobs: Sequence[Job], ask: Ask) -> dict[int, str]:
-    """The outcomes of verifications by job: "good" or "damaged"."""
+    """Return the outcomes of verifications by job: "good" or "damaged"."""
     return ask.find(outcomes_of_jobs, [job.id for job in jobs if job.kind == "verify"])
 
 
 def _target_of(job: Job) -> str | None:
-    """The page of the checkpoint that a conversion or merge has made."""
+    """Return the page of the checkpoint that a conversion or merge has made."""
     result = job.result or {}
     if job.kind not in ("convert", "merge") or not {"root", "key"} <= result.keys():
         return None

@@ -67,7 +67,7 @@ def _panel(ask: Ask, subject: Subject) -> dict[str, Any] | None:
 
 
 def _listed(page: Page[Note]) -> dict[str, Any]:
-    """The notes of a page with their HTML."""
+    """Return the notes of a page with their HTML."""
     return {"notes": [(note, html_of(note.text)) for note in page.items], "next_cursor": page.next_cursor}
 
 
@@ -115,7 +115,7 @@ def _may_change(note_id: int, ask: Ask) -> bool:
 
 
 def _about(ask: Ask, subject: Subject) -> dict[str, Any]:
-    """The run, and the checkpoint if it is on one, for titles and breadcrumbs."""
+    """Return the run, and the checkpoint if it is on one, for titles and breadcrumbs."""
 
     def both(connection: Connection) -> dict[str, Any]:
         number = subject.checkpoint_id
@@ -139,7 +139,7 @@ def _written(
     fault: str = "",
     html: str | None = None,
 ) -> dict[str, Any]:
-    """The values of the form: what was typed, with its preview or what is wrong with it."""
+    """Return the values of the form: what was typed, with its preview or what is wrong with it."""
     return {
         **_about(ask, subject),
         "text": text,
@@ -152,7 +152,7 @@ def _written(
 
 
 def _typed(ask: Ask, subject: Subject, note: Note | None = None) -> NoteText | Response:
-    """The text that was sent; or the page with its preview, or with what is wrong with it."""
+    """Return the text that was sent; or the page with its preview, or with what is wrong with it."""
     typed = ask.form.text("text")
     etag = ask.form.text("etag")
     try:

@@ -236,7 +236,7 @@ def restore_form(checkpoint_id: IdPath, ask: Ask) -> str:
 
 
 def _seen(ask: Ask) -> Precondition:
-    """The state that the page has shown: 412 if it was changed since."""
+    """Return the state that the page has shown: 412 if it was changed since."""
     return Precondition(ask.form.optional("etag"))
 
 
@@ -257,7 +257,7 @@ class TensorBytesQuery(Query):
 def get_run_tensor_bytes(
     run_id: IdPath, query: Annotated[TensorBytesQuery, InQuery()], ask: Ask
 ) -> TensorBytes:
-    """The bytes of tensors in the checkpoints of a run, by their names; of optimizers by default."""
+    """Return the bytes of tensors in the checkpoints of a run, by their names; of optimizers by default."""
     only = query.only or OPTIMIZER
     return ask.find(tensor_bytes, run_id, ask.visible, only=only, below_step=query.below_step)
 

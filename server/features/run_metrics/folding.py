@@ -22,7 +22,8 @@ _MAX_LIST: Final = 8
 
 
 def metrics_of_run(connection: Connection, run_id: int, name: str | None = None) -> list[dict[str, Any]]:
-    """The rows of a run in `tables.run_metrics`, from its committed checkpoints; ``name``: of one metric."""
+    """Return the rows of a run in `tables.run_metrics`, from its committed checkpoints; ``name``: of one
+    metric."""
     column = checkpoints.c
     query = (
         select(metrics.c.name, metrics.c.value, column.id, column.step, column.step_order)
@@ -52,8 +53,9 @@ def metrics_of_run(connection: Connection, run_id: int, name: str | None = None)
 
 
 def flattened(metadata: Any) -> dict[str, str]:
-    """The members of metadata by name, ``optimizer.lr`` for nested ones: up to `MAX_NAMES`, texts of up to
-    256 characters. Short lists are one text. Metrics are left out, which the catalog has of their own."""
+    """Return the members of metadata by name, ``optimizer.lr`` for nested ones: up to `MAX_NAMES`, texts of
+    up to 256 characters. Short lists are one text. Metrics are left out, which the catalog has of their
+    own."""
     if not isinstance(metadata, Mapping):
         return {}
     own = {name: value for name, value in metadata.items() if name != "metrics"}
@@ -77,7 +79,7 @@ def _text(value: Any) -> str:
 
 
 def number_of(text: str) -> float | None:
-    """The finite number that a text is; None for any other."""
+    """Return the finite number that a text is; None for any other."""
     try:
         found = float(text)
     except ValueError:

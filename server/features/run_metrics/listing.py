@@ -102,7 +102,7 @@ class MetadataCondition:
         return cls(found[1], comparison, found[3].strip())
 
     def test(self) -> ColumnElement[bool]:
-        """The test of a row of `runs`. Numbers are compared as such, however they are written."""
+        """Return the test of a row of `runs`. Numbers are compared as such, however they are written."""
         own, number = run_metadata.c, number_of(self.value)
         same = own.value == self.value
         if number is not None:
@@ -223,7 +223,7 @@ def _summaries(
 
 
 def metric_of_row(row: Mapping[Any, Any]) -> RunMetric:
-    """The record of a row of `tables.run_metrics`."""
+    """Return the record of a row of `tables.run_metrics`."""
     last, least, most = (MetricPlace(row[of], row[f"{of}_step"], row[f"{of}_id"]) for of in get_args(Of))
     return RunMetric(row["name"], row["count"], last, least, most)
 
@@ -269,14 +269,15 @@ def runs_page(view: Annotated[RunListView, InQuery()], ask: Ask) -> dict[str, An
 
 
 def without(request: Request, name: str, value: object) -> str:
-    """The address of this page without one of the values that a parameter has in it."""
+    """Return the address of this page without one of the values that a parameter has in it."""
     asked = request.query_params.multi_items()
     kept = [pair for pair in asked if pair != (name, str(value)) and pair[0] not in ("cursor", "done")]
     return request.url.path + (f"?{urlencode(kept)}" if kept else "")
 
 
 def _names(connection: Connection, table: Any, visible: frozenset[str] | None) -> list[str]:
-    """The names of metrics, or of members of metadata, that runs have: by a step through the index each."""
+    """Return the names of metrics, or of members of metadata, that runs have: by a step through the index
+    each."""
     found: list[str] = []
     last = ""
     for _ in range(_NAMES):

@@ -57,7 +57,7 @@ class Overlay:
 
 
 def overlay(series: Sequence[Series | None], by: Axis, scale: Scale) -> Overlay | None:
-    """The picture of the means of ``series`` over steps or time; None without a point."""
+    """Return the picture of the means of ``series`` over steps or time; None without a point."""
     rows = [(place, point) for place, one in enumerate(series) if one for point in _points(one)]
     if not rows:
         return None

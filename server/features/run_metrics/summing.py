@@ -82,7 +82,7 @@ def _sum_up(context: ScheduleContext, since: float | None) -> None:
 
 
 def _summary(connection: Connection, run_id: int) -> dict[str, Any]:
-    """The rows of a run, as it is in one snapshot."""
+    """Return the rows of a run, as it is in one snapshot."""
     seen = connection.execute(select(runs.c.updated_seconds).where(runs.c.id == run_id)).scalar_one()
     of_run = (checkpoints.c.run_id == run_id, checkpoints.c.state == "committed")
     newest = (

@@ -71,7 +71,7 @@ def get_run_series(
     metric: Annotated[str, InQuery(min_length=1, max_length=128, examples=["loss"])],
     points: Annotated[int, InQuery(ge=1, le=1000, description="As many at most.")] = 200,
 ) -> Series:
-    """A metric over the steps of a run; of more checkpoints than points, each point is of several."""
+    """Return a metric over the steps of a run; of more checkpoints than points, each point is of several."""
     with ask.reading() as connection:
         found = metric_series(connection, run_id, metric, ask.visible, points=points)
         if not found.points:
@@ -90,8 +90,8 @@ class TimelineQuery(Query):
 
 @feature.get("/runs/{run_id}/timeline", tag="runs")
 def get_run_timeline(run_id: IdPath, query: Annotated[TimelineQuery, InQuery()], ask: Ask) -> RunTimeline:
-    """The checkpoints of a run over its steps, of all states, neighbours summed up: bytes, seconds of saving,
-    metrics, states, aliases."""
+    """Return the checkpoints of a run over its steps, of all states, neighbours summed up: bytes, seconds of
+    saving, metrics, states, aliases."""
     return ask.find(
         run_timeline,
         run_id,
@@ -131,8 +131,8 @@ def run_page(run_id: IdPath, view: Annotated[RunView, InQuery()], ask: Ask) -> d
 
 
 def _ends(run_id: int, metric: str, ask: Ask) -> list[Checkpoint]:
-    """The committed checkpoints with the minimum and the maximum: which of them is the good one depends on
-    the metric."""
+    """Return the committed checkpoints with the minimum and the maximum: which of them is the good one
+    depends on the metric."""
     wanted = CheckpointFilter(run_id=run_id)
     pages = [find_page(wanted, f"{sign}metric:{metric}", ask, limit=1) for sign in ("", "-")]
     found = [one for page in pages for one in page.items]

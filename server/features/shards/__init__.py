@@ -246,7 +246,7 @@ class KeptChunks:
         return self._values.find(ask.data.find(checkpoint_id).state) is not None
 
     def get(self, ask: Ask, checkpoint_id: int) -> OpenChunks:
-        """The chunks of a checkpoint. Raises as `Data.open` does."""
+        """Return the chunks of a checkpoint. Raises as `Data.open` does."""
         state = ask.data.find(checkpoint_id).state
         return self._values.get(state, lambda: self._read(ask, checkpoint_id))
 
@@ -299,7 +299,7 @@ def list_rank_shares(checkpoint_id: IdPath, ask: Ask, page: PageQuery) -> Page[R
 
 @feature.get(_SHARDS + "/map", tag="data", errors=(412, *_ERRORS), responses=NOT_MODIFIED)
 def get_shard_map(checkpoint_id: IdPath, query: Annotated[ShardMapQuery, Query()], ask: Ask) -> ShardMap:
-    """The map of shards: rows of files by rank, bins of bytes, and the largest tensor in each bin."""
+    """Return the map of shards: rows of files by rank, bins of bytes, and the largest tensor in each bin."""
     query.check()
     found = ask.service.own(KeptChunks).get(ask, checkpoint_id)
     ask.tag(found.etag("map", query))
@@ -307,7 +307,7 @@ def get_shard_map(checkpoint_id: IdPath, query: Annotated[ShardMapQuery, Query()
 
 
 def _map_of(found: OpenChunks, query: ShardMapQuery) -> ShardMap:
-    """The map of the part that ``query`` names."""
+    """Return the map of the part that ``query`` names."""
     from dcp.server.features.shards.shard_map import shard_map  # only here, as all that needs numpy
 
     return shard_map(found.columns, **query.model_dump())
@@ -351,14 +351,15 @@ class ShardsView(_Part):
         return given | ({"glob": f"*{self.glob}*"} if self.glob else {})
 
     def values(self, found: CheckpointDetail, path: str) -> dict[str, Any]:
-        """The values that both pages have, with the JSON of the part at ``path`` below the shards."""
+        """Return the values that both pages have, with the JSON of the part at ``path`` below the shards."""
         query = f"?{urlencode(self.part)}" if self.part else ""
         return {"found": found, "view": self, "twin": f"/api/v1/checkpoints/{found.id}/shards/{path}{query}"}
 
 
 @feature.page(_SHARDS, "shards.html")
 def shards_page(checkpoint_id: IdPath, view: Annotated[ShardsView, Query()], ask: Ask) -> dict[str, Any]:
-    """The map, drawn by a script that loads finer bins; the bytes of each rank, as text and as a table."""
+    """Return the map, drawn by a script that loads finer bins; the bytes of each rank, as text and as a
+    table."""
     found = ask.find(get_checkpoint, checkpoint_id, ask.visible)
     shown = None
     if not is_late(ask, found, waits=view.wait):
@@ -375,7 +376,7 @@ def shards_page(checkpoint_id: IdPath, view: Annotated[ShardsView, Query()], ask
 
 @feature.page(_SHARDS + "/chunks", "chunks.html")
 def chunks_page(checkpoint_id: IdPath, view: Annotated[ShardsView, Query()], ask: Ask) -> dict[str, Any]:
-    """The chunks as a table: tensors, boxes, places."""
+    """Return the chunks as a table: tensors, boxes, places."""
     found = ask.find(get_checkpoint, checkpoint_id, ask.visible)
     chunks = None
     if not is_late(ask, found, waits=view.wait, with_boxes=True):

@@ -55,7 +55,7 @@ def get_phases(
     first_rank: Annotated[Rank | None, Query(description="Of the rows; phases are over all ranks.")] = None,
     last_rank: Annotated[Rank | None, Query(description="Of the rows; phases are over all ranks.")] = None,
 ) -> SavePhases:
-    """The seconds of each phase of its save, by rank, as far as the save recorded them."""
+    """Return the seconds of each phase of its save, by rank, as far as the save recorded them."""
     found = ask.service.own(KeptChunks).get(ask, checkpoint_id)
     ask.tag(found.etag("phases", rows, first_rank, last_rank))
     return _save_phases(found.provenance, rows, first_rank, last_rank)
@@ -64,8 +64,8 @@ def get_phases(
 def _save_phases(
     provenance: Mapping[str, Any], rows: int, first_rank: int | None, last_rank: int | None
 ) -> SavePhases:
-    """The ranks from ``first_rank`` to ``last_rank`` in at most ``rows`` rows of about as many neighbours;
-    all else is over all ranks."""
+    """Return the ranks from ``first_rank`` to ``last_rank`` in at most ``rows`` rows of about as many
+    neighbours; all else is over all ranks."""
     from dcp.inspection.checkpoints import figures_by_rank  # only here, as all that reads checkpoints
 
     wanted = range(first_rank or 0, sys.maxsize if last_rank is None else last_rank + 1)

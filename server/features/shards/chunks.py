@@ -33,7 +33,7 @@ Unsigned = npt.NDArray[np.unsignedinteger[Any]]
 
 
 def _rank_of(file: str) -> int | None:
-    """The rank that wrote a file, from its name in checkpoints of dcp and of stock DCP."""
+    """Return the rank that wrote a file, from its name in checkpoints of dcp and of stock DCP."""
     match = _RANK_FILE.fullmatch(file)
     return None if match is None else int(match[1])
 
@@ -79,7 +79,7 @@ class ChunkColumns:
         return sum(column.nbytes for column in columns) + _NAME_BYTES * (len(self.fqns) + 3 * len(self.files))
 
     def files_of(self, first_rank: int | None, last_rank: int | None) -> range:
-        """The files of these ranks; without a bound also those that have no rank."""
+        """Return the files of these ranks; without a bound also those that have no rank."""
         if first_rank is None and last_rank is None:
             return range(len(self.files))
         begin = 0 if first_rank is None else int(np.searchsorted(self.ranks, first_rank))
@@ -94,8 +94,8 @@ class ChunkColumns:
 
 
 def _sorted(places: Unsigned, begins: Int64) -> Int64:
-    """The order by file and begin. Writers go through tensors in order, so that sorting by file often does,
-    which is quick where there are less than 65,536."""
+    """Return the order by file and begin. Writers go through tensors in order, so that sorting by file often
+    does, which is quick where there are less than 65,536."""
     order = np.argsort(places, kind="stable")
     falls = np.diff(begins[order]) < 0
     if (falls & (np.diff(places[order].astype(np.int64)) == 0)).any():
@@ -104,7 +104,7 @@ def _sorted(places: Unsigned, begins: Int64) -> Int64:
 
 
 def _greatest(values: Int64, starts: Int64) -> Int64:
-    """The greatest of each group of values; 0 of those without any."""
+    """Return the greatest of each group of values; 0 of those without any."""
     found = np.zeros(len(starts) - 1, np.int64)
     filled = np.flatnonzero(np.diff(starts))
     if len(filled):
@@ -126,7 +126,7 @@ def _unsigned(greatest: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 def rank_shares(index: CheckpointIndex) -> list[RankShare]:
-    """The shares by rank; that of files without a rank is the last."""
+    """Return the shares by rank; that of files without a rank is the last."""
     ranks = [_rank_of(name) for name in index.files]
     order = sorted(set(ranks), key=lambda rank: (rank is None, rank or 0))
     places = {rank: place for place, rank in enumerate(order)}
@@ -239,7 +239,8 @@ def _stored(columns: ChunkColumns, index: CheckpointIndex, place: int, file: int
 
 
 def _copies(index: CheckpointIndex, tensor: int, chunk: int) -> int | None:
-    """The number of times that its box is stored; None where its tensor has too many chunks to compare."""
+    """Return the number of times that its box is stored; None where its tensor has too many chunks to
+    compare."""
     chunks = index.chunks(tensor)
     if len(chunks) > _MAX_COMPARED:
         return None

@@ -40,9 +40,9 @@ def shard_map(
     end: int | None = None,
     glob: str | None = None,
 ) -> ShardMap:
-    """The files of the ranks from ``first_rank`` to ``last_rank`` in at most ``rows`` rows, and of each row
-    the bytes from ``begin`` to ``end`` (by default of the longest file) in ``bins`` bins; of tensors whose
-    names match ``glob``. Rows times bins are `MAX_CELLS` at most."""
+    """Return the files of the ranks from ``first_rank`` to ``last_rank`` in at most ``rows`` rows, and of
+    each row the bytes from ``begin`` to ``end`` (by default of the longest file) in ``bins`` bins; of tensors
+    whose names match ``glob``. Rows times bins are `MAX_CELLS` at most."""
     files = columns.files_of(first_rank, last_rank)
     own = slice(files.start, files.stop)
     if end is None:
@@ -74,7 +74,7 @@ def shard_map(
 
 
 def _rank_bytes(ranks: Int64, sizes: Int64) -> tuple[Int64, Int64]:
-    """The ranks, and the bytes of each; without files that have no rank."""
+    """Return the ranks, and the bytes of each; without files that have no rank."""
     known = ranks != NO_RANK
     found, places = np.unique(ranks[known], return_inverse=True)
     return found, _sums(places, sizes[known], len(found))
@@ -114,7 +114,7 @@ class _Files:
         return len(self.starts) - 1
 
     def sums(self, is_replicated: Bools) -> Int64:
-        """The sums by file: bytes, those of replicated tensors, and chunks."""
+        """Return the sums by file: bytes, those of replicated tensors, and chunks."""
         again = np.where(is_replicated[self.tensors], self.lengths, 0) if is_replicated.any() else None
         counts = np.diff(self.starts)
         by_file = [
@@ -124,7 +124,7 @@ class _Files:
         return np.stack([*by_file, counts])
 
     def chosen(self, own: Bools) -> _Files:
-        """The chosen chunks alone."""
+        """Return the chosen chunks alone."""
         if own.all():
             return self
         starts = _before(own)[self.starts]
@@ -132,12 +132,12 @@ class _Files:
 
 
 def _before(values: npt.NDArray[Any]) -> Int64:
-    """The sums of all values before each, and of all."""
+    """Return the sums of all values before each, and of all."""
     return np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
 
 
 def _blocks(columns: ChunkColumns, files: range, matching: Bools | None, most_files: int) -> Iterator[_Files]:
-    """The chunks of ``files``, some files at a time, so that memory is bounded."""
+    """Yield the chunks of ``files``, some files at a time, so that memory is bounded."""
     first = files.start
     while first < files.stop:
         full = int(np.searchsorted(columns.starts, columns.starts[first] + _BLOCK, "right")) - 1
@@ -195,7 +195,8 @@ class _Cells:
         self._put(self._rest(row_of_file[files], bin_ends[rest], reach[rest], block.tensors[rest]))
 
     def _counts(self, block: _Files, low: Int64, edges: Int64) -> Int64:
-        """The number of chunks that begin in each bin of each file: by bisection, since they are sorted."""
+        """Return the number of chunks that begin in each bin of each file: by bisection, since they are
+        sorted."""
         files = np.arange(block.count) * (self.span + 2)
         keys = np.repeat(files, np.diff(block.starts)) + np.clip(low, -1, self.span)
         places = np.searchsorted(keys, (files[:, None] + edges).reshape(-1))
@@ -203,7 +204,7 @@ class _Cells:
         return found
 
     def _rest(self, rows: Int64, low: Int64, high: Int64, tensors: npt.NDArray[Any]) -> _Pieces:
-        """The pieces of chunks in these rows, from ``low``, where a bin begins, to ``high``."""
+        """Return the pieces of chunks in these rows, from ``low``, where a bin begins, to ``high``."""
         high = np.minimum(high, self.span)
         first = low // self.bin_bytes
         counts = np.maximum(0, (high - 1) // self.bin_bytes - first + 1)
@@ -224,7 +225,7 @@ class _Cells:
         self.sums[2][is_more], self.largest[is_more] = most[is_more], largest[is_more]
 
     def answer(self, columns: ChunkColumns) -> dict[str, tuple[Any, ...]]:
-        """The fields of `ShardMap`, for the cells that hold something."""
+        """Return the fields of `ShardMap`, for the cells that hold something."""
         numbers = np.flatnonzero(self.largest >= 0)
         largest = self.largest[numbers]
         tensors, places = np.unique(largest, return_inverse=True)

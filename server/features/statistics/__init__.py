@@ -97,14 +97,14 @@ class StatsKind(SimpleKind[StatsParams]):
 
 
 def finite(value: float | int | None) -> float | int | None:
-    """The number as JSON can hold it: None where it is not finite."""
+    """Return the number as JSON can hold it: None where it is not finite."""
     if isinstance(value, int):
         return value if -(2**63) <= value < 2**63 else float(value)
     return value if value is not None and math.isfinite(value) else None
 
 
 def statistics_json(found: ElementStatistics | None, *, histogram: bool) -> dict[str, Any] | None:
-    """The statistics of one tensor as JSON; ``histogram``: include it."""
+    """Return the statistics of one tensor as JSON; ``histogram``: include it."""
     if found is None:
         return None
     names = ("count", "nans", "infs", "zeros", "min", "max", "mean", "std", "norm")
@@ -119,7 +119,7 @@ def statistics_json(found: ElementStatistics | None, *, histogram: bool) -> dict
 
 
 def _document(found: CheckpointStatistics) -> dict[str, Any]:
-    """The ``tensors`` in their order, and the ``total``; numbers that are not finite are null."""
+    """Return the ``tensors`` in their order, and the ``total``; numbers that are not finite are null."""
     histograms = len(found.tensors) <= _HISTOGRAMS
     return {
         "tensors": [
@@ -181,7 +181,8 @@ def set_statistics(
 def stored_statistics(
     connection: Connection, checkpoint_id: int, visible: frozenset[str] | None = None
 ) -> StatisticsRow | None:
-    """The stored statistics, None without any; `MissingError` for a checkpoint that may not be seen."""
+    """Return the stored statistics, None without any; `MissingError` for a checkpoint that may not be
+    seen."""
     detail = get_checkpoint(connection, checkpoint_id, visible)
     row = connection.execute(select(statistics).where(statistics.c.checkpoint_id == checkpoint_id)).first()
     if row is None:
@@ -202,13 +203,13 @@ def stored_statistics(
 
 
 def statistics_tensors(connection: Connection, checkpoint_id: int, begin: int, end: int) -> list[Any]:
-    """The statistics of the tensors ``begin`` to ``end`` of a checkpoint that may be seen."""
+    """Return the statistics of the tensors ``begin`` to ``end`` of a checkpoint that may be seen."""
     query = select(statistics.c.document_id).where(statistics.c.checkpoint_id == checkpoint_id)
     return read_items(connection, connection.execute(query).scalar_one(), "tensors", begin, end)
 
 
 def statistics_of_tensor(connection: Connection, checkpoint_id: int, fqn: str) -> Any | None:
-    """The statistics of one tensor of a checkpoint that may be seen; None if there are none of it."""
+    """Return the statistics of one tensor of a checkpoint that may be seen; None if there are none of it."""
     query = select(statistics.c.document_id).where(statistics.c.checkpoint_id == checkpoint_id)
     number = connection.execute(query).scalar()
     if number is None:

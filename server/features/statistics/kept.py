@@ -56,7 +56,7 @@ class TensorStatistics:
 
 @feature.get(_PATH, tag="data")
 def get_statistics(checkpoint_id: IdPath, ask: Ask, page: PageQuery) -> Statistics:
-    """The statistics that are kept; not found before the first computation. A page is of tensors."""
+    """Return the statistics that are kept; not found before the first computation. A page is of tensors."""
     with ask.reading() as connection:
         found = stored_statistics(connection, checkpoint_id, ask.visible)
         if found is None:
@@ -94,8 +94,8 @@ def statistics_form(checkpoint_id: IdPath, form: FormDep, ask: Ask) -> str:
 
 
 def kept_statistics(ask: Ask, checkpoint_id: int, fqn: str) -> TensorStatistics | None:
-    """The statistics of one tensor that a job has computed; None without any, and where the checkpoint was
-    replaced since. Raises MissingError."""
+    """Return the statistics of one tensor that a job has computed; None without any, and where the checkpoint
+    was replaced since. Raises MissingError."""
     with ask.reading() as connection:
         row = stored_statistics(connection, checkpoint_id, ask.visible)
         if row is None or row.is_stale:

@@ -196,7 +196,7 @@ def get_tensor_grid(
     columns: _Side = 128,
     value: Annotated[list[GridValue] | None, Query(max_length=5, description="All, if not given.")] = None,
 ) -> TensorGrid:
-    """A tensor, or a slice of it, in cells with the mean, minimum and maximum of what each covers.
+    """Return a tensor, or a slice of it, in cells with the mean, minimum and maximum of what each covers.
 
     Only what this needs is read; of more than some ten million elements a part of each cell.
     """

@@ -38,8 +38,8 @@ class HistogramPicture:
 
 
 def histogram_picture(tensors: Mapping[str, Mapping[str, Any] | None]) -> HistogramPicture | None:
-    """The picture of the ``histogram`` of the statistics of each tensor, as the API has it, by what it is
-    called.
+    """Return the picture of the ``histogram`` of the statistics of each tensor, as the API has it, by what it
+    is called.
 
     Edges are powers of two, so that bins of different histograms are added up where they have to be, and
     never divided. None if no tensor has a histogram; one that has none is left out.
@@ -76,8 +76,8 @@ def _numbers(edges: Sequence[float | None]) -> list[float]:
 
 
 def _common_edges(of_each: Sequence[Sequence[float]]) -> list[float]:
-    """The edges that cut no bin of any, from the least to the greatest. Zero is within a bin, not between
-    two."""
+    """Return the edges that cut no bin of any, from the least to the greatest. Zero is within a bin, not
+    between two."""
     candidates = sorted({edge for edges in of_each for edge in edges})
     found = [edge for edge in candidates if all(_is_free(edge, edges) for edges in of_each)]
     inner = [edge for edge in found[1:-1] if edge != 0]

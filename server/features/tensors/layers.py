@@ -84,7 +84,7 @@ class Layer:
 
 
 def _falling(value: float | None) -> float:
-    """A key that puts NaN before all numbers, and what is not known after them."""
+    """Return a key that puts NaN before all numbers, and what is not known after them."""
     return 1.0 if value is None else -math.inf if math.isnan(value) else -value
 
 
@@ -105,7 +105,7 @@ def layers_page(
     sort: Literal["name", "norm", "largest", "zeros", "gradient"] = "name",
     cursor: Annotated[int, Query(ge=0, le=10**7)] = 0,
 ) -> dict[str, Any]:
-    """The statistics of the tensors of each layer; with ``mark`` of those layers that have it."""
+    """Return the statistics of the tensors of each layer; with ``mark`` of those layers that have it."""
     found = ask.find(get_checkpoint, checkpoint_id, ask.visible)
     layers = _layers(checkpoint_id, ask)
     shown = [
@@ -130,7 +130,7 @@ def layers_page(
 
 
 def _layers(checkpoint_id: int, ask: Ask) -> list[Layer] | None:
-    """The layers; None where no job has computed statistics of the present content."""
+    """Return the layers; None where no job has computed statistics of the present content."""
     from dcp.server.features.tensors.optimizers import OptimizerStates  # only here, as all that reads tensors
 
     with ask.reading() as connection:
@@ -152,7 +152,7 @@ def _layers_of(
     weights: Mapping[str, str],
     is_state: Callable[[str], bool],
 ) -> list[Layer]:
-    """The layers, from the statistics of tensors as a job keeps them.
+    """Return the layers, from the statistics of tensors as a job keeps them.
 
     A state is in the layer of its weight, which ``weights`` has; other states are in layers of their own.
     """

@@ -25,9 +25,9 @@ class Mark:
 
 
 def mark_of(dtype: str, values: Values | None, second_moment: Values | None = None) -> Mark | None:
-    """The mark of a tensor of floats with more than one element: exploding with NaN or infinite elements, or
-    one above `LARGE`; dead if all of it is 0, or its ``second_moment``, which is then what no gradient has
-    reached."""
+    """Return the mark of a tensor of floats with more than one element: exploding with NaN or infinite
+    elements, or one above `LARGE`; dead if all of it is 0, or its ``second_moment``, which is then what no
+    gradient has reached."""
     if values is None or "float" not in dtype or values["count"] < 2:
         return None
     wrong = [
@@ -46,7 +46,7 @@ def mark_of(dtype: str, values: Values | None, second_moment: Values | None = No
 
 
 def largest_of(values: Values) -> float | None:
-    """The largest magnitude of the finite elements; infinite where JSON could not hold it."""
+    """Return the largest magnitude of the finite elements; infinite where JSON could not hold it."""
     if not values["count"] or values["nans"] + values["infs"] == values["count"]:
         return None
     ends = [values["min"], values["max"]]
@@ -54,11 +54,11 @@ def largest_of(values: Values) -> float | None:
 
 
 def norm_of(values: Values) -> float | None:
-    """The norm of all elements: NaN or infinite where one of them is."""
+    """Return the norm of all elements: NaN or infinite where one of them is."""
     return math.nan if values["nans"] else math.inf if values["infs"] else values["norm"]
 
 
 def rms_of(values: Values) -> float | None:
-    """The root mean square of the finite elements."""
+    """Return the root mean square of the finite elements."""
     finite = values["count"] - values["nans"] - values["infs"]
     return values["norm"] / math.sqrt(finite) if finite and values["norm"] is not None else None

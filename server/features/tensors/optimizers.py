@@ -75,7 +75,7 @@ class OptimizerStates:
         return self._optimizer_of(fqn) is not None
 
     def beside(self, fqn: str) -> list[KeptState]:
-        """The states of this weight; of a state all those of the same parameter."""
+        """Return the states of this weight; of a state all those of the same parameter."""
         return [kept for kept in self if fqn in kept.weights or fqn in kept.states.values()]
 
     def __iter__(self) -> Iterator[KeptState]:
@@ -114,7 +114,7 @@ class OptimizerStates:
         return found
 
     def _weights_by_order(self, prefix: str) -> dict[str, str]:
-        """The weights by number; empty unless exactly one part of the checkpoint fits."""
+        """Return the weights by number; empty unless exactly one part of the checkpoint fits."""
         groups = self._groups[prefix]
         numbers = groups[0].get("params") if len(groups) == 1 else None
         if not isinstance(numbers, list) or not all(isinstance(number, int) for number in numbers):
@@ -144,7 +144,7 @@ class OptimizerStates:
 
 
 def _prefixes(names: Iterable[str]) -> set[str]:
-    """The prefixes of the entries of optimizers: the text before ``param_groups``."""
+    """Return the prefixes of the entries of optimizers: the text before ``param_groups``."""
     found = set()
     for name in names:
         before, sign, after = name.partition(_GROUPS)
@@ -154,7 +154,8 @@ def _prefixes(names: Iterable[str]) -> set[str]:
 
 
 def _groups(index: CheckpointIndex, prefix: str) -> list[dict[str, Any]]:
-    """The parameter groups: a list in one value, or flattened, with a value for each member of each."""
+    """Return the parameter groups: a list in one value, or flattened, with a value for each member of
+    each."""
     begin = f"{prefix}{_GROUPS}"
     groups: dict[str, dict[str, Any]] = defaultdict(dict)
     for place, name in enumerate(index.objects.fqns):
@@ -171,7 +172,7 @@ def _groups(index: CheckpointIndex, prefix: str) -> list[dict[str, Any]]:
 
 
 def _names(groups: list[dict[str, Any]]) -> dict[str, str]:
-    """The names by number, of groups that have both."""
+    """Return the names by number, of groups that have both."""
     found: dict[str, str] = {}
     for group in groups:
         numbers, names = group.get("params"), group.get("param_names")
@@ -228,7 +229,7 @@ class Panel:
 
 
 def panel_of(kept: KeptState, index: CheckpointIndex, values_of: ValuesOf) -> Panel:
-    """The panel of one parameter."""
+    """Return the panel of one parameter."""
     names: Iterable[tuple[str | None, str]] = [*((None, fqn) for fqn in kept.weights), *kept.states.items()]
     rows: list[PanelRow] = []
     for state, fqn in islice(names, _ROWS):
@@ -244,8 +245,8 @@ def panel_of(kept: KeptState, index: CheckpointIndex, values_of: ValuesOf) -> Pa
 def _with_moments(
     kept: KeptState, rows: tuple[PanelRow, ...], states: Mapping[str, Any], weight: Mapping[str, Any] | None
 ) -> Panel:
-    """The panel with the root mean squares of gradient and weight, and the share of the gradient that keeps
-    its direction.
+    """Return the panel with the root mean squares of gradient and weight, and the share of the gradient that
+    keeps its direction.
 
     The bias of the moments is corrected as Adam does it (Kingma and Ba, 2015, algorithm 1), where its step is
     known; without that the moments cannot be compared.

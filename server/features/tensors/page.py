@@ -79,7 +79,7 @@ class NamedTensor:
         return f"/api/v1/checkpoints/{self.found.id}/{path}?{urlencode(query)}"
 
     def url(self, path: str = "", **query: str) -> str:
-        """The path of the page of the tensor, or of one below it."""
+        """Return the path of the page of the tensor, or of one below it."""
         return f"/checkpoints/{self.found.id}/tensors{path}?{urlencode({'fqn': self.fqn, **query})}"
 
 
@@ -100,8 +100,8 @@ NamedDep = Annotated[NamedTensor, Depends(_named)]
 def statistics_of(
     ask: Ask, readable: Readable, fqn: str, most_bytes: int, *, with_histogram: bool = False
 ) -> TensorStatistics | None:
-    """The statistics that a job has computed; without any, or without the histogram that is wanted, those of
-    the tensor as it is now, if it has at most ``most_bytes``. None for a larger one."""
+    """Return the statistics that a job has computed; without any, or without the histogram that is wanted,
+    those of the tensor as it is now, if it has at most ``most_bytes``. None for a larger one."""
     from dcp.server.features.tensors.values import tensor_statistics
 
     kept = kept_statistics(ask, readable.row.id, fqn)
@@ -117,7 +117,7 @@ def statistics_of(
 
 @feature.page("/checkpoints/{checkpoint_id}/tensors", "tensor.html")
 def tensor_page(named: NamedDep, ask: Ask, read: bool = False) -> dict[str, Any]:
-    """The tensor; with ``read`` also its values where they take longer to read."""
+    """Return the tensor; with ``read`` also its values where they take longer to read."""
     found = named.found
     before, after = (
         ask.find(neighbour, found, ask.visible, is_next=is_next, tensor=named.fqn) if named.is_plain else None
@@ -211,7 +211,7 @@ class BoxPicture:
 
 
 def _boxes_of(tensor: ShardedTensor) -> BoxPicture | None:
-    """The chunks of a tensor as boxes over the two dimensions that they cut.
+    """Return the chunks of a tensor as boxes over the two dimensions that they cut.
 
     None where more are cut, where there are too many chunks, and for a tensor without elements.
     """
@@ -237,7 +237,7 @@ def _holder(chunk: Chunk) -> str | int:
 
 
 def _extent(chunk: Chunk, shape: Sequence[int], dimension: int | None) -> tuple[float, float]:
-    """The begin and length of a chunk along ``dimension``, in per cent."""
+    """Return the begin and length of a chunk along ``dimension``, in per cent."""
     if dimension is None:
         return 0.0, 100.0
     size = shape[dimension]
@@ -249,7 +249,7 @@ def _extent(chunk: Chunk, shape: Sequence[int], dimension: int | None) -> tuple[
 
 @feature.page("/checkpoints/{checkpoint_id}/tensors/steps", "steps.html")
 def steps_page(named: NamedDep, ask: Ask) -> dict[str, Any]:
-    """The tensor in neighbouring checkpoints, with what is known of its values there."""
+    """Return the tensor in neighbouring checkpoints, with what is known of its values there."""
     rows: list[tuple[Checkpoint, Any, float | None, Any]] = []
     for one in _around(named, ask):
         found = _values_at(one, named, ask)
@@ -272,7 +272,8 @@ def steps_page(named: NamedDep, ask: Ask) -> dict[str, Any]:
 
 
 def _values_at(one: Checkpoint, named: NamedTensor, ask: Ask) -> TensorStatistics | None:
-    """The statistics that a job has computed; of a small tensor in a small checkpoint those as it is now."""
+    """Return the statistics that a job has computed; of a small tensor in a small checkpoint those as it is
+    now."""
     if named.stored_bytes > _SMALL_BYTES or (named.found.tensor_count or 0) > _SMALL_COUNT:
         return kept_statistics(ask, one.id, named.of.fqn)
     try:

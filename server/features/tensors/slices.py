@@ -52,7 +52,8 @@ class Heat:
 
 @feature.page("/checkpoints/{checkpoint_id}/tensors/slice", "slice.html")
 def slice_page(named: NamedDep, ask: Ask, value: GridValue = "mean") -> dict[str, Any]:
-    """A matrix of the tensor as coloured cells; ``d0``, ``d1`` and so on are the parts of the slice."""
+    """Return a matrix of the tensor as coloured cells; ``d0``, ``d1`` and so on are the parts of the
+    slice."""
     shape = named.of.shape
     usual = _default_parts(shape)
     parts = [ask.request.query_params.get(f"d{at}", part) for at, part in enumerate(usual)]
@@ -90,7 +91,7 @@ def _grid(named: NamedTensor, parts: list[str]) -> TensorGrid:
 
 
 def _heat_of(grid: TensorGrid, value: GridValue) -> Heat:
-    """The heat map of one of the values of a grid."""
+    """Return the heat map of one of the values of a grid."""
     values = getattr(grid, value)
     known = [one for one in values if one is not None]
     scale = max(map(abs, known), default=0.0)
@@ -111,7 +112,7 @@ def _level(value: float | None, scale: float) -> int | None:
 
 
 def _default_parts(shape: Sequence[int]) -> list[str]:
-    """The two longest dimensions whole, the first index of each other one."""
+    """Return the two longest dimensions whole, the first index of each other one."""
     longest = sorted(range(len(shape)), key=lambda at: (-shape[at], at))[:2]
     return [":" if at in longest else "0" for at in range(len(shape))]
 
@@ -119,8 +120,8 @@ def _default_parts(shape: Sequence[int]) -> list[str]:
 def _spans_of(
     parts: Sequence[str], shape: Sequence[int], counts: Sequence[int]
 ) -> list[tuple[int, list[Span]]]:
-    """The dimensions that ``parts`` leave, with the elements that each of the ``counts`` cells along them
-    covers; nothing where a part has a step."""
+    """Return the dimensions that ``parts`` leave, with the elements that each of the ``counts`` cells along
+    them covers; nothing where a part has a step."""
     left = [at for at, part in enumerate(parts) if ":" in part]
     counts = counts[-len(left) :] if left else ()
     found = []

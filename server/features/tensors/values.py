@@ -46,7 +46,7 @@ Floats = npt.NDArray[np.float64]
 def plan_tensor(
     opened: OpenCheckpoint, fqn: str, slices: Slices | None, to: str
 ) -> tuple[Body, str, tuple[int, ...]]:
-    """The file of the tensor ``fqn``, the dtype that is stored, and the shape.
+    """Return the file of the tensor ``fqn``, the dtype that is stored, and the shape.
 
     The elements in a .npy file are of float32 where numpy has no type for the stored ones.
 
@@ -82,7 +82,7 @@ def plan_tensor(
 
 
 def _npy_dtype(dtype: Dtype) -> Dtype:
-    """The element type of a .npy file: the same if numpy has it, else one that can hold all values."""
+    """Return the element type of a .npy file: the same if numpy has it, else one that can hold all values."""
     if dtype.name == "float4_e2m1fn_x2":
         raise UnprocessableError(f"numpy has no {dtype.name}; ask for safetensors", field="format")
     sample = decode(np.zeros(1, stored_dtype(dtype)), dtype).dtype
@@ -112,7 +112,7 @@ def _safetensors_head(fqn: str, dtype: Dtype, shape: tuple[int, ...]) -> bytes:
 def tensor_grid(
     opened: OpenCheckpoint, fqn: str, slices: Slices | None = None, *, rows: int = 128, columns: int = 128
 ) -> TensorGrid:
-    """The slice of a tensor, of two dimensions at most, as up to ``rows`` times ``columns`` cells.
+    """Return the slice of a tensor, of two dimensions at most, as up to ``rows`` times ``columns`` cells.
 
     A vector is one row. Memory is bounded by some 128 MiB; where more than `_READ` elements would be read, a
     part of each cell is. Raises NotFoundError, UnprocessableError, PlanError and errors of reading.
@@ -149,7 +149,7 @@ def tensor_grid(
 
 
 def tensor_statistics(opened: OpenCheckpoint, fqn: str) -> TensorStatistics:
-    """The statistics of a tensor of up to 64 MiB, all of which is read. Raises NotFoundError,
+    """Return the statistics of a tensor of up to 64 MiB, all of which is read. Raises NotFoundError,
     UnprocessableError for a larger one, and errors of reading."""
     row = opened.row(fqn)
     dtype, shape = opened.index.dtype(row), opened.index.shape(row)
@@ -179,7 +179,7 @@ class _Grid:
         self.nonfinite = np.zeros((rows, columns), np.int64)
 
     def blocks(self) -> list[tuple[slice, slice]]:
-        """The blocks to read: all, or the first rows and columns of each cell."""
+        """Return the blocks to read: all, or the first rows and columns of each cell."""
         factor = -(-self.height * self.width // _READ)
         across = _taken(self.row_starts, self.height, factor)
         read_rows = sum(one.stop - one.start for one in across)
@@ -215,7 +215,7 @@ class _Grid:
             found[cells] = by(found[cells], by.reduceat(across, at_rows, axis=0))
 
     def columns(self) -> dict[str, tuple[Any, ...]]:
-        """The columns of `TensorGrid`."""
+        """Return the columns of `TensorGrid`."""
         has = self.counts > 0
         mean = np.where(has, self.sums / np.maximum(1, self.counts), np.nan)
         largest = np.maximum(np.abs(self.min), np.abs(self.max))
@@ -227,7 +227,7 @@ class _Grid:
 
 
 def _taken(starts: npt.NDArray[np.int64], size: int, factor: int) -> list[slice]:
-    """The whole ``size``, or of each part the first of ``factor`` equal parts."""
+    """Return the whole ``size``, or of each part the first of ``factor`` equal parts."""
     if factor <= 1:
         return [slice(0, size)] if size else []
     ends = [*starts[1:].tolist(), size]
@@ -240,7 +240,7 @@ def _taken(starts: npt.NDArray[np.int64], size: int, factor: int) -> list[slice]
 def _cells(
     starts: npt.NDArray[np.int64], begin: int, size: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The cells of the elements from ``begin`` on, and the place of the first element of each."""
+    """Return the cells of the elements from ``begin`` on, and the place of the first element of each."""
     first = int(np.searchsorted(starts, begin, "right")) - 1
     last = int(np.searchsorted(starts, begin + size - 1, "right"))
     cells = np.arange(first, last)

@@ -179,7 +179,7 @@ def add_verification(
 
 
 def outcomes_of_jobs(connection: Connection, jobs: Collection[int]) -> dict[int, str]:
-    """The outcomes of jobs by number; jobs that verified nothing are left out."""
+    """Return the outcomes of jobs by number; jobs that verified nothing are left out."""
     query = select(verifications.c.job_id, verifications.c.outcome).where(verifications.c.job_id.in_(jobs))
     return {row.job_id: row.outcome for row in connection.execute(query)} if jobs else {}
 
@@ -208,7 +208,7 @@ def newest_verifications(
     *,
     limit: int = 20,
 ) -> list[Verification]:
-    """The last verifications, newest first; `MissingError` for a checkpoint that may not be seen."""
+    """Return the last verifications, newest first; `MissingError` for a checkpoint that may not be seen."""
     checkpoint = get_checkpoint(connection, checkpoint_id, visible)
     query = (
         select(verifications)

@@ -19,7 +19,7 @@ from dcp.server.records.lists import Items
 def list_verifications(
     checkpoint_id: IdPath, ask: Ask, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> Items[Verification]:
-    """The last verifications, newest first."""
+    """Return the last verifications, newest first."""
     found = ask.find(newest_verifications, checkpoint_id, ask.visible, limit=limit)
     return Items(tuple(found))
 

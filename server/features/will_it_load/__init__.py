@@ -141,7 +141,7 @@ class ShapesKind(SimpleKind[ShapesParams]):
 
 
 def _environment() -> dict[str, str]:
-    """The variables that the program needs, and none of the service's secrets."""
+    """Return the variables that the program needs, and none of the service's secrets."""
     kept = {name: os.environ[name] for name in ("PATH", "LANG", "LD_LIBRARY_PATH") if name in os.environ}
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
 

@@ -51,7 +51,7 @@ class StateNames:
 
 
 def state_of_index(index: CheckpointIndex) -> StateNames:
-    """The state of another checkpoint."""
+    """Return the state of another checkpoint."""
     tensors = {
         fqn: StateTensor(index.dtype(row).name, index.shape(row)) for row, fqn in enumerate(index.fqns)
     }
@@ -72,8 +72,8 @@ def document_of_text(text: str) -> dict[str, Any]:
 
 
 def state_of_document(document: Mapping[str, Any]) -> StateNames:
-    """The state of the output of ``dcp show --json``, the header of a safetensors file or its index, the
-    shapes of a state, or what the job `shapes` has found. Raises UnprocessableError."""
+    """Return the state of the output of ``dcp show --json``, the header of a safetensors file or its index,
+    the shapes of a state, or what the job `shapes` has found. Raises UnprocessableError."""
     tensors = document.get("tensors")
     if isinstance(tensors, list):
         objects = document.get("objects")

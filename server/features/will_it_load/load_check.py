@@ -77,7 +77,8 @@ class MapQuery(QueryModel):
     ] = None
 
     def choice(self) -> MapChoice:
-        """The map; forms send empty fields, too. Raises UnprocessableError for one that does not exist."""
+        """Return the map; forms send empty fields, too. Raises UnprocessableError for one that does not
+        exist."""
         choice = MapChoice(self.map or None, self.inverse, self.below or None)
         try:
             choice.check()
@@ -116,7 +117,7 @@ def check_load_of(checkpoint_id: IdPath, query: Annotated[StateQuery, Query()], 
 
 
 def _shapes(job_id: int, ask: Ask) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The state that a job has found, and the config.json of its model."""
+    """Return the state that a job has found, and the config.json of its model."""
     job = ask.find(get_job, job_id, ask.visible)
     if job.kind != "shapes" or job.state != "succeeded":
         raise StateError(
@@ -171,8 +172,8 @@ def _checked(
 
 
 def _mapped(found: Readable, through: MapChoice, config: Mapping[str, Any]) -> CheckpointIndex:
-    """The index of the checkpoint behind the map, which may need the model's ``config.json``: that beside the
-    checkpoint, or ``config``. Raises UnprocessableError where the map does not fit."""
+    """Return the index of the checkpoint behind the map, which may need the model's ``config.json``: that
+    beside the checkpoint, or ``config``. Raises UnprocessableError where the map does not fit."""
     from dcp.planners.weight_maps.axes import model_config
     from dcp.planners.weight_maps.mapped_index import map_all
 
@@ -186,7 +187,7 @@ def _mapped(found: Readable, through: MapChoice, config: Mapping[str, Any]) -> C
 
 
 def _map_code(through: MapChoice) -> str | None:
-    """The map as an argument of `dcp.load`."""
+    """Return the map as an argument of `dcp.load`."""
     if through.given is None:
         return None
     more = ", inverse=True" if through.inverse else ""
@@ -213,7 +214,7 @@ class FitView(StateQuery):
 
 @feature.page(_PATH, "will_it_load.html")
 def will_it_load_page(checkpoint_id: IdPath, view: Annotated[FitView, Query()], ask: Ask) -> Response:
-    """The answer for the state in the address; without one the forms that choose it."""
+    """Return the answer for the state in the address; without one the forms that choose it."""
     job, check = None, None
     if view.shapes_job is not None:
         job = ask.job(view.shapes_job)
@@ -231,7 +232,8 @@ def will_it_load_page(checkpoint_id: IdPath, view: Annotated[FitView, Query()], 
 
 @feature.form(_PATH, scope="read")
 def will_it_load_form(checkpoint_id: IdPath, form: FormDep, ask: Ask) -> str | Response:
-    """The answer for the pasted text; of a config.json a job makes the model, and the page follows it."""
+    """Return the answer for the pasted text; of a config.json a job makes the model, and the page follows
+    it."""
     from dcp.server.features.will_it_load.checks import (  # only here: they import numpy
         document_of_text,
         is_config,

@@ -66,7 +66,7 @@ class Order:
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Order:
-        """The inverse of `document`."""
+        """Return the inverse of `document`."""
         values = dict(document)
         values["results"] = tuple(values["results"])
         return cls(**values)
@@ -81,7 +81,7 @@ def send_message(connection: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 def receive_message(connection: socket.socket) -> dict[str, Any]:
-    """The next one; EOFError at the end, or if it ends within one."""
+    """Return the next one; EOFError at the end, or if it ends within one."""
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     message: dict[str, Any] = json.loads(_exactly(connection, length))
     return message
@@ -184,7 +184,7 @@ class WorkFolders:
         self._mutex = threading.Lock()
 
     def make(self) -> Path:
-        """A new, empty one."""
+        """Return a new, empty one."""
         with self._mutex:
             while self._own is None or not (self._own / _LOCK).exists():
                 self._give_up()

@@ -74,7 +74,7 @@ class Setup:
 
 
 def load_kinds(name: str) -> Mapping[str, Kind[Any]]:
-    """The kinds that ``module:attribute`` names: a mapping, or a function that returns one."""
+    """Return the kinds that ``module:attribute`` names: a mapping, or a function that returns one."""
     module, _, attribute = name.partition(":")
     found = getattr(importlib.import_module(module), attribute)
     kinds: Mapping[str, Kind[Any]] = found() if callable(found) else found
@@ -286,7 +286,7 @@ class _Reporting:
 
 
 def error_of(error: BaseException, memory_bytes: int = 0) -> JobFailure:
-    """The failure that the ledger keeps of an exception."""
+    """Return the failure that the ledger keeps of an exception."""
     if isinstance(error, MemoryError):
         return JobFailure(
             type=TOO_MUCH_MEMORY,

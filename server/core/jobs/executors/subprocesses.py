@@ -76,7 +76,7 @@ class TaskProcess:
         self._pool.kill(self)
 
     def outcome(self, status: int | None) -> ProcessOutcome:
-        """The outcome, once it has ended with ``status``."""
+        """Return the outcome, once it has ended with ``status``."""
         if self.result is not None and status == 0:  # it was quicker than whoever killed it
             return ProcessOutcome(result=self.result)
         if self.error is not None:

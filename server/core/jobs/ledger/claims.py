@@ -69,7 +69,7 @@ def has_work(connection: Connection, now: float, limits: ClaimLimits = NO_LIMITS
 def claim(
     connection: Connection, owner: str, now: float, lease_seconds: float, limits: ClaimLimits = NO_LIMITS
 ) -> Claim | None:
-    """The next thing to do, for ``owner`` alone until the lease is over; None if there is nothing.
+    """Return the next thing to do, for ``owner`` alone until the lease is over; None if there is nothing.
 
     First what clears away, then by priority; in one priority for the account and root with the least at
     work, so that all have a fair share; of these what is begun before what is not, and by turn.
@@ -159,7 +159,8 @@ def _fairest(
     allowed: ColumnElement[bool],
     at_work: Counter[_Share],
 ) -> _Claimable:
-    """The first of those with the least at work, also of queued jobs behind the one whose turn it is."""
+    """Return the first of those with the least at work, also of queued jobs behind the one whose turn it
+    is."""
     best = min(found, key=lambda one: (-one.priority, at_work[one.share]))
     while any(one.phase == "plan" for one in found) and (count := at_work[best.share]):
         busy = [_is_of(share) for share, many in at_work.items() if many >= count]
@@ -176,7 +177,7 @@ def _is_of(share: _Share) -> ColumnElement[bool]:
 
 
 def _ending(connection: Connection, now: float, known: ColumnElement[bool]) -> _Claimable | None:
-    """A job that was given up, and of which nothing runs any more."""
+    """Return a job that was given up, and of which nothing runs any more."""
     running = select(tasks.c.id).where(tasks.c.job_id == jobs.c.id, tasks.c.state == "running")
     for state in ("running", "publishing"):
         query = by_priority(
@@ -214,7 +215,7 @@ def _phase(
 
 
 def _tasks(connection: Connection, now: float, allowed: ColumnElement[bool]) -> list[_Claimable]:
-    """The jobs that have a task to be done, of the highest priority, by turn; without the task."""
+    """Return the jobs that have a task to be done, of the highest priority, by turn; without the task."""
     query = (
         select(*_FOUND)
         .where(
@@ -244,7 +245,7 @@ def _claimable(phase: Phase, row: Row[Any]) -> _Claimable:
 
 
 def _at_work(connection: Connection) -> list[AtWork]:
-    """The job of each leased phase and task."""
+    """Return the job of each leased phase and task."""
     # Counted here, and in order of the index: else SQLite goes along all jobs there are to find these few.
     share = select(jobs.c.id, jobs.c.owner, jobs.c.key_id, jobs.c.root_id)
     leased = [share.where(jobs.c.state == state, jobs.c.lease_owner.is_not(None)) for state in _AT_WORK]
@@ -302,7 +303,7 @@ def renew(
 
 
 def stopped(connection: Connection, held: Iterable[Held]) -> frozenset[Held]:
-    """The claims that are to be given up: lost to others, or of a job that was cancelled or failed."""
+    """Return the claims that are to be given up: lost to others, or of a job that was cancelled or failed."""
     wanted = list(held)
     if not wanted:
         return frozenset()

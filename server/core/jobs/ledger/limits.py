@@ -60,7 +60,7 @@ def _subjects(owner: str, key_id: int | None, root: str | None) -> list[Subject]
 
 
 def subject_jobs(subject: Subject) -> ColumnElement[bool]:
-    """The jobs that count for ``subject``, as a condition."""
+    """Return the jobs that count for ``subject``, as a condition."""
     if subject.kind == "account":
         return jobs.c.owner == subject.name
     if subject.kind == "key":
@@ -71,7 +71,7 @@ def subject_jobs(subject: Subject) -> ColumnElement[bool]:
 
 
 def count_queued(connection: Connection, subject: Subject, most: int) -> int:
-    """The number of queued jobs of ``subject``; counts up to ``most``."""
+    """Return the number of queued jobs of ``subject``; counts up to ``most``."""
     queued = select(jobs.c.id).where(subject_jobs(subject), jobs.c.state == "queued").limit(most)
     return connection.execute(select(func.count()).select_from(queued.subquery())).scalar_one()
 
@@ -79,8 +79,8 @@ def count_queued(connection: Connection, subject: Subject, most: int) -> int:
 def may_run(
     connection: Connection, at_work: Iterable[AtWork], allowances: Allowances
 ) -> ColumnElement[bool] | None:
-    """The jobs that may be claimed beside those ``at_work``: these themselves, and all others but those of
-    an account, a key or a root that has as many at work as it may have. None: all may."""
+    """Return the jobs that may be claimed beside those ``at_work``: these themselves, and all others but
+    those of an account, a key or a root that has as many at work as it may have. None: all may."""
     counted: defaultdict[Subject, set[int]] = defaultdict(set)
     limited = {one.job_id: one for one in at_work if not one.owner.startswith(SERVICE)}
     numbers = sorted({one.root_id for one in limited.values() if one.root_id is not None})

@@ -62,7 +62,7 @@ class JobFilter:
 
 
 def get_job(connection: Connection, job_id: int, visible: frozenset[str] | None = None) -> Job:
-    """The job; raises NotFoundError also where its root, or that of one of its checkpoints, is not
+    """Return the job; raises NotFoundError also where its root, or that of one of its checkpoints, is not
     ``visible``."""
     job = find_job(connection, job_id, visible)
     if job is None:
@@ -92,7 +92,8 @@ def last_job(
     succeeded: bool = False,
     whole: bool = False,
 ) -> Job | None:
-    """The newest visible job with this key, or the newest that ``succeeded``. ``whole``: as `find_job`."""
+    """Return the newest visible job with this key, or the newest that ``succeeded``. ``whole``: as
+    `find_job`."""
     query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
     query = query.where(jobs.c.result_key == result_key, *_seen(visible))
     if succeeded:
@@ -109,8 +110,8 @@ def list_jobs(
     limit: int = 50,
     visible: frozenset[str] | None = None,
 ) -> list[Job]:
-    """The newest first; the next page has those before the last one's id. Of large results they have what is
-    short."""
+    """Return the newest first; the next page has those before the last one's id. Of large results they have
+    what is short."""
     conditions = [*_seen(visible)]
     if before_id is not None:
         conditions.append(jobs.c.id < before_id)
@@ -145,7 +146,7 @@ def list_tasks(
 
 
 def plan_of(connection: Connection, job_id: int) -> Json | None:
-    """The plan of the job, which publishing needs; None before it is planned."""
+    """Return the plan of the job, which publishing needs; None before it is planned."""
     found: Json | None = connection.execute(select(jobs.c.plan).where(jobs.c.id == job_id)).scalar()
     return found
 
@@ -167,7 +168,7 @@ def task_results(connection: Connection, job_id: int) -> tuple[Json, ...]:
 
 
 def task_documents(connection: Connection, job_id: int) -> list[int | None]:
-    """The documents of what `task_results` returns; None for small results."""
+    """Return the documents of what `task_results` returns; None for small results."""
     query = select(tasks.c.document_id).where(tasks.c.job_id == job_id).order_by(tasks.c.number)
     return list(connection.execute(query).scalars())
 
@@ -188,7 +189,7 @@ def job_events_after(
 def latest_events(
     connection: Connection, job_id: int, before_id: int | None = None, *, limit: int = 100
 ) -> Sequence[JobEvent]:
-    """The last things that happened to the job, or the last ones before an event, in order."""
+    """Return the last things that happened to the job, or the last ones before an event, in order."""
     query = select(job_events).where(job_events.c.job_id == job_id).order_by(job_events.c.id.desc())
     if before_id is not None:
         query = query.where(job_events.c.id < before_id)
@@ -196,7 +197,7 @@ def latest_events(
 
 
 def tasks_begun_seconds(connection: Connection, job_id: int) -> float | None:
-    """The time at which the tasks of the job were started last; None before that."""
+    """Return the time at which the tasks of the job were started last; None before that."""
     begun = job_events.c.data["state"].as_string() == "running"
     query = select(job_events.c.at_seconds).where(
         job_events.c.job_id == job_id, job_events.c.kind == "state", begun
@@ -205,7 +206,7 @@ def tasks_begun_seconds(connection: Connection, job_id: int) -> float | None:
 
 
 def last_event_id(connection: Connection) -> int:
-    """The number of the last event of any job; 0 if nothing happened yet."""
+    """Return the number of the last event of any job; 0 if nothing happened yet."""
     return connection.execute(select(func.max(job_events.c.id))).scalar() or 0
 
 
@@ -231,7 +232,7 @@ def active_progress(
     *,
     own_scans: bool = False,
 ) -> dict[int, JobProgress]:
-    """The progress of the newest visible jobs whose tasks run."""
+    """Return the progress of the newest visible jobs whose tasks run."""
     query = select(jobs.c.id).outerjoin_from(jobs, roots, roots.c.id == jobs.c.root_id)
     query = query.where(jobs.c.state == "running", *_seen(visible), *_wanted_scans(own_scans))
     numbers = connection.execute(query.order_by(jobs.c.id.desc()).limit(_SHOWN)).scalars().all()

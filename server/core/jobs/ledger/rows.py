@@ -199,7 +199,7 @@ def is_planned() -> ColumnElement[bool]:
 
 
 def job_of_row(row: Row[Any]) -> Job:
-    """A row of `select_jobs`."""
+    """Return a row of `select_jobs`."""
     return record_of_row(
         Job,
         row,
@@ -210,18 +210,18 @@ def job_of_row(row: Row[Any]) -> Job:
 
 
 def task_of_row(row: Row[Any]) -> JobTask:
-    """A row of `select_tasks`."""
+    """Return a row of `select_tasks`."""
     not_before = moment(row.not_before_seconds) if row.not_before_seconds else None
     return record_of_row(JobTask, row, not_before=not_before, payload=row.payload or {})
 
 
 def event_of_row(row: Row[Any]) -> JobEvent:
-    """A row of ``job_events``."""
+    """Return a row of ``job_events``."""
     return record_of_row(JobEvent, row)
 
 
 def lock_job(connection: Connection, job_id: int) -> Job:
-    """The job, locked until the end of this transaction. Raises NotFoundError."""
+    """Return the job, locked until the end of this transaction. Raises NotFoundError."""
     connection.execute(select(jobs.c.id).where(jobs.c.id == job_id).with_for_update())
     row = connection.execute(select_jobs().where(jobs.c.id == job_id)).one_or_none()
     if row is None:
@@ -230,13 +230,13 @@ def lock_job(connection: Connection, job_id: int) -> Job:
 
 
 def unfinished_job(connection: Connection, dedup_key: str | None) -> int | None:
-    """The id of the unfinished job with this key."""
+    """Return the id of the unfinished job with this key."""
     query = select(jobs.c.id).where(jobs.c.dedup_key == dedup_key, jobs.c.finished_seconds.is_(None))
     return connection.execute(query).scalar_one_or_none()
 
 
 def held_job(connection: Connection, held: Held) -> Job:
-    """The locked job, if its claim is valid; raises StaleFenceError."""
+    """Return the locked job, if its claim is valid; raises StaleFenceError."""
     try:
         job = lock_job(connection, held.job_id)
     except NotFoundError as error:
@@ -248,7 +248,7 @@ def held_job(connection: Connection, held: Held) -> Job:
 
 
 def held_task(connection: Connection, held: Held) -> tuple[Job, JobTask]:
-    """The locked job and the task, if the claim is valid; raises StaleFenceError."""
+    """Return the locked job and the task, if the claim is valid; raises StaleFenceError."""
     try:
         job = lock_job(connection, held.job_id)
     except NotFoundError as error:
@@ -324,7 +324,7 @@ def finish(
 
 
 def short_result(result: Json) -> dict[str, Any]:
-    """The part of a result that lists show: all of a small one, of others its short members."""
+    """Return the part of a result that lists show: all of a small one, of others its short members."""
     sizes = {name: _size(value) for name, value in result.items()}
     if sum(len(name) + size for name, size in sizes.items()) <= _MAX_RESULT_BYTES:
         return dict(result)
@@ -343,8 +343,8 @@ def _size(value: Any) -> int:
 
 
 def progress_of(connection: Connection, job_ids: Iterable[int]) -> dict[int, JobProgress]:
-    """The progress by job, as it is now; jobs without tasks, and those that are being planned, are left
-    out."""
+    """Return the progress by job, as it is now; jobs without tasks, and those that are being planned, are
+    left out."""
     is_done = tasks.c.state == "succeeded"
     query = (
         select(
@@ -369,6 +369,6 @@ def progress_of(connection: Connection, job_ids: Iterable[int]) -> dict[int, Job
 
 
 def _progress_document(connection: Connection, job_id: int) -> Any:
-    """The progress to be kept with a job that has ended; SQL's NULL if it had no tasks."""
+    """Return the progress to be kept with a job that has ended; SQL's NULL if it had no tasks."""
     progress = progress_of(connection, (job_id,)).get(job_id)
     return null() if progress is None else asdict(progress)

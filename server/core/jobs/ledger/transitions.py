@@ -71,7 +71,7 @@ _FENCE_SHIFT: Final = 20
 
 
 def submit(connection: Connection, spec: JobSpec, now: float) -> int:
-    """The id of the new job, or of the unfinished one with the same ``dedup_key``."""
+    """Return the id of the new job, or of the unfinished one with the same ``dedup_key``."""
     return submit_or_join(connection, spec, now)[0]
 
 
@@ -88,7 +88,7 @@ def submit_behind(connection: Connection, spec: JobSpec, now: float) -> int:
 
 
 def submit_or_join(connection: Connection, spec: JobSpec, now: float) -> tuple[int, bool]:
-    """The id, and whether it is a new job. Raises NotFoundError if there is no such root."""
+    """Return the id, and whether it is a new job. Raises NotFoundError if there is no such root."""
     if spec.dedup_key is not None and len(spec.dedup_key) > MAX_DEDUP_KEY_CHARACTERS:
         raise ValueError(f"a dedup_key has at most {MAX_DEDUP_KEY_CHARACTERS} characters")
     root_id = _root_id(connection, spec.root)
@@ -133,7 +133,7 @@ def _note_roots(connection: Connection, job_id: int, root_id: int | None, named:
 
 
 def _turn(connection: Connection, owner: str, root_id: int | None, priority: int, now: float) -> int:
-    """The place of a new job among those of its priority: behind those of the same account and root,
+    """Return the place of a new job among those of its priority: behind those of the same account and root,
     each of which has a turn of its own, and beside the one that is at work now.
 
     So accounts and roots take turns, however many jobs one of them has queued: start-time fair queuing
@@ -234,7 +234,7 @@ def complete_task(
 def complete_publish(
     connection: Connection, held: Held, result: Json, now: float, document: int | None = None
 ) -> Job:
-    """The job has succeeded; what `Kind.record` writes belongs into the same transaction.
+    """Return the job has succeeded; what `Kind.record` writes belongs into the same transaction.
 
     ``document`` has a large result: one that was prepared, or that of a task with the same. Without it all of
     it is written here, while others wait.
