@@ -45,7 +45,7 @@ _PAGE_SIZE: Final = 500
 
 
 def _tensor(checkpoint_id: int, what: str, parse: Callable[[Any], T], params: Params) -> Call[T]:
-    """The request of ``what`` of one tensor."""
+    """Return the request of ``what`` of one tensor."""
     return Call("GET", f"/checkpoints/{checkpoint_id}/tensors/{what}", parse, params)
 
 

@@ -118,7 +118,7 @@ class HttpConnection:
         return response.content
 
     def _response(self, call: Call[Any]) -> httpx.Response:
-        """The answer, read; that of a passing failure only after the last attempt."""
+        """Return the answer, read; that of a passing failure only after the last attempt."""
         request = httpx_request(self._http, call)
         attempt = 0
         while True:
@@ -193,7 +193,7 @@ class HttpConnection:
 
     @contextmanager
     def _stream(self, request: httpx.Request) -> Generator[httpx.Response]:
-        """An answer as it comes; where the service redirects, from there, without the key."""
+        """Yield an answer as it comes; where the service redirects, from there, without the key."""
         response = self._http.send(request, stream=True)
         try:
             if not response.is_redirect:

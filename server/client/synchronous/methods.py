@@ -57,8 +57,8 @@ class Methods(HttpConnection):
         return self._send(call)
 
     def lookup(self, **options: Unpack[models.LookupQuery]) -> models.CheckpointDetail:
-        """The checkpoint of this name. Of several, as in other roots and formats, a committed one, and the
-        newest."""
+        """Return the checkpoint of this name. Of several, as in other roots and formats, a committed one,
+        and the newest."""
         call = Call("GET", "/checkpoints/lookup", one(models.CheckpointDetail), query(**options))
         return self._send(call)
 
@@ -80,7 +80,7 @@ class Methods(HttpConnection):
         return self._send(Call("GET", f"/checkpoints/{checkpoint_id}", one(models.CheckpointDetail)))
 
     def files(self, checkpoint_id: int) -> list[models.File]:
-        """The checkpoint's own files, as they are in the storage now."""
+        """Return the checkpoint's own files, as they are in the storage now."""
         return self._send(Call("GET", f"/checkpoints/{checkpoint_id}/files", many(models.File)))
 
     def handovers(self, checkpoint_id: int) -> list[models.Handover]:
@@ -125,7 +125,7 @@ class Methods(HttpConnection):
         return self._send(call)
 
     def phases(self, checkpoint_id: int, **options: Unpack[models.PhasesQuery]) -> models.SavePhases:
-        """The seconds of each phase of its save, by rank, as far as the save recorded them."""
+        """Return the seconds of each phase of its save, by rank, as far as the save recorded them."""
         call = Call("GET", f"/checkpoints/{checkpoint_id}/phases", one(models.SavePhases), query(**options))
         return self._send(call)
 
@@ -173,7 +173,8 @@ class Methods(HttpConnection):
         return Pages(self._send, call, page_size)
 
     def shard_map(self, checkpoint_id: int, **options: Unpack[models.ShardMapQuery]) -> models.ShardMap:
-        """The map of shards: rows of files by rank, bins of bytes, and the largest tensor in each bin."""
+        """Return the map of shards: rows of files by rank, bins of bytes, and the largest tensor in each
+        bin."""
         call = Call("GET", f"/checkpoints/{checkpoint_id}/shards/map", one(models.ShardMap), query(**options))
         return self._send(call)
 
@@ -214,7 +215,7 @@ class Methods(HttpConnection):
         return Pages(self._send, call, page_size)
 
     def verifications(self, checkpoint_id: int, *, limit: int | None = None) -> list[models.Verification]:
-        """The last verifications, newest first."""
+        """Return the last verifications, newest first."""
         call = Call(
             "GET",
             f"/checkpoints/{checkpoint_id}/verifications",
@@ -244,11 +245,11 @@ class Methods(HttpConnection):
         return self._send(Call("POST", f"/jobs/{job_id}/retry", one(models.Job)))
 
     def job_tasks(self, job_id: int, *, page_size: int = 500) -> Pages[models.JobTask]:
-        """The tasks of the job by number, once it is planned."""
+        """Return the tasks of the job by number, once it is planned."""
         return Pages(self._send, PagedCall(f"/jobs/{job_id}/tasks", one(models.JobTask)), page_size)
 
     def job_throughput(self, job_id: int) -> models.JobThroughput:
-        """The speed of its tasks, and an estimate of the time that is left."""
+        """Return the speed of its tasks, and an estimate of the time that is left."""
         return self._send(Call("GET", f"/jobs/{job_id}/throughput", one(models.JobThroughput)))
 
     def keys(
@@ -365,7 +366,7 @@ class Methods(HttpConnection):
     def check_roots(
         self,
     ) -> list[models.RootCheck]:
-        """Whether the storage of each root answers: looked at now, or within the last two seconds."""
+        """Return whether the storage of each root answers: looked at now, or within the last two seconds."""
         return self._send(Call("GET", "/root-checks", many(models.RootCheck)))
 
     def roots(
@@ -435,7 +436,7 @@ class Methods(HttpConnection):
         return self._send(Call("GET", f"/runs/{run_id}/aliases", many(models.Alias)))
 
     def alias(self, run_id: int, name: str) -> models.Alias:
-        """The checkpoint that the alias names."""
+        """Return the checkpoint that the alias names."""
         return self._send(Call("GET", f"/runs/{run_id}/aliases/{segment(name)}", one(models.Alias)))
 
     def set_alias(
@@ -459,7 +460,8 @@ class Methods(HttpConnection):
         return self._send(call)
 
     def run_drift(self, run_id: int) -> models.RunDrift:
-        """The result of the last job; not found before the first one, and once that job is forgotten."""
+        """Return the result of the last job; not found before the first one, and once that job is
+        forgotten."""
         return self._send(Call("GET", f"/runs/{run_id}/drift", one(models.RunDrift)))
 
     def compute_drift(self, run_id: int) -> models.Job:
@@ -479,14 +481,16 @@ class Methods(HttpConnection):
         return self._send(call)
 
     def run_series(self, run_id: int, metric: str, *, points: int | None = None) -> models.Series:
-        """A metric over the steps of a run; of more checkpoints than points, each point is of several."""
+        """Return a metric over the steps of a run; of more checkpoints than points, each point is of
+        several."""
         call = Call("GET", f"/runs/{run_id}/series", one(models.Series), query(metric=metric, points=points))
         return self._send(call)
 
     def run_tensor_bytes(
         self, run_id: int, *, only: str | Sequence[str] | None = None, below_step: int | None = None
     ) -> models.TensorBytes:
-        """The bytes of tensors in the checkpoints of a run, by their names; of optimizers by default."""
+        """Return the bytes of tensors in the checkpoints of a run, by their names; of optimizers by
+        default."""
         call = Call(
             "GET",
             f"/runs/{run_id}/tensor-bytes",
@@ -496,8 +500,8 @@ class Methods(HttpConnection):
         return self._send(call)
 
     def run_timeline(self, run_id: int, **options: Unpack[models.TimelineQuery]) -> models.RunTimeline:
-        """The checkpoints of a run over its steps, of all states, neighbours summed up: bytes, seconds of
-        saving, metrics, states, aliases."""
+        """Return the checkpoints of a run over its steps, of all states, neighbours summed up: bytes,
+        seconds of saving, metrics, states, aliases."""
         call = Call("GET", f"/runs/{run_id}/timeline", one(models.RunTimeline), query(**options))
         return self._send(call)
 
@@ -574,6 +578,6 @@ class Methods(HttpConnection):
     def whoami(
         self,
     ) -> models.Whoami:
-        """The name, the scopes and the roots of the key; without keys every caller is `local`, and may
-        all."""
+        """Return the name, the scopes and the roots of the key; without keys every caller is `local`, and
+        may all."""
         return self._send(Call("GET", "/whoami", one(models.Whoami)))
