@@ -82,9 +82,9 @@ _kept_kib = 0
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """After the last test of a file, and after one that leaves much, garbage is collected: errors hold arrays
-    in cycles. After a file, what was freed goes back to the system, and what is left stays, as above, until
-    much is left: clients are given up long after they were made, with their buffers."""
+    """After the last test of a file, and after one that leaves much, garbage is collected, since errors hold
+    arrays in cycles, and what was freed goes back to the system. After a file what is left stays, as above,
+    until much is left: clients are given up long after they were made, with their buffers."""
     global _held_kib, _kept_kib
     is_last = nextitem is None or nextitem.path != item.path
     if not is_last and _resident_kib() < _held_kib + _MUCH_KIB:
@@ -95,7 +95,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     gc.collect()
     if is_last:
         gc.freeze()
-    if is_last and sys.platform == "linux":
+    if sys.platform == "linux":
         _libc.malloc_trim(0)
     _held_kib = _resident_kib()
 
