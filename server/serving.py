@@ -58,7 +58,7 @@ def serve(settings: Settings, flags: Mapping[str, Any]) -> int:
     configure_logs(settings)
     schedules(settings)  # a feature that cannot be imported ends this process, not only the worker beside it
     _check_port(settings.host.strip("[]"), settings.port)
-    if "roots" not in settings.model_fields_set:  # nobody has named it, so it is nobody's mistake
+    if "roots" not in settings.model_fields_set:  # a default, so a missing folder is no mistake
         for root in settings.roots.values():
             Path(root.url).mkdir(exist_ok=True)
     _tell_roots(settings)

@@ -84,7 +84,7 @@ _METHOD_NAMES: Final = {
 _IS_FINAL: Final = '''
     @property
     def is_final(self) -> bool:
-        """Whether the job has ended."""
+        """True once the job has ended."""
         return self.state in ("succeeded", "failed", "cancelled")
 '''
 _MODELS: Final = '''"""Answers of the service, and options of its operations."""

@@ -443,5 +443,5 @@ def _unknown(what: str, name: str, names: list[str]) -> InvalidQueryError:
     last = name.rpartition("/")[2]
     same = [other for other in names if other.rpartition("/")[2] == last] if last else []
     near = list(dict.fromkeys([*same, *close_to(name, names)]))
-    told = f"; did you mean {listed(near)}?" if near else ""
-    return InvalidQueryError(what, f"there is no {what} {name[:200]!r}{told}")
+    hint = f"; did you mean {listed(near)}?" if near else ""
+    return InvalidQueryError(what, f"there is no {what} {name[:200]!r}{hint}")

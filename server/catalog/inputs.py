@@ -35,7 +35,7 @@ from dcp.storage.formats.format import Format
 from dcp.storage.formats.registry import file_suffixes, format_names, format_of, formats, target_names
 
 MAX_ID: Final = 2**53 - 1
-"""Larger identifiers do not survive in JavaScript, and are none of ours."""
+"""Larger identifiers are not exact in JavaScript, and the service has none."""
 
 MAX_PAGE: Final = 500
 """Rows of a page at most."""

@@ -5,7 +5,7 @@ sorted. Or none does: then the rows are read in the requested order, from an ind
 tested until the page is full, which is soon because each filter leaves many. The rows that a filter leaves
 are counted beforehand, up to `FEW`, in its index.
 
-SQLite is told the index to use. Without statistics it guesses: pages in order of size, name or step take 20
+The index is named to SQLite. Without statistics it guesses: pages in order of size, name or step take 20
 times the steps at 100,000 checkpoints, and more with each one; with those of ``PRAGMA optimize`` they still
 do. A whole ``ANALYZE`` leads it to the same indexes, but has to be repeated as the catalog grows, and is seen
 by connections that are opened after it. PostgreSQL keeps statistics by itself: it is only kept from reading

@@ -62,7 +62,7 @@ class RootRow:
 
 
 def sync_roots(connection: Connection, urls: Mapping[str, str], *, now: float | None = None) -> None:
-    """The configuration has these roots, by name: make new ones, and mark those that it has no more.
+    """Make the roots of the configuration, by name, and mark those that it does not have any more.
 
     A root whose URL changed begins anew to be scanned; its checkpoints are marked by that scan.
     """
@@ -118,7 +118,7 @@ def list_roots(connection: Connection, visible: frozenset[str] | None = None) ->
 def set_scanned(
     connection: Connection, name: str, *, state: Any, error: str | None = None, now: float
 ) -> None:
-    """A scan of the root has ended: its state for the next one, and why it failed if it did."""
+    """Note the end of a scan of the root: its state for the next one, and its error if it failed."""
     number = root_id(connection, name)
     _update(connection, number, scan_state=state, scan_error=error, scanned_seconds=now)
 
@@ -147,7 +147,7 @@ class RunChange:
     bytes: int = 0
 
     def count(self, before: tuple[str, int] | None, after: tuple[str, int]) -> None:
-        """A checkpoint's state and bytes were ``before``, and are ``after``."""
+        """Count a checkpoint whose state and bytes were ``before``, and are ``after``."""
         for sign, found in ((-1, before), (1, after)):
             if found is not None and found[0] == "committed":
                 self.checkpoints += sign

@@ -219,7 +219,7 @@ def _tensor_rows(structure_id: int, tensors: Sequence[Tensor], first: int = 0) -
 
 
 def _write_patterns(connection: Connection, structure_id: int, facts: StructureFacts) -> None:
-    """The patterns of names, each with its first tensor, in the order of names."""
+    """Collect the patterns of names, each with its first tensor, in the order of names."""
     found: dict[str, list[int]] = {}
     for position, tensor in enumerate(facts.tensors):
         pattern = pattern_of(short_name(tensor.fqn))
@@ -256,7 +256,7 @@ class TreePart:
 
     @property
     def is_optimizer(self) -> bool:
-        """Whether it belongs to an optimizer, by its name."""
+        """True if it belongs to an optimizer, by its name."""
         return is_of_optimizer(self.name)
 
 

@@ -156,8 +156,8 @@ def steps_of_run(
 
 
 def newest_steps(connection: Connection, run_id: int, last: int) -> list[int]:
-    """Return the checkpoints of the ``last`` steps of a run, the newest first; what a job made of others is
-    none.
+    """Return the checkpoints of the ``last`` steps of a run, the newest first; what a job made of other
+    checkpoints is none.
 
     StateError that names those of them that are damaged, partial, or there several times; and for fewer.
     """
@@ -176,11 +176,11 @@ def newest_steps(connection: Connection, run_id: int, last: int) -> list[int]:
     newest = list(found.items())[:last]
     problems = [f"step {step} {problem}" for step, rows in newest if (problem := _problem(rows))]
     if problems:
-        told = listed(problems, most=_MAX_LISTED, show=str)
-        raise StateError(f"run {run_id}: {told}; give the checkpoints as sources", state="damaged steps")
+        said = listed(problems, most=_MAX_LISTED, show=str)
+        raise StateError(f"run {run_id}: {said}; give the checkpoints as sources", state="damaged steps")
     if len(newest) < last:
-        told = f"there are {len(newest)} committed steps, and {last} are asked for"
-        raise StateError(f"run {run_id}: {told}", state="too few steps")
+        said = f"there are {len(newest)} committed steps, and {last} are asked for"
+        raise StateError(f"run {run_id}: {said}", state="too few steps")
     return [rows[0].id for _, rows in newest]
 
 

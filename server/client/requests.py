@@ -70,7 +70,7 @@ class Call(Generic[T]):
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether it may be sent again although the service may have carried it out."""
+        """True if it may be sent again although the service may have carried it out."""
         return "If-Match" not in self.headers and not self.has_secret
 
     def after(self, cursor: str) -> Call[T]:

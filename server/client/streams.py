@@ -164,7 +164,7 @@ class Download:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all bytes have come."""
+        """True once all bytes have come."""
         return self._total is not None and self._have == self._total
 
     def headers(self) -> dict[str, str]:
@@ -241,7 +241,7 @@ class Download:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
-        if self._have == 0:  # nothing to go on from
+        if self._have == 0:  # nothing to continue from
             for path in (self._part, self._note):
                 with contextlib.suppress(OSError):
                     path.unlink()

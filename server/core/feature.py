@@ -196,7 +196,7 @@ class Feature:
 
     @property
     def is_package(self) -> bool:
-        """Whether the folder is the feature's own."""
+        """True if the folder is the feature's own."""
         return hasattr(importlib.import_module(self.module), "__path__")
 
     def options(self, settings: Settings) -> Any:

@@ -67,7 +67,7 @@ def configure_logs(settings: Settings) -> None:
     ]
     structlog.configure(
         processors=[
-            structlog.stdlib.filter_by_level,  # first, so that what nobody reads costs nothing
+            structlog.stdlib.filter_by_level,  # first, so that what is not shown costs nothing
             *shared,
             structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
         ],
@@ -95,7 +95,7 @@ def configure_logs(settings: Settings) -> None:
     for name in ("uvicorn", "uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
-    # each says what our own lines say already, or far more than anybody reads
+    # each says what our own lines say already, or far too much
     for name in (
         "uvicorn.access",
         "httpx",

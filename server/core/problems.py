@@ -57,7 +57,7 @@ class ProblemError(Exception):
 
 class BrokenBodyError(Exception):
     """Ends a request whose answer has begun and cannot be completed, once the reason is in the log: the
-    server closes the connection, so that nobody takes a part for the whole."""
+    server closes the connection, so that no client takes a part for the whole."""
 
 
 class BadRequestError(ProblemError):
@@ -100,7 +100,7 @@ class GoneError(ProblemError):
 
 
 class PreconditionFailedError(ProblemError):
-    """Somebody else changed it since."""
+    """Another request changed it since."""
 
     status, slug, title = 412, "precondition-failed", "Changed since"
 

@@ -152,7 +152,7 @@ class StorageRoot:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a folder of this machine, or of a file system that it has mounted."""
+        """True if it is a folder of this machine, or of a file system that it has mounted."""
         return self.path is not None
 
     def check_there(self) -> None:
@@ -190,9 +190,9 @@ class StorageRoot:
     def url_of(self, key: str) -> str:
         """Return the path or URL of ``key``, "" is the root; for jobs, and never for an answer.
 
-        Links are resolved, so that what is returned is in the root; it stays so unless somebody exchanges
-        folders of it for links at that very time, who must be able to write there. Raises UnprocessableError
-        for a key that is not clean, or that leads out of the root, and as `check_there`.
+        Links are resolved, so that what is returned is in the root; it stays so unless another process
+        exchanges folders of it for links at that very time, who must be able to write there. Raises
+        UnprocessableError for a key that is not clean, or that leads out of the root, and as `check_there`.
         """
         if key:
             check_key(key)

@@ -1,4 +1,4 @@
-"""What an operator may set: in a file, in the environment, by flags; the later wins.
+"""Settings of the operator: in a file, in the environment, by flags; the later wins.
 
 Environment: ``DCP_SERVER_`` and the name in capitals, ``__`` between the levels
 (``DCP_SERVER_ROOTS__PROD__URL=s3://bucket/runs``). File: TOML with the same names, named by
@@ -68,7 +68,7 @@ class RootSettings(BaseModel):
 
         try:
             store = open_store(info.data["url"], info.data["storage_options"])
-        except (CheckpointError, KeyError):  # whoever uses the root is told what is wrong with it
+        except (CheckpointError, KeyError):  # an error of whatever uses the root
             return readonly
         return readonly or not store.capabilities.is_writable
 

@@ -66,7 +66,7 @@ class Drafts:
             pause(min(_MOST_PAUSE_SECONDS, time.monotonic() - begun))
 
     def remove(self, database: Database, number: int) -> None:
-        """The draft with all of its parts."""
+        """Delete the draft with all of its parts."""
         parts = self.owner.table
         keys = [column for column in parts.primary_key if column is not self.owner]
         own = self.owner == number

@@ -37,8 +37,8 @@ _REPEATABLE: Final = {"40001", "40P01"}
 """PostgreSQL: serialization failure, deadlock."""
 
 _AWAY: Final = ("08", "53", "57", "25006", "55P03")
-"""PostgreSQL, how SQLSTATEs begin that are about the server: no connection, no resources, stopped or timed
-out by it, read-only since a failover, a lock that is not released."""
+"""PostgreSQL, the beginnings of SQLSTATEs of errors of the server: no connection, no resources, stopped or
+timed out by it, read-only since a failover, a lock that is not released."""
 
 _AWAY_SQLITE: Final = {
     sqlite3.SQLITE_CORRUPT,

@@ -35,7 +35,7 @@ R = TypeVar("R")
 JSON_DOCUMENT: Final = JSON()
 """Of PostgreSQL too, whose JSONB does not keep the order of members: rules of ``rename`` apply in theirs."""
 NAME: Final = Text().with_variant(Text(collation="C"), "postgresql")
-"""Compared and sorted by code point on both: pages go on where they ended whatever the server's locale."""
+"""Compared and sorted by code point on both: pages continue where they ended whatever the server's locale."""
 ID: Final = BigInteger().with_variant(Integer(), "sqlite")  # SQLite numbers rows by INTEGER PRIMARY KEY only
 
 _TYPES: Final[Mapping[ColumnType, TypeEngine[Any]]] = {

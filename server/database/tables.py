@@ -1,9 +1,9 @@
 """The tables of the catalog and of the ledger of jobs; the same on SQLite and PostgreSQL.
 
 Times are seconds since the epoch, UTC, as floating point. Sizes are bytes. Rows are never deleted where
-others tell of them; what is gone has a state. The columns of checkpoints and runs are those that the records
-declare (`dcp.server.records`). A change here or there needs a migration (`dcp.server.database.migrations`),
-and a test compares both.
+other rows refer to them; what is gone has a state. The columns of checkpoints and runs are those that the
+records declare (`dcp.server.records`). A change here or there needs a migration
+(`dcp.server.database.migrations`), and a test compares both.
 """
 
 from __future__ import annotations

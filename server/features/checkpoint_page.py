@@ -47,7 +47,7 @@ class TensorView(Query):
 
     @property
     def is_list(self) -> bool:
-        """Whether the list is shown: filters are of all tensors, and not of a level."""
+        """True if the list is shown: filters are of all tensors, and not of a level."""
         return self.view == "list" or bool(self.glob or self.dtype or self.kind)
 
     @property

@@ -173,7 +173,7 @@ class ListView(CheckpointFilter):
 
     @property
     def is_filtered(self) -> bool:
-        """Whether the list leaves some checkpoints out."""
+        """True if the list leaves some checkpoints out."""
         return not self.model_fields_set.isdisjoint(CheckpointFilter.model_fields.keys() - {"metric"})
 
     @property

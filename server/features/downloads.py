@@ -221,7 +221,7 @@ class LostFile:
 def download(checkpoint_id: IdPath, options: Annotated[DownloadOptions, Query()], ask: AskDep) -> Response:
     """Return the checkpoint as one safetensors or torch.save file.
 
-    Its size is known before, so that a download can go on where it broke off (Range, If-Range). If the
+    Its size is known before, so that a download can continue where it broke off (Range, If-Range). If the
     checkpoint turns out to be damaged, the connection is closed before the last byte.
     """
     found = ask.data.open(checkpoint_id)

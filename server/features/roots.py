@@ -30,7 +30,7 @@ RootName = Annotated[str, Path(min_length=1, max_length=63, pattern=r"^[a-z0-9][
 
 @dataclass(frozen=True, slots=True)
 class RootCheck:
-    """Whether the storage of a root answers now, and is the one that the catalog knows."""
+    """State of the storage of a root: it answers now, and is the one that the catalog knows."""
 
     root: str
     is_ok: bool

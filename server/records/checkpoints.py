@@ -11,7 +11,7 @@ from dcp.server.records.declaring import AnyOf, Found, IsFormat, JoinedColumn, O
 
 State = Literal["incomplete", "committed", "unreadable", "vanished", "deleted", "purged"]
 """incomplete (data, nothing committed), committed, unreadable (its index is damaged or refused), vanished
-(not there any more, by nobody's order), deleted (by order, restorable until ``purge_after``), purged (gone
+(not there any more, without an order), deleted (by order, restorable until ``purge_after``), purged (gone
 from storage, by order)."""
 Verdict = Literal["unverified", "good", "damaged"]
 

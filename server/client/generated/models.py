@@ -294,7 +294,7 @@ class Job:
 
     @property
     def is_final(self) -> bool:
-        """Whether the job has ended."""
+        """True once the job has ended."""
         return self.state in ("succeeded", "failed", "cancelled")
 
 
@@ -685,7 +685,7 @@ class Root:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootCheck:
-    """Whether the storage of a root answers now, and is the one that the catalog knows."""
+    """State of the storage of a root: it answers now, and is the one that the catalog knows."""
 
     root: str
     is_ok: bool

@@ -126,7 +126,7 @@ def _is_link(headers: Headers, scope: Scope) -> bool:
 SESSION_COOKIE: Final = "dcphub_session"
 
 STATIC_PREFIX: Final = "/static/"
-"""Of files that are the same for everybody, and answered from memory."""
+"""Of files that are the same for all, and answered from memory."""
 _UNCOUNTED: Final = frozenset({"/healthz", "/readyz", "/metrics"})
 """Asked by machines, often, and answered from memory or nearly so."""
 

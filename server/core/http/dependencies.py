@@ -138,7 +138,8 @@ public: Final[Any] = Depends(Public())
 
 
 def check_visible(caller: Principal, root: str) -> None:
-    """Raises `NotFoundError` if the key is not for this root: it learns nothing of others, not even names."""
+    """Raises `NotFoundError` if the key is not for this root: it learns nothing of other roots, not even
+    names."""
     if not caller.may_see(root):
         raise NotFoundError(f"there is no root {root!r}")
 

@@ -129,7 +129,7 @@ def keep(connection: Connection, reservation: Reservation, answer: KeptAnswer) -
     values = {"status_code": answer.status, "headers": dict(answer.headers), "body": answer.body}
     changed = connection.execute(update(idempotency).where(*_unanswered(reservation)).values(values))
     if changed.rowcount != 1:
-        raise ConflictError("this took too long: another request with this Idempotency-Key goes on with it")
+        raise ConflictError("this took too long: another request with this Idempotency-Key continues it")
 
 
 def finish(database: Database, reservation: Reservation, answer: KeptAnswer) -> None:
@@ -139,7 +139,7 @@ def finish(database: Database, reservation: Reservation, answer: KeptAnswer) -> 
 
 
 def forget(database: Database, reservation: Reservation) -> None:
-    """The request changed nothing; the key is free again."""
+    """Free the key of a request that changed nothing."""
     database.transact(
         lambda connection: connection.execute(delete(idempotency).where(*_unanswered(reservation)))
     )
@@ -162,7 +162,7 @@ def forget_old(database: Database, now_seconds: float) -> None:
             .where(idempotency.c.created_seconds < now_seconds - KEPT_SECONDS)
             .limit(1)
         ).first()
-    if old is not None:  # so that nobody waits for a writer who has nothing to write
+    if old is not None:  # so that no request waits for a writer that has nothing to write
         database.transact(
             lambda connection: connection.execute(
                 delete(idempotency).where(idempotency.c.created_seconds < now_seconds - KEPT_SECONDS)

@@ -160,7 +160,7 @@ class _MeasuredAnswer:
         self._scope = scope
         self._began = time.perf_counter()
         self._first_byte_seconds: float | None = None
-        self._status = 500  # what the server makes of an exception that nobody handled
+        self._status = 500  # what the server makes of an exception that was not handled
         self._sent_bytes = 0
         self._is_whole = False
 

@@ -4,7 +4,7 @@ Limits are on the size and media type of requests, and on the time until they ha
 
 Compressed are answers that are sent at once, for clients that accept gzip: pages, JSON, scripts and styles.
 Streams (events, downloads), ranges, bodies that are compressed or small, and answers with a strong entity
-tag, which names the very bytes, go through untouched. The length of what is compressed tells of its content,
+tag, which names the very bytes, go through untouched. The length of what is compressed reveals its content,
 and so an attacker who makes a browser load pages with chosen words in the address could guess other text of
 the page (the BREACH attack). The secret of a page is the token of its forms: it differs in each page
 (`dcp.server.core.pages.requests`).
@@ -346,6 +346,6 @@ class _TimedAnswer:
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:
-    # else asyncio complains of an error that nobody looked at
+    # else asyncio complains of an error that was not looked at
     if not task.cancelled() and task.exception() is not None:
         _log.warning("request failed after its time", error=repr(task.exception()))

@@ -211,7 +211,7 @@ def _wake(waiting: Iterable[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) ->
     for loop, event in waiting:
         try:
             loop.call_soon_threadsafe(event.set)
-        except RuntimeError:  # its loop has ended, and nobody waits any more
+        except RuntimeError:  # its loop has ended, and no request waits any more
             continue
 
 

@@ -106,8 +106,8 @@ def check_routes(app: FastAPI) -> None:
 class Paths:
     """The paths of all ``routes``. One that several templates fit is that one's which spells more of it.
 
-    The framework would go on to the other template where this one has not the method, and take a word for a
-    value: what there is at the path would then depend on the method.
+    The framework would try the other template where this one has not the method, and take a word for a
+    value: the resource at the path would then depend on the method.
     """
 
     def __init__(self, routes: Iterable[RouteContext]) -> None:

@@ -151,7 +151,7 @@ class Worker:
                 part()
             except DatabaseUnavailableError as error:
                 problem = str(error)
-            except Exception:  # noqa: BLE001 - whatever it is, the worker goes on and its leases are kept
+            except Exception:  # noqa: BLE001 - whatever it is, the worker continues and its leases are kept
                 _log.exception("worker failed in a step", part=part.__name__)
         if problem != self._problem:  # once, and not with each step for an hour
             self._problem = problem

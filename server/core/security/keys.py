@@ -1,7 +1,7 @@
 """API keys and sessions: 256 random bits, of which only the SHA-256 is kept.
 
 A key reads ``dcp_PREFIX_SECRET``. The prefix finds the row and distinguishes keys in lists and logs; a hash
-without a salt is enough, since nobody can guess the secret. A session is a browser that was signed in with a
+without a salt is enough, since the secret cannot be guessed. A session is a browser that was signed in with a
 key, known by 256 random bits in a cookie. It has the rights of its key; it ends with the key, when its time
 is over, or by signing out.
 """

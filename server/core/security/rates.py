@@ -33,7 +33,8 @@ _UNIT_SECONDS: Final = {
 }
 _IPV6_PREFIX_BITS: Final = 64
 _MAX_COUNTED: Final = 65_536
-"""Callers that are told apart at one time; whoever comes beyond that empties the counts of ended windows."""
+"""Callers that are distinguished at one time; whoever comes beyond that empties the counts of ended
+windows."""
 
 
 @dataclass(frozen=True, slots=True)

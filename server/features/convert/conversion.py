@@ -57,8 +57,9 @@ def target_dedup_key(root: str, key: str) -> str:
 
 
 class TargetKind(Kind[T]):
-    """Jobs that make a checkpoint of others: prepared in the plan, a batch a task, published by one rename or
-    one conditional request. ``lineage``: the relation to its sources; ``done``: the audit action."""
+    """Jobs that make a checkpoint of other ones: prepared in the plan, a batch a task, published by one
+    rename or one conditional request. ``lineage``: the relation to its sources; ``done``: the audit
+    action."""
 
     scope: ClassVar[Scope] = "convert"
     lineage: ClassVar[LineageKind] = "converted_from"

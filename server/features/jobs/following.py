@@ -176,19 +176,19 @@ class _Feed(ABC, Generic[F]):
     def _run(self) -> None:
         while True:
             with self._lock:
-                everybody = list(self._following)
-                if not everybody:
+                followers = list(self._following)
+                if not followers:
                     self._is_running = False
                     return
             self._wake.clear()
             has_more = False
             try:
-                for begin in range(0, len(everybody), _AT_ONCE):
-                    has_more |= self._look(everybody[begin : begin + _AT_ONCE])
+                for begin in range(0, len(followers), _AT_ONCE):
+                    has_more |= self._look(followers[begin : begin + _AT_ONCE])
             except Exception as error:  # noqa: BLE001 - followers must not wait for ever
                 if not isinstance(error, DatabaseUnavailableError):
                     _log.exception("jobs cannot be followed")
-                for one in everybody:  # they ask again, and are refused as long as it lasts
+                for one in followers:  # they ask again, and are refused as long as it lasts
                     one.tell(_OVER)
             if not has_more:
                 self._wake.wait(POLL_SECONDS)

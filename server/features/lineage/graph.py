@@ -19,7 +19,7 @@ _BETWEEN_COLUMNS: Final = 76
 _BETWEEN_ROWS: Final = 18
 _MAX_ROWS: Final = 12
 _MAX_DISTANCE: Final = 6
-"""What is farther off, or more in a column, is in the table alone: nobody reads a wall of boxes."""
+"""What is farther off, or more in a column, is in the table alone: a wall of boxes is not readable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """What is drawn; ``left_out`` nodes are not."""
+    """Drawn graph, without ``left_out`` nodes."""
 
     boxes: tuple[NodeBox, ...]
     lines: tuple[Line, ...]

@@ -31,7 +31,7 @@ from dcp.server.records.declaring import Shown
 from dcp.server.records.lists import NotedPage, Page
 
 MAX_RUNS: Final = 10
-"""Runs of a comparison: more lines cannot be told apart."""
+"""Runs of a comparison: more lines cannot be distinguished."""
 _NAMES: Final = 200
 
 Of = Literal["last", "min", "max"]

@@ -101,7 +101,7 @@ def queue_deliveries(
 ) -> None:
     """Make the deliveries of events to all enabled webhooks."""
     query = HOOKS.select.where(webhooks.c.is_enabled).order_by(webhooks.c.id)
-    hooks = connection.execute(query.with_for_update(read=True)).all()  # nobody deletes one meanwhile
+    hooks = connection.execute(query.with_for_update(read=True)).all()  # none is deleted meanwhile
     rows = [
         _waiting(hook.id, event.id, context.now) for event in events for hook in hooks if _wants(hook, event)
     ]

@@ -122,7 +122,7 @@ def _shapes(job_id: int, ask: Ask) -> tuple[Mapping[str, Any], Mapping[str, Any]
     if job.kind != "shapes" or job.state != "succeeded":
         raise StateError(
             f"job {job_id} ({job.kind}) is {job.state}; a job of the kind shapes that has succeeded "
-            "tells of a state",
+            "describes a state",
             state=job.state,
         )
     return job.result or {}, job.params.get("config") or {}

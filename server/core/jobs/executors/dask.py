@@ -235,7 +235,7 @@ class DaskExecutor:
                 return
             if (
                 remote.future is not None and not is_finished
-            ):  # should it run on there, it is told that nobody wants it any more
+            ):  # should it still run there, it learns that it is not wanted any more
                 self._given_up[remote.name] = time.monotonic()
         remote.on_done(outcome)
 

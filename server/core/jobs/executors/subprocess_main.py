@@ -236,7 +236,7 @@ def _work(connection: socket.socket, setup: Setup, kinds: Mapping[str, Kind[Any]
 
 
 def _limit_memory(memory_bytes: int) -> None:
-    """The worker watches what is resident; this stops what grows faster than it looks."""
+    """Stop what grows faster than the worker looks, which watches resident memory."""
     if memory_bytes:
         limit = memory_bytes + _MEMORY_SLACK_BYTES
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)

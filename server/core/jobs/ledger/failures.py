@@ -98,7 +98,7 @@ def _fail_phase(connection: Connection, job: Job, error: JobFailure, now: float,
 
 
 def clear_away(connection: Connection, job: Job, **found: Any) -> None:
-    """An ending job whose plan has begun, and may have left something: it is discarded as one that runs. What
+    """Discard an ending job whose plan has begun, and may have left something, as one that runs. What
     there is of its tasks was never begun."""
     forget_tasks(connection, job)
     set_job(connection, job.id, state="running", **NEXT_PHASE, **found)

@@ -50,8 +50,8 @@ _SHOWN: Final = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFilter:
-    """Which jobs; what is not given does not matter. ``checkpoint_id``: those about this one. ``own_scans``:
-    also those scans that the service makes by itself."""
+    """Filter of jobs; what is not given does not matter. ``checkpoint_id``: those about this one.
+    ``own_scans``: also those scans that the service makes by itself."""
 
     states: frozenset[JobState] = frozenset()
     kinds: frozenset[str] = frozenset()

@@ -324,7 +324,7 @@ def finish(
 
 
 def short_result(result: Json) -> dict[str, Any]:
-    """Return the part of a result that lists show: all of a small one, of others its short members."""
+    """Return the part of a result that lists show: all of a small one, the short members of a large one."""
     sizes = {name: _size(value) for name, value in result.items()}
     if sum(len(name) + size for name, size in sizes.items()) <= _MAX_RESULT_BYTES:
         return dict(result)

@@ -200,7 +200,7 @@ def complete_plan(
     now: float,
     after: int = 0,
 ) -> None:
-    """The job's tasks may be claimed; without any it is published next. ``after`` so many that were added
+    """Let the job's tasks be claimed; without any it is published next. ``after`` so many that were added
     before."""
     job = held_job(connection, held)
     plan_data = plan_data if isinstance(plan_data, Encoded) else dict(plan_data)

@@ -17,7 +17,7 @@
   // Characters that turn the direction of what follows them, written out as the service does it.
   window.visible = (text) => text.replace(/[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, (one) => `\\u${one.charCodeAt(0).toString(16).padStart(4, "0")}`);
 
-  // Over HTTP/1.1 browsers open six connections to a service, for all tabs: those that nobody looks at give theirs back.
+  // Over HTTP/1.1 browsers open six connections to a service, for all tabs: hidden ones give theirs back.
   class Stream {
     constructor(url) {
       this.url = url;

@@ -506,7 +506,7 @@
       else own.set("colour", link.dataset.colour);
       link.href = `${location.pathname}${own.size ? `?${own}` : ""}`;
     }
-    // once hands are at rest: nobody reads it meanwhile
+    // once hands are at rest: it is not read meanwhile
     clearTimeout(resting);
     resting = setTimeout(() => refreshBelow(url), 300);
   };

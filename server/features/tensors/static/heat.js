@@ -1,5 +1,5 @@
 // A slice of a tensor in finer cells than those that the page came with: drawn from the JSON beside it, read out cell by
-// cell, and closer where somebody drags over it.
+// cell, and closer where the pointer drags over it.
 "use strict";
 
 (() => {
