@@ -106,7 +106,7 @@ from typing import Any, Unpack
 
 from dcp.server.client.asynchronous.connection import AsyncHttpConnection, AsyncPages
 from dcp.server.client.requests import (
-    Call, PagedCall, given, if_match, many, nothing, one, query, segment, with_cursor
+    given, many, nothing, one, query, segment, with_cursor
 )
 from dcp.server.client.generated import models
 
@@ -237,33 +237,33 @@ class _Operation:
     def method(self) -> str:
         """The method that sends the request."""
         about = _docstring(self._operation.get("description", self.name).partition("\n\n")[0])
-        _, _, result = self._result()
+        _, result = self._result()
         if not self._is_paged:
             head = f"async def {self.method_name}(self, {self._arguments([])}) -> {result}:"
-            answer = "await self._send({})"
+            answer = "await self._call"
         else:
             size = f"page_size: int = {500 if '{' in self._path else 100}"
             head = f"def {self.method_name}(self, {self._arguments([size])}) -> AsyncPages[{result}]:"
-            answer = "AsyncPages(self._send, {}, page_size)"
-        request = self._request()
-        line = f"    return {answer.format(request)}"
-        body = line if len(line) <= _WIDTH else f"    call = {request}\n    return {answer.format('call')}"
-        return f"{head}\n{about}{body}"
+            answer = "self._pages"
+        line = f"    return {answer}({self._request(self._url())})"
+        if len(line) > _WIDTH:
+            line = f"    path = {self._url()}\n    return {answer}({self._request('path')})"
+        return f"{head}\n{about}{line}"
 
-    def _result(self) -> tuple[str, str, str]:
-        """The class of the request, the function that parses the answer, and the type of its result."""
+    def _result(self) -> tuple[str, str]:
+        """The function that parses the answer, and the type of its result."""
         if not self._answer:
-            return "Call", "nothing", "None"
+            return "nothing", "None"
         is_list = "items" in self._members
         schema = self._members["items"]["items"] if is_list else self._answer
         model = f"{'models.' * ('$ref' in schema)}{self._models.type_of(schema, is_answer=True)}"
         if self._is_paged:
-            return "PagedCall", f"one({model})", model
+            return f"one({model})", model
         if is_list:
-            return "Call", f"many({model})", f"list[{model}]"
+            return f"many({model})", f"list[{model}]"
         if "next_cursor" in self._members:
-            return "Call", f"with_cursor({model})", f"tuple[{model}, str | None]"
-        return "Call", f"one({model})", model
+            return f"with_cursor({model})", f"tuple[{model}, str | None]"
+        return f"one({model})", model
 
     def _arguments(self, keywords: list[str]) -> str:
         """Required parameters by place, the others by name, besides ``keywords``."""
@@ -276,25 +276,26 @@ class _Operation:
         options = [f"**options: Unpack[models.{self.options}]"] if self.options else []
         return ", ".join([*positional, *(["*", *keywords] if keywords else []), *options])
 
-    def _request(self) -> str:
-        """The expression that makes the request."""
-        kind, parse, _ = self._result()
+    def _request(self, path: str) -> str:
+        """The arguments that make the request."""
+        parse, _ = self._result()
         responses, scope = self._operation["responses"], self._operation.get("x-required-scope")
         only_reads = self._method == "POST" and "200" in responses and scope == "read"
         has_secret = any(each.get("format") == "password" for each in self._members.values())
         query = [f"{name}={name}" for name in self._in_query if name not in self._in_options]
         query += ["**options"] * bool(self.options and not self._body)
         parts = {
+            "page_size": self._is_paged,
             f'"{self._method}"': not self._is_paged,
-            self._url(): True,
+            path: True,
             parse: True,
             f"query({', '.join(query)})": query,
             f"body={self._body_text()}": self._body,
-            "headers=if_match(etag)": self._has_etag(),
+            "etag=etag": self._has_etag(),
             "only_reads=True": only_reads and not self._is_paged,
             "has_secret=True": has_secret,
         }
-        return f"{kind}({', '.join(text for text, applies in parts.items() if applies)})"
+        return ", ".join(text for text, applies in parts.items() if applies)
 
     def _body_text(self) -> str:
         """The body; without members that are None, unless a change may set them to null."""

@@ -10,7 +10,7 @@ import re
 import types
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from typing import (
@@ -55,8 +55,8 @@ Params = tuple[tuple[str, str], ...]
 class Call(Generic[T]):
     """One request. ``parse`` makes the result of the JSON of the answer (None if it has no body).
 
-    ``only_reads``: a POST that changes nothing. ``has_secret``: the answer contains a secret, which is given
-    once only.
+    ``etag``: the version that is to be changed; another one is refused. ``only_reads``: a POST that changes
+    nothing. ``has_secret``: the answer contains a secret, which is given once only.
     """
 
     method: str
@@ -64,14 +64,14 @@ class Call(Generic[T]):
     parse: Callable[[Any], T]
     params: Params = ()
     body: Any = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    etag: str | None = None
     only_reads: bool = False
     has_secret: bool = False
 
     @property
     def is_repeatable(self) -> bool:
         """True if it may be sent again although the service may have carried it out."""
-        return "If-Match" not in self.headers and not self.has_secret
+        return self.etag is None and not self.has_secret
 
     def after(self, cursor: str) -> Call[T]:
         """Return the request for the next page."""
@@ -109,8 +109,7 @@ def json_call(
     method: str, path: str, parameters: Mapping[str, Any] | None, body: Any, etag: str | None
 ) -> Call[Any]:
     """Any request; its result is the JSON of the answer."""
-    params = query(**parameters or {})
-    return Call(method, path, lambda document: document, params, body, if_match(etag))
+    return Call(method, path, lambda document: document, query(**parameters or {}), body, etag)
 
 
 def query(**values: Any) -> Params:
@@ -141,13 +140,6 @@ def segment(name: str) -> str:
 def given(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the members of a body that are not None."""
     return {name: value for name, value in body.items() if value is not None}
-
-
-def if_match(etag: str | None) -> dict[str, str]:
-    """Return the header that makes the service refuse a change of any other version."""
-    if etag is None:
-        return {}
-    return {"If-Match": etag if etag == "*" or etag.startswith('"') else f'"{etag}"'}
 
 
 # -- answers -------------------------------------------------------------------------------------------------
@@ -298,7 +290,9 @@ def headers_of(key: str | None) -> dict[str, str]:
 
 def httpx_request(client: httpx.Client | httpx.AsyncClient, call: Call[Any]) -> httpx.Request:
     """Return the request of ``call``; a POST with changes has an idempotency key."""
-    headers = dict(call.headers)
+    headers = {}
+    if call.etag is not None:
+        headers["If-Match"] = call.etag if call.etag == "*" or call.etag.startswith('"') else f'"{call.etag}"'
     if call.method == "POST" and not call.only_reads:
         headers["Idempotency-Key"] = uuid.uuid4().hex
     return client.build_request(

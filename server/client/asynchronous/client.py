@@ -19,7 +19,6 @@ from dcp.server.client.requests import (
     Params,
     array_of,
     given,
-    if_match,
     joined,
     json_call,
     many,
@@ -74,7 +73,7 @@ class AsyncClient(AsyncMethods):
         """Count the checkpoints that `checkpoints` would list with each value of its filters."""
         filters: dict[str, Any] = {name: value for name, value in options.items() if name != "sort"}
         params = query(values=values, **filters)
-        return await self._send(Call("GET", "/checkpoints/facets", one(models.CheckpointFacets), params))
+        return await self._call("GET", "/checkpoints/facets", one(models.CheckpointFacets), params)
 
     async def search(
         self, text: str, *, kind: str | Sequence[str] = (), limit: int = 10
@@ -82,12 +81,12 @@ class AsyncClient(AsyncMethods):
         """Search the names of runs, checkpoints, aliases, tags and tensors; the best first, and at most
         ``limit`` of each kind."""
         params = query(q=text, kind=kind, limit=limit)
-        return await self._send(Call("GET", "/search", many(models.SearchHit), params))
+        return await self._call("GET", "/search", many(models.SearchHit), params)
 
     async def delete_alias(self, run_id: int, name: str, *, etag: str) -> None:
         """Remove an alias; the checkpoint stays."""
         path = f"/runs/{run_id}/aliases/{segment(name)}"
-        await self._send(Call("DELETE", path, nothing, headers=if_match(etag)))
+        await self._call("DELETE", path, nothing, etag=etag)
 
     # -- contents --------------------------------------------------------------------------------------------
 
@@ -96,7 +95,7 @@ class AsyncClient(AsyncMethods):
     ) -> AsyncPages[models.TreeNode]:
         """List one level of the tree that the dots in the names make."""
         path = f"/checkpoints/{checkpoint_id}/tensors/tree"
-        return AsyncPages(self._send, PagedCall(path, one(models.TreeNode), query(prefix=prefix)), page_size)
+        return self._pages(page_size, path, one(models.TreeNode), query(prefix=prefix))
 
     async def tensor(self, checkpoint_id: int, fqn: str, slice: str | None = None) -> npt.NDArray[np.generic]:
         """Read one tensor, or a ``slice`` of it such as "0:2,:,-1"; as float32 where numpy lacks the type."""
@@ -151,11 +150,11 @@ class AsyncClient(AsyncMethods):
         """
         path, parse = f"/checkpoints/{checkpoint_id}/will-it-load", one(models.LoadCheck)
         if tensors is None:
-            return await self._send(Call("GET", path, parse, query(**options)))
+            return await self._call("GET", path, parse, query(**options))
         named = [{"fqn": fqn, "shape": shape, "dtype": dtype} for fqn, (shape, dtype) in tensors.items()]
         through: dict[str, Any] = {name: options.get(name) for name in ("map", "inverse", "below")}
         body = given({"tensors": named, "objects": None if objects is None else list(objects)})
-        return await self._send(Call("POST", path, parse, query(**through), body, only_reads=True))
+        return await self._call("POST", path, parse, query(**through), body=body, only_reads=True)
 
     async def statistics(self, checkpoint_id: int) -> models.Statistics:
         """Get the statistics of all values that were computed last. Raises NotFoundError before the first
@@ -204,7 +203,7 @@ class AsyncClient(AsyncMethods):
         """Submit a job: "convert", "merge", "verify", "stats", "diff", "delete", "scan" or another kind, with
         the parameters of the kind. If an unfinished job does the same already, get that one."""
         body = {"kind": kind, "params": params, "priority": priority}
-        return await self._send(Call("POST", "/jobs", one(models.Job), body=body))
+        return await self._call("POST", "/jobs", one(models.Job), body=body)
 
     async def merge(
         self, sources: Sequence[int], target_key: str, *, to: str, priority: int = 0, **params: Any
@@ -271,22 +270,21 @@ class AsyncClient(AsyncMethods):
         """Create a policy, which is applied at once: use `preview_retention` before. ``keep`` is what
         `dcp.Retention.to_dict` returns."""
         body = {"name": name, "root": root, "keep": keep, **given(options)}
-        return await self._send(Call("POST", "/retention/policies", one(models.RetentionPolicy), body=body))
+        return await self._call("POST", "/retention/policies", one(models.RetentionPolicy), body=body)
 
     def preview_retention(
         self, root: str, keep: Mapping[str, Any], *, run_glob: str = "*", page_size: int = 50
     ) -> AsyncPages[models.RetentionPreview]:
         """List the decisions of a policy with their reasons, by run; nothing is changed."""
         body = {"root": root, "keep": keep, "run_glob": run_glob}
-        call = PagedCall("/retention/preview", one(models.RetentionPreview), body=body)
-        return AsyncPages(self._send, call, page_size)
+        return self._pages(page_size, "/retention/preview", one(models.RetentionPreview), body=body)
 
     def preview_retention_policy(
         self, policy_id: int, *, page_size: int = 50
     ) -> AsyncPages[models.RetentionPreview]:
         """List the decisions of an existing policy with their reasons, by run; nothing is changed."""
-        call = PagedCall(f"/retention/policies/{policy_id}/preview", one(models.RetentionPreview))
-        return AsyncPages(self._send, call, page_size)
+        path = f"/retention/policies/{policy_id}/preview"
+        return self._pages(page_size, path, one(models.RetentionPreview))
 
     async def run_retention_policy(self, policy_id: int, *, dry_run: bool = False) -> models.Job:
         """Apply a policy now, by a job; with ``dry_run`` its result says what would be deleted."""

@@ -16,6 +16,7 @@ from dcp.server.client.errors import AnswerError, ProblemError, TransportError
 from dcp.server.client.requests import (
     Call,
     PagedCall,
+    Params,
     RetryPolicy,
     base_url_of,
     error_of,
@@ -112,6 +113,17 @@ class AsyncHttpConnection:
 
     async def _send(self, call: Call[T]) -> T:
         return parsed(call, await self._response(call))
+
+    async def _call(
+        self, method: str, path: str, parse: Callable[[Any], T], params: Params = (), **options: Any
+    ) -> T:
+        """Send a `Call` with these ``options``."""
+        return await self._send(Call(method, path, parse, params, **options))
+
+    def _pages(
+        self, page_size: int, path: str, item: Callable[[Any], T], params: Params = (), body: Any = None
+    ) -> AsyncPages[T]:
+        return AsyncPages(self._send, PagedCall(path, item, params, body), page_size)
 
     async def _bytes(self, call: Call[Any]) -> bytes:
         response = await self._response(call)

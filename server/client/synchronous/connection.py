@@ -17,6 +17,7 @@ from dcp.server.client.errors import AnswerError, ProblemError, TransportError
 from dcp.server.client.requests import (
     Call,
     PagedCall,
+    Params,
     RetryPolicy,
     base_url_of,
     error_of,
@@ -110,6 +111,17 @@ class HttpConnection:
 
     def _send(self, call: Call[T]) -> T:
         return parsed(call, self._response(call))
+
+    def _call(
+        self, method: str, path: str, parse: Callable[[Any], T], params: Params = (), **options: Any
+    ) -> T:
+        """Send a `Call` with these ``options``."""
+        return self._send(Call(method, path, parse, params, **options))
+
+    def _pages(
+        self, page_size: int, path: str, item: Callable[[Any], T], params: Params = (), body: Any = None
+    ) -> Pages[T]:
+        return Pages(self._send, PagedCall(path, item, params, body), page_size)
 
     def _bytes(self, call: Call[Any]) -> bytes:
         response = self._response(call)
