@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, Select, delete, insert, select, update
+from sqlalchemy import Connection, Row, Select, delete, insert, select, text, update
 
 from dcp.server.catalog import audit
 from dcp.server.catalog.details import bump, get_checkpoint, lock_checkpoint
@@ -47,6 +47,7 @@ class Alias:
 
 
 MAX_LABELS: Final = 256
+_ALIASES_LOCK: Final = 0x616C_6961 << 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +222,13 @@ def list_aliases(connection: Connection, run_id: int, visible: frozenset[str] | 
     return sorted(map(_alias, connection.execute(query)), key=lambda alias: alias.name)
 
 
+def lock_aliases(connection: Connection, run_id: int) -> None:
+    """Let other changes of the aliases of a run wait for the end of this transaction; on SQLite all do."""
+    if connection.dialect.name == "postgresql":
+        key = _ALIASES_LOCK + run_id % (1 << 32)
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": key})
+
+
 def set_alias(
     connection: Connection,
     run_id: int,
@@ -238,6 +246,7 @@ def set_alias(
     and `StateError` for a checkpoint that is deleted or purged.
     """
     check_label("alias", name)
+    lock_aliases(connection, run_id)
     row = lock_checkpoint(connection, checkpoint_id, change.visible)
     if row["run_id"] != run_id:
         raise MissingError("checkpoint", checkpoint_id)

@@ -43,6 +43,8 @@ __all__ = ["Access", "Feature", "FeatureError", "Finder", "Link", "Page", "Panel
 
 C = TypeVar("C", bound=Consume)
 F = TypeVar("F", bound=Callable[..., Any])
+AliasGuard = Callable[[Any, "Settings", int, str], "str | None"]
+A = TypeVar("A", bound=AliasGuard)
 Finder = Callable[[Any, str, "frozenset[str] | None", int], "Iterable[SearchHit]"]
 G = TypeVar("G", bound=Finder)
 W = TypeVar("W", bound="Callable[[ScheduleContext], object]")
@@ -178,6 +180,7 @@ class Feature:
     schedules: list[Callable[[Settings], Iterable[PeriodicWork]]] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
     finders: dict[str, Finder] = field(default_factory=dict)
+    alias_guards: list[AliasGuard] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for kind in self.events:
@@ -337,6 +340,15 @@ class Feature:
             return act
 
         return declare
+
+    def alias_guard(self, guard: A) -> A:
+        """Declare a function that says why an alias is not to be set or removed by hand, or returns None.
+
+        It gets the connection of the change, the settings, the run's id and the name of the alias. The
+        feature itself sets the alias by `dcp.server.catalog.labels`.
+        """
+        self.alias_guards.append(guard)
+        return guard
 
     def finder(self, kind: str) -> Callable[[G], G]:
         """Declare that the search of the service finds things of this ``kind`` by the function.

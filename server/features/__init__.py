@@ -55,6 +55,7 @@ FEATURES: Final = (
     "run_metrics",  # before runs: of its paths some are no number
     "runs",
     "shards",
+    "stages",
     "statistics",
     "tensors",
     "verify",

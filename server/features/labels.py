@@ -24,7 +24,8 @@ from dcp.server.core.answers import IdPath, NamePath
 from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
 from dcp.server.core.http.dependencies import IfMatch, Precondition
-from dcp.server.core.problems import UnprocessableError
+from dcp.server.core.problems import ConflictError, UnprocessableError
+from dcp.server.features import features
 from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.lists import Items
 
@@ -109,7 +110,9 @@ def set_alias(run_id: IdPath, name: NamePath, body: AliasChange, ask: Ask, if_ma
     """Let the alias name this checkpoint of the run. Without If-Match only if there is no such alias yet."""
 
     def act(connection: Connection) -> Alias:
+        labels.lock_aliases(connection, run_id)
         expected = _expected(connection, run_id, name, if_match, ask)
+        _check_free(connection, run_id, name, ask)
         return labels.set_alias(
             connection,
             run_id,
@@ -123,17 +126,32 @@ def set_alias(run_id: IdPath, name: NamePath, body: AliasChange, ask: Ask, if_ma
     return ask.tagged(ask.transact(act))
 
 
-@feature.delete(_ALIAS, tag="labels", scope="write", status=204, errors=(404, 412, 428))
+@feature.delete(_ALIAS, tag="labels", scope="write", status=204, errors=(404, 409, 412, 428))
 def delete_alias(run_id: IdPath, name: NamePath, ask: Ask, if_match: IfMatch) -> None:
     """Remove an alias; the checkpoint stays. Needs If-Match."""
 
     def act(connection: Connection) -> None:
+        labels.lock_aliases(connection, run_id)
         labels.get_alias(connection, run_id, name, ask.visible)
         if_match.required()
+        _check_free(connection, run_id, name, ask)
         change = ask.author.change(_expected(connection, run_id, name, if_match, ask))
         labels.delete_alias(connection, run_id, name, change, is_admin=ask.caller.may("admin"))
 
     ask.transact(act)
+
+
+def _check_free(connection: Connection, run_id: int, name: str, ask: Ask) -> None:
+    """Raises ConflictError for an alias that another feature keeps."""
+    reason = _why_held(connection, run_id, name, ask)
+    if reason is not None:
+        raise ConflictError(reason, state="held")
+
+
+def _why_held(connection: Connection, run_id: int, name: str, ask: Ask) -> str | None:
+    guards = (guard for one in features() for guard in one.alias_guards)
+    reasons = (guard(connection, ask.settings, run_id, name) for guard in guards)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _expected(connection: Connection, run_id: int, name: str, if_match: Precondition, ask: Ask) -> int | None:
@@ -169,7 +187,11 @@ class Undo:
 @feature.panel("checkpoint", "labels.html", order=20)
 def labels_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
     """Show tags and aliases, and the forms that change them."""
-    return {} if ask.caller.may("write") or found.tags or found.aliases else None
+    if not (ask.caller.may("write") or found.tags or found.aliases):
+        return None
+    with ask.reading() as connection:
+        held = [name for name in found.aliases if _why_held(connection, found.run_id, name, ask)]
+    return {"held": held}
 
 
 @feature.panel("checkpoint.notices", "labels_notice.html", order=10)

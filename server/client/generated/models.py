@@ -937,6 +937,85 @@ class ShardedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A stage, with its rule, and what the caller may do."""
+
+    name: str
+    approvals: int
+    """Approvals that a promotion needs."""
+    request_scope: str
+    requesters: tuple[str, ...]
+    """If there are any, only these may request."""
+    approve_scope: str
+    approvers: tuple[str, ...]
+    """If there are any, only these may approve."""
+    self_approval: bool
+    requires_verified: bool
+    requires_previous: bool
+    """Only from the stage before."""
+    may_request: bool
+    """Whether the caller may."""
+    may_approve: bool
+    """Whether the caller may, except perhaps of their own requests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageEntry:
+    """A line of the history of a run."""
+
+    id: int
+    stage: str
+    checkpoint_id: int
+    checkpoint_key: str
+    step: int | None = None
+    request_id: int | None = None
+    action: str
+    by: str
+    reason: str | None = None
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageHolder:
+    """The checkpoint of a run that is in a stage."""
+
+    stage: str
+    checkpoint_id: int
+    checkpoint_key: str
+    step: int | None = None
+    request_id: int
+    promoted_by: str
+    promoted_at: datetime
+    is_changed: bool
+    """Its content is not what was promoted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRequest:
+    """A request to promote a checkpoint to a stage."""
+
+    id: int
+    root: str
+    run_id: int
+    run: str
+    checkpoint_id: int
+    checkpoint_key: str
+    step: int | None = None
+    stage: str
+    state: str
+    reason: str | None = None
+    requested_by: str
+    approved_by: tuple[str, ...]
+    is_changed: bool
+    """The content of the checkpoint is not what was requested."""
+    created_at: datetime
+    updated_at: datetime
+    version: int
+    etag: str
+    """For If-Match."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
     """Statistics of the values of all tensors together, and of those of this page."""
 

@@ -1,0 +1,89 @@
+"""Records of stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Annotated, Literal
+
+from dcp.server.records.administration import Scope
+from dcp.server.records.declaring import OneOf, Shown
+
+__all__ = ["RequestState", "Stage", "StageAction", "StageEntry", "StageHolder", "StageRequest"]
+
+RequestState = Literal["requested", "promoted", "rejected", "withdrawn", "outdated"]
+"""outdated: the content of the checkpoint changed, and another request was made."""
+StageAction = Literal[
+    "requested", "approved", "rejected", "withdrawn", "outdated", "promoted", "replaced", "moved", "demoted"
+]
+"""replaced: another checkpoint came in its place; moved: it was promoted to another stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A stage, with its rule, and what the caller may do."""
+
+    name: str
+    approvals: Annotated[int, Shown("Approvals that a promotion needs.")]
+    request_scope: Annotated[str, OneOf(Scope)]
+    requesters: Annotated[tuple[str, ...], Shown("If there are any, only these may request.")]
+    approve_scope: Annotated[str, OneOf(Scope)]
+    approvers: Annotated[tuple[str, ...], Shown("If there are any, only these may approve.")]
+    self_approval: bool
+    requires_verified: bool
+    requires_previous: Annotated[bool, Shown("Only from the stage before.")]
+    may_request: Annotated[bool, Shown("Whether the caller may.")]
+    may_approve: Annotated[bool, Shown("Whether the caller may, except perhaps of their own requests.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageHolder:
+    """The checkpoint of a run that is in a stage."""
+
+    stage: str
+    checkpoint_id: int
+    checkpoint_key: str
+    step: int | None
+    request_id: int
+    promoted_by: str
+    promoted_at: datetime
+    is_changed: Annotated[bool, Shown("Its content is not what was promoted.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRequest:
+    """A request to promote a checkpoint to a stage."""
+
+    id: int
+    root: str
+    run_id: int
+    run: str
+    checkpoint_id: int
+    checkpoint_key: str
+    step: int | None
+    stage: str
+    state: Annotated[str, OneOf(RequestState)]
+    reason: str | None
+    requested_by: str
+    approved_by: tuple[str, ...]
+    is_changed: Annotated[bool, Shown("The content of the checkpoint is not what was requested.")]
+    created_at: datetime
+    updated_at: datetime
+    version: int
+    etag: Annotated[str, Shown("For If-Match.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageEntry:
+    """A line of the history of a run."""
+
+    id: int
+    stage: str
+    checkpoint_id: int
+    checkpoint_key: str
+    step: int | None
+    request_id: int | None
+    action: Annotated[str, OneOf(StageAction)]
+    by: str
+    reason: str | None
+    at: datetime

@@ -1,0 +1,62 @@
+"""Tables of stages: requests, present holders, and the history."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sqlalchemy import Column, Float, ForeignKey, Index, Integer, String, Table, Text
+
+from dcp.server.database.mapping import ID, JSON_DOCUMENT
+from dcp.server.database.tables import metadata
+
+__all__ = ["stage_entries", "stage_holders", "stage_requests"]
+
+stage_requests: Final = Table(
+    "stage_requests",
+    metadata,
+    Column("id", ID, primary_key=True, autoincrement=True),
+    Column("run_id", ID, ForeignKey("runs.id"), nullable=False),
+    Column("checkpoint_id", ID, ForeignKey("checkpoints.id"), nullable=False),
+    Column("stage", String(128), nullable=False),
+    Column("state", String(16), nullable=False),  # a `RequestState`
+    Column("reason", Text),
+    Column("content", JSON_DOCUMENT, nullable=False),  # marks of what was requested
+    Column("approvals", JSON_DOCUMENT, nullable=False),  # [{"by": name, "owner": identity}, ...]
+    Column("requested_by", String(128), nullable=False),
+    Column("owner", String(256), nullable=False),  # identity of who requested, which is never used again
+    Column("version", Integer, nullable=False, server_default="1"),
+    Column("created_seconds", Float, nullable=False),
+    Column("updated_seconds", Float, nullable=False),
+    Index(None, "run_id", "id"),
+    Index(None, "checkpoint_id", "id"),
+    Index(None, "state", "id"),
+)
+
+stage_holders: Final = Table(
+    "stage_holders",
+    metadata,
+    Column("run_id", ID, ForeignKey("runs.id"), primary_key=True),
+    Column("stage", String(128), primary_key=True),
+    Column("checkpoint_id", ID, ForeignKey("checkpoints.id"), nullable=False, index=True),
+    Column("request_id", ID, ForeignKey("stage_requests.id"), nullable=False),
+    Column("content", JSON_DOCUMENT, nullable=False),
+    Column("promoted_by", String(128), nullable=False),
+    Column("promoted_seconds", Float, nullable=False),
+)
+"""The checkpoint of a run that is in a stage; the alias of that name is set with it."""
+
+stage_entries: Final = Table(
+    "stage_entries",
+    metadata,
+    Column("id", ID, primary_key=True, autoincrement=True),
+    Column("run_id", ID, ForeignKey("runs.id"), nullable=False),
+    Column("checkpoint_id", ID, ForeignKey("checkpoints.id"), nullable=False),
+    Column("request_id", ID, ForeignKey("stage_requests.id")),
+    Column("stage", String(128), nullable=False),
+    Column("action", String(16), nullable=False),  # a `StageAction`
+    Column("by", String(128), nullable=False),
+    Column("reason", Text),
+    Column("at_seconds", Float, nullable=False),
+    Index(None, "run_id", "id"),
+)
+"""The history, which is never changed."""
