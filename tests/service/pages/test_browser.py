@@ -32,6 +32,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         api = made.api
         api.finished(api.submit("verify", checkpoint_id=api.checkpoints(sort="step")[0]["id"]))
         api.http.post("/api/v1/runs/1/notes", json={"text": NOTE}).raise_for_status()
+        for stage in ("candidate", "production"):
+            body = {"stage": stage, "reason": "r" * 300}
+            api.http.post("/api/v1/checkpoints/1/stage-requests", json=body).raise_for_status()
         yield made
 
 
@@ -76,6 +79,8 @@ PATHS: Final = (
     "/roots",
     "/checkpoints/1/lineage",
     "/runs/1/notes",
+    "/runs/1/stages",
+    "/stage-requests",
     "/notes/1/edit",
     "/keys",
     "/audit",
