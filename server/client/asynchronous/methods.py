@@ -441,8 +441,7 @@ class AsyncMethods(AsyncHttpConnection):
 
     async def run_stages(self, run_id: int) -> list[models.StageHolder]:
         """List the checkpoints of a run that are in stages, those in the highest last."""
-        call = Call("GET", f"/runs/{run_id}/stages", many(models.StageHolder))
-        return await self._send(call)
+        return await self._send(Call("GET", f"/runs/{run_id}/stages", many(models.StageHolder)))
 
     def stage_history(self, run_id: int, *, page_size: int = 500) -> AsyncPages[models.StageEntry]:
         """List all that was requested, decided and changed about the stages of a run, newest first."""
@@ -494,8 +493,7 @@ class AsyncMethods(AsyncHttpConnection):
 
     async def stage_request(self, request_id: int) -> models.StageRequest:
         """Get a request."""
-        call = Call("GET", f"/stage-requests/{request_id}", one(models.StageRequest))
-        return await self._send(call)
+        return await self._send(Call("GET", f"/stage-requests/{request_id}", one(models.StageRequest)))
 
     async def approve_stage_request(
         self, request_id: int, *, reason: str | None = None, etag: str | None = None
@@ -541,8 +539,7 @@ class AsyncMethods(AsyncHttpConnection):
         self,
     ) -> list[models.Stage]:
         """List the stages from the lowest to the highest, with their rules and what the caller may do."""
-        call = Call("GET", "/stages", many(models.Stage))
-        return await self._send(call)
+        return await self._send(Call("GET", "/stages", many(models.Stage)))
 
     def webhooks(self, *, page_size: int = 100) -> AsyncPages[models.Webhook]:
         """List the webhooks that the key may see, by id."""

@@ -436,8 +436,7 @@ class Methods(HttpConnection):
 
     def run_stages(self, run_id: int) -> list[models.StageHolder]:
         """List the checkpoints of a run that are in stages, those in the highest last."""
-        call = Call("GET", f"/runs/{run_id}/stages", many(models.StageHolder))
-        return self._send(call)
+        return self._send(Call("GET", f"/runs/{run_id}/stages", many(models.StageHolder)))
 
     def stage_history(self, run_id: int, *, page_size: int = 500) -> Pages[models.StageEntry]:
         """List all that was requested, decided and changed about the stages of a run, newest first."""
@@ -489,8 +488,7 @@ class Methods(HttpConnection):
 
     def stage_request(self, request_id: int) -> models.StageRequest:
         """Get a request."""
-        call = Call("GET", f"/stage-requests/{request_id}", one(models.StageRequest))
-        return self._send(call)
+        return self._send(Call("GET", f"/stage-requests/{request_id}", one(models.StageRequest)))
 
     def approve_stage_request(
         self, request_id: int, *, reason: str | None = None, etag: str | None = None
@@ -536,8 +534,7 @@ class Methods(HttpConnection):
         self,
     ) -> list[models.Stage]:
         """List the stages from the lowest to the highest, with their rules and what the caller may do."""
-        call = Call("GET", "/stages", many(models.Stage))
-        return self._send(call)
+        return self._send(Call("GET", "/stages", many(models.Stage)))
 
     def webhooks(self, *, page_size: int = 100) -> Pages[models.Webhook]:
         """List the webhooks that the key may see, by id."""
