@@ -149,14 +149,10 @@ class Methods(HttpConnection):
     ) -> models.StageRequest:
         """Request that a checkpoint is promoted to a stage. If that needs no approval, it is promoted at
         once."""
-        call = Call(
-            "POST",
-            f"/checkpoints/{checkpoint_id}/stage-requests",
-            one(models.StageRequest),
-            body=given({"stage": stage, "reason": reason}),
-            headers=if_match(etag),
+        path = f"/checkpoints/{checkpoint_id}/stage-requests"
+        return self._call(
+            "POST", path, one(models.StageRequest), body=given({"stage": stage, "reason": reason}), etag=etag
         )
-        return self._send(call)
 
     def compute_statistics(self, checkpoint_id: int) -> models.Job:
         """Compute the statistics of all tensors, by a job; they are kept with the checkpoint."""
@@ -436,25 +432,21 @@ class Methods(HttpConnection):
 
     def run_stages(self, run_id: int) -> list[models.StageHolder]:
         """List the checkpoints of a run that are in stages, those in the highest last."""
-        return self._send(Call("GET", f"/runs/{run_id}/stages", many(models.StageHolder)))
+        return self._call("GET", f"/runs/{run_id}/stages", many(models.StageHolder))
 
     def stage_history(self, run_id: int, *, page_size: int = 500) -> Pages[models.StageEntry]:
         """List all that was requested, decided and changed about the stages of a run, newest first."""
-        call = PagedCall(f"/runs/{run_id}/stages/history", one(models.StageEntry))
-        return Pages(self._send, call, page_size)
+        return self._pages(page_size, f"/runs/{run_id}/stages/history", one(models.StageEntry))
 
     def demote_checkpoint(
         self, run_id: int, stage: str, checkpoint_id: int, *, reason: str | None = None
     ) -> None:
         """Take a checkpoint out of a stage; the alias of that name is removed. Who may approve may;
         without approvals, who may request."""
-        call = Call(
-            "POST",
-            f"/runs/{run_id}/stages/{segment(stage)}/demote",
-            nothing,
-            body=given({"checkpoint_id": checkpoint_id, "reason": reason}),
+        path = f"/runs/{run_id}/stages/{segment(stage)}/demote"
+        return self._call(
+            "POST", path, nothing, body=given({"checkpoint_id": checkpoint_id, "reason": reason})
         )
-        return self._send(call)
 
     def run_tensor_bytes(
         self, run_id: int, *, only: str | Sequence[str] | None = None, below_step: int | None = None
@@ -479,62 +471,45 @@ class Methods(HttpConnection):
         state: str | None = None,
     ) -> Pages[models.StageRequest]:
         """List requests, newest first. Those with the state `requested` are open."""
-        call = PagedCall(
-            "/stage-requests",
+        path = "/stage-requests"
+        return self._pages(
+            page_size,
+            path,
             one(models.StageRequest),
             query(run_id=run_id, checkpoint_id=checkpoint_id, stage=stage, state=state),
         )
-        return Pages(self._send, call, page_size)
 
     def stage_request(self, request_id: int) -> models.StageRequest:
         """Get a request."""
-        return self._send(Call("GET", f"/stage-requests/{request_id}", one(models.StageRequest)))
+        return self._call("GET", f"/stage-requests/{request_id}", one(models.StageRequest))
 
     def approve_stage_request(
         self, request_id: int, *, reason: str | None = None, etag: str | None = None
     ) -> models.StageRequest:
         """Approve a request. The last approval that it needs promotes the checkpoint as it was requested:
         if its content has changed since, the answer is 409."""
-        call = Call(
-            "POST",
-            f"/stage-requests/{request_id}/approve",
-            one(models.StageRequest),
-            body=given({"reason": reason}),
-            headers=if_match(etag),
-        )
-        return self._send(call)
+        path = f"/stage-requests/{request_id}/approve"
+        return self._call("POST", path, one(models.StageRequest), body=given({"reason": reason}), etag=etag)
 
     def reject_stage_request(
         self, request_id: int, reason: str, *, etag: str | None = None
     ) -> models.StageRequest:
         """Reject a request. Who may approve it may."""
-        call = Call(
-            "POST",
-            f"/stage-requests/{request_id}/reject",
-            one(models.StageRequest),
-            body=given({"reason": reason}),
-            headers=if_match(etag),
-        )
-        return self._send(call)
+        path = f"/stage-requests/{request_id}/reject"
+        return self._call("POST", path, one(models.StageRequest), body=given({"reason": reason}), etag=etag)
 
     def withdraw_stage_request(
         self, request_id: int, *, reason: str | None = None, etag: str | None = None
     ) -> models.StageRequest:
         """Withdraw one's own request. Admins may withdraw any."""
-        call = Call(
-            "POST",
-            f"/stage-requests/{request_id}/withdraw",
-            one(models.StageRequest),
-            body=given({"reason": reason}),
-            headers=if_match(etag),
-        )
-        return self._send(call)
+        path = f"/stage-requests/{request_id}/withdraw"
+        return self._call("POST", path, one(models.StageRequest), body=given({"reason": reason}), etag=etag)
 
     def stages(
         self,
     ) -> list[models.Stage]:
         """List the stages from the lowest to the highest, with their rules and what the caller may do."""
-        return self._send(Call("GET", "/stages", many(models.Stage)))
+        return self._call("GET", "/stages", many(models.Stage))
 
     def webhooks(self, *, page_size: int = 100) -> Pages[models.Webhook]:
         """List the webhooks that the key may see, by id."""
