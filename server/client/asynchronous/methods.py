@@ -381,6 +381,10 @@ class AsyncMethods(AsyncHttpConnection):
         """One run."""
         return await self._call("GET", f"/runs/{run_id}", one(models.Run))
 
+    async def run_activity(self, run_id: int) -> models.RunActivity:
+        """Tell from its checkpoints whether a run is training: their interval, and the next expected one."""
+        return await self._call("GET", f"/runs/{run_id}/activity", one(models.RunActivity))
+
     async def aliases(self, run_id: int) -> list[models.Alias]:
         """All aliases of a run, by name."""
         return await self._call("GET", f"/runs/{run_id}/aliases", many(models.Alias))
@@ -417,6 +421,10 @@ class AsyncMethods(AsyncHttpConnection):
     async def compute_drift(self, run_id: int) -> models.Job:
         """Compute it for up to 50 steps, by a job; `POST /jobs` with the kind `drift` chooses the steps."""
         return await self._call("POST", f"/runs/{run_id}/drift", one(models.Job))
+
+    async def watch_run(self, run_id: int) -> None:
+        """Changes of a run, as server-sent events: new checkpoints, labels, verdicts, deletions."""
+        return await self._call("GET", f"/runs/{run_id}/events", nothing)
 
     def run_notes(
         self, run_id: int, *, page_size: int = 500, with_checkpoints: bool | None = None

@@ -727,6 +727,22 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunActivity:
+    """The intervals of a run's saves, from its newest checkpoints that no job has made."""
+
+    run_id: int
+    state: str
+    last_at: datetime | None = None
+    """When the newest checkpoint was committed."""
+    interval_seconds: float | None = None
+    """The median between the newest ones."""
+    expected_at: datetime | None = None
+    """When the next one is expected, of a run in training."""
+    changes_at: datetime | None = None
+    """When it counts as stalled or ended without another one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunComparison:
     """Runs side by side, in the requested order."""
 

@@ -376,6 +376,10 @@ class Methods(HttpConnection):
         """One run."""
         return self._call("GET", f"/runs/{run_id}", one(models.Run))
 
+    def run_activity(self, run_id: int) -> models.RunActivity:
+        """Tell from its checkpoints whether a run is training: their interval, and the next expected one."""
+        return self._call("GET", f"/runs/{run_id}/activity", one(models.RunActivity))
+
     def aliases(self, run_id: int) -> list[models.Alias]:
         """All aliases of a run, by name."""
         return self._call("GET", f"/runs/{run_id}/aliases", many(models.Alias))
@@ -412,6 +416,10 @@ class Methods(HttpConnection):
     def compute_drift(self, run_id: int) -> models.Job:
         """Compute it for up to 50 steps, by a job; `POST /jobs` with the kind `drift` chooses the steps."""
         return self._call("POST", f"/runs/{run_id}/drift", one(models.Job))
+
+    def watch_run(self, run_id: int) -> None:
+        """Changes of a run, as server-sent events: new checkpoints, labels, verdicts, deletions."""
+        return self._call("GET", f"/runs/{run_id}/events", nothing)
 
     def run_notes(
         self, run_id: int, *, page_size: int = 500, with_checkpoints: bool | None = None

@@ -48,6 +48,8 @@ from dcp.server.records.jobs import FINAL_STATES, JobEvent, JobProgress, JobStat
 __all__ = [
     "POLL_SECONDS",
     "AllJobsFeed",
+    "Feed",
+    "Following",
     "FollowingAll",
     "FollowingOne",
     "JobFeed",
@@ -56,6 +58,7 @@ __all__ = [
     "all_jobs_stream",
     "job_stream",
     "new_events",
+    "stream_of",
 ]
 
 
@@ -77,7 +80,7 @@ class News:
     database is away."""
 
     state: JobState | None
-    events: Sequence[JobEvent] = ()
+    events: Sequence[Any] = ()
     progress: Mapping[int, JobProgress] = field(default_factory=dict)
     is_last: bool = False
 
@@ -148,8 +151,8 @@ class FollowingAll(Following):
 F = TypeVar("F", bound=Following)
 
 
-class _Feed(ABC, Generic[F]):
-    """Looks for all `Following`s of a process. ``clock`` is for the ends of keys."""
+class Feed(ABC, Generic[F]):
+    """Looks for all `Following`s of a process, of whatever they follow. ``clock`` is for the ends of keys."""
 
     def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self._database = database
@@ -165,7 +168,7 @@ class _Feed(ABC, Generic[F]):
             self._following.add(one)
             if not self._is_running:
                 self._is_running = True
-                threading.Thread(target=self._run, name="dcp-job-feed", daemon=True).start()
+                threading.Thread(target=self._run, name="dcp-feed", daemon=True).start()
         self._wake.set()  # it need not wait for the next look
         try:
             yield one
@@ -187,7 +190,7 @@ class _Feed(ABC, Generic[F]):
                     has_more |= self._look(followers[begin : begin + _AT_ONCE])
             except Exception as error:  # noqa: BLE001 - followers must not wait for ever
                 if not isinstance(error, DatabaseUnavailableError):
-                    _log.exception("jobs cannot be followed")
+                    _log.exception("events cannot be followed")
                 for one in followers:  # they ask again, and are refused as long as it lasts
                     one.tell(_OVER)
             if not has_more:
@@ -203,7 +206,7 @@ class _Feed(ABC, Generic[F]):
         return {one for one in some if one.key_id is not None and one.key_id not in keys}
 
 
-class JobFeed(_Feed[FollowingOne]):
+class JobFeed(Feed[FollowingOne]):
     """For those who follow one job each."""
 
     @contextmanager
@@ -236,7 +239,7 @@ class JobFeed(_Feed[FollowingOne]):
         return not is_all
 
 
-class AllJobsFeed(_Feed[FollowingAll]):
+class AllJobsFeed(Feed[FollowingAll]):
     """For those who follow all jobs: one look for each set of roots that may be seen."""
 
     @contextmanager
@@ -331,7 +334,7 @@ def job_stream(ask: Ask, job_id: int, after_id: int) -> Response:
             return Response(status_code=204)
     stop = anyio.Event()
     followed = ask.service.own(_Feeds).one.follow(job_id, after_id, ask.caller.key_id)
-    return _stream(ask, _sent_events(followed, stop, "events of a job"), stop)
+    return stream_of(ask, _sent_events(followed, stop, "events of a job"), stop)
 
 
 def all_jobs_stream(ask: Ask, after_id: int | None, *, own_scans: bool) -> Response:
@@ -343,7 +346,7 @@ def all_jobs_stream(ask: Ask, after_id: int | None, *, own_scans: bool) -> Respo
     feed = ask.service.own(_Feeds).all
     followed = feed.follow(after_id, ask.caller.key_id, ask.visible, own_scans=own_scans)
     ready = ServerSentEvent(id=str(after_id), event="ready", data="{}")
-    return _stream(ask, _sent_events(followed, stop, "events of all jobs", ready), stop)
+    return stream_of(ask, _sent_events(followed, stop, "events of all jobs", ready), stop)
 
 
 class _Feeds:
@@ -355,7 +358,8 @@ class _Feeds:
         self.open: Counter[str] = Counter()
 
 
-def _stream(ask: Ask, events: AsyncIterator[ServerSentEvent], stop: anyio.Event) -> Response:
+def stream_of(ask: Ask, events: AsyncIterator[ServerSentEvent], stop: anyio.Event) -> Response:
+    """Answer with ``events``, a stream of the caller that counts; ``stop`` is set when the server ends."""
     return _Stream(
         ask.service.own(_Feeds).open,
         ask.caller.identity if ask.caller.key_id is not None else f"address {ask.address}",
@@ -381,10 +385,10 @@ class _Stream(EventSourceResponse):
         """ASGI. Raises UnavailableError and TooManyRequestsError; BrokenBodyError once it has begun."""
         streams, who = self._streams, self._who
         if streams.total() >= _MAX_STREAMS:
-            raise UnavailableError("too many streams of events are open; ask for the job itself")
+            raise UnavailableError("too many streams of events are open; read without a stream")
         if streams[who] >= _MAX_STREAMS_EACH:
             raise TooManyRequestsError(
-                f"{_MAX_STREAMS_EACH} streams of events are open with this key; end one, or ask for the job",
+                f"{_MAX_STREAMS_EACH} streams of events are open with this key; end one, or read without",
                 headers={"Retry-After": "10"},
             )
         streams[who] += 1

@@ -27,6 +27,7 @@ from dcp.server.core.logs import redact
 from dcp.server.core.pages.drawing import polyline, timeline
 from dcp.server.features.checkpoints import ListView, find_page, listed, loss_of
 from dcp.server.features.runs import feature
+from dcp.server.features.runs.live import activity_of
 from dcp.server.records.checkpoints import Checkpoint, Run
 from dcp.server.records.lists import NotedPage
 
@@ -118,6 +119,7 @@ def run_page(run_id: IdPath, view: Annotated[RunView, InQuery()], ask: Ask) -> d
     series = None if metric is None else get_run_series(run_id, ask, metric, _BINS)
     return {
         "found": run,
+        "activity": ask.find(activity_of, run_id, ask.now),
         "aliases": ask.find(list_aliases, run_id, ask.visible),
         "steps": steps,
         "metric_names": steps.metric_names,

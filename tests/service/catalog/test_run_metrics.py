@@ -175,3 +175,32 @@ def test_pages_without_script(found: Catalog) -> None:
     assert "No runs are selected" in browser.page("/runs/compare").text
     assert "No matches" in browser.page("/runs?contains=nothing").text
     assert browser.get("/runs/compare?run=999").status_code == 404
+
+
+@pytest.mark.each_database
+def test_activity_of_a_run(catalog: Catalog) -> None:
+    """Training while the next checkpoint is expected, then stalled, then ended; of few nothing is known."""
+    now = time.time()
+    ages = {
+        "new": (5, 10),
+        "train": (700, 100, 1300),
+        "stall": (4000, 4600, 5200),
+        "end": (4e6, 4.1e6, 4.2e6),
+    }
+    found = {}
+    for run, seconds in ages.items():
+        for number, age in enumerate(seconds):
+            place = f"{run}/step-{number}"
+            checkpoint = add_checkpoint(catalog.app.service.database, place, committed_seconds=now - age)
+        run_id = catalog.get(f"/checkpoints/{checkpoint}")["run_id"]
+        found[run] = catalog.get(f"/runs/{run_id}/activity")
+    assert [one["state"] for one in found.values()] == ["unknown", "training", "stalled", "ended"]
+    assert abs(found["train"]["interval_seconds"] - 600) < 1 and found["train"]["expected_at"]
+    assert found["new"]["interval_seconds"] is None and found["stall"]["expected_at"] is None
+    page = Browser(catalog.app.client())
+    page.sign_in(catalog.app.key("read", name="looks"))
+    text = page.page(f"/runs/{found['stall']['run_id']}").text
+    assert "Stalled? The last checkpoint was saved 1 h ago ; one was expected every 10 min" in text
+    other = catalog.app.client("read", roots=["other"])
+    for path in ("activity", "events"):
+        assert catalog.status("GET", f"/runs/{run_id}/{path}", other) == 404

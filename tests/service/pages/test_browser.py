@@ -361,5 +361,54 @@ def test_what_is_typed_while_an_answer_is_under_way_stays(site: Site) -> None:
         expect(page.locator("#glob")).to_be_focused()
 
 
+def test_a_run_that_trains_while_it_is_looked_at(site: Site) -> None:
+    """New checkpoints come into the page by one stream; ticks and open tables stay; a hidden tab asks for
+    nothing; without script the page says the same."""
+    folder = site.service.folder.parent / "runs/live"
+
+    def train(*steps: int) -> int:
+        with dcp.CheckpointManager(folder, every_steps=1, no_dist=True) as manager:
+            for step in steps:
+                manager.save(step, {"w": torch.ones(2)}, metrics={"loss": 1 / step})
+        names = [next(folder.glob(f"step-*{step}")).name for step in steps]
+        number = [site.api.register("main", f"live/{name}") for name in names][-1]
+        return int(site.api.get(f"/checkpoints/{number}")["run_id"])
+
+    run_id = train(10_001, 10_002)
+    with site.kept_window() as seen:
+        page = seen.page
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        seen.open(f"/runs/{run_id}")
+        rows, facts = page.locator("#checkpoints tbody tr"), page.locator("#live-facts")
+        expect(rows).to_have_count(2)
+        expect(page.locator("#live-activity")).not_to_contain_text("Training")
+        page.locator("#live-metric details summary").click()
+        train(10_003, 10_004)
+        expect(rows).to_have_count(4)
+        expect(facts).to_contain_text("10,004")
+        expect(page.locator("#live-activity")).to_contain_text("Training: last checkpoint just now, every")
+        expect(page.locator("#live-metric .uplot canvas")).to_be_visible()
+        expect(page.locator("#live-metric details")).to_have_attribute("open", "")
+        assert sum(url.endswith("/events") for url in asked) == 1
+        page.locator("#checkpoints input[name=of]").first.check()
+        train(10_005)
+        expect(facts).to_contain_text("10,005")
+        expect(rows).to_have_count(4)
+        page.get_by_role("button", name="Show changes").click()
+        expect(rows).to_have_count(5)
+        page.evaluate(_HIDE, True)
+        page.wait_for_timeout(500)
+        before = len(asked)
+        train(10_006)
+        page.wait_for_timeout(2500)
+        assert len(asked) == before
+        page.evaluate(_HIDE, False)
+        expect(rows).to_have_count(6)
+        assert seen.faults == []
+    with site.service.client(site.key) as client:
+        assert "Training" in client.get(f"/runs/{run_id}", headers={"accept": "text/html"}).text
+
+
 def _end(url: str) -> int:
     return int(parse_qs(urlsplit(url).query)["end"][0])

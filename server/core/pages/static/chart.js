@@ -53,9 +53,19 @@
       );
     };
     make();
-    document.addEventListener("themed", make);
-    new ResizeObserver(() => plot.setSize({ width: figure.clientWidth, height: 240 })).observe(figure);
+    const themed = () => (figure.isConnected ? make() : document.removeEventListener("themed", themed));
+    document.addEventListener("themed", themed);
+    new ResizeObserver(() => figure.clientWidth && plot.setSize({ width: figure.clientWidth, height: 240 })).observe(figure);
   };
 
-  for (const figure of document.querySelectorAll("[data-chart]")) draw(figure);
+  const seen = new WeakSet();
+  const begin = () => {
+    for (const figure of document.querySelectorAll("[data-chart]")) {
+      if (seen.has(figure)) continue;
+      seen.add(figure);
+      draw(figure);
+    }
+  };
+  begin();
+  document.addEventListener("htmx:load", begin);
 })();

@@ -1,0 +1,192 @@
+"""Runs that are training: when the next checkpoint is expected, and a stream that says when a run changes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from statistics import median
+from typing import Annotated, Any, Final, Literal
+
+import anyio
+from sqlalchemy import Connection, select
+from sse_starlette import ServerSentEvent
+from starlette.responses import Response
+
+from dcp.server.catalog.runs import get_run
+from dcp.server.core.answers import IdPath, rfc3339_of
+from dcp.server.core.ask import Ask
+from dcp.server.core.http.context import Service
+from dcp.server.database.tables import checkpoints, lineage, runs
+from dcp.server.features.jobs.following import POLL_SECONDS, Feed, Following, News, stream_of
+from dcp.server.features.runs import feature
+from dcp.server.records.declaring import OneOf, Shown, moment
+
+__all__ = ["RunActivity", "activity_of"]
+
+_GAPS: Final = 20
+_FEWEST: Final = 3
+"""Checkpoints of which an interval is made."""
+_STALLED: Final = 3.0
+_STALLED_MOST: Final = 1.5
+"""Times the longest of the recent intervals, for runs that save irregularly."""
+_ENDED: Final = 20.0
+_SOONEST_SECONDS: Final = 60.0
+"""No run counts as stalled before, however often it saves."""
+_STREAM_SECONDS: Final = 3600.0
+
+Activity = Literal["training", "stalled", "ended", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunActivity:
+    """The intervals of a run's saves, from its newest checkpoints that no job has made.
+
+    training: the next one is expected; stalled: it is overdue by three usual intervals; ended: by twenty;
+    unknown: there are fewer than three.
+    """
+
+    run_id: int
+    state: Annotated[str, OneOf(Activity)]
+    last_at: Annotated[datetime | None, Shown("When the newest checkpoint was committed.")]
+    interval_seconds: Annotated[float | None, Shown("The median between the newest ones.")]
+    expected_at: Annotated[datetime | None, Shown("When the next one is expected, of a run in training.")]
+    changes_at: Annotated[datetime | None, Shown("When it counts as stalled or ended without another one.")]
+
+
+@feature.get("/runs/{run_id}/activity", tag="runs")
+def get_run_activity(run_id: IdPath, ask: Ask) -> RunActivity:
+    """Tell from its checkpoints whether a run is training: their interval, and the next expected one."""
+    with ask.reading() as connection:
+        get_run(connection, run_id, ask.visible)
+        return activity_of(connection, run_id, ask.now)
+
+
+def activity_of(connection: Connection, run_id: int, now: float) -> RunActivity:
+    """Find the activity of a run at ``now``."""
+    column = checkpoints.c
+    made = select(lineage.c.child_id).where(lineage.c.child_id == column.id)
+    query = (
+        select(column.committed_seconds)
+        .where(column.run_id == run_id, column.state == "committed", ~made.exists())
+        .with_hint(checkpoints, "INDEXED BY ix_checkpoints_run_id_committed_seconds_id", "sqlite")
+        .order_by(column.committed_seconds.desc())
+        .limit(_GAPS + 1)
+    )
+    times = list(connection.execute(query).scalars())
+    last = times[0] if times else None
+    if last is None or len(times) < _FEWEST:
+        return RunActivity(run_id, "unknown", last and moment(last), None, None, None)
+    gaps = [later - earlier for later, earlier in pairwise(times)]
+    interval = max(1.0, median(gaps))
+    stalls = last + max(_SOONEST_SECONDS, _STALLED * interval, _STALLED_MOST * max(gaps))
+    ends = max(stalls, last + _ENDED * interval)
+    state: Activity = "training" if now <= stalls else "stalled" if now <= ends else "ended"
+    return RunActivity(
+        run_id,
+        state,
+        moment(last),
+        interval,
+        moment(last + interval) if state == "training" else None,
+        moment({"training": stalls, "stalled": ends}[state]) if state != "ended" else None,
+    )
+
+
+# -- the stream ----------------------------------------------------------------------------------------------
+
+
+class _FollowingRun(Following):
+    """Follows a run; ``seen`` is the last change that it got."""
+
+    def __init__(self, run_id: int, key_id: int | None) -> None:
+        super().__init__(0, key_id)
+        self.run_id = run_id
+        self.seen: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A run as it is; ``id`` as events have one."""
+
+    id: int
+    updated_seconds: float
+    checkpoint_count: int
+    latest_step: int | None
+
+    def to_json(self) -> str:
+        """Write the data of its event."""
+        data = {"run_id": self.id, "updated_at": rfc3339_of(moment(self.updated_seconds))}
+        return json.dumps(data | {"checkpoint_count": self.checkpoint_count, "latest_step": self.latest_step})
+
+
+class RunFeed(Feed[_FollowingRun]):
+    """One look at the database for all who follow runs."""
+
+    @contextmanager
+    def follow(self, run_id: int, key_id: int | None) -> Iterator[_FollowingRun]:
+        """Follow a run with a key; ended when that is revoked."""
+        with self._followed(_FollowingRun(run_id, key_id)) as one:
+            yield one
+
+    def _look(self, some: Sequence[_FollowingRun]) -> bool:
+        waiting = [one for one in some if one.waits]
+        column = runs.c
+        query = select(column.id, column.updated_seconds, column.checkpoint_count, column.latest_step)
+        with self._database.read() as connection:
+            ended = self._without_key(connection, waiting)
+            found = connection.execute(query.where(column.id.in_({one.run_id for one in waiting})))
+            changes = {row.id: _Change(*row) for row in found}
+        for one in waiting:
+            change = changes.get(one.run_id)
+            if change is None or one in ended:
+                one.tell(News(None, is_last=True))
+            elif change.updated_seconds != one.seen:
+                one.seen = change.updated_seconds
+                one.tell(News(None, [change]))
+        return False
+
+
+class _RunFeeds:
+    """The feed that streams of a process share."""
+
+    def __init__(self, service: Service) -> None:
+        self.feed = RunFeed(service.database, service.clock)
+
+
+_STREAM: Final[dict[int | str, dict[str, Any]]] = {
+    200: {
+        "description": "`ready` at once, then `changed` with each change.",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+
+
+@feature.get("/runs/{run_id}/events", tag="runs", responses=_STREAM, errors=(404, 503))
+def watch_run(run_id: IdPath, ask: Ask) -> Response:
+    """Changes of a run, as server-sent events: new checkpoints, labels, verdicts, deletions.
+
+    `ready` comes at once, `changed` with each change; `data` of both is JSON: `run_id`, `updated_at`,
+    `checkpoint_count`, `latest_step`. Comments keep the connection alive. The stream may end at any time;
+    reconnect, and read the run where `updated_at` is another one.
+    """
+    ask.find(get_run, run_id, ask.visible)
+    stop = anyio.Event()
+    followed = ask.service.own(_RunFeeds).feed.follow(run_id, ask.caller.key_id)
+
+    async def events() -> AsyncIterator[ServerSentEvent]:
+        until, kind = time.monotonic() + _STREAM_SECONDS, "ready"
+        yield ServerSentEvent(comment="changes of a run", retry=int(2000 * POLL_SECONDS))
+        with followed as following:
+            while time.monotonic() < until and not stop.is_set():
+                news = await following.take(POLL_SECONDS)
+                for change in () if news is None else news.events:
+                    yield ServerSentEvent(event=kind, data=change.to_json())
+                    kind = "changed"
+                if news is not None and news.is_last:
+                    return
+
+    return stream_of(ask, events(), stop)
