@@ -190,7 +190,7 @@ def state_of(database: Database, job_id: int) -> Job:
 def tasks_of(database: Database, job_id: int) -> list[JobTask]:
     """By number."""
     with database.read() as connection:
-        return list_tasks(connection, job_id)
+        return list(list_tasks(connection, job_id).items)
 
 
 def events_of(database: Database, job_id: int) -> list[JobEvent]:

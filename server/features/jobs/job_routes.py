@@ -12,7 +12,7 @@ from pydantic import Field, create_model
 from sqlalchemy import Connection
 
 from dcp.server.catalog import audit
-from dcp.server.catalog.cursors import decode_cursor, encode_cursor, query_mark
+from dcp.server.catalog.cursors import query_mark
 from dcp.server.catalog.details import keys_of
 from dcp.server.catalog.filters import check_root
 from dcp.server.catalog.inputs import MAX_ID, Name, Request
@@ -156,34 +156,31 @@ def list_jobs(
     )
     given = (sorted(wanted.states), sorted(wanted.kinds), root, checkpoint_id, created_by)
     mark = query_mark("jobs", *given, *([scans] if scans else []))
-    before = None if page.cursor is None else decode_cursor(page.cursor, mark, int)[0]
     with ask.reading() as connection:
         check_root(connection, root, ask.visible)
         _check_kinds(connection, wanted.kinds, ask)
-        found = _listed(connection, wanted, ask, before, page.limit + 1)
-    more = encode_cursor(mark, found[page.limit - 1].id) if len(found) > page.limit else None
-    return Page(tuple(found[: page.limit]), more)
+        return _listed(connection, wanted, ask, mark=mark, cursor=page.cursor, limit=page.limit)
 
 
-def active_jobs(ask: Ask, limit: int, checkpoint_id: int | None = None) -> list[Job]:
+def active_jobs(ask: Ask, limit: int, checkpoint_id: int | None = None) -> Sequence[Job]:
     """Find the newest jobs that have not ended, of all or of one checkpoint."""
     with ask.reading() as connection:
         wanted = JobFilter(states=frozenset(ACTIVE), checkpoint_id=checkpoint_id, own_scans=False)
-        return _listed(connection, wanted, ask, None, limit)
+        return _listed(connection, wanted, ask, limit=limit).items
 
 
-def _listed(connection: Connection, wanted: JobFilter, ask: Ask, before: int | None, limit: int) -> list[Job]:
-    found = reading.list_jobs(connection, wanted, before_id=before, limit=limit, visible=ask.visible)
-    progress = rows.progress_of(connection, [job.id for job in found if not job.is_final])
-    shown = [replace(job, progress=progress.get(job.id, job.progress)) for job in found]
-    return with_offers(connection, shown, ask.now)
+def _listed(connection: Connection, wanted: JobFilter, ask: Ask, **page: Any) -> Page[Job]:
+    found = reading.list_jobs(connection, wanted, ask.visible, **page)
+    progress = rows.progress_of(connection, [job.id for job in found.items if not job.is_final])
+    shown = [replace(job, progress=progress.get(job.id, job.progress)) for job in found.items]
+    return Page(tuple(with_offers(connection, shown, ask.now)), found.next_cursor)
 
 
 def _check_kinds(connection: Connection, wanted: Iterable[str], ask: Ask) -> None:
     """Refuse names that are no kind, unless there are jobs of it from when it was one."""
     for kind in wanted:
         old = JobFilter(kinds=frozenset({kind}))
-        if kind not in kinds() and not reading.list_jobs(connection, old, limit=1, visible=ask.visible):
+        if kind not in kinds() and not reading.list_jobs(connection, old, ask.visible, limit=1).items:
             raise UnprocessableError(
                 f"there is no kind of job {kind!r}: {', '.join(sorted(kinds()))}", field="kind"
             )
@@ -263,27 +260,18 @@ def get_job_throughput(job_id: IdPath, ask: Ask) -> JobThroughput:
 @feature.get("/jobs/{job_id}/log", tag="jobs")
 def get_job_log(job_id: IdPath, ask: Ask, page: PageQuery) -> Page[JobLogLine]:
     """Return the last events of the job as sentences, in their order; the next page has earlier ones."""
-    mark = query_mark("log", job_id)
-    before = None if page.cursor is None else decode_cursor(page.cursor, mark, int)[0]
     with ask.reading() as connection:
         reading.get_job(connection, job_id, ask.visible)
-        found = reading.latest_events(connection, job_id, before, limit=page.limit + 1)
-    shown = found[-page.limit :]
-    more = encode_cursor(mark, shown[0].id) if len(found) > page.limit else None
-    return Page(tuple(_log_line(event) for event in shown), more)
+        found = reading.latest_events(connection, job_id, cursor=page.cursor, limit=page.limit)
+    return Page(tuple(map(_log_line, reversed(found.items))), found.next_cursor)
 
 
 @feature.get("/jobs/{job_id}/tasks", tag="jobs")
 def list_job_tasks(job_id: IdPath, ask: Ask, page: PageQuery) -> Page[JobTask]:
     """Return the tasks of the job by number, once it is planned."""
-    mark = query_mark("tasks", job_id)
-    after = -1 if page.cursor is None else decode_cursor(page.cursor, mark, int)[0]
     with ask.reading() as connection:
         reading.get_job(connection, job_id, ask.visible)
-        found = reading.list_tasks(connection, job_id, after_number=after, limit=page.limit + 1)
-    shown = found[: page.limit]
-    more = encode_cursor(mark, shown[-1].number) if len(found) > page.limit else None
-    return Page(tuple(shown), more)
+        return reading.list_tasks(connection, job_id, cursor=page.cursor, limit=page.limit)
 
 
 # -- the throughput of a job ---------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any, Final
 from sqlalchemy import Connection, Row, Select, delete, insert, select, update
 
 from dcp.server.catalog import audit
+from dcp.server.catalog.cursors import read_page
 from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.events import CatalogEvent, emit, last_event_id
 from dcp.server.core.jobs.schedules import ScheduleContext
@@ -31,6 +32,7 @@ from dcp.server.features.webhooks.hooks import (
 )
 from dcp.server.records.administration import Delivery
 from dcp.server.records.declaring import moment
+from dcp.server.records.lists import Page
 
 __all__ = [
     "MAX_ATTEMPTS",
@@ -272,15 +274,14 @@ def _update_hook(connection: Connection, hook: Hook, **values: Any) -> bool:
 
 
 def list_deliveries(
-    connection: Connection, hook_id: int, state: str | None, before_event: int | None, limit: int
-) -> Sequence[DeliveryRow]:
-    """List the deliveries of a webhook, newest event first, of events before ``before_event``."""
+    connection: Connection, hook_id: int, state: str | None, *, cursor: str | None, limit: int
+) -> Page[Delivery]:
+    """Return a page of the deliveries of a webhook, the newest event first."""
     query = _deliveries().where(deliveries.c.webhook_id == hook_id)
     if state is not None:
         query = query.where(deliveries.c.state == state)
-    if before_event is not None:
-        query = query.where(deliveries.c.event_id < before_event)
-    return connection.execute(query.order_by(deliveries.c.event_id.desc()).limit(limit)).all()
+    mark, key = f"deliveries-{hook_id}-{state}", (deliveries.c.event_id, int)
+    return read_page(connection, query, delivery_of, mark, key, cursor=cursor, limit=limit, descending=True)
 
 
 def delivery_of(row: DeliveryRow) -> Delivery:

@@ -9,7 +9,6 @@ from pydantic import AfterValidator, Field, StringConstraints
 from pydantic.json_schema import SkipJsonSchema
 from sqlalchemy import Connection, Row
 
-from dcp.server.catalog.cursors import decode_cursor, encode_cursor
 from dcp.server.catalog.inputs import Request, Text
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
@@ -191,14 +190,9 @@ def list_webhook_deliveries(
     webhook_id: IdPath, ask: Ask, page: PageQuery, state: DeliveryState | None = None
 ) -> Page[Delivery]:
     """List deliveries, newest event first. Old ones are forgotten."""
-    mark = f"deliveries-{webhook_id}-{state}"
-    before = decode_cursor(page.cursor, mark, int)[0] if page.cursor is not None else None
     with ask.reading() as connection:
         HOOKS.find(connection, webhook_id, ask.visible)
-        found = deliveries.list_deliveries(connection, webhook_id, state, before, page.limit + 1)
-    shown = found[: page.limit]
-    cursor = encode_cursor(mark, shown[-1].event_id) if len(found) > page.limit else None
-    return Page(tuple(map(delivery_of, shown)), cursor)
+        return deliveries.list_deliveries(connection, webhook_id, state, cursor=page.cursor, limit=page.limit)
 
 
 @feature.post(_WEBHOOK + "/deliveries/{delivery_id}/redeliver", **_ADMIN, status=202, errors=(404, 409))

@@ -175,7 +175,7 @@ def test_a_job_is_visible_with_all_of_its_roots_alone(steps: Steps) -> None:
     rootless = steps.add(subjects=[here])
     main, all_roots = frozenset({"main"}), frozenset({"main", "other"})
     for visible, seen in ((main, [one]), (all_roots, [both, one]), (None, [rootless, both, one])):
-        assert [job.id for job in steps.list_jobs(visible=visible)] == seen
+        assert [job.id for job in steps.list_jobs(visible=visible).items] == seen
         assert {event.job_id for event in steps.all_events_after(0, visible)} == {*seen}
     assert steps.last_job("both", main).id == one and steps.last_job("both", all_roots).id == both
     assert steps.last_job("both", succeeded=True).id == one
@@ -365,7 +365,9 @@ def test_half_of_a_plan_is_nobodys(steps: Steps) -> None:
     """Shows no tasks while they are written, and keeps none of a worker that was killed at it."""
     job_id, first = steps.add(), steps.taken("plan")
     steps.add_tasks(first.held, SPECS[:3], 0)
-    assert steps.list_tasks(job_id) == [] and steps.progress_of([job_id]) == {} and not steps.has_work(NOW)
+    assert (
+        steps.list_tasks(job_id).items == () and steps.progress_of([job_id]) == {} and not steps.has_work(NOW)
+    )
     assert steps.expire_leases(NOW + 60) == 1
     second = steps.taken("plan", NOW + 600)
     with pytest.raises(StaleFenceError):
@@ -373,7 +375,7 @@ def test_half_of_a_plan_is_nobodys(steps: Steps) -> None:
     for begin in (0, 2, 2):  # once more where nobody heard that it was written
         steps.add_tasks(second.held, SPECS[begin : begin + 2], begin)
     steps.complete_plan(second.held, {}, SPECS[4:], NOW + 600, after=4)
-    assert [task.number for task in steps.list_tasks(job_id)] == [0, 1, 2, 3, 4]
+    assert [task.number for task in steps.list_tasks(job_id).items] == [0, 1, 2, 3, 4]
     assert steps.progress_of([job_id])[job_id].total_tasks == 5
 
 
@@ -447,7 +449,7 @@ def test_roots_are_scanned_as_often_as_they_say(database: Database, tmp_path: Pa
     assert [(one.name, one.interval_seconds) for one in scans] == [("scan:main", 5.0)]
     for _ in range(2):
         scans[0].act(ScheduleContext(settings, database, NOW, threading.Event()))
-    found = Steps(database).list_jobs()
+    found = Steps(database).list_jobs().items
     assert [(job.kind, job.root, job.created_by) for job in found] == [("scan", "main", "system")]
 
 

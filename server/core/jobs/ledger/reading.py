@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, func, or_, select
 
+from dcp.server.catalog.cursors import query_mark, read_page
 from dcp.server.core.jobs.ledger.rows import (
     Json,
     event_of_row,
@@ -23,6 +24,7 @@ from dcp.server.core.security.principal import SYSTEM
 from dcp.server.database.documents import read_document
 from dcp.server.database.tables import job_events, job_roots, jobs, roots, tasks
 from dcp.server.records.jobs import Job, JobEvent, JobProgress, JobState, JobTask
+from dcp.server.records.lists import Page
 
 __all__ = [
     "JobFilter",
@@ -105,16 +107,14 @@ def last_job(
 def list_jobs(
     connection: Connection,
     wanted: JobFilter = JobFilter(),
-    *,
-    before_id: int | None = None,
-    limit: int = 50,
     visible: frozenset[str] | None = None,
-) -> list[Job]:
-    """Return the newest first; the next page has those before the last one's id. Of large results they have
-    what is short."""
+    *,
+    mark: str = "jobs",
+    cursor: str | None = None,
+    limit: int = 50,
+) -> Page[Job]:
+    """Return a page of jobs, the newest first. Of large results they have what is short."""
     conditions = [*_seen(visible)]
-    if before_id is not None:
-        conditions.append(jobs.c.id < before_id)
     if wanted.states:
         conditions.append(jobs.c.state.in_(sorted(wanted.states)))
     if wanted.kinds:
@@ -126,23 +126,19 @@ def list_jobs(
     if wanted.created_by is not None:
         conditions.append(jobs.c.created_by == wanted.created_by)
     conditions += _wanted_scans(wanted.own_scans)
-    query = select_jobs().where(*conditions).order_by(jobs.c.id.desc()).limit(limit)
-    rows = connection.execute(query)
-    return [job_of_row(row) for row in rows]
+    query = select_jobs().where(*conditions)
+    key = jobs.c.id, int
+    return read_page(connection, query, job_of_row, mark, key, cursor=cursor, limit=limit, descending=True)
 
 
 def list_tasks(
-    connection: Connection, job_id: int, *, after_number: int = -1, limit: int = 100
-) -> list[JobTask]:
-    """Tasks of a job by number, behind ``after_number``: how far they are, not what they do. There are none
+    connection: Connection, job_id: int, *, cursor: str | None = None, limit: int = 100
+) -> Page[JobTask]:
+    """Return a page of the tasks of a job, by number: how far they are, not what they do. There are none
     before it is planned."""
-    query = (
-        select_tasks()
-        .where(tasks.c.job_id == job_id, tasks.c.number > after_number, is_planned())
-        .order_by(tasks.c.number)
-        .limit(limit)
-    )
-    return [task_of_row(row) for row in connection.execute(query)]
+    query = select_tasks().where(tasks.c.job_id == job_id, is_planned())
+    mark, key = query_mark("tasks", job_id), (tasks.c.number, int)
+    return read_page(connection, query, task_of_row, mark, key, cursor=cursor, limit=limit)
 
 
 def plan_of(connection: Connection, job_id: int) -> Json | None:
@@ -187,13 +183,12 @@ def job_events_after(
 
 
 def latest_events(
-    connection: Connection, job_id: int, before_id: int | None = None, *, limit: int = 100
-) -> Sequence[JobEvent]:
-    """Return the last things that happened to the job, or the last ones before an event, in order."""
-    query = select(job_events).where(job_events.c.job_id == job_id).order_by(job_events.c.id.desc())
-    if before_id is not None:
-        query = query.where(job_events.c.id < before_id)
-    return [event_of_row(row) for row in connection.execute(query.limit(limit))][::-1]
+    connection: Connection, job_id: int, *, cursor: str | None = None, limit: int = 100
+) -> Page[JobEvent]:
+    """Return a page of the events of a job, the newest first."""
+    query = select(job_events).where(job_events.c.job_id == job_id)
+    mark, key = query_mark("log", job_id), (job_events.c.id, int)
+    return read_page(connection, query, event_of_row, mark, key, cursor=cursor, limit=limit, descending=True)
 
 
 def tasks_begun_seconds(connection: Connection, job_id: int) -> float | None:
