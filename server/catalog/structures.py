@@ -64,7 +64,7 @@ class TreeNode:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorFacts:
+class TensorType:
     """Dtype and shape of a tensor on one side of a comparison."""
 
     dtype: str

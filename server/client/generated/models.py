@@ -170,7 +170,7 @@ class Diff:
     equal_objects: int
     object_count: int
     """Of the values that differ."""
-    tensors: tuple[TensorDifference, ...]
+    tensors: tuple[DifferingTensor, ...]
     objects: tuple[ObjectDifference, ...]
     matching: int | None = None
     """Tensors that differ and were asked for."""
@@ -178,6 +178,19 @@ class Diff:
     """The job that compared values."""
     created_at: datetime | None = None
     """Of that job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DifferingTensor:
+    """A tensor that is not the same on both sides; "undecided": the job "diff" can compare its values.
+    ``values``: the differences, where that job has compared them."""
+
+    fqn: str
+    kind: str
+    before: TensorType | None = None
+    after: TensorType | None = None
+    values: ValueDistance | None = None
+    """The differences that the job found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -484,10 +497,26 @@ class LoadProblem:
     """As the state has it; of an unexpected one as the checkpoint has it."""
     stored_fqn: str | None = None
     """In the checkpoint; null if it is not there."""
-    wanted: TensorFacts | None = None
+    wanted: TensorType | None = None
     """In the state; null of values and of what is not known."""
-    stored: TensorFacts | None = None
+    stored: TensorType | None = None
     """In the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTensor:
+    """Statistics of the values of one tensor. ``is_kept``: computed by a job, at ``computed_at``; else
+    read for this answer."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    statistics: Mapping[str, Any] | None = None
+    """null: bits that are not numbers."""
+    is_kept: bool
+    """Computed by a job; else read for this answer."""
+    computed_at: datetime | None = None
+    """By the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1089,27 +1118,6 @@ class TensorBytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorDifference:
-    """A tensor that is not the same on both sides; "undecided": the job "diff" can compare its values.
-    ``values``: the differences, where that job has compared them."""
-
-    fqn: str
-    kind: str
-    before: TensorFacts | None = None
-    after: TensorFacts | None = None
-    values: ValueDifference | None = None
-    """The differences that the job found."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorFacts:
-    """Dtype and shape of a tensor on one side of a comparison."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorGrid:
     """A matrix, or a slice that is one, as ``rows`` times ``columns`` cells, row by row."""
 
@@ -1130,19 +1138,11 @@ class TensorGrid:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorStatistics:
-    """Statistics of the values of one tensor. ``is_kept``: computed by a job, at ``computed_at``; else
-    read for this answer."""
+class TensorType:
+    """Dtype and shape of a tensor on one side of a comparison."""
 
-    fqn: str
     dtype: str
     shape: tuple[int, ...]
-    statistics: Mapping[str, Any] | None = None
-    """null: bits that are not numbers."""
-    is_kept: bool
-    """Computed by a job; else read for this answer."""
-    computed_at: datetime | None = None
-    """By the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1181,7 +1181,7 @@ class TreeNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ValueDifference:
+class ValueDistance:
     """Differences between the values of a tensor. ``relative_l2``: the L2 norm of the differences
     divided by that of the tensor before."""
 

@@ -119,9 +119,9 @@ class Client(Methods):
         params = query(fqn=fqn, slice=slice, rows=rows, columns=columns, value=value)
         return self._send(_tensor(checkpoint_id, "grid", one(models.TensorGrid), params))
 
-    def tensor_statistics(self, checkpoint_id: int, fqn: str) -> models.TensorStatistics:
+    def tensor_statistics(self, checkpoint_id: int, fqn: str) -> models.MeasuredTensor:
         """Get statistics of one tensor: computed by a job, or now if it is not large."""
-        parse = one(models.TensorStatistics)
+        parse = one(models.MeasuredTensor)
         return self._send(_tensor(checkpoint_id, "statistics", parse, query(fqn=fqn)))
 
     def diff(self, checkpoint_id: int, before: int, **options: Unpack[models.DiffQuery]) -> models.Diff:

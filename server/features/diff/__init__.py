@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
-from dcp.server.catalog.structures import TensorFacts
+from dcp.server.catalog.structures import TensorType
 from dcp.server.core.feature import Feature
 from dcp.server.core.jobs.kind import CheckpointId, Globs, JobContext, Parameters, ReportProgress
 from dcp.server.core.jobs.ledger.rows import Json
@@ -37,7 +37,7 @@ DifferenceOrder = Literal["name", "relative_l2", "changed", "nonfinite", "weight
 
 
 @dataclass(frozen=True, slots=True)
-class ValueDifference:
+class ValueDistance:
     """Differences between the values of a tensor. ``relative_l2``: the L2 norm of the differences divided by
     that of the tensor before."""
 
@@ -61,16 +61,16 @@ class ValueDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorDifference:
+class DifferingTensor:
     """A tensor that is not the same on both sides; "undecided": the job "diff" can compare its values.
     ``values``: the differences, where that job has compared them."""
 
     fqn: str
     kind: Annotated[str, OneOf(DifferenceKind)]
-    before: TensorFacts | None
-    after: TensorFacts | None
+    before: TensorType | None
+    after: TensorType | None
     values: Annotated[
-        ValueDifference | None, Shown("The differences that the job found.", may_be_absent=True)
+        ValueDistance | None, Shown("The differences that the job found.", may_be_absent=True)
     ] = None
 
 
@@ -96,7 +96,7 @@ class Diff:
     equal_tensors: int
     equal_objects: int
     object_count: Annotated[int, Shown("Of the values that differ.")]
-    tensors: tuple[TensorDifference, ...]
+    tensors: tuple[DifferingTensor, ...]
     objects: tuple[ObjectDifference, ...]
     next_cursor: str | None
     matching: Annotated[int | None, Shown("Tensors that differ and were asked for.", may_be_absent=True)] = (

@@ -32,9 +32,9 @@ from dcp.server.features.diff import (
     Diff,
     DifferenceKind,
     DifferenceOrder,
+    DifferingTensor,
     DiffKind,
     DiffParams,
-    TensorDifference,
     feature,
 )
 from dcp.server.features.tensors import get_tensor_statistics
@@ -273,7 +273,7 @@ def _shown(a: int, b: int, view: DiffView, ask: Ask) -> tuple[Diff, str]:
     return found, f"/api/v1/checkpoints/{b}/diff?{query}"
 
 
-def _nonfinite(a: int, b: int, found: Diff, ask: Ask) -> TensorDifference | None:
+def _nonfinite(a: int, b: int, found: Diff, ask: Ask) -> DifferingTensor | None:
     """Return the tensor with the most values that are not finite among those that changed; None without
     any."""
     if found.basis != "values":

@@ -42,7 +42,7 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorStatistics:
+class MeasuredTensor:
     """Statistics of the values of one tensor. ``is_kept``: computed by a job, at ``computed_at``; else read
     for this answer."""
 
@@ -93,7 +93,7 @@ def statistics_form(checkpoint_id: IdPath, form: FormDep, ask: Ask) -> str:
     return f"/checkpoints/{checkpoint_id}/{below}"
 
 
-def kept_statistics(ask: Ask, checkpoint_id: int, fqn: str) -> TensorStatistics | None:
+def kept_statistics(ask: Ask, checkpoint_id: int, fqn: str) -> MeasuredTensor | None:
     """Return the statistics of one tensor that a job has computed; None without any, and where the checkpoint
     was replaced since. Raises MissingError."""
     with ask.reading() as connection:
@@ -103,7 +103,7 @@ def kept_statistics(ask: Ask, checkpoint_id: int, fqn: str) -> TensorStatistics 
         found = statistics_of_tensor(connection, checkpoint_id, fqn)
     if found is None:
         return None
-    return TensorStatistics(
+    return MeasuredTensor(
         found["fqn"],
         found["dtype"],
         tuple(found["shape"]),

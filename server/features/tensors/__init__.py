@@ -18,7 +18,7 @@ from dcp.server.core.feature import Feature
 from dcp.server.core.http.dependencies import PageQuery, requires
 from dcp.server.core.http.routes import api_router
 from dcp.server.core.problems import UnprocessableError
-from dcp.server.features.statistics.kept import TensorStatistics, kept_statistics
+from dcp.server.features.statistics.kept import MeasuredTensor, kept_statistics
 from dcp.server.records.declaring import Shown
 from dcp.server.records.lists import Page
 
@@ -213,7 +213,7 @@ def get_tensor_grid(
 
 
 @feature.get(_TENSORS + "/statistics", tag="data", errors=_READ_ERRORS)
-def get_tensor_statistics(checkpoint_id: IdPath, fqn: Fqn, ask: Ask) -> TensorStatistics:
+def get_tensor_statistics(checkpoint_id: IdPath, fqn: Fqn, ask: Ask) -> MeasuredTensor:
     """Statistics of one tensor: as a job has computed them; else, if it is not large, it is read now."""
     from dcp.server.features.tensors.values import tensor_statistics
 

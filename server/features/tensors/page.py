@@ -23,7 +23,7 @@ from dcp.server.core.problems import ProblemError
 from dcp.server.features.checkpoints import Snippet
 from dcp.server.features.shards import Chunk, ShardedTensor
 from dcp.server.features.statistics import StatsKind, StatsParams
-from dcp.server.features.statistics.kept import TensorStatistics, kept_statistics
+from dcp.server.features.statistics.kept import MeasuredTensor, kept_statistics
 from dcp.server.features.tensors import feature
 from dcp.server.features.tensors.histograms import histogram_picture
 from dcp.server.features.tensors.marks import LARGE, largest_of, mark_of
@@ -99,7 +99,7 @@ NamedDep = Annotated[NamedTensor, Depends(_named)]
 
 def statistics_of(
     ask: Ask, readable: Readable, fqn: str, most_bytes: int, *, with_histogram: bool = False
-) -> TensorStatistics | None:
+) -> MeasuredTensor | None:
     """Return the statistics that a job has computed; without any, or without the histogram that is wanted,
     those of the tensor as it is now, if it has at most ``most_bytes``. None for a larger one."""
     from dcp.server.features.tensors.values import tensor_statistics
@@ -271,7 +271,7 @@ def steps_page(named: NamedDep, ask: Ask) -> dict[str, Any]:
     }
 
 
-def _values_at(one: Checkpoint, named: NamedTensor, ask: Ask) -> TensorStatistics | None:
+def _values_at(one: Checkpoint, named: NamedTensor, ask: Ask) -> MeasuredTensor | None:
     """Return the statistics that a job has computed; of a small tensor in a small checkpoint those as it is
     now."""
     if named.stored_bytes > _SMALL_BYTES or (named.found.tensor_count or 0) > _SMALL_COUNT:

@@ -20,7 +20,7 @@ from dcp.server.core.data.planned import ArrayBody, PlannedBody
 from dcp.server.core.data.responses import Body
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.features.statistics import statistics_json
-from dcp.server.features.statistics.kept import TensorStatistics
+from dcp.server.features.statistics.kept import MeasuredTensor
 from dcp.server.features.tensors import TensorGrid
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.formats import dtypes
@@ -148,7 +148,7 @@ def tensor_grid(
     )
 
 
-def tensor_statistics(opened: OpenCheckpoint, fqn: str) -> TensorStatistics:
+def tensor_statistics(opened: OpenCheckpoint, fqn: str) -> MeasuredTensor:
     """Return the statistics of a tensor of up to 64 MiB, all of which is read. Raises NotFoundError,
     UnprocessableError for a larger one, and errors of reading."""
     row = opened.row(fqn)
@@ -160,7 +160,7 @@ def tensor_statistics(opened: OpenCheckpoint, fqn: str) -> TensorStatistics:
         )
     with TensorReader(opened.store, opened.index, verify="full") as reader:
         found = statistics_of_row(reader, row, bins=_BINS)
-    return TensorStatistics(
+    return MeasuredTensor(
         clean_text(fqn), dtype.name, shape, statistics_json(found, histogram=True), is_kept=False
     )
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 from pydantic import AfterValidator
 
 from dcp.server.catalog.inputs import Plain
-from dcp.server.catalog.structures import TensorFacts
+from dcp.server.catalog.structures import TensorType
 from dcp.server.core.feature import Feature
 from dcp.server.core.jobs.kind import CheckpointId, JobContext, Parameters, PermanentJobError, ReportProgress
 from dcp.server.core.jobs.ledger.rows import Json
@@ -46,8 +46,8 @@ class LoadProblem:
     kind: Annotated[str, OneOf(LoadProblemKind)]
     fqn: Annotated[str, Shown("As the state has it; of an unexpected one as the checkpoint has it.")]
     stored_fqn: Annotated[str | None, Shown("In the checkpoint; null if it is not there.")]
-    wanted: Annotated[TensorFacts | None, Shown("In the state; null of values and of what is not known.")]
-    stored: Annotated[TensorFacts | None, Shown("In the checkpoint.")]
+    wanted: Annotated[TensorType | None, Shown("In the state; null of values and of what is not known.")]
+    stored: Annotated[TensorType | None, Shown("In the checkpoint.")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any, Final, get_args
 
 from dcp.planners.load.plan import hint_for_missing, rename_for_missing
 from dcp.planners.load.selection import renamer
-from dcp.server.catalog.structures import TensorFacts
+from dcp.server.catalog.structures import TensorType
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.features.will_it_load import LoadAnswer, LoadCheck, LoadFindings, LoadProblem, LoadProblemKind
 from dcp.storage.errors import CheckpointFormatError
@@ -210,22 +210,22 @@ def _problems(
 def _of_tensor(index: CheckpointIndex, fqn: str, stored: str, wanted: StateTensor) -> Iterator[LoadProblem]:
     row = index.position.get(stored)
     known = (
-        None if None in (wanted.dtype, wanted.shape) else TensorFacts(wanted.dtype or "", wanted.shape or ())
+        None if None in (wanted.dtype, wanted.shape) else TensorType(wanted.dtype or "", wanted.shape or ())
     )
     if row is None:
         is_value = stored in index.objects.position
         yield LoadProblem("kind" if is_value else "missing", fqn, stored if is_value else None, known, None)
         return
     facts = _facts(index, row)
-    shown = TensorFacts(wanted.dtype or facts.dtype, facts.shape if wanted.shape is None else wanted.shape)
+    shown = TensorType(wanted.dtype or facts.dtype, facts.shape if wanted.shape is None else wanted.shape)
     if shown.shape != facts.shape:
         yield LoadProblem("shape", fqn, stored, shown, facts)
     elif shown.dtype != facts.dtype:
         yield LoadProblem("dtype", fqn, stored, shown, facts)
 
 
-def _facts(index: CheckpointIndex, row: int) -> TensorFacts:
-    return TensorFacts(index.dtype(row).name, index.shape(row))
+def _facts(index: CheckpointIndex, row: int) -> TensorType:
+    return TensorType(index.dtype(row).name, index.shape(row))
 
 
 def _answer(plain: LoadFindings, renamed: LoadFindings | None) -> LoadAnswer:
