@@ -188,7 +188,12 @@ def test_a_changed_checkpoint_is_not_promoted(catalog: Catalog) -> None:
     assert [decide(one, again) for one in (bob, cat)] == [200, 200]
     assert catalog.get("/runs/1/stages")["items"][0]["is_changed"] is False
     catalog.add("run/step-1", save_id="0000cccc")
-    assert catalog.get("/runs/1/stages")["items"][0]["is_changed"] is True
+    holder = catalog.get("/runs/1/stages")["items"][0]
+    assert (holder["is_changed"], holder["state"], holder["verification"]) == (
+        True,
+        "committed",
+        "unverified",
+    )
     browser = Browser(catalog.app.client())
     browser.sign_in(catalog.app.key("read", name="looker"))
     assert "has changed since it was promoted" in browser.page(f"/checkpoints/{number}").text
@@ -229,7 +234,12 @@ def test_production_by_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"rules": {"prod": {}}}, {"order": ["a", "a"]}, {"rules": {"production": {"approvals": -1}}}]
+    "wrong",
+    [
+        {"rules": {"prod": {}}},
+        {"order": ["a", "a"]},
+        {"rules": {"production": {"approvals": 2, "approvers": ["a"]}}},
+    ],
 )
 def test_wrong_settings_end_the_start(tmp_path: Path, wrong: dict[str, Any]) -> None:
     """With a line that names the feature."""

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Annotated, Literal
 
 from dcp.server.records.administration import Scope
+from dcp.server.records.checkpoints import State, Verdict
 from dcp.server.records.declaring import OneOf, Shown
 
 __all__ = ["RequestState", "Stage", "StageAction", "StageEntry", "StageHolder", "StageRequest"]
@@ -48,6 +49,8 @@ class StageHolder:
     promoted_by: str
     promoted_at: datetime
     is_changed: Annotated[bool, Shown("Its content is not what was promoted.")]
+    state: Annotated[str, OneOf(State)]
+    verification: Annotated[str, OneOf(Verdict)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

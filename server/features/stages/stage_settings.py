@@ -32,6 +32,13 @@ class StageRule(BaseModel):
     requires_verified: bool = False
     requires_previous: bool = False  # it has to be in the stage before this one
 
+    @model_validator(mode="after")
+    def _can_be_met(self) -> Self:
+        known = len(set(self.approvers))
+        if 0 < known < self.approvals:
+            raise ValueError(f"{self.approvals} approvals cannot be reached with {known} approvers")
+        return self
+
 
 _DEFAULTS: Final = {"production": StageRule(approvals=1, requires_verified=True)}
 

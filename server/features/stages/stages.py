@@ -98,7 +98,7 @@ class Rules:
         return self.may_approve(stage) if self.rule(stage).approvals else self.may_request(stage)
 
     def _is_one_of(self, names: tuple[str, ...]) -> bool:
-        return self._caller.name in names
+        return not {self._caller.name, self._caller.owner}.isdisjoint(names)
 
     def shown(self) -> list[Stage]:
         """List the stages."""
@@ -196,7 +196,7 @@ def list_requests(
 def holders_of(connection: Connection, run_id: int) -> dict[str, StageHolder]:
     """The checkpoints of a run that are in stages, by stage."""
     query = (
-        select(stage_holders, *_SHOWN)
+        select(stage_holders, *_SHOWN, checkpoints.c.state, checkpoints.c.verification)
         .join(checkpoints, checkpoints.c.id == stage_holders.c.checkpoint_id)
         .where(stage_holders.c.run_id == run_id)
         .order_by(stage_holders.c.stage)
