@@ -1033,6 +1033,8 @@ class StageHolder:
     promoted_at: datetime
     is_changed: bool
     """Its content is not what was promoted."""
+    state: str
+    verification: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
