@@ -290,11 +290,18 @@ def tensors_page(
 
 
 def tree_level(
-    connection: Connection, structure_id: int, prefix: str, *, limit: int, cursor: str | None = None
+    connection: Connection,
+    structure_id: int,
+    prefix: str,
+    *,
+    limit: int,
+    cursor: str | None = None,
+    is_collapsed: bool = False,
 ) -> Page[TreeNode]:
     """Return the names directly below ``prefix``, a name without its last dot; "" is the top.
 
-    Raises `InvalidQueryError` for a cursor that cannot be meant.
+    ``is_collapsed``: a name with a single one below it is one with that, as ``model.decoder``. Raises
+    `InvalidQueryError` for a cursor that cannot be meant.
     """
     table = structure_tensors.c
     start = f"{prefix}." if prefix else ""
@@ -308,24 +315,60 @@ def tree_level(
         func.sum(is_tensor).label("tensors"),
         func.count().label("entries"),
         func.sum(table.bytes).label("bytes"),
+        func.min(table.fqn).label("first"),
+        func.max(table.fqn).label("last"),
     ).where(table.structure_id == structure_id)
     if start:
         query = query.where(func.substr(table.fqn, 1, len(start)) == start)
     last = None if cursor is None else decode_cursor(cursor, mark, str)[0]
     rows = _ordered(connection, query.group_by(name).order_by(name), name, last, limit + 1)
     shown = rows[:limit]
-    own = _entries(connection, structure_id, [f"{start}{row.name}" for row in shown])
+    names = [
+        _common(row.first, row.last)[len(start) :] or row.name if is_collapsed else row.name for row in shown
+    ]
+    own = _entries(connection, structure_id, [f"{start}{name}" for name in names])
     nodes = tuple(
         TreeNode(
-            row.name,
+            name,
             int(row.tensors),
             int(row.entries) - int(row.tensors),
             int(row.bytes),
-            own.get(f"{start}{row.name}"),
+            own.get(f"{start}{name}"),
         )
-        for row in shown
+        for row, name in zip(shown, names, strict=True)
     )
-    return Page(nodes, encode_cursor(mark, nodes[-1].name) if len(rows) > limit else None)
+    return Page(nodes, encode_cursor(mark, shown[-1].name) if len(rows) > limit else None)
+
+
+def tree_levels(connection: Connection, structure_id: int, prefix: str, most: int) -> list[str]:
+    """Return the last ``most`` prefixes of the levels above ``prefix``, and that itself; without those that
+    have a single name below them."""
+    parts = prefix.split(".") if prefix else []
+    levels = [".".join(parts[:end]) for end in range(1, len(parts) + 1)][-2 * most :]
+    if not levels:
+        return []
+    fqn = structure_tensors.c.fqn
+    columns = []
+    for level in levels[:-1]:
+        below = case((func.substr(fqn, 1, len(level) + 1) == f"{level}.", fqn))
+        columns += [func.min(below), func.max(below)]
+    query = select(*columns).where(structure_tensors.c.structure_id == structure_id)
+    ends = [*connection.execute(query).one()] if columns else []
+    found = [
+        level
+        for level, first, last in zip(levels[:-1], ends[::2], ends[1::2], strict=True)
+        if first is None or not _common(first, last).startswith(f"{level}.")
+    ]
+    return [*found, levels[-1]][-most:]
+
+
+def _common(first: str, last: str) -> str:
+    """Return the name that all names from ``first`` to ``last``, in the order of code points, are or are
+    below; "" without one."""
+    if first == last:
+        return first
+    differ = (place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other)
+    return first[: next(differ, min(len(first), len(last)))].rpartition(".")[0]
 
 
 def parts_of(connection: Connection, structure_id: int | None) -> list[TreePart]:

@@ -11,7 +11,7 @@ from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.inputs import Query
 from dcp.server.catalog.listing import neighbour
 from dcp.server.catalog.names import in_order
-from dcp.server.catalog.structures import TreePart, parts_of
+from dcp.server.catalog.structures import TreePart, parts_of, tree_levels
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
@@ -31,6 +31,7 @@ feature: Final = Feature("checkpoint_page", __name__)
 
 
 _TENSORS: Final = 100
+_LEVELS: Final = 8
 
 
 class TensorView(Query):
@@ -120,14 +121,14 @@ def _tensors(of: CheckpointDetail, before: Checkpoint | None, view: TensorView, 
     if view.is_list:
         found: Any = list_tensors(of.id, ask, page, view.pattern, view.kind, view.dtype)
     else:
-        found = tensor_tree(of.id, ask, page, view.prefix)
+        found = tensor_tree(of.id, ask, page, view.prefix, collapsed=True)
     largest = max((item.bytes for item in found.items), default=0) or 1
     return {
         "view": view,
         **_changes(of, before, view, found.items, ask),
         "entries": [(item, 100 * item.bytes / largest) for item in found.items],
         "next_cursor": found.next_cursor,
-        "parents": _parents(view.prefix),
+        "parents": _parents(of, view.prefix, ask),
     }
 
 
@@ -161,7 +162,13 @@ def _optimizers(of: CheckpointDetail, ask: Ask) -> list[TreePart]:
     return found if sum(one.tensors for one in found) < (of.tensor_count or 0) else []
 
 
-def _parents(prefix: str) -> list[tuple[str, str]]:
-    """Return the last eight of the names above, each with the prefix of its level."""
-    parts = prefix.split(".") if prefix else []
-    return [(part, ".".join(parts[: index + 1])) for index, part in enumerate(parts)][-8:]
+def _parents(of: CheckpointDetail, prefix: str, ask: Ask) -> list[tuple[str, str]]:
+    """Return the last eight levels above, each with its prefix, and by the names since the one before."""
+    if of.structure_id is None:
+        return []
+    levels = ask.find(tree_levels, of.structure_id, prefix, _LEVELS)
+    above = ["", *levels][:-1]
+    return [
+        (level[len(before) :].lstrip(".") or level, level)
+        for before, level in zip(above, levels, strict=True)
+    ]

@@ -88,11 +88,14 @@ class Client(Methods):
     # -- contents --------------------------------------------------------------------------------------------
 
     def tensor_tree(
-        self, checkpoint_id: int, prefix: str = "", *, page_size: int = 500
+        self, checkpoint_id: int, prefix: str = "", *, collapsed: bool = False, page_size: int = 500
     ) -> Pages[models.TreeNode]:
-        """List one level of the tree that the dots in the names make."""
+        """List one level of the tree that the dots in the names make; ``collapsed``: a name with a single one
+        below it is one with that."""
         path = f"/checkpoints/{checkpoint_id}/tensors/tree"
-        return self._pages(page_size, path, one(models.TreeNode), query(prefix=prefix))
+        return self._pages(
+            page_size, path, one(models.TreeNode), query(prefix=prefix, collapsed=collapsed or None)
+        )
 
     def tensor(self, checkpoint_id: int, fqn: str, slice: str | None = None) -> npt.NDArray[np.generic]:
         """Read one tensor, or a ``slice`` of it such as "0:2,:,-1"; as float32 where numpy lacks the type."""

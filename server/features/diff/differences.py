@@ -229,9 +229,10 @@ class WeightChange:
 def changes_below(found: ContentDifference, prefix: str, nodes: Any) -> dict[str, WeightChange]:
     """Return the changes of the nodes of one level of the tree, by name."""
     start = f"{prefix}." if prefix else ""
+    names = {node.name.partition(".")[0]: node.name for node in nodes}
 
     def name_of(fqn: str) -> str | None:
-        return fqn[len(start) :].partition(".")[0] if fqn.startswith(start) else None
+        return names.get(fqn[len(start) :].partition(".")[0]) if fqn.startswith(start) else None
 
     return _changes(found, {node.name: node.bytes for node in nodes}, name_of)
 

@@ -143,12 +143,16 @@ def tensor_tree(
     prefix: Annotated[
         str, Query(max_length=_MAX_NAME, description="A name without its last dot; the top without it.")
     ] = "",
+    collapsed: Annotated[
+        bool, Query(description="A name with a single one below it is one with that: model.decoder.")
+    ] = False,
 ) -> TreePage:
     """One level of the tree that the dots in the names make."""
     row = ask.find(get_checkpoint, checkpoint_id, ask.visible)
     if row.structure_id is None:
         return TreePage(prefix, (), None)
-    found = ask.find(tree_level, row.structure_id, prefix, limit=page.limit, cursor=page.cursor)
+    options: dict[str, Any] = {"limit": page.limit, "cursor": page.cursor, "is_collapsed": collapsed}
+    found = ask.find(tree_level, row.structure_id, prefix, **options)
     return TreePage(prefix, found.items, found.next_cursor)
 
 

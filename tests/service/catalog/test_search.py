@@ -8,6 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.support.catalog import Catalog, pages
+from tests.support.pages import Browser
 
 LAYERS = [*(f"Model.layers.{n}.attn.Q_proj.weight" for n in range(12)), "head.weight"]
 
@@ -180,3 +181,18 @@ def test_tensors_are_listed_filtered_and_a_tree(catalog: Catalog) -> None:
         str(n) for n in range(12)
     ]
     assert catalog.get(f"{path}/tree", prefix="nothing")["items"] == []
+    top = pages(catalog.http, f"{path}/tree", collapsed=True, limit=2)
+    assert [(one["name"], one["tensors"], one["entry"] is not None) for one in top] == [
+        ("50%_a.x", 1, True),
+        ("a", 3, False),
+        ("layers", 24, False),
+    ]
+    deep = catalog.add("run/step-2", tensors=3, fqns=["m.d.l.0.w", "m.d.l.0.b", "m.d.l.1.attn.w"])
+    levels = f"/checkpoints/{deep}/tensors/tree"
+    assert [one["name"] for one in catalog.get(levels, collapsed=True)["items"]] == ["m.d.l"]
+    (_, last) = catalog.get(levels, prefix="m.d.l", collapsed=True)["items"]
+    assert (last["name"], last["entry"]["fqn"]) == ("1.attn.w", "m.d.l.1.attn.w")
+    browser = Browser(catalog.app.client())
+    browser.sign_in(catalog.app.key("read", name="looks"))
+    page = browser.page(f"/checkpoints/{deep}?prefix=m.d.l.0")
+    assert "Place in the tree" not in page.text and "top m.d.l 0" in page.text
