@@ -50,7 +50,7 @@ def test_checkpoints_are_handed_over_by_reference(tmp_path: Path) -> None:
                 "allow_private": ["127.0.0.1"],
                 "mlflow": {"url": mlflow.url, "token": TOKEN},
                 "wandb": {"project": "models", "entity": "lab", "api_key": KEY, "folder": str(wandb)},
-                "when": [{"alias": "production", "run": "a/*"}],
+                "when": [{"alias": "production", "run": "a/*"}, {"event": "stage.promoted", "stage": "x"}],
             }
         },
     }
@@ -130,7 +130,9 @@ def test_checkpoints_are_handed_over_by_reference(tmp_path: Path) -> None:
             ]
         audit = [one["action"] for one in api.get("/audit")["items"]]
         assert audit.count("checkpoint.hand_over") == 4 and "checkpoint.mark_deleted" in audit
-        assert "main.a.b version 1" in pages[0] and "marked as deleted" in pages[0]
+        assert (
+            "<bdi>main.a.b</bdi>" in pages[0] and "Version 1," in pages[0] and "marked as deleted" in pages[0]
+        )
         assert "Hand over again" in pages[1] and "failed" in pages[2]
         texts = [
             waiting.text,
