@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 from pydantic import Field
@@ -17,10 +18,10 @@ from dcp.server.core.jobs.kind import CheckpointId, Globs, JobContext, Parameter
 from dcp.server.core.jobs.ledger.rows import Json
 from dcp.server.core.jobs.subjects import SimpleKind, Subject, open_place, storage_errors, unchanged
 from dcp.server.core.security.principal import Scope
-from dcp.server.database.documents import find_item, read_items, write_document
+from dcp.server.database.documents import read_items, write_document
 from dcp.server.database.engine import insert_or_update
 from dcp.server.database.tables import statistics
-from dcp.server.records.declaring import moment
+from dcp.server.records.declaring import Hidden, Shown, moment
 from dcp.server.records.jobs import Job
 from dcp.storage.formats.opening import index_at
 
@@ -30,6 +31,20 @@ if TYPE_CHECKING:
 
 _HISTOGRAMS: Final = 512
 """Tensors whose histograms are kept; those of more would be larger than some checkpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Statistics of the values of all tensors together, and of those of this page."""
+
+    is_stale: Annotated[bool, Shown("The checkpoint was replaced since they were computed.")]
+    created_at: datetime
+    job_id: int | None
+    total: Any
+    tensor_count: int
+    tensors: tuple[Any, ...] = ()
+    next_cursor: str | None = None
+    document_id: Annotated[int, Hidden()] = 0  # of those of each tensor
 
 
 class StatsParams(Parameters):
@@ -85,15 +100,18 @@ class StatsKind(SimpleKind[StatsParams]):
         params = StatsParams.model_validate(job.params)
         if params.only is not None or params.exclude is not None:
             return
-        kept = {name: value for name, value in result.items() if name != "fingerprint"}
-        set_statistics(
-            connection,
-            params.checkpoint_id,
-            fingerprint=result["fingerprint"],
-            result=kept,
-            job_id=job.id,
-            document_id=job.document_id,
-        )
+        tensors = result.get("tensors", [])
+        kept = {name: value for name, value in result.items() if name not in ("fingerprint", "tensors")}
+        row = {
+            "checkpoint_id": params.checkpoint_id,
+            "fingerprint": result["fingerprint"],
+            "result": kept | {"tensor_count": len(tensors)},
+            "created_seconds": time.time(),
+            "job_id": job.id,
+            # a large result is a document already, with the list of tensors
+            "document_id": job.document_id or write_document(connection, {"tensors": tensors}),
+        }
+        insert_or_update(connection, statistics, [row])
 
 
 def finite(value: float | int | None) -> float | int | None:
@@ -136,85 +154,26 @@ def _document(found: CheckpointStatistics) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatisticsRow:
-    """Statistics of a checkpoint's values; of content that has been replaced since if ``is_stale``.
-
-    ``result`` is what is of all of its ``tensor_count`` tensors together.
-    """
-
-    checkpoint_id: int
-    fingerprint: str
-    result: Any
-    tensor_count: int
-    created_seconds: float
-    job_id: int | None
-    is_stale: bool
-
-
-def set_statistics(
-    connection: Connection,
-    checkpoint_id: int,
-    *,
-    fingerprint: str,
-    result: Any,
-    job_id: int | None = None,
-    document_id: int | None = None,
-) -> None:
-    """Keep statistics, in place of earlier ones. ``result`` is JSON, with the list ``tensors``, which the
-    document has already if it is given."""
-    tensors = result.get("tensors", [])
-    kept = {name: value for name, value in result.items() if name != "tensors"}
-    row = {
-        "checkpoint_id": checkpoint_id,
-        "fingerprint": fingerprint,
-        "result": kept | {"tensor_count": len(tensors)},
-        "created_seconds": time.time(),
-        "job_id": job_id,
-        "document_id": write_document(connection, {"tensors": tensors})
-        if document_id is None
-        else document_id,
-    }
-    insert_or_update(connection, statistics, [row])
-
-
 def stored_statistics(
     connection: Connection, checkpoint_id: int, visible: frozenset[str] | None = None
-) -> StatisticsRow | None:
-    """Return the stored statistics, None without any; `MissingError` for a checkpoint that may not be
-    seen."""
+) -> Statistics | None:
+    """Return the stored statistics without those of each tensor, None without any; `MissingError` for a
+    checkpoint that may not be seen."""
     detail = get_checkpoint(connection, checkpoint_id, visible)
     row = connection.execute(select(statistics).where(statistics.c.checkpoint_id == checkpoint_id)).first()
     if row is None:
         return None
+    created_at = moment(row.created_seconds)
     is_stale = row.fingerprint != detail.fingerprint
     if detail.fingerprint is None:  # not known yet
-        is_stale = moment(row.created_seconds) < detail.committed_at
-    kept = {name: value for name, value in row.result.items() if name != "tensor_count"}
-    return StatisticsRow(
-        checkpoint_id=checkpoint_id,
-        fingerprint=row.fingerprint,
-        result=kept,
-        tensor_count=row.result["tensor_count"],
-        created_seconds=row.created_seconds,
-        job_id=row.job_id,
-        is_stale=is_stale,
-    )
+        is_stale = created_at < detail.committed_at
+    total, count = row.result.get("total"), row.result["tensor_count"]
+    return Statistics(is_stale, created_at, row.job_id, total, count, document_id=row.document_id)
 
 
-def statistics_tensors(connection: Connection, checkpoint_id: int, begin: int, end: int) -> list[Any]:
-    """Return the statistics of the tensors ``begin`` to ``end`` of a checkpoint that may be seen."""
-    query = select(statistics.c.document_id).where(statistics.c.checkpoint_id == checkpoint_id)
-    return read_items(connection, connection.execute(query).scalar_one(), "tensors", begin, end)
-
-
-def statistics_of_tensor(connection: Connection, checkpoint_id: int, fqn: str) -> Any | None:
-    """Return the statistics of one tensor of a checkpoint that may be seen; None if there are none of it."""
-    query = select(statistics.c.document_id).where(statistics.c.checkpoint_id == checkpoint_id)
-    number = connection.execute(query).scalar()
-    if number is None:
-        return None
-    return find_item(connection, number, "tensors", "fqn", fqn)
+def tensors_of(connection: Connection, found: Statistics, begin: int, end: int) -> list[Any]:
+    """Return the statistics of the tensors ``begin`` to ``end``."""
+    return read_items(connection, found.document_id, "tensors", begin, end)
 
 
 feature: Final = Feature("statistics", __name__, kinds=[StatsKind()], web=["kept"])

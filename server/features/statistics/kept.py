@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Annotated, Any, Final
 from urllib.parse import urlencode
@@ -14,31 +14,19 @@ from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import PageQuery
 from dcp.server.core.pages.requests import FormDep
 from dcp.server.core.problems import NotFoundError
+from dcp.server.database.documents import find_item
 from dcp.server.features.statistics import (
+    Statistics,
     StatsKind,
     StatsParams,
     feature,
-    statistics_of_tensor,
-    statistics_tensors,
     stored_statistics,
+    tensors_of,
 )
-from dcp.server.records.declaring import Shown, moment
+from dcp.server.records.declaring import Shown
 from dcp.server.records.jobs import Job
 
 _PATH: Final = "/checkpoints/{checkpoint_id}/statistics"
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """Statistics of the values of all tensors together, and of those of this page."""
-
-    is_stale: Annotated[bool, Shown("The checkpoint was replaced since they were computed.")]
-    created_at: datetime
-    job_id: int | None
-    total: Any
-    tensor_count: int
-    tensors: tuple[Any, ...]
-    next_cursor: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +51,12 @@ def get_statistics(checkpoint_id: IdPath, ask: Ask, page: PageQuery) -> Statisti
             raise NotFoundError(
                 f"no statistics of checkpoint {checkpoint_id} are kept; POST here to compute them"
             )
-        mark = query_mark("statistics", checkpoint_id, found.created_seconds)
+        mark = query_mark("statistics", checkpoint_id, found.created_at)
         begin = offset_of(page.cursor, mark)
         end = begin + page.limit
-        tensors = statistics_tensors(connection, checkpoint_id, begin, end)
-    return Statistics(
-        is_stale=found.is_stale,
-        created_at=moment(found.created_seconds),
-        job_id=found.job_id,
-        total=found.result.get("total"),
-        tensor_count=found.tensor_count,
-        tensors=tuple(tensors),
-        next_cursor=None if end >= found.tensor_count else encode_cursor(mark, end),
+        tensors = tuple(tensors_of(connection, found, begin, end))
+    return replace(
+        found, tensors=tensors, next_cursor=None if end >= found.tensor_count else encode_cursor(mark, end)
     )
 
 
@@ -97,17 +79,11 @@ def kept_statistics(ask: Ask, checkpoint_id: int, fqn: str) -> MeasuredTensor | 
     """Return the statistics of one tensor that a job has computed; None without any, and where the checkpoint
     was replaced since. Raises MissingError."""
     with ask.reading() as connection:
-        row = stored_statistics(connection, checkpoint_id, ask.visible)
-        if row is None or row.is_stale:
+        kept = stored_statistics(connection, checkpoint_id, ask.visible)
+        if kept is None or kept.is_stale:
             return None
-        found = statistics_of_tensor(connection, checkpoint_id, fqn)
+        found = find_item(connection, kept.document_id, "tensors", "fqn", fqn)
     if found is None:
         return None
-    return MeasuredTensor(
-        found["fqn"],
-        found["dtype"],
-        tuple(found["shape"]),
-        found["statistics"],
-        is_kept=True,
-        computed_at=moment(row.created_seconds),
-    )
+    values = found["fqn"], found["dtype"], tuple(found["shape"]), found["statistics"]
+    return MeasuredTensor(*values, is_kept=True, computed_at=kept.created_at)

@@ -14,7 +14,7 @@ from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.names import in_order, layer_of
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
-from dcp.server.features.statistics import StatsKind, StatsParams, statistics_tensors, stored_statistics
+from dcp.server.features.statistics import StatsKind, StatsParams, stored_statistics, tensors_of
 from dcp.server.features.tensors import feature
 from dcp.server.features.tensors.marks import LARGE, Mark, largest_of, mark_of, norm_of
 
@@ -137,7 +137,7 @@ def _layers(checkpoint_id: int, ask: Ask) -> list[Layer] | None:
         kept = stored_statistics(connection, checkpoint_id, ask.visible)
         if kept is None or kept.is_stale:
             return None
-        tensors = statistics_tensors(connection, checkpoint_id, 0, kept.tensor_count)
+        tensors = tensors_of(connection, kept, 0, kept.tensor_count)
     readable = ask.data.open(checkpoint_id)
     with readable.problems():
         states = OptimizerStates(readable.opened.whole_index)
