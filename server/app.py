@@ -69,7 +69,8 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
     app.state.problem_page = problem_page
     check_routes(app)
     install_documentation(app)
-    install_metrics(app, service.database)  # outermost of all, so that it sees what the others answer
+    samples = [read for one in features() for read in one.sampled]
+    install_metrics(app, service, samples)  # outermost of all, so that it sees what the others answer
     return app
 
 

@@ -18,7 +18,7 @@ from dcp.server.catalog.details import bump, get_checkpoint, labels_of, lock_che
 from dcp.server.catalog.errors import InvalidQueryError, StateError
 from dcp.server.catalog.events import NewEvent, checkpoint_event, emit_all
 from dcp.server.catalog.facts import CheckpointFacts, Upserted, announcement, change_of
-from dcp.server.catalog.runs import RunChange, ensure_runs, refresh_runs, root_id
+from dcp.server.catalog.runs import KeptChange, RunChange, ensure_runs, refresh_runs, root_id
 from dcp.server.catalog.structures import ensure_structures
 from dcp.server.database.engine import dialect_insert, insert_missing, insert_or_update
 from dcp.server.database.tables import checkpoint_names, checkpoints, metrics, tags
@@ -83,6 +83,7 @@ class _Batch:
         self.done: dict[_Place, Upserted] = {}
         self.ignored: set[_Place] = set()
         self.runs: defaultdict[int, RunChange] = defaultdict(RunChange)
+        self.kept = KeptChange()
         self.events: list[NewEvent] = []
 
     def write(self, facts: Mapping[_Place, CheckpointFacts]) -> None:
@@ -117,6 +118,7 @@ class _Batch:
 
     def finish(self) -> None:
         refresh_runs(self.connection, self.runs, now=self.now)
+        self.kept.write(self.connection)
         emit_all(self.connection, self.events, now=self.now)
 
     def _rows(self, places: Iterable[_Place]) -> dict[_Place, dict[str, Any]]:
@@ -165,6 +167,7 @@ class _Batch:
             self._did((root, key), number, one, is_new=True, committed=one.state == "committed")
             columns = new[root, key]
             self.runs[columns["run_id"]].count(None, (one.state, columns["bytes"]))
+            self.kept.count(None, columns | {"root_id": root})
         names = sorted({facts[root, key].name for _, root, key in inserted})
         insert_missing(self.connection, checkpoint_names, [{"name": name} for name in names])
         return {(root, key) for _, root, key in inserted}
@@ -183,6 +186,7 @@ class _Batch:
             self.connection.execute(delete(metrics).where(metrics.c.checkpoint_id == row["id"]))
         after = row | change.columns
         self.runs[row["run_id"]].count((row["state"], row["bytes"]), (after["state"], after["bytes"]))
+        self.kept.count(row, after)
         self._did(place, row["id"], facts, is_new=False, committed=change.became_committed)
 
     def _did(
@@ -271,6 +275,9 @@ def set_state(
     change = RunChange()
     change.count((row["state"], row["bytes"]), (state, row["bytes"]))
     refresh_runs(connection, {row["run_id"]: change}, now=now)
+    kept = KeptChange()
+    kept.count(row, {**row, "state": state})
+    kept.write(connection)
     before = {"from": row["state"], "to": state, "root": row["root"], "key": row["key"]}
     audit.record(connection, actor, "checkpoint.state", f"checkpoint:{checkpoint_id}", before, now=now)
     if state == "deleted":
@@ -296,9 +303,10 @@ def mark_vanished(
     wanted = sorted(set(keys))
     gone: list[int] = []
     changes: defaultdict[int, RunChange] = defaultdict(RunChange)
+    kept = KeptChange()
     for start in range(0, len(wanted), _CHUNK):
         query = (
-            select(checkpoints.c.id, checkpoints.c.run_id, checkpoints.c.state, checkpoints.c.bytes)
+            select(*(checkpoints.c[name] for name in ("id", "root_id", "run_id", "owner", "state", "bytes")))
             .where(
                 checkpoints.c.root_id == number,
                 checkpoints.c.key.in_(wanted[start : start + _CHUNK]),
@@ -311,6 +319,7 @@ def mark_vanished(
         for row in connection.execute(query):
             gone.append(row.id)
             changes[row.run_id].count((row.state, row.bytes), ("vanished", row.bytes))
+            kept.count(row._mapping, None)
     if gone:
         connection.execute(
             update(checkpoints)
@@ -324,4 +333,5 @@ def mark_vanished(
             [{"number": one} for one in gone],
         )
         refresh_runs(connection, changes, now=now)
+        kept.write(connection)
     return len(gone)

@@ -38,6 +38,7 @@ class CheckpointFacts:
     names the save, ``resumed_from`` the one that its training went on from, ``fingerprint`` the commit
     objects; a new save id, or without one a new fingerprint, is new content. ``content_digest`` is of all
     tensors. ``tags`` and ``metrics`` are added to those that it has. ``problem`` is for unreadable ones.
+    ``registered_by`` named it to the service, for the account ``owner``: the first who did so stays.
     """
 
     root: str
@@ -59,6 +60,8 @@ class CheckpointFacts:
     provenance: Any = None
     problem: str | None = None
     is_pinned: bool | None = None
+    registered_by: str | None = None
+    owner: str | None = None
     tags: frozenset[str] = frozenset()
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -141,7 +144,7 @@ _KEPT: Final = {
         for field in fields_of(CheckpointDetail)
         if field.found is not None and field.found.keeps == keeps
     ]
-    for keeps in ("of the same content", "always")
+    for keeps in ("of the same content", "the first", "always")
 }
 _BY_ORDER: Final = frozenset({"deleted", "purged"})
 
@@ -174,6 +177,8 @@ def change_of(row: Mapping[str, Any], facts: CheckpointFacts, columns: Mapping[s
     for name in (*_KEPT["always"], *(() if replaced else _KEPT["of the same content"])):
         if given[name] is None:
             given[name] = row[name]
+    if not replaced and row["owner"] is not None:
+        given |= {name: row[name] for name in _KEPT["the first"]}
     if given["committed_seconds"] is None:
         given["committed_seconds"] = facts.observed_seconds
     if is_new:

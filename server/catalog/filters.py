@@ -112,6 +112,7 @@ class CheckpointFilter(Query):
     name_contains: _Pattern | None = None
     name_glob: _Pattern | None = None
     pinned: bool | None = None
+    registered_by: Annotated[Text, Field(min_length=1, max_length=128)] | None = None
 
     def model_post_init(self, context: Any) -> None:
         """Check patterns and comparisons. Raises InvalidQueryError."""

@@ -1,24 +1,26 @@
 """Roots, which the configuration names or named once, and their runs: folders that hold checkpoints.
 
-The sums of a run are kept up to date as its checkpoints come and go.
+The sums of a run, and those of a root by the accounts that registered its checkpoints, are kept up to date as
+checkpoints come and go, so that a sum is read from a few rows.
 """
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal
 
-from sqlalchemy import Column, Connection, Select, bindparam, false, select, true, tuple_, update
+from sqlalchemy import Column, Connection, Select, bindparam, false, func, select, true, tuple_, update
 
 from dcp.server.catalog.cursors import query_mark, read_page
 from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.names import check_pattern, contains, matches
-from dcp.server.database.engine import insert_missing
+from dcp.server.database.engine import dialect_insert, insert_missing
 from dcp.server.database.mapping import record_of_row, shown_columns
-from dcp.server.database.tables import checkpoints, metadata, roots, runs
+from dcp.server.database.tables import checkpoints, kept, metadata, roots, runs
 from dcp.server.records.checkpoints import Run
 from dcp.server.records.lists import Page
 
@@ -278,6 +280,65 @@ def _ids(connection: Connection, places: Sequence[tuple[int, str]]) -> dict[tupl
         )
         found |= {(row.root_id, row.key): row.id for row in connection.execute(query)}
     return found
+
+
+# -- bytes kept ----------------------------------------------------------------------------------------------
+
+NO_ACCOUNT: Final = ""
+
+
+class KeptChange:
+    """Checkpoints and bytes that come and go, by root and account; `write` adds them to the sums."""
+
+    def __init__(self) -> None:
+        self._added: defaultdict[tuple[int, str], list[int]] = defaultdict(lambda: [0, 0])
+
+    def count(self, before: Mapping[Any, Any] | None, after: Mapping[Any, Any] | None) -> None:
+        """Note that a row of ``checkpoints`` was ``before`` and is ``after``; None: there is none."""
+        for sign, row in ((-1, before), (1, after)):
+            if row is not None and row["state"] == "committed":
+                added = self._added[row["root_id"], row["owner"] or NO_ACCOUNT]
+                added[0] += sign
+                added[1] += sign * row["bytes"]
+
+    def write(self, connection: Connection) -> None:
+        """Write the sums, in the transaction of the change."""
+        rows = [
+            {"root_id": root, "owner": owner, "checkpoint_count": count, "bytes": size}
+            for (root, owner), (count, size) in sorted(self._added.items())
+            if count or size
+        ]
+        if not rows:
+            return
+        statement = dialect_insert(connection, kept)
+        more = {name: kept.c[name] + statement.excluded[name] for name in ("checkpoint_count", "bytes")}
+        keys = ["root_id", "owner"]
+        connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=more), rows)
+
+
+def bytes_of_account(connection: Connection, owner: str) -> int:
+    """Return the bytes of all committed checkpoints that an account registered."""
+    query = select(func.coalesce(func.sum(kept.c.bytes), 0)).where(kept.c.owner == owner)
+    return int(connection.execute(query).scalar_one())
+
+
+def bytes_of_root(connection: Connection, root: str) -> int:
+    """Return the bytes of all committed checkpoints of a root."""
+    number = select(roots.c.id).where(roots.c.name == root).scalar_subquery()
+    query = select(func.coalesce(func.sum(kept.c.bytes), 0)).where(kept.c.root_id == number)
+    return int(connection.execute(query).scalar_one())
+
+
+def kept_by_account(connection: Connection) -> dict[str, int]:
+    """Return the bytes by account."""
+    query = select(kept.c.owner, func.sum(kept.c.bytes)).where(kept.c.owner != NO_ACCOUNT)
+    return {owner: int(size) for owner, size in connection.execute(query.group_by(kept.c.owner))}
+
+
+def kept_by_root(connection: Connection) -> dict[str, int]:
+    """Return the bytes by root."""
+    query = select(roots.c.name, func.sum(kept.c.bytes)).join_from(kept, roots, roots.c.id == kept.c.root_id)
+    return {root: int(size) for root, size in connection.execute(query.group_by(roots.c.name))}
 
 
 # -- for the scanner -----------------------------------------------------------------------------------------

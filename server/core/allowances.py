@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from sqlalchemy import Connection
 
+from dcp.server.catalog.runs import bytes_of_account, bytes_of_root
 from dcp.server.core.problems import ConflictError, ProblemError, TooManyRequestsError
 from dcp.server.core.security.principal import LOCAL, Principal
 from dcp.server.core.security.rates import Rate
 from dcp.server.core.settings import Settings
-from dcp.server.database.engine import Database
+from dcp.server.database.engine import Database, lock_names
 
 __all__ = [
     "SERVICE",
@@ -21,6 +23,10 @@ __all__ = [
     "LimitName",
     "Subject",
     "SubjectKind",
+    "bytes_kept",
+    "bytes_warning",
+    "check_room",
+    "keeping",
     "refusal",
     "subjects_of",
 ]
@@ -123,14 +129,20 @@ _UNITS: Final[Mapping[str, str]] = {
 
 
 def refusal(
-    subject: Subject, limit: LimitName, allowed: int, used: int, *, wait_seconds: int | None = None
+    subject: Subject,
+    limit: LimitName,
+    allowed: int,
+    used: int,
+    *,
+    wait_seconds: int | None = None,
+    **extra: Any,
 ) -> ProblemError:
     """Return the problem of a request that a limit refuses: names the limit, the use and the remedy."""
     detail = (
-        f"{limit}: {subject.text} may have {allowed:,} {_UNITS[limit]} and has {used:,}; "
+        f"{limit}: {_named(subject)} may have {allowed:,} {_UNITS[limit]} and has {used:,}; "
         f"{_REMEDIES[limit]}, or ask an admin for a higher limit"
     )
-    extra: dict[str, Any] = {
+    extra |= {
         "limit": limit,
         "subject": {"kind": subject.kind, "name": subject.name},
         "allowed": allowed,
@@ -139,3 +151,68 @@ def refusal(
     if wait_seconds is None:
         return ConflictError(detail, **extra)
     return TooManyRequestsError(detail, headers={"Retry-After": str(wait_seconds)}, **extra)
+
+
+def _named(subject: Subject) -> str:
+    return subject.text if subject.kind == "root" else f"this {subject.kind}"
+
+
+# -- bytes of checkpoints ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def keeping(
+    connection: Connection, allowances: Allowances, subjects: Iterable[Subject]
+) -> Iterator[list[str]]:
+    """Keep the limits of bytes in a block that registers checkpoints: at its end the list has the warnings.
+
+    Raises ConflictError for more bytes than one of ``subjects`` may keep, after which the transaction must
+    not be committed; what adds no bytes passes. Others that register for the same ones wait for the end of
+    this transaction.
+    """
+    found = allowances.of(subjects, connection)
+    limited = {subject: found[subject] for subject in sorted(found) if _limits_bytes(found[subject])}
+    lock_names(connection, [f"bytes_kept {subject.text}" for subject in limited])
+    before = {subject: bytes_kept(connection, subject) for subject in limited}
+    warnings: list[str] = []
+    yield warnings
+    for subject, allowance in limited.items():
+        used, most = bytes_kept(connection, subject), allowance.bytes_kept
+        if most is not None and used > max(most, before[subject]):
+            more = used - before[subject]
+            raise refusal(subject, "bytes_kept", most, before[subject], requested=more)
+        if (warning := bytes_warning(subject, allowance, used)) is not None:
+            warnings.append(warning)
+
+
+def check_room(connection: Connection, allowances: Allowances, subjects: Iterable[Subject]) -> None:
+    """Raise ConflictError where one of ``subjects`` keeps as many bytes as it may, before more come."""
+    for subject, allowance in sorted(allowances.of(subjects, connection).items(), key=lambda one: one[0]):
+        if allowance.bytes_kept is not None:
+            used = bytes_kept(connection, subject)
+            if used >= allowance.bytes_kept:
+                raise refusal(subject, "bytes_kept", allowance.bytes_kept, used)
+
+
+def bytes_kept(connection: Connection, subject: Subject) -> int:
+    """Return the bytes of the committed checkpoints of an account or a root. Keys keep none of their own."""
+    if subject.kind == "key":
+        return 0
+    read = bytes_of_account if subject.kind == "account" else bytes_of_root
+    return read(connection, subject.name)
+
+
+def bytes_warning(subject: Subject, allowance: Allowance, used: int) -> str | None:
+    """Return the warning for an account or a root that keeps more than it should, or None."""
+    most, warned = allowance.bytes_kept, allowance.bytes_kept_warning
+    if most is not None and used > most:
+        said = f"more than the {most:,} that it may have: registrations that add to them are refused"
+    elif warned is not None and used > warned:
+        said = f"more than {warned:,}" + ("" if most is None else f"; it may have {most:,}")
+    else:
+        return None
+    return f"bytes_kept: {_named(subject)} has {used:,} bytes of checkpoints, {said}"
+
+
+def _limits_bytes(allowance: Allowance) -> bool:
+    return allowance.bytes_kept is not None or allowance.bytes_kept_warning is not None

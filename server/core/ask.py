@@ -12,6 +12,7 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel
 from sqlalchemy import Connection
 
+from dcp.server.core.allowances import check_room, subjects_of
 from dcp.server.core.data.access import Data
 from dcp.server.core.data.responses import CACHE, NotModifiedError, is_unchanged
 from dcp.server.core.http.context import Service
@@ -168,7 +169,10 @@ class Ask:
         refuses: what the caller may not see is not found."""
 
         def submit(connection: Connection) -> Job:
-            spec = self.service.kinds[kind.name].specify(connection, params, self.caller, self.settings)
+            job_kind = self.service.kinds[kind.name]
+            spec = job_kind.specify(connection, params, self.caller, self.settings)
+            if job_kind.scope == "convert":  # it writes checkpoints
+                check_room(connection, self.service.allowances, subjects_of(self.caller, spec.root))
             spec = replace(spec, owner=self.caller.owner, key_id=self.caller.key_id)
             spec = spec if priority is None else replace(spec, priority=priority)
             job_id, is_new = submit_or_join(connection, spec, self.now)

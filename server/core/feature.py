@@ -31,11 +31,13 @@ from dcp.storage.errors import CheckpointError
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
+    from prometheus_client.core import Metric
     from pydantic import BaseModel
     from sqlalchemy import Connection
 
     from dcp.server.catalog.search import SearchHit
     from dcp.server.core.allowances import Allowances
+    from dcp.server.core.http.context import Service
     from dcp.server.core.jobs.kind import Kind
     from dcp.server.core.settings import Settings
 
@@ -47,12 +49,14 @@ AliasGuard = Callable[[Any, "Settings", int, str], "str | None"]
 A = TypeVar("A", bound=AliasGuard)
 Finder = Callable[[Any, str, "frozenset[str] | None", int], "Iterable[SearchHit]"]
 G = TypeVar("G", bound=Finder)
+S = TypeVar("S", bound="Callable[[Connection, Service], Iterable[Metric]]")
 W = TypeVar("W", bound="Callable[[ScheduleContext], object]")
 Access = Scope | Literal["public"]
 """The scope that a key needs; "public": no key at all."""
-LinkedFrom = Literal["run", "checkpoint"]
-PanelPlace = Literal["checkpoint", "checkpoint.notices", "checkpoint.actions", "run"]
-"""Beside the content of a checkpoint's page, above it, in its box of actions; below the list of a run."""
+LinkedFrom = Literal["run", "checkpoint", "menu", "administration"]
+PanelPlace = Literal["checkpoint", "checkpoint.notices", "checkpoint.actions", "run", "run.notices", "root"]
+"""Beside the content of a checkpoint's page, above it, in its box of actions; below the list of a run, above
+it; in the card of a root."""
 
 
 _EVENT: Final = re.compile(r"[a-z][a-z0-9_]{0,30}\.[a-z][a-z0-9_]{0,30}")
@@ -113,13 +117,14 @@ class Page:
     template: str
     tag: str = ""
     all_roots: bool = False
-    panels: Literal["checkpoint", "run", ""] = ""
+    panels: Literal["checkpoint", "run", "root", ""] = ""
     only_browsers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link to ``path`` on the page of each run or checkpoint; ``{id}`` in it is its id."""
+    """A link to ``path`` on the page of each run or checkpoint, where ``{id}`` in it is its id; in the "menu"
+    of all pages; or in its part for admins of all roots, "administration"."""
 
     on: LinkedFrom
     label: str
@@ -127,7 +132,9 @@ class Link:
 
     def __post_init__(self) -> None:
         if self.on not in get_args(LinkedFrom) or re.findall(r"{.*?}", self.path) not in ([], ["{id}"]):
-            raise FeatureError(f"{self}: on is run or checkpoint, and of fields the path may have {{id}}")
+            raise FeatureError(
+                f"{self}: on is one of {get_args(LinkedFrom)}, and of fields the path may have {{id}}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +186,7 @@ class Feature:
     consumers: list[Consumer] = field(default_factory=list)
     schedules: list[Callable[[Settings], Iterable[PeriodicWork]]] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
+    sampled: list[Callable[[Connection, Service], Iterable[Metric]]] = field(default_factory=list)
     finders: dict[str, Finder] = field(default_factory=dict)
     alias_guards: list[AliasGuard] = field(default_factory=list)
 
@@ -272,16 +280,16 @@ class Feature:
         tag: str = "",
         errors: Sequence[int] = (404,),
         all_roots: bool = False,
-        panels: Literal["checkpoint", "run", ""] = "",
+        panels: Literal["checkpoint", "run", "root", ""] = "",
         only_browsers: bool = False,
     ) -> Callable[[F], F]:
         """Declare a page: ``template`` of this feature, filled with the values that the function returns.
 
         A function that returns a record answers the API at the same path as well, below ``tag`` of its
         documentation. Each page links to the JSON at its path, where the feature has such a route, else to
-        the value ``twin``. A page with ``panels`` shows those of all features, of its value ``found``; its
-        function has the query of the page as ``view``. ``only_browsers``: programs find another route at the
-        path.
+        the value ``twin``. A page with ``panels`` shows those of all features, of its value ``found`` or of
+        each item of that; its function has the query of the page as ``view``, where panels have queries.
+        ``only_browsers``: programs find another route at the path.
         """
         _check_scope(scope, path)
 
@@ -322,6 +330,12 @@ class Feature:
             return consume
 
         return declare
+
+    def samples(self, read: S) -> S:
+        """Declare metrics: the function gets a connection that reads and the `Service`, and yields those of
+        prometheus_client. Called when ``/metrics`` is asked for, at most every five seconds."""
+        self.sampled.append(read)
+        return read
 
     def schedule(
         self,

@@ -125,6 +125,12 @@ class Resource(Generic[R]):
         self.audit(connection, ask, action, found, detail)
         return found
 
+    def remove(self, connection: Connection, ask: Ask, row: Row[Any]) -> None:
+        """Delete a row that is locked, and what refers to it."""
+        self.forget(connection, row.id)
+        connection.execute(delete(self.table).where(self.table.c.id == row.id))
+        self.audit(connection, ask, "delete", row)
+
     def _check_name(self, connection: Connection, values: _Values, own: int | None) -> None:
         if "name" in values:
             query = select(self.table.c.id).where(self.table.c.name == values["name"])
@@ -184,10 +190,7 @@ class Resource(Generic[R]):
         """Answer a DELETE."""
 
         def act(connection: Connection) -> None:
-            row = self.lock(connection, ask, number, match)
-            self.forget(connection, number)
-            connection.execute(delete(self.table).where(self.table.c.id == number))
-            self.audit(connection, ask, "delete", row)
+            self.remove(connection, ask, self.lock(connection, ask, number, match))
 
         ask.transact(act)
 

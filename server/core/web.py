@@ -21,6 +21,7 @@ from dcp.server.core.feature import Access, Feature, Page, Panel, Route
 from dcp.server.core.http.dependencies import public, requires
 from dcp.server.core.http.routes import API, api_router
 from dcp.server.core.pages.requests import BrowserRoute, FormDep, pages_router
+from dcp.server.records.lists import Items
 
 __all__ = ["routes_of"]
 
@@ -91,7 +92,12 @@ def _add_page(router: Any, feature: Feature, declared: Page, panels: Sequence[Pa
             return RedirectResponse(found, 303)
         values = {"found": found} if declared.tag else found
         if declared.panels:
-            values["panels"] = _filled(panels, given, values["found"])
+            shown = values["found"]
+            values["panels"] = (
+                [_filled(panels, given, one) for one in shown.items]
+                if isinstance(shown, Items)
+                else _filled(panels, given, shown)
+            )
         return given.page(
             f"{feature.name}/{declared.template}", **{**_twin(feature, given.request), **values}
         )

@@ -163,6 +163,7 @@ checkpoints: Final = Table(
     Index(None, "format", "committed_seconds", "id"),
     Index(None, "verification", "committed_seconds", "id"),
     Index(None, "is_pinned", "committed_seconds", "id"),
+    Index(None, "registered_by", "committed_seconds", "id"),
     Index(None, "structure_id", "id"),
     Index(  # the counts beside lists are made of it alone, without the rows
         COUNTED,
@@ -180,6 +181,17 @@ checkpoints: Final = Table(
     *checks_of(CheckpointDetail),
 )
 """The columns that are shown are declared by `CheckpointDetail`; the others here."""
+
+kept: Final = Table(
+    "kept",
+    metadata,
+    _ref("root_id", "roots.id", primary_key=True),
+    Column("owner", String(192), primary_key=True),  # "": no account registered them
+    Column("checkpoint_count", BigInteger, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Index(None, "owner"),
+)
+"""Sums of committed checkpoints, by root and by the account that registered them."""
 
 checkpoint_names: Final = Table(
     "checkpoint_names",

@@ -64,6 +64,7 @@ FEATURES: Final = (
     "convert",
     "scan",
     "overview",
+    "quotas",
     "sign_in",
     "operations",
 )

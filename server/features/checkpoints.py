@@ -125,8 +125,8 @@ def register_checkpoint(body: Registration, ask: Ask) -> Registered:
         ask.service.database,
         ask.roots,
         body,
-        actor=ask.caller.name,
-        visible=ask.visible,
+        caller=ask.caller,
+        allowances=ask.service.allowances,
         clock=ask.service.clock,
     )
 

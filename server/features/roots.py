@@ -37,7 +37,7 @@ class RootCheck:
     detail: Annotated[str | None, Shown("What is wrong; null if nothing is.")]
 
 
-@feature.page("/roots", "roots.html", tag="roots", errors=())
+@feature.page("/roots", "roots.html", tag="roots", errors=(), panels="root")
 def list_roots(ask: Ask) -> Items[Root]:
     """All roots that the key may see, by name, with their last scans."""
     return Items(tuple(roots_of(ask)))

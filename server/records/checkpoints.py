@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from dcp.server.records.declaring import AnyOf, Found, IsFormat, JoinedColumn, OneOf, OwnColumn, Shown, Within
+from dcp.server.records.declaring import (
+    AnyOf,
+    Found,
+    Hidden,
+    IsFormat,
+    JoinedColumn,
+    OneOf,
+    OwnColumn,
+    Shown,
+    Within,
+)
 
 State = Literal["incomplete", "committed", "unreadable", "vanished", "deleted", "purged"]
 """incomplete (data, nothing committed), committed, unreadable (its index is damaged or refused), vanished
@@ -72,6 +82,13 @@ class Checkpoint:
         str | None, OwnColumn("text"), Found(), Shown("Why it cannot be read, or what verification found.")
     ] = None
     is_pinned: Annotated[bool, OwnColumn("flag", default=False), Found("always"), AnyOf("pinned")]
+    registered_by: Annotated[
+        str | None,
+        OwnColumn("code", 128),
+        Found("the first"),
+        AnyOf("registered_by"),
+        Shown("The key or person that registered it; null: found by a scan."),
+    ] = None
     tags: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -96,6 +113,7 @@ class CheckpointDetail(Checkpoint):
         Found("of the same content"),
         Shown("The save id of the checkpoint that its training went on from."),
     ] = None
+    owner: Annotated[str | None, OwnColumn("code", 192), Found("the first"), Hidden()] = None  # its account
     # of the commit objects: the scanner opens only what differs
     fingerprint: Annotated[
         str | None,
@@ -129,6 +147,10 @@ class Registered:
     is_new: bool
     is_present: bool
     save_id: str | None = None
+    warnings: Annotated[
+        tuple[str, ...],
+        Shown("Of an account or a root that keeps more than it should.", may_be_absent=True),
+    ] = ()
 
 
 @dataclass(frozen=True, slots=True)

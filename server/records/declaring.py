@@ -39,9 +39,10 @@ class JoinedColumn:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Found out by looking. Where it was not (None): ``keeps`` says whether what is known stays."""
+    """Found out by looking. Where it was not (None): ``keeps`` says whether what is known stays. "the first":
+    it stays in any case while the content is the same."""
 
-    keeps: Literal["nothing", "of the same content", "always"] = "nothing"
+    keeps: Literal["nothing", "of the same content", "the first", "always"] = "nothing"
 
 
 @dataclass(frozen=True, slots=True)

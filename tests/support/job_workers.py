@@ -26,6 +26,7 @@ from dcp.server.core.jobs.worker import Worker, open_executor
 from dcp.server.core.settings import Settings
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import audit, jobs, tasks
+from dcp.server.features import allowances
 from dcp.server.features import schedules as schedules_of
 from dcp.server.records.jobs import Job, JobEvent, JobTask
 from tests.support.forking import forkserver_context
@@ -103,7 +104,14 @@ def working(
     Its subprocesses come from an executor that all share, or from its own where a test is about them.
     """
     executor = None if own_executor else _shared_executor(settings)
-    worker = Worker(settings, kinds=kinds, schedules=schedules, backoff=_QUICK, executor=executor)
+    worker = Worker(
+        settings,
+        kinds=kinds,
+        schedules=schedules,
+        backoff=_QUICK,
+        executor=executor,
+        allowances=allowances(settings),
+    )
     stop = threading.Event()
     thread = threading.Thread(target=worker.run, args=(stop,), name="test-worker")
     thread.start()

@@ -15,6 +15,7 @@ from dcp.server.catalog.changes import upsert_checkpoints
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.structures import StructureFacts, Tensor
 from dcp.server.core.http.routes import walk_routes
+from dcp.server.core.security.principal import ALL_SCOPES, Principal
 from dcp.server.database.tables import sessions
 from dcp.server.features.lineage import add_lineage
 from dcp.server.features.scan.reading import Registration, observe
@@ -98,7 +99,9 @@ def registered(app: App, key: str) -> int:
     """The id of a checkpoint that is looked at now."""
     of = Registration(root="main", key=key)
     database = app.service.database
-    found = database.transact(observe(database, app.service.roots, of, actor="test"))
+    caller, allowances = Principal("test", ALL_SCOPES), app.service.allowances
+    write = observe(database, app.service.roots, of, caller=caller, allowances=allowances)
+    found = database.transact(write)
     assert found.id is not None
     return int(found.id)
 

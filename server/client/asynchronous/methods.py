@@ -279,6 +279,51 @@ class AsyncMethods(AsyncHttpConnection):
         """List the texts of a note, the newest first: the present one, and up to 100 before it."""
         return await self._call("GET", f"/notes/{note_id}/versions", many(models.NoteVersion))
 
+    def quotas(self, *, page_size: int = 100) -> AsyncPages[models.Quota]:
+        """List the stored quotas, by id. Others have the defaults of the settings."""
+        return self._pages(page_size, "/quotas", one(models.Quota))
+
+    async def create_quota(
+        self, kind: str, subject: str, limits: Mapping[str, Any], *, note: str | None = None
+    ) -> models.Quota:
+        """Store limits for an account, a key or a root. They hold at once, in all processes."""
+        path = "/quotas"
+        return await self._call(
+            "POST",
+            path,
+            one(models.Quota),
+            body=given({"kind": kind, "subject": subject, "limits": limits, "note": note}),
+        )
+
+    async def quota_usage(
+        self, *, kind: str | None = None, q: str | None = None, limit: int | None = None
+    ) -> list[models.SubjectUse]:
+        """List use and limits of accounts, keys or roots: those nearest to a limit first, then by bytes."""
+        path = "/quotas/usage"
+        return await self._call("GET", path, many(models.SubjectUse), query(kind=kind, q=q, limit=limit))
+
+    async def delete_quota(self, quota_id: int, *, etag: str | None = None) -> None:
+        """Delete a quota: the defaults hold again."""
+        return await self._call("DELETE", f"/quotas/{quota_id}", nothing, etag=etag)
+
+    async def quota(self, quota_id: int) -> models.Quota:
+        """Get a quota."""
+        return await self._call("GET", f"/quotas/{quota_id}", one(models.Quota))
+
+    async def change_quota(
+        self,
+        quota_id: int,
+        *,
+        limits: Mapping[str, Any] | None = None,
+        note: str | None = None,
+        etag: str | None = None,
+    ) -> models.Quota:
+        """Change the given fields; limits that are given take the place of all that were stored."""
+        path = f"/quotas/{quota_id}"
+        return await self._call(
+            "PATCH", path, one(models.Quota), body=given({"limits": limits, "note": note}), etag=etag
+        )
+
     def retention_policies(self, *, page_size: int = 100) -> AsyncPages[models.RetentionPolicy]:
         """List the policies of the roots that the key may see, by id."""
         return self._pages(page_size, "/retention/policies", one(models.RetentionPolicy))
@@ -529,6 +574,12 @@ class AsyncMethods(AsyncHttpConnection):
     ) -> list[models.Stage]:
         """List the stages from the lowest to the highest, with their rules and what the caller may do."""
         return await self._call("GET", "/stages", many(models.Stage))
+
+    async def usage(
+        self,
+    ) -> models.Usage:
+        """Return use and limits of the caller's account and key, and of the roots that it may see."""
+        return await self._call("GET", "/usage", one(models.Usage))
 
     def webhooks(self, *, page_size: int = 100) -> AsyncPages[models.Webhook]:
         """List the webhooks that the key may see, by id."""

@@ -80,6 +80,8 @@ class Checkpoint:
     problem: str | None = None
     """Why it cannot be read, or what verification found."""
     is_pinned: bool
+    registered_by: str | None = None
+    """The key or person that registered it; null: found by a scan."""
     tags: tuple[str, ...]
     aliases: tuple[str, ...]
     metrics: Mapping[str, float]
@@ -413,6 +415,22 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LimitUse:
+    """One limit of a subject, and how much of it is used."""
+
+    limit: str
+    used: int | None = None
+    """null for a rate of bytes, which is not measured."""
+    allowed: int | None = None
+    """null: no limit."""
+    window_seconds: float | None = None
+    """Of requests: `allowed` in so many seconds."""
+    is_of_process: bool
+    """Each process of the API counts its own; `used` is of the one that answers."""
+    level: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
     """Ancestors and descendants, nearest first; ``is_cut``: there are more. ``also_in``: what has the
     same tensors under the same names, wherever it comes from, by their digests."""
@@ -591,6 +609,23 @@ class PhaseRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """Limits that an admin has stored for an account, a key or a root, in place of the defaults."""
+
+    id: int
+    kind: str
+    subject: str
+    """Account: key#3 or account#3. Key: its id. Root: its name."""
+    limits: Mapping[str, Any]
+    """By name; null: no limit; not there: the default."""
+    note: str
+    created_at: datetime
+    updated_at: datetime
+    etag: str
+    """For If-Match."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankShare:
     """The files of one rank; ``rank`` None: of files whose names have none."""
 
@@ -614,6 +649,8 @@ class Registered:
     is_new: bool
     is_present: bool
     save_id: str | None = None
+    warnings: tuple[str, ...] = ()
+    """Of an account or a root that keeps more than it should."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1093,6 +1130,21 @@ class StoredChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SubjectUse:
+    """An account, a key or a root: its limits and their use. ``quota_id``: the limits that are stored
+    for it, in place of the defaults."""
+
+    kind: str
+    subject: str
+    """As in a quota: key#3 or account#3, the id of a key, the name of a root."""
+    label: str
+    """The name of the account or key."""
+    quota_id: int | None = None
+    limits: tuple[LimitUse, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
     """A tensor, or another value (``kind`` "object", without dtype and shape)."""
 
@@ -1180,6 +1232,16 @@ class TreeNode:
     bytes: int
     entry: Tensor | None = None
     """Set where the name itself is a tensor or a value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """The use of the caller's account and key, and of the roots that it may see."""
+
+    account: SubjectUse
+    key: SubjectUse | None = None
+    """null: the caller has no key."""
+    roots: tuple[SubjectUse, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1318,6 +1380,7 @@ class CheckpointQuery(TypedDict, total=False):
     name_contains: str | None
     name_glob: str | None
     pinned: bool | None
+    registered_by: str | None
     sort: str | None
     """time, step, bytes, name or metric:NAME, the greatest first with a minus."""
 
@@ -1361,6 +1424,7 @@ class FacetQuery(TypedDict, total=False):
     name_contains: str | None
     name_glob: str | None
     pinned: bool | None
+    registered_by: str | None
     values: int | None
     """Values of each filter at most."""
 

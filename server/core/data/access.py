@@ -359,6 +359,11 @@ class _Shared:
         self.streams = Streams(settings.max_downloads, settings.min_download_bytes_per_second)
 
 
+def streams_of(service: Service) -> Streams:
+    """Return the downloads of this process."""
+    return service.own(_Shared).streams
+
+
 class Data:
     """The bytes of checkpoints, for one caller."""
 

@@ -16,7 +16,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,7 @@ from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from dcp.server.core.http.context import Service
 from dcp.server.core.samples import read_state
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.version import __version__
@@ -272,14 +273,18 @@ _KEPT_SECONDS: Final = 5.0
 """How old the state of the database may be: many that scrape cost no more than one."""
 
 
+Samples = Callable[[Connection, Service], Iterable[Metric]]
+"""Reads metrics of the database, for a feature."""
+
+
 class Monitoring:
     """All metrics of one service; `text` may be called by many threads."""
 
-    def __init__(self, database: Database, instruments: Instruments) -> None:
+    def __init__(self, service: Service, instruments: Instruments, samples: Sequence[Samples]) -> None:
         named = os.environ.get(FOLDER_VARIABLE)
         self.folder = Path(named) if named else None
         self.instruments = instruments
-        self._state = _StateCollector(database)
+        self._state = _StateCollector(service, samples)
         self._processes = _ProcessCollector(self.folder)
 
     def text(self, roots: Mapping[str, bool]) -> bytes:
@@ -304,21 +309,23 @@ class Monitoring:
                 mark_process_dead(int(number), str(folder))  # type: ignore[no-untyped-call]
 
 
-def install_metrics(app: FastAPI, database: Database) -> Monitoring:
-    """Measure ``app`` and ``database``; also kept in ``app.state.monitoring``.
+def install_metrics(app: FastAPI, service: Service, samples: Sequence[Samples]) -> Monitoring:
+    """Measure ``app`` and its database; also kept in ``app.state.monitoring``. ``samples`` are those of
+    features.
 
     To be called after all other middlewares were added, so that it sees what they answer.
     """
     instruments = Instruments.create()
-    watch_database(database, instruments)
+    watch_database(service.database, instruments)
     app.add_middleware(MeasureMiddleware, instruments=instruments)
-    app.state.monitoring = Monitoring(database, instruments)
+    app.state.monitoring = Monitoring(service, instruments, samples)
     return app.state.monitoring  # type: ignore[no-any-return]
 
 
 class _StateCollector(Collector):
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    def __init__(self, service: Service, samples: Sequence[Samples]) -> None:
+        self._service = service
+        self._samples = samples
         self._lock = threading.Lock()
         self._kept: list[Metric] = []
         self._kept_until = 0.0
@@ -337,8 +344,10 @@ class _StateCollector(Collector):
     def _read(self) -> list[Metric]:
         began = time.perf_counter()
         try:
-            with self._database.read() as connection:
+            with self._service.database.read() as connection:
                 found = read_state(connection, time.time())
+                for read in self._samples:
+                    found += read(connection, self._service)
         except (DatabaseUnavailableError, SQLAlchemyError):  # away, or not migrated yet
             return [GaugeMetricFamily("dcp_database_up", "1 if the database answers", value=0)]
         seconds = time.perf_counter() - began

@@ -17,6 +17,7 @@ from dcp.server.catalog.events import emit
 from dcp.server.catalog.facts import CheckpointFacts
 from dcp.server.catalog.runs import root_id
 from dcp.server.catalog.source_facts import facts_of_source
+from dcp.server.core.allowances import SERVICE
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
 from dcp.server.core.jobs.ledger.rows import JobSpec, Json
 from dcp.server.core.jobs.ledger.transitions import submit_behind
@@ -352,6 +353,8 @@ def record_target(
     facts = CheckpointFacts(root=root, key=key, tags=frozenset(tags), **result["target"])
     if facts.step is None:
         facts = replace(facts, step=steps.get(source_ids[0]))
+    owner = None if job.owner.startswith(SERVICE) else job.owner
+    facts = replace(facts, registered_by=job.created_by, owner=owner)
     target = upsert_checkpoint(connection, facts, now=now, actor=job.created_by).id
     # without a fingerprint the scan opens it, and finds the structure
     without_structure = (checkpoints.c.id == target) & checkpoints.c.structure_id.is_(None)

@@ -40,8 +40,10 @@ from dcp.server.catalog.source_facts import (
     structure_of,
 )
 from dcp.server.catalog.structures import StructureFacts, prepare_structures
+from dcp.server.core.allowances import Allowances, keeping, subjects_of
 from dcp.server.core.problems import ConflictError, NotFoundError
 from dcp.server.core.roots import Roots, StorageRoot, check_key
+from dcp.server.core.security.principal import Principal
 from dcp.server.database.engine import Database
 from dcp.server.features.scan.walk import Candidate, classify
 from dcp.server.records.checkpoints import Registered
@@ -319,17 +321,19 @@ def observe(
     roots: Roots,
     registration: Registration,
     *,
-    actor: str,
-    visible: frozenset[str] | None = None,
+    caller: Principal,
+    allowances: Allowances,
     clock: Callable[[], float] = time.time,
 ) -> Callable[[Connection], Registered]:
     """Read the checkpoint. Returns a function that writes it to the catalog, in a transaction. A large
-    structure, which belongs to no checkpoint alone, is written here, in many short transactions.
+    structure, which belongs to no checkpoint alone, is written here, in many short transactions. The function
+    raises ConflictError for more bytes than the account of ``caller`` or the root may keep.
 
-    Raises NotFoundError for a root that is missing (or not ``visible``) and where nothing is stored,
-    ConflictError where nothing is committed (the trainer may ask again), UnprocessableError for a key that is
-    not clean, UnavailableError where the storage does not answer, and the catalog's errors.
+    Raises NotFoundError for a root that is missing or that the caller may not see, and where nothing is
+    stored, ConflictError where nothing is committed (the trainer may ask again), UnprocessableError for a key
+    that is not clean, UnavailableError where the storage does not answer, and the catalog's errors.
     """
+    visible = caller.roots
     if registration.root_url is None:
         root, key = _in_root(roots, registration.root or "", visible), check_key(registration.key)
     else:
@@ -348,14 +352,18 @@ def observe(
     if facts.state == "incomplete" and not registration.deleted:
         raise ConflictError(f"nothing is committed in root {root.name} under that key, only data of a save")
     if facts.state == "committed" and not registration.deleted:
-        facts = _labelled(facts, registration)
+        facts = replace(_labelled(facts, registration), registered_by=caller.name, owner=caller.owner)
     prepare_structures(database, [facts.structure], clock=clock)
-    return partial(_write, facts=facts, actor=actor)
+    return partial(_write, facts=facts, caller=caller, allowances=allowances)
 
 
-def _write(connection: Connection, facts: CheckpointFacts, actor: str) -> Registered:
-    row = upsert_checkpoint(connection, facts, actor=actor)
-    return Registered(row.id, facts.root, facts.key, row.is_new, facts.state == "committed", facts.save_id)
+def _write(
+    connection: Connection, facts: CheckpointFacts, caller: Principal, allowances: Allowances
+) -> Registered:
+    with keeping(connection, allowances, subjects_of(caller, facts.root)) as warnings:
+        row = upsert_checkpoint(connection, facts, actor=caller.name)
+    is_present = facts.state == "committed"
+    return Registered(row.id, facts.root, facts.key, row.is_new, is_present, facts.save_id, tuple(warnings))
 
 
 def _labelled(facts: CheckpointFacts, registration: Registration) -> CheckpointFacts:

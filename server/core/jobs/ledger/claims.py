@@ -28,7 +28,7 @@ from dcp.server.core.jobs.ledger.rows import (
 from dcp.server.database.tables import jobs, tasks
 from dcp.server.records.jobs import Job
 
-__all__ = ["NO_LIMITS", "ClaimLimits", "claim", "has_work", "renew", "stopped"]
+__all__ = ["NO_LIMITS", "ClaimLimits", "claim", "has_work", "jobs_at_work", "renew", "stopped"]
 
 _AT_WORK: Final = ("planning", "running", "publishing")
 _FOUND: Final[Sequence[ColumnElement[Any]]] = (jobs.c.id, jobs.c.priority, jobs.c.owner, jobs.c.root_id)
@@ -130,7 +130,7 @@ def _next(
     allowed = and_(known, _allowed(connection, limits))
     if not (found := _found(connection, now, allowed)):
         return None
-    at_work = _at_work(connection)
+    at_work = jobs_at_work(connection)
     if limits.allowances is not None and at_work:
         beside = may_run(connection, at_work, limits.allowances)
         if beside is not None:
@@ -244,7 +244,7 @@ def _claimable(phase: Phase, row: Row[Any]) -> _Claimable:
     return _Claimable(phase, row.id, row.priority, (row.owner, row.root_id))
 
 
-def _at_work(connection: Connection) -> list[AtWork]:
+def jobs_at_work(connection: Connection) -> list[AtWork]:
     """Return the job of each leased phase and task."""
     # Counted here, and in order of the index: else SQLite goes along all jobs there are to find these few.
     share = select(jobs.c.id, jobs.c.owner, jobs.c.key_id, jobs.c.root_id)

@@ -13,7 +13,7 @@ from dcp.server.core.allowances import SERVICE, Allowances, Subject, refusal
 from dcp.server.database.engine import lock_names
 from dcp.server.database.tables import jobs, roots
 
-__all__ = ["AtWork", "check_queue", "count_queued", "may_run", "subject_jobs"]
+__all__ = ["AtWork", "check_queue", "job_subjects", "may_run"]
 
 _WAIT_SECONDS: Final = 60
 
@@ -40,17 +40,18 @@ def check_queue(connection: Connection, allowances: Allowances, job_id: int) -> 
         return
     limited = {
         subject: allowance.jobs_queued
-        for subject, allowance in allowances.of(_subjects(owner, key_id, root), connection).items()
+        for subject, allowance in allowances.of(job_subjects(owner, key_id, root), connection).items()
         if allowance.jobs_queued is not None
     }
     lock_names(connection, [f"jobs_queued {subject.text}" for subject in limited])
     for subject, most in sorted(limited.items()):
-        count = count_queued(connection, subject, most + 1)
+        count = _count_queued(connection, subject, most + 1)
         if count > most:
             raise refusal(subject, "jobs_queued", most, count - 1, wait_seconds=_WAIT_SECONDS)
 
 
-def _subjects(owner: str, key_id: int | None, root: str | None) -> list[Subject]:
+def job_subjects(owner: str, key_id: int | None, root: str | None) -> list[Subject]:
+    """Return the account, key and root that a job counts for."""
     found = [Subject("account", owner)]
     if key_id is not None:
         found.append(Subject("key", str(key_id)))
@@ -59,8 +60,7 @@ def _subjects(owner: str, key_id: int | None, root: str | None) -> list[Subject]
     return found
 
 
-def subject_jobs(subject: Subject) -> ColumnElement[bool]:
-    """Return the jobs that count for ``subject``, as a condition."""
+def _jobs_of(subject: Subject) -> ColumnElement[bool]:
     if subject.kind == "account":
         return jobs.c.owner == subject.name
     if subject.kind == "key":
@@ -70,9 +70,8 @@ def subject_jobs(subject: Subject) -> ColumnElement[bool]:
     return and_(is_of_root, not_(jobs.c.owner.startswith(SERVICE)))
 
 
-def count_queued(connection: Connection, subject: Subject, most: int) -> int:
-    """Return the number of queued jobs of ``subject``; counts up to ``most``."""
-    queued = select(jobs.c.id).where(subject_jobs(subject), jobs.c.state == "queued").limit(most)
+def _count_queued(connection: Connection, subject: Subject, most: int) -> int:
+    queued = select(jobs.c.id).where(_jobs_of(subject), jobs.c.state == "queued").limit(most)
     return connection.execute(select(func.count()).select_from(queued.subquery())).scalar_one()
 
 
@@ -90,10 +89,10 @@ def may_run(
     names = {row.id: row.name for row in connection.execute(query)} if numbers else {}
     for one in limited.values():
         root = None if one.root_id is None else names[one.root_id]
-        for subject in _subjects(one.owner, one.key_id, root):
+        for subject in job_subjects(one.owner, one.key_id, root):
             counted[subject].add(one.job_id)
     full = [
-        subject_jobs(subject)
+        _jobs_of(subject)
         for subject, allowance in sorted(allowances.of(counted, connection).items(), key=lambda one: one[0])
         if allowance.jobs_running is not None and len(counted[subject]) >= allowance.jobs_running
     ]

@@ -1,0 +1,171 @@
+"""Quotas: limits for accounts, keys and roots, by the settings and by admins, and how much is used."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Final, get_args
+
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field
+from sqlalchemy import Column, Connection, Float, Integer, String, Table, Text, select
+
+from dcp.server.core.allowances import Allowance, Allowances, LimitName, Subject, SubjectKind
+from dcp.server.core.feature import Feature, Link
+from dcp.server.core.security.rates import Rate
+from dcp.server.core.settings import Settings
+from dcp.server.database.engine import Database
+from dcp.server.database.mapping import ID, JSON_DOCUMENT
+from dcp.server.database.tables import metadata
+
+__all__ = ["LIMITS", "LIMITS_OF", "MOST", "QuotaAllowances", "RateText", "feature", "quotas"]
+
+MOST: Final = 2**53 - 1
+"""The greatest number in JSON that every program reads exactly."""
+LIMITS: Final[tuple[LimitName, ...]] = get_args(LimitName)
+LIMITS_OF: Final[Mapping[SubjectKind, tuple[LimitName, ...]]] = {
+    "account": LIMITS,
+    "key": tuple(name for name in LIMITS if not name.startswith("bytes_kept")),
+    "root": tuple(name for name in LIMITS if name != "requests"),
+}
+"""The limits that a subject of each kind can have: bytes are kept for accounts, and requests have no root."""
+
+quotas: Final = Table(
+    "quotas",
+    metadata,
+    Column("id", ID, primary_key=True, autoincrement=True),
+    Column("name", String(320), nullable=False, unique=True),  # of kind and subject: `Subject.text`
+    Column("kind", String(16), nullable=False),
+    Column("subject", String(192), nullable=False),
+    Column("limits", JSON_DOCUMENT, nullable=False),  # by name; null: no limit; not there: the default
+    Column("note", Text, nullable=False, server_default=""),
+    Column("version", Integer, nullable=False, server_default="1"),
+    Column("created_seconds", Float, nullable=False),
+    Column("updated_seconds", Float, nullable=False),
+)
+
+
+def _checked_rate(text: str) -> str:
+    Rate.parse(text)
+    return text
+
+
+RateText = Annotated[str, Field(max_length=64), AfterValidator(_checked_rate)]
+_Count = Annotated[int, Field(ge=0, le=1_000_000)]
+_Bytes = Annotated[ByteSize, Field(ge=0, le=MOST)]
+_Speed = Annotated[ByteSize, Field(ge=16 << 10, le=MOST)]
+
+
+class _Limits(BaseModel):
+    """Limits that an operator sets; those that are not set are not limited, or as the settings of the service
+    say. Bytes may be written as "20TB"."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    jobs_running: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    jobs_queued: _Count | None = None
+    downloads: _Count | None = None
+    download_bytes_per_second: _Speed | None = None
+
+
+class _AccountLimits(_Limits):
+    requests: RateText | None = None
+    bytes_kept_warning: _Bytes | None = None
+    bytes_kept: _Bytes | None = None
+
+
+class _KeyLimits(_Limits):
+    requests: RateText | None = None
+
+
+class _RootLimits(_Limits):
+    bytes_kept_warning: _Bytes | None = None
+    bytes_kept: _Bytes | None = None
+
+
+class QuotaSettings(BaseModel):
+    """Defaults: of each account (a person, a service account, or a key of none), each key, and each root."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    account: _AccountLimits = _AccountLimits()
+    key: _KeyLimits = _KeyLimits()
+    root: _RootLimits = _RootLimits()
+
+
+class QuotaAllowances(Allowances):
+    """The defaults of the settings, and in their place what the table `quotas` has for a subject."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        options: QuotaSettings = feature.options(settings)
+        self._defaults: dict[SubjectKind, dict[str, Any]] = {
+            "account": options.account.model_dump(exclude_unset=True),
+            "key": options.key.model_dump(exclude_unset=True),
+            "root": options.root.model_dump(exclude_unset=True),
+        }
+        self._stored: Mapping[str, Mapping[str, Any]] = {}
+        self._fresh_until = 0.0
+        self._lock = threading.Lock()
+
+    def of(
+        self, subjects: Iterable[Subject], connection: Connection | None = None
+    ) -> Mapping[Subject, Allowance]:
+        """As `Allowances.of`."""
+        wanted = list(subjects)
+        stored = self._stored
+        if connection is not None:
+            stored = _stored(connection, [subject.text for subject in wanted])
+        return {subject: _changed(self.default(subject), stored.get(subject.text, {})) for subject in wanted}
+
+    def default(self, subject: Subject) -> Allowance:
+        """As `Allowances.default`."""
+        found = super().default(subject)
+        if subject.kind == "account" and found == Allowance():  # the service itself, or keys are not needed
+            return found
+        return _changed(found, self._defaults[subject.kind])
+
+    def refresh(self, database: Database) -> None:
+        """As `Allowances.refresh`. One thread reads; others go by the last reading meanwhile."""
+        if time.monotonic() < self._fresh_until or not self._lock.acquire(blocking=False):
+            return
+        try:
+            with database.read() as connection:
+                self._stored = _stored(connection)
+            self._fresh_until = time.monotonic() + _FRESH_SECONDS
+        finally:
+            self._lock.release()
+
+    def expire(self) -> None:
+        """Have the next `refresh` read the database: something was changed by this process."""
+        self._fresh_until = 0.0
+
+
+_FRESH_SECONDS: Final = 1.0
+
+
+def _stored(connection: Connection, names: list[str] | None = None) -> dict[str, Mapping[str, Any]]:
+    query = select(quotas.c.name, quotas.c.limits)
+    if names is not None:
+        query = query.where(quotas.c.name.in_(names))
+    return {row.name: row.limits for row in connection.execute(query)}
+
+
+def _changed(allowance: Allowance, limits: Mapping[str, Any]) -> Allowance:
+    if not limits:
+        return allowance
+    values = dict(limits)
+    if values.get("requests") is not None:
+        values["requests"] = Rate.parse(values["requests"])
+    return replace(allowance, **values)
+
+
+feature: Final = Feature(
+    "quotas",
+    __name__,
+    web=["quota_routes"],
+    settings=QuotaSettings,
+    allowances=QuotaAllowances,
+    links=[Link("menu", "Usage", "/usage"), Link("administration", "Quotas", "/quotas")],
+)

@@ -1,0 +1,210 @@
+"""Use of accounts, keys and roots, beside what they may use."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Final, Literal
+
+from sqlalchemy import Connection, func, select
+
+from dcp.server.catalog.runs import kept_by_account, kept_by_root
+from dcp.server.core.allowances import (
+    SERVICE,
+    Allowance,
+    LimitName,
+    Subject,
+    SubjectKind,
+    bytes_warning,
+)
+from dcp.server.core.data.access import streams_of
+from dcp.server.core.http.context import Service
+from dcp.server.core.jobs.ledger.claims import jobs_at_work
+from dcp.server.core.jobs.ledger.limits import job_subjects
+from dcp.server.database.tables import api_keys, jobs, roots
+from dcp.server.features.quotas import LIMITS_OF, quotas
+from dcp.server.records.declaring import OneOf, Shown
+
+__all__ = ["TITLES", "Level", "LimitUse", "SubjectUse", "Usage", "known_subjects", "labels_of", "use_of"]
+
+Level = Literal["ok", "warning", "full"]
+"""full: as much as is allowed, or more. warning: nine tenths of it, or more than the warning says."""
+_NEAR: Final = 0.9
+TITLES: Final[Mapping[str, str]] = {
+    "jobs_running": "Jobs running",
+    "jobs_queued": "Jobs queued",
+    "downloads": "Downloads at a time",
+    "download_bytes_per_second": "Download rate",
+    "requests": "Requests",
+    "bytes_kept_warning": "Bytes kept: warning",
+    "bytes_kept": "Bytes kept",
+}
+"""The limits on pages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitUse:
+    """One limit of a subject, and how much of it is used."""
+
+    limit: Annotated[str, OneOf(LimitName)]
+    used: Annotated[int | None, Shown("null for a rate of bytes, which is not measured.")]
+    allowed: Annotated[int | None, Shown("null: no limit.")]
+    window_seconds: Annotated[float | None, Shown("Of requests: `allowed` in so many seconds.")] = None
+    is_of_process: Annotated[
+        bool, Shown("Each process of the API counts its own; `used` is of the one that answers.")
+    ] = False
+    level: Annotated[str, OneOf(Level)] = "ok"
+
+    @property
+    def title(self) -> str:
+        """The limit on pages."""
+        return TITLES[self.limit]
+
+    @property
+    def share(self) -> float:
+        """The part that is used, from 0 to 1."""
+        if not self.allowed:
+            return 1.0 if self.allowed == 0 else 0.0
+        return min(1.0, (self.used or 0) / self.allowed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubjectUse:
+    """An account, a key or a root: its limits and their use. ``quota_id``: the limits that are stored for it,
+    in place of the defaults."""
+
+    kind: Annotated[str, OneOf(SubjectKind)]
+    subject: Annotated[str, Shown("As in a quota: key#3 or account#3, the id of a key, the name of a root.")]
+    label: Annotated[str, Shown("The name of the account or key.")]
+    quota_id: int | None
+    limits: tuple[LimitUse, ...]
+    warnings: tuple[str, ...] = ()
+
+    def of(self, limit: str) -> LimitUse:
+        """Return the use of one limit."""
+        return next(one for one in self.limits if one.limit == limit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """The use of the caller's account and key, and of the roots that it may see."""
+
+    account: SubjectUse
+    key: Annotated[SubjectUse | None, Shown("null: the caller has no key.")]
+    roots: tuple[SubjectUse, ...]
+
+
+def known_subjects(connection: Connection, kind: SubjectKind) -> list[Subject]:
+    """Return all subjects of a kind that are known: also those that use nothing now."""
+    stored = select(quotas.c.subject).where(quotas.c.kind == kind)
+    names = set(connection.execute(stored).scalars())
+    if kind == "root":
+        names |= set(connection.execute(select(roots.c.name).where(roots.c.is_configured)).scalars())
+    else:
+        valid = select(api_keys.c.id).where(api_keys.c.revoked_seconds.is_(None))
+        mark = "" if kind == "key" else "key#"
+        names |= {f"{mark}{number}" for number in connection.execute(valid).scalars()}
+    if kind == "account":
+        owners = select(jobs.c.owner).where(jobs.c.finished_seconds.is_(None)).distinct()
+        names |= set(connection.execute(owners).scalars()) | set(kept_by_account(connection))
+        names = {name for name in names if not name.startswith(SERVICE)}
+    return [Subject(kind, name) for name in sorted(names)]
+
+
+def labels_of(connection: Connection, subjects: Iterable[Subject]) -> dict[Subject, str]:
+    """Return the names of subjects; those that do not exist are left out."""
+    wanted = set(subjects)
+    names = {row.id: row.name for row in connection.execute(select(api_keys.c.id, api_keys.c.name))}
+    known = {Subject("key", str(number)): name for number, name in names.items()}
+    known |= {Subject("account", f"key#{number}"): f"key:{name}" for number, name in names.items()}
+    known |= {Subject("root", name): name for name in connection.execute(select(roots.c.name)).scalars()}
+    return {subject: known[subject] for subject in wanted if subject in known}
+
+
+def use_of(connection: Connection, service: Service, subjects: Sequence[Subject]) -> list[SubjectUse]:
+    """Return the use of each of ``subjects``, in order."""
+    allowances = service.allowances.of(subjects, connection)
+    running, queued = _running(connection), _queued(connection)
+    kept = {Subject("account", name): size for name, size in kept_by_account(connection).items()}
+    kept |= {Subject("root", name): size for name, size in kept_by_root(connection).items()}
+    streams = streams_of(service)
+    stored = {row.name: row.id for row in connection.execute(select(quotas.c.name, quotas.c.id))}
+    labels = labels_of(connection, subjects)
+    found = []
+    for subject in subjects:
+        allowance = allowances[subject]
+        used = {
+            "jobs_running": len(running[subject]),
+            "jobs_queued": queued[subject],
+            "downloads": streams.running_of(subject),
+            "requests": service.rates.counted(subject.text),
+            "bytes_kept": kept.get(subject, 0),
+        }
+        warning = bytes_warning(subject, allowance, used["bytes_kept"])
+        found.append(
+            SubjectUse(
+                kind=subject.kind,
+                subject=subject.name,
+                label=labels.get(subject, subject.name),
+                quota_id=stored.get(subject.text),
+                limits=tuple(_limits(subject.kind, allowance, used)),
+                warnings=() if warning is None else (warning,),
+            )
+        )
+    return found
+
+
+def _limits(kind: SubjectKind, allowance: Allowance, used: Mapping[str, int]) -> Iterable[LimitUse]:
+    values = {field.name: getattr(allowance, field.name) for field in fields(allowance)}
+    rate = allowance.requests
+    for name in LIMITS_OF[kind]:
+        if name == "bytes_kept_warning":
+            continue
+        allowed = values[name] if name != "requests" else None if rate is None else rate.count
+        yield LimitUse(
+            limit=name,
+            used=used.get(name),
+            allowed=allowed,
+            window_seconds=None if name != "requests" or rate is None else rate.seconds,
+            is_of_process=name in ("downloads", "download_bytes_per_second", "requests"),
+            level=_level(name, used.get(name, 0), allowed, allowance),
+        )
+
+
+def _level(name: str, used: int, allowed: int | None, allowance: Allowance) -> Level:
+    if name == "download_bytes_per_second":
+        return "ok"
+    if allowed is not None and used >= allowed:
+        return "full"
+    warned = allowance.bytes_kept_warning if name == "bytes_kept" else None
+    if warned is None:
+        return "warning" if allowed is not None and used >= _NEAR * allowed else "ok"
+    return "warning" if used > warned else "ok"
+
+
+def _running(connection: Connection) -> Mapping[Subject, set[int]]:
+    """Return the jobs at work, by subject."""
+    names = {row.id: row.name for row in connection.execute(select(roots.c.id, roots.c.name))}
+    found: defaultdict[Subject, set[int]] = defaultdict(set)
+    for one in jobs_at_work(connection):
+        if not one.owner.startswith(SERVICE):
+            root = None if one.root_id is None else names[one.root_id]
+            for subject in job_subjects(one.owner, one.key_id, root):
+                found[subject].add(one.job_id)
+    return found
+
+
+def _queued(connection: Connection) -> Counter[Subject]:
+    """Return the number of queued jobs, by subject."""
+    query = (
+        select(jobs.c.owner, jobs.c.key_id, roots.c.name, func.count())
+        .outerjoin_from(jobs, roots)
+        .where(jobs.c.state == "queued", ~jobs.c.owner.startswith(SERVICE))
+        .group_by(jobs.c.owner, jobs.c.key_id, roots.c.name)
+    )
+    found: Counter[Subject] = Counter()
+    for owner, key_id, root, count in connection.execute(query):
+        for subject in job_subjects(owner, key_id, root):
+            found[subject] += count
+    return found

@@ -1,0 +1,245 @@
+"""Limits of accounts, keys and roots: stored by admins, kept by all processes, however many ask at once."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.support.app import running_app
+from tests.support.catalog import API, Catalog
+from tests.support.databases import MakeDatabase
+
+BYTES = 192
+"""Of a checkpoint that `Catalog.save` makes."""
+
+
+@pytest.fixture
+def sites(make_database: MakeDatabase, tmp_path: Path) -> Iterator[list[Catalog]]:
+    """Two processes of the service, as far as they know, over one database and the same roots."""
+    url = make_database()
+    quotas = {"account": {"jobs_queued": 100, "requests": "100000/minute"}, "key": {"jobs_queued": 50}}
+    settings: dict[str, Any] = {"rate_limit": "100000/minute", "features": {"quotas": quotas}}
+    with ExitStack() as stack:
+        one = Catalog(stack.enter_context(running_app(url, tmp_path, **settings)), tmp_path)
+        with_key = {"Authorization": one.http.headers["Authorization"]}
+        other = stack.enter_context(running_app(url, tmp_path, **settings))
+        yield [one, _joined(other, tmp_path, with_key)]
+
+
+def _joined(app: Any, folder: Path, headers: dict[str, str]) -> Catalog:
+    made = object.__new__(Catalog)
+    made.app, made.folder, made.http = app, folder, app.client()
+    made.http.headers.update(headers)
+    return made
+
+
+def limit(site: Catalog, kind: str, subject: str, **limits: Any) -> Any:
+    """Store limits; the quota."""
+    body = {"kind": kind, "subject": subject, "limits": limits}
+    answer = site.http.post(f"{API}/quotas", json=body)
+    assert answer.status_code == 201, answer.text
+    return answer.json()
+
+
+def person(site: Catalog, name: str) -> tuple[TestClient, str]:
+    """A client with a new key, and its account."""
+    client = site.app.client("read", "write", "convert", name=name)
+    return client, site.get("/usage", client)["account"]["subject"]
+
+
+def together(calls: Sequence[Callable[[], Any]]) -> Counter[int]:
+    """The statuses of answers to requests at one time."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return Counter(done.status_code for done in [*pool.map(lambda call: call(), calls)])
+
+
+def used(site: Catalog, limit: str, client: TestClient, whose: str = "account") -> tuple[Any, Any]:
+    """How much is used of a limit, and how much is allowed."""
+    limits = site.get("/usage", client)[whose]["limits"]
+    return next((one["used"], one["allowed"]) for one in limits if one["limit"] == limit)
+
+
+@pytest.mark.each_database
+def test_a_quota_from_its_creation_to_its_end(catalog: Catalog) -> None:
+    """One for each subject, with ETags and audit entries; only admins of all roots may see or change any."""
+    _, account = person(catalog, "ada")
+    made = limit(catalog, "account", account, jobs_queued=2, requests=None)
+    url, tag = f"{API}/quotas/{made['id']}", {"If-Match": made["etag"]}
+    assert (made["limits"], made["note"]) == ({"jobs_queued": 2, "requests": None}, "")
+    assert [one["id"] for one in catalog.get("/quotas")["items"]] == [made["id"]]
+    body = {"kind": "account", "subject": account, "limits": {}}
+    assert catalog.http.post(f"{API}/quotas", json=body).status_code == 409
+    changed = catalog.http.patch(url, json={"limits": {"downloads": 0}, "note": "abc"}, headers=tag)
+    assert (changed.json()["limits"], changed.json()["note"]) == ({"downloads": 0}, "abc")
+    assert catalog.http.patch(url, json={"note": "x"}, headers=tag).status_code == 412
+    (row,) = (one for one in catalog.get("/quotas/usage", q="ADA")["items"])
+    assert (row["subject"], row["label"], row["quota_id"]) == (account, "key:ada", made["id"])
+    assert {one["kind"] for one in catalog.get("/quotas/usage", kind="root")["items"]} == {"root"}
+    for client in (catalog.app.client("delete"), catalog.app.client("admin", roots=["main"])):
+        for method, path in (("GET", ""), ("GET", "/usage"), ("GET", f"/{made['id']}"), ("POST", "")):
+            assert catalog.status(method, f"/quotas{path}", client, json=body) == 403
+        assert client.get("/quotas").status_code == client.get("/quotas/edit").status_code == 403
+    assert catalog.http.delete(url).status_code == 204 and catalog.http.get(url).status_code == 404
+    actions = [one["action"] for one in catalog.get("/audit", target=f"quota:{made['id']}")["items"]]
+    assert actions == ["quota.delete", "quota.change", "quota.create"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "subject", "limits"),
+    [
+        ("account", "key#999", {}),
+        ("account", "boss", {}),
+        ("account", "key#1", {"jobs_running": 0}),
+        ("account", "key#1", {"jobs_queued": -1}),
+        ("account", "key#1", {"jobs_queued": True}),
+        ("account", "key#1", {"requests": "0/minute"}),
+        ("account", "key#1", {"requests": "9" * 60 + "/minute"}),
+        ("account", "key#1", {"download_bytes_per_second": 1}),
+        ("account", "key#1", {"bytes_kept": 1 << 60}),
+        ("account", "key#1", {"bytes_kept": 5, "bytes_kept_warning": 6}),
+        ("account", "key#1", {"speed": 5}),
+        ("key", "1", {"bytes_kept": 5}),
+        ("key", "1' OR 1=1", {}),
+        ("root", "main", {"requests": "5/minute"}),
+        ("root", "../main", {}),
+        ("team", "main", {}),
+    ],
+)
+def test_limits_that_cannot_be_meant(catalog: Catalog, kind: str, subject: str, limits: Any) -> None:
+    """Refused, by the API and by the form, which shows what was typed and stores nothing."""
+    body = {"kind": kind, "subject": subject, "limits": limits}
+    assert catalog.status("POST", "/quotas", json=body) == 422
+    assert catalog.get("/quotas")["items"] == []
+
+
+@pytest.mark.each_database
+def test_bytes_kept_are_warned_of_and_then_refused(sites: list[Catalog]) -> None:
+    """At registration alone: a scan still finds what is there. What is deleted does not count, and others
+    have limits of their own; those of a root hold for all of them."""
+    site, other = sites
+    (ada, account), (bob, _) = person(site, "ada"), person(site, "bob")
+    limit(site, "account", account, bytes_kept=2 * BYTES, bytes_kept_warning=BYTES)
+
+    def register(number: int, client: TestClient, at: Catalog = site) -> Any:
+        site.save(f"run/step-{number}", save_id=f"{number:08x}")
+        given = {"root": "main", "key": f"run/step-{number}"}
+        client = at.app.client() if at is other else client
+        client.headers.update(ada.headers if at is other else {})
+        return client.post(f"{API}/checkpoints", json=given)
+
+    assert register(1, ada).json()["warnings"] == []
+    (warning,) = register(2, ada, other).json()["warnings"]
+    assert "more than 192" in warning and "384" in warning
+    refused = register(3, ada)
+    problem = refused.json()
+    assert (refused.status_code, problem["limit"], problem["allowed"], problem["used"]) == (
+        409,
+        "bytes_kept",
+        384,
+        384,
+    )
+    assert problem["subject"] == {"kind": "account", "name": account} and "delete" in problem["detail"]
+    assert register(1, ada).status_code == 200  # a repetition adds nothing
+    assert register(4, bob).status_code == 201
+    site.scan()
+    assert site.states()["run/step-3"] == "committed" and site.rows()["run/step-3"]["registered_by"] is None
+    assert site.rows()["run/step-1"]["registered_by"] == "key:ada"
+    assert register(3, ada).status_code == 409 and register(1, bob).status_code == 200
+    assert {row["key"] for row in site.get("/checkpoints", registered_by="key:ada")["items"]} == {
+        "run/step-1",
+        "run/step-2",
+    }
+    assert used(site, "bytes_kept", ada) == (384, 384) and used(site, "bytes_kept", bob) == (192, None)
+    number = site.rows()["run/step-1"]["id"]
+    assert site.status("DELETE", f"/checkpoints/{number}") == 200
+    assert used(site, "bytes_kept", ada) == (192, 384) and register(3, ada).status_code == 200
+    assert site.status("POST", f"/checkpoints/{number}/restore") == 200
+    assert used(site, "bytes_kept", ada) == (576, 384)
+    root = limit(site, "root", "main", bytes_kept=700)
+    assert register(5, bob).json()["subject"] == {"kind": "root", "name": "main"}
+    convert = {"checkpoint_id": number, "to": "safetensors", "target_key": "x.safetensors"}
+    answer = bob.post(f"{API}/jobs", json={"kind": "convert", "params": convert})
+    assert (answer.status_code, answer.json()["limit"]) == (409, "bytes_kept")
+    run = site.rows()["run/step-1"]["run_id"]
+    for path in ("/roots", f"/runs/{run}"):
+        page = bob.get(path, headers={"Accept": "text/html"}).text
+        assert "has 768 bytes of checkpoints, more than the 700 that it may have" in page
+    site.http.delete(f"{API}/quotas/{root['id']}")
+    assert register(5, bob).status_code == 201
+
+
+@pytest.mark.each_database
+def test_parallel_requests_do_not_exceed_a_limit(sites: list[Catalog]) -> None:
+    """Neither registrations nor jobs, sent to two processes at once; what was refused left nothing behind."""
+    site, other = sites
+    ada, account = person(site, "ada")
+    clients = [ada, _joined(other.app, site.folder, dict(ada.headers)).http]
+    limit(site, "account", account, bytes_kept=3 * BYTES, jobs_queued=3)
+    for number in range(8):
+        site.save(f"run/step-{number}", save_id=f"{number:08x}")
+
+    def register(number: int) -> Any:
+        given = {"root": "main", "key": f"run/step-{number}"}
+        return clients[number % 2].post(f"{API}/checkpoints", json=given)
+
+    def scan(number: int) -> Any:
+        params = {"root": "main", "below": f"run-{number}"}
+        return clients[number % 2].post(f"{API}/jobs", json={"kind": "scan", "params": params})
+
+    assert together([lambda n=n: register(n) for n in range(8)]) == {201: 3, 409: 5}  # type: ignore[misc]
+    assert len(site.states()) == 3 and used(site, "bytes_kept", ada) == (576, 576)
+    assert together([lambda n=n: scan(n) for n in range(8)]) == {202: 3, 429: 5}  # type: ignore[misc]
+    assert used(other, "jobs_queued", clients[1]) == (3, 3)
+    assert used(other, "jobs_queued", clients[1], "key") == (3, 50)
+    limit(site, "root", "main", jobs_queued=4)
+    (bob, _) = person(site, "bob")
+    body = {"kind": "scan", "params": {"root": "main"}}
+    assert bob.post(f"{API}/jobs", json=body).status_code == 202
+    refused = bob.post(f"{API}/jobs", json={**body, "params": {"root": "main", "below": "x"}})
+    assert (refused.status_code, refused.json()["subject"]["name"]) == (429, "main")
+    assert int(refused.headers["Retry-After"]) > 0
+    elsewhere = bob.post(f"{API}/jobs", json={**body, "params": {"root": "other"}})
+    assert elsewhere.status_code == 202
+
+
+def test_requests_are_limited_in_all_processes_at_once(sites: list[Catalog]) -> None:
+    """Within a second of the change, each process by its own count; others are served."""
+    site, other = sites
+    ada, account = person(site, "ada")
+    there = _joined(other.app, site.folder, dict(ada.headers)).http
+    made = limit(site, "account", account, requests="3/hour")
+    time.sleep(1.1)
+    for client in (ada, there):
+        statuses = [client.get(f"{API}/whoami").status_code for _ in range(6)]
+        assert statuses[-1] == 429 and statuses.count(200) <= 3, statuses
+    assert site.status("GET", "/whoami") == 200
+    assert site.status("DELETE", f"/quotas/{made['id']}") == 204
+    time.sleep(1.1)
+    assert {client.get(f"{API}/whoami").status_code for client in (ada, there)} == {200}
+
+
+def test_settings_of_quotas_are_checked(tmp_path: Path) -> None:
+    """Sizes in words are understood; a mistake ends the start with a line that names it."""
+    quotas: Any = {"account": {"bytes_kept": "20 TB"}, "root": {"download_bytes_per_second": "1 GiB"}}
+    url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
+    with running_app(url, tmp_path, features={"quotas": quotas}) as app:
+        ada = app.client("read", name="ada")
+        found = ada.get(f"{API}/usage").json()
+        allowed = {one["limit"]: one["allowed"] for one in found["account"]["limits"]}
+        assert (allowed["bytes_kept"], allowed["jobs_queued"]) == (20 * 10**12, 1000)
+        assert found["roots"][0]["limits"][3]["allowed"] == 1 << 30
+        assert "of 18.2 TiB" in ada.get("/usage", headers={"Accept": "text/html"}).text
+        metrics = app.client("read", name="prometheus").get("/metrics").text
+        assert 'dcp_quota_subjects{kind="account",level="full"} 0.0' in metrics
+    mistakes: list[Any] = [{"account": {"requests": "many"}}, {"key": {"bytes_kept": 5}}, {"team": {}}]
+    for wrong in mistakes:
+        with pytest.raises(Exception, match=r"features\.quotas"):
+            running_app(url, tmp_path, features={"quotas": wrong}).__enter__()
