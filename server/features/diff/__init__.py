@@ -75,7 +75,7 @@ class DifferingTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectDifference:
+class DifferingObject:
     """A value that is not the same on both sides: the first 200 characters of each, if it is plain data."""
 
     fqn: str
@@ -97,7 +97,7 @@ class Diff:
     equal_objects: int
     object_count: Annotated[int, Shown("Of the values that differ.")]
     tensors: tuple[DifferingTensor, ...]
-    objects: tuple[ObjectDifference, ...]
+    objects: tuple[DifferingObject, ...]
     next_cursor: str | None
     matching: Annotated[int | None, Shown("Tensors that differ and were asked for.", may_be_absent=True)] = (
         None

@@ -117,7 +117,7 @@ class Rules:
 
 
 def marks_of(row: Mapping[Any, Any]) -> dict[str, Any]:
-    """The marks of the content of a checkpoint."""
+    """Return the marks of the content of a checkpoint."""
     return {name: row[name] for name in _MARKS}
 
 
@@ -194,7 +194,7 @@ def list_requests(
 
 
 def holders_of(connection: Connection, run_id: int) -> dict[str, StageHolder]:
-    """The checkpoints of a run that are in stages, by stage."""
+    """Return the checkpoints of a run that are in stages, by stage."""
     query = (
         select(stage_holders, *_SHOWN, checkpoints.c.state, checkpoints.c.verification)
         .join(checkpoints, checkpoints.c.id == stage_holders.c.checkpoint_id)
@@ -376,7 +376,7 @@ def may_decide(connection: Connection, ask: Ask, number: int) -> dict[str, bool]
 
 
 def _locked(connection: Connection, ask: Ask, number: int, match: Precondition) -> tuple[Rules, Row[Any]]:
-    """The rules and an open request, locked behind its run, as all changes do it."""
+    """Return the rules and an open request, locked behind its run, as all changes do it."""
     labels.lock_aliases(connection, REQUESTS.find(connection, number, ask.visible).run_id)
     request = REQUESTS.lock(connection, ask, number, match)
     if request.state != "requested":

@@ -30,7 +30,7 @@ def handover(api: CatalogApi, number: int, target: str) -> dict[str, Any]:
     return next(one for one in items if one["target"] == target)
 
 
-def test_checkpoints_are_handed_over_by_reference(tmp_path: Path) -> None:
+def test_checkpoints_are_handed_over_by_reference(make_database: MakeDatabase, tmp_path: Path) -> None:
     """MLflow is away at first: the job waits and says so. Once it is back there is one version however often
     it is handed over; an alias hands over by itself, to W&B as well; a deletion is marked; no answer, page or
     log has a credential."""
@@ -38,6 +38,7 @@ def test_checkpoints_are_handed_over_by_reference(tmp_path: Path) -> None:
     wandb = tmp_path / "wandb"
     settings = {
         "auth": "keys",
+        "database_url": make_database(),
         "poll_seconds": 0.1,
         "roots": {
             "main": {"url": str(tmp_path / "main"), "scan_seconds": 0},
