@@ -173,13 +173,26 @@ class Diff:
     object_count: int
     """Of the values that differ."""
     tensors: tuple[DifferingTensor, ...]
-    objects: tuple[ObjectDifference, ...]
+    objects: tuple[DifferingObject, ...]
     matching: int | None = None
     """Tensors that differ and were asked for."""
     job_id: int | None = None
     """The job that compared values."""
     created_at: datetime | None = None
     """Of that job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DifferingObject:
+    """A value that is not the same on both sides: the first 200 characters of each, if it is plain
+    data."""
+
+    fqn: str
+    kind: str
+    before: str | None = None
+    """As text, cut; of plain data."""
+    after: str | None = None
+    """As text, cut; of plain data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -578,19 +591,6 @@ class NoteVersion:
     author: str
     """The author of this text."""
     at: datetime
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectDifference:
-    """A value that is not the same on both sides: the first 200 characters of each, if it is plain
-    data."""
-
-    fqn: str
-    kind: str
-    before: str | None = None
-    """As text, cut; of plain data."""
-    after: str | None = None
-    """As text, cut; of plain data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
