@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 from sqlalchemy import Connection, insert, select
 
 from dcp.server.catalog import audit
 from dcp.server.catalog.details import bump, get_checkpoint, lock_checkpoint
 from dcp.server.catalog.events import checkpoint_event, emit_all
-from dcp.server.catalog.inputs import clean_json, clean_text
+from dcp.server.catalog.inputs import clean_json
 from dcp.server.catalog.runs import touch_run
 from dcp.server.core.feature import Feature
 from dcp.server.core.jobs.kind import JobContext, ReportProgress
@@ -98,24 +98,25 @@ class VerifyKind(SimpleKind[CheckpointParams]):
         }
 
     def record(self, connection: Connection, job: Job, result: Json) -> None:
-        """Record the verdict; it counts for the checkpoint only if its content is still the verified one."""
+        """Record the verdict. Where the content is still the verified one, change the checkpoint and emit
+        "checkpoint.verified" or "checkpoint.damaged"."""
         now, subject = time.time(), Subject(**result["subject"])
         row = lock_checkpoint(connection, subject.id)
-        add_verification(
-            connection,
-            subject.id,
-            fingerprint=result["fingerprint"],
-            is_same=row["state"] == "committed" and subject.is_same(row),
-            mode="full",
-            outcome=result["outcome"],
-            findings=result["findings"],
-            checked_bytes=result["checked_bytes"],
-            content_digest=result.get("content_digest"),
-            seconds=result["seconds"],
-            job_id=job.id,
-            now=now,
-        )
-        detail = {"outcome": result["outcome"], "job": job.id, "findings": result["finding_count"]}
+        outcome, findings = result["outcome"], clean_json(result["findings"])
+        kept = {name: result[name] for name in ("fingerprint", "outcome", "checked_bytes", "seconds")}
+        kept |= {"checkpoint_id": subject.id, "findings": findings, "job_id": job.id, "created_seconds": now}
+        connection.execute(insert(verifications).values(mode="full", **kept))
+        # The fingerprint is no sign where the catalog has none yet, as of a checkpoint just registered.
+        is_same = row["state"] == "committed" and subject.is_same(row)
+        if is_same and row["fingerprint"] in (None, result["fingerprint"]):
+            problem = None if outcome == "good" else next((one["message"] for one in findings), outcome)
+            found = {"verification": outcome, "verified_seconds": now, "problem": problem}
+            digest = result.get("content_digest") or row["content_digest"]
+            bump(connection, subject.id, now, **found, content_digest=digest)
+            touch_run(connection, row["run_id"], now)
+            kind = "checkpoint.verified" if outcome == "good" else "checkpoint.damaged"
+            emit_all(connection, [checkpoint_event(kind, row, mode="full", problem=problem)], now=now)
+        detail = {"outcome": outcome, "job": job.id, "findings": result["finding_count"]}
         audit.record(
             connection, job.created_by, "checkpoint.verify", f"checkpoint:{subject.id}", detail, now=now
         )
@@ -132,73 +133,10 @@ def _shown(found: Finding, root: StorageRoot) -> dict[str, Any]:
     }
 
 
-Outcome = Literal["good", "damaged"]
-
-
-def add_verification(
-    connection: Connection,
-    checkpoint_id: int,
-    *,
-    fingerprint: str | None,
-    mode: str,
-    outcome: Outcome,
-    findings: Any,
-    checked_bytes: int,
-    seconds: float,
-    is_same: bool = True,
-    content_digest: str | None = None,
-    job_id: int | None = None,
-    now: float,
-) -> bool:
-    """Write what a verification found; whether it is of what is there now.
-
-    Only then it changes the checkpoint, and emits "checkpoint.verified" or "checkpoint.damaged". ``is_same``:
-    no other sign says that it has been replaced. The fingerprint is no sign where the catalog has none
-    yet, as of a checkpoint that its trainer has registered just now. ``content_digest`` is of all tensors,
-    where the checkpoint itself did not tell one.
-    """
-    row = lock_checkpoint(connection, checkpoint_id)
-    connection.execute(
-        insert(verifications).values(
-            checkpoint_id=checkpoint_id,
-            fingerprint=fingerprint,
-            mode=mode,
-            outcome=outcome,
-            findings=clean_json(findings),
-            checked_bytes=checked_bytes,
-            seconds=seconds,
-            created_seconds=now,
-            job_id=job_id,
-        )
-    )
-    if not is_same or row["fingerprint"] not in (None, fingerprint):
-        return False
-    problem = None if outcome == "good" else _first(findings)
-    _change(connection, row, outcome, mode, problem, content_digest or row["content_digest"], now)
-    return True
-
-
 def outcomes_of_jobs(connection: Connection, jobs: Collection[int]) -> dict[int, str]:
     """Return the outcomes of jobs by number; jobs that verified nothing are left out."""
     query = select(verifications.c.job_id, verifications.c.outcome).where(verifications.c.job_id.in_(jobs))
     return {row.job_id: row.outcome for row in connection.execute(query)} if jobs else {}
-
-
-def _change(
-    connection: Connection,
-    row: Mapping[Any, Any],
-    outcome: Outcome,
-    mode: str,
-    problem: str | None,
-    content_digest: str | None,
-    now: float,
-) -> None:
-    """Set the verdict of the checkpoint ``row``, and emit its event."""
-    found = {"verification": outcome, "verified_seconds": now, "problem": problem}
-    bump(connection, row["id"], now, **found, content_digest=content_digest)
-    touch_run(connection, row["run_id"], now)
-    kind = "checkpoint.verified" if outcome == "good" else "checkpoint.damaged"
-    emit_all(connection, [checkpoint_event(kind, row, mode=mode, problem=problem)], now=now)
 
 
 def newest_verifications(
@@ -226,13 +164,6 @@ def _verification(row: Any, checkpoint: CheckpointDetail) -> Verification:
     is_verdict = checkpoint.verification != "unverified" and checkpoint.verified_at == created_at
     is_same = row.fingerprint is not None and row.fingerprint == checkpoint.fingerprint
     return record_of_row(Verification, row, created_at=created_at, is_current=is_verdict or is_same)
-
-
-def _first(findings: Any) -> str:
-    first = findings[0] if isinstance(findings, list) and findings else findings
-    if isinstance(first, Mapping) and "message" in first:
-        first = first["message"]
-    return clean_text(str(first))[:4000]
 
 
 feature: Final = Feature("verify", __name__, kinds=[VerifyKind()], web=["verdicts"])
