@@ -6,26 +6,18 @@ skips those that have not taken the last news, so that a slow client costs one p
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-import time
-from abc import ABC, abstractmethod
-from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Final, Generic, TypeVar
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated, Any, Final
 
-import anyio
-import structlog
 from fastapi import Header
 from pydantic import BeforeValidator, Field
 from sqlalchemy import Connection, and_, or_, select
-from sse_starlette import EventSourceResponse, ServerSentEvent
-from sse_starlette.sse import SendTimeoutError
+from sse_starlette import ServerSentEvent
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from dcp.server.catalog.inputs import MAX_ID
 from dcp.server.core.answers import answer_model, answer_of
@@ -39,93 +31,27 @@ from dcp.server.core.jobs.ledger.reading import (
     last_event_id,
 )
 from dcp.server.core.jobs.ledger.rows import event_of_row, progress_of
-from dcp.server.core.problems import BrokenBodyError, TooManyRequestsError, UnavailableError
-from dcp.server.core.security.keys import valid_keys
-from dcp.server.database.engine import Database, DatabaseUnavailableError
+from dcp.server.core.streams import OVER, Feed, Following, News, stream_of
 from dcp.server.database.tables import job_events, jobs
 from dcp.server.records.jobs import FINAL_STATES, JobEvent, JobProgress, JobState
 
 __all__ = [
-    "POLL_SECONDS",
     "AllJobsFeed",
-    "Feed",
-    "Following",
     "FollowingAll",
     "FollowingOne",
     "JobFeed",
     "LastEventId",
-    "News",
     "all_jobs_stream",
     "job_stream",
     "new_events",
-    "stream_of",
 ]
 
 
-POLL_SECONDS: Final = 0.5
-_log = structlog.get_logger(__name__)
 _PAGE: Final = 500
-_AT_ONCE: Final = 100
-"""Jobs in one statement."""
 _OVERLAP: Final = 200
 """Events before the last one among which late ones are looked for: transactions of PostgreSQL do not end in
 the order in which they have numbered their events."""
 _KNOWN: Final = 4 * (_PAGE + _OVERLAP)
-
-
-@dataclass(frozen=True, slots=True)
-class News:
-    """New events, with progress by job. ``is_last``: no more will come, because the job has ended
-    and all its events are here, or, with ``state`` None, because it was forgotten, the key has ended or the
-    database is away."""
-
-    state: JobState | None
-    events: Sequence[Any] = ()
-    progress: Mapping[int, JobProgress] = field(default_factory=dict)
-    is_last: bool = False
-
-
-_OVER: Final = News(None, is_last=True)
-
-
-class Following:
-    """One who follows jobs, from behind the event ``after_id`` on."""
-
-    def __init__(self, after_id: int, key_id: int | None) -> None:
-        self.after_id = after_id
-        self.key_id = key_id
-        self._loop = asyncio.get_running_loop()
-        self._has_news = asyncio.Event()
-        self._news: News | None = None
-        self._told: Mapping[int, JobProgress] = {}
-
-    @property
-    def waits(self) -> bool:
-        """True once it has taken the last news."""
-        return self._news is None
-
-    async def take(self, seconds: float) -> News | None:
-        """Return the news; None without any within ``seconds``."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._has_news.wait()
-        except TimeoutError:
-            return None
-        self._has_news.clear()
-        news, self._news = self._news, None
-        return news
-
-    def tell(self, news: News) -> None:
-        """For the thread that looks: hand over what is new, if anything is."""
-        is_new = news.events or news.is_last or news.progress not in ({}, self._told)
-        if not is_new or not self.waits:
-            return
-        self._told = news.progress or self._told
-        if news.events:
-            self.after_id = max(self.after_id, news.events[-1].id)
-        self._news = news
-        with suppress(RuntimeError):  # its loop is closed: it is gone, and says so itself
-            self._loop.call_soon_threadsafe(self._has_news.set)
 
 
 class FollowingOne(Following):
@@ -146,64 +72,6 @@ class FollowingAll(Following):
         self.visible = visible
         self.own_scans = own_scans
         self.known: deque[int] | None = None  # events before ``after_id`` that are old; None before a look
-
-
-F = TypeVar("F", bound=Following)
-
-
-class Feed(ABC, Generic[F]):
-    """Looks for all `Following`s of a process, of whatever they follow. ``clock`` is for the ends of keys."""
-
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
-        self._database = database
-        self._clock = clock
-        self._following: set[F] = set()
-        self._lock = threading.Lock()
-        self._wake = threading.Event()
-        self._is_running = False
-
-    @contextmanager
-    def _followed(self, one: F) -> Iterator[F]:
-        with self._lock:
-            self._following.add(one)
-            if not self._is_running:
-                self._is_running = True
-                threading.Thread(target=self._run, name="dcp-feed", daemon=True).start()
-        self._wake.set()  # it need not wait for the next look
-        try:
-            yield one
-        finally:
-            with self._lock:
-                self._following.discard(one)
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                followers = list(self._following)
-                if not followers:
-                    self._is_running = False
-                    return
-            self._wake.clear()
-            has_more = False
-            try:
-                for begin in range(0, len(followers), _AT_ONCE):
-                    has_more |= self._look(followers[begin : begin + _AT_ONCE])
-            except Exception as error:  # noqa: BLE001 - followers must not wait for ever
-                if not isinstance(error, DatabaseUnavailableError):
-                    _log.exception("events cannot be followed")
-                for one in followers:  # they ask again, and are refused as long as it lasts
-                    one.tell(_OVER)
-            if not has_more:
-                self._wake.wait(POLL_SECONDS)
-
-    @abstractmethod
-    def _look(self, some: Sequence[F]) -> bool:
-        """Look for ``some``, and tell them; whether there is more than a page."""
-
-    def _without_key(self, connection: Connection, some: Sequence[F]) -> set[F]:
-        """Return those whose keys are none any more."""
-        keys = valid_keys(connection, {one.key_id for one in some if one.key_id}, self._clock())
-        return {one for one in some if one.key_id is not None and one.key_id not in keys}
 
 
 class JobFeed(Feed[FollowingOne]):
@@ -230,7 +98,7 @@ class JobFeed(Feed[FollowingOne]):
         for one in waiting:
             state = states.get(one.job_id)
             if state is None or one in ended:
-                one.tell(_OVER)
+                one.tell(OVER)
                 continue
             own = [event for event in events if event.job_id == one.job_id and event.id > one.after_id]
             is_last = is_all and state in FINAL_STATES
@@ -258,7 +126,7 @@ class AllJobsFeed(Feed[FollowingAll]):
             groups: defaultdict[tuple[Any, bool], list[FollowingAll]] = defaultdict(list)
             for one in waiting:
                 if one in ended:
-                    one.tell(_OVER)
+                    one.tell(OVER)
                 else:
                     groups[one.visible, one.own_scans].append(one)
             for (visible, own_scans), alike in groups.items():
@@ -303,14 +171,6 @@ def _events(connection: Connection, after: dict[int, int]) -> tuple[list[JobEven
     return found, len(found) < _PAGE
 
 
-HEARTBEAT_SECONDS: Final = 15.0
-_GRACE_SECONDS: Final = 2.0
-_SEND_SECONDS: Final = 30.0
-_MAX_STREAM_SECONDS: Final = 3600.0
-_MAX_STREAMS: Final = 256
-_MAX_STREAMS_EACH: Final = 32
-
-
 def _digits(text: str) -> str:
     if not (text.isascii() and text.isdecimal()):  # pydantic takes "+0.0" and "1_000"
         raise ValueError("an event's id has digits only")
@@ -332,9 +192,8 @@ def job_stream(ask: Ask, job_id: int, after_id: int) -> Response:
         job = get_job(connection, job_id, ask.visible)
         if after_id and job.is_final and not job_events_after(connection, job_id, after_id, limit=1):
             return Response(status_code=204)
-    stop = anyio.Event()
     followed = ask.service.own(_Feeds).one.follow(job_id, after_id, ask.caller.key_id)
-    return stream_of(ask, _sent_events(followed, stop, "events of a job"), stop)
+    return stream_of(ask, followed, _Shown(), comment="events of a job")
 
 
 def all_jobs_stream(ask: Ask, after_id: int | None, *, own_scans: bool) -> Response:
@@ -342,93 +201,34 @@ def all_jobs_stream(ask: Ask, after_id: int | None, *, own_scans: bool) -> Respo
     `job_stream`."""
     if after_id is None:
         after_id = ask.find(last_event_id)
-    stop = anyio.Event()
     feed = ask.service.own(_Feeds).all
     followed = feed.follow(after_id, ask.caller.key_id, ask.visible, own_scans=own_scans)
     ready = ServerSentEvent(id=str(after_id), event="ready", data="{}")
-    return stream_of(ask, _sent_events(followed, stop, "events of all jobs", ready), stop)
+    return stream_of(ask, followed, _Shown(), ready, comment="events of all jobs")
 
 
 class _Feeds:
-    """The feeds that streams of a process share; ``open``: how many streams each caller has."""
+    """The feeds that streams of a process share."""
 
     def __init__(self, service: Service) -> None:
         self.one = JobFeed(service.database, service.clock)
         self.all = AllJobsFeed(service.database, service.clock)
-        self.open: Counter[str] = Counter()
 
 
-def stream_of(ask: Ask, events: AsyncIterator[ServerSentEvent], stop: anyio.Event) -> Response:
-    """Answer with ``events``, a stream of the caller that counts; ``stop`` is set when the server ends."""
-    return _Stream(
-        ask.service.own(_Feeds).open,
-        ask.caller.identity if ask.caller.key_id is not None else f"address {ask.address}",
-        events,
-        shutdown_event=stop,  # the stream ends whole when the server stops, and clients reconnect to the next
-        shutdown_grace_period=_GRACE_SECONDS,
-        ping=HEARTBEAT_SECONDS,
-        send_timeout=_SEND_SECONDS,
-        headers={"Cache-Control": "no-store"},
-        sep="\n",
-    )
+class _Shown:
+    """Events of one stream; progress only where it has changed."""
 
+    def __init__(self) -> None:
+        self._sent: Mapping[int, JobProgress] = {}
 
-class _Stream(EventSourceResponse):
-    """A stream that counts in ``streams`` of its caller."""
-
-    def __init__(self, streams: Counter[str], who: str, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._streams = streams
-        self._who = who
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI. Raises UnavailableError and TooManyRequestsError; BrokenBodyError once it has begun."""
-        streams, who = self._streams, self._who
-        if streams.total() >= _MAX_STREAMS:
-            raise UnavailableError("too many streams of events are open; read without a stream")
-        if streams[who] >= _MAX_STREAMS_EACH:
-            raise TooManyRequestsError(
-                f"{_MAX_STREAMS_EACH} streams of events are open with this key; end one, or read without",
-                headers={"Retry-After": "10"},
-            )
-        streams[who] += 1
-        try:
-            await super().__call__(scope, receive, send)
-        except SendTimeoutError:
-            _log.info("answer broken off", path=scope["path"], error="the client takes no events")
-            raise BrokenBodyError("the client takes no events") from None
-        finally:
-            streams[who] -= 1
-            if not streams[who]:
-                del streams[who]
-
-
-async def _sent_events(
-    followed: AbstractContextManager[Following], stop: anyio.Event, comment: str, *first: ServerSentEvent
-) -> AsyncIterator[ServerSentEvent]:
-    until = time.monotonic() + _MAX_STREAM_SECONDS
-    yield ServerSentEvent(comment=comment, retry=int(POLL_SECONDS * 1000))
-    for event in first:
-        yield event
-    sent: dict[int, JobProgress] = {}
-    with followed as following:
-        while time.monotonic() < until and not stop.is_set():
-            news = await following.take(POLL_SECONDS)
-            if news is None:
-                continue
-            for found in news.events:
-                yield _shown(found)
-            for job_id, progress in news.progress.items():
-                if sent.get(job_id) != progress:
-                    data = {"job_id": job_id, **asdict(progress)}
-                    yield ServerSentEvent(event="progress", data=json.dumps(data))
-            sent = dict(news.progress)
-            if news.is_last:
-                if news.state is not None:
-                    yield ServerSentEvent(event="end", data=json.dumps({"state": news.state}))
-                return
-
-
-def _shown(event: JobEvent) -> ServerSentEvent:
-    data = answer_of(answer_model(JobEvent), event).model_dump_json()
-    return ServerSentEvent(id=str(event.id), event=event.kind, data=data)
+    def __call__(self, news: News) -> Iterator[ServerSentEvent]:
+        for event in news.events:
+            data = answer_of(answer_model(JobEvent), event).model_dump_json()
+            yield ServerSentEvent(id=str(event.id), event=event.kind, data=data)
+        for job_id, progress in news.progress.items():
+            if self._sent.get(job_id) != progress:
+                data = json.dumps({"job_id": job_id, **asdict(progress)})
+                yield ServerSentEvent(event="progress", data=data)
+        self._sent = dict(news.progress)
+        if news.is_last and news.state is not None:
+            yield ServerSentEvent(event="end", data=json.dumps({"state": news.state}))

@@ -25,6 +25,7 @@ from dcp.server.core.jobs.ledger.offers import with_offers
 from dcp.server.core.jobs.ledger.reading import JobFilter
 from dcp.server.core.problems import ForbiddenError, NotFoundError, UnprocessableError
 from dcp.server.core.security.principal import SYSTEM, Principal, Scope
+from dcp.server.core.streams import described_stream
 from dcp.server.features import kinds
 from dcp.server.features.jobs import feature
 from dcp.server.features.jobs.following import LastEventId, all_jobs_stream, job_stream
@@ -188,25 +189,9 @@ def _check_kinds(connection: Connection, wanted: Iterable[str], ask: Ask) -> Non
 
 # -- event streams -------------------------------------------------------------------------------------------
 
-_STREAM: Final[dict[int | str, dict[str, Any]]] = {
-    200: {
-        "description": "Events as they come; the last one of a job is `end`.",
-        "content": {
-            "text/event-stream": {
-                "schema": {
-                    "type": "object",
-                    "description": "One event; `data` is JSON, of `JobEvent` where it has an `id`.",
-                    "properties": {
-                        "id": {"type": "string"},
-                        "event": {"type": "string"},
-                        "data": {"type": "string"},
-                        "retry": {"type": "integer"},
-                    },
-                }
-            }
-        },
-    },
-}
+_STREAM: Final = described_stream(
+    "Events as they come; the last one of a job is `end`.", "of `JobEvent` where it has an `id`"
+)
 _OVER: Final[dict[int | str, dict[str, Any]]] = {
     204: {"description": "The job is over, and nothing happened since Last-Event-ID."}
 }

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 from statistics import median
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
-import anyio
 from sqlalchemy import Connection, select
 from sse_starlette import ServerSentEvent
 from starlette.responses import Response
@@ -21,8 +19,8 @@ from dcp.server.catalog.runs import get_run
 from dcp.server.core.answers import IdPath, rfc3339_of
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.context import Service
+from dcp.server.core.streams import OVER, Feed, Following, News, described_stream, stream_of
 from dcp.server.database.tables import checkpoints, lineage, runs
-from dcp.server.features.jobs.following import POLL_SECONDS, Feed, Following, News, stream_of
 from dcp.server.features.runs import feature
 from dcp.server.records.declaring import OneOf, Shown, moment
 
@@ -37,7 +35,6 @@ _STALLED_MOST: Final = 1.5
 _ENDED: Final = 20.0
 _SOONEST_SECONDS: Final = 60.0
 """No run counts as stalled before, however often it saves."""
-_STREAM_SECONDS: Final = 3600.0
 
 Activity = Literal["training", "stalled", "ended", "unknown"]
 
@@ -143,7 +140,7 @@ class RunFeed(Feed[_FollowingRun]):
         for one in waiting:
             change = changes.get(one.run_id)
             if change is None or one in ended:
-                one.tell(News(None, is_last=True))
+                one.tell(OVER)
             elif change.updated_seconds != one.seen:
                 one.seen = change.updated_seconds
                 one.tell(News(None, [change]))
@@ -157,12 +154,9 @@ class _RunFeeds:
         self.feed = RunFeed(service.database, service.clock)
 
 
-_STREAM: Final[dict[int | str, dict[str, Any]]] = {
-    200: {
-        "description": "`ready` at once, then `changed` with each change.",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
-    }
-}
+_STREAM: Final = described_stream(
+    "`ready` at once, then `changed` with each change.", "with the run as it is"
+)
 
 
 @feature.get("/runs/{run_id}/events", tag="runs", responses=_STREAM, errors=(404, 503))
@@ -174,19 +168,11 @@ def watch_run(run_id: IdPath, ask: Ask) -> Response:
     reconnect, and read the run where `updated_at` is another one.
     """
     ask.find(get_run, run_id, ask.visible)
-    stop = anyio.Event()
     followed = ask.service.own(_RunFeeds).feed.follow(run_id, ask.caller.key_id)
+    kinds = chain(("ready",), repeat("changed"))
 
-    async def events() -> AsyncIterator[ServerSentEvent]:
-        until, kind = time.monotonic() + _STREAM_SECONDS, "ready"
-        yield ServerSentEvent(comment="changes of a run", retry=int(2000 * POLL_SECONDS))
-        with followed as following:
-            while time.monotonic() < until and not stop.is_set():
-                news = await following.take(POLL_SECONDS)
-                for change in () if news is None else news.events:
-                    yield ServerSentEvent(event=kind, data=change.to_json())
-                    kind = "changed"
-                if news is not None and news.is_last:
-                    return
+    def shown(news: News) -> Iterator[ServerSentEvent]:
+        for change in news.events:
+            yield ServerSentEvent(event=next(kinds), data=change.to_json())
 
-    return stream_of(ask, events(), stop)
+    return stream_of(ask, followed, shown, comment="changes of a run")

@@ -1,0 +1,242 @@
+"""Streams of server-sent events, for features: one look at the database for all who follow in this process.
+
+A `Feed` is a thread that looks as long as there are followers. It skips those that have not taken the last
+news, so that a slow client costs one page of memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Final, Generic, TypeVar
+
+import anyio
+import structlog
+from sqlalchemy import Connection
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import SendTimeoutError
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from dcp.server.core.ask import Ask
+from dcp.server.core.http.context import Service
+from dcp.server.core.problems import BrokenBodyError, TooManyRequestsError, UnavailableError
+from dcp.server.core.security.keys import valid_keys
+from dcp.server.database.engine import Database, DatabaseUnavailableError
+
+__all__ = ["OVER", "POLL_SECONDS", "Feed", "Following", "News", "described_stream", "stream_of"]
+
+POLL_SECONDS: Final = 0.5
+HEARTBEAT_SECONDS: Final = 15.0
+_GRACE_SECONDS: Final = 2.0
+_SEND_SECONDS: Final = 30.0
+_MAX_STREAM_SECONDS: Final = 3600.0
+_MAX_STREAMS: Final = 256
+_MAX_STREAMS_EACH: Final = 32
+_AT_ONCE: Final = 100
+"""Followers in one look."""
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """New events, and what else has changed. ``is_last``: no more will come, because it has ended and all its
+    events are here, or, with ``state`` None, because it was forgotten, the key has ended or the database is
+    away."""
+
+    state: str | None
+    events: Sequence[Any] = ()
+    progress: Mapping[int, Any] = field(default_factory=dict)
+    is_last: bool = False
+
+
+OVER: Final = News(None, is_last=True)
+
+
+class Following:
+    """A follower, from behind the event ``after_id`` on."""
+
+    def __init__(self, after_id: int, key_id: int | None) -> None:
+        self.after_id = after_id
+        self.key_id = key_id
+        self._loop = asyncio.get_running_loop()
+        self._has_news = asyncio.Event()
+        self._news: News | None = None
+        self._told: Mapping[int, Any] = {}
+
+    @property
+    def waits(self) -> bool:
+        """True once it has taken the last news."""
+        return self._news is None
+
+    async def take(self, seconds: float) -> News | None:
+        """Return the news; None without any within ``seconds``."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._has_news.wait()
+        except TimeoutError:
+            return None
+        self._has_news.clear()
+        news, self._news = self._news, None
+        return news
+
+    def tell(self, news: News) -> None:
+        """For the thread that looks: hand over what is new, if anything is."""
+        is_new = news.events or news.is_last or news.progress not in ({}, self._told)
+        if not is_new or not self.waits:
+            return
+        self._told = news.progress or self._told
+        if news.events:
+            self.after_id = max(self.after_id, news.events[-1].id)
+        self._news = news
+        with suppress(RuntimeError):  # its loop is closed: it is gone, and says so itself
+            self._loop.call_soon_threadsafe(self._has_news.set)
+
+
+F = TypeVar("F", bound=Following)
+
+
+class Feed(ABC, Generic[F]):
+    """Looks for all `Following`s of a process, of whatever they follow. ``clock`` is for the ends of keys."""
+
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self._database = database
+        self._clock = clock
+        self._following: set[F] = set()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._is_running = False
+
+    @contextmanager
+    def _followed(self, one: F) -> Iterator[F]:
+        with self._lock:
+            self._following.add(one)
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run, name="dcp-feed", daemon=True).start()
+        self._wake.set()  # it need not wait for the next look
+        try:
+            yield one
+        finally:
+            with self._lock:
+                self._following.discard(one)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                followers = list(self._following)
+                if not followers:
+                    self._is_running = False
+                    return
+            self._wake.clear()
+            has_more = False
+            try:
+                for begin in range(0, len(followers), _AT_ONCE):
+                    has_more |= self._look(followers[begin : begin + _AT_ONCE])
+            except Exception as error:  # noqa: BLE001 - followers must not wait for ever
+                if not isinstance(error, DatabaseUnavailableError):
+                    _log.exception("events cannot be followed")
+                for one in followers:  # they ask again, and are refused as long as it lasts
+                    one.tell(OVER)
+            if not has_more:
+                self._wake.wait(POLL_SECONDS)
+
+    @abstractmethod
+    def _look(self, some: Sequence[F]) -> bool:
+        """Look for ``some``, and tell them; whether there is more than a page."""
+
+    def _without_key(self, connection: Connection, some: Sequence[F]) -> set[F]:
+        """Return those whose keys are none any more."""
+        keys = valid_keys(connection, {one.key_id for one in some if one.key_id}, self._clock())
+        return {one for one in some if one.key_id is not None and one.key_id not in keys}
+
+
+class _Open:
+    """Counts how many streams each caller has."""
+
+    def __init__(self, service: Service) -> None:
+        self.streams: Counter[str] = Counter()
+
+
+def stream_of(
+    ask: Ask,
+    followed: AbstractContextManager[Following],
+    show: Callable[[News], Iterable[ServerSentEvent]],
+    *first: ServerSentEvent,
+    comment: str,
+) -> Response:
+    """Answer with a stream of what ``show`` makes of news, after ``first``. It is refused if this process, or
+    the caller, has too many."""
+    stop = anyio.Event()
+
+    async def events() -> AsyncIterator[ServerSentEvent]:
+        until = time.monotonic() + _MAX_STREAM_SECONDS
+        yield ServerSentEvent(comment=comment, retry=int(POLL_SECONDS * 1000))
+        for event in first:
+            yield event
+        with followed as following:
+            while time.monotonic() < until and not stop.is_set():
+                news = await following.take(POLL_SECONDS)
+                for event in () if news is None else show(news):
+                    yield event
+                if news is not None and news.is_last:
+                    return
+
+    return _Stream(
+        ask.service.own(_Open).streams,
+        ask.caller.identity if ask.caller.key_id is not None else f"address {ask.address}",
+        events(),
+        shutdown_event=stop,  # the stream ends whole when the server stops, and clients reconnect to the next
+        shutdown_grace_period=_GRACE_SECONDS,
+        ping=HEARTBEAT_SECONDS,
+        send_timeout=_SEND_SECONDS,
+        headers={"Cache-Control": "no-store"},
+        sep="\n",
+    )
+
+
+class _Stream(EventSourceResponse):
+    """A stream that counts in ``streams`` of its caller."""
+
+    def __init__(self, streams: Counter[str], who: str, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._streams = streams
+        self._who = who
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI. Raises UnavailableError and TooManyRequestsError; BrokenBodyError once it has begun."""
+        streams, who = self._streams, self._who
+        if streams.total() >= _MAX_STREAMS:
+            raise UnavailableError("too many streams of events are open; read without a stream")
+        if streams[who] >= _MAX_STREAMS_EACH:
+            raise TooManyRequestsError(
+                f"{_MAX_STREAMS_EACH} streams of events are open with this key; end one, or read without",
+                headers={"Retry-After": "10"},
+            )
+        streams[who] += 1
+        try:
+            await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            _log.info("answer broken off", path=scope["path"], error="the client takes no events")
+            raise BrokenBodyError("the client takes no events") from None
+        finally:
+            streams[who] -= 1
+            if not streams[who]:
+                del streams[who]
+
+
+def described_stream(description: str, of_data: str) -> dict[int | str, dict[str, Any]]:
+    """Describe the events of a route, for its ``responses=``. ``of_data`` says of which kind the JSON is."""
+    fields = {"id": "string", "event": "string", "data": "string", "retry": "integer"}
+    schema = {
+        "type": "object",
+        "description": f"One event; `data` is JSON, {of_data}.",
+        "properties": {name: {"type": kind} for name, kind in fields.items()},
+    }
+    return {200: {"description": description, "content": {"text/event-stream": {"schema": schema}}}}
