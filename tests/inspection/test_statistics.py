@@ -65,6 +65,15 @@ def assert_describes(found: dict[str, Any], tensor: torch.Tensor) -> None:
         counts = found["histogram"]["counts"]
         assert sum(counts) == found["count"] - found["nans"] - found["infs"]
         assert len(found["histogram"]["edges"]) == len(counts) + 1
+    assert (found["linear"] is None) == (found["histogram"] is None)
+    if found["linear"] is not None and not tensor.is_complex():
+        edges, counts = found["linear"]["edges"], found["linear"]["counts"]
+        values = tensor.double().reshape(-1)
+        inside = zip(edges, edges[1:], counts, strict=False)
+        for low, high, count in inside:
+            assert int(((values >= low) & (values < (math.inf if high is None else high))).sum()) == count
+        assert sum(counts) == found["count"] - found["nans"] - found["infs"] and 1 <= len(counts) <= 32
+        assert counts[0] and counts[-1] and len(edges) == len(counts) + 1
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -176,3 +185,4 @@ def test_a_histogram_shows_sign_and_size(tmp_path: Path) -> None:
     inner = [2.0**-13, 2.0**-8, 2.0**-3]
     edges = [-4.0, *(-edge for edge in inner[::-1]), *inner, 4.0]
     assert found["histogram"] == {"edges": edges, "counts": [1, 0, 0, 2, 0, 0, 3]}
+    assert found["linear"] == {"edges": [-2.0, -1.0, 0.0, 1.0, 2.0], "counts": [1, 0, 2, 3]}

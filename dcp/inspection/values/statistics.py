@@ -8,6 +8,8 @@ Variances", 1979), so that nothing is lost by subtracting large sums. All sums a
 Histograms are over the binary logarithm of magnitudes, by sign: one count for each power of two, which the
 exponent bits tell. So they need neither the range beforehand nor a second pass, add up over blocks and
 tensors, and show small weights and outliers alike. They are folded into the wanted number of bins at the end.
+Linear histograms have bins of one width, a power of two that doubles as the range grows: whole bins are then
+joined, so that these, too, are exact after one pass.
 """
 
 from __future__ import annotations
@@ -42,6 +44,9 @@ _COUNTED: Final = 1 << 15
 _WIDE_SPAN: Final = 15
 """Powers of two below the largest magnitude that a histogram tells apart from zero."""
 
+_LINEAR: Final = 512
+"""Bins of linear counts at most, while they are counted."""
+
 _LOWEST: Final = 1100
 """What is added to an exponent to make it a position: doubles have -1074 to 1023."""
 
@@ -59,10 +64,19 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearHistogram:
+    """``counts[i]`` finite values are at least ``edges[i]`` and below ``edges[i + 1]``. All bins have one
+    width, a power of two, and their edges are multiples of it."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ElementStatistics:
     """The statistics of ``count`` elements; those of complex tensors stand for their magnitudes.
 
-    ``min``, ``max``, ``mean``, ``std``, ``norm`` (L2) and the histogram are of the finite elements, and None
+    ``min``, ``max``, ``mean``, ``std``, ``norm`` (L2) and the histograms are of the finite elements, and None
     where there are none. ``std`` has Bessel's correction, as torch's; None for a single element. Bools are 0
     and 1. ``min`` and ``max`` of integers are exact. What float64 cannot hold is infinite. A complex
     number with a part that is NaN is NaN.
@@ -78,6 +92,7 @@ class ElementStatistics:
     std: float | None
     norm: float | None
     histogram: Histogram | None
+    linear: LinearHistogram | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +211,14 @@ class Summary:
         self.max: float | int | None = None
         self._mean = self._squares = 0.0  # squares: sum of squared differences from the mean
         self._binades = np.zeros((2, 2 * _LOWEST), np.int64)  # by sign and exponent
+        self._linear = LinearCounts()
 
     def merge(self, other: Summary, times: int = 1) -> None:
         """Add what is known of other numbers, which are there ``times``."""
         for name in ("count", "nans", "infs", "zeros"):
             setattr(self, name, getattr(self, name) + getattr(other, name) * times)
         self._binades += other._binades * times
+        self._linear.merge(other._linear, times)
         for _ in range(times):
             self._merge_moments(other.finite, other._mean, other._squares)
         self._widen(other.min, other.max)
@@ -244,6 +261,7 @@ class Summary:
         self._widen(low.item(), high.item())
         wide = values.astype(np.float64)
         self._count_binades(values if values.dtype == np.float32 else wide)
+        self._linear.add(wide, float(low), float(high))
         mean = float(wide.mean())
         wide -= mean
         wide *= wide
@@ -288,6 +306,7 @@ class Summary:
         self._merge_moments(number, mean, float((np.square(values - mean) * counts).sum()))
         self._widen(float(values.min()), float(values.max()))
         self._add_binades(values[values != 0], counts[values != 0])
+        self._linear.add(values, float(values.min()), float(values.max()), counts)
 
     def _add_binades(self, values: Array, counts: Any) -> None:
         places = np.signbit(values).astype(np.int64), np.frexp(values)[1] - 1 + _LOWEST
@@ -309,6 +328,7 @@ class Summary:
             _root(self._squares / (self.finite - 1)) if self.finite > 1 else None,
             _root(self._squares + self.finite * self._mean * self._mean) if known else None,
             self._histogram(bins) if known else None,
+            self._linear.result(bins) if known else None,
         )
 
     def _histogram(self, bins: int) -> Histogram:
@@ -331,6 +351,99 @@ class Summary:
             (*(-edge for edge in below[::-1] or [-0.0]), *(above or [0.0])),
             (*negative[::-1], middle, *positive),
         )
+
+
+class LinearCounts:
+    """Counts of finite numbers in up to `_LINEAR` bins of the width ``2 ** exponent``, from the bin number
+    ``first`` on: the bin ``n`` begins at ``n`` widths."""
+
+    def __init__(self) -> None:
+        self._exponent = 0
+        self._first = 0
+        self._counts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def add(
+        self,
+        values: npt.NDArray[np.float64],
+        low: float,
+        high: float,
+        counts: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        """Add ``values`` from ``low`` to ``high``, each as often as ``counts`` says."""
+        exponent = self._width(low, high)
+        self._cover(exponent, _bin_of(low, exponent), _bin_of(high, exponent))
+        exponent = self._exponent
+        with np.errstate(under="ignore"):  # far below a bin's width
+            scaled = values * 2.0**-exponent if abs(exponent) < 1000 else np.ldexp(values, -exponent)
+        places = np.floor(scaled)
+        places -= self._first
+        number = places.astype(np.int64)
+        if counts is None:
+            self._counts += np.bincount(number, minlength=len(self._counts))
+        else:
+            np.add.at(self._counts, number, counts)
+
+    def merge(self, other: LinearCounts, times: int = 1) -> None:
+        """Add what ``other`` has counted, ``times``."""
+        if not len(other._counts):
+            return
+        shift = max(0, self._exponent - other._exponent) if len(self._counts) else 0
+        exponent = other._exponent + shift
+        self._cover(exponent, other._first >> shift, (other._first + len(other._counts) - 1) >> shift)
+        shift = self._exponent - other._exponent
+        places = ((other._first + np.arange(len(other._counts))) >> shift) - self._first
+        np.add.at(self._counts, places, other._counts * times)
+
+    def result(self, bins: int) -> LinearHistogram:
+        """Return at most ``bins`` bins, the first and the last of which have values."""
+        there = np.flatnonzero(self._counts)
+        low, high = self._first + int(there[0]), self._first + int(there[-1])
+        shift = 0
+        while (high >> shift) - (low >> shift) >= bins:
+            shift += 1
+        counts = np.zeros((high >> shift) - (low >> shift) + 1, np.int64)
+        np.add.at(counts, ((self._first + there) >> shift) - (low >> shift), self._counts[there])
+        numbers = range(low >> shift, (high >> shift) + 2)
+        edges = (_ldexp(number, self._exponent + shift) for number in numbers)
+        return LinearHistogram(tuple(edges), tuple(counts.tolist()))
+
+    def _width(self, low: float, high: float) -> int:
+        """Return the exponent of the width for all values so far and those from ``low`` to ``high``."""
+        half = high / 2 - low / 2  # the whole may be more than a float holds
+        largest = math.frexp(max(abs(low), abs(high)))[1]
+        exponent = max(math.frexp(half)[1] + 2 - _LINEAR.bit_length(), largest - 52, -1074)
+        return max(exponent, self._exponent) if len(self._counts) else exponent
+
+    def _cover(self, exponent: int, low: int, high: int) -> None:
+        """Make room for the bins from ``low`` to ``high`` of the width ``2 ** exponent``, which is not below
+        that of the counts that there are; bins are joined where there would be too many."""
+        if not len(self._counts):
+            self._exponent, self._first = exponent, low
+            self._counts = np.zeros(high - low + 1, np.int64)
+            return
+        shift = exponent - self._exponent
+        first, last = self._first >> shift, (self._first + len(self._counts) - 1) >> shift
+        begin, end, more = min(first, low), max(last, high), 0
+        while (end >> more) - (begin >> more) >= _LINEAR:
+            more += 1
+        if shift + more == 0 and begin == self._first and end == last:
+            return
+        joined = np.zeros((end >> more) - (begin >> more) + 1, np.int64)
+        old = ((self._first + np.arange(len(self._counts))) >> (shift + more)) - (begin >> more)
+        np.add.at(joined, old, self._counts)
+        self._exponent, self._first, self._counts = exponent + more, begin >> more, joined
+
+
+def _bin_of(value: float, exponent: int) -> int:
+    return math.floor(math.ldexp(value, -exponent))
+
+
+def _ldexp(number: int, exponent: int) -> float:
+    """Return ``number * 2 ** exponent``; infinite where float64 has no such number."""
+    try:
+        return math.ldexp(number, exponent)
+    except OverflowError:
+        return math.copysign(math.inf, number)
 
 
 def _resolution(bottom: int, tops: list[int], bins: int) -> tuple[int, int]:

@@ -122,17 +122,18 @@ def finite(value: float | int | None) -> float | int | None:
 
 
 def statistics_json(found: ElementStatistics | None, *, histogram: bool) -> dict[str, Any] | None:
-    """Return the statistics of one tensor as JSON; ``histogram``: include it."""
+    """Return the statistics of one tensor as JSON; ``histogram``: include both of them."""
     if found is None:
         return None
     names = ("count", "nans", "infs", "zeros", "min", "max", "mean", "std", "norm")
     document: dict[str, Any] = {name: finite(getattr(found, name)) for name in names}
-    bins = found.histogram if histogram else None
-    document["histogram"] = (
-        None
-        if bins is None
-        else {"edges": [finite(edge) for edge in bins.edges], "counts": list(bins.counts)}
-    )
+    for name in ("histogram", "linear"):
+        bins = getattr(found, name) if histogram else None
+        document[name] = (
+            None
+            if bins is None
+            else {"edges": [finite(edge) for edge in bins.edges], "counts": list(bins.counts)}
+        )
     return document
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -35,6 +35,7 @@ class HistogramPicture:
     bars: tuple[HistogramBar, ...]
     width: float
     ticks: tuple[tuple[float, float], ...]
+    is_linear: bool = False
 
 
 def histogram_picture(tensors: Mapping[str, Mapping[str, Any] | None]) -> HistogramPicture | None:
@@ -50,6 +51,26 @@ def histogram_picture(tensors: Mapping[str, Mapping[str, Any] | None]) -> Histog
     sides = [(_numbers(found["edges"]), found["counts"]) for found in known.values()]
     edges = _common_edges([own for own, _ in sides])
     columns = [_gathered(edges, own, counts) for own, counts in sides]
+    return HistogramPicture(tuple(known), *_bars(edges, columns), _ticks(edges))
+
+
+def linear_picture(name: str, statistics: Mapping[str, Any] | None) -> HistogramPicture | None:
+    """Return the picture of the ``linear`` histogram of a tensor's statistics; None where they have none, as
+    those that were kept before there were any."""
+    found = None if statistics is None else statistics.get("linear")
+    if not found or not found["counts"]:
+        return None
+    edges = _numbers(found["edges"])
+    last = len(edges) - 1
+    places = dict.fromkeys([0, last, *([round(part * last / 4) for part in (1, 2, 3)])])
+    if 0.0 in edges:
+        places = dict.fromkeys([0, last, edges.index(0.0), *places])
+    ticks = _with_room([(place, edges[place]) for place in places], last)
+    return HistogramPicture((name,), *_bars(edges, [found["counts"]]), ticks, is_linear=True)
+
+
+def _bars(edges: Sequence[float], columns: Sequence[Sequence[int]]) -> tuple[tuple[HistogramBar, ...], float]:
+    """Return the bars of the counts of each tensor, and their width in per cent."""
     parts = [[count / (sum(column) or 1) for count in column] for column in columns]
     shares = list(zip(*parts, strict=True))
     highest = max(map(max, shares)) or 1.0
@@ -65,7 +86,7 @@ def histogram_picture(tensors: Mapping[str, Mapping[str, Any] | None]) -> Histog
         )
         for place, of_each in enumerate(shares)
     )
-    return HistogramPicture(tuple(known), bars, round(width, 3), _ticks(edges))
+    return bars, round(width, 3)
 
 
 def _numbers(edges: Sequence[float | None]) -> list[float]:
@@ -109,6 +130,11 @@ def _ticks(edges: Sequence[float]) -> tuple[tuple[float, float], ...]:
         wanted.append((zero, edges[zero]))
     if 0 < zero < last:
         wanted += [(place, edges[place]) for place in (zero // 2, last - (last - zero - 1) // 2)]
+    return _with_room(wanted, last)
+
+
+def _with_room(wanted: Iterable[tuple[float, float]], last: int) -> tuple[tuple[float, float], ...]:
+    """Return places in per cent with their values, those first that come first."""
     ticks: list[tuple[float, float]] = []
     for place, value in wanted:
         at = round(100 * place / last, 2)

@@ -25,7 +25,7 @@ from dcp.server.features.shards import Chunk, ShardedTensor
 from dcp.server.features.statistics import StatsKind, StatsParams
 from dcp.server.features.statistics.kept import MeasuredTensor, kept_statistics
 from dcp.server.features.tensors import feature
-from dcp.server.features.tensors.histograms import histogram_picture
+from dcp.server.features.tensors.histograms import histogram_picture, linear_picture
 from dcp.server.features.tensors.marks import LARGE, largest_of, mark_of
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
 
@@ -178,6 +178,7 @@ def _values(named: NamedTensor, ask: Ask, most_bytes: int) -> dict[str, Any]:
         "statistics": statistics,
         "fault": fault,
         "histogram": histogram_picture({named.of.fqn: histogram}),
+        "linear": linear_picture(named.of.fqn, None if statistics is None else statistics.statistics),
         "mark": None if statistics is None else mark_of(statistics.dtype, statistics.statistics),
         "panels": [
             panel_of(kept, named.readable.opened.index, values_of)
