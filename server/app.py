@@ -34,7 +34,7 @@ from dcp.server.core.pages.rendering import Assets, environment_of, problem_page
 from dcp.server.core.pages.rendering import router as assets
 from dcp.server.core.settings import Settings
 from dcp.server.core.web import routes_of
-from dcp.server.features import allowances, check_settings, features, kinds
+from dcp.server.features import allowances, check_settings, features, kinds, role_settings
 from dcp.version import __version__
 
 __all__ = ["API", "create_app"]
@@ -46,7 +46,7 @@ def create_app(settings: Settings, *, clock: Callable[[], float] = time.time) ->
     Its `Service` is ``app.state.service``. Raises ValueError if a route does not say who may use it.
     """
     check_settings(settings)
-    service = Service.from_settings(settings, clock, kinds(), allowances)
+    service = Service.from_settings(settings, clock, kinds(), allowances, role_settings(settings))
     app = FastAPI(
         title="dcphub",
         version=__version__,

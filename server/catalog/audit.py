@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, Table, insert, select
 
 from dcp.server.catalog.cursors import read_page
 from dcp.server.catalog.inputs import clean_json, clean_text
 from dcp.server.database.mapping import record_of_row
-from dcp.server.database.tables import audit
+from dcp.server.database.tables import audit, checkpoints, jobs, roots, runs
 from dcp.server.records.administration import AuditEntry
 from dcp.server.records.lists import Page
+
+_TABLES: Final[dict[str, Table]] = {"checkpoint": checkpoints, "run": runs, "job": jobs}
+"""With the root of each row, by the kind of a target."""
 
 
 def record(
@@ -27,8 +30,12 @@ def record(
     now: float | None = None,
     request_id: str | None = None,
     address: str | None = None,
+    root: str | None = None,
 ) -> None:
-    """Write one entry, which becomes visible with the transaction. No secrets."""
+    """Write one entry, which becomes visible with the transaction. No secrets.
+
+    ``root``: that of the target, for the admins of the root; that of a checkpoint, run or job is looked up.
+    """
     connection.execute(
         insert(audit).values(
             at_seconds=time.time() if now is None else now,
@@ -38,8 +45,18 @@ def record(
             detail=None if detail is None else clean_json(detail),
             request_id=None if request_id is None else clean_text(request_id)[:64],
             address=None if address is None else clean_text(address)[:64],
+            root=root or _root_of(connection, target),
         )
     )
+
+
+def _root_of(connection: Connection, target: str) -> str | None:
+    kind, _, number = target.partition(":")
+    if kind not in _TABLES or not number.isdecimal():
+        return None
+    table = _TABLES[kind]
+    query = select(roots.c.name).join(table, table.c.root_id == roots.c.id).where(table.c.id == int(number))
+    return connection.execute(query).scalar_one_or_none()
 
 
 def last_removal(connection: Connection, checkpoint_id: int) -> AuditEntry | None:
@@ -63,17 +80,21 @@ def audit_page(
     actor: str | None = None,
     action: str | None = None,
     target: str | None = None,
+    root: str | None = None,
+    visible: frozenset[str] | None = None,
     since_seconds: float | None = None,
     until_seconds: float | None = None,
     cursor: str | None = None,
     limit: int = 50,
 ) -> Page[AuditEntry]:
-    """Entries of this actor, action and target (each exactly), newest first, from ``since_seconds`` to before
-    ``until_seconds``."""
+    """Entries of this actor, action, target and root (each exactly), newest first, from ``since_seconds`` to
+    before ``until_seconds``; those in ``visible`` roots alone."""
     query = select(audit)
-    for column, value in ((audit.c.actor, actor), (audit.c.action, action), (audit.c.target, target)):
+    for name, value in {"actor": actor, "action": action, "target": target, "root": root}.items():
         if value is not None:
-            query = query.where(column == value)
+            query = query.where(audit.c[name] == value)
+    if visible is not None:
+        query = query.where(audit.c.root.in_(sorted(visible)))
     if since_seconds is not None:
         query = query.where(audit.c.at_seconds >= since_seconds)
     if until_seconds is not None:

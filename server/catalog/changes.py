@@ -205,7 +205,8 @@ class _Batch:
         if self.actor is not None:
             action = "checkpoint.register" if is_new else "checkpoint.update"
             detail = {"root": facts.root, "key": facts.key, "state": facts.state}
-            audit.record(self.connection, self.actor, action, f"checkpoint:{number}", detail, now=self.now)
+            about = f"checkpoint:{number}", detail
+            audit.record(self.connection, self.actor, action, *about, now=self.now, root=facts.root)
 
     def _add_labels(self, facts: Mapping[_Place, CheckpointFacts], runs: Mapping[_Place, int]) -> None:
         """Tags and metrics that are new; to a checkpoint that has not changed else they are a change."""
@@ -279,7 +280,8 @@ def set_state(
     kept.count(row, {**row, "state": state})
     kept.write(connection)
     before = {"from": row["state"], "to": state, "root": row["root"], "key": row["key"]}
-    audit.record(connection, actor, "checkpoint.state", f"checkpoint:{checkpoint_id}", before, now=now)
+    about = f"checkpoint:{checkpoint_id}", before
+    audit.record(connection, actor, "checkpoint.state", *about, now=now, root=row["root"])
     if state == "deleted":
         event = checkpoint_event("checkpoint.deleted", row, purge_after_seconds=purge_after_seconds)
         emit_all(connection, [event], now=now)

@@ -69,8 +69,15 @@ class Change:
         """``now``, or the time it is."""
         return time.time() if self.now is None else self.now
 
-    def record(self, connection: Connection, action: str, target: str, detail: Mapping[str, Any]) -> None:
-        """Write the audit entry."""
+    def record(
+        self,
+        connection: Connection,
+        action: str,
+        target: str,
+        detail: Mapping[str, Any] | None,
+        root: str | None = None,
+    ) -> None:
+        """Write the audit entry; ``root`` as for `audit.record`."""
         audit.record(
             connection,
             self.actor,
@@ -80,6 +87,7 @@ class Change:
             now=self.at_seconds,
             request_id=self.request_id,
             address=self.address,
+            root=root,
         )
 
 

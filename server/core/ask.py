@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import Annotated, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from fastapi import Depends, Request, Response
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, RedirectResponse
 from pydantic import BaseModel
 from sqlalchemy import Connection
 
 from dcp.server.core.allowances import check_room, subjects_of
 from dcp.server.core.data.access import Data
 from dcp.server.core.data.responses import CACHE, NotModifiedError, is_unchanged
+from dcp.server.core.http.admission import SESSION_COOKIE
 from dcp.server.core.http.context import Service
 from dcp.server.core.http.dependencies import Writer
 from dcp.server.core.http.idempotency import transact
@@ -26,10 +27,11 @@ from dcp.server.core.jobs.ledger.rows import progress_of
 from dcp.server.core.jobs.ledger.transitions import submit_or_join
 from dcp.server.core.logs import redact
 from dcp.server.core.pages import rendering
-from dcp.server.core.pages.requests import Form, query_of
-from dcp.server.core.problems import UnauthorizedError
+from dcp.server.core.pages.requests import Form, own_path, query_of, set_cookie
+from dcp.server.core.problems import ForbiddenError, UnauthorizedError
 from dcp.server.core.roots import Roots
-from dcp.server.core.security.principal import Principal
+from dcp.server.core.security.callers import begin_session, end_session
+from dcp.server.core.security.principal import Principal, Scope
 from dcp.server.core.settings import Settings
 from dcp.server.records.checkpoints import Checkpoint
 from dcp.server.records.jobs import Job
@@ -135,7 +137,7 @@ class Ask:
         """Return the URL of a checkpoint, with a placeholder for that of its root unless the caller may know
         it."""
         root = checkpoint.root
-        url = redact(self.settings.roots[root].url) if self.caller.may("admin") else f"WHERE {root} IS"
+        url = redact(self.settings.roots[root].url) if self.caller.may("admin", root) else f"WHERE {root} IS"
         return f"{url.rstrip('/')}/{checkpoint.key}"
 
     def tag(self, etag: str) -> None:
@@ -166,15 +168,19 @@ class Ask:
 
     def submit(self, kind: type[Kind[M]] | Kind[M], params: M, priority: int | None = None) -> Job:
         """Submit a job; an unfinished one that does the same is returned instead. Raises what the kind
-        refuses: what the caller may not see is not found."""
+        refuses: what the caller may not see, or not with the scope of the kind, is not found."""
 
         def submit(connection: Connection) -> Job:
             job_kind = self.service.kinds[kind.name]
-            spec = job_kind.specify(connection, params, self.caller, self.settings)
+            caller = self._having(kind.scope)
+            spec = job_kind.specify(connection, params, caller, self.settings)
             if job_kind.scope == "convert":  # it writes checkpoints
-                check_room(connection, self.service.allowances, subjects_of(self.caller, spec.root))
+                check_room(connection, self.service.allowances, subjects_of(caller, spec.root))
             spec = replace(spec, owner=self.caller.owner, key_id=self.caller.key_id)
-            spec = spec if priority is None else replace(spec, priority=priority)
+            if priority is not None:
+                if priority > 0 and not self.caller.may("admin", spec.root):
+                    raise ForbiddenError("a priority above 0 needs the scope 'admin'", scope="admin")
+                spec = replace(spec, priority=priority)
             job_id, is_new = submit_or_join(connection, spec, self.now)
             if is_new:
                 self.check_queue(connection, job_id)
@@ -184,6 +190,30 @@ class Ask:
             return get_job(connection, job_id)
 
         return self.transact(submit)
+
+    def sign_in(self, caller: Principal, target: str) -> Response:
+        """Begin a session of ``caller``, a key or a person, in a cookie, and show the page ``target``. The
+        last session of the browser ends."""
+        before = self.request.cookies.get(SESSION_COOKIE)
+        subject = f"account:{caller.account_id}" if caller.key_id is None else f"key:{caller.key_id}"
+
+        def act(connection: Connection) -> str:
+            author = Writer(caller, self.now, self.request_id, self.address or "unknown")
+            author.change(None).record(connection, "session.begin", subject, None)
+            if before is not None:
+                end_session(connection, before)
+            return begin_session(connection, caller, self.now, self.settings.session_seconds)
+
+        answer = RedirectResponse(own_path(target), 303)
+        token = self.service.database.transact(act)
+        set_cookie(self.request, answer, SESSION_COOKIE, token, self.settings.session_seconds)
+        return answer
+
+    def _having(self, scope: Scope) -> Principal:
+        if not self.caller.may(scope):
+            raise ForbiddenError(f"this needs the scope {scope!r}", scope=scope)
+        self.request.state.principal = self.caller.having(scope)
+        return self.caller
 
     def check_queue(self, connection: Connection, job_id: int) -> None:
         """Refuse a job that was queued in this transaction, where its account, key or root has too many.

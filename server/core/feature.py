@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from dcp.server.core.allowances import Allowances
     from dcp.server.core.http.context import Service
     from dcp.server.core.jobs.kind import Kind
+    from dcp.server.core.security.accounts import RoleSettings
     from dcp.server.core.settings import Settings
 
 __all__ = ["Access", "Feature", "FeatureError", "Finder", "Link", "Page", "Panel", "PanelPlace", "Route"]
@@ -51,8 +52,8 @@ Finder = Callable[[Any, str, "frozenset[str] | None", int], "Iterable[SearchHit]
 G = TypeVar("G", bound=Finder)
 S = TypeVar("S", bound="Callable[[Connection, Service], Iterable[Metric]]")
 W = TypeVar("W", bound="Callable[[ScheduleContext], object]")
-Access = Scope | Literal["public"]
-"""The scope that a key needs; "public": no key at all."""
+Access = Scope | Literal["any", "public"]
+"""The scope that a key needs; "any": each key or session that is valid, "public": none at all."""
 LinkedFrom = Literal["run", "checkpoint", "menu", "administration"]
 PanelPlace = Literal["checkpoint", "checkpoint.notices", "checkpoint.actions", "run", "run.notices", "root"]
 """Beside the content of a checkpoint's page, above it, in its box of actions; below the list of a run, above
@@ -67,7 +68,7 @@ class FeatureError(CheckpointError):
 
 
 def _check_scope(scope: str, what: str) -> None:
-    known = (*get_args(Scope), "public")
+    known = (*get_args(Scope), "any", "public")
     if scope not in known:
         raise FeatureError(f"{what}: scope must be one of {', '.join(known)}, not {scope!r}")
 
@@ -161,7 +162,8 @@ class Feature:
     return periodic work; `schedule` adds one.
 
     ``settings``: a pydantic model of what an operator may set for it, below ``[features.NAME]`` of the file
-    or ``DCP_SERVER_FEATURES__NAME__``; `options` reads it. A feature that keeps data declares tables of
+    or ``DCP_SERVER_FEATURES__NAME__``; `options` reads it. ``roles``: the rights of people and groups that
+    follow from the settings. A feature that keeps data declares tables of
     ``dcp.server.database.tables.metadata`` in ``module``; they are created where they are missing.
 
     ``allowances``: a subclass of `dcp.server.core.allowances.Allowances`, which says how much an account, a
@@ -181,6 +183,7 @@ class Feature:
     settings: type[BaseModel] | None = None
     allowances: Callable[[Settings], Allowances] | None = None
     package: str = ""
+    roles: Callable[[Settings], RoleSettings] | None = None
     routes: list[Route] = field(default_factory=list)
     pages: list[Page] = field(default_factory=list)
     consumers: list[Consumer] = field(default_factory=list)

@@ -35,7 +35,8 @@ class Resource(Generic[R]):
     ``"{tag}-{version}"``, where ``{id}`` in ``tag`` is the row's. ``record`` makes the answer of a row and
     its ETag, ``detail`` what is audited. ``query`` selects other than the columns of the table,
     ``is_visible`` says whether a key for some roots may see a row, ``check`` raises where the caller may see
-    but not change it, and ``forget`` deletes what refers to one.
+    but not change it, ``root`` names the one whose admins see its entries of the audit log, and ``forget``
+    deletes what refers to a row.
     """
 
     table: Table
@@ -47,6 +48,7 @@ class Resource(Generic[R]):
     query: Select[Any] | None = None
     is_visible: Callable[[Row[Any], Visible], bool] = lambda row, visible: True
     check: Callable[[Ask, Row[Any]], object] = lambda ask, row: None
+    root: Callable[[Row[Any]], str | None] = lambda row: None
     forget: Callable[[Connection, int], object] = lambda connection, number: None
 
     # -- rows ------------------------------------------------------------------------------------------------
@@ -145,7 +147,8 @@ class Resource(Generic[R]):
     ) -> None:
         """Write an entry of the audit log."""
         shown = self.detail(row) if detail is None else detail
-        ask.author.change(None).record(connection, f"{self.noun}.{action}", f"{self.noun}:{row.id}", shown)
+        about = f"{self.noun}.{action}", f"{self.noun}:{row.id}", shown
+        ask.author.change(None).record(connection, *about, root=self.root(row))
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -166,10 +169,16 @@ class Resource(Generic[R]):
             lambda connection: self.answer(ask, self.insert(connection, ask, values), is_new=True)
         )
 
-    def page(self, ask: Ask, page: PageParams) -> Page[R]:
-        """Answer the GET of the list, by id."""
+    def page(
+        self,
+        ask: Ask,
+        page: PageParams,
+        matches: Callable[[Row[Any]], bool] = lambda row: True,
+        **values: Any,
+    ) -> Page[R]:
+        """Answer the GET of the list, by id: of rows with these values that match."""
         after = 0 if page.cursor is None else decode_cursor(page.cursor, self.noun, int)[0]
-        left = [row for row in ask.find(self.rows, ask.visible) if row.id > after]
+        left = [row for row in ask.find(self.rows, ask.visible, **values) if row.id > after and matches(row)]
         shown = left[: page.limit]
         cursor = encode_cursor(self.noun, shown[-1].id) if len(left) > len(shown) else None
         return Page(tuple(map(self.shown, shown)), cursor)

@@ -27,7 +27,8 @@ from starlette.types import Receive, Scope, Send
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.context import Service
 from dcp.server.core.problems import BrokenBodyError, TooManyRequestsError, UnavailableError
-from dcp.server.core.security.keys import valid_keys
+from dcp.server.core.security.callers import Callers
+from dcp.server.core.security.principal import Principal
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 
 __all__ = ["OVER", "POLL_SECONDS", "Feed", "Following", "News", "described_stream", "stream_of"]
@@ -62,9 +63,9 @@ OVER: Final = News(None, is_last=True)
 class Following:
     """A follower, from behind the event ``after_id`` on."""
 
-    def __init__(self, after_id: int, key_id: int | None) -> None:
+    def __init__(self, after_id: int, caller: Principal) -> None:
         self.after_id = after_id
-        self.key_id = key_id
+        self.caller = caller
         self._loop = asyncio.get_running_loop()
         self._has_news = asyncio.Event()
         self._news: News | None = None
@@ -103,11 +104,12 @@ F = TypeVar("F", bound=Following)
 
 
 class Feed(ABC, Generic[F]):
-    """Looks for all `Following`s of a process, of whatever they follow. ``clock`` is for the ends of keys."""
+    """Looks for all `Following`s of a process, of whatever they follow. ``callers`` tells
+    whose rights end."""
 
-    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, database: Database, callers: Callers) -> None:
         self._database = database
-        self._clock = clock
+        self._callers = callers
         self._following: set[F] = set()
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -151,10 +153,10 @@ class Feed(ABC, Generic[F]):
     def _look(self, some: Sequence[F]) -> bool:
         """Look for ``some``, and tell them; whether there is more than a page."""
 
-    def _without_key(self, connection: Connection, some: Sequence[F]) -> set[F]:
-        """Return those whose keys are none any more."""
-        keys = valid_keys(connection, {one.key_id for one in some if one.key_id}, self._clock())
-        return {one for one in some if one.key_id is not None and one.key_id not in keys}
+    def _ended(self, connection: Connection, some: Sequence[F]) -> set[F]:
+        """Return those whose keys or accounts have ended, or have other rights now."""
+        still = {id(one) for one in self._callers.still_admitted(connection, [one.caller for one in some])}
+        return {one for one in some if id(one.caller) not in still}
 
 
 class _Open:
@@ -190,7 +192,7 @@ def stream_of(
 
     return _Stream(
         ask.service.own(_Open).streams,
-        ask.caller.identity if ask.caller.key_id is not None else f"address {ask.address}",
+        ask.caller.identity if ask.caller.is_admitted else f"address {ask.address}",
         events(),
         shutdown_event=stop,  # the stream ends whole when the server stops, and clients reconnect to the next
         shutdown_grace_period=_GRACE_SECONDS,

@@ -71,7 +71,9 @@ def _add_route(router: Any, route: Route) -> None:
 
 
 def _access(scope: Access, all_roots: bool) -> Any:
-    return public if scope == "public" else requires(scope, all_roots=all_roots)
+    if scope == "public":
+        return public
+    return requires(None if scope == "any" else scope, all_roots=all_roots)
 
 
 def _add_page(router: Any, feature: Feature, declared: Page, panels: Sequence[Panel]) -> None:

@@ -281,6 +281,8 @@ audit: Final = Table(
     Column("detail", JSON_DOCUMENT),
     Column("request_id", String(64)),
     Column("address", String(64)),
+    Column("root", String(63)),  # in which it was, for its own admins; none: in none, or in several
+    Index(None, "root", "id"),
 )
 
 # -- what happens --------------------------------------------------------------------------------------------
@@ -508,6 +510,44 @@ deliveries: Final = Table(
 
 # -- who may -------------------------------------------------------------------------------------------------
 
+accounts: Final = Table(
+    "accounts",
+    metadata,
+    _id(),
+    Column("kind", String(16), nullable=False),  # "person", "service"
+    Column("name", String(64), nullable=False),
+    Column("title", String(256), nullable=False, server_default=""),
+    Column("issuer", String(512)),  # with the subject, of a person: as its provider calls it
+    Column("subject", String(255)),
+    Column("email", String(320)),  # only if the provider has verified it
+    Column("groups", JSON_DOCUMENT, nullable=False),  # as of the last sign-in
+    Column("version", Integer, nullable=False, server_default="1"),
+    Column("created_seconds", Float, nullable=False),
+    Column("updated_seconds", Float, nullable=False),
+    Column("seen_seconds", Float),
+    Column("disabled_seconds", Float),
+    UniqueConstraint("kind", "name"),
+    UniqueConstraint("issuer", "subject"),
+)
+"""People who sign in, and service accounts."""
+
+grants: Final = Table(
+    "grants",
+    metadata,
+    _id(),
+    _ref("account_id", "accounts.id", index=True),
+    Column("group_name", String(256), index=True),  # either of both
+    Column("grantee", String(300), nullable=False),  # both in one, because NULLs are never equal
+    Column("role", String(16), nullable=False),
+    Column("root", String(63), nullable=False),  # "*": all
+    Column("created_by", String(128), nullable=False),
+    Column("version", Integer, nullable=False, server_default="1"),
+    Column("created_seconds", Float, nullable=False),
+    Column("updated_seconds", Float, nullable=False),
+    UniqueConstraint("grantee", "root"),
+)
+"""Roles of accounts and of groups, by root."""
+
 api_keys: Final = Table(
     "api_keys",
     metadata,
@@ -521,17 +561,19 @@ api_keys: Final = Table(
     Column("expires_seconds", Float),
     Column("revoked_seconds", Float),
     Column("used_seconds", Float),
+    _ref("account_id", "accounts.id", index=True),  # whose it is; none: its own
 )
 
 sessions: Final = Table(
     "sessions",
     metadata,
     Column("hash", LargeBinary(32), primary_key=True),  # SHA-256 of what a browser's cookie has
-    Column("key_id", ID, ForeignKey("api_keys.id"), nullable=False),
+    Column("key_id", ID, ForeignKey("api_keys.id")),  # either of both
+    Column("account_id", ID, ForeignKey("accounts.id"), index=True),
     Column("created_seconds", Float, nullable=False),
     Column("expires_seconds", Float, nullable=False, index=True),
 )
-"""Browsers that are signed in with a key: they have its rights, and no longer than it."""
+"""Browsers that are signed in with a key or as a person: they have its rights, and no longer than it."""
 
 idempotency: Final = Table(
     "idempotency_keys",

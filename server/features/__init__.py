@@ -19,6 +19,7 @@ from dcp.server.core.allowances import Allowances
 from dcp.server.core.feature import Feature, FeatureError
 from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.schedules import CLEAN_UP, PeriodicWork
+from dcp.server.core.security.accounts import NO_ROLES, RoleSettings
 from dcp.server.core.settings import Settings
 from dcp.server.records.administration import Scope
 
@@ -30,6 +31,7 @@ __all__ = [
     "event_kinds",
     "features",
     "kinds",
+    "role_settings",
     "schedules",
 ]
 
@@ -64,6 +66,7 @@ FEATURES: Final = (
     "convert",
     "scan",
     "overview",
+    "people",
     "quotas",
     "sign_in",
     "operations",
@@ -172,6 +175,14 @@ def allowances(settings: Settings) -> Allowances:
     if len(found) > 1:
         raise FeatureError(f"features {', '.join(one.name for one in found)} have allowances; one may")
     return next((one.allowances for one in found if one.allowances is not None), Allowances)(settings)
+
+
+def role_settings(settings: Settings) -> RoleSettings:
+    """Return the roles that the settings of one feature give. Raises FeatureError if several do."""
+    found = [one.roles(settings) for one in features() if one.roles is not None]
+    if len(found) > 1:
+        raise FeatureError("several features give roles by their settings; remove one of them")
+    return found[0] if found else NO_ROLES
 
 
 def check_settings(settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""The audit log: who did what and when, listed and as a page."""
+"""The audit log: who did what and when, listed and as a page; admins of some roots see entries of theirs."""
 
 from __future__ import annotations
 
@@ -29,22 +29,25 @@ _PAGES: Final = {"checkpoint": "/checkpoints/{}", "run": "/runs/{}", "job": "/jo
 """Of targets, which are a kind and a number."""
 
 
-@feature.get("/audit", tag="audit", scope="admin", all_roots=True, errors=())
+@feature.get("/audit", tag="audit", scope="admin", errors=())
 def list_audit(
     ask: Ask,
     page: PageQuery,
     actor: Annotated[Text | None, Query()] = None,
     action: Annotated[Text | None, Query()] = None,
     target: Annotated[Text | None, Query()] = None,
+    root: Annotated[Text | None, Query()] = None,
     since: Annotated[Time | None, Query(description="From this time on.")] = None,
     until: Annotated[Time | None, Query(description="To before this time.")] = None,
 ) -> Page[AuditEntry]:
-    """Entries, newest first; actor, action and target have to be equal."""
+    """Entries, newest first; actor, action, target and root have to be equal."""
     return ask.find(
         audit_page,
         actor=actor,
         action=action,
         target=target,
+        root=root,
+        visible=ask.visible,
         since_seconds=since,
         until_seconds=until,
         cursor=page.cursor,
@@ -60,6 +63,7 @@ class AuditView(BaseModel):
     actor: Text | None = None
     action: Text | None = None
     target: Text | None = None
+    root: Text | None = None
     since: _Day | None = None
     until: _Day | None = None
     cursor: Annotated[str, Field(max_length=2048)] | None = None
@@ -67,7 +71,7 @@ class AuditView(BaseModel):
     @property
     def words(self) -> dict[str, Any]:
         """The filters that have to be equal."""
-        asked = {"actor": self.actor, "action": self.action, "target": self.target}
+        asked = {"actor": self.actor, "action": self.action, "target": self.target, "root": self.root}
         return {name: value for name, value in asked.items() if value is not None}
 
     @property
@@ -81,11 +85,13 @@ class AuditView(BaseModel):
         }
 
 
-@feature.page("/audit", "audit.html", scope="admin", all_roots=True)
+@feature.page("/audit", "audit.html", scope="admin")
 def audit_log_page(view: Annotated[AuditView, Query()], ask: Ask) -> dict[str, Any]:
     """Show the entries, newest first."""
     seconds: dict[str, Any] = {f"{name}_seconds": moment.timestamp() for name, moment in view.times.items()}
-    found = ask.find(audit_page, **view.words, **seconds, cursor=view.cursor, limit=_ROWS)
+    found = ask.find(
+        audit_page, **view.words, **seconds, visible=ask.visible, cursor=view.cursor, limit=_ROWS
+    )
     asked = view.words | {name: f"{moment:%Y-%m-%dT%H:%M:%SZ}" for name, moment in view.times.items()}
     return {
         "twin": f"/api/v1/audit?{urlencode(asked)}" if asked else "/api/v1/audit",

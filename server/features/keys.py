@@ -1,4 +1,7 @@
-"""API keys: created, listed and revoked, by the API and its page. Only admins of all roots may."""
+"""API keys: created, listed and revoked by admins, by the API and its page.
+
+Admins of some roots see and make keys that are for no other roots.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,18 @@ from fastapi import Response
 from pydantic import AfterValidator, Field, ValidationError
 from sqlalchemy import Connection
 
-from dcp.server.catalog import audit
-from dcp.server.catalog.inputs import Name, Request
+from dcp.server.catalog.inputs import MAX_ID, Name, Request
 from dcp.server.core.answers import IdPath, RecordAnswer, answers
 from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
 from dcp.server.core.pages.requests import Form
-from dcp.server.core.problems import ConflictError, ProblemError, UnprocessableError
-from dcp.server.core.security import keys
+from dcp.server.core.problems import ConflictError, ForbiddenError, ProblemError, UnprocessableError
+from dcp.server.core.security import accounts, keys
 from dcp.server.core.security.principal import Scope
 from dcp.server.records.administration import CreatedKey, Key
 from dcp.server.records.lists import Items
 
-__all__ = ["feature"]
+__all__ = ["DAYS", "NewKey", "ask_for_key", "check_roots", "end_key", "feature", "make_key", "typed"]
 
 feature: Final = Feature("keys", __name__)
 
@@ -58,57 +60,99 @@ class NewKey(Request):
         | None
     ) = None
     expires_in_seconds: Annotated[float, Field(gt=0, le=_MAX_SECONDS)] | None = None
+    account_id: (
+        Annotated[
+            int, Field(ge=1, le=MAX_ID, description="The service account that it belongs to; default: none.")
+        ]
+        | None
+    ) = None
 
 
-@feature.get("/keys", tag="keys", scope="admin", all_roots=True, errors=())
+@feature.get("/keys", tag="keys", scope="admin", errors=())
 def list_keys(ask: Ask) -> Items[Key]:
-    """All keys, revoked and expired ones too."""
-    return Items(tuple(ask.find(keys.list_keys)))
+    """All keys, revoked and expired ones too; for admins of some roots those of these roots alone."""
+    return Items(tuple(ask.find(keys.list_keys, ask.visible)))
 
 
-@feature.post("/keys", tag="keys", scope="admin", all_roots=True, status=201, errors=(409,))
+@feature.post("/keys", tag="keys", scope="admin", status=201, errors=(409,))
 def create_key(body: NewKey, ask: Ask) -> CreatedKey:
     """Create a key. The answer shows it for the only time, so that it is not kept for an Idempotency-Key."""
-    unknown = [name for name in body.roots or () if name not in ask.roots]
+    check_roots(body.roots, ask)
+    return make_key(body, ask, body.account_id)
+
+
+def check_roots(names: list[str] | None, ask: Ask) -> None:
+    """Refuse roots that are not configured, and those that the caller does not see."""
+    if names is None and ask.visible is not None:
+        raise ForbiddenError(
+            "a key for all roots needs the scope 'admin' for all roots: name roots", scope="admin"
+        )
+    unknown = [name for name in names or () if name not in ask.roots or not ask.caller.may_see(name)]
     if unknown:
-        raise UnprocessableError(f"roots: the configuration has no {unknown[0]!r}")
+        raise UnprocessableError(f"roots: the configuration has no {unknown[0]!r}, or you may not use it")
+
+
+def make_key(body: NewKey, ask: Ask, account_id: int | None) -> CreatedKey:
+    """Create a key of the account, or one without."""
     now = ask.now
     with ask.service.database.write() as connection:
+        if account_id is not None:
+            _check_account(connection, account_id, ask)
         made = keys.create_key(
             connection,
+            account_id=account_id,
             name=body.name,
             scopes=body.scopes,
             roots=body.roots,
             expires_seconds=None if body.expires_in_seconds is None else now + body.expires_in_seconds,
             now_seconds=now,
         )
-        detail = {"name": body.name, "scopes": sorted(set(body.scopes)), "roots": body.roots}
-        audit.record(connection, ask.caller.name, "key.create", f"key:{made.id}", detail, now=now)
+        detail: dict[str, Any] = {"name": body.name, "scopes": sorted(set(body.scopes)), "roots": body.roots}
+        if made.account is not None:
+            detail["account"] = made.account
+        _note(connection, "key.create", made, detail, ask)
     ask.request.state.is_secret = True
     ask.response.headers["Location"] = f"{ask.request.url.path}/{made.id}"
     return made
 
 
-@feature.get("/keys/{key_id}", tag="keys", scope="admin", all_roots=True)
+def _check_account(connection: Connection, account_id: int, ask: Ask) -> None:
+    """Only a person makes keys that act as the person; those of service accounts admins of all roots make."""
+    account = accounts.accounts_of(connection, [account_id]).get(account_id)
+    if account_id != ask.caller.account_id or ask.caller.key_id is not None:
+        if not ask.caller.may_everywhere("admin"):
+            raise ForbiddenError("keys of accounts need the scope 'admin' for all roots", scope="admin")
+        if account is None or account.kind != "service":
+            raise UnprocessableError(f"account_id: there is no service account {account_id}")
+    if account is None or account.disabled_seconds is not None:
+        raise ConflictError(f"account {account_id} is disabled: enable it first", state="disabled")
+
+
+def _note(connection: Connection, action: str, key: Key, detail: dict[str, Any], ask: Ask) -> None:
+    root = key.roots[0] if key.roots is not None and len(key.roots) == 1 else None
+    change = ask.author.change(None)
+    change.record(connection, action, f"key:{key.id}", detail, root=root)
+
+
+@feature.get("/keys/{key_id}", tag="keys", scope="admin")
 def get_key(key_id: IdPath, ask: Ask) -> Key:
     """One key."""
-    return ask.find(keys.get_key, key_id)
+    return ask.find(keys.get_key, key_id, ask.visible)
 
 
-@feature.delete("/keys/{key_id}", tag="keys", scope="admin", all_roots=True)
+@feature.delete("/keys/{key_id}", tag="keys", scope="admin")
 def revoke_key(key_id: IdPath, ask: Ask) -> Key:
     """End a key at once and for ever; it stays in the list. Again is fine."""
     with ask.service.database.write() as connection:
-        return _revoke(connection, key_id, ask)
+        return end_key(connection, keys.get_key(connection, key_id, ask.visible), ask)
 
 
-def _revoke(connection: Connection, key_id: int, ask: Ask) -> Key:
-    before = keys.get_key(connection, key_id)
+def end_key(connection: Connection, before: Key, ask: Ask) -> Key:
+    """Revoke the key ``before``."""
     if before.revoked_at is not None:
         return before
-    detail = {"name": before.name}
-    audit.record(connection, ask.caller.name, "key.revoke", f"key:{key_id}", detail, now=ask.now)
-    return keys.revoke_key(connection, key_id, ask.now)
+    _note(connection, "key.revoke", before, {"name": before.name}, ask)
+    return keys.revoke_key(connection, before.id, ask.now)
 
 
 # -- pages ---------------------------------------------------------------------------------------------------
@@ -120,7 +164,7 @@ _ABOUT_SCOPES: Final[dict[str, str]] = {
     "delete": "delete, restore, retention",
     "admin": "keys, webhooks, rules, the audit log, and all of the others",
 }
-_DAYS: Final[dict[str, str]] = {
+DAYS: Final[dict[str, str]] = {
     "7": "in a week",
     "30": "in 30 days",
     "90": "in 90 days",
@@ -137,30 +181,31 @@ _SHOWN_ENDED: Final = 100
 _UNTYPED: Final[dict[str, Any]] = {"name": "", "scopes": ["read"], "roots": [], "days": "90"}
 
 
-@feature.page("/keys", "keys.html", scope="admin", all_roots=True)
+@feature.page("/keys", "keys.html", scope="admin")
 def keys_page(ask: Ask) -> dict[str, Any]:
     """Show all keys, valid ones first, and the form that creates one."""
     return _values(ask)
 
 
-@feature.form("/keys", scope="admin", all_roots=True)
+@feature.form("/keys", scope="admin")
 def create_key_form(ask: Ask) -> Response:
     """Create a key, and show it on the only page that does: no browser keeps it."""
     try:
-        made = create_key(_asked_for(ask.form), ask)
-    except (ConflictError, UnprocessableError) as error:
+        made = create_key(ask_for_key(ask.form), ask)
+    except (ConflictError, ForbiddenError, UnprocessableError) as error:
         return ask.page("keys/keys.html", error.status, **_values(ask, fault=error))
     answer = ask.page("keys/keys.html", 201, **_values(ask, made=made))
     answer.headers["Cache-Control"] = "no-store"
     return answer
 
 
-@feature.page("/keys/{key_id}/revoke", "revoke_key.html", scope="admin", all_roots=True)
+@feature.page("/keys/{key_id}/revoke", "revoke_key.html", scope="admin")
 def revoke_key_page(key_id: IdPath, ask: Ask) -> dict[str, Any]:
     """Ask for confirmation, with the consequences."""
     admins = [
         key.id
         for key in ask.find(keys.list_keys)
+        if key.account_id is None
         if keys.is_valid(key, ask.now) and "admin" in key.scopes and key.roots is None
     ]
     key = get_key(key_id, ask)
@@ -172,7 +217,7 @@ def revoke_key_page(key_id: IdPath, ask: Ask) -> dict[str, Any]:
     }
 
 
-@feature.form("/keys/{key_id}/revoke", scope="admin", all_roots=True)
+@feature.form("/keys/{key_id}/revoke", scope="admin")
 def revoke_key_form(key_id: IdPath, ask: Ask) -> str:
     """End the key. After the key of one's own session one has to sign in again."""
     revoke_key(key_id, ask)
@@ -180,7 +225,7 @@ def revoke_key_form(key_id: IdPath, ask: Ask) -> str:
 
 
 def _values(ask: Ask, *, made: CreatedKey | None = None, fault: ProblemError | None = None) -> dict[str, Any]:
-    found = ask.find(keys.list_keys)[::-1]
+    found = ask.find(keys.list_keys, ask.visible)[::-1]
     ended = [key for key in found if not keys.is_valid(key, ask.now)]
     return {
         "twin": "/api/v1/keys",
@@ -188,15 +233,18 @@ def _values(ask: Ask, *, made: CreatedKey | None = None, fault: ProblemError | N
         "ended": ended[:_SHOWN_ENDED],
         "ended_count": len(ended),
         "scopes": [(scope, _ABOUT_SCOPES[scope]) for scope in get_args(Scope)],
-        "roots": [root.name for root in ask.roots],
-        "days": _DAYS,
+        "roots": [root.name for root in ask.roots if ask.caller.may_see(root.name)],
+        "needs_roots": ask.visible is not None,
+        "actor_of": keys.actor_of_key,
+        "days": DAYS,
         "made": made,
         "fault": fault and fault.detail,
-        "typed": _typed(ask.form) if fault else _UNTYPED,
+        "typed": typed(ask.form) if fault else _UNTYPED,
     }
 
 
-def _typed(form: Form) -> dict[str, Any]:
+def typed(form: Form) -> dict[str, Any]:
+    """Return the fields of the form, to be shown again."""
     return {
         "name": form.text("name"),
         "scopes": form.all("scope"),
@@ -205,14 +253,15 @@ def _typed(form: Form) -> dict[str, Any]:
     }
 
 
-def _asked_for(form: Form) -> NewKey:
+def ask_for_key(form: Form) -> NewKey:
+    """Return the key that the form describes. Raises UnprocessableError."""
     days = form.text("days")
     try:
         return NewKey(
             name=form.text("name"),
             scopes=form.all("scope"),  # type: ignore[arg-type]
             roots=form.all("root") or None,
-            expires_in_seconds=(float(days) if days in _DAYS else 0.0) * 86_400 if days else None,
+            expires_in_seconds=(float(days) if days in DAYS else 0.0) * 86_400 if days else None,
         )
     except ValidationError as error:
         field = str(error.errors()[0]["loc"][0])

@@ -119,7 +119,7 @@ def set_alias(run_id: IdPath, name: NamePath, body: AliasChange, ask: Ask, if_ma
             name,
             body.checkpoint_id,
             ask.author.change(expected),
-            is_admin=ask.caller.may("admin"),
+            is_admin=ask.caller.may("admin", get_run(connection, run_id, ask.visible).root),
             is_protected=body.is_protected,
         )
 
@@ -136,7 +136,13 @@ def delete_alias(run_id: IdPath, name: NamePath, ask: Ask, if_match: IfMatch) ->
         if_match.required()
         _check_free(connection, run_id, name, ask)
         change = ask.author.change(_expected(connection, run_id, name, if_match, ask))
-        labels.delete_alias(connection, run_id, name, change, is_admin=ask.caller.may("admin"))
+        labels.delete_alias(
+            connection,
+            run_id,
+            name,
+            change,
+            is_admin=ask.caller.may("admin", get_run(connection, run_id, ask.visible).root),
+        )
 
     ask.transact(act)
 
@@ -187,7 +193,7 @@ class Undo:
 @feature.panel("checkpoint", "labels.html", order=20)
 def labels_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
     """Show tags and aliases, and the forms that change them."""
-    if not (ask.caller.may("write") or found.tags or found.aliases):
+    if not (ask.caller.may("write", found.root) or found.tags or found.aliases):
         return None
     with ask.reading() as connection:
         held = [name for name in found.aliases if _why_held(connection, found.run_id, name, ask)]

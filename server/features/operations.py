@@ -107,7 +107,7 @@ def get_metrics(ask: AskDep, readiness: ReadinessDep) -> Response:
 def _check(principal: Principal | None) -> None:
     if principal is None:
         raise UnauthorizedError("send a key: Authorization: Bearer dcp_... (or set metrics_need_key=false)")
-    if not principal.may("read") or principal.roots is not None:
+    if not principal.may_everywhere("read"):
         raise ForbiddenError("metrics need a key with the scope 'read' for all roots", scope="read")
 
 

@@ -85,7 +85,7 @@ def _shown(rows: Iterable[RootRow], ask: Ask) -> Iterator[Root]:
         yield Root(
             row.name,
             description="" if settings is None else settings.description,
-            url=redact(row.url) if ask.caller.may("admin") else None,
+            url=redact(row.url) if ask.caller.may("admin", row.name) else None,
             is_configured=row.is_configured,
             readonly=settings is None or settings.readonly,
             scan_every_seconds=None if settings is None else settings.scan_seconds or None,

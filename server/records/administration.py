@@ -29,6 +29,7 @@ class AuditEntry:
     detail: Mapping[str, Any] | None
     request_id: str | None
     address: str | None
+    root: Annotated[str | None, Shown("In which it was; null: in none, or in several.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,10 @@ class Key:
     expires_at: datetime | None
     revoked_at: datetime | None
     used_at: Annotated[datetime | None, Shown("Within a minute or so.")]
+    account_id: Annotated[
+        int | None, Shown("The account that it belongs to; its rights bound those of the key.")
+    ]
+    account: Annotated[str | None, Shown("The account's name in the audit log.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,10 @@ class Whoami:
     scopes: Annotated[tuple[str, ...], OneOf(Scope), Shown("All, also those that others imply.")]
     roots: Annotated[tuple[str, ...] | None, Shown("null: all.")]
     expires_at: Annotated[datetime | None, Shown("Of the key.")] = None
+    account_id: Annotated[int | None, Shown("Of the person or service account.")] = None
+    rights: Annotated[Mapping[str, Any], Shown("The scopes by root; `*` is all roots.")] = field(
+        default_factory=dict
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,33 @@ from typing import Any, TypedDict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """A person who signs in, or a service account, which has keys alone."""
+
+    id: int
+    kind: str
+    name: str
+    """Unique among those of its kind, and never changed."""
+    actor: str
+    """The name in the audit log."""
+    title: str
+    """The full name, as the provider says; a description of a service account."""
+    email: str | None = None
+    """As the provider says, if it has verified it."""
+    issuer: str | None = None
+    """The provider of a person."""
+    groups: tuple[str, ...]
+    """As of the last sign-in."""
+    created_at: datetime
+    seen_at: datetime | None = None
+    """The last sign-in of a person."""
+    disabled_at: datetime | None = None
+    """Its sessions and keys do not work from then on."""
+    etag: str
+    """For If-Match."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Alias:
     """A name that moves from checkpoint to checkpoint of a run. ``is_protected``: only admins move it."""
 
@@ -34,6 +61,8 @@ class AuditEntry:
     detail: Mapping[str, Any] | None = None
     request_id: str | None = None
     address: str | None = None
+    root: str | None = None
+    """In which it was; null: in none, or in several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +297,27 @@ class File:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """A role in a root for an account, or for the members of a group."""
+
+    id: int
+    account_id: int | None = None
+    """null: it is for a group."""
+    account: str | None = None
+    """The account's name in the audit log."""
+    group: str | None = None
+    """null: it is for an account."""
+    role: str
+    root: str | None = None
+    """null: all."""
+    created_by: str
+    created_at: datetime
+    updated_at: datetime
+    etag: str
+    """For If-Match."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
     """The handover of a checkpoint to one target, and the last job for it."""
 
@@ -425,6 +475,10 @@ class Key:
     revoked_at: datetime | None = None
     used_at: datetime | None = None
     """Within a minute or so."""
+    account_id: int | None = None
+    """The account that it belongs to; its rights bound those of the key."""
+    account: str | None = None
+    """The account's name in the audit log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1317,6 +1371,10 @@ class Whoami:
     """null: all."""
     expires_at: datetime | None = None
     """Of the key."""
+    account_id: int | None = None
+    """Of the person or service account."""
+    rights: Mapping[str, Any]
+    """The scopes by root; `*` is all roots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,59 @@ from dcp.server.client.synchronous.connection import HttpConnection, Pages
 class Methods(HttpConnection):
     """Methods of `Client` that send one request each."""
 
+    def own_account(
+        self,
+    ) -> models.Account:
+        """Get the account of the caller; `/whoami` has its rights."""
+        return self._call("GET", "/account", one(models.Account))
+
+    def own_keys(
+        self,
+    ) -> list[models.Key]:
+        """List the keys of the caller's account, revoked and expired ones too."""
+        return self._call("GET", "/account/keys", many(models.Key))
+
+    def accounts(
+        self, *, page_size: int = 100, kind: str | None = None, q: str | None = None
+    ) -> Pages[models.Account]:
+        """List people and service accounts, by id."""
+        return self._pages(page_size, "/accounts", one(models.Account), query(kind=kind, q=q))
+
+    def create_account(self, name: str, *, title: str | None = None) -> models.Account:
+        """Create a service account."""
+        path = "/accounts"
+        return self._call("POST", path, one(models.Account), body=given({"name": name, "title": title}))
+
+    def account(self, account_id: int) -> models.Account:
+        """Get a person or a service account."""
+        return self._call("GET", f"/accounts/{account_id}", one(models.Account))
+
+    def change_account(
+        self,
+        account_id: int,
+        *,
+        is_disabled: bool | None = None,
+        title: str | None = None,
+        etag: str | None = None,
+    ) -> models.Account:
+        """Disable or enable an account. One that is disabled has neither sessions nor keys that work."""
+        path = f"/accounts/{account_id}"
+        return self._call(
+            "PATCH",
+            path,
+            one(models.Account),
+            body=given({"is_disabled": is_disabled, "title": title}),
+            etag=etag,
+        )
+
+    def account_keys(self, account_id: int) -> list[models.Key]:
+        """List the keys of an account, revoked and expired ones too (in the roots of the admin)."""
+        return self._call("GET", f"/accounts/{account_id}/keys", many(models.Key))
+
+    def sign_out_account(self, account_id: int) -> None:
+        """End all sessions of an account. Its keys stay."""
+        return self._call("POST", f"/accounts/{account_id}/sign-out", nothing)
+
     def audit(
         self,
         *,
@@ -23,16 +76,17 @@ class Methods(HttpConnection):
         actor: str | None = None,
         action: str | None = None,
         target: str | None = None,
+        root: str | None = None,
         since: datetime | None = None,
         until: datetime | None = None,
     ) -> Pages[models.AuditEntry]:
-        """Entries, newest first; actor, action and target have to be equal."""
+        """Entries, newest first; actor, action, target and root have to be equal."""
         path = "/audit"
         return self._pages(
             page_size,
             path,
             one(models.AuditEntry),
-            query(actor=actor, action=action, target=target, since=since, until=until),
+            query(actor=actor, action=action, target=target, root=root, since=since, until=until),
         )
 
     def checkpoints(
@@ -184,6 +238,37 @@ class Methods(HttpConnection):
         """Read and compare every byte, by a job."""
         return self._call("POST", f"/checkpoints/{checkpoint_id}/verifications", one(models.Job))
 
+    def grants(
+        self, *, page_size: int = 100, account_id: int | None = None, group: str | None = None
+    ) -> Pages[models.Grant]:
+        """List grants by id; those in its roots alone for an admin of some."""
+        return self._pages(page_size, "/grants", one(models.Grant), query(account_id=account_id, group=group))
+
+    def create_grant(
+        self, role: str, *, account_id: int | None = None, group: str | None = None, root: str | None = None
+    ) -> models.Grant:
+        """Grant a role; an account or group has one in each root, and one for all roots beside."""
+        path = "/grants"
+        return self._call(
+            "POST",
+            path,
+            one(models.Grant),
+            body=given({"account_id": account_id, "group": group, "role": role, "root": root}),
+        )
+
+    def delete_grant(self, grant_id: int, *, etag: str | None = None) -> None:
+        """Revoke a role: it ends at once, also for keys and sessions."""
+        return self._call("DELETE", f"/grants/{grant_id}", nothing, etag=etag)
+
+    def grant(self, grant_id: int) -> models.Grant:
+        """Get a grant."""
+        return self._call("GET", f"/grants/{grant_id}", one(models.Grant))
+
+    def change_grant(self, grant_id: int, role: str, *, etag: str | None = None) -> models.Grant:
+        """Change the role."""
+        path = f"/grants/{grant_id}"
+        return self._call("PATCH", path, one(models.Grant), body=given({"role": role}), etag=etag)
+
     def jobs(self, *, page_size: int = 100, **options: Unpack[models.JobQuery]) -> Pages[models.Job]:
         """Jobs, newest first. Of states and kinds, any of those that are given."""
         return self._pages(page_size, "/jobs", one(models.Job), query(**options))
@@ -211,7 +296,7 @@ class Methods(HttpConnection):
     def keys(
         self,
     ) -> list[models.Key]:
-        """All keys, revoked and expired ones too."""
+        """All keys, revoked and expired ones too; for admins of some roots those of these roots alone."""
         return self._call("GET", "/keys", many(models.Key))
 
     def create_key(
@@ -221,6 +306,7 @@ class Methods(HttpConnection):
         scopes: str | Sequence[str] | None = None,
         roots: str | Sequence[str] | None = None,
         expires_in_seconds: float | None = None,
+        account_id: int | None = None,
     ) -> models.CreatedKey:
         """Create a key. The answer shows it for the only time, so that it is not kept for an Idempotency-
         Key."""
@@ -230,7 +316,13 @@ class Methods(HttpConnection):
             path,
             one(models.CreatedKey),
             body=given(
-                {"name": name, "scopes": scopes, "roots": roots, "expires_in_seconds": expires_in_seconds}
+                {
+                    "name": name,
+                    "scopes": scopes,
+                    "roots": roots,
+                    "expires_in_seconds": expires_in_seconds,
+                    "account_id": account_id,
+                }
             ),
             has_secret=True,
         )
@@ -373,7 +465,7 @@ class Methods(HttpConnection):
         return self._call("GET", f"/roots/{segment(root)}", one(models.Root))
 
     def rules(self, *, page_size: int = 100) -> Pages[models.Rule]:
-        """List all rules by id."""
+        """List the rules by id; those of its roots alone for a key of some roots."""
         return self._pages(page_size, "/rules", one(models.Rule))
 
     def create_rule(

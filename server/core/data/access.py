@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Executor, Future
@@ -30,7 +29,6 @@ from dcp.server.core.data.responses import Body, BodyResponse, Share, Streams, c
 from dcp.server.core.http.context import Service
 from dcp.server.core.problems import ConflictError, GoneError, NotFoundError, UnavailableError
 from dcp.server.core.roots import StorageRoot
-from dcp.server.core.security.keys import valid_keys
 from dcp.server.core.security.principal import Principal
 from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.storage.errors import CheckpointError, CheckpointNotFoundError
@@ -423,10 +421,10 @@ class Data:
         return Share(find)
 
     def _is_allowed(self, connection: Connection) -> bool:
-        """Check whether the caller's key is still valid."""
-        if self._caller.key_id is None:
+        """Check whether the caller's key or session still has its rights."""
+        if not self._caller.is_admitted:
             return True
-        return bool(valid_keys(connection, [self._caller.key_id], time.time()))
+        return bool(self._service.callers.still_admitted(connection, [self._caller]))
 
     def _place(self, checkpoint_id: int) -> tuple[CheckpointDetail, StorageRoot]:
         with self._service.database.read() as connection:

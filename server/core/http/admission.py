@@ -28,10 +28,9 @@ from dcp.server.core.problems import (
     UnauthorizedError,
     UnavailableError,
 )
-from dcp.server.core.security.keys import find_session, prefix_of, principal_of
+from dcp.server.core.security.keys import prefix_of
 from dcp.server.core.security.principal import LOCAL, Principal
 from dcp.server.database.engine import DatabaseUnavailableError
-from dcp.server.records.administration import Key
 
 __all__ = [
     "API_PREFIX",
@@ -159,28 +158,23 @@ class AuthenticationMiddleware:
         secret = _secret_of(Headers(scope=scope))
         token = session_token(scope) if secret is None else None
         if secret is not None:
-            record = await self._in_time(self._service.keys.find, secret)
-            if record is None:
+            caller = await self._in_time(self._service.callers.of_key, secret)
+            if caller is None:
                 rates.count_refused(address, prefix_of(secret))
                 raise UnauthorizedError("this key is unknown, has been revoked or has expired")
-        elif token is None or (record := await self._in_time(self._of_session, token)) is None:
+        elif (
+            token is None or (caller := await self._in_time(self._service.callers.of_session, token)) is None
+        ):
             if is_counted:
                 rates.count_address(address)
             if scope["path"].startswith(API_PREFIX):
                 raise UnauthorizedError("send a key: Authorization: Bearer dcp_...")
             return None
-        caller = principal_of(record)
         if is_counted:
             self._service.count_request(caller)
         return caller
 
-    def _of_session(self, token: str) -> Key | None:
-        with self._service.database.read() as connection:
-            record = find_session(connection, token, self._service.clock())
-        self._service.keys.note_use(record)
-        return record
-
-    async def _in_time(self, find: Callable[[str], Key | None], secret: str) -> Key | None:
+    async def _in_time(self, find: Callable[[str], Principal | None], secret: str) -> Principal | None:
         seconds = self._service.settings.request_seconds
         try:
             # The thread is left to itself, should the database hang.
@@ -189,7 +183,7 @@ class AuthenticationMiddleware:
         except TimeoutError:
             raise UnavailableError(f"the database does not answer within {seconds:g} s") from None
 
-    def _look(self, find: Callable[[str], Key | None], secret: str) -> Key | None:
+    def _look(self, find: Callable[[str], Principal | None], secret: str) -> Principal | None:
         self._service.allowances.refresh(self._service.database)
         return find(secret)
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from dcp.server.core.allowances import Allowances, subjects_of
 from dcp.server.core.roots import Roots
-from dcp.server.core.security.keys import KeyRing
+from dcp.server.core.security.accounts import NO_ROLES, RoleSettings
+from dcp.server.core.security.callers import Callers
 from dcp.server.core.security.principal import Principal
 from dcp.server.core.security.rates import RateLimits
 from dcp.server.core.settings import Settings
@@ -33,7 +34,7 @@ class Service:
     settings: Settings
     database: Database
     roots: Roots
-    keys: KeyRing
+    callers: Callers
     rates: RateLimits
     allowances: Allowances
     kinds: Mapping[str, Kind[Any]]
@@ -48,6 +49,7 @@ class Service:
         clock: Callable[[], float] = time.time,
         kinds: Mapping[str, Kind[Any]] = MappingProxyType({}),
         allowances: Callable[[Settings], Allowances] = Allowances,
+        roles: RoleSettings = NO_ROLES,
     ) -> Service:
         """Opens nothing yet: a database or a storage that is away fails the requests that need it."""
         database = Database(settings.database_url.get_secret_value(), pool_size=settings.database_pool_size)
@@ -55,7 +57,7 @@ class Service:
             settings=settings,
             database=database,
             roots=Roots(settings.roots, is_answering=True),
-            keys=KeyRing(database, clock),
+            callers=Callers(database, clock, roles),
             rates=RateLimits(settings.rate_limit, settings.login_limit),
             allowances=allowances(settings),
             kinds=kinds,

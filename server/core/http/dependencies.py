@@ -61,16 +61,26 @@ _Caller = Annotated[Principal, Depends(_caller)]
 class Requires:
     """The dependency behind `requires`; the walk over all routes looks for it."""
 
-    scope: Scope
+    scope: Scope | None
     all_roots: bool = False
 
     async def __call__(self, caller: _Caller, request: Request) -> None:
-        """Raises `ForbiddenError`, and `UnprocessableError` for a query that is unknown or twice there."""
+        """Let the caller be one of the roots where it has the scope. Raises `ForbiddenError`, and
+        `UnprocessableError` for a query that is unknown or twice there."""
         _check_query(request)
+        if self.scope is None:
+            return
         if not caller.may(self.scope):
-            raise ForbiddenError(f"this needs a key with the scope {self.scope!r}", scope=self.scope)
-        if self.all_roots and caller.roots is not None:
-            raise ForbiddenError("this needs a key for all roots", scope=self.scope)
+            raise ForbiddenError(_needed(caller, self.scope), scope=self.scope)
+        if self.all_roots and not caller.may_everywhere(self.scope):
+            raise ForbiddenError(_needed(caller, self.scope, " for all roots"), scope=self.scope)
+        request.state.principal = caller.having(self.scope)
+
+
+def _needed(caller: Principal, scope: Scope, where: str = "") -> str:
+    if caller.account_id is not None:
+        return f"this needs a role with the scope {scope!r}{where}"
+    return f"this needs a key{where or f' with the scope {scope!r}'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +135,8 @@ def _is_list(annotation: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, list | tuple | set | frozenset)
 
 
-def requires(scope: Scope, *, all_roots: bool = False) -> Any:
-    """In a route's ``dependencies``: only for keys with this scope (or "admin").
+def requires(scope: Scope | None, *, all_roots: bool = False) -> Any:
+    """In a route's ``dependencies``: only for keys with this scope (or "admin"); None: for each valid one.
 
     ``all_roots``: not for a key that is restricted to some, since what it does concerns all of them.
     """

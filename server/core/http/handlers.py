@@ -34,6 +34,7 @@ from dcp.server.core.problems import (
     UnprocessableError,
 )
 from dcp.server.core.roots import storage_problem
+from dcp.server.core.security.principal import Principal
 from dcp.server.database.engine import DatabaseUnavailableError
 from dcp.storage.errors import CheckpointError
 
@@ -58,7 +59,16 @@ async def _answer(request: Request, error: Exception) -> Response:
     # the framework names the methods of the first route of the path only
     is_method = isinstance(error, HTTPException) and error.status_code == 405
     problem = method_problem(request.scope) if is_method else problem_of(error)
-    return problem_response(problem, request.scope)
+    return problem_response(_of_role(problem, request), request.scope)
+
+
+def _of_role(problem: ProblemError, request: Request) -> ProblemError:
+    """Say of what was not found that it may be in a root where the role lacks the scope of the route."""
+    caller = getattr(request.state, "principal", None)
+    is_narrow = isinstance(caller, Principal) and caller.rights is not None and caller.roots is not None
+    if isinstance(problem, NotFoundError) and is_narrow:
+        problem.detail += ", or none where your role allows this"
+    return problem
 
 
 def method_problem(scope: Any) -> ProblemError:

@@ -242,7 +242,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         with suppress(asyncio.CancelledError):
             await chores
         with suppress(DatabaseUnavailableError):
-            await run_in_threadpool(service.keys.flush)
+            await run_in_threadpool(service.callers.flush)
         await run_in_threadpool(service.close)
 
 
@@ -253,7 +253,7 @@ async def _chores(service: Service, readiness: Readiness) -> None:
         try:
             is_ready = await run_in_threadpool(readiness.prepare) is None
             if is_ready:
-                await run_in_threadpool(service.keys.flush)
+                await run_in_threadpool(service.callers.flush)
                 await run_in_threadpool(forget_old, service.database, service.clock())
         except DatabaseUnavailableError as error:
             _log.warning("database unavailable", error=str(error))

@@ -324,7 +324,8 @@ def _complete(operation: dict[str, Any], access: Requires | Public | None) -> No
     statuses = list(_ALWAYS)
     if isinstance(access, Requires):
         operation["security"] = [{"key": []}]
-        operation["x-required-scope"] = access.scope
+        if access.scope is not None:
+            operation["x-required-scope"] = access.scope
     if "requestBody" in operation or operation.get("parameters"):
         statuses.append(422)
     for status, answer in problems(*statuses).items():

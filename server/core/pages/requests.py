@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Final, TypeVar
 from urllib.parse import parse_qs, urlencode
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
@@ -31,20 +31,30 @@ __all__ = [
     "Form",
     "FormDep",
     "MovedError",
+    "Next",
     "checked",
     "form_token",
     "is_visit",
+    "own_path",
     "pages_router",
     "query_of",
     "set_cookie",
 ]
 
 
+Next = Annotated[str, Query(max_length=8192)]
+"""The page to show after a sign-in, for `own_path`."""
 VISIT_COOKIE: Final = "dcphub_visit"
 _VISIT: Final = re.compile(r"[A-Za-z0-9_-]{43}")
 _MAX_FIELDS: Final = 200
 _TOKEN_BYTES: Final = hashlib.sha256().digest_size
 _TOKEN: Final = re.compile(f"[0-9a-f]{{{4 * _TOKEN_BYTES}}}")
+
+
+def own_path(url: str) -> str:
+    """Return ``url`` if it is a path of this service, else "/": a link to a form leads nowhere else."""
+    is_path = url.startswith("/") and not url.startswith("//") and "\\" not in url and url.isprintable()
+    return url if is_path else "/"
 
 
 def is_visit(value: str) -> bool:

@@ -1,9 +1,8 @@
-"""API keys and sessions: 256 random bits, of which only the SHA-256 is kept.
+"""API keys: 256 random bits, of which only the SHA-256 is kept.
 
 A key reads ``dcp_PREFIX_SECRET``. The prefix finds the row and distinguishes keys in lists and logs; a hash
-without a salt is enough, since the secret cannot be guessed. A session is a browser that was signed in with a
-key, known by 256 random bits in a cookie. It has the rights of its key; it ends with the key, when its time
-is over, or by signing out.
+without a salt is enough, since the secret cannot be guessed. A key belongs to a person or a service account,
+or stands alone.
 """
 
 from __future__ import annotations
@@ -12,48 +11,45 @@ import hashlib
 import hmac
 import re
 import secrets
-import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from typing import Any, Final, cast, get_args
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import Connection, Row, Select, insert, select, update
 
 from dcp.server.core.problems import ConflictError, NotFoundError
+from dcp.server.core.security.accounts import actor_of
 from dcp.server.core.security.principal import ALL_SCOPES, Principal, Scope
-from dcp.server.database.engine import Database
 from dcp.server.database.mapping import record_of_row
-from dcp.server.database.tables import api_keys, sessions
+from dcp.server.database.tables import accounts, api_keys
 from dcp.server.records.administration import CreatedKey, Key, Whoami
 
 __all__ = [
     "KEY_PATTERN",
-    "KeyRing",
-    "begin_session",
+    "MAX_ACTOR",
+    "actor_of_key",
     "create_key",
-    "end_session",
+    "digest",
     "find_key",
-    "find_session",
     "get_key",
     "is_valid",
+    "keys_of",
     "list_keys",
     "prefix_of",
-    "principal_of",
     "revoke_key",
-    "valid_keys",
     "whoami",
 ]
 
 KEY_PATTERN: Final = re.compile(r"dcp_([a-z0-9]{8})_([A-Za-z0-9_-]{43})")
 _ALPHABET: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
-_USE_SECONDS: Final = 60.0
-"""`used_seconds` is not written more often than this."""
+
+MAX_ACTOR: Final = 128
+"""Characters of columns with the name of a caller."""
 
 
-def principal_of(key: Key) -> Principal:
-    """Return the caller of requests with the key."""
-    scopes = ALL_SCOPES.intersection(cast(tuple[Scope, ...], key.scopes))
-    return Principal(f"key:{key.name}", scopes, None if key.roots is None else frozenset(key.roots), key.id)
+def actor_of_key(key: Key) -> str:
+    """Return the name of the key in the audit log, with that of its account first."""
+    return f"{'' if key.account is None else key.account + '/'}key:{key.name}"[:MAX_ACTOR]
 
 
 def is_valid(key: Key, now_seconds: float) -> bool:
@@ -71,12 +67,15 @@ def create_key(
     roots: Iterable[str] | None,
     expires_seconds: float | None,
     now_seconds: float,
+    account_id: int | None = None,
 ) -> CreatedKey:
     """Create a key; its ``key`` is shown once and cannot be read again.
 
-    Raises ConflictError if a valid key has this name, since the audit log names keys.
+    Raises ConflictError if a valid key of the same account, or of none, has this name, since the audit log
+    names keys.
     """
-    for row in connection.execute(select(api_keys).where(api_keys.c.name == name)):
+    same = (api_keys.c.name == name, api_keys.c.account_id.is_not_distinct_from(account_id))
+    for row in connection.execute(_keys().where(*same)):
         if is_valid(_key(row), now_seconds):
             raise ConflictError(f"there is a key {name!r}; revoke it first, or take another name")
     prefix = "".join(secrets.choice(_ALPHABET) for _ in range(8))
@@ -84,27 +83,38 @@ def create_key(
     values: dict[str, Any] = {
         "name": name,
         "prefix": prefix,
-        "hash": _digest(secret),
+        "hash": digest(secret),
         "scopes": sorted(scopes),
         "roots": None if roots is None else sorted(roots),
         "created_seconds": now_seconds,
         "expires_seconds": expires_seconds,
+        "account_id": account_id,
     }
-    row = connection.execute(insert(api_keys).values(values).returning(api_keys)).one()
-    return CreatedKey(**asdict(_key(row)), key=secret)
+    number = connection.execute(insert(api_keys).values(values).returning(api_keys.c.id)).scalar_one()
+    return CreatedKey(**asdict(get_key(connection, number)), key=secret)
 
 
-def list_keys(connection: Connection) -> list[Key]:
-    """List all keys, also revoked ones, in the order of their creation."""
-    return [_key(row) for row in connection.execute(select(api_keys).order_by(api_keys.c.id))]
+def list_keys(
+    connection: Connection, visible: frozenset[str] | None = None, *, account_id: int | None = None
+) -> list[Key]:
+    """List keys, also revoked ones, in the order of their creation: those for ``visible`` roots alone, or
+    those of an account."""
+    query = _keys().order_by(api_keys.c.id)
+    if account_id is not None:
+        query = query.where(api_keys.c.account_id == account_id)
+    return [key for key in map(_key, connection.execute(query)) if _is_visible(key, visible)]
 
 
-def get_key(connection: Connection, key_id: int) -> Key:
-    """Return a key. Raises NotFoundError."""
-    row = connection.execute(select(api_keys).where(api_keys.c.id == key_id)).one_or_none()
-    if row is None:
+def get_key(connection: Connection, key_id: int, visible: frozenset[str] | None = None) -> Key:
+    """Return a key. Raises NotFoundError, also for one that is for other than ``visible`` roots."""
+    key = keys_of(connection, [key_id]).get(key_id)
+    if key is None or not _is_visible(key, visible):
         raise NotFoundError(f"there is no key {key_id}")
-    return _key(row)
+    return key
+
+
+def _is_visible(key: Key, visible: frozenset[str] | None) -> bool:
+    return visible is None or (key.roots is not None and visible.issuperset(key.roots))
 
 
 def whoami(connection: Connection, principal: Principal) -> Whoami:
@@ -116,15 +126,17 @@ def whoami(connection: Connection, principal: Principal) -> Whoami:
         tuple(scope for scope in get_args(Scope) if principal.may(scope)),
         None if principal.roots is None else tuple(sorted(principal.roots)),
         None if key is None else key.expires_at,
+        principal.account_id,
+        principal.scopes_by_root,
     )
 
 
-def valid_keys(connection: Connection, key_ids: Collection[int], now_seconds: float) -> set[int]:
-    """Return the ids of those keys that are valid."""
+def keys_of(connection: Connection, key_ids: Collection[int]) -> dict[int, Key]:
+    """Find keys by their ids."""
     if not key_ids:
-        return set()
-    found = connection.execute(select(api_keys).where(api_keys.c.id.in_(sorted(key_ids))))
-    return {row.id for row in found if is_valid(_key(row), now_seconds)}
+        return {}
+    found = connection.execute(_keys().where(api_keys.c.id.in_(sorted(set(key_ids)))))
+    return {row.id: _key(row) for row in found}
 
 
 def revoke_key(connection: Connection, key_id: int, now_seconds: float) -> Key:
@@ -142,8 +154,8 @@ def find_key(connection: Connection, secret: str, now_seconds: float) -> Key | N
     match = KEY_PATTERN.fullmatch(secret)
     if match is None:
         return None
-    row = connection.execute(select(api_keys).where(api_keys.c.prefix == match[1])).one_or_none()
-    if row is None or not hmac.compare_digest(bytes(row.hash), _digest(secret)):
+    row = connection.execute(_keys().where(api_keys.c.prefix == match[1])).one_or_none()
+    if row is None or not hmac.compare_digest(bytes(row.hash), digest(secret)):
         return None
     key = _key(row)
     return key if is_valid(key, now_seconds) else None
@@ -155,88 +167,18 @@ def prefix_of(secret: str) -> str:
     return "" if match is None else match[1]
 
 
-class KeyRing:
-    """The keys of a database, as requests ask for them: always its word, so that revoking works at once.
-
-    When a key was used is kept in memory and written by `flush`, now and then, because no request must wait
-    for a writer only because of that.
-    """
-
-    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
-        self._database = database
-        self._clock = clock
-        self._used: dict[int, float] = {}
-        self._lock = threading.Lock()
-
-    def find(self, secret: str) -> Key | None:
-        """Return the valid key ``secret`` is, or None. Raises `DatabaseUnavailableError`."""
-        now_seconds = self._clock()
-        if KEY_PATTERN.fullmatch(secret) is None:
-            return None
-        with self._database.read() as connection:
-            key = find_key(connection, secret, now_seconds)
-        self.note_use(key)
-        return key
-
-    def note_use(self, key: Key | None) -> None:
-        """Remember that the key was just used."""
-        now_seconds = self._clock()
-        used = key.used_at.timestamp() if key is not None and key.used_at is not None else 0.0
-        if key is not None and now_seconds - used >= _USE_SECONDS:
-            with self._lock:
-                self._used[key.id] = now_seconds
-
-    def flush(self) -> None:
-        """Write when keys were last used."""
-        with self._lock:
-            used, self._used = self._used, {}
-        if used:
-            self._database.transact(lambda connection: _mark_used(connection, used))
-
-
-def _mark_used(connection: Connection, used: Mapping[int, float]) -> None:
-    for key_id, seconds in used.items():
-        connection.execute(update(api_keys).where(api_keys.c.id == key_id).values(used_seconds=seconds))
-
-
-def _digest(secret: str) -> bytes:
+def digest(secret: str) -> bytes:
+    """Return the hash that is stored of a key, or of the token of a session."""
     return hashlib.sha256(secret.encode()).digest()
+
+
+def _keys() -> Select[Any]:
+    owner = (accounts.c.kind.label("account_kind"), accounts.c.name.label("account_name"))
+    return select(api_keys, *owner).outerjoin(accounts, accounts.c.id == api_keys.c.account_id)
 
 
 def _key(row: Row[Any]) -> Key:
     scopes = tuple(sorted(ALL_SCOPES.intersection(cast(list[Scope], row.scopes))))
     roots = None if row.roots is None else tuple(sorted(row.roots))
-    return record_of_row(Key, row._mapping, scopes=scopes, roots=roots)
-
-
-_TOKEN: Final = re.compile(r"[A-Za-z0-9_-]{43}")
-
-
-def begin_session(connection: Connection, key_id: int, now_seconds: float, lasts_seconds: float) -> str:
-    """Return a new session of this key: what its cookie has, which cannot be had again. Drops old ones."""
-    connection.execute(delete(sessions).where(sessions.c.expires_seconds <= now_seconds))
-    token = secrets.token_urlsafe(32)
-    values = {
-        "key_id": key_id,
-        "created_seconds": now_seconds,
-        "expires_seconds": now_seconds + lasts_seconds,
-    }
-    connection.execute(insert(sessions).values(hash=_digest(token), **values))
-    return token
-
-
-def find_session(connection: Connection, token: str, now_seconds: float) -> Key | None:
-    """Return the valid key of a session that lasts; None if there is none."""
-    if _TOKEN.fullmatch(token) is None:
-        return None
-    query = select(sessions.c.key_id).where(
-        sessions.c.hash == _digest(token), sessions.c.expires_seconds > now_seconds
-    )
-    key_id = connection.execute(query).scalar_one_or_none()
-    key = None if key_id is None else get_key(connection, key_id)
-    return key if key is not None and is_valid(key, now_seconds) else None
-
-
-def end_session(connection: Connection, token: str) -> None:
-    """Sign out; what is no session is none afterwards, either."""
-    connection.execute(delete(sessions).where(sessions.c.hash == _digest(token)))
+    account = None if row.account_id is None else actor_of(row.account_kind, row.account_name)
+    return record_of_row(Key, row._mapping, scopes=scopes, roots=roots, account=account)

@@ -96,13 +96,14 @@ class TargetKind(Kind[T]):
 
     def specify(self, connection: Connection, params: T, caller: Principal, settings: Settings) -> JobSpec:
         """As `Kind.specify`."""
-        subjects = self.subjects(connection, params, caller.roots)
+        reader = caller.having("read")  # of sources; the target needs the scope of the kind
+        subjects = self.subjects(connection, params, reader.roots)
         subject = subjects[0]
-        target_root = _visible(params.target_root or subject.root, caller, settings)
+        target_root = _target_root(params.target_root or subject.root, caller, settings)
         if settings.roots[target_root].readonly:
             raise ForbiddenError(f"root {target_root} is read-only")
         check_key(params.target_key)
-        updates = {"target_root": target_root, **_template_place(params, subject.root, caller, settings)}
+        updates = {"target_root": target_root, **_template_place(params, subject.root, reader, settings)}
         for one in subjects:
             if target_root == one.root and f"{params.target_key}/".startswith(f"{one.key}/"):
                 raise UnprocessableError("the target is in the source itself", field="target_key")
@@ -272,6 +273,14 @@ def _template_place(
         return {}
     check_key(params.hf_key)
     return {"hf_root": _visible(params.hf_root or own_root, caller, settings)}
+
+
+def _target_root(root: str, caller: Principal, settings: Settings) -> str:
+    """Raises NotFoundError for a root that the caller may not see, ForbiddenError for one to look at only."""
+    _visible(root, caller.having("read"), settings)
+    if not caller.may_see(root):
+        raise ForbiddenError(f"root {root}: this needs the scope 'convert' in it", scope="convert")
+    return root
 
 
 def _visible(root: str, caller: Principal, settings: Settings) -> str:

@@ -112,5 +112,5 @@ def average_panel(ask: Ask, run: Run) -> dict[str, Any] | None:
 
 
 def _targets(ask: Ask) -> dict[str, Any] | None:
-    roots = writable_roots(ask) if ask.caller.may("convert") else []
+    roots = [root for root in writable_roots(ask) if ask.caller.may("convert", root.name)]
     return {"roots": roots, "targets": target_names(), "maps": list(ready_maps())} if roots else None

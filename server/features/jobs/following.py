@@ -31,6 +31,7 @@ from dcp.server.core.jobs.ledger.reading import (
     last_event_id,
 )
 from dcp.server.core.jobs.ledger.rows import event_of_row, progress_of
+from dcp.server.core.security.principal import Principal
 from dcp.server.core.streams import OVER, Feed, Following, News, stream_of
 from dcp.server.database.tables import job_events, jobs
 from dcp.server.records.jobs import FINAL_STATES, JobEvent, JobProgress, JobState
@@ -57,19 +58,17 @@ _KNOWN: Final = 4 * (_PAGE + _OVERLAP)
 class FollowingOne(Following):
     """Follows one job."""
 
-    def __init__(self, job_id: int, after_id: int, key_id: int | None) -> None:
-        super().__init__(after_id, key_id)
+    def __init__(self, job_id: int, after_id: int, caller: Principal) -> None:
+        super().__init__(after_id, caller)
         self.job_id = job_id
 
 
 class FollowingAll(Following):
     """Follows all jobs in ``visible`` roots, with the scans that the service makes by itself or without."""
 
-    def __init__(
-        self, after_id: int, key_id: int | None, visible: frozenset[str] | None, own_scans: bool
-    ) -> None:
-        super().__init__(after_id, key_id)
-        self.visible = visible
+    def __init__(self, after_id: int, caller: Principal, own_scans: bool) -> None:
+        super().__init__(after_id, caller)
+        self.visible = caller.roots
         self.own_scans = own_scans
         self.known: deque[int] | None = None  # events before ``after_id`` that are old; None before a look
 
@@ -78,9 +77,9 @@ class JobFeed(Feed[FollowingOne]):
     """For those who follow one job each."""
 
     @contextmanager
-    def follow(self, job_id: int, after_id: int, key_id: int | None) -> Iterator[FollowingOne]:
+    def follow(self, job_id: int, after_id: int, caller: Principal) -> Iterator[FollowingOne]:
         """Follow a job with a key; ended when that is revoked."""
-        with self._followed(FollowingOne(job_id, after_id, key_id)) as one:
+        with self._followed(FollowingOne(job_id, after_id, caller)) as one:
             yield one
 
     def _look(self, some: Sequence[FollowingOne]) -> bool:
@@ -89,7 +88,7 @@ class JobFeed(Feed[FollowingOne]):
         for one in waiting:
             after[one.job_id] = min(one.after_id, after.get(one.job_id, one.after_id))
         with self._database.read() as connection:
-            ended = self._without_key(connection, waiting)
+            ended = self._ended(connection, waiting)
             # States first: if a job is over, all of its events are there, also if each statement has its own
             # view.
             states = _states(connection, list(after))
@@ -111,18 +110,16 @@ class AllJobsFeed(Feed[FollowingAll]):
     """For those who follow all jobs: one look for each set of roots that may be seen."""
 
     @contextmanager
-    def follow(
-        self, after_id: int, key_id: int | None, visible: frozenset[str] | None, *, own_scans: bool = False
-    ) -> Iterator[FollowingAll]:
+    def follow(self, after_id: int, caller: Principal, *, own_scans: bool = False) -> Iterator[FollowingAll]:
         """Follow with a key; ended when that is revoked."""
-        with self._followed(FollowingAll(after_id, key_id, visible, own_scans)) as one:
+        with self._followed(FollowingAll(after_id, caller, own_scans)) as one:
             yield one
 
     def _look(self, some: Sequence[FollowingAll]) -> bool:
         waiting = [one for one in some if one.waits]
         has_more = False
         with self._database.read() as connection:
-            ended = self._without_key(connection, waiting)
+            ended = self._ended(connection, waiting)
             groups: defaultdict[tuple[Any, bool], list[FollowingAll]] = defaultdict(list)
             for one in waiting:
                 if one in ended:
@@ -192,7 +189,7 @@ def job_stream(ask: Ask, job_id: int, after_id: int) -> Response:
         job = get_job(connection, job_id, ask.visible)
         if after_id and job.is_final and not job_events_after(connection, job_id, after_id, limit=1):
             return Response(status_code=204)
-    followed = ask.service.own(_Feeds).one.follow(job_id, after_id, ask.caller.key_id)
+    followed = ask.service.own(_Feeds).one.follow(job_id, after_id, ask.caller)
     return stream_of(ask, followed, _Shown(), comment="events of a job")
 
 
@@ -202,7 +199,7 @@ def all_jobs_stream(ask: Ask, after_id: int | None, *, own_scans: bool) -> Respo
     if after_id is None:
         after_id = ask.find(last_event_id)
     feed = ask.service.own(_Feeds).all
-    followed = feed.follow(after_id, ask.caller.key_id, ask.visible, own_scans=own_scans)
+    followed = feed.follow(after_id, ask.caller, own_scans=own_scans)
     ready = ServerSentEvent(id=str(after_id), event="ready", data="{}")
     return stream_of(ask, followed, _Shown(), ready, comment="events of all jobs")
 
@@ -211,8 +208,8 @@ class _Feeds:
     """The feeds that streams of a process share."""
 
     def __init__(self, service: Service) -> None:
-        self.one = JobFeed(service.database, service.clock)
-        self.all = AllJobsFeed(service.database, service.clock)
+        self.one = JobFeed(service.database, service.callers)
+        self.all = AllJobsFeed(service.database, service.callers)
 
 
 class _Shown:

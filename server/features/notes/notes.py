@@ -65,7 +65,7 @@ def _note(row: Row[Any], etag: str) -> Note:
 def may_change(ask: Ask, row: Row[Any]) -> bool:
     """Return whether the caller may edit and delete a note: its author and admins of the root may."""
     is_author = ask.caller.owner[:256] == row.owner
-    return ask.caller.may("write") and (is_author or ask.caller.may("admin"))
+    return ask.caller.may("write", row.root) and (is_author or ask.caller.may("admin", row.root))
 
 
 def _check_author(ask: Ask, row: Row[Any]) -> None:

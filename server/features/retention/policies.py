@@ -69,6 +69,7 @@ POLICIES: Final = Resource(
         roots, roots.c.id == retention_policies.c.root_id
     ),
     is_visible=lambda row, visible: visible is None or row.root in visible,
+    root=lambda row: row.root,
     forget=lambda connection, number: connection.execute(
         delete(schedules).where(schedules.c.name == f"retention:{number}")
     ),

@@ -218,7 +218,7 @@ def delete_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
     """Offer the deletion of a checkpoint whose root is not read-only."""
     root = ask.settings.roots.get(found.root)
     is_writable = root is not None and not root.readonly
-    return {} if is_writable and ask.caller.may("delete") else None
+    return {} if is_writable and ask.caller.may("delete", found.root) else None
 
 
 @feature.form("/checkpoints/{checkpoint_id}/delete", scope="delete")

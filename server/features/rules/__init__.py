@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
@@ -41,6 +41,7 @@ __all__ = [
     "StatsAction",
     "VerifyAction",
     "feature",
+    "is_within",
 ]
 
 
@@ -50,6 +51,17 @@ RuleEvent = Literal["checkpoint.committed", "checkpoint.verified", "checkpoint.t
 
 _FIELD: Final = re.compile(r"\{([^{}]*)\}")
 _EXAMPLE: Final = {"root": "r", "run": "a/b", "name": "step-1", "stem": "step-1", "step": 1, "id": 1}
+
+
+def is_within(
+    condition: Mapping[str, Any], actions: Iterable[Mapping[str, Any]], visible: frozenset[str] | None
+) -> bool:
+    """Return whether a rule reads and writes in ``visible`` roots alone."""
+    named = [action.get(name) for action in actions for name in ("target_root", "hf_root")]
+    return visible is None or visible.issuperset(
+        [condition.get("root"), *(name for name in named if name is not None)]
+    )
+
 
 RULES: Final = Resource(
     rules,
@@ -62,6 +74,8 @@ RULES: Final = Resource(
         "event": row.event,
         "actions": [action["kind"] for action in row.actions],
     },
+    is_visible=lambda row, visible: is_within(row.condition, row.actions, visible),
+    root=lambda row: row.condition.get("root"),
 )
 
 

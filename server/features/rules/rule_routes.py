@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import Any, Final
 
 from pydantic import Field
+from sqlalchemy import Connection, Row
 
 from dcp.server.catalog.inputs import Name, Request
 from dcp.server.catalog.names import check_pattern
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import IfMatch, PageQuery
-from dcp.server.core.problems import UnprocessableError
-from dcp.server.features.rules import RULES, Action, Condition, ConvertAction, RuleEvent, feature
+from dcp.server.core.problems import ForbiddenError, UnprocessableError
+from dcp.server.features.rules import RULES, Action, Condition, ConvertAction, RuleEvent, feature, is_within
 from dcp.server.records.administration import Rule
 from dcp.server.records.lists import Page
 
-_ADMIN: Final[dict[str, Any]] = {"tag": "rules", "scope": "admin", "all_roots": True}
+_ADMIN: Final[dict[str, Any]] = {"tag": "rules", "scope": "admin"}
 
 
 class RuleRequest(Request):
@@ -42,12 +43,14 @@ class RuleChange(Request):
 @feature.post("/rules", **_ADMIN, status=201, errors=(409,))
 def create_rule(body: RuleRequest, ask: Ask) -> Rule:
     """Create a rule, for events from now on."""
-    return RULES.create(ask, _values(body, ask))
+    values = _values(body, ask)
+    _check_own(values["condition"], values["actions"], ask)
+    return RULES.create(ask, values)
 
 
 @feature.get("/rules", **_ADMIN, errors=())
 def list_rules(ask: Ask, page: PageQuery) -> Page[Rule]:
-    """List all rules by id."""
+    """List the rules by id; those of its roots alone for a key of some roots."""
     return RULES.page(ask, page)
 
 
@@ -60,7 +63,14 @@ def get_rule(rule_id: IdPath, ask: Ask) -> Rule:
 @feature.patch("/rules/{rule_id}", **_ADMIN, errors=(404, 409, 412))
 def change_rule(rule_id: IdPath, body: RuleChange, ask: Ask, match: IfMatch) -> Rule:
     """Change the given fields, for events from now on."""
-    return RULES.change(ask, rule_id, match, _values(body, ask))
+    values = _values(body, ask)
+
+    def act(connection: Connection) -> Row[Any]:
+        row = RULES.lock(connection, ask, rule_id, match)
+        _check_own(values.get("condition", row.condition), values.get("actions", row.actions), ask)
+        return RULES.update(connection, ask, row, values)
+
+    return RULES.answer(ask, ask.transact(act))
 
 
 @feature.delete("/rules/{rule_id}", **_ADMIN, status=204, errors=(404, 412))
@@ -80,6 +90,16 @@ def _values(body: RuleRequest | RuleChange, ask: Ask) -> dict[str, Any]:
     if body.actions is not None:
         values["actions"] = [one.model_dump(mode="json", exclude_unset=True) for one in body.actions]
     return values
+
+
+def _check_own(condition: dict[str, Any], actions: list[dict[str, Any]], ask: Ask) -> None:
+    """Raises ForbiddenError for a rule that reads or writes where the caller is no admin."""
+    if not is_within(condition, actions, ask.visible):
+        raise ForbiddenError(
+            "this needs the scope 'admin' for all roots: a rule of one root names it in condition.root, "
+            "and no other in its actions",
+            scope="admin",
+        )
 
 
 def _check_roots(body: RuleRequest | RuleChange, ask: Ask) -> None:

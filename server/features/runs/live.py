@@ -19,6 +19,7 @@ from dcp.server.catalog.runs import get_run
 from dcp.server.core.answers import IdPath, rfc3339_of
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.context import Service
+from dcp.server.core.security.principal import Principal
 from dcp.server.core.streams import OVER, Feed, Following, News, described_stream, stream_of
 from dcp.server.database.tables import checkpoints, lineage, runs
 from dcp.server.features.runs import feature
@@ -99,8 +100,8 @@ def activity_of(connection: Connection, run_id: int, now: float) -> RunActivity:
 class _FollowingRun(Following):
     """Follows a run; ``seen`` is the last change that it got."""
 
-    def __init__(self, run_id: int, key_id: int | None) -> None:
-        super().__init__(0, key_id)
+    def __init__(self, run_id: int, caller: Principal) -> None:
+        super().__init__(0, caller)
         self.run_id = run_id
         self.seen: float | None = None
 
@@ -124,9 +125,9 @@ class RunFeed(Feed[_FollowingRun]):
     """One look at the database for all who follow runs."""
 
     @contextmanager
-    def follow(self, run_id: int, key_id: int | None) -> Iterator[_FollowingRun]:
+    def follow(self, run_id: int, caller: Principal) -> Iterator[_FollowingRun]:
         """Follow a run with a key; ended when that is revoked."""
-        with self._followed(_FollowingRun(run_id, key_id)) as one:
+        with self._followed(_FollowingRun(run_id, caller)) as one:
             yield one
 
     def _look(self, some: Sequence[_FollowingRun]) -> bool:
@@ -134,7 +135,7 @@ class RunFeed(Feed[_FollowingRun]):
         column = runs.c
         query = select(column.id, column.updated_seconds, column.checkpoint_count, column.latest_step)
         with self._database.read() as connection:
-            ended = self._without_key(connection, waiting)
+            ended = self._ended(connection, waiting)
             found = connection.execute(query.where(column.id.in_({one.run_id for one in waiting})))
             changes = {row.id: _Change(*row) for row in found}
         for one in waiting:
@@ -151,7 +152,7 @@ class _RunFeeds:
     """The feed that streams of a process share."""
 
     def __init__(self, service: Service) -> None:
-        self.feed = RunFeed(service.database, service.clock)
+        self.feed = RunFeed(service.database, service.callers)
 
 
 _STREAM: Final = described_stream(
@@ -168,7 +169,7 @@ def watch_run(run_id: IdPath, ask: Ask) -> Response:
     reconnect, and read the run where `updated_at` is another one.
     """
     ask.find(get_run, run_id, ask.visible)
-    followed = ask.service.own(_RunFeeds).feed.follow(run_id, ask.caller.key_id)
+    followed = ask.service.own(_RunFeeds).feed.follow(run_id, ask.caller)
     kinds = chain(("ready",), repeat("changed"))
 
     def shown(news: News) -> Iterator[ServerSentEvent]:

@@ -80,7 +80,7 @@ class ScanKind(Kind[ScanParams]):
             raise NotFoundError(f"there is no root {params.root!r}")
         if params.below:
             check_key(params.below)
-        if params.accept_lost and not caller.may("delete"):
+        if params.accept_lost and not caller.may("delete", params.root):
             raise ForbiddenError("accept_lost needs a key with the scope 'delete'", scope="delete")
         return self.new_job(params, caller.name, root=params.root)
 

@@ -50,7 +50,7 @@ class RequestsView(Query):
 @feature.panel("checkpoint", "checkpoint.html", order=22)
 def checkpoint_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
     """Show the stage of a checkpoint, its open requests, and the forms that the caller may send."""
-    rules = Rules(ask)
+    rules = Rules(ask, found.root)
     holders = {one.stage: one for one in list_run_stages(found.run_id, ask).items}
     own = next((one for one in holders.values() if one.checkpoint_id == found.id), None)
     is_here = found.state == "committed"

@@ -23,6 +23,7 @@ from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import Precondition
 from dcp.server.core.problems import ForbiddenError
 from dcp.server.core.resource import Resource, record_of_row
+from dcp.server.core.security.principal import Scope
 from dcp.server.core.settings import Settings
 from dcp.server.database.tables import checkpoints, roots, runs
 from dcp.server.features.stages import feature
@@ -56,10 +57,11 @@ _MARKS: Final = ("save_id", "fingerprint", "content_digest", "structure_id")
 
 
 class Rules:
-    """The rules of stages as they are for one caller."""
+    """The rules of stages as they are for one caller, in one root or in any."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: Ask, root: str | None = None) -> None:
         self._caller = ask.caller
+        self._root = root
         self.settings: StagesSettings = feature.options(ask.settings)
         self._is_keyless = ask.settings.auth == "off"
 
@@ -83,22 +85,25 @@ class Rules:
     def may_request(self, stage: str) -> bool:
         """Return whether the caller may request promotions to the stage."""
         rule = self.rule(stage)
-        return self._is_one_of(rule.requesters) if rule.requesters else self._caller.may(rule.request_scope)
+        return self._is_one_of(rule.requesters) if rule.requesters else self._may(rule.request_scope)
 
     def may_approve(self, stage: str) -> bool:
         """Return whether the caller may approve promotions to the stage."""
         rule = self.rule(stage)
-        return self._is_one_of(rule.approvers) if rule.approvers else self._caller.may(rule.approve_scope)
+        return self._is_one_of(rule.approvers) if rule.approvers else self._may(rule.approve_scope)
 
     def may_demote(self, stage: str) -> bool:
         """Return whether the caller may demote from the stage: who approves may, or without approvals who
         requests; from one that the settings no longer have, admins."""
         if stage not in self.order:
-            return self._caller.may("admin")
+            return self._may("admin")
         return self.may_approve(stage) if self.rule(stage).approvals else self.may_request(stage)
 
     def _is_one_of(self, names: tuple[str, ...]) -> bool:
         return not {self._caller.name, self._caller.owner}.isdisjoint(names)
+
+    def _may(self, scope: Scope) -> bool:
+        return self._caller.may(scope, self._root)
 
     def shown(self) -> list[Stage]:
         """List the stages."""
@@ -259,16 +264,16 @@ def request_promotion(
     Raises MissingError; ForbiddenError; ChangedError; StateError where there is a request already, or the
     checkpoint cannot be promoted.
     """
-    rules = Rules(ask)
-    rules.check_known(stage)
-    if not rules.may_request(stage):
-        raise _forbidden("request a promotion to", stage, rules.rule(stage).request_scope)
+    Rules(ask).check_known(stage)
     run_id = connection.execute(
         select(checkpoints.c.run_id).where(checkpoints.c.id == checkpoint_id)
     ).scalar()
     labels.lock_aliases(connection, run_id or 0)
     expected = match.version(f"c{checkpoint_id}")
     row = lock_checkpoint(connection, checkpoint_id, ask.visible, expected)
+    rules = Rules(ask, row["root"])
+    if not rules.may_request(stage):
+        raise _forbidden("request a promotion to", stage, rules.rule(stage).request_scope)
     _check_promotable(connection, rules, row, stage)
     _close_outdated(connection, ask, row, stage)
     values = {
@@ -332,7 +337,7 @@ def withdraw(
 ) -> Row[Any]:
     """Withdraw one's own request; admins may withdraw any. Raises as `approve`."""
     _, request = _locked(connection, ask, number, match)
-    if ask.caller.owner[:256] != request.owner and not ask.caller.may("admin"):
+    if ask.caller.owner[:256] != request.owner and not ask.caller.may("admin", request.root):
         raise ForbiddenError(
             f"request {number} is by {request.requested_by}: they and admins may withdraw it"
         )
@@ -348,7 +353,7 @@ def demote(
     holder = holders_of(connection, run_id).get(stage)
     if holder is None or holder.checkpoint_id != checkpoint_id:
         raise MissingError("checkpoint in stage", f"{stage!r} with the id {checkpoint_id}")
-    rules = Rules(ask)
+    rules = Rules(ask, get_run(connection, run_id, ask.visible).root)
     if not rules.may_demote(stage):
         raise _forbidden("demote from", stage, "admin")
     row = lock_checkpoint(connection, checkpoint_id, ask.visible)
@@ -362,8 +367,12 @@ def demote(
 def may_decide(connection: Connection, ask: Ask, number: int) -> dict[str, bool]:
     """Return what the caller may do with an open request: approve, reject, withdraw."""
     request = REQUESTS.find(connection, number, ask.visible)
-    rules, owner = Rules(ask), ask.caller.owner[:256]
-    is_open = request.state == "requested" and request.stage in rules.order and ask.caller.may("write")
+    rules, owner = Rules(ask, request.root), ask.caller.owner[:256]
+    is_open = (
+        request.state == "requested"
+        and request.stage in rules.order
+        and ask.caller.may("write", request.root)
+    )
     may = is_open and rules.may_approve(request.stage)
     is_other = owner != request.owner or rules.rule(request.stage).self_approval
     is_first = not any(one["owner"] == owner for one in request.approvals)
@@ -371,7 +380,7 @@ def may_decide(connection: Connection, ask: Ask, number: int) -> dict[str, bool]
     return {
         "approve": may and is_other and is_first and not has_changed,
         "reject": may,
-        "withdraw": is_open and (owner == request.owner or ask.caller.may("admin")),
+        "withdraw": is_open and (owner == request.owner or ask.caller.may("admin", request.root)),
     }
 
 
@@ -381,7 +390,7 @@ def _locked(connection: Connection, ask: Ask, number: int, match: Precondition) 
     request = REQUESTS.lock(connection, ask, number, match)
     if request.state != "requested":
         raise StateError(f"request {number} is {request.state}", state=request.state)
-    rules = Rules(ask)
+    rules = Rules(ask, request.root)
     rules.check_known(request.stage)
     return rules, request
 

@@ -157,6 +157,7 @@ HOOKS: Final = Resource(
     is_visible=lambda row, visible: (
         visible is None or (row.roots is not None and visible.issuperset(row.roots))
     ),
+    root=lambda row: row.roots[0] if row.roots is not None and len(row.roots) == 1 else None,
     forget=lambda connection, number: connection.execute(
         delete(deliveries).where(deliveries.c.webhook_id == number)
     ),

@@ -25,6 +25,8 @@ from tests.support.sockets import listening
 PUBLIC_PATHS = {"/", "/healthz", "/readyz", "/metrics", "/openapi.json", "/docs", "/redoc"} | {
     "/docs/static/{name}",
     "/sign-in",
+    "/sign-in/callback",
+    "/sign-in/provider",
     "/sign-out",
     "/static/{digest}/{name:path}",
     "/theme",

@@ -1,0 +1,142 @@
+"""People and service accounts: their roles, and the rights that follow from them in each root."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from sqlalchemy import Connection, Row, or_, select
+
+from dcp.server.core.security.principal import ALL_SCOPES, NO_ROOTS, Scope
+from dcp.server.database.tables import accounts, grants
+from dcp.server.records.people import AccountKind, Role
+
+__all__ = [
+    "ALL_ROOTS",
+    "NO_ROLES",
+    "ROLES",
+    "GroupRole",
+    "Rights",
+    "RoleSettings",
+    "accounts_of",
+    "actor_of",
+    "bounded",
+    "find_account",
+    "grantee_of",
+    "is_present",
+    "rights_of",
+]
+
+Rights = Mapping[Scope, frozenset[str] | None]
+"""By scope, the roots in which it is held; None for all of them."""
+ALL_ROOTS: Final = "*"
+"""In the place of the name of a root, which is never this one."""
+ROLES: Final[Mapping[Role, frozenset[Scope]]] = {
+    "viewer": frozenset({"read"}),
+    "contributor": frozenset({"read", "write"}),
+    "operator": frozenset({"read", "write", "convert", "delete"}),
+    "admin": ALL_SCOPES,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRole:
+    """A role that the settings give to a group; without ``group`` to each person who may sign in."""
+
+    group: str | None
+    role: Role
+    root: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSettings:
+    """Rights that come from the settings, beside the roles that admins grant.
+
+    ``allowed_groups``: people in none of them have no rights. ``absence_seconds``: keys of people who have
+    not signed in for so long do not work.
+    """
+
+    roles: tuple[GroupRole, ...] = ()
+    allowed_groups: frozenset[str] | None = None
+    absence_seconds: float | None = None
+
+
+NO_ROLES: Final = RoleSettings()
+
+
+def actor_of(kind: str, name: str) -> str:
+    """Return the name of an account in the audit log, such as ``person:alice@example.org``. Names of accounts
+    have no slash, which begins the name of a key; ``service:`` begins the service's own work."""
+    return f"{'service-account' if kind == 'service' else kind}:{name}"
+
+
+def grantee_of(account_id: int | None, group: str | None) -> str:
+    """Return an account or a group as one text."""
+    return f"group:{group}" if account_id is None else f"account#{account_id}"
+
+
+def find_account(connection: Connection, kind: AccountKind, name: str) -> Row[Any] | None:
+    """Find an account by its name."""
+    query = select(accounts).where(accounts.c.kind == kind, accounts.c.name == name)
+    return connection.execute(query).one_or_none()
+
+
+def accounts_of(connection: Connection, numbers: Iterable[int]) -> dict[int, Row[Any]]:
+    """Find accounts by their ids."""
+    wanted = sorted(set(numbers))
+    if not wanted:
+        return {}
+    return {row.id: row for row in connection.execute(select(accounts).where(accounts.c.id.in_(wanted)))}
+
+
+def is_present(account: Row[Any], settings: RoleSettings, now_seconds: float) -> bool:
+    """Check whether keys of the account work: it is not disabled, and a person signs in from time to time."""
+    if account.disabled_seconds is not None:
+        return False
+    if account.kind != "person" or settings.absence_seconds is None:
+        return True
+    return now_seconds - (account.seen_seconds or 0.0) <= settings.absence_seconds
+
+
+def rights_of(connection: Connection, found: Sequence[Row[Any]], settings: RoleSettings) -> dict[int, Rights]:
+    """Return the rights of accounts, by their ids."""
+    groups = sorted({group for account in found for group in account.groups})
+    numbers = [account.id for account in found]
+    query = select(grants).where(or_(grants.c.account_id.in_(numbers), grants.c.group_name.in_(groups)))
+    granted: defaultdict[str, list[GroupRole]] = defaultdict(list)
+    for row in connection.execute(query) if found else ():
+        root = None if row.root == ALL_ROOTS else row.root
+        granted[row.grantee].append(GroupRole(row.group_name, row.role, root))
+    return {account.id: _rights(account, granted, settings) for account in found}
+
+
+def _rights(account: Row[Any], granted: Mapping[str, Sequence[GroupRole]], settings: RoleSettings) -> Rights:
+    roles = [*granted.get(grantee_of(account.id, None), ())]
+    if account.kind == "person":
+        if settings.allowed_groups is not None and settings.allowed_groups.isdisjoint(account.groups):
+            return {}
+        for group in account.groups:
+            roles += granted.get(grantee_of(None, group), ())
+        roles += [one for one in settings.roles if one.group is None or one.group in account.groups]
+    held: dict[Scope, frozenset[str] | None] = {}
+    for one in roles:
+        for scope in ROLES.get(one.role, ()):
+            before = held.get(scope, NO_ROOTS)
+            held[scope] = None if before is None or one.root is None else before | {one.root}
+    return held
+
+
+def bounded(rights: Rights, scopes: Iterable[str], roots: Iterable[str] | None) -> Rights:
+    """Return what is left of ``rights`` with these scopes alone, in these roots alone."""
+    wanted = frozenset(scopes)
+    inside = None if roots is None else frozenset(roots)
+    held = {scope: _both(found, inside) for scope, found in rights.items() if {scope, "admin"} & wanted}
+    return {scope: found for scope, found in held.items() if found is None or found}
+
+
+def _both(one: frozenset[str] | None, other: frozenset[str] | None) -> frozenset[str] | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one & other

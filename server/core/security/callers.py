@@ -1,0 +1,197 @@
+"""Callers: the principals that keys and sessions are, by what the database says at each request.
+
+A session is a browser that was signed in, with a key or as a person, known by 256 random bits in a cookie. It
+has the rights of its key or person; it ends with it, when its time is over, or by signing out. A key of an
+account has at most the rights that the account has now.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar, cast
+
+from sqlalchemy import Connection, Row, delete, insert, select, update
+
+from dcp.server.core.security import accounts
+from dcp.server.core.security.accounts import NO_ROLES, RoleSettings
+from dcp.server.core.security.keys import KEY_PATTERN, actor_of_key, digest, find_key, is_valid, keys_of
+from dcp.server.core.security.principal import ALL_SCOPES, Principal, Scope
+from dcp.server.database.engine import Database
+from dcp.server.database.tables import api_keys, sessions
+from dcp.server.records.administration import Key
+
+__all__ = ["Callers", "begin_session", "end_session", "end_sessions"]
+
+_USE_SECONDS: Final = 60.0
+"""`used_seconds` is not written more often than this."""
+_TOKEN: Final = re.compile(r"[A-Za-z0-9_-]{43}")
+
+P = TypeVar("P", bound=Principal)
+_Found = tuple[Key | None, Row[Any] | None]
+"""A key, or an account, or a key and the account that it belongs to."""
+
+
+class Callers:
+    """The callers of a database: always its word, so that revoking and disabling work at once.
+
+    When a key was used is kept in memory and written by `flush`, now and then, because no request must wait
+    for a writer only because of that.
+    """
+
+    def __init__(
+        self, database: Database, clock: Callable[[], float], roles: RoleSettings = NO_ROLES
+    ) -> None:
+        self._database = database
+        self._clock = clock
+        self._roles = roles
+        self._used: dict[int, float] = {}
+        self._lock = threading.Lock()
+
+    def of_key(self, secret: str) -> Principal | None:
+        """Find the caller with this key; None if it is not valid. Raises `DatabaseUnavailableError`."""
+        if KEY_PATTERN.fullmatch(secret) is None:
+            return None
+        with self._database.read() as connection:
+            return self._admitted(connection, find_key(connection, secret, self._clock()))
+
+    def of_session(self, token: str) -> Principal | None:
+        """Find the caller of a session; None if it is over. Raises `DatabaseUnavailableError`."""
+        if _TOKEN.fullmatch(token) is None:
+            return None
+        query = select(sessions).where(
+            sessions.c.hash == digest(token), sessions.c.expires_seconds > self._clock()
+        )
+        with self._database.read() as connection:
+            row = connection.execute(query).one_or_none()
+            if row is None:
+                return None
+            if row.key_id is not None:
+                return self._admitted(connection, keys_of(connection, [row.key_id]).get(row.key_id))
+        return self.of_account(row.account_id)
+
+    def of_account(self, account_id: int) -> Principal | None:
+        """Return the person or service account; None if it is disabled. Raises `DatabaseUnavailableError`."""
+        with self._database.read() as connection:
+            account = accounts.accounts_of(connection, [account_id]).get(account_id)
+            return self._principals(connection, [(None, account)])[0]
+
+    def still_admitted(self, connection: Connection, callers: Iterable[P]) -> list[P]:
+        """Return those of ``callers`` who have the same rights as when they were admitted."""
+        asked = list(callers)
+        keys = keys_of(connection, [one.key_id for one in asked if one.key_id is not None])
+        found = accounts.accounts_of(
+            connection, [one.account_id for one in asked if one.account_id is not None]
+        )
+        pairs: list[_Found] = [
+            (
+                None if one.key_id is None else keys.get(one.key_id),
+                None if one.account_id is None else found.get(one.account_id),
+            )
+            for one in asked
+        ]
+        now = self._principals(connection, pairs)
+        return [one for one, new in zip(asked, now, strict=True) if not one.is_admitted or _is_same(one, new)]
+
+    def _admitted(self, connection: Connection, key: Key | None) -> Principal | None:
+        if key is None:
+            return None
+        account = None
+        if key.account_id is not None:
+            account = accounts.accounts_of(connection, [key.account_id])[key.account_id]
+        principal = self._principals(connection, [(key, account)])[0]
+        if principal is not None:
+            self._note_use(key)
+        return principal
+
+    def _principals(self, connection: Connection, found: Sequence[_Found]) -> list[Principal | None]:
+        now = self._clock()
+        rows = {account.id: account for _, account in found if account is not None}
+        rights = accounts.rights_of(connection, list(rows.values()), self._roles)
+        return [self._principal(key, account, rights, now) for key, account in found]
+
+    def _principal(
+        self, key: Key | None, account: Row[Any] | None, rights: Mapping[int, accounts.Rights], now: float
+    ) -> Principal | None:
+        if key is not None and not is_valid(key, now):
+            return None
+        if account is None:
+            return None if key is None or key.account_id is not None else _of_key_alone(key)
+        is_present = account.disabled_seconds is None
+        if key is not None:
+            is_present = accounts.is_present(account, self._roles, now)
+        return _of_account(key, account, rights[account.id]) if is_present else None
+
+    def _note_use(self, key: Key) -> None:
+        now_seconds = self._clock()
+        used = key.used_at.timestamp() if key.used_at is not None else 0.0
+        if now_seconds - used >= _USE_SECONDS:
+            with self._lock:
+                self._used[key.id] = now_seconds
+
+    def flush(self) -> None:
+        """Write when keys were last used."""
+        with self._lock:
+            used, self._used = self._used, {}
+        if used:
+            self._database.transact(lambda connection: _mark_used(connection, used))
+
+
+def _of_key_alone(key: Key) -> Principal:
+    scopes = ALL_SCOPES.intersection(cast(tuple[Scope, ...], key.scopes))
+    roots = None if key.roots is None else frozenset(key.roots)
+    return Principal(actor_of_key(key), scopes, roots, key.id)
+
+
+def _of_account(key: Key | None, account: Row[Any], rights: accounts.Rights) -> Principal:
+    owner = accounts.actor_of(account.kind, account.name)
+    name = owner if key is None else actor_of_key(key)
+    if key is not None:
+        rights = accounts.bounded(rights, key.scopes, key.roots)
+    seen = list(rights.values())
+    everything = None in seen
+    roots = None if everything else frozenset[str]().union(*(one for one in seen if one is not None))
+    key_id = None if key is None else key.id
+    return Principal(name, frozenset(rights), roots, key_id, account.id, owner, rights)
+
+
+def _is_same(one: Principal, new: Principal | None) -> bool:
+    if new is None:
+        return False
+    if one.rights is None:  # a key without an account: its rights never change
+        return new.rights is None
+    return one.rights == new.rights
+
+
+def _mark_used(connection: Connection, used: Mapping[int, float]) -> None:
+    for key_id, seconds in used.items():
+        connection.execute(update(api_keys).where(api_keys.c.id == key_id).values(used_seconds=seconds))
+
+
+def begin_session(connection: Connection, caller: Principal, now_seconds: float, lasts_seconds: float) -> str:
+    """Begin a session of this key or person, and return the token for its cookie. Drops old sessions."""
+    connection.execute(delete(sessions).where(sessions.c.expires_seconds <= now_seconds))
+    token = secrets.token_urlsafe(32)
+    values = {
+        "key_id": caller.key_id,
+        "account_id": caller.account_id if caller.key_id is None else None,
+        "created_seconds": now_seconds,
+        "expires_seconds": now_seconds + lasts_seconds,
+    }
+    connection.execute(insert(sessions).values(hash=digest(token), **values))
+    return token
+
+
+def end_session(connection: Connection, token: str) -> None:
+    """Sign out; what is no session is none afterwards, either."""
+    connection.execute(delete(sessions).where(sessions.c.hash == digest(token)))
+
+
+def end_sessions(connection: Connection, account_id: int) -> None:
+    """Sign a person out everywhere, also where a key of theirs was used."""
+    own = select(api_keys.c.id).where(api_keys.c.account_id == account_id)
+    connection.execute(
+        delete(sessions).where((sessions.c.account_id == account_id) | sessions.c.key_id.in_(own))
+    )

@@ -1,0 +1,102 @@
+"""Sign-ins under way: what is known of one between the redirect to the provider and the way back.
+
+They are rows, so that any process can end what another began, also after a restart, and each ends once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass
+from typing import Final
+
+from sqlalchemy import (
+    Column,
+    Connection,
+    Float,
+    LargeBinary,
+    String,
+    Table,
+    Text,
+    delete,
+    func,
+    insert,
+    select,
+)
+
+from dcp.server.core.jobs.schedules import ScheduleContext
+from dcp.server.core.problems import UnavailableError
+from dcp.server.database.tables import metadata
+
+__all__ = ["Flow", "begin_flow", "end_flow", "forget_old"]
+
+FLOW_SECONDS: Final = 600.0
+_MAX_FLOWS: Final = 20_000
+
+sign_ins: Final = Table(
+    "sign_ins",
+    metadata,
+    Column("state", LargeBinary(32), primary_key=True),  # SHA-256 of what the provider gives back
+    Column("browser", LargeBinary(32), nullable=False),  # SHA-256 of the cookie of the browser
+    Column("nonce", String(64), nullable=False),
+    Column("verifier", String(64), nullable=False),
+    Column("redirect_url", Text, nullable=False),
+    Column("target", Text, nullable=False),  # the page to show afterwards
+    Column("created_seconds", Float, nullable=False, index=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """A sign-in under way; ``state`` and ``nonce`` go to the provider, ``verifier`` proves whose it is."""
+
+    state: str
+    nonce: str
+    verifier: str
+    redirect_url: str
+    target: str
+
+
+def begin_flow(connection: Connection, browser: str, redirect_url: str, target: str, now: float) -> Flow:
+    """Begin a sign-in of the browser with this cookie. Raises UnavailableError if too many are under way."""
+    connection.execute(delete(sign_ins).where(sign_ins.c.created_seconds < now - FLOW_SECONDS))
+    if connection.execute(select(func.count()).select_from(sign_ins)).scalar_one() >= _MAX_FLOWS:
+        raise UnavailableError("too many sign-ins are under way; try again in some minutes")
+    state, nonce, verifier = (secrets.token_urlsafe(32) for _ in range(3))
+    flow = Flow(state, nonce, verifier, redirect_url, target)
+    values = {
+        "state": _digest(flow.state),
+        "browser": _digest(browser),
+        "nonce": flow.nonce,
+        "verifier": flow.verifier,
+        "redirect_url": redirect_url,
+        "target": target,
+        "created_seconds": now,
+    }
+    connection.execute(insert(sign_ins).values(values))
+    return flow
+
+
+def end_flow(connection: Connection, state: str, browser: str, now: float) -> Flow | None:
+    """Take the sign-in with this state: once, by its own browser, within ten minutes; else None."""
+    row = connection.execute(
+        delete(sign_ins)
+        .where(sign_ins.c.state == _digest(state), sign_ins.c.browser == _digest(browser))
+        .returning(*sign_ins.c)
+    ).one_or_none()
+    if row is None or row.created_seconds < now - FLOW_SECONDS:
+        return None
+    return Flow(state, row.nonce, row.verifier, row.redirect_url, row.target)
+
+
+def forget_old(context: ScheduleContext) -> None:
+    """Delete sign-ins that were not ended in time."""
+    old = sign_ins.c.created_seconds < context.now - FLOW_SECONDS
+    with context.database.read() as connection:
+        has_old = connection.execute(select(sign_ins.c.state).where(old).limit(1)).first() is not None
+    if has_old:
+        context.database.transact(lambda connection: connection.execute(delete(sign_ins).where(old)))
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()

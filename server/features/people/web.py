@@ -1,0 +1,244 @@
+"""``/accounts`` and ``/grants``: people, service accounts and roles by root.
+
+Admins of all roots change accounts and all grants; those of some roots see people, and change the grants of
+these roots alone.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+from fastapi import Query
+from pydantic import Field, StringConstraints
+from sqlalchemy import Connection, Row
+
+from dcp.server.catalog.inputs import MAX_ID, Request, Text
+from dcp.server.core.answers import IdPath
+from dcp.server.core.ask import Ask
+from dcp.server.core.http.dependencies import IfMatch, PageQuery
+from dcp.server.core.problems import (
+    ConflictError,
+    ForbiddenError,
+    NotFoundError,
+    UnprocessableError,
+)
+from dcp.server.core.security.accounts import ALL_ROOTS, grantee_of
+from dcp.server.core.security.callers import end_sessions
+from dcp.server.core.security.keys import list_keys
+from dcp.server.features.people import feature
+from dcp.server.features.people.accounts import ACCOUNTS, GRANTS
+from dcp.server.records.administration import Key
+from dcp.server.records.lists import Items, Page
+from dcp.server.records.people import Account, AccountKind, Grant, Role
+
+_ADMIN: Final[dict[str, Any]] = {"tag": "people", "scope": "admin"}
+_ALL: Final[dict[str, Any]] = {**_ADMIN, "all_roots": True}
+_ACCOUNT: Final = "/accounts/{account_id}"
+_GRANT: Final = "/grants/{grant_id}"
+
+AccountName = Annotated[
+    str, StringConstraints(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+@=-]*$")
+]
+Group = Annotated[str, StringConstraints(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
+RootName = Annotated[str, StringConstraints(min_length=1, max_length=63)]
+
+
+class NewAccount(Request):
+    """A service account: programs act as it with its keys. It has no rights before roles are granted."""
+
+    name: AccountName
+    title: Annotated[Text, Field(max_length=256, description="Its purpose.")] = ""
+
+
+class AccountChange(Request):
+    """The fields to change."""
+
+    is_disabled: bool | None = None
+    title: Annotated[str, StringConstraints(max_length=256)] | None = Field(
+        default=None, description="Of a service account."
+    )
+
+
+class NewGrant(Request):
+    """A role for an account or for a group, in one root or in all."""
+
+    account_id: Annotated[int, Field(ge=1, le=MAX_ID)] | None = None
+    group: Group | None = None
+    role: Role
+    root: RootName | None = Field(default=None, description="null: all.")
+
+
+class GrantChange(Request):
+    """The new role."""
+
+    role: Role
+
+
+# -- accounts ------------------------------------------------------------------------------------------------
+
+
+@feature.get("/accounts", **_ADMIN, errors=())
+def list_accounts(
+    ask: Ask,
+    page: PageQuery,
+    kind: AccountKind | None = None,
+    q: Annotated[Text | None, Query(description="Part of the name, the full name or the address.")] = None,
+) -> Page[Account]:
+    """List people and service accounts, by id."""
+    values: dict[str, Any] = {} if kind is None else {"kind": kind}
+    return ACCOUNTS.page(ask, page, matches=_matching(q), **values)
+
+
+def _matching(text: str | None) -> Any:
+    wanted = (text or "").lower()
+    return lambda row: wanted in f"{row.name}\n{row.title}\n{row.email or ''}".lower()
+
+
+@feature.post("/accounts", **_ALL, status=201, errors=(409,))
+def create_account(body: NewAccount, ask: Ask) -> Account:
+    """Create a service account."""
+    values = {"kind": "service", "name": body.name, "title": body.title, "groups": []}
+
+    def act(connection: Connection) -> Account:
+        if ACCOUNTS.has(connection, name=body.name):
+            raise ConflictError(f"there is an account {body.name!r} already", state="exists")
+        return ACCOUNTS.answer(ask, ACCOUNTS.insert(connection, ask, values), is_new=True)
+
+    return ask.transact(act)
+
+
+@feature.get(_ACCOUNT, **_ADMIN)
+def get_account(account_id: IdPath, ask: Ask) -> Account:
+    """Get a person or a service account."""
+    return ACCOUNTS.read(ask, account_id)
+
+
+@feature.patch(_ACCOUNT, **_ALL, errors=(404, 409, 412))
+def change_account(account_id: IdPath, body: AccountChange, ask: Ask, match: IfMatch) -> Account:
+    """Disable or enable an account. One that is disabled has neither sessions nor keys that work."""
+
+    def act(connection: Connection) -> Row[Any]:
+        row = ACCOUNTS.lock(connection, ask, account_id, match)
+        values: dict[str, Any] = {}
+        action = "change"
+        if body.title is not None:
+            if row.kind != "service":
+                raise UnprocessableError("title: that of a person comes from the provider")
+            values["title"] = body.title
+        if body.is_disabled is not None and body.is_disabled != (row.disabled_seconds is not None):
+            if row.id == ask.caller.account_id:
+                raise ConflictError("you cannot disable your own account", state="own")
+            values["disabled_seconds"] = ask.now if body.is_disabled else None
+            action = "disable" if body.is_disabled else "enable"
+            end_sessions(connection, account_id)
+        return ACCOUNTS.update(connection, ask, row, values, action) if values else row
+
+    return ACCOUNTS.answer(ask, ask.transact(act))
+
+
+@feature.post(_ACCOUNT + "/sign-out", **_ALL, status=204)
+def sign_out_account(account_id: IdPath, ask: Ask) -> None:
+    """End all sessions of an account. Its keys stay."""
+
+    def act(connection: Connection) -> None:
+        row = ACCOUNTS.find(connection, account_id)
+        end_sessions(connection, account_id)
+        ACCOUNTS.audit(connection, ask, "sign-out", row)
+
+    ask.transact(act)
+
+
+@feature.get(_ACCOUNT + "/keys", **_ADMIN)
+def list_account_keys(account_id: IdPath, ask: Ask) -> Items[Key]:
+    """List the keys of an account, revoked and expired ones too (in the roots of the admin)."""
+    ask.find(ACCOUNTS.find, account_id)
+    return Items(tuple(ask.find(list_keys, ask.visible, account_id=account_id)))
+
+
+# -- grants --------------------------------------------------------------------------------------------------
+
+
+@feature.get("/grants", **_ADMIN, errors=())
+def list_grants(
+    ask: Ask,
+    page: PageQuery,
+    account_id: Annotated[int | None, Query(ge=1, le=MAX_ID)] = None,
+    group: Annotated[Text | None, Query()] = None,
+) -> Page[Grant]:
+    """List grants by id; those in its roots alone for an admin of some."""
+    values: dict[str, Any] = {"account_id": account_id, "group_name": group}
+    return GRANTS.page(ask, page, **{name: value for name, value in values.items() if value is not None})
+
+
+@feature.post("/grants", **_ADMIN, status=201, errors=(403, 409))
+def create_grant(body: NewGrant, ask: Ask) -> Grant:
+    """Grant a role; an account or group has one in each root, and one for all roots beside."""
+    if (body.account_id is None) == (body.group is None):
+        raise UnprocessableError("name either account_id or group")
+    _check_root(body.root, ask)
+    root = ALL_ROOTS if body.root is None else body.root
+    values = {
+        "account_id": body.account_id,
+        "group_name": body.group,
+        "grantee": grantee_of(body.account_id, body.group),
+        "role": body.role,
+        "root": root,
+        "created_by": ask.caller.name,
+    }
+
+    def act(connection: Connection) -> Grant:
+        if body.account_id is not None and not ACCOUNTS.has(connection, id=body.account_id):
+            raise UnprocessableError(f"account_id: there is no account {body.account_id}")
+        if GRANTS.has(connection, grantee=values["grantee"], root=root):
+            raise ConflictError("it has a role there already; change or revoke that one", state="exists")
+        return GRANTS.answer(ask, GRANTS.insert(connection, ask, values), is_new=True)
+
+    return ask.transact(act)
+
+
+def _check_root(root: str | None, ask: Ask) -> None:
+    if root is None:
+        if ask.visible is not None:
+            raise ForbiddenError("a role in all roots needs the scope 'admin' for all roots", scope="admin")
+    elif root not in ask.roots or not ask.caller.may_see(root):
+        raise NotFoundError(f"there is no root {root[:63]!r}")
+
+
+@feature.get(_GRANT, **_ADMIN)
+def get_grant(grant_id: IdPath, ask: Ask) -> Grant:
+    """Get a grant."""
+    return GRANTS.read(ask, grant_id)
+
+
+@feature.patch(_GRANT, **_ADMIN, errors=(404, 412))
+def change_grant(grant_id: IdPath, body: GrantChange, ask: Ask, match: IfMatch) -> Grant:
+    """Change the role."""
+    return GRANTS.change(ask, grant_id, match, {"role": body.role})
+
+
+@feature.delete(_GRANT, **_ADMIN, status=204, errors=(404, 412))
+def delete_grant(grant_id: IdPath, ask: Ask, match: IfMatch) -> None:
+    """Revoke a role: it ends at once, also for keys and sessions."""
+    GRANTS.delete(ask, grant_id, match)
+
+
+# -- one's own account ---------------------------------------------------------------------------------------
+
+
+@feature.get("/account", tag="people", scope="any", errors=(404,))
+def get_own_account(ask: Ask) -> Account:
+    """Get the account of the caller; `/whoami` has its rights."""
+    return ACCOUNTS.read(ask, own_account(ask))
+
+
+@feature.get("/account/keys", tag="people", scope="any", errors=(404,))
+def list_own_keys(ask: Ask) -> Items[Key]:
+    """List the keys of the caller's account, revoked and expired ones too."""
+    return Items(tuple(ask.find(list_keys, account_id=own_account(ask))))
+
+
+def own_account(ask: Ask) -> int:
+    """Return the id of the caller's account. Raises NotFoundError."""
+    if ask.caller.account_id is None:
+        raise NotFoundError("this key belongs to no account")
+    return ask.caller.account_id

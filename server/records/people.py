@@ -1,0 +1,49 @@
+"""People and service accounts, and the roles that are granted to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Annotated, Literal
+
+from dcp.server.records.declaring import OneOf, Shown
+
+__all__ = ["Account", "AccountKind", "Grant", "Role"]
+
+AccountKind = Literal["person", "service"]
+Role = Literal["viewer", "contributor", "operator", "admin"]
+"""viewer: read. contributor: also write. operator: also convert and delete. admin: all scopes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """A person who signs in, or a service account, which has keys alone."""
+
+    id: int
+    kind: Annotated[str, OneOf(AccountKind)]
+    name: Annotated[str, Shown("Unique among those of its kind, and never changed.")]
+    actor: Annotated[str, Shown("The name in the audit log.", examples=("person:alice@example.org",))]
+    title: Annotated[str, Shown("The full name, as the provider says; a description of a service account.")]
+    email: Annotated[str | None, Shown("As the provider says, if it has verified it.")]
+    issuer: Annotated[str | None, Shown("The provider of a person.")]
+    groups: Annotated[tuple[str, ...], Shown("As of the last sign-in.")]
+    created_at: datetime
+    seen_at: Annotated[datetime | None, Shown("The last sign-in of a person.")]
+    disabled_at: Annotated[datetime | None, Shown("Its sessions and keys do not work from then on.")]
+    etag: Annotated[str, Shown("For If-Match.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """A role in a root for an account, or for the members of a group."""
+
+    id: int
+    account_id: Annotated[int | None, Shown("null: it is for a group.")]
+    account: Annotated[str | None, Shown("The account's name in the audit log.")]
+    group: Annotated[str | None, Shown("null: it is for an account.")]
+    role: Annotated[str, OneOf(Role)]
+    root: Annotated[str | None, Shown("null: all.")]
+    created_by: str
+    created_at: datetime
+    updated_at: datetime
+    etag: Annotated[str, Shown("For If-Match.")]
