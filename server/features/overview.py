@@ -18,7 +18,7 @@ from dcp.server.core.pages.requests import query_of
 from dcp.server.features.checkpoints import find_page, loss_of
 from dcp.server.features.jobs.job_routes import active_jobs
 from dcp.server.features.roots import roots_of
-from dcp.server.features.runs.web import RunQuery, list_runs
+from dcp.server.features.runs.run_pages import RunQuery, list_runs
 from dcp.server.records.checkpoints import Checkpoint, Run
 
 __all__ = ["feature"]

@@ -8,4 +8,4 @@ from dcp.server.core.feature import Feature
 
 __all__ = ["feature"]
 
-feature: Final = Feature("runs", __name__, web=["web", "live"])
+feature: Final = Feature("runs", __name__, web=["run_pages", "live"])
