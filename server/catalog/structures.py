@@ -12,10 +12,10 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Annotated, Any, Final, Literal
 
 import msgpack
@@ -307,8 +307,11 @@ def tree_level(
     start = f"{prefix}." if prefix else ""
     mark = query_mark("tree", structure_id, prefix)
     rest = func.substr(table.fqn, len(start) + 1)
-    dot = _place_of_dot(connection, rest)
-    name = _by_character(connection, case((dot > 0, func.substr(rest, 1, dot - 1)), else_=rest))
+    is_postgres = connection.dialect.name == "postgresql"
+    dot = (func.strpos if is_postgres else func.instr)(rest, ".")
+    name: ColumnElement[Any] = case((dot > 0, func.substr(rest, 1, dot - 1)), else_=rest)
+    if is_postgres:  # by code points, as SQLite; otherwise it goes by the language of the server
+        name = name.collate("C")
     is_tensor = case((table.kind == "tensor", 1), else_=0)
     query = select(
         name.label("name"),
@@ -405,13 +408,9 @@ def _ordered(
         return rows[:limit]
     if len(rows) > _COUNTED:
         return connection.execute(query.where(name > literal(last)).limit(limit)).all()
-    found = sorted(rows, key=lambda row: (in_order(row.name), row.name))
-    start = (
-        0
-        if last is None
-        else bisect_right(found, (in_order(last), last), key=lambda row: (in_order(row.name), row.name))
-    )
-    return found[start : start + limit]
+    found = sorted((in_order(row.name), row.name, row) for row in rows)
+    behind = (row for order, name, row in found if last is None or (order, name) > (in_order(last), last))
+    return list(islice(behind, limit))
 
 
 def _entries(connection: Connection, structure_id: int, names: Sequence[str]) -> dict[str, Tensor]:
@@ -425,13 +424,3 @@ def _entries(connection: Connection, structure_id: int, names: Sequence[str]) ->
 
 
 _entry: Final = partial(record_of_row, Tensor)
-
-
-def _place_of_dot(connection: Connection, text: ColumnElement[Any]) -> ColumnElement[Any]:
-    found = func.strpos if connection.dialect.name == "postgresql" else func.instr
-    return found(text, ".")
-
-
-def _by_character(connection: Connection, text: ColumnElement[Any]) -> ColumnElement[Any]:
-    """Compared by code points on both: PostgreSQL goes by the language of the server otherwise."""
-    return text.collate("C") if connection.dialect.name == "postgresql" else text
