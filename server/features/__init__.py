@@ -44,6 +44,7 @@ FEATURES: Final = (
     "checkpoint_page",
     "retention",
     "diff",
+    "digests",
     "downloads",
     "drift",
     "will_it_load",

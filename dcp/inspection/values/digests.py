@@ -50,7 +50,7 @@ class CheckpointDigests:
 
 @plain_errors
 def digests(
-    checkpoint_id: str | os.PathLike[str],
+    checkpoint_id: str | os.PathLike[str] | TensorReader,
     *,
     only: Patterns | None = None,
     exclude: Patterns | None = None,
@@ -65,7 +65,7 @@ def digests(
 
     Args:
         checkpoint_id: A path or URL: a checkpoint, a torch.save file, a safetensors file, or a Hugging Face
-            folder.
+            folder; or a reader of one, which stays open.
         only: Shell globs on names, as for `dcp.load`: what they match, and everything below.
         exclude: The same for what is left out.
         recompute: Read all of them, whatever the manifest says.

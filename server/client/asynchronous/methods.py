@@ -117,6 +117,10 @@ class AsyncMethods(AsyncHttpConnection):
         """All that is known of a checkpoint."""
         return await self._call("GET", f"/checkpoints/{checkpoint_id}", one(models.CheckpointDetail))
 
+    async def compute_digests(self, checkpoint_id: int) -> models.Job:
+        """Compute the digests of its tensors, by a job, so that checkpoints with the same are found."""
+        return await self._call("POST", f"/checkpoints/{checkpoint_id}/digests", one(models.Job))
+
     async def files(self, checkpoint_id: int) -> list[models.File]:
         """Return the checkpoint's own files, as they are in the storage now."""
         return await self._call("GET", f"/checkpoints/{checkpoint_id}/files", many(models.File))

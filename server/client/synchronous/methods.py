@@ -118,6 +118,10 @@ class Methods(HttpConnection):
         """All that is known of a checkpoint."""
         return self._call("GET", f"/checkpoints/{checkpoint_id}", one(models.CheckpointDetail))
 
+    def compute_digests(self, checkpoint_id: int) -> models.Job:
+        """Compute the digests of its tensors, by a job, so that checkpoints with the same are found."""
+        return self._call("POST", f"/checkpoints/{checkpoint_id}/digests", one(models.Job))
+
     def files(self, checkpoint_id: int) -> list[models.File]:
         """Return the checkpoint's own files, as they are in the storage now."""
         return self._call("GET", f"/checkpoints/{checkpoint_id}/files", many(models.File))

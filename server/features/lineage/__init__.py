@@ -126,11 +126,11 @@ def lineage_of(connection: Connection, checkpoint_id: int, visible: frozenset[st
             level = [node.id for node in new]
     kept = [edge for edge in edges.values() if edge.child_id in nodes and edge.parent_id in nodes]
     nearest = sorted(nodes.values(), key=lambda node: (abs(node.distance), node.id))
-    also_in = _also_in(connection, start, visible)
+    also_in = same_tensors(connection, start, visible)
     return Lineage(tuple(nearest), tuple(kept), is_cut, tuple(also_in))
 
 
-def _also_in(
+def same_tensors(
     connection: Connection, found: CheckpointDetail, visible: frozenset[str] | None
 ) -> list[LineageNode]:
     """Others whose tensors are the same, the newest first."""

@@ -52,8 +52,9 @@ def test_verify_says_good_and_damaged(site: JobSite, tmp_path: Path) -> None:
     assert [one["outcome"] for one in site.audited("checkpoint.verify")] == ["damaged", "good"]
 
 
-def test_verify_finds_those_with_the_same_tensors(site: JobSite, tmp_path: Path) -> None:
-    """Names equal checkpoints of any format, until one gets another content."""
+def test_digests_find_those_with_the_same_tensors(site: JobSite, tmp_path: Path) -> None:
+    """Names equal checkpoints of any format, until one gets another content: by verifications as by the job
+    that computes digests alone."""
     step = tmp_path / "main/run/step-1"
     dcp.save(state(1), storage_writer=dcp.FileSystemWriter(tmp_path / "main/run/step-3", digests=True))
     dcp.convert(step, tmp_path / "main/export.safetensors", to="safetensors")
@@ -64,8 +65,11 @@ def test_verify_finds_those_with_the_same_tensors(site: JobSite, tmp_path: Path)
         return {node["key"] for node in site.api.get(f"/checkpoints/{one}/lineage")["also_in"]}
 
     assert also() == set()
-    for name in ("run/step-1", "run/step-2", "export.safetensors"):
-        site.result("verify", checkpoint_id=site.id("main", name))
+    for name, kind in (("run/step-1", "verify"), ("run/step-2", "digest"), ("export.safetensors", "digest")):
+        site.result(kind, checkpoint_id=site.id("main", name))
+    result = site.result("digest", checkpoint_id=site.id("main", "run/step-3"))
+    assert (result["tensors"], result["bytes_read"]) == (3, 0)  # the manifest has them
+    assert len(site.audited("checkpoint.digest")) == 3
     site.scan("main")
     assert also() == {"export.safetensors", "run/step-3"}
     dcp.save(state(9), checkpoint_id=step, no_dist=True)

@@ -124,7 +124,7 @@ _ONE = {"checkpoint_id": 1}
 PARAMS: dict[str, dict[str, Any]] = {
     "convert": {**_ONE, **_TARGET},
     "merge": {"sources": [1, 2], **_TARGET},
-    **dict.fromkeys(("verify", "stats", "purge"), _ONE),
+    **dict.fromkeys(("verify", "digest", "stats", "purge"), _ONE),
     "diff": {"a": 1, "b": 2},
     "shapes": {**_ONE, "config": {}},
     "drift": {"run_id": 1},
