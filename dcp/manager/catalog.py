@@ -334,13 +334,16 @@ class Registrar:
                 after = answer.headers.get("Retry-After", "")
                 return self._away(said, float(after) if after.isdecimal() else 0.0)
             self._failed_in_a_row = 0
-            if status in _NOT_YET and note.refusals < _REFUSALS:
+            if status in _NOT_YET and note.refusals < _REFUSALS and _member(answer, "limit") is None:
                 note.refusals += 1
                 note.due = time.monotonic() + min(_LONGEST_PAUSE_SECONDS / 2, 0.5 * 2.0**note.refusals)
                 return False
             logger.warning("%s: %s was not registered: %s", self._run_url, note.key, said)
-        elif self._failed_in_a_row:
-            logger.info("%s: the catalog %s answers again", self._run_url, self._options.url)
+        else:
+            if self._failed_in_a_row:
+                logger.info("%s: the catalog %s answers again", self._run_url, self._options.url)
+            for said in _member(answer, "warnings") or ():
+                logger.warning("%s: %s was registered: %s", self._run_url, note.key, str(said)[:500])
         self._failed_in_a_row = 0
         return True
 
@@ -382,8 +385,13 @@ def _spool_folder(options: CatalogRegistration, run_url: str) -> Path:
 
 
 def _detail(answer: httpx.Response) -> str:
-    try:
-        detail = json.loads(answer.content[:10_000])["detail"]
-    except (ValueError, TypeError, LookupError):
-        detail = None
+    detail = _member(answer, "detail")
     return answer.reason_phrase if detail is None else str(detail)[:500]
+
+
+def _member(answer: httpx.Response, name: str) -> Any:
+    """Return a member of the JSON that answers; None without it."""
+    try:
+        return json.loads(answer.content[:10_000])[name]
+    except (ValueError, TypeError, LookupError):
+        return None

@@ -280,7 +280,8 @@ def quotas_page(view: Annotated[QuotasView, InQuery()], ask: Ask) -> dict[str, A
         "kinds": _KINDS,
         "rows": found[:_SHOWN],
         "count": len(found),
-        "titles": {name: TITLES[name] for name in LIMITS_OF[view.kind] if name in _SHOWN_LIMITS},
+        "titles": {name: TITLES[name] for name in _SHOWN_LIMITS if name in LIMITS_OF[view.kind]},
+        "narrow": {"downloads": "mid", "requests": "wide"},
     }
 
 
@@ -329,7 +330,9 @@ def _default_text(name: str, allowance: Allowance) -> str:
         return "no limit"
     if name == "requests":
         return f"{count_text(value.count)} in {value.seconds:g} s"
-    return bytes_text(value) if name in _BYTES else count_text(value)
+    if name not in _BYTES:
+        return count_text(value)
+    return f"{bytes_text(value)}/s" if name == "download_bytes_per_second" else bytes_text(value)
 
 
 @feature.form("/quotas/edit", scope="admin", all_roots=True)

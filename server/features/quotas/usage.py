@@ -22,6 +22,7 @@ from dcp.server.core.data.access import streams_of
 from dcp.server.core.http.context import Service
 from dcp.server.core.jobs.ledger.claims import jobs_at_work
 from dcp.server.core.jobs.ledger.limits import job_subjects
+from dcp.server.core.security.principal import LOCAL
 from dcp.server.database.tables import api_keys, jobs, roots
 from dcp.server.features.quotas import LIMITS_OF, quotas
 from dcp.server.records.declaring import OneOf, Shown
@@ -118,6 +119,7 @@ def labels_of(connection: Connection, subjects: Iterable[Subject]) -> dict[Subje
     names = {row.id: row.name for row in connection.execute(select(api_keys.c.id, api_keys.c.name))}
     known = {Subject("key", str(number)): name for number, name in names.items()}
     known |= {Subject("account", f"key#{number}"): f"key:{name}" for number, name in names.items()}
+    known[Subject("account", LOCAL.owner)] = LOCAL.name
     known |= {Subject("root", name): name for name in connection.execute(select(roots.c.name)).scalars()}
     return {subject: known[subject] for subject in wanted if subject in known}
 

@@ -27,10 +27,11 @@ from dcp.server.core.jobs.ledger import claims, failures, reading, transitions
 from dcp.server.core.jobs.ledger.rows import Backoff, Held, JobSpec, StaleFenceError, TaskSpec
 from dcp.server.core.jobs.schedules import PeriodicWork, ScheduleContext, Scheduler
 from dcp.server.core.problems import ConflictError, NotFoundError, UnavailableError
-from dcp.server.core.settings import RootSettings
+from dcp.server.core.settings import RootSettings, Settings
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import schedules
 from dcp.server.features import schedules as schedules_of
+from dcp.server.features.quotas import QuotaAllowances
 from dcp.server.records.declaring import moment
 from dcp.server.records.jobs import JobFailure
 from dcp.storage.errors import CheckpointConflictError, CorruptCheckpointError, StorageError, StorageFullError
@@ -159,6 +160,29 @@ def test_keys_take_turns_at_one_place(steps: Steps) -> None:
         steps.finish(made)
         steps.finish(steps.taken("publish"))
     assert order == [many[0], few[0], many[1], few[1], *many[2:]]
+
+
+@pytest.mark.parametrize("kind", ["account", "key", "root"])
+def test_a_limit_of_running_jobs_holds_where_they_are_claimed(steps: Steps, kind: str) -> None:
+    """Of an account, a key or a root: what is at work goes on, others pass by, the service's own jobs too."""
+    quotas = {"quotas": {kind: {"jobs_running": 1}}}
+    limits = claims.ClaimLimits(allowances=QuotaAllowances(Settings(features=quotas)))
+    own = {"account": {"owner": "key#1"}, "key": {"owner": "key#1", "key_id": 1}, "root": {"root": "main"}}
+    one = {"owner": "account#7", **own[kind]}
+    steps.database.transact(lambda connection: sync_roots(connection, {"main": "/main"}, now=NOW))
+    first, held = steps.add(**one), steps.add(**one)
+    other = steps.add(owner="key#2", key_id=2)
+    scan = steps.add(root="main")
+
+    def taken() -> int | None:
+        made = steps.claim("w", NOW, HOUR, limits)
+        return None if made is None else made.job.id
+
+    assert [taken() for _ in range(4)] == [first, other, scan, None]
+    steps.complete_plan(Held(first, None, 1), {}, [TaskSpec(payload={})] * 2, NOW)
+    assert [taken() for _ in range(3)] == [first, first, None]  # two tasks of one job
+    steps.request_cancel(first, NOW, "key:a")
+    assert held not in {job.id for job in steps.list_jobs() if job.state == "planning"}
 
 
 # -- keys and roots ------------------------------------------------------------------------------------------

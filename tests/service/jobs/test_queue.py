@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import astuple
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,30 @@ def test_a_kind_runs_as_often_as_it_may(database: Database, tmp_path: Path) -> N
         assert wait_for_end(database, job_id).state == "succeeded"
     acts = [line.split()[0] for line in log_lines(tmp_path) if line.startswith(("task", "done"))]
     assert acts == ["task", "done"] * 4
+
+
+@pytest.mark.each_database
+def test_jobs_of_others_pass_by_an_account_at_its_limit(database: Database, tmp_path: Path) -> None:
+    """Runs one job of an account at a time over two workers, in order, and those of others meanwhile."""
+    folders = [tmp_path / name for name in ("a0", "a1", "a2", "b")]
+    for folder in folders:
+        folder.mkdir()
+    *many, other = (
+        put(database, folder, "wait:go" if folder.name[0] == "a" else "write", owner=f"key#{folder.name[0]}")
+        for folder in folders
+    )
+    limits = {"features": {"quotas": {"account": {"jobs_running": 1}}}}
+    settings = job_settings(database, tmp_path, concurrency=3, **limits)
+    with working(settings), working(settings):
+        until(lambda: pids_of(folders[0]), "the first task")
+        assert wait_for_end(database, other).state == "succeeded"
+        assert [state_of(database, job).state for job in many] == ["running", "queued", "queued"]
+        assert not log_lines(folders[1]) and not log_lines(folders[2])
+        for folder in folders:
+            (folder / "go").touch()
+        ended = [wait_for_end(database, job) for job in many]
+    for before, after in pairwise(ended):
+        assert before.finished_at and after.started_at and before.finished_at <= after.started_at
 
 
 def test_a_kind_that_the_worker_does_not_know_waits(database: Database, tmp_path: Path) -> None:
