@@ -22,8 +22,9 @@ from dcp.server.core.data.access import streams_of
 from dcp.server.core.http.context import Service
 from dcp.server.core.jobs.ledger.claims import jobs_at_work
 from dcp.server.core.jobs.ledger.limits import job_subjects
+from dcp.server.core.security.accounts import actor_of
 from dcp.server.core.security.principal import LOCAL
-from dcp.server.database.tables import api_keys, jobs, roots
+from dcp.server.database.tables import accounts, api_keys, jobs, roots
 from dcp.server.features.quotas import LIMITS_OF, quotas
 from dcp.server.records.declaring import OneOf, Shown
 
@@ -102,11 +103,15 @@ def known_subjects(connection: Connection, kind: SubjectKind) -> list[Subject]:
     names = set(connection.execute(stored).scalars())
     if kind == "root":
         names |= set(connection.execute(select(roots.c.name).where(roots.c.is_configured)).scalars())
+        return [Subject(kind, name) for name in sorted(names)]
+    valid = select(api_keys.c.id).where(api_keys.c.revoked_seconds.is_(None))
+    if kind == "key":
+        names |= {str(number) for number in connection.execute(valid).scalars()}
     else:
-        valid = select(api_keys.c.id).where(api_keys.c.revoked_seconds.is_(None))
-        mark = "" if kind == "key" else "key#"
-        names |= {f"{mark}{number}" for number in connection.execute(valid).scalars()}
-    if kind == "account":
+        alone = valid.where(api_keys.c.account_id.is_(None))
+        present = select(accounts.c.id).where(accounts.c.disabled_seconds.is_(None))
+        names |= {f"key#{number}" for number in connection.execute(alone).scalars()}
+        names |= {f"account#{number}" for number in connection.execute(present).scalars()}
         owners = select(jobs.c.owner).where(jobs.c.finished_seconds.is_(None)).distinct()
         names |= set(connection.execute(owners).scalars()) | set(kept_by_account(connection))
         names = {name for name in names if not name.startswith(SERVICE)}
@@ -116,9 +121,14 @@ def known_subjects(connection: Connection, kind: SubjectKind) -> list[Subject]:
 def labels_of(connection: Connection, subjects: Iterable[Subject]) -> dict[Subject, str]:
     """Return the names of subjects; those that do not exist are left out."""
     wanted = set(subjects)
-    names = {row.id: row.name for row in connection.execute(select(api_keys.c.id, api_keys.c.name))}
-    known = {Subject("key", str(number)): name for number, name in names.items()}
-    known |= {Subject("account", f"key#{number}"): f"key:{name}" for number, name in names.items()}
+    query = select(accounts.c.id, accounts.c.kind, accounts.c.name)
+    people = {row.id: actor_of(row.kind, row.name) for row in connection.execute(query)}
+    known = {Subject("account", f"account#{number}"): name for number, name in people.items()}
+    for row in connection.execute(select(api_keys.c.id, api_keys.c.name, api_keys.c.account_id)):
+        name = f"key:{row.name}" if row.account_id is None else f"{people[row.account_id]}/key:{row.name}"
+        known[Subject("key", str(row.id))] = name
+        if row.account_id is None:
+            known[Subject("account", f"key#{row.id}")] = name
     known[Subject("account", LOCAL.owner)] = LOCAL.name
     known |= {Subject("root", name): name for name in connection.execute(select(roots.c.name)).scalars()}
     return {subject: known[subject] for subject in wanted if subject in known}
