@@ -11,7 +11,9 @@ from typing import Any, Final
 
 import pytest
 from fastapi.testclient import TestClient
+from sqlalchemy import update
 
+from dcp.server.database.tables import accounts
 from dcp.server.features import FeatureError
 from tests.support.app import running_app
 from tests.support.catalog import API, Catalog, pages
@@ -231,6 +233,41 @@ def test_production_by_default(tmp_path: Path) -> None:
     assert sent[1]["data"]["checkpoint"]["id"] == number
     detail = sent[1]["data"]["detail"]
     assert (detail["stage"], detail["by"], detail["reason"]) == ("production", "key:boss", "ready")
+
+
+@pytest.mark.each_database
+def test_approvers_by_account_and_group(make_database: MakeDatabase, tmp_path: Path) -> None:
+    """Two keys of one account approve once; members of a group may, with a role in the root alone."""
+    rule = {"approvals": 2, "approvers": ["service-account:ada", "group:leads"]}
+    options: dict[str, Any] = {"features": {"stages": {"rules": {"production": rule}}}}
+    with running_app(make_database(), tmp_path, **options) as app:
+        own, clients = Catalog(app, tmp_path), {}
+        number = own.add("run/step-1")
+        for name, root in (("ada", "main"), ("bob", "main"), ("eve", "main"), ("cat", "other")):
+            account = own.http.post(f"{API}/accounts", json={"name": name}).json()["id"]
+            role = {"account_id": account, "role": "contributor", "root": root}
+            assert own.status("POST", "/grants", json=role) == 201
+            for key in (name, f"{name}-2"):
+                body = {"name": key, "account_id": account, "scopes": ["read", "write"]}
+                secret = own.http.post(f"{API}/keys", json=body).json()["key"]
+                clients[key] = app.client()
+                clients[key].headers["authorization"] = f"Bearer {secret}"
+        with app.service.database.write() as connection:
+            leads = update(accounts).where(accounts.c.name.in_(("bob", "cat")))
+            connection.execute(leads.values(groups=["leads"]))
+        request = ask(clients["eve"], number, "production").json()["id"]
+        found = {name: decide(client, request) for name, client in clients.items()}
+        assert found == {
+            "ada": 200,
+            "ada-2": 409,
+            "bob": 200,
+            "bob-2": 409,
+            "eve": 409,
+            "eve-2": 409,
+            "cat": 404,
+            "cat-2": 404,
+        }
+        assert held(own) == {"production": number}
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,9 @@ _Names = tuple[Annotated[str, Field(min_length=1, max_length=256)], ...]
 class StageRule(BaseModel):
     """Conditions for the promotion to a stage.
 
-    Requests are for callers with ``request_scope``, or only for ``requesters``, by their names as in the
-    audit log; approvals in the same way. ``self_approval``: who requests may be one of those who approve.
+    Requests are for callers with ``request_scope``, or only for ``requesters``: accounts and keys by their
+    names as in the audit log, and ``group:NAME``; approvals in the same way. ``self_approval``: who requests
+    may be one of those who approve.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -35,7 +36,8 @@ class StageRule(BaseModel):
     @model_validator(mode="after")
     def _can_be_met(self) -> Self:
         known = len(set(self.approvers))
-        if 0 < known < self.approvals:
+        has_groups = any(name.startswith("group:") for name in self.approvers)
+        if 0 < known < self.approvals and not has_groups:
             raise ValueError(f"{self.approvals} approvals cannot be reached with {known} approvers")
         return self
 

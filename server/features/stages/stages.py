@@ -23,6 +23,7 @@ from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import Precondition
 from dcp.server.core.problems import ForbiddenError
 from dcp.server.core.resource import Resource, record_of_row
+from dcp.server.core.security.accounts import accounts_of
 from dcp.server.core.security.principal import Scope
 from dcp.server.core.settings import Settings
 from dcp.server.database.tables import checkpoints, roots, runs
@@ -60,6 +61,7 @@ class Rules:
     """The rules of stages as they are for one caller, in one root or in any."""
 
     def __init__(self, ask: Ask, root: str | None = None) -> None:
+        self._ask = ask
         self._caller = ask.caller
         self._root = root
         self.settings: StagesSettings = feature.options(ask.settings)
@@ -100,7 +102,12 @@ class Rules:
         return self.may_approve(stage) if self.rule(stage).approvals else self.may_request(stage)
 
     def _is_one_of(self, names: tuple[str, ...]) -> bool:
-        return not {self._caller.name, self._caller.owner}.isdisjoint(names)
+        own = {self._caller.name, self._caller.owner}
+        number = self._caller.account_id
+        if number is not None and any(name.startswith("group:") for name in names):
+            account = self._ask.find(accounts_of, [number])[number]
+            own |= {f"group:{group}" for group in account.groups}
+        return not own.isdisjoint(names)
 
     def _may(self, scope: Scope) -> bool:
         return self._caller.may(scope, self._root)
