@@ -27,12 +27,15 @@ from dcp.cli.common import EXIT_FINDINGS, Answer, Strings, fail
 from dcp.cli.printing import describe_time
 
 if TYPE_CHECKING:
+    from sqlalchemy import Connection
+
     from dcp.server.catalog.runs import RootRow
     from dcp.server.core.settings import Settings
     from dcp.server.database.engine import Database
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./:@+=-]{0,127}")
+_ACCOUNT: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+@=-]{0,63}")
 
 _CONFIG: Final = Option(None, metavar="FILE", help="TOML; else DCP_SERVER_CONFIG, dcp-server.toml.")
 _DATABASE: Final = Option(None, metavar="URL", help="Instead of the one of the settings.")
@@ -216,6 +219,7 @@ def _create(
     scope: Strings = Option(None, help="read, write, convert, delete or admin; again for several [read]."),
     root: Strings = Option(None, help="Only for this root; several times for several [all]."),
     expires: str | None = Option(None, metavar="TIME", help="After this time: 12h, 30d, 52w [never]."),
+    account: str | None = Option(None, help="The service account that it belongs to; made if it is new [none]."),
     settings: Settings = _SETTINGS,
 ) -> Answer:
     """Make a key and print it, for the only time. It is on stdout alone, so that it can be piped."""
@@ -233,16 +237,41 @@ def _create(
     with _opened(settings, is_made=True) as opened, opened.write() as connection:
         made = keys.create_key(
             connection,
+            account_id=None if account is None else _service_account(connection, account, now_seconds),
             name=name,
             scopes=scopes,
             roots=root,
             expires_seconds=None if lasts_seconds is None else now_seconds + lasts_seconds,
             now_seconds=now_seconds,
         )
-        detail = {"name": name, "scopes": sorted({*scopes}), "roots": root}
+        detail = {"name": name, "scopes": sorted({*scopes}), "roots": root, "account": made.account}
         audit.record(connection, "cli", "key.create", f"key:{made.id}", detail, now=now_seconds)
     data = {"id": made.id, "name": name, "scopes": sorted({*scopes}), "key": made.key}
     return Answer(data, lambda: print(made.key))
+
+
+def _service_account(connection: Connection, name: str, now_seconds: float) -> int:
+    """Return the id of a service account, which is made if there is none of the name."""
+    from sqlalchemy import insert
+
+    from dcp.server.catalog import audit
+    from dcp.server.core.security.accounts import actor_of, find_account
+    from dcp.server.database.tables import accounts
+
+    found = find_account(connection, "service", name)
+    if found is not None:
+        return int(found.id)
+    if not _ACCOUNT.fullmatch(name) or find_account(connection, "person", name) is not None:
+        raise typer.BadParameter(
+            "letters, digits and _.+@=- are taken, 64 at most, and not the name of a person",
+            param_hint="--account",
+        )
+    times = {"created_seconds": now_seconds, "updated_seconds": now_seconds}
+    values = {"kind": "service", "name": name, "groups": [], **times}
+    number = connection.execute(insert(accounts).values(values).returning(accounts.c.id)).scalar_one()
+    detail = {"account": actor_of("service", name)}
+    audit.record(connection, "cli", "account.create", f"account:{number}", detail, now=now_seconds)
+    return int(number)
 
 
 def _check_names(option: str, given: Any, known: Any) -> None:

@@ -25,7 +25,12 @@ feature: Final = Feature("audit", __name__)
 
 _ROWS: Final = 50
 _Day = Annotated[date, Field(ge=date(1970, 1, 1), le=date(9998, 12, 31))]
-_PAGES: Final = {"checkpoint": "/checkpoints/{}", "run": "/runs/{}", "job": "/jobs/{}"}
+_PAGES: Final = {
+    "account": "/people/{}",
+    "checkpoint": "/checkpoints/{}",
+    "run": "/runs/{}",
+    "job": "/jobs/{}",
+}
 """Of targets, which are a kind and a number."""
 
 
@@ -98,6 +103,7 @@ def audit_log_page(view: Annotated[AuditView, Query()], ask: Ask) -> dict[str, A
         "view": view,
         "entries": [(entry, _page_of(entry.target), _in_words(entry.detail)) for entry in found.items],
         "next_cursor": found.next_cursor,
+        "roots": [root.name for root in ask.roots if ask.caller.may_see(root.name)],
         "is_filtered": bool(asked),
     }
 
