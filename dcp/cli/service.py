@@ -219,7 +219,9 @@ def _create(
     scope: Strings = Option(None, help="read, write, convert, delete or admin; again for several [read]."),
     root: Strings = Option(None, help="Only for this root; several times for several [all]."),
     expires: str | None = Option(None, metavar="TIME", help="After this time: 12h, 30d, 52w [never]."),
-    account: str | None = Option(None, help="The service account that it belongs to; made if it is new [none]."),
+    account: str | None = Option(
+        None, help="The service account that it belongs to; made if it is new [none]."
+    ),
     settings: Settings = _SETTINGS,
 ) -> Answer:
     """Make a key and print it, for the only time. It is on stdout alone, so that it can be piped."""

@@ -196,7 +196,14 @@ def _create(
             continue
         actor = actor_of("person", name)
         audit.record(
-            connection, actor, "account.create", f"account:{made.id}", {"account": actor}, now=ask.now
+            connection,
+            actor,
+            "account.create",
+            f"account:{made.id}",
+            {"account": actor},
+            now=ask.now,
+            request_id=ask.request_id,
+            address=ask.address,
         )
         return made
     return None
