@@ -42,7 +42,7 @@ class Principal:
     @property
     def owner(self) -> str:
         """The person or service account that limits and quotas count; a key without one counts for itself."""
-        return self.identity if self.account is None else self.account
+        return self.identity if self.account_id is None else f"account#{self.account_id}"
 
     @property
     def is_admitted(self) -> bool:

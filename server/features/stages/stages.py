@@ -102,7 +102,7 @@ class Rules:
         return self.may_approve(stage) if self.rule(stage).approvals else self.may_request(stage)
 
     def _is_one_of(self, names: tuple[str, ...]) -> bool:
-        own = {self._caller.name, self._caller.owner}
+        own = {self._caller.name, self._caller.owner, self._caller.account}
         number = self._caller.account_id
         if number is not None and any(name.startswith("group:") for name in names):
             account = self._ask.find(accounts_of, [number])[number]
