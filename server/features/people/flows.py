@@ -28,7 +28,7 @@ from dcp.server.core.jobs.schedules import ScheduleContext
 from dcp.server.core.problems import UnavailableError
 from dcp.server.database.tables import metadata
 
-__all__ = ["Flow", "begin_flow", "end_flow", "forget_old"]
+__all__ = ["Flow", "ProviderError", "RefusedError", "begin_flow", "end_flow", "forget_old"]
 
 FLOW_SECONDS: Final = 600.0
 _MAX_FLOWS: Final = 20_000
@@ -55,6 +55,14 @@ class Flow:
     verifier: str
     redirect_url: str
     target: str
+
+
+class ProviderError(Exception):
+    """The provider does not answer, or not as it should: the fault of neither the person nor the browser."""
+
+
+class RefusedError(Exception):
+    """The provider refuses the code, or the claims are not to be trusted."""
 
 
 def begin_flow(connection: Connection, browser: str, redirect_url: str, target: str, now: float) -> Flow:

@@ -21,10 +21,10 @@ from joserfc import jwt
 from joserfc.errors import JoseError
 from joserfc.jwk import KeySet
 
-from dcp.server.features.people.flows import Flow
+from dcp.server.features.people.flows import Flow, ProviderError, RefusedError
 from dcp.server.features.people.settings import PeopleSettings, is_safe_url
 
-__all__ = ["Provider", "ProviderError", "RefusedError"]
+__all__ = ["Provider"]
 
 _ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512")
 """Never "none", nor one whose key is the client's secret."""
@@ -37,14 +37,6 @@ _LEEWAY_SECONDS: Final = 60
 _AT_ONCE: Final = 4
 """Requests under way, so that a provider that hangs holds few threads."""
 _log = structlog.get_logger(__name__)
-
-
-class ProviderError(Exception):
-    """The provider does not answer, or not as it should: the fault of neither the person nor the browser."""
-
-
-class RefusedError(Exception):
-    """The provider refuses the code, or the claims are not to be trusted."""
 
 
 class Provider:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import urlencode
 
 import structlog
@@ -17,9 +17,11 @@ from dcp.server.core.pages.requests import VISIT_COOKIE, Next, is_visit, own_pat
 from dcp.server.core.problems import NotFoundError
 from dcp.server.features.people import feature
 from dcp.server.features.people.accounts import Refusal, sign_in_person
-from dcp.server.features.people.flows import Flow, begin_flow, end_flow
-from dcp.server.features.people.provider import Provider, ProviderError, RefusedError
+from dcp.server.features.people.flows import Flow, ProviderError, RefusedError, begin_flow, end_flow
 from dcp.server.features.people.settings import CALLBACK_PATH, PeopleSettings, provider_settings
+
+if TYPE_CHECKING:
+    from dcp.server.features.people.provider import Provider
 
 _log = structlog.get_logger(__name__)
 _Text = Annotated[str, Query(max_length=4096)]
@@ -30,6 +32,9 @@ _NO_STORE: Final = {"Cache-Control": "no-store"}
 
 
 def _provider(service: Service) -> Provider:
+    # only here: it takes 9 MiB of memory, and most services have no provider
+    from dcp.server.features.people.provider import Provider
+
     options = provider_settings(service.settings)
     assert options is not None
     return Provider(options, service.clock)
