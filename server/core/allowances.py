@@ -48,7 +48,7 @@ SERVICE: Final = "service:"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Subject:
-    """An account (`Principal.owner`), a key (by its id) or a root (by its name)."""
+    """An account (by `Principal.owner`), a key (by its id) or a root (by its name)."""
 
     kind: SubjectKind
     name: str

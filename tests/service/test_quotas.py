@@ -16,6 +16,7 @@ from fastapi.testclient import TestClient
 from tests.support.app import running_app
 from tests.support.catalog import API, Catalog
 from tests.support.databases import MakeDatabase
+from tests.support.pages import Browser
 
 BYTES = 192
 """Of a checkpoint that `Catalog.save` makes."""
@@ -243,3 +244,66 @@ def test_settings_of_quotas_are_checked(tmp_path: Path) -> None:
     for wrong in mistakes:
         with pytest.raises(Exception, match=r"features\.quotas"):
             running_app(url, tmp_path, features={"quotas": wrong}).__enter__()
+
+
+@pytest.mark.each_database
+def test_keys_of_one_account_share_its_limits(catalog: Catalog) -> None:
+    """Those of an account use one allowance, and have limits of their own beside it."""
+    made = catalog.http.post(f"{API}/accounts", json={"name": "robots"}).json()
+    grant = {"account_id": made["id"], "role": "contributor", "root": None}
+    assert catalog.http.post(f"{API}/grants", json=grant).status_code == 201
+    keys = [
+        catalog.http.post(
+            f"{API}/keys", json={"name": name, "scopes": ["read", "write"], "account_id": made["id"]}
+        ).json()
+        for name in ("one", "two")
+    ]
+    clients = [catalog.app.client() for _ in keys]
+    for client, key in zip(clients, keys, strict=True):
+        client.headers["Authorization"] = f"Bearer {key['key']}"
+    account = "service-account:robots"
+    limit(catalog, "account", account, bytes_kept=BYTES, jobs_queued=2)
+    limit(catalog, "key", str(keys[0]["id"]), jobs_queued=1)
+    for name in ("a", "b"):
+        catalog.save(f"run/{name}", save_id=name * 8)
+    given = [{"root": "main", "key": f"run/{name}"} for name in ("a", "b")]
+    answers = [c.post(f"{API}/checkpoints", json=one) for c, one in zip(clients, given, strict=True)]
+    assert [answer.status_code for answer in answers] == [201, 409]
+    jobs = [{"kind": "scan", "params": {"root": "main", "below": f"run-{n}"}} for n in range(4)]
+    order = [clients[0], clients[0], clients[1], clients[1]]
+    statuses = [c.post(f"{API}/jobs", json=job).status_code for c, job in zip(order, jobs, strict=True)]
+    assert statuses == [202, 429, 202, 429]
+    assert used(catalog, "jobs_queued", clients[1]) == (2, 2)
+    row = catalog.get("/quotas/usage", q="robots")["items"][0]
+    assert (row["subject"], row["label"]) == (account, "service-account:robots")
+
+
+def test_the_form_of_a_quota(catalog: Catalog) -> None:
+    """Stores sizes in words, shows what was wrong and typed, and takes nothing without its token or of an
+    older version; empty fields are the defaults again."""
+    name = "<img src=x onerror=alert(1)>"
+    _, account = person(catalog, name)
+    browser = Browser(catalog.app.client())
+    secret = catalog.http.headers["Authorization"].removeprefix("Bearer ")
+    assert browser.sign_in(secret).status_code == 200
+    assert name in browser.page("/quotas").text and browser.page("/usage").text
+    path = f"/quotas/edit?kind=account&subject={account.replace('#', '%23')}"
+    form = browser.page(path).form("/quotas/edit")
+    wrong = browser.submit(form, bytes_kept="20 elephants", note=name)
+    assert wrong.status_code == 422 and "20 elephants" in wrong.text and name not in wrong.text
+    typed = {"bytes_kept": "20 TB", "jobs_queued": "none", "requests": "5/hour", "jobs_running": "1,000"}
+    assert browser.submit(form, **typed).status_code == 200
+    (made,) = catalog.get("/quotas")["items"]
+    assert made["limits"] == {
+        "bytes_kept": 20 * 10**12,
+        "jobs_queued": None,
+        "requests": "5/hour",
+        "jobs_running": 1000,
+    }
+    assert browser.submit(form, jobs_queued="1").status_code == 409
+    assert browser.client.post("/quotas/edit", data={**form.fields, "token": ""}).status_code == 403
+    again = browser.page(path).form("/quotas/edit")
+    assert again.fields["jobs_queued"] == "none" and again.fields["bytes_kept"] == "20000000000000"
+    assert browser.submit(again, **dict.fromkeys(typed, "")).status_code == 200
+    assert catalog.get("/quotas")["items"] == []
+    assert browser.get("/quotas/edit?kind=account&subject=key%23999").status_code == 422

@@ -63,7 +63,10 @@ class Quota:
     kind: Annotated[str, OneOf(SubjectKind)]
     subject: Annotated[
         str,
-        Shown("Account: key#3 or account#3. Key: its id. Root: its name.", examples=("key#3", "main")),
+        Shown(
+            "Account: person:NAME, service-account:NAME or key#3. Key: its id. Root: its name.",
+            examples=("person:ada", "main"),
+        ),
     ]
     limits: Annotated[Mapping[str, Any], Shown("By name; null: no limit; not there: the default.")]
     note: str
@@ -234,7 +237,7 @@ def _checked(kind: SubjectKind, limits: dict[str, Any]) -> dict[str, Any]:
 
 def _check_exists(connection: Connection, subject: Subject) -> None:
     if subject not in labels_of(connection, [subject]):
-        known = {"account": "account such as key#3 or account#3", "key": "key of this id", "root": "root"}
+        known = {"account": "account such as person:ada or key#3", "key": "key of this id", "root": "root"}
         raise UnprocessableError(f"subject: there is no {known[subject.kind]}", field="subject")
 
 
