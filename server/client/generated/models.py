@@ -1190,7 +1190,7 @@ class SubjectUse:
 
     kind: str
     subject: str
-    """As in a quota: person:NAME, service-account:NAME or key#3; the id of a key; a root."""
+    """As in a quota: person:NAME, key#3, ...; the id of a key; a root."""
     label: str
     """The name of the account or key."""
     quota_id: int | None = None
