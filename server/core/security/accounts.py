@@ -102,11 +102,13 @@ def is_present(account: Row[Any], settings: RoleSettings, now_seconds: float) ->
 
 def rights_of(connection: Connection, found: Sequence[Row[Any]], settings: RoleSettings) -> dict[int, Rights]:
     """Return the rights of accounts, by their ids."""
+    if not found:  # as for most keys
+        return {}
     groups = sorted({group for account in found for group in account.groups})
     numbers = [account.id for account in found]
     query = select(grants).where(or_(grants.c.account_id.in_(numbers), grants.c.group_name.in_(groups)))
     granted: defaultdict[str, list[GroupRole]] = defaultdict(list)
-    for row in connection.execute(query) if found else ():
+    for row in connection.execute(query):
         root = None if row.root == ALL_ROOTS else row.root
         granted[row.grantee].append(GroupRole(row.group_name, row.role, root))
     return {account.id: _rights(account, granted, settings) for account in found}

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger(__name__)
 _Text = Annotated[str, Query(max_length=4096)]
+_MAX_TARGET: Final = 2048
 _EXPIRED: Final = "This sign-in has expired, or was begun in another browser. Try again."
 _AWAY: Final = "The sign-in service does not answer. Try again in a moment, or use an API key."
 _REFUSED: Final = "The sign-in was refused. Try again, or ask an administrator."
@@ -56,7 +57,7 @@ def go_to_provider(ask: Ask, next: Next = "/") -> dict[str, Any] | Response:
     is_new = not is_visit(visit)
     if is_new:
         visit = secrets.token_urlsafe(32)
-    target = own_path(next)
+    target = own_path(next) if len(next) <= _MAX_TARGET else "/"
 
     def act(connection: Connection) -> Flow:
         return begin_flow(connection, visit, redirect_url, target, ask.now)

@@ -270,14 +270,21 @@ def test_a_stream_without_events_has_a_heartbeat(catalog: Catalog, url: str) -> 
 
 
 def test_streams_end_with_their_key(catalog: Catalog, url: str) -> None:
-    """Revoked, a key's streams end within seconds; those of others go on."""
+    """Revoked, a key's streams end within seconds, also where its owner loses a role; others go on."""
     place, app = f"{url}{JOBS}/{submit(catalog)}/events", catalog.app
+    number = catalog.http.post(f"{API}/accounts", json={"name": "ci"}).json()["id"]
+    role = {"account_id": number, "role": "viewer", "root": None}
+    grant = catalog.http.post(f"{API}/grants", json=role).json()
+    owned = catalog.http.post(f"{API}/keys", json={"name": "own", "account_id": number}).json()["key"]
     with (
         stream(place, app.key("read", name="one")) as ended,
+        stream(place, owned) as of_account,
         stream(place, app.key("read", name="other")) as going_on,
     ):
-        for events in (ended, going_on):
+        for events in (ended, of_account, going_on):
             assert "id" in next(events)
+        assert catalog.status("DELETE", f"/grants/{grant['id']}") == 204
+        assert [*of_account] == []
         (number,) = [key["id"] for key in catalog.get("/keys")["items"] if key["name"] == "one"]
         assert catalog.status("DELETE", f"/keys/{number}") == 200
         begun = time.monotonic()
