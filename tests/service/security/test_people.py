@@ -167,8 +167,10 @@ def test_rights_come_from_groups_and_bound_keys(
         assert (last["actor"], last["root"]) == ("person:alice@example.org/key:laptop", "main")
 
         alice = account_of(catalog, "alice@example.org")
-        assert grant(catalog, "operator", "other", account_id=alice["id"]).status_code == 201
+        assert grant(catalog, "viewer", "other", account_id=alice["id"]).status_code == 201
         assert seen(catalog, client) == {"run/step-1", "run/step-2"}
+        refused = client.put(f"{API}/checkpoints/{other}/tags/good")  # seen, but not to be changed
+        assert refused.status_code == 404 and "your role" in refused.json()["detail"]
         provider.person["groups"] = []  # taken out of the group: acts at the next sign-in
         person(catalog.app)
         assert seen(catalog, client) == seen(catalog, browser.client) == {"run/step-2"}
