@@ -261,7 +261,7 @@ def test_keys_of_one_account_share_its_limits(catalog: Catalog) -> None:
     clients = [catalog.app.client() for _ in keys]
     for client, key in zip(clients, keys, strict=True):
         client.headers["Authorization"] = f"Bearer {key['key']}"
-    account = "service-account:robots"
+    account = f"account#{made['id']}"
     limit(catalog, "account", account, bytes_kept=BYTES, jobs_queued=2)
     limit(catalog, "key", str(keys[0]["id"]), jobs_queued=1)
     for name in ("a", "b"):

@@ -669,7 +669,7 @@ class Quota:
     id: int
     kind: str
     subject: str
-    """Account: person:NAME, service-account:NAME or key#3. Key: its id. Root: its name."""
+    """Account: account#3, or key#3 of a key without one. Key: its id. Root: its name."""
     limits: Mapping[str, Any]
     """By name; null: no limit; not there: the default."""
     note: str
@@ -1190,7 +1190,7 @@ class SubjectUse:
 
     kind: str
     subject: str
-    """As in a quota: person:NAME, key#3, ...; the id of a key; a root."""
+    """As in a quota: account#3 or key#3; the id of a key; the name of a root."""
     label: str
     """The name of the account or key."""
     quota_id: int | None = None

@@ -64,8 +64,8 @@ class Quota:
     subject: Annotated[
         str,
         Shown(
-            "Account: person:NAME, service-account:NAME or key#3. Key: its id. Root: its name.",
-            examples=("person:ada", "main"),
+            "Account: account#3, or key#3 of a key without one. Key: its id. Root: its name.",
+            examples=("account#3", "main"),
         ),
     ]
     limits: Annotated[Mapping[str, Any], Shown("By name; null: no limit; not there: the default.")]
@@ -237,7 +237,7 @@ def _checked(kind: SubjectKind, limits: dict[str, Any]) -> dict[str, Any]:
 
 def _check_exists(connection: Connection, subject: Subject) -> None:
     if subject not in labels_of(connection, [subject]):
-        known = {"account": "account such as person:ada or key#3", "key": "key of this id", "root": "root"}
+        known = {"account": "account such as account#3 or key#3", "key": "key of this id", "root": "root"}
         raise UnprocessableError(f"subject: there is no {known[subject.kind]}", field="subject")
 
 

@@ -77,7 +77,7 @@ class SubjectUse:
     in place of the defaults."""
 
     kind: Annotated[str, OneOf(SubjectKind)]
-    subject: Annotated[str, Shown("As in a quota: person:NAME, key#3, ...; the id of a key; a root.")]
+    subject: Annotated[str, Shown("As in a quota: account#3 or key#3; the id of a key; the name of a root.")]
     label: Annotated[str, Shown("The name of the account or key.")]
     quota_id: int | None
     limits: tuple[LimitUse, ...]
@@ -109,9 +109,9 @@ def known_subjects(connection: Connection, kind: SubjectKind) -> list[Subject]:
         names |= {str(number) for number in connection.execute(valid).scalars()}
     else:
         alone = valid.where(api_keys.c.account_id.is_(None))
-        present = select(accounts.c.kind, accounts.c.name).where(accounts.c.disabled_seconds.is_(None))
+        present = select(accounts.c.id).where(accounts.c.disabled_seconds.is_(None))
         names |= {f"key#{number}" for number in connection.execute(alone).scalars()}
-        names |= {actor_of(row.kind, row.name) for row in connection.execute(present)}
+        names |= {f"account#{number}" for number in connection.execute(present).scalars()}
         owners = select(jobs.c.owner).where(jobs.c.finished_seconds.is_(None)).distinct()
         names |= set(connection.execute(owners).scalars()) | set(kept_by_account(connection))
         names = {name for name in names if not name.startswith(SERVICE)}
@@ -123,7 +123,7 @@ def labels_of(connection: Connection, subjects: Iterable[Subject]) -> dict[Subje
     wanted = set(subjects)
     query = select(accounts.c.id, accounts.c.kind, accounts.c.name)
     people = {row.id: actor_of(row.kind, row.name) for row in connection.execute(query)}
-    known = {Subject("account", name): name for name in people.values()}
+    known = {Subject("account", f"account#{number}"): name for number, name in people.items()}
     for row in connection.execute(select(api_keys.c.id, api_keys.c.name, api_keys.c.account_id)):
         name = f"key:{row.name}" if row.account_id is None else f"{people[row.account_id]}/key:{row.name}"
         known[Subject("key", str(row.id))] = name
