@@ -110,6 +110,7 @@ def migrated_sqlite() -> bytes:
     """The file of a migrated database."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "catalog.sqlite"
+        features()  # they declare tables of their own
         database = Database(f"sqlite:///{path}")
         upgrade(database)
         database.close()  # the last connection that closes writes the log into the file
