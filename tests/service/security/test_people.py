@@ -17,8 +17,7 @@ import pytest
 from joserfc import jwt
 from joserfc.jwk import OctKey, RSAKey
 
-from dcp.server.core.feature import FeatureError
-from dcp.server.database.engine import Database
+import dcp
 from tests.support.app import App, running_app
 from tests.support.catalog import API, Catalog
 from tests.support.pages import Browser, PageText
@@ -147,9 +146,7 @@ def test_sign_in_at_another_provider(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.each_database
-def test_rights_come_from_groups_and_bound_keys(
-    database: Database, tmp_path: Path, provider: Provider
-) -> None:
+def test_rights_come_from_groups_and_bound_keys(database: Any, tmp_path: Path, provider: Provider) -> None:
     """By root; a key shrinks with its owner, and ends with the owner's disablement; the log names both."""
     url = database.url.render_as_string(hide_password=False)
     with site(url, tmp_path, provider.url) as catalog:
@@ -504,10 +501,13 @@ def test_without_settings_nothing_is_offered_and_wrong_ones_are_refused(tmp_path
         ({**good, "redirect_url": "https://x.example/elsewhere"}, "callback"),
         ({**good, "scopes": ["email"]}, "openid"),
     ):
-        with pytest.raises(FeatureError, match=why), running_app(url, tmp_path, features={"people": wrong}):
+        with (
+            pytest.raises(dcp.CheckpointError, match=why),
+            running_app(url, tmp_path, features={"people": wrong}),
+        ):
             pass
     with (
-        pytest.raises(FeatureError, match="auth"),
+        pytest.raises(dcp.CheckpointError, match="auth"),
         running_app(url, tmp_path, auth="off", features={"people": good}),
     ):
         pass
