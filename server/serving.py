@@ -36,9 +36,6 @@ from dcp.server.database.engine import DatabaseUnavailableError
 from dcp.server.features import schedules
 from dcp.storage.errors import CheckpointError
 
-__all__ = ["PortError", "TimedHeads", "app_of_environment", "flags_environment", "serve", "worker_beside"]
-
-
 _KEEP_ALIVE_SECONDS: Final = 15
 _FORCED_SECONDS: Final = 2.0
 _SETTLE_SECONDS: Final = 0.5  # the first requests come first

@@ -8,31 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from dcp.server.client.generated.models import Job
 
-__all__ = [
-    "AnswerError",
-    "BadRequestError",
-    "ClientError",
-    "ConflictError",
-    "DownloadError",
-    "ForbiddenError",
-    "GoneError",
-    "JobCancelledError",
-    "JobError",
-    "JobFailedError",
-    "NotFoundError",
-    "PreconditionFailedError",
-    "PreconditionRequiredError",
-    "ProblemError",
-    "RangeError",
-    "TooManyRequestsError",
-    "TransportError",
-    "UnauthorizedError",
-    "UnavailableError",
-    "UnprocessableError",
-    "WaitTimeoutError",
-    "problem_error",
-]
-
 
 class ClientError(Exception):
     """Base of all."""

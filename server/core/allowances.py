@@ -16,21 +16,6 @@ from dcp.server.core.security.rates import Rate
 from dcp.server.core.settings import Settings
 from dcp.server.database.engine import Database, lock_names
 
-__all__ = [
-    "SERVICE",
-    "Allowance",
-    "Allowances",
-    "LimitName",
-    "Subject",
-    "SubjectKind",
-    "bytes_kept",
-    "bytes_warning",
-    "check_room",
-    "keeping",
-    "refusal",
-    "subjects_of",
-]
-
 SubjectKind = Literal["account", "key", "root"]
 LimitName = Literal[
     "jobs_running",

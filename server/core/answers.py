@@ -13,22 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from dcp.server.catalog.inputs import MAX_ID, NAME_PATTERN, FormatName
 from dcp.server.records.declaring import RecordField, Shown, fields_of, moment
 
-__all__ = [
-    "PROBLEM_MEDIA_TYPE",
-    "Answer",
-    "IdPath",
-    "NamePath",
-    "Problem",
-    "RecordAnswer",
-    "answer_model",
-    "answer_of",
-    "answers",
-    "problems",
-    "rfc3339",
-    "rfc3339_of",
-]
-
-
 PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
 
 IdPath = Annotated[int, Field(ge=1, le=MAX_ID)]

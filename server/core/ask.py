@@ -36,8 +36,6 @@ from dcp.server.core.settings import Settings
 from dcp.server.records.checkpoints import Checkpoint
 from dcp.server.records.jobs import Job
 
-__all__ = ["Ask", "AskDep"]
-
 
 class Tagged(Protocol):
     """A record with an ETag."""

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from dcp.server.core.security.accounts import RoleSettings
     from dcp.server.core.settings import Settings
 
-__all__ = ["Access", "Feature", "FeatureError", "Finder", "Link", "Page", "Panel", "PanelPlace", "Route"]
-
 C = TypeVar("C", bound=Consume)
 F = TypeVar("F", bound=Callable[..., Any])
 AliasGuard = Callable[[Any, "Settings", int, str], "str | None"]

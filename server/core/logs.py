@@ -18,9 +18,6 @@ import structlog
 from dcp.server.core.problems import BrokenBodyError
 from dcp.server.core.settings import Settings
 
-__all__ = ["configure_logs", "redact"]
-
-
 _NAMES: Final = re.compile(r"(?i)secret|token|password|authorization|cookie|credential|api_?key|access_?key")
 _KEYS: Final = re.compile(r"\bdcp_([a-z0-9]{8})_[A-Za-z0-9_-]{20,}")
 _WEBHOOK_SECRETS: Final = re.compile(r"\bwhsec_[A-Za-z0-9+/=_-]{8,}")

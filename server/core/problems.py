@@ -5,25 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-__all__ = [
-    "BadRequestError",
-    "BrokenBodyError",
-    "ConflictError",
-    "ForbiddenError",
-    "GoneError",
-    "NotFoundError",
-    "PreconditionFailedError",
-    "PreconditionRequiredError",
-    "ProblemError",
-    "RangeError",
-    "TooLargeError",
-    "TooManyRequestsError",
-    "UnauthorizedError",
-    "UnavailableError",
-    "UnprocessableError",
-    "UnsupportedMediaTypeError",
-]
-
 
 class ProblemError(Exception):
     """Ends a request with ``status`` and a problem document.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from dcp.server.core.ask import Ask
     from dcp.server.core.http.dependencies import PageParams, Precondition
 
-__all__ = ["Resource", "record_of_row"]
-
 R = TypeVar("R")
 
 Visible = frozenset[str] | None

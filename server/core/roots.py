@@ -46,16 +46,6 @@ from dcp.storage.stores.posix.files import storage_error
 if TYPE_CHECKING:
     from dcp.storage.formats.opening import Source, SourcePlace
 
-__all__ = [
-    "MAX_KEY_CHARACTERS",
-    "Folder",
-    "Roots",
-    "StorageRoot",
-    "check_key",
-    "fault_of_key",
-    "storage_problem",
-]
-
 MAX_KEY_CHARACTERS: Final = 1024
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://")

@@ -25,9 +25,6 @@ from dcp.server.database.tables import (
     webhooks,
 )
 
-__all__ = ["REGULAR_SCHEDULE", "WINDOW_SECONDS", "read_state"]
-
-
 WINDOW_SECONDS: Final = 3600.0
 """How far back "recent" goes."""
 

@@ -31,8 +31,6 @@ from pydantic_settings import (
 
 from dcp.storage.errors import CheckpointError
 
-__all__ = ["CONFIG_VARIABLE", "DEFAULT_CONFIG", "RootSettings", "Settings"]
-
 CONFIG_VARIABLE: Final = "DCP_SERVER_CONFIG"
 DEFAULT_CONFIG: Final = "dcp-server.toml"
 _ROOT_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")

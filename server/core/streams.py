@@ -31,8 +31,6 @@ from dcp.server.core.security.callers import Callers
 from dcp.server.core.security.principal import Principal
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 
-__all__ = ["OVER", "POLL_SECONDS", "Feed", "Following", "News", "described_stream", "stream_of"]
-
 POLL_SECONDS: Final = 0.5
 HEARTBEAT_SECONDS: Final = 15.0
 _GRACE_SECONDS: Final = 2.0

@@ -23,8 +23,6 @@ from dcp.server.core.http.routes import API, api_router
 from dcp.server.core.pages.requests import BrowserRoute, FormDep, pages_router
 from dcp.server.records.lists import Items
 
-__all__ = ["routes_of"]
-
 _log = structlog.get_logger(__name__)
 
 

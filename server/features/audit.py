@@ -19,8 +19,6 @@ from dcp.server.core.http.dependencies import PageQuery
 from dcp.server.records.administration import AuditEntry
 from dcp.server.records.lists import Page
 
-__all__ = ["feature"]
-
 feature: Final = Feature("audit", __name__)
 
 _ROWS: Final = 50

@@ -37,19 +37,6 @@ from dcp.storage.formats.registry import target_named
 from dcp.storage.stores.base import TEMPORARY_PREFIX, FileInfo, check_name
 from dcp.version import __version__
 
-__all__ = [
-    "DownloadOptions",
-    "PlannedDownload",
-    "Plans",
-    "download_etag",
-    "download_name",
-    "is_small_download",
-    "list_files",
-    "plan_download",
-    "router",
-]
-
-
 _SMALL_ENTRIES: Final = 1_000
 _AT_ONCE: Final = 2
 _KEPT_BYTES: Final = 96 << 20

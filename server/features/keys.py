@@ -22,8 +22,6 @@ from dcp.server.core.security.principal import Scope
 from dcp.server.records.administration import CreatedKey, Key
 from dcp.server.records.lists import Items
 
-__all__ = ["DAYS", "NewKey", "ask_for_key", "check_roots", "end_key", "feature", "make_key", "typed"]
-
 feature: Final = Feature("keys", __name__)
 
 T = TypeVar("T")

@@ -29,8 +29,6 @@ from dcp.server.features import features
 from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.lists import Items
 
-__all__ = ["feature"]
-
 feature: Final = Feature("labels", __name__)
 
 _CHECKPOINT: Final = "/checkpoints/{checkpoint_id}"

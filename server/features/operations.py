@@ -21,8 +21,6 @@ from dcp.server.core.security.principal import Principal
 from dcp.server.records.administration import Whoami
 from dcp.version import __version__
 
-__all__ = ["feature", "router"]
-
 feature: Final = Feature("operations", __name__)
 
 router = APIRouter(dependencies=[public], generate_unique_id_function=operation_id)

@@ -21,8 +21,6 @@ from dcp.server.features.roots import roots_of
 from dcp.server.features.runs.run_pages import RunQuery, list_runs
 from dcp.server.records.checkpoints import Checkpoint, Run
 
-__all__ = ["feature"]
-
 feature: Final = Feature("overview", __name__)
 
 _RUNS: Final = 20

@@ -21,8 +21,6 @@ from dcp.server.records.checkpoints import Root
 from dcp.server.records.declaring import Shown, moment
 from dcp.server.records.lists import Items
 
-__all__ = ["feature", "roots_of", "writable_roots"]
-
 feature: Final = Feature("roots", __name__)
 
 RootName = Annotated[str, Path(min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9._-]*$")]

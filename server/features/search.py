@@ -19,8 +19,6 @@ from dcp.server.core.pages.requests import query_of
 from dcp.server.features import features
 from dcp.server.features.checkpoints import LookupQuery, lookup_checkpoint
 
-__all__ = ["feature"]
-
 feature: Final = Feature("search", __name__)
 
 

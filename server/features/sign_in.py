@@ -15,8 +15,6 @@ from dcp.server.core.security.callers import end_session
 from dcp.server.core.security.keys import prefix_of
 from dcp.server.features.people.settings import provider_settings
 
-__all__ = ["feature"]
-
 feature: Final = Feature("sign_in", __name__)
 
 _YEAR_SECONDS: Final = 365 * 86_400

@@ -8,8 +8,6 @@ from typing import Annotated, Literal
 
 from dcp.server.records.declaring import OneOf, Shown
 
-__all__ = ["Account", "AccountKind", "Grant", "Role"]
-
 AccountKind = Literal["person", "service"]
 Role = Literal["viewer", "contributor", "operator", "admin"]
 """viewer: read. contributor: also write. operator: also convert and delete. admin: all scopes."""

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["AsyncClient"]
-
 T = TypeVar("T")
 
 _PAGE_SIZE: Final = 500

@@ -27,8 +27,6 @@ from dcp.server.client.requests import (
 )
 from dcp.server.client.streams import Download, EventStream, JobEvent, OnBytes
 
-__all__ = ["AsyncHttpConnection", "AsyncPages"]
-
 T = TypeVar("T")
 
 _STREAM_SILENCE_SECONDS: Final = 60.0

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["Client"]
-
 T = TypeVar("T")
 
 _PAGE_SIZE: Final = 500

@@ -38,18 +38,6 @@ if TYPE_CHECKING:
     from dcp.storage.formats.index import CheckpointIndex
     from dcp.storage.formats.opening import SourcePlace
 
-__all__ = [
-    "AbandonedError",
-    "Data",
-    "FoundCheckpoint",
-    "OpenCheckpoint",
-    "Readable",
-    "SharedValues",
-    "Stamped",
-    "Wanted",
-]
-
-
 Wanted = Callable[[], None]
 """Called between the steps of making a value; raises `AbandonedError` once no request waits for it."""
 

@@ -24,8 +24,6 @@ from dcp.storage.formats.index import CheckpointIndex
 from dcp.storage.geometry.boxes import range_boxes
 from dcp.storage.stores.base import Store
 
-__all__ = ["ArrayBody", "PlannedBody"]
-
 _TURNED_PART_BYTES: Final = 16 << 20
 """Bytes of a part where payloads are stored in another order than they are sent in."""
 

@@ -32,18 +32,6 @@ from dcp.server.core.security.keys import prefix_of
 from dcp.server.core.security.principal import LOCAL, Principal
 from dcp.server.database.engine import DatabaseUnavailableError
 
-__all__ = [
-    "API_PREFIX",
-    "FOREIGN",
-    "SAFE",
-    "SESSION_COOKIE",
-    "STATIC_PREFIX",
-    "AuthenticationMiddleware",
-    "HostMiddleware",
-    "MisdirectedError",
-    "session_token",
-]
-
 API_PREFIX: Final = "/api/"
 _HOST: Final = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]*))(?::[0-9]{1,5})?")
 SAFE: Final = frozenset({"GET", "HEAD", "OPTIONS"})

@@ -21,9 +21,6 @@ from dcp.server.database.engine import Database
 if TYPE_CHECKING:
     from dcp.server.core.jobs.kind import Kind
 
-__all__ = ["Service"]
-
-
 T = TypeVar("T")
 
 

@@ -31,19 +31,6 @@ from dcp.server.core.problems import (
 )
 from dcp.server.core.security.principal import Principal, Scope
 
-__all__ = [
-    "IfMatch",
-    "PageParams",
-    "PageQuery",
-    "Precondition",
-    "Public",
-    "Requires",
-    "Writer",
-    "check_visible",
-    "public",
-    "requires",
-]
-
 # All are coroutines, because FastAPI sends other functions to a thread, each by itself.
 
 

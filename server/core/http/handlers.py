@@ -38,8 +38,6 @@ from dcp.server.core.security.principal import Principal
 from dcp.server.database.engine import DatabaseUnavailableError
 from dcp.storage.errors import CheckpointError
 
-__all__ = ["install_handlers", "method_problem", "problem_of", "problem_response", "wants_page"]
-
 _MAX_ERRORS: Final = 20
 _log = structlog.get_logger(__name__)
 

@@ -33,8 +33,6 @@ from dcp.server.core.security.principal import Principal
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import idempotency
 
-__all__ = ["IdempotencyMiddleware", "KeptAnswer", "Reservation", "forget_old", "transact"]
-
 T = TypeVar("T")
 KEPT_SECONDS: Final = 86_400.0
 TAKEN_SECONDS: Final = 120.0

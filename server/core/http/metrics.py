@@ -44,20 +44,6 @@ from dcp.server.core.samples import read_state
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.version import __version__
 
-__all__ = [
-    "CONTENT_TYPE",
-    "FOLDER_VARIABLE",
-    "Instruments",
-    "MeasureMiddleware",
-    "Monitoring",
-    "install_metrics",
-    "living_processes",
-    "resident_bytes",
-    "shared_folder",
-    "watch_database",
-]
-
-
 _REQUEST_SECONDS: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _STATEMENT_SECONDS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 10)
 

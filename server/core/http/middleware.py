@@ -35,9 +35,6 @@ from dcp.server.core.problems import (
     UnsupportedMediaTypeError,
 )
 
-__all__ = ["CSP", "CompressionMiddleware", "LimitMiddleware", "RequestMiddleware"]
-
-
 CSP: Final = "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 """For answers that are no pages; a page sets its own."""
 

@@ -30,9 +30,6 @@ from dcp.server.core.roots import StorageRoot
 from dcp.server.database import migrations
 from dcp.server.database.engine import DatabaseUnavailableError
 
-__all__ = ["OK", "Readiness", "ReadinessDep", "lifespan", "prepare_database"]
-
-
 OK: Final = "ok"
 _FRESH_SECONDS: Final = 2.0
 _PATIENCE_SECONDS: Final = 5.0

@@ -35,23 +35,6 @@ from dcp.server.core.http.handlers import method_problem, problem_response
 from dcp.server.core.problems import NotFoundError, TooManyRequestsError
 from dcp.server.core.security.principal import Principal
 
-__all__ = [
-    "API",
-    "OPENAPI_PATH",
-    "LargeBodies",
-    "LargeBodyRoute",
-    "MethodMiddleware",
-    "Paths",
-    "access_of",
-    "api_router",
-    "check_routes",
-    "install_documentation",
-    "operation_id",
-    "router",
-    "walk_routes",
-]
-
-
 API: Final = "/api/v1"
 
 

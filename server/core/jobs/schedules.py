@@ -33,18 +33,6 @@ from dcp.server.database.tables import job_events, jobs, lineage, statistics, ta
 from dcp.server.database.tables import schedules as table
 from dcp.server.records.jobs import FINAL_STATES
 
-__all__ = [
-    "CLEAN_UP",
-    "Consume",
-    "Consumer",
-    "PeriodicWork",
-    "ScheduleContext",
-    "Scheduler",
-    "forget_jobs",
-    "forget_scans",
-]
-
-
 _THREADS: Final = 4
 _MOST_PAUSE_SECONDS: Final = 300.0
 """After failures in a row."""

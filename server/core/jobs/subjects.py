@@ -38,21 +38,6 @@ from dcp.server.database.tables import checkpoints, roots
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.opening import Source, SourcePlace, index_at
 
-__all__ = [
-    "CheckpointParams",
-    "SimpleKind",
-    "Subject",
-    "find_subject",
-    "fingerprint_at",
-    "open_database",
-    "open_place",
-    "open_source",
-    "roots_of_committed",
-    "storage_errors",
-    "unchanged",
-]
-
-
 _CHUNK: Final = 500
 
 

@@ -47,8 +47,6 @@ from dcp.server.database.documents import prepare_document
 from dcp.server.database.engine import Database, DatabaseUnavailableError, Encoded, encode_json
 from dcp.server.records.jobs import JobFailure
 
-__all__ = ["DEFAULT_KINDS", "Worker", "open_executor"]
-
 DEFAULT_KINDS: Final = "dcp.server.features:kinds"
 _KILL_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 0.5

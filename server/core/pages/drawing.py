@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-__all__ = ["Bar", "Timeline", "polyline", "timeline"]
-
 _GONE: Final = frozenset({"deleted", "purged"})
 _LOST: Final = frozenset({"unreadable", "vanished"})
 _FLAG_ROOM: Final = 9.0

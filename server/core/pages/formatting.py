@@ -14,8 +14,6 @@ from markupsafe import Markup
 
 from dcp.server.catalog.inputs import short_name
 
-__all__ = ["FILTERS", "bytes_text", "count_text", "metrics_of", "seconds_text", "times_text", "visible"]
-
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _AGES: Final = ((60, "s"), (3600, "min"), (86_400, "h"), (30 * 86_400, "d"), (365 * 86_400, "mo"))
 _UNKNOWN: Final = "\N{EN DASH}"

@@ -39,17 +39,6 @@ from dcp.server.core.problems import NotFoundError, ProblemError
 from dcp.server.core.security.principal import Principal
 from dcp.version import __version__
 
-__all__ = [
-    "THEMES",
-    "THEME_COOKIE",
-    "Assets",
-    "environment_of",
-    "page",
-    "problem_page",
-    "router",
-]
-
-
 _STATIC: Final = Path(__file__).parent / "static"
 _TYPES: Final = {
     ".css": "text/css; charset=utf-8",

@@ -25,23 +25,6 @@ from dcp.server.core.http.admission import SESSION_COOKIE
 from dcp.server.core.http.handlers import wants_page
 from dcp.server.core.problems import BadRequestError, ForbiddenError, ProblemError, UnprocessableError
 
-__all__ = [
-    "VISIT_COOKIE",
-    "BrowserRoute",
-    "Form",
-    "FormDep",
-    "MovedError",
-    "Next",
-    "checked",
-    "form_token",
-    "is_visit",
-    "own_path",
-    "pages_router",
-    "query_of",
-    "set_cookie",
-]
-
-
 Next = Annotated[str, Query(max_length=8192)]
 """The page to show after a sign-in, for `own_path`."""
 VISIT_COOKIE: Final = "dcphub_visit"

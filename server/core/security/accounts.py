@@ -13,22 +13,6 @@ from dcp.server.core.security.principal import ALL_SCOPES, NO_ROOTS, Scope
 from dcp.server.database.tables import accounts, grants
 from dcp.server.records.people import AccountKind, Role
 
-__all__ = [
-    "ALL_ROOTS",
-    "NO_ROLES",
-    "ROLES",
-    "GroupRole",
-    "Rights",
-    "RoleSettings",
-    "accounts_of",
-    "actor_of",
-    "bounded",
-    "find_account",
-    "grantee_of",
-    "is_present",
-    "rights_of",
-]
-
 Rights = Mapping[Scope, frozenset[str] | None]
 """By scope, the roots in which it is held; None for all of them."""
 ALL_ROOTS: Final = "*"

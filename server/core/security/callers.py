@@ -23,8 +23,6 @@ from dcp.server.database.engine import Database
 from dcp.server.database.tables import api_keys, sessions
 from dcp.server.records.administration import Key
 
-__all__ = ["Callers", "begin_session", "end_session", "end_sessions"]
-
 _USE_SECONDS: Final = 60.0
 """`used_seconds` is not written more often than this."""
 _TOKEN: Final = re.compile(r"[A-Za-z0-9_-]{43}")

@@ -24,22 +24,6 @@ from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import accounts, api_keys
 from dcp.server.records.administration import CreatedKey, Key, Whoami
 
-__all__ = [
-    "KEY_PATTERN",
-    "MAX_ACTOR",
-    "actor_of_key",
-    "create_key",
-    "digest",
-    "find_key",
-    "get_key",
-    "is_valid",
-    "keys_of",
-    "list_keys",
-    "prefix_of",
-    "revoke_key",
-    "whoami",
-]
-
 KEY_PATTERN: Final = re.compile(r"dcp_([a-z0-9]{8})_([A-Za-z0-9_-]{43})")
 _ALPHABET: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
 

@@ -17,8 +17,6 @@ from typing import Final
 
 from dcp.server.core.problems import TooManyRequestsError
 
-__all__ = ["Rate", "RateLimits", "network_of"]
-
 _NOTATION: Final = re.compile(
     r"\s*(?P<count>[0-9]+)\s*(?:/|per)\s*(?P<many>[0-9]*)\s*(?P<unit>second|minute|hour|day|month|year)s?\s*",
     re.IGNORECASE,

@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from dcp.conversion.targets.job import TargetPlace
     from dcp.storage.formats.opening import Source
 
-__all__ = ["ConvertKind", "TargetKind", "facts_document", "record_target", "refuse_known", "target_dedup_key"]
-
-
 _MAX_LISTED: Final = 100
 
 T = TypeVar("T", bound=TargetParams)

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from dcp.conversion.targets.job import ConversionOptions
     from dcp.storage.formats.opening import Source
 
-__all__ = ["MergeKind", "MergeParams"]
-
 _Weight = Annotated[float, Field(ge=-1e9, le=1e9)]
 _Weights = Annotated[tuple[_Weight, ...], Field(min_length=1, max_length=64, strict=False)]
 

@@ -27,9 +27,6 @@ from dcp.storage.near_names import close_to
 if TYPE_CHECKING:
     from dcp.conversion.targets.job import ConversionOptions
 
-__all__ = ["BoundedRename", "ConvertOptions", "ConvertParams", "MapChoice", "TargetParams", "check_sets"]
-
-
 _MAX_MAP_BYTES: Final = 256 << 10
 
 Size = Annotated[int, Field(ge=0, le=1 << 40)]

@@ -17,21 +17,6 @@ from dcp.server.core.logs import redact
 from dcp.server.core.settings import Settings
 from dcp.server.features.webhooks.addresses import Allowed, RefusedUrlError, WebhookUrl, parse_url
 
-__all__ = [
-    "TARGETS",
-    "CheckpointFacts",
-    "HandedOver",
-    "HandoverSettings",
-    "MlflowSettings",
-    "Target",
-    "Trigger",
-    "WandbSettings",
-    "checked_url",
-    "model_name",
-    "reference_of",
-    "refusal",
-]
-
 Target = Literal["mlflow", "wandb"]
 TARGETS: Final[tuple[Target, ...]] = get_args(Target)
 

@@ -43,8 +43,6 @@ from dcp.server.features.handover.destinations import (
 )
 from dcp.server.records.jobs import Job
 
-__all__ = ["HandoverKind", "HandoverParams", "handovers", "options_of", "rows_of"]
-
 _GONE: Final = ("deleted", "purged", "vanished")
 
 handovers: Final = Table(

@@ -34,8 +34,6 @@ from dcp.server.features.webhooks.addresses import (
 )
 from dcp.version import __version__
 
-__all__ = ["MlflowRegistry"]
-
 IDENTITY: Final = "dcphub.identity"
 DELETED: Final = "dcphub.deleted"
 _MAX_ANSWER_BYTES: Final = 4 << 20

@@ -33,8 +33,6 @@ from dcp.server.features.webhooks.addresses import (
 if TYPE_CHECKING:
     import wandb
 
-__all__ = ["log_artifact"]
-
 _NOT_INSTALLED = "wandb is not installed where jobs run: pip install 'dcphub[wandb]'"
 
 

@@ -36,18 +36,6 @@ from dcp.server.core.streams import OVER, Feed, Following, News, stream_of
 from dcp.server.database.tables import job_events, jobs
 from dcp.server.records.jobs import FINAL_STATES, JobEvent, JobProgress, JobState
 
-__all__ = [
-    "AllJobsFeed",
-    "FollowingAll",
-    "FollowingOne",
-    "JobFeed",
-    "LastEventId",
-    "all_jobs_stream",
-    "job_stream",
-    "new_events",
-]
-
-
 _PAGE: Final = 500
 _OVERLAP: Final = 200
 """Events before the last one among which late ones are looked for: transactions of PostgreSQL do not end in

@@ -34,18 +34,6 @@ from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.jobs import Job, JobEvent, JobLogLine, JobProgress, JobState, JobTask, JobThroughput
 from dcp.server.records.lists import Page
 
-__all__ = [
-    "ACTIVE",
-    "active_jobs",
-    "cancel_job",
-    "get_job",
-    "get_job_log",
-    "list_jobs",
-    "may_change",
-    "retry_job",
-]
-
-
 ACTIVE: Final[tuple[JobState, ...]] = ("queued", "planning", "running", "publishing")
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from markdown_it import MarkdownIt
     from markdown_it.token import Token
 
-__all__ = ["MAX_CELLS", "MAX_CHARACTERS", "check_markdown", "html_of", "plain_of"]
-
 MAX_CHARACTERS: Final = 16_000
 MAX_CELLS: Final = 10_000
 """Of a table. The parser fills short rows up, so that a few characters may stand for a thousand cells."""

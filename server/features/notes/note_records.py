@@ -8,8 +8,6 @@ from typing import Annotated
 
 from dcp.server.records.declaring import Shown
 
-__all__ = ["Note", "NoteVersion"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:

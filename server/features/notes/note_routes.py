@@ -19,17 +19,6 @@ from dcp.server.features.notes.note_records import Note, NoteVersion
 from dcp.server.features.notes.notes import NOTES, subject_of
 from dcp.server.records.lists import Items, Page
 
-__all__ = [
-    "NoteText",
-    "change_note",
-    "create_on",
-    "delete_note",
-    "get_note",
-    "list_checkpoint_notes",
-    "list_note_versions",
-    "list_run_notes",
-]
-
 Markdown = Annotated[
     str,
     # twice the length, because forms send two characters for the end of a line

@@ -9,8 +9,6 @@ from sqlalchemy import Column, Float, ForeignKey, Index, Integer, String, Table,
 from dcp.server.database.mapping import ID
 from dcp.server.database.tables import metadata
 
-__all__ = ["note_versions", "notes"]
-
 notes: Final = Table(
     "notes",
     metadata,

@@ -24,18 +24,6 @@ from dcp.server.features.notes.note_tables import note_versions, notes
 from dcp.server.records.declaring import moment
 from dcp.server.records.lists import Page
 
-__all__ = [
-    "NOTES",
-    "Subject",
-    "add_note",
-    "change_text",
-    "find_notes",
-    "history_of",
-    "list_notes",
-    "may_change",
-    "subject_of",
-]
-
 MAX_NOTES: Final = 1_000
 """On one run or checkpoint."""
 _KEPT_VERSIONS: Final = 100

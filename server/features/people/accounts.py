@@ -22,8 +22,6 @@ from dcp.server.database.tables import accounts, grants
 from dcp.server.features.people.settings import PeopleSettings
 from dcp.server.records.people import Account, Grant
 
-__all__ = ["ACCOUNTS", "GRANTS", "Refusal", "sign_in_person"]
-
 _MAX_GROUPS: Final = 2000
 _MAX_GROUP: Final = 256
 _MAX_NAMED: Final = 48

@@ -28,8 +28,6 @@ from dcp.server.core.jobs.schedules import ScheduleContext
 from dcp.server.core.problems import UnavailableError
 from dcp.server.database.tables import metadata
 
-__all__ = ["Flow", "ProviderError", "RefusedError", "begin_flow", "end_flow", "forget_old"]
-
 FLOW_SECONDS: Final = 600.0
 _MAX_FLOWS: Final = 20_000
 

@@ -24,8 +24,6 @@ from joserfc.jwk import KeySet
 from dcp.server.features.people.flows import Flow, ProviderError, RefusedError
 from dcp.server.features.people.settings import PeopleSettings, is_safe_url
 
-__all__ = ["Provider"]
-
 _ALGORITHMS: Final = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512")
 """Never "none", nor one whose key is the client's secret."""
 _MAX_BYTES: Final = 1 << 20

@@ -15,8 +15,6 @@ from dcp.server.records.people import Role
 if TYPE_CHECKING:
     from dcp.server.core.settings import Settings
 
-__all__ = ["CALLBACK_PATH", "PeopleSettings", "is_safe_url", "provider_settings", "role_settings"]
-
 CALLBACK_PATH: Final = "/sign-in/callback"
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1"})
 

@@ -28,8 +28,6 @@ from dcp.server.database.tables import accounts, api_keys, jobs, roots
 from dcp.server.features.quotas import LIMITS_OF, quotas
 from dcp.server.records.declaring import OneOf, Shown
 
-__all__ = ["TITLES", "Level", "LimitUse", "SubjectUse", "Usage", "known_subjects", "labels_of", "use_of"]
-
 Level = Literal["ok", "warning", "full"]
 """full: as much as is allowed, or more. warning: nine tenths of it, or more than the warning says."""
 _NEAR: Final = 0.9

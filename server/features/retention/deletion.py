@@ -48,18 +48,6 @@ from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.jobs import FINAL_STATES, Job
 from dcp.storage.stores.base import Store
 
-__all__ = [
-    "DeleteKind",
-    "DeleteParams",
-    "PruneKind",
-    "PruneParams",
-    "alias_of",
-    "delete_softly",
-    "in_use",
-    "purge_dedup_key",
-    "restore",
-]
-
 
 def purge_dedup_key(checkpoint_id: int) -> str:
     """Key of the job that purges a checkpoint, of which there is one at a time."""

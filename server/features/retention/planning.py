@@ -28,8 +28,6 @@ from dcp.server.records.administration import (
 from dcp.steps import OPTIMIZER, StepState
 from dcp.storage.formats.registry import DCP, TORCH_DCP
 
-__all__ = ["RunPlan", "plan_run", "retention_totals", "runs_of", "tensor_bytes"]
-
 _WITH_PARTS: Final = frozenset({format_in_catalog(one.name) for one in (DCP, TORCH_DCP)})
 """Formats with a commit that can be replaced."""
 _COLUMNS: Final = (

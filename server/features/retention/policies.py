@@ -43,21 +43,6 @@ from dcp.server.features.retention.deletion import PruneKind, PruneParams, delet
 from dcp.server.features.retention.planning import plan_run, runs_of
 from dcp.server.records.administration import RetentionDecision, RetentionPolicy, Scope
 
-__all__ = [
-    "POLICIES",
-    "Keep",
-    "KeepBest",
-    "KeepPart",
-    "PolicyChange",
-    "PolicyRequest",
-    "PreviewRequest",
-    "RetentionKind",
-    "RetentionParams",
-    "is_policy_due",
-    "submit_policies",
-]
-
-
 POLICIES: Final = Resource(
     retention_policies,
     what="retention policy",

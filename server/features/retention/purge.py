@@ -54,8 +54,6 @@ if TYPE_CHECKING:  # imported where they are needed: the API process only makes 
     from dcp.manager.removal import Removed
     from dcp.steps import Commit
 
-__all__ = ["PurgeKind", "PurgeParams", "is_purge_due", "submit_purges"]
-
 _MAX_PURGES: Final = 200
 _RETRY_SECONDS: Final = 3600.0
 """A purge that has failed is submitted again after this time."""

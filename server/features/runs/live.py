@@ -25,8 +25,6 @@ from dcp.server.database.tables import checkpoints, lineage, runs
 from dcp.server.features.runs import feature
 from dcp.server.records.declaring import OneOf, Shown, moment
 
-__all__ = ["RunActivity", "activity_of"]
-
 _GAPS: Final = 20
 _FEWEST: Final = 3
 """Checkpoints of which an interval is made."""

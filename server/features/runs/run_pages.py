@@ -31,8 +31,6 @@ from dcp.server.features.runs.live import activity_of
 from dcp.server.records.checkpoints import Checkpoint, Run
 from dcp.server.records.lists import NotedPage
 
-__all__ = ["RunQuery", "list_runs"]
-
 _BINS: Final = 200
 """As many as bars can be distinguished."""
 

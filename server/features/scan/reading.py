@@ -67,9 +67,6 @@ from dcp.storage.stores.base import FileInfo, Store
 from dcp.storage.stores.posix.files import is_below, path_of_descriptor
 from dcp.storage.stores.posix.store import PosixStore
 
-__all__ = ["Reader", "Registration", "observe", "place_of"]
-
-
 _RACY_SECONDS: Final = 2.0
 """A file this young may change again without another time: it is read again the next time."""
 _SKEW_SECONDS: Final = 60.0

@@ -37,8 +37,6 @@ from dcp.server.features.scan.reading import Reader
 from dcp.server.features.scan.walk import Candidate, PassedOver, is_in, walk
 from dcp.storage.errors import CheckpointError
 
-__all__ = ["ScanReport", "scan_root"]
-
 _BATCH: Final = 256
 _AT_ONCE: Final = 16
 _NOTED_TROUBLE: Final = 10

@@ -32,8 +32,6 @@ from dcp.storage.formats.registry import file_names
 from dcp.storage.stores.base import FileInfo
 from dcp.storage.stores.posix.files import is_below, storage_error
 
-__all__ = ["Candidate", "Left", "PassedOver", "WalkResult", "classify", "is_in", "walk"]
-
 MAX_DEPTH: Final = 24
 
 _TOO_LONG: Final = f"keys of more than {MAX_KEY_CHARACTERS} characters"

@@ -10,8 +10,6 @@ from dcp.server.records.administration import Scope
 from dcp.server.records.checkpoints import State, Verdict
 from dcp.server.records.declaring import OneOf, Shown
 
-__all__ = ["RequestState", "Stage", "StageAction", "StageEntry", "StageHolder", "StageRequest"]
-
 RequestState = Literal["requested", "promoted", "rejected", "withdrawn", "outdated"]
 """outdated: the content of the checkpoint changed, and another request was made."""
 StageAction = Literal[

@@ -25,19 +25,6 @@ from dcp.server.features.stages.stage_records import (
 from dcp.server.features.stages.stages import REQUESTS, Rules
 from dcp.server.records.lists import Items, Page
 
-__all__ = [
-    "Decision",
-    "Demotion",
-    "PromotionRequest",
-    "Rejection",
-    "approve_stage_request",
-    "demote_checkpoint",
-    "list_run_stages",
-    "reject_stage_request",
-    "request_stage",
-    "withdraw_stage_request",
-]
-
 Reason = Annotated[Text, Field(min_length=1, max_length=1000)]
 
 _REQUEST: Final = "/stage-requests/{request_id}"

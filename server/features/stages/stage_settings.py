@@ -9,8 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from dcp.server.catalog.inputs import Name
 from dcp.server.records.administration import Scope
 
-__all__ = ["StageRule", "StagesSettings"]
-
 _Names = tuple[Annotated[str, Field(min_length=1, max_length=256)], ...]
 
 

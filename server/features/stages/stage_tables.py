@@ -9,8 +9,6 @@ from sqlalchemy import Column, Float, ForeignKey, Index, Integer, String, Table,
 from dcp.server.database.mapping import ID, JSON_DOCUMENT
 from dcp.server.database.tables import metadata
 
-__all__ = ["stage_entries", "stage_holders", "stage_requests"]
-
 stage_requests: Final = Table(
     "stage_requests",
     metadata,

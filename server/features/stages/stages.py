@@ -40,20 +40,6 @@ from dcp.server.features.stages.stage_settings import StageRule, StagesSettings
 from dcp.server.features.stages.stage_tables import stage_entries, stage_holders, stage_requests
 from dcp.server.records.lists import Page
 
-__all__ = [
-    "REQUESTS",
-    "Rules",
-    "approve",
-    "demote",
-    "history_of",
-    "holders_of",
-    "list_requests",
-    "may_decide",
-    "reject",
-    "request_promotion",
-    "withdraw",
-]
-
 _MARKS: Final = ("save_id", "fingerprint", "content_digest", "structure_id")
 
 

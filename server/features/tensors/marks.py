@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-__all__ = ["LARGE", "Mark", "largest_of", "mark_of", "norm_of", "rms_of"]
-
 LARGE: Final = 10_000.0
 """A magnitude that weights and their moments do not have where training goes well."""
 

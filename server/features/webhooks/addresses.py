@@ -16,17 +16,6 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from typing import Final
 
-__all__ = [
-    "MAX_URL_LENGTH",
-    "Allowed",
-    "RefusedUrlError",
-    "Resolve",
-    "WebhookUrl",
-    "parse_url",
-    "permitted_addresses",
-    "resolve_host",
-]
-
 Address = IPv4Address | IPv6Address
 Resolve = Callable[[str, int], Sequence[str]]
 """Host name and port to addresses; raises OSError."""

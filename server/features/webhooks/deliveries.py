@@ -34,22 +34,6 @@ from dcp.server.records.administration import Delivery
 from dcp.server.records.declaring import moment
 from dcp.server.records.lists import Page
 
-__all__ = [
-    "MAX_ATTEMPTS",
-    "RETRY_SECONDS",
-    "DeliveryClaim",
-    "DeliveryOutcome",
-    "claim_next",
-    "delivery_of",
-    "due_hooks",
-    "list_deliveries",
-    "queue_deliveries",
-    "record",
-    "redeliver",
-    "send_test",
-]
-
-
 TEST_KIND: Final = "webhook.test"
 """An event for one webhook only, made by a request."""
 

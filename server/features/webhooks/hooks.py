@@ -32,20 +32,6 @@ from dcp.server.features import event_kinds
 from dcp.server.records.administration import Webhook
 from dcp.server.records.declaring import moment
 
-__all__ = [
-    "HOOKS",
-    "SEALED_PREFIX",
-    "EventKind",
-    "SealError",
-    "Sealer",
-    "check_secret",
-    "forget_previous_secrets",
-    "headers_for",
-    "new_secret",
-    "reseal_secrets",
-]
-
-
 SEALED_PREFIX: Final = "sealed1:"
 _PREFIX: Final = "whsec_"
 

@@ -42,8 +42,6 @@ from dcp.server.features.webhooks.deliveries import (
 from dcp.server.features.webhooks.hooks import Sealer, SealError, headers_for
 from dcp.version import __version__
 
-__all__ = ["Deliverer", "ReceiverAnswer", "SendError", "post"]
-
 _SENDERS: Final = 8
 _LEASE_MARGIN_SECONDS: Final = 60.0  # for resolving a name, which has a time limit of the system
 _ROUND_FACTOR: Final = 2.0

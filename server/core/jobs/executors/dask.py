@@ -29,8 +29,6 @@ from dcp.server.core.jobs.executors.subprocess_main import Setup, load_kinds
 from dcp.server.core.jobs.executors.subprocesses import WarmProcessPool
 from dcp.server.records.jobs import JobFailure
 
-__all__ = ["DaskExecutor", "carry_out_there"]
-
 _BEAT_SECONDS: Final = 1.0
 _LOOK_SECONDS: Final = 0.5
 _ASK_SECONDS: Final = 2.0

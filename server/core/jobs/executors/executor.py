@@ -23,20 +23,6 @@ from typing import Any, Final, Protocol
 from dcp.server.core.jobs.ledger.rows import Json, Phase
 from dcp.server.records.jobs import JobFailure
 
-__all__ = [
-    "Executor",
-    "Messages",
-    "OnDone",
-    "OnProgress",
-    "Order",
-    "ProcessOutcome",
-    "Running",
-    "WorkFolders",
-    "receive_message",
-    "send_message",
-]
-
-
 _LENGTH: Final = struct.Struct("<I")
 _MAX_BYTES: Final = 1 << 30
 _READ_BYTES: Final = 1 << 16

@@ -48,8 +48,6 @@ from dcp.server.core.settings import Settings
 from dcp.server.records.jobs import JobFailure
 from dcp.storage.errors import CheckpointError
 
-__all__ = ["CONTROL_BYTES", "NO_DATABASE", "TOO_MUCH_MEMORY", "Setup", "error_of", "load_kinds", "serve"]
-
 CONTROL_BYTES: Final = 4096
 NO_DATABASE: Final = SecretStr("sqlite:////dev/null/none")
 TOO_MUCH_MEMORY: Final = "TaskMemoryError"

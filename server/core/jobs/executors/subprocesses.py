@@ -31,8 +31,6 @@ from dcp.server.core.jobs.executors.subprocess_main import CONTROL_BYTES, TOO_MU
 from dcp.server.core.jobs.ledger.rows import Json
 from dcp.server.records.jobs import JobFailure
 
-__all__ = ["TaskProcess", "WarmProcessPool", "resident_bytes"]
-
 _START: Final = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
     "from dcp.server.core.jobs.executors.subprocess_main import serve; serve(0)"

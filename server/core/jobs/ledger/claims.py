@@ -28,8 +28,6 @@ from dcp.server.core.jobs.ledger.rows import (
 from dcp.server.database.tables import jobs, tasks
 from dcp.server.records.jobs import Job
 
-__all__ = ["NO_LIMITS", "ClaimLimits", "claim", "has_work", "jobs_at_work", "renew", "stopped"]
-
 _AT_WORK: Final = ("planning", "running", "publishing")
 _FOUND: Final[Sequence[ColumnElement[Any]]] = (jobs.c.id, jobs.c.priority, jobs.c.owner, jobs.c.root_id)
 _CLAIMS_LOCK: Final = 7_218_330_041

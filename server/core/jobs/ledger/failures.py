@@ -34,8 +34,6 @@ from dcp.server.database.tables import jobs, tasks
 from dcp.server.records.declaring import moment
 from dcp.server.records.jobs import Job, JobFailure, JobTask, JobWaiting
 
-__all__ = ["DEFAULT_BACKOFF", "clear_away", "expire_leases", "fail", "give_up", "has_expired"]
-
 DEFAULT_BACKOFF: Final = Backoff()
 _MOST_EXPIRED: Final = 1000
 _LOST: Final = JobFailure(type="WorkerLostError", detail="the worker that had it was not heard of any more")

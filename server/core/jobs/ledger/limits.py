@@ -13,8 +13,6 @@ from dcp.server.core.allowances import SERVICE, Allowances, Subject, refusal
 from dcp.server.database.engine import lock_names
 from dcp.server.database.tables import jobs, roots
 
-__all__ = ["AtWork", "check_queue", "job_subjects", "may_run"]
-
 _WAIT_SECONDS: Final = 60
 
 

@@ -12,8 +12,6 @@ from dcp.server.database.engine import insert_or_update
 from dcp.server.database.tables import workers
 from dcp.server.records.jobs import Job
 
-__all__ = ["NOTE_SECONDS", "note_offer", "with_offers", "withdraw_offer"]
-
 NOTE_SECONDS: Final = 15.0
 _GONE_SECONDS: Final = 60.0
 """After the last note of a worker, which writes one every `NOTE_SECONDS`."""

@@ -26,26 +26,6 @@ from dcp.server.database.tables import job_events, job_roots, jobs, roots, tasks
 from dcp.server.records.jobs import Job, JobEvent, JobProgress, JobState, JobTask
 from dcp.server.records.lists import Page
 
-__all__ = [
-    "JobFilter",
-    "active_progress",
-    "all_events_after",
-    "find_job",
-    "get_job",
-    "job_events_after",
-    "last_event_id",
-    "last_job",
-    "latest_events",
-    "list_jobs",
-    "list_tasks",
-    "payload_of",
-    "plan_of",
-    "task_documents",
-    "task_results",
-    "tasks_begun_seconds",
-]
-
-
 _SHOWN: Final = 100
 """Jobs whose progress is shown together."""
 

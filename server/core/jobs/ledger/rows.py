@@ -33,41 +33,6 @@ from dcp.server.database.tables import job_events, jobs, roots, tasks
 from dcp.server.records.declaring import moment
 from dcp.server.records.jobs import FINAL_STATES, Job, JobEvent, JobProgress, JobState, JobTask
 
-__all__ = [
-    "MAX_DEDUP_KEY_CHARACTERS",
-    "NEXT_PHASE",
-    "NO_LEASE",
-    "Backoff",
-    "Claim",
-    "Held",
-    "JobSpec",
-    "Json",
-    "Phase",
-    "StaleFenceError",
-    "TaskSpec",
-    "by_priority",
-    "emit",
-    "event_of_row",
-    "finish",
-    "forget_tasks",
-    "held_job",
-    "held_task",
-    "is_large",
-    "is_planned",
-    "job_of_row",
-    "lock_job",
-    "progress_of",
-    "release_phase",
-    "select_jobs",
-    "select_tasks",
-    "set_job",
-    "set_task",
-    "short_result",
-    "task_of_row",
-    "unfinished_job",
-]
-
-
 Json = Mapping[str, Any]
 """An object of plain data, as JSON has it."""
 

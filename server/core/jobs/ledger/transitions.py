@@ -53,20 +53,6 @@ from dcp.server.database.tables import checkpoints, job_roots, jobs, roots, task
 from dcp.server.records.declaring import moment
 from dcp.server.records.jobs import Job, JobWaiting
 
-__all__ = [
-    "add_tasks",
-    "complete_discard",
-    "complete_plan",
-    "complete_publish",
-    "complete_task",
-    "release",
-    "request_cancel",
-    "retry",
-    "submit",
-    "submit_behind",
-    "submit_or_join",
-]
-
 _FENCE_SHIFT: Final = 20
 
 
