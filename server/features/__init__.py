@@ -123,6 +123,7 @@ def kinds() -> Mapping[str, Kind[Any]]:
                 f"{feature.label}: {kind!r} is no kind of job with a scope: "
                 "an object of a subclass of Kind is needed"
             )
+        kind.feature = feature.name
         if kind.button:
             _check_button(kind)
     _check_unique("kind of job", [(kind.name, feature) for kind, feature in found])

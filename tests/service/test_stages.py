@@ -23,7 +23,11 @@ from tests.support.receivers import Receiver
 _RULES: Final = {
     "candidate": {"request_scope": "read"},  # a form needs write besides
     "staging": {"requires_previous": True},
-    "production": {"approvals": 2, "approvers": ["key:ann", "key:bob", "key:cat"]},
+    "production": {
+        "approvals": 2,
+        "approvers": ["key:ann", "key:bob", "key:cat"],
+        "requires_verified": False,
+    },
 }
 
 
@@ -199,10 +203,40 @@ def test_a_changed_checkpoint_is_not_promoted(catalog: Catalog) -> None:
     assert "has changed since it was promoted" in browser.page(f"/checkpoints/{number}").text
 
 
+def test_prunes_old_requests_and_root_admins(catalog: Catalog) -> None:
+    """What a job drops parts of is not promoted; open requests expire in 30 days; a demotion is repeated by its
+    Idempotency-Key; admins of a root see the entries of the audit log, those of others do not."""
+    number, other = catalog.add("run/step-1"), catalog.add("run/step-2")
+    dev, ann, bob = writers(catalog, "dev", "ann", "bob")
+    request = ask(dev, other, "production").json()["id"]
+    assert decide(ann, request) == 200
+    params = {"kind": "prune", "params": {"checkpoint_id": number, "parts": ["optimizer"]}}
+    job = catalog.http.post(f"{API}/jobs", json=params).json()["id"]
+    refused = ask(dev, number, "candidate")
+    assert refused.status_code == 409 and "drops parts" in refused.json()["detail"]
+    assert catalog.status("POST", f"/jobs/{job}/cancel") < 300
+    catalog.app.work(time.time(), "stage-requests")
+    with catalog.app.service.database.write() as connection:
+        connection.exec_driver_sql("UPDATE stage_requests SET created_seconds = created_seconds - 2600000")
+    assert decide(bob, request) == 409, "it expired, and is to be closed"
+    catalog.app.work(time.time() + 1000, "stage-requests")
+    assert catalog.get(f"/stage-requests/{request}")["state"] == "expired"
+    assert catalog.get("/runs/1/stages/history")["items"][0]["action"] == "expired"
+    assert ask(dev, other, "candidate").status_code == 201
+    gone: Any = {"json": {"checkpoint_id": other}, "headers": {"Idempotency-Key": "once"}}
+    assert [dev.post(f"{API}/runs/1/stages/candidate/demote", **gone).status_code for _ in "ab"] == [204, 204]
+    seen = {
+        root: {one["action"] for one in pages(catalog.app.client("admin", roots=[root]), "/audit")}
+        for root in ("main", "other")
+    }
+    assert seen["main"] >= {"stage_request.create", "stage_request.approve", "stage_request.expire"}
+    assert not seen["other"] & seen["main"]
+
+
 def test_production_by_default(tmp_path: Path) -> None:
     """It needs a verified checkpoint and the approval of another one, who is an admin; webhooks get what
     happens; where an alias is a stage it is not set or removed by hand, also not where all are reserved."""
-    stages = {"reserved": True}
+    stages = {"reserved": True, "rules": {"production": {"request_scope": "write"}}}
     more: dict[str, Any] = {"features": {"stages": stages}, "webhook_allow_private": ("127.0.0.1",)}
     url = f"sqlite:///{tmp_path / 'own.sqlite'}"
     with running_app(url, tmp_path, **more) as app, Receiver() as receiver:
@@ -236,7 +270,8 @@ def test_production_by_default(tmp_path: Path) -> None:
 @pytest.mark.each_database
 def test_approvers_by_account_and_group(make_database: MakeDatabase, tmp_path: Path) -> None:
     """Two keys of one account approve once; members of a group may, with a role in the root alone."""
-    rule = {"approvals": 2, "approvers": ["service-account:ada", "group:leads"]}
+    approvers = ["service-account:ada", "group:leads"]
+    rule = {"approvals": 2, "approvers": approvers, "requires_verified": False}
     options: dict[str, Any] = {"features": {"stages": {"rules": {"production": rule}}}}
     with running_app(make_database(), tmp_path, **options) as app:
         own, clients = Catalog(app, tmp_path), {}
@@ -274,6 +309,7 @@ def test_approvers_by_account_and_group(make_database: MakeDatabase, tmp_path: P
         {"rules": {"prod": {}}},
         {"order": ["a", "a"]},
         {"rules": {"production": {"approvals": 2, "approvers": ["a"]}}},
+        {"rules": {"staging": {"approvals": 1, "approvers": ["a"], "requesters": ["a"]}}},
     ],
 )
 def test_wrong_settings_end_the_start(tmp_path: Path, wrong: dict[str, Any]) -> None:

@@ -95,6 +95,7 @@ class MadeKind(Kind[MadeParams]):
         """The act."""
         folder = Path(payload["folder"])
         note(folder, f"task {payload['number']} {os.getpid()}")
+        assert not context.settings.features and context.settings.webhook_key is None, "they are of others"
         _act(payload["act"], context, folder, report_progress)
         (folder / f"part-{payload['number']}").write_text(payload["act"])
         note(folder, f"done {payload['number']}")
@@ -154,7 +155,7 @@ def _act(act: str, context: JobContext, folder: Path, report: ReportProgress) ->
         if _is_first(folder, f"failed-{context.task_number}"):
             raise TransientJobError("not this time")
     elif name == "fail":
-        raise PermanentJobError("never")
+        raise PermanentJobError("never \udc80")
     elif name == "exit":
         sys.exit(3)
     elif name == "secret":

@@ -75,6 +75,12 @@ class MlflowServer:
         self._program.kill()
         self._program.wait()
 
+    def call(self, path: str, **body: Any) -> None:
+        """POST to the registry."""
+        url = f"{self.url}/api/2.0/mlflow/{path}"
+        headers = {"Authorization": f"Bearer {self.token}"}
+        assert httpx.post(url, json=body, headers=headers, trust_env=False).is_success
+
     def versions(self, model: str) -> list[dict[str, Any]]:
         """All versions of a registered model, oldest first; tags as a mapping."""
         answer = httpx.get(

@@ -174,8 +174,8 @@ _log = structlog.get_logger(__name__)
 
 
 def transact(database: Database, request: Request, response: Response, act: Callable[[Connection], T]) -> T:
-    """Run ``act`` in a transaction that also keeps its answer, a record or model, with the headers that it
-    sets in ``response``.
+    """Run ``act`` in a transaction that also keeps its answer, a record, a model or None, with the headers
+    that it sets in ``response``.
 
     Raises ConflictError, and has no effect, if another request has taken the key since.
     """
@@ -196,6 +196,8 @@ def transact(database: Database, request: Request, response: Response, act: Call
 def _kept(request: Request, response: Response, answer: object) -> KeptAnswer:
     headers = {name: response.headers[name] for name in KEPT_HEADERS if name in response.headers}
     status = response.status_code or request.scope["route"].status_code or 200
+    if answer is None:
+        return KeptAnswer(status, headers, b"")
     body = answer_of(answer_model(type(answer)), answer).model_dump_json().encode()
     return KeptAnswer(status, {"content-type": "application/json", **headers}, body)
 

@@ -138,7 +138,8 @@ class JobContext:
     """The context of plan, tasks and publishing, beside their arguments.
 
     ``work_folder`` is empty, of this attempt alone, and removed after it. ``settings`` come without the
-    database's URL, unless the kind ``needs_database``. ``prepared`` is what `Kind.prepare` returned.
+    database's URL, unless the kind ``needs_database``, and without the settings of other features.
+    ``prepared`` is what `Kind.prepare` returned.
     """
 
     settings: Settings
@@ -184,6 +185,7 @@ class Kind(ABC, Generic[P]):
     waits: ClassVar[bool] = True  # for what is away; else it fails as for any other reason
     leaves_plans: ClassVar[bool] = False  # what its plans reserve is outside of the work folder
     has_own_slot: ClassVar[bool] = False  # one of them runs in each worker beside `concurrency` others
+    feature: str = ""  # its name, set by the feature that has the kind
     preload: ClassVar[tuple[str, ...]] = ()  # modules that subprocesses need, and the API process does not
 
     @classmethod

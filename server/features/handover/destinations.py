@@ -7,11 +7,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Self, get_args
+from typing import Annotated, Any, Final, Literal, Self, get_args
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from dcp.server.catalog.inputs import clean_text
 from dcp.server.core.jobs.kind import PermanentJobError
 from dcp.server.core.logs import redact
 from dcp.server.core.settings import Settings
@@ -65,11 +66,21 @@ class _Destination(_Model):
         return name
 
 
+def _check_header(secret: SecretStr) -> SecretStr:
+    if not re.fullmatch("[!-~]+", secret.get_secret_value()):
+        raise ValueError("visible ASCII characters alone, without spaces and line ends")
+    return secret
+
+
+Token = Annotated[SecretStr, AfterValidator(_check_header)]
+"""Sent in a header."""
+
+
 class MlflowSettings(_Destination):
     """A tracking server. ``name`` is that of the registered model; ``token``, or a user and a password."""
 
     url: str
-    token: SecretStr | None = None
+    token: Token | None = None
     user: str | None = None
     password: SecretStr | None = None
     seconds: float = Field(default=30.0, gt=0, le=600)
@@ -88,7 +99,7 @@ class WandbSettings(_Destination):
     project: str = Field(min_length=1, max_length=128)
     entity: str | None = None
     base_url: str = "https://api.wandb.ai"
-    api_key: SecretStr | None = None
+    api_key: Token | None = None
     folder: Path | None = None
     seconds: float = Field(default=120.0, gt=0, le=3600)
 
@@ -142,7 +153,7 @@ class HandoverSettings(_Model):
         """Return ``text`` without credentials, in one line."""
         for secret in self.secrets:
             text = text.replace(secret, "***")
-        return " ".join(str(redact(text)).split())[:500]
+        return " ".join(clean_text(str(redact(text))).split())[:500]
 
 
 def checked_url(options: HandoverSettings, target: Target, url: str) -> WebhookUrl:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
 from typing import Any, ClassVar, Final
 
 from sqlalchemy import (
@@ -28,20 +28,21 @@ from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import StateError
 from dcp.server.core.jobs.kind import JobContext, JobPlan, Kind, PermanentJobError, ReportProgress, TaskSpec
 from dcp.server.core.jobs.ledger.rows import JobSpec, Json
-from dcp.server.core.jobs.subjects import CheckpointParams
+from dcp.server.core.jobs.subjects import CheckpointParams, open_database
 from dcp.server.core.problems import NotFoundError
 from dcp.server.core.security.principal import Principal, Scope
 from dcp.server.core.settings import Settings
 from dcp.server.database.mapping import ID
-from dcp.server.database.tables import metadata
+from dcp.server.database.tables import jobs, metadata
 from dcp.server.features.handover.destinations import (
     CheckpointFacts,
     HandedOver,
     HandoverSettings,
     Target,
+    model_name,
     reference_of,
 )
-from dcp.server.records.jobs import Job
+from dcp.server.records.jobs import FINAL_STATES, Job
 
 _GONE: Final = ("deleted", "purged", "vanished")
 
@@ -77,6 +78,16 @@ def rows_of(connection: Connection, checkpoint_id: int) -> dict[str, Row[Any]]:
     return {row.target: row for row in connection.execute(query)}
 
 
+def targets_of(connection: Connection, checkpoint_id: int) -> set[str]:
+    """Return the targets that a checkpoint was handed over to, or that a job hands it over to."""
+    query = select(jobs.c.params["target"].as_string()).where(
+        jobs.c.checkpoint_id == checkpoint_id,
+        jobs.c.kind == HandoverKind.name,
+        jobs.c.state.not_in(FINAL_STATES),
+    )
+    return {*rows_of(connection, checkpoint_id), *connection.execute(query).scalars()}
+
+
 class HandoverParams(CheckpointParams):
     """The checkpoint, and the target that gets its reference."""
 
@@ -97,34 +108,35 @@ class HandoverKind(Kind[HandoverParams]):
     def specify(
         self, connection: Connection, params: HandoverParams, caller: Principal, settings: Settings
     ) -> JobSpec:
-        """As `Kind.specify`. A deleted checkpoint is accepted if it was handed over."""
+        """As `Kind.specify`. A deleted checkpoint is accepted if it was handed over, or is to be: the mark of
+        the deletion is a job of its own, also while one for the handover waits."""
         found = get_checkpoint(connection, params.checkpoint_id, caller.roots)
         if params.target not in options_of(settings).targets:
             raise NotFoundError(f"{params.target} is not configured; set features.handover.{params.target}")
-        is_known = params.target in rows_of(connection, found.id)
-        if found.state != "committed" and not (is_known and found.state in _GONE):
+        is_gone = found.state in _GONE
+        if found.state != "committed" and not (is_gone and params.target in targets_of(connection, found.id)):
             raise StateError(f"checkpoint {found.id} is {found.state}, not committed", state=found.state)
-        return self.new_job(params, caller.name, root=found.root, checkpoint_id=found.id)
-
-    def prepare(self, connection: Connection, params: HandoverParams) -> Json:
-        """As `Kind.prepare`."""
-        found = get_checkpoint(connection, params.checkpoint_id)
-        facts = {field.name: getattr(found, field.name) for field in fields(CheckpointFacts)}
-        facts["committed_at"] = found.committed_at.isoformat()
-        return {"facts": {**facts, "metrics": dict(found.metrics)}, "target": params.target}
+        spec = self.new_job(params, caller.name, root=found.root, checkpoint_id=found.id)
+        return replace(spec, dedup_key=f"{spec.dedup_key}:gone") if is_gone else spec
 
     def plan(self, context: JobContext, params: HandoverParams) -> JobPlan:
         """As `Kind.plan`."""
-        return JobPlan(tasks=[TaskSpec(payload=context.prepared)])
+        return JobPlan(tasks=[TaskSpec(payload=params.model_dump(mode="json"))])
 
     def run_task(self, context: JobContext, payload: Json, report_progress: ReportProgress) -> Json:
-        """As `Kind.run_task`. Repeating it makes nothing twice."""
-        options = options_of(context.settings)
-        facts = _facts(payload["facts"])
-        done = _hand_over(context, options, facts, payload["target"])
+        """As `Kind.run_task`. Repeating it makes nothing twice. The facts are those of now, since the job may
+        have waited for a day; a deletion meanwhile is marked."""
+        options, target = options_of(context.settings), payload["target"]
+        facts, before = _read(context, payload)
+        done = _hand_over(context, options, facts, target, before)
+        if done is not None and not done.is_marked_deleted:
+            now, _ = _read(context, payload)
+            if now.state in _GONE:
+                before = done.name, facts.identity
+                done = _hand_over(context, options, replace(facts, state=now.state), target, before) or done
         if done is None:
-            return {"target": payload["target"], "handed_over": None}
-        return {"target": payload["target"], "identity": facts.identity, "handed_over": asdict(done)}
+            return {"target": target, "handed_over": None}
+        return {"target": target, "identity": facts.identity, "handed_over": asdict(done)}
 
     def publish(self, context: JobContext, plan_data: Json, results: Sequence[Json]) -> dict[str, Any]:
         """As `Kind.publish`."""
@@ -146,13 +158,23 @@ class HandoverKind(Kind[HandoverParams]):
         audit.record(connection, job.created_by, action, f"checkpoint:{job.checkpoint_id}", detail, now=now)
 
 
-def _facts(document: Mapping[str, Any]) -> CheckpointFacts:
-    listed = {name: tuple(document[name]) for name in ("aliases", "tags")}
-    return CheckpointFacts(**{**document, **listed})
+def _read(context: JobContext, payload: Json) -> tuple[CheckpointFacts, tuple[str, str] | None]:
+    """Return the facts of now; and the name and identity with which it was handed over, if it was."""
+    number = payload["checkpoint_id"]
+    with open_database(context) as database, database.read() as connection:
+        found = get_checkpoint(connection, number)
+        row = rows_of(connection, number).get(payload["target"])
+    facts = {field.name: getattr(found, field.name) for field in fields(CheckpointFacts)}
+    facts |= {"committed_at": found.committed_at.isoformat(), "metrics": dict(found.metrics)}
+    return CheckpointFacts(**facts), None if row is None else (row.name, row.identity)
 
 
 def _hand_over(
-    context: JobContext, options: HandoverSettings, facts: CheckpointFacts, target: Target
+    context: JobContext,
+    options: HandoverSettings,
+    facts: CheckpointFacts,
+    target: Target,
+    before: tuple[str, str] | None,
 ) -> HandedOver | None:
     is_gone = facts.state in _GONE
     if not is_gone and facts.state != "committed":
@@ -162,7 +184,8 @@ def _hand_over(
 
         with MlflowRegistry(options, options.mlflow) as registry:
             if is_gone:
-                return registry.mark_deleted(facts)
+                name = model_name(options.mlflow.name, facts)
+                return registry.mark_deleted(*(before or (name, facts.identity)))
             return registry.hand_over(facts, reference_of(options, context.settings, facts.root, facts.key))
     if target == "wandb" and options.wandb is not None:
         if is_gone:

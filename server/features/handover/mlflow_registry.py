@@ -1,12 +1,15 @@
 """MLflow: a model version whose source is the checkpoint's URL, by the registry's REST API.
 
-A version is found again by the tag ``dcphub.identity``, so that a repeated handover makes no second one.
+A version is found again by the tag ``dcphub.identity``, so that a repeated handover makes no second one. A
+worker believed dead may wake between its search and its request, which MLflow cannot make conditional: so
+each looks again afterwards, the oldest version stays, and younger ones without an alias are deleted.
 Requests go to an address that the guard of webhooks has judged; redirects are not followed.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import ssl
 import time
 from collections.abc import Mapping
@@ -92,29 +95,42 @@ class MlflowRegistry:
         """Register the checkpoint as a version of the model of its run, or bring that version up to date."""
         name = model_name(self._mlflow.name, facts)
         tags = self._tags(facts)
-        version = self._find(name, facts)
-        if version is None:
+        versions = self._find(name, facts.identity)
+        if not versions:
             self._make_model(name)
-            version = self._make_version(name, facts, reference, tags)
+            made = self._make_version(name, facts, reference, tags)
+            versions = self._find(name, facts.identity) or {made: False}
         else:
             for key, value in {**tags, DELETED: "false"}.items():
-                self._tag(name, version, key, value)
-        return HandedOver(name, version, self._link(name, version))
+                self._tag(name, min(versions), key, value)
+        version = min(versions)
+        for younger, is_used in versions.items():
+            if younger != version and not is_used:
+                body = {"name": name, "version": str(younger)}
+                self._call("DELETE", "model-versions/delete", body, ignored="RESOURCE_DOES_NOT_EXIST")
+        return HandedOver(name, str(version), self._link(name, version))
 
-    def mark_deleted(self, facts: CheckpointFacts) -> HandedOver | None:
+    def mark_deleted(self, name: str, identity: str) -> HandedOver | None:
         """Tag the version of a checkpoint that was deleted; None if there is no such version."""
-        name = model_name(self._mlflow.name, facts)
-        version = self._find(name, facts)
-        if version is None:
+        versions = self._find(name, identity)
+        for version in versions:
+            self._tag(name, version, DELETED, "true")
+        if not versions:
             return None
-        self._tag(name, version, DELETED, "true")
-        return HandedOver(name, version, self._link(name, version), is_marked_deleted=True)
+        first = min(versions)
+        return HandedOver(name, str(first), self._link(name, first), is_marked_deleted=True)
 
-    def _find(self, name: str, facts: CheckpointFacts) -> str | None:
-        wanted = f"name = '{name}' AND tags.`{IDENTITY}` = '{facts.identity}'"
-        found = self._call("GET", "model-versions/search", {"filter": wanted, "max_results": "1"})
-        versions = (found or {}).get("model_versions") or []
-        return str(versions[0]["version"]) if versions else None
+    def _find(self, name: str, identity: str) -> dict[int, bool]:
+        """Return the versions of this content; True for those that have an alias or a stage there."""
+        wanted = f"name = '{name}' AND tags.`{IDENTITY}` = '{identity}'"
+        found = self._call("GET", "model-versions/search", {"filter": wanted, "max_results": "100"})
+        versions = found.get("model_versions") or []
+        if not isinstance(versions, list):
+            raise PermanentJobError("mlflow: the answer lists no model versions")
+        return {
+            _number(one): bool(one.get("aliases")) or one.get("current_stage") not in (None, "", "None")
+            for one in versions
+        }
 
     def _make_model(self, name: str) -> None:
         body = {"name": name, "description": "Checkpoints that dcphub has handed over by reference."}
@@ -122,7 +138,7 @@ class MlflowRegistry:
 
     def _make_version(
         self, name: str, facts: CheckpointFacts, reference: str, tags: Mapping[str, str]
-    ) -> str:
+    ) -> int:
         pages = facts.pages(self._options)
         body: dict[str, Any] = {
             "name": name,
@@ -133,16 +149,12 @@ class MlflowRegistry:
         if pages:
             body["run_link"] = pages["run"]
             body["description"] += f" [Its page in dcphub]({pages['checkpoint']})"
-        made = self._call("POST", "model-versions/create", body, hidden=reference) or {}
-        try:
-            return str(made["model_version"]["version"])
-        except (KeyError, TypeError) as error:
-            raise PermanentJobError("mlflow: the answer names no model version") from error
+        made = self._call("POST", "model-versions/create", body, hidden=reference)
+        return _number(made.get("model_version"))
 
-    def _tag(self, name: str, version: str, key: str, value: str) -> None:
-        self._call(
-            "POST", "model-versions/set-tag", {"name": name, "version": version, "key": key, "value": value}
-        )
+    def _tag(self, name: str, version: int, key: str, value: str) -> None:
+        body = {"name": name, "version": str(version), "key": key, "value": value}
+        self._call("POST", "model-versions/set-tag", body)
 
     def _tags(self, facts: CheckpointFacts) -> dict[str, str]:
         pages = facts.pages(self._options)
@@ -164,32 +176,32 @@ class MlflowRegistry:
             found[f"dcphub.metrics.{clean}"[:250]] = repr(value)
         return {key: str(value) for key, value in found.items() if value is not None}
 
-    def _link(self, name: str, version: str) -> str:
-        return f"{self._mlflow.url.rstrip('/')}/#/models/{quote(name, safe='')}/versions/{quote(version)}"
+    def _link(self, name: str, version: int) -> str:
+        return f"{self._mlflow.url.rstrip('/')}/#/models/{quote(name, safe='')}/versions/{version}"
 
     # -- requests --------------------------------------------------------------------------------------------
 
     def _call(
         self, method: str, path: str, given: Mapping[str, Any], *, ignored: str = "", hidden: str = ""
-    ) -> Any:
-        """Call an endpoint, and return its JSON; None for the error code ``ignored``. No message has the text
-        ``hidden``."""
+    ) -> dict[str, Any]:
+        """Call an endpoint, and return its JSON; an empty object for the error code ``ignored``. No message
+        has the text ``hidden``."""
         url = f"{self._base}/api/2.0/mlflow/{path}"
         sent: dict[str, Any] = {"params": given} if method == "GET" else {"json": given}
         try:
             status, body = self._answer(method, url, sent)
-        except httpx.TransportError as error:
+        except (httpx.TransportError, httpx.DecodingError) as error:
             host = urlsplit(self._mlflow.url).hostname
             why = (
                 "did not answer in time" if isinstance(error, httpx.TimeoutException) else "cannot be reached"
             )
             raise UnavailableJobError(f"mlflow: {host} {why}: {self._clean(error)}") from error
         document = _object(body)
-        code = str(document.get("error_code", ""))
+        code = self._clean(document.get("error_code", ""))[:64]
         if 200 <= status < 300:
             return document
         if code and code == ignored:
-            return None
+            return {}
         message = self._clean(document.get("message", "")).replace(hidden or "\0", "the checkpoint's URL")
         where = f"mlflow answered {status} to {path}: {code or 'no error code'}"
         if status == 429 or status >= 500:
@@ -223,6 +235,14 @@ class MlflowRegistry:
 def _object(body: bytes) -> dict[str, Any]:
     try:
         found = json.loads(body or b"{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _number(version: object) -> int:
+    """Return the number of a version in an answer. Raises PermanentJobError where it has none."""
+    number = str(version.get("version", "")) if isinstance(version, dict) else ""
+    if not re.fullmatch("[0-9]{1,18}", number):
+        raise PermanentJobError("mlflow: the answer names no model version")
+    return int(number)

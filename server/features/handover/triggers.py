@@ -19,7 +19,7 @@ from dcp.server.core.problems import ProblemError
 from dcp.server.core.security.principal import ALL_SCOPES, Principal
 from dcp.server.features.handover import feature
 from dcp.server.features.handover.destinations import HandoverSettings, Target, Trigger
-from dcp.server.features.handover.handing import HandoverKind, HandoverParams, options_of, rows_of
+from dcp.server.features.handover.handing import HandoverKind, HandoverParams, options_of, targets_of
 
 _CALLER = Principal("handover", ALL_SCOPES)
 
@@ -43,7 +43,7 @@ def _targets(connection: Connection, event: CatalogEvent, options: HandoverSetti
         target for one in options.when if _meets(connection, event, one) for target in one.targets
     }
     if event.kind == "checkpoint.deleted" and event.checkpoint_id is not None:
-        wanted |= set(rows_of(connection, event.checkpoint_id))
+        wanted |= targets_of(connection, event.checkpoint_id)
     return [target for target in options.targets if target in wanted]
 
 

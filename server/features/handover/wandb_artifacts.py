@@ -107,7 +107,9 @@ def _log(
         if not is_online:
             return HandedOver(artifact.name.partition(":")[0], None, None)
         logged.wait(timeout=int(project.seconds) or 1)
-        return HandedOver(logged.name.partition(":")[0], logged.version, logged.url or run.url)
+        link = str(logged.url or run.url or "")
+        is_web = link.startswith(("https://", "http://")) and len(link) <= 2048
+        return HandedOver(logged.name.partition(":")[0], logged.version, link if is_web else None)
     finally:
         run.finish()
 

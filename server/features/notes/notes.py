@@ -71,6 +71,7 @@ NOTES: Final = Resource(
     query=_QUERY,
     is_visible=lambda row, visible: visible is None or row.root in visible,
     check=_check_author,
+    root=lambda row: row.root,
     forget=lambda connection, number: connection.execute(
         delete(note_versions).where(note_versions.c.note_id == number)
     ),

@@ -198,6 +198,7 @@ class PruneKind(SimpleKind[PruneParams]):
         self, connection: Connection, params: PruneParams, caller: Principal, settings: Settings
     ) -> JobSpec:
         """As `Kind.specify`. StateError for a checkpoint that is held, or that another job uses."""
+        lock_checkpoint(connection, params.checkpoint_id, caller.roots)  # behind a promotion, or before it
         subject = find_subject(connection, params.checkpoint_id, caller.roots)
         if subject.root not in settings.writable_roots:
             raise ForbiddenError(f"root {subject.root} is read-only")
@@ -267,6 +268,16 @@ def in_use(connection: Connection, checkpoint_ids: Sequence[int]) -> set[int]:
         jobs.c.checkpoint_id.in_(checkpoint_ids), jobs.c.state.not_in(FINAL_STATES)
     )
     return {int(number) for number in connection.execute(query).scalars()}
+
+
+def is_pruned_now(connection: Connection, checkpoint_id: int) -> bool:
+    """Return True if a job that has not ended drops parts of the checkpoint."""
+    query = select(jobs.c.id).where(
+        jobs.c.checkpoint_id == checkpoint_id,
+        jobs.c.kind == PruneKind.name,
+        jobs.c.state.not_in(FINAL_STATES),
+    )
+    return connection.execute(query).first() is not None
 
 
 def _check_held(connection: Connection, checkpoint_id: int) -> None:

@@ -18,6 +18,7 @@ feature: Final = Feature(
     "stages",
     __name__,
     web=["stage_routes", "stage_pages"],
+    work=["expiry"],
     events=["stage.requested", "stage.promoted", "stage.rejected", "stage.demoted"],
     links=[Link("run", "Stages", "/runs/{id}/stages")],
     settings=StagesSettings,

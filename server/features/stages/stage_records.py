@@ -10,10 +10,20 @@ from dcp.server.records.administration import Scope
 from dcp.server.records.checkpoints import State, Verdict
 from dcp.server.records.declaring import OneOf, Shown
 
-RequestState = Literal["requested", "promoted", "rejected", "withdrawn", "outdated"]
-"""outdated: the content of the checkpoint changed, and another request was made."""
+RequestState = Literal["requested", "promoted", "rejected", "withdrawn", "outdated", "expired"]
+"""outdated: the content of the checkpoint changed, and another request was made; expired: it was open
+for longer than ``request_days``."""
 StageAction = Literal[
-    "requested", "approved", "rejected", "withdrawn", "outdated", "promoted", "replaced", "moved", "demoted"
+    "requested",
+    "approved",
+    "rejected",
+    "withdrawn",
+    "outdated",
+    "expired",
+    "promoted",
+    "replaced",
+    "moved",
+    "demoted",
 ]
 """replaced: another checkpoint came in its place; moved: it was promoted to another stage."""
 

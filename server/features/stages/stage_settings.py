@@ -33,19 +33,25 @@ class StageRule(BaseModel):
 
     @model_validator(mode="after")
     def _can_be_met(self) -> Self:
-        known = len(set(self.approvers))
-        has_groups = any(name.startswith("group:") for name in self.approvers)
-        if 0 < known < self.approvals and not has_groups:
-            raise ValueError(f"{self.approvals} approvals cannot be reached with {known} approvers")
+        approvers, requesters = set(self.approvers), set(self.requesters)
+        if not approvers or any(name.startswith("group:") for name in approvers):
+            return self
+        alone = len(requesters) == 1 and not self.self_approval
+        known = len(approvers - requesters if alone else approvers)
+        if known < self.approvals:
+            why = ", one of whom is the only requester: set self_approval" if known < len(approvers) else ""
+            raise ValueError(f"{self.approvals} approvals cannot be reached with {known} approvers{why}")
         return self
 
 
+_ANY: Final = StageRule()
 _DEFAULTS: Final = {"production": StageRule(approvals=1, requires_verified=True)}
 
 
 class StagesSettings(BaseModel):
     """Stages from the lowest to the highest. ``reserved``: no alias of these names is set by hand in any run;
-    else only where one of them has been promoted."""
+    else only where one of them has been promoted. ``request_days``: age at which open requests
+    expire; 0: never."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -54,6 +60,7 @@ class StagesSettings(BaseModel):
     )
     rules: dict[str, StageRule] = Field(default_factory=dict)
     reserved: bool = False
+    request_days: float = Field(default=30.0, ge=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _named(self) -> Self:
@@ -64,6 +71,12 @@ class StagesSettings(BaseModel):
             raise ValueError(f"rules: {unknown[0]!r} is none of the stages {', '.join(self.order)}")
         return self
 
+    def expired_before(self, now: float) -> float | None:
+        """Return the time before which open requests have expired; None if none does."""
+        return now - self.request_days * 86_400.0 if self.request_days else None
+
     def rule(self, stage: str) -> StageRule:
-        """Return the rule of a stage, by default without approvals, except for one called production."""
-        return self.rules.get(stage) or _DEFAULTS.get(stage) or StageRule()
+        """Return the rule of a stage. What the settings leave out is as `StageRule` has it, except for one
+        called production."""
+        default, given = _DEFAULTS.get(stage, _ANY), self.rules.get(stage, _ANY)
+        return default.model_copy(update={name: getattr(given, name) for name in given.model_fields_set})

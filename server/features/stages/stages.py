@@ -27,6 +27,7 @@ from dcp.server.core.security.accounts import accounts_of
 from dcp.server.core.security.principal import Scope
 from dcp.server.core.settings import Settings
 from dcp.server.database.tables import checkpoints, roots, runs
+from dcp.server.features.retention.deletion import is_pruned_now
 from dcp.server.features.stages import feature
 from dcp.server.features.stages.stage_records import (
     RequestState,
@@ -164,6 +165,7 @@ REQUESTS: Final = Resource(
     },
     query=_QUERY,
     is_visible=lambda row, visible: visible is None or row.root in visible,
+    root=lambda row: row.root,
 )
 
 
@@ -268,7 +270,7 @@ def request_promotion(
     if not rules.may_request(stage):
         raise _forbidden("request a promotion to", stage, rules.rule(stage).request_scope)
     _check_promotable(connection, rules, row, stage)
-    _close_outdated(connection, ask, row, stage)
+    _close_outdated(connection, ask, rules, row, stage)
     values = {
         "run_id": row["run_id"],
         "checkpoint_id": checkpoint_id,
@@ -363,6 +365,7 @@ def may_decide(connection: Connection, ask: Ask, number: int) -> dict[str, bool]
     rules, owner = Rules(ask, request.root), ask.caller.owner[:256]
     is_open = (
         request.state == "requested"
+        and not _has_expired(rules, request, ask.now)
         and request.stage in rules.order
         and ask.caller.may("write", request.root)
     )
@@ -381,11 +384,19 @@ def _locked(connection: Connection, ask: Ask, number: int, match: Precondition) 
     """Return the rules and an open request, locked behind its run, as all changes do it."""
     labels.lock_aliases(connection, REQUESTS.find(connection, number, ask.visible).run_id)
     request = REQUESTS.lock(connection, ask, number, match)
+    rules = Rules(ask, request.root)
     if request.state != "requested":
         raise StateError(f"request {number} is {request.state}", state=request.state)
-    rules = Rules(ask, request.root)
+    if _has_expired(rules, request, ask.now):
+        raise StateError(f"request {number} has expired: request the promotion again", state="expired")
     rules.check_known(request.stage)
     return rules, request
+
+
+def _has_expired(rules: Rules, request: Row[Any], now: float) -> bool:
+    """Return whether it is to be closed, also before the next round of `expiry`."""
+    before = rules.settings.expired_before(now)
+    return before is not None and request.created_seconds < before
 
 
 def _check_promotable(
@@ -400,6 +411,8 @@ def _check_promotable(
     number, rule = row["id"], rules.rule(stage)
     if row["state"] != "committed":
         raise StateError(f"checkpoint {number} is {row['state']}", state=row["state"])
+    if is_pruned_now(connection, number):
+        raise StateError(f"a job drops parts of checkpoint {number}: wait until it ends", state="pruned")
     if content is not None and is_changed(content, row):
         why = f"checkpoint {number} has changed since the request: reject it, and request the promotion again"
         raise StateError(why, state="changed")
@@ -419,14 +432,20 @@ def _check_promotable(
         raise StateError(f"checkpoint {number} has to be in stage {before!r} before {stage!r}", state="early")
 
 
-def _close_outdated(connection: Connection, ask: Ask, row: Mapping[Any, Any], stage: str) -> None:
-    """Close an open request for what the checkpoint was. Raises StateError if there is one for what it is."""
+def _close_outdated(
+    connection: Connection, ask: Ask, rules: Rules, row: Mapping[Any, Any], stage: str
+) -> None:
+    """Close an open request for what the checkpoint was, or that is too old. Raises StateError if there is
+    another one."""
     query = _QUERY.where(
         stage_requests.c.checkpoint_id == row["id"],
         stage_requests.c.stage == stage,
         stage_requests.c.state == "requested",
     )
     for request in connection.execute(query).all():
+        if _has_expired(rules, request, ask.now):
+            _close(connection, ask, request, "expired", "expire", None)
+            continue
         if not is_changed(request.content, row):
             why = f"request {request.id} for stage {stage!r} is open already"
             raise StateError(why, state="requested")

@@ -32,8 +32,9 @@ def handover(api: CatalogApi, number: int, target: str) -> dict[str, Any]:
 
 def test_checkpoints_are_handed_over_by_reference(make_database: MakeDatabase, tmp_path: Path) -> None:
     """MLflow is away at first: the job waits and says so. Once it is back there is one version however often
-    it is handed over; an alias hands over by itself, to W&B as well; a deletion is marked; no answer, page or
-    log has a credential."""
+    it is handed over, whatever another worker made meanwhile; an alias hands over by itself, to W&B as well,
+    and a stage; a deletion is marked, also of what waited for MLflow; no answer, page or log has a
+    credential."""
     mlflow = MlflowServer(tmp_path / "mlflow", TOKEN)
     wandb = tmp_path / "wandb"
     settings = {
@@ -51,21 +52,22 @@ def test_checkpoints_are_handed_over_by_reference(make_database: MakeDatabase, t
                 "allow_private": ["127.0.0.1"],
                 "mlflow": {"url": mlflow.url, "token": TOKEN},
                 "wandb": {"project": "models", "entity": "lab", "api_key": KEY, "folder": str(wandb)},
-                "when": [{"alias": "production", "run": "a/*"}, {"event": "stage.promoted", "stage": "x"}],
+                "when": [
+                    {"alias": "production", "run": "a/*"},
+                    {"event": "stage.promoted", "stage": "staging"},
+                ],
             }
         },
     }
-    for root, key in (("main", "a/b/step-1"), ("main", "a/b/step-2"), ("other", "c/step-1")):
+    places = (("main", "a/b/step-1"), ("main", "a/b/step-2"), ("other", "c/step-1"), ("main", "d/step-1"))
+    for root, key in places:
         write_manifest(tmp_path / root / key, save_id=f"{len(root + key):08x}")
     (tmp_path / "service").mkdir()
     service = Service(tmp_path / "service", settings)
     key = create_key(service, "boss", ["admin"])
     with service, service.client(key) as http:
         api = CatalogApi(http)
-        first, second, local = (
-            api.register(*one)
-            for one in (("main", "a/b/step-1"), ("main", "a/b/step-2"), ("other", "c/step-1"))
-        )
+        first, second, local, fleeting = (api.register(*one) for one in places)
         http.patch(f"{API}/checkpoints/{first}/metrics", json={"metrics": {"val/loss": 0.25}})
         assert handover(api, first, "mlflow")["state"] == "none"
         job = api.post(f"/checkpoints/{first}/handovers", {"target": "mlflow"})["id"]
@@ -78,9 +80,20 @@ def test_checkpoints_are_handed_over_by_reference(make_database: MakeDatabase, t
         )
         assert shown["next_attempt_at"]
         waiting = http.get(f"/checkpoints/{first}", headers={"Accept": "text/html"})
+        gone = api.post(f"/checkpoints/{fleeting}/handovers", {"target": "mlflow"})["id"]
+        wait_until(lambda: api.job(gone)["waiting"], "it waits as well")
+        http.patch(f"{API}/checkpoints/{first}/metrics", json={"metrics": {"late": 0.5}})
+        assert http.delete(f"{API}/checkpoints/{fleeting}").is_success
         with mlflow:
-            wait_until(lambda: http.post(f"{API}/jobs/{job}/retry").is_success, "it is tried again")
-            api.finished(job)
+            for waits in (job, gone):
+                wait_until(lambda: http.post(f"{API}/jobs/{waits}/retry").is_success, "it is tried again")  # noqa: B023
+                api.finished(waits)
+            assert mlflow.versions("main.d") == [], "it was deleted before"
+            tag = {
+                "key": "dcphub.identity",
+                "value": mlflow.versions("main.a.b")[0]["tags"]["dcphub.identity"],
+            }
+            mlflow.call("model-versions/create", name="main.a.b", source="s3://bucket/late", tags=[tag])
             again = api.post(f"/checkpoints/{first}/handovers", {"target": "mlflow"})["id"]
             assert again != job
             api.finished(again)
@@ -96,6 +109,7 @@ def test_checkpoints_are_handed_over_by_reference(make_database: MakeDatabase, t
                     "dcphub.checkpoint": "main:a/b/step-1",
                     "dcphub.step": "1",
                     "dcphub.metrics.val_loss": "0.25",
+                    "dcphub.metrics.late": "0.5",
                     "dcphub.deleted": "false",
                     "dcphub.url": f"https://dcp.example.org/checkpoints/{first}",
                 }.items()
@@ -106,6 +120,9 @@ def test_checkpoints_are_handed_over_by_reference(make_database: MakeDatabase, t
 
             run = api.get(f"/checkpoints/{second}")["run_id"]
             body = {"checkpoint_id": second}
+            api.post(f"/checkpoints/{second}/stage-requests", {"stage": "staging"})
+            wait_until(lambda: handover(api, second, "mlflow")["state"] == "done", "a stage hands it over")
+            assert mlflow.versions("main.a.b")[1]["tags"]["dcphub.aliases"] == "staging"
             assert http.put(f"{API}/runs/{run}/aliases/production", json=body).is_success
             assert http.put(f"{API}/runs/{run}/aliases/best", json=body).is_success
             for target in ("mlflow", "wandb"):
@@ -130,7 +147,7 @@ def test_checkpoints_are_handed_over_by_reference(make_database: MakeDatabase, t
                 for one in (first, second, local)
             ]
         audit = [one["action"] for one in api.get("/audit")["items"]]
-        assert audit.count("checkpoint.hand_over") == 4 and "checkpoint.mark_deleted" in audit
+        assert audit.count("checkpoint.hand_over") >= 4 and "checkpoint.mark_deleted" in audit
         assert (
             "<bdi>main.a.b</bdi>" in pages[0] and "Version 1," in pages[0] and "marked as deleted" in pages[0]
         )
@@ -197,6 +214,7 @@ def test_who_may_hand_over_what(handing: Catalog) -> None:
         ((302, {"Location": "http://169.254.169.254/"}), "failed", "answered 302"),
         (503, "queued", "answered 503"),
         (204, "failed", "names no model version"),
+        ((200, {"Content-Encoding": "gzip"}), "queued", "cannot be reached"),
     ],
 )
 def test_answers_of_a_target(
@@ -228,6 +246,7 @@ def test_answers_of_a_target(
         ({"mlflow": {"url": "https://m.example.org", "name": "{step}"}}, "{root} and {run}"),
         ({"wandb": {"project": "p"}}, "an api_key, or a folder"),
         ({"mlflow": {"url": "https://m.example.org", "token": {"a": TOKEN}}}, "valid string"),
+        ({"mlflow": {"url": "https://m.example.org", "token": f"{TOKEN}\n"}}, "visible ASCII"),
         ({"when": [{"event": "checkpoint.aliased "}]}, "there are checkpoint.aliased, checkpoint.committed"),
         ({"when": [{"targets": ["wandb"]}]}, "features.handover.wandb is not configured"),
     ],

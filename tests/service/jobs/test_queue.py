@@ -101,7 +101,7 @@ def test_what_fails_for_good_ends_the_job(database: Database, tmp_path: Path, ex
     with working(settings):
         job = wait_for_end(database, job_id)
     assert job.state == "failed" and job.error is not None
-    assert (job.error.type, job.error.detail, job.error.task) == ("PermanentJobError", "never", 1)
+    assert (job.error.type, job.error.detail, job.error.task) == ("PermanentJobError", r"never \udc80", 1)
     assert not list(tmp_path.glob("part-*")) and not (tmp_path / "target").exists()
     assert log_lines(tmp_path)[-1] == "discard"
 

@@ -72,8 +72,10 @@ class DaskExecutor:
         self._here = WarmProcessPool(setup)
         self._address = address
         self._lease_seconds = setup.settings.lease_seconds
-        self._setup = pickle.dumps(Setup(setup.without_database, setup.kinds))
-        self._stays = {name for name, kind in load_kinds(setup.kinds).items() if kind.needs_database}
+        kinds = load_kinds(setup.kinds)
+        self._stays = {name for name, kind in kinds.items() if kind.needs_database}
+        travels = [kind for name, kind in kinds.items() if name not in self._stays]
+        self._setup = pickle.dumps(Setup(setup.settings_for(*travels), setup.kinds))
         self._channel = f"dcp-{uuid.uuid4().hex}"
         self._lock = threading.Lock()
         self._client: Any = None

@@ -26,13 +26,13 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from pydantic import SecretStr, ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
+from dcp.server.catalog.inputs import clean_text
 from dcp.server.core.jobs.executors.executor import Order, receive_message, send_message
 from dcp.server.core.jobs.kind import (
     JobContext,
@@ -65,10 +65,15 @@ class Setup:
     settings: Settings = field(repr=False)
     kinds: str
 
-    @cached_property
-    def without_database(self) -> Settings:
-        """For kinds that have no business with it."""
-        return self.settings.model_copy(update={"database_url": NO_DATABASE})
+    def settings_for(self, *kinds: Kind[Any]) -> Settings:
+        """Return the settings without secrets that the kinds have no business with: the database's URL, keys
+        of webhooks, and settings of features that they are not of."""
+        owners = {kind.feature for kind in kinds}
+        kept: dict[str, Any] = {"webhook_key": None, "webhook_key_before": None}
+        kept["features"] = {name: one for name, one in self.settings.features.items() if name in owners}
+        if not any(kind.needs_database for kind in kinds):
+            kept["database_url"] = NO_DATABASE
+        return self.settings.model_copy(update=kept)
 
 
 def load_kinds(name: str) -> Mapping[str, Kind[Any]]:
@@ -247,7 +252,7 @@ def _carry_out(
 ) -> Mapping[str, Any]:
     kind = kinds[order.kind]
     context = JobContext(
-        settings=setup.settings if kind.needs_database else setup.without_database,
+        settings=setup.settings_for(kind),
         job_id=order.job_id,
         task_number=order.task_number,
         attempt_name=order.attempt_name,
@@ -301,7 +306,7 @@ def error_of(error: BaseException, memory_bytes: int = 0) -> JobFailure:
         detail = str(error)
     return JobFailure(
         type=type(error).__name__,
-        detail=detail[:_MAX_DETAIL_CHARACTERS] or type(error).__name__,
+        detail=clean_text(detail)[:_MAX_DETAIL_CHARACTERS] or type(error).__name__,
         is_retryable=is_retryable(error),
         is_environment=is_environment(error),
     )
