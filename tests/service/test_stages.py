@@ -204,7 +204,7 @@ def test_a_changed_checkpoint_is_not_promoted(catalog: Catalog) -> None:
 
 
 def test_prunes_old_requests_and_root_admins(catalog: Catalog) -> None:
-    """What a job drops parts of is not promoted; open requests expire in 30 days; a demotion is repeated by its
+    """What a job drops parts of is not promoted; open requests expire in 30 days; a demotion has an
     Idempotency-Key; admins of a root see the entries of the audit log, those of others do not."""
     number, other = catalog.add("run/step-1"), catalog.add("run/step-2")
     dev, ann, bob = writers(catalog, "dev", "ann", "bob")
