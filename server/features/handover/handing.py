@@ -186,6 +186,8 @@ def _hand_over(
             if is_gone:
                 name = model_name(options.mlflow.name, facts)
                 return registry.mark_deleted(*(before or (name, facts.identity)))
+            if before is not None and before[1] != facts.identity:
+                registry.mark_replaced(*before)
             return registry.hand_over(facts, reference_of(options, context.settings, facts.root, facts.key))
     if target == "wandb" and options.wandb is not None:
         if is_gone:

@@ -39,6 +39,7 @@ from dcp.version import __version__
 
 IDENTITY: Final = "dcphub.identity"
 DELETED: Final = "dcphub.deleted"
+REPLACED: Final = "dcphub.replaced"
 _MAX_ANSWER_BYTES: Final = 4 << 20
 _MAX_METRICS: Final = 100
 _SAFE: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
@@ -101,7 +102,7 @@ class MlflowRegistry:
             made = self._make_version(name, facts, reference, tags)
             versions = self._find(name, facts.identity) or {made: False}
         else:
-            for key, value in {**tags, DELETED: "false"}.items():
+            for key, value in {**tags, DELETED: "false", REPLACED: "false"}.items():
                 self._tag(name, min(versions), key, value)
         version = min(versions)
         for younger, is_used in versions.items():
@@ -112,9 +113,16 @@ class MlflowRegistry:
 
     def mark_deleted(self, name: str, identity: str) -> HandedOver | None:
         """Tag the version of a checkpoint that was deleted; None if there is no such version."""
+        return self._mark(name, identity, DELETED)
+
+    def mark_replaced(self, name: str, identity: str) -> None:
+        """Tag the version of what another save has replaced: its URL leads to that now."""
+        self._mark(name, identity, REPLACED)
+
+    def _mark(self, name: str, identity: str, tag: str) -> HandedOver | None:
         versions = self._find(name, identity)
         for version in versions:
-            self._tag(name, version, DELETED, "true")
+            self._tag(name, version, tag, "true")
         if not versions:
             return None
         first = min(versions)

@@ -138,6 +138,12 @@ def test_checkpoints_are_handed_over_by_reference(make_database: MakeDatabase, t
             wait_until(lambda: handover(api, first, "mlflow")["is_marked_deleted"], "the deletion is marked")
             assert [one["tags"]["dcphub.deleted"] for one in mlflow.versions("main.a.b")[:1]] == ["true"]
 
+            write_manifest(tmp_path / "main/a/b/step-2", save_id="0000beef")
+            assert api.register("main", "a/b/step-2") == second
+            api.finished(api.post(f"/checkpoints/{second}/handovers", {"target": "mlflow"})["id"])
+            marks = [one["tags"].get("dcphub.replaced") for one in mlflow.versions("main.a.b")]
+            assert marks == ["false", "true", None], "another save has its place"
+
             failed = api.post(f"/checkpoints/{local}/handovers", {"target": "mlflow"})["id"]
             wait_until(lambda: api.job(failed)["state"] == "failed", "a local path is refused")
             assert "features.handover.urls" in (detail := api.job(failed)["error"]["detail"]), detail
