@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeVar
 
 from sqlalchemy import Connection, Row, Select, Table, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
@@ -23,6 +24,7 @@ R = TypeVar("R")
 
 Visible = frozenset[str] | None
 _Values = Mapping[str, Any]
+_CHUNK: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,15 @@ class Resource(Generic[R]):
         """Return all rows with these values that may be seen, by id. There are few."""
         query = self._with(values).order_by(self.table.c.id)
         return [row for row in connection.execute(query) if self.is_visible(row, visible)]
+
+    def _rows_after(
+        self, connection: Connection, after: int, visible: Visible, values: _Values
+    ) -> Iterator[Row[Any]]:
+        """Yield the rows behind the id ``after`` as `rows` does, and read no more than are taken."""
+        query = self._with(values).order_by(self.table.c.id).limit(_CHUNK)
+        while rows := connection.execute(query.where(self.table.c.id > after)).all():
+            yield from (row for row in rows if self.is_visible(row, visible))
+            after = rows[-1].id
 
     def has(self, connection: Connection, **values: Any) -> bool:
         """Return whether there is a row with these values."""
@@ -176,7 +187,9 @@ class Resource(Generic[R]):
     ) -> Page[R]:
         """Answer the GET of the list, by id: of rows with these values that match."""
         after = 0 if page.cursor is None else decode_cursor(page.cursor, self.noun, int)[0]
-        left = [row for row in ask.find(self.rows, ask.visible, **values) if row.id > after and matches(row)]
+        with ask.reading() as connection:
+            found = (row for row in self._rows_after(connection, after, ask.visible, values) if matches(row))
+            left = list(islice(found, page.limit + 1))
         shown = left[: page.limit]
         cursor = encode_cursor(self.noun, shown[-1].id) if len(left) > len(shown) else None
         return Page(tuple(map(self.shown, shown)), cursor)

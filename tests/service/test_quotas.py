@@ -14,7 +14,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.support.app import running_app
-from tests.support.catalog import API, Catalog
+from tests.support.catalog import API, Catalog, pages
 from tests.support.databases import MakeDatabase
 from tests.support.pages import Browser
 
@@ -162,7 +162,11 @@ def test_bytes_kept_are_warned_of_and_then_refused(sites: list[Catalog]) -> None
     number = site.rows()["run/step-1"]["id"]
     assert site.status("DELETE", f"/checkpoints/{number}") == 200
     assert used(site, "bytes_kept", ada) == (192, 384) and register(3, ada).status_code == 200
-    assert site.status("POST", f"/checkpoints/{number}/restore") == 200
+    eve = site.app.client("delete", "write", name="eve")
+    refused = eve.post(f"{API}/checkpoints/{number}/restore")
+    assert (refused.status_code, refused.json()["limit"]) == (409, "bytes_kept")
+    assert site.states()["run/step-1"] == "deleted" and used(site, "bytes_kept", ada) == (384, 384)
+    assert site.status("POST", f"/checkpoints/{number}/restore") == 200  # an admin of all roots may
     assert used(site, "bytes_kept", ada) == (576, 384)
     root = limit(site, "root", "main", bytes_kept=700)
     assert register(5, bob).json()["subject"] == {"kind": "root", "name": "main"}
@@ -276,6 +280,26 @@ def test_keys_of_one_account_share_its_limits(catalog: Catalog) -> None:
     assert used(catalog, "jobs_queued", clients[1]) == (2, 2)
     row = catalog.get("/quotas/usage", q="robots")["items"][0]
     assert (row["subject"], row["label"]) == (account, "service-account:robots")
+
+
+def test_very_many_accounts(catalog: Catalog) -> None:
+    """Those near to a limit are found among them, lists go over them page by page, and the metrics count
+    those whose bytes are full."""
+    for number in range(510):
+        assert catalog.status("POST", "/accounts", json={"name": f"robot-{number}"}) == 201
+    client, account = person(catalog, "zoe")
+    catalog.save("run/a", save_id="a" * 8)
+    assert catalog.status("POST", "/checkpoints", client, json={"root": "main", "key": "run/a"}) == 201
+    limit(catalog, "account", "account#300", jobs_queued=0)
+    limit(catalog, "account", account, bytes_kept=BYTES)
+    found = catalog.get("/quotas/usage", limit=2)["items"]
+    assert {one["subject"] for one in found} == {account, "account#300"}
+    assert [one["label"] for one in catalog.get("/quotas/usage", q="Bot-509")["items"]] == [
+        "service-account:robot-509"
+    ]
+    assert len(pages(catalog.http, "/accounts", limit=200)) == 510
+    assert [one["name"] for one in catalog.get("/accounts", q="509", limit=1)["items"]] == ["robot-509"]
+    assert 'dcp_quota_subjects{kind="account",level="full"} 1.0' in catalog.http.get("/metrics").text
 
 
 def test_the_form_of_a_quota(catalog: Catalog) -> None:

@@ -48,6 +48,8 @@ class RoleSettings:
 
 
 NO_ROLES: Final = RoleSettings()
+_MAX_NAMED: Final = 500
+"""Groups that one statement names."""
 
 
 def actor_of(kind: str, name: str) -> str:
@@ -90,7 +92,9 @@ def rights_of(connection: Connection, found: Sequence[Row[Any]], settings: RoleS
         return {}
     groups = sorted({group for account in found for group in account.groups})
     numbers = [account.id for account in found]
-    query = select(grants).where(or_(grants.c.account_id.in_(numbers), grants.c.group_name.in_(groups)))
+    query = select(grants)
+    if len(groups) <= _MAX_NAMED:  # else all are read: more would be too many for one statement
+        query = query.where(or_(grants.c.account_id.in_(numbers), grants.c.group_name.in_(groups)))
     granted: defaultdict[str, list[GroupRole]] = defaultdict(list)
     for row in connection.execute(query):
         root = None if row.root == ALL_ROOTS else row.root

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
@@ -21,6 +22,7 @@ from joserfc import jwt
 from joserfc.errors import JoseError
 from joserfc.jwk import KeySet
 
+from dcp.server.catalog.inputs import clean_text
 from dcp.server.features.people.flows import Flow, ProviderError, RefusedError
 from dcp.server.features.people.settings import PeopleSettings, is_safe_url
 
@@ -33,7 +35,8 @@ _KEYS_AGAIN_SECONDS: Final = 10.0
 """Keys are not read more often than this, whatever tokens name."""
 _LEEWAY_SECONDS: Final = 60
 _AT_ONCE: Final = 4
-"""Requests under way, so that a provider that hangs holds few threads."""
+_WAITING: Final = 8
+"""Requests under way, and those that wait for their turn: a provider that hangs holds no more threads."""
 _log = structlog.get_logger(__name__)
 
 
@@ -47,6 +50,7 @@ class Provider:
         self._keys: tuple[float, KeySet] | None = None
         self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(_AT_ONCE)
+        self._queue = threading.BoundedSemaphore(_AT_ONCE + _WAITING)
 
     def prepare(self) -> None:
         """Read the configuration of the provider, if it is not known. Raises ProviderError."""
@@ -79,6 +83,10 @@ class Provider:
             )
             if more.get("sub") != claims["sub"]:
                 raise RefusedError("the provider's userinfo is of another person")
+            if "email" not in claims:  # an address is verified by the document that has it
+                claims.pop("email_verified", None)
+            else:
+                more.pop("email_verified", None)
             claims = {**more, **claims}
         return claims
 
@@ -127,7 +135,8 @@ class Provider:
             claims.validate(now=int(self._clock()), leeway=_LEEWAY_SECONDS)
         except (JoseError, ValueError, TypeError) as error:
             raise RefusedError(f"the provider's ID token is refused: {error}") from error
-        if not isinstance(claims["sub"], str) or not 0 < len(claims["sub"]) <= 255:
+        subject = claims["sub"]
+        if not isinstance(subject, str) or not 0 < len(subject) <= 255 or clean_text(subject) != subject:
             raise RefusedError("the provider's ID token has no subject")
         return dict(claims)
 
@@ -190,14 +199,11 @@ class Provider:
         **sent: Any,
     ) -> dict[str, Any]:
         """Return the JSON object that answers. Raises ProviderError, and RefusedError if it may refuse."""
-        if not self._places.acquire(timeout=self._options.provider_seconds):
-            raise ProviderError("too many requests to the provider are under way")
         try:
-            status, body = self._answer(method, url, auth, sent)
+            with self._place():
+                status, body = self._answer(method, url, auth, sent)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ProviderError(f"{url} does not answer: {error!r}") from error
-        finally:
-            self._places.release()
         try:
             found = json.loads(body)
         except (ValueError, RecursionError):
@@ -207,6 +213,21 @@ class Provider:
         if status != 200 or not isinstance(found, dict):
             raise ProviderError(f"{url} answers with status {status}, and no JSON object that can be used")
         return found
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        problem = ProviderError("too many requests to the provider are under way")
+        if not self._queue.acquire(blocking=False):
+            raise problem
+        try:
+            if not self._places.acquire(timeout=self._options.provider_seconds):
+                raise problem
+            try:
+                yield
+            finally:
+                self._places.release()
+        finally:
+            self._queue.release()
 
     def _answer(
         self, method: str, url: str, auth: tuple[str, str] | None, sent: dict[str, Any]

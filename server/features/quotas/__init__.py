@@ -143,11 +143,13 @@ class QuotaAllowances(Allowances):
 
 
 _FRESH_SECONDS: Final = 1.0
+_MAX_NAMED: Final = 500
+"""Subjects that one statement names; for more of them all that are stored are read."""
 
 
 def _stored(connection: Connection, names: list[str] | None = None) -> dict[str, Mapping[str, Any]]:
     query = select(quotas.c.name, quotas.c.limits)
-    if names is not None:
+    if names is not None and len(names) <= _MAX_NAMED:
         query = query.where(quotas.c.name.in_(names))
     return {row.name: row.limits for row in connection.execute(query)}
 

@@ -15,7 +15,7 @@ from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 from sqlalchemy import Connection, Row
 
 from dcp.server.catalog.inputs import Query, Request, Text
-from dcp.server.catalog.runs import kept_by_account
+from dcp.server.catalog.runs import kept_by_account, kept_by_root
 from dcp.server.core.allowances import (
     Allowance,
     LimitName,
@@ -38,6 +38,8 @@ from dcp.server.features.quotas.usage import (
     TITLES,
     SubjectUse,
     Usage,
+    bytes_level,
+    foremost,
     known_subjects,
     labels_of,
     use_of,
@@ -159,17 +161,20 @@ class UseQuery(Query):
 @feature.get("/quotas/usage", **_ADMIN, errors=())
 def list_quota_usage(query: Annotated[UseQuery, InQuery()], ask: Ask) -> Items[SubjectUse]:
     """List use and limits of accounts, keys or roots: those nearest to a limit first, then by bytes."""
-    return Items(tuple(_found(query, ask)[: query.limit]))
+    return Items(tuple(_found(query, ask)[0]))
 
 
-def _found(query: UseQuery, ask: Ask) -> list[SubjectUse]:
+def _found(query: UseQuery, ask: Ask) -> tuple[list[SubjectUse], int]:
+    """Find the use of the subjects that are shown, and count all that match."""
     with ask.reading() as connection:
         subjects = known_subjects(connection, query.kind)
-        labels = labels_of(connection, subjects)
-        wanted = query.q.lower()
-        subjects = [one for one in subjects if wanted in labels.get(one, one.name).lower()]
-        found = use_of(connection, ask.service, subjects)
-    return sorted(found, key=_rank)
+        if query.q:
+            labels = labels_of(connection, subjects)
+            wanted = query.q.lower()
+            subjects = [one for one in subjects if wanted in labels.get(one, one.name).lower()]
+        chosen = foremost(connection, ask.service, subjects, query.limit)
+        found = use_of(connection, ask.service, chosen)
+    return sorted(found, key=_rank)[: query.limit], len(subjects)
 
 
 def _rank(one: SubjectUse) -> tuple[Any, ...]:
@@ -276,13 +281,13 @@ class QuotasView(Query):
 @feature.page("/quotas", "quotas.html", scope="admin", all_roots=True)
 def quotas_page(view: Annotated[QuotasView, InQuery()], ask: Ask) -> dict[str, Any]:
     """Show what accounts, keys or roots use, those nearest to a limit first."""
-    found = _found(UseQuery(kind=view.kind, q=view.q), ask)
+    found, count = _found(UseQuery(kind=view.kind, q=view.q, limit=_SHOWN), ask)
     return {
         "twin": f"/api/v1/quotas/usage?kind={view.kind}",
         "view": view,
         "kinds": _KINDS,
-        "rows": found[:_SHOWN],
-        "count": len(found),
+        "rows": found,
+        "count": count,
         "titles": {name: TITLES[name] for name in _SHOWN_LIMITS if name in LIMITS_OF[view.kind]},
         "narrow": {"downloads": "mid", "requests": "wide"},
     }
@@ -446,17 +451,19 @@ def read_samples(connection: Connection, service: Service) -> Iterator[Metric]:
     yield family
     limits = GaugeMetricFamily("dcp_root_bytes_limit", "Bytes that a root may keep", labels=["root"])
     levels = Counter({(kind, level): 0 for kind in ("account", "root") for level in ("warning", "full")})
-    for kind in ("account", "root"):
-        for one in use_of(connection, service, known_subjects(connection, kind)):
-            use = one.of("bytes_kept")
-            if (kind, use.level) in levels:
-                levels[kind, use.level] += 1
-            if kind == "root" and use.allowed is not None:
-                limits.add_metric([one.subject], use.allowed)
+    by_root = kept_by_root(connection)
+    subjects = {Subject("account", name): size for name, size in kept.items()}
+    subjects |= {one: by_root.get(one.name, 0) for one in known_subjects(connection, "root")}
+    for subject, allowance in service.allowances.of(subjects, connection).items():
+        level = bytes_level(subjects[subject], allowance)
+        if (subject.kind, level) in levels:
+            levels[subject.kind, level] += 1
+        if subject.kind == "root" and allowance.bytes_kept is not None:
+            limits.add_metric([subject.name], allowance.bytes_kept)
     yield limits
-    subjects = GaugeMetricFamily(
+    near = GaugeMetricFamily(
         "dcp_quota_subjects", "Accounts and roots near to their bytes or beyond", labels=["kind", "level"]
     )
-    for (kind, level), count in levels.items():
-        subjects.add_metric([kind, level], count)
-    yield subjects
+    for labelled, count in levels.items():
+        near.add_metric([*labelled], count)
+    yield near

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from heapq import nlargest
+from itertools import islice
 from typing import Annotated, Final, Literal
 
 from sqlalchemy import Connection, func, select
@@ -16,6 +18,7 @@ from dcp.server.core.allowances import (
     LimitName,
     Subject,
     SubjectKind,
+    bytes_kept,
     bytes_warning,
 )
 from dcp.server.core.data.access import streams_of
@@ -31,6 +34,8 @@ from dcp.server.records.declaring import OneOf, Shown
 Level = Literal["ok", "warning", "full"]
 """full: as much as is allowed, or more. warning: nine tenths of it, or more than the warning says."""
 _NEAR: Final = 0.9
+_FEW: Final = 20
+"""Subjects whose bytes are summed up one by one, so that a page of one's own use reads no others."""
 TITLES: Final[Mapping[str, str]] = {
     "jobs_running": "Jobs running",
     "jobs_queued": "Jobs queued",
@@ -119,25 +124,76 @@ def known_subjects(connection: Connection, kind: SubjectKind) -> list[Subject]:
 def labels_of(connection: Connection, subjects: Iterable[Subject]) -> dict[Subject, str]:
     """Return the names of subjects; those that do not exist are left out."""
     wanted = set(subjects)
-    query = select(accounts.c.id, accounts.c.kind, accounts.c.name)
-    people = {row.id: actor_of(row.kind, row.name) for row in connection.execute(query)}
-    known = {Subject("account", f"account#{number}"): name for number, name in people.items()}
-    for row in connection.execute(select(api_keys.c.id, api_keys.c.name, api_keys.c.account_id)):
-        name = f"key:{row.name}" if row.account_id is None else f"{people[row.account_id]}/key:{row.name}"
-        known[Subject("key", str(row.id))] = name
-        if row.account_id is None:
-            known[Subject("account", f"key#{row.id}")] = name
+    of_accounts = select(accounts.c.id, accounts.c.kind, accounts.c.name)
+    owner = (accounts.c.kind.label("account_kind"), accounts.c.name.label("account_name"))
+    of_keys = select(api_keys.c.id, api_keys.c.name, api_keys.c.account_id, *owner).outerjoin(accounts)
+    if len(wanted) <= _MAX_NAMED:
+        of_accounts = of_accounts.where(accounts.c.id.in_(_numbers(wanted, "account#")))
+        numbers = _numbers(wanted, "key#") | _numbers((one for one in wanted if one.kind == "key"), "")
+        of_keys = of_keys.where(api_keys.c.id.in_(numbers))
+    known: dict[Subject, str] = {}
+    for row in connection.execute(of_accounts):
+        known[Subject("account", f"account#{row.id}")] = actor_of(row.kind, row.name)
+    for key in connection.execute(of_keys):
+        is_alone = key.account_id is None
+        name = (
+            f"key:{key.name}"
+            if is_alone
+            else f"{actor_of(key.account_kind, key.account_name)}/key:{key.name}"
+        )
+        known[Subject("key", str(key.id))] = name
+        if is_alone:
+            known[Subject("account", f"key#{key.id}")] = name
     known[Subject("account", LOCAL.owner)] = LOCAL.name
     known |= {Subject("root", name): name for name in connection.execute(select(roots.c.name)).scalars()}
     return {subject: known[subject] for subject in wanted if subject in known}
+
+
+_MAX_NAMED: Final = 500
+"""Subjects that one statement names; for more of them all that are known are read."""
+
+
+def _numbers(subjects: Iterable[Subject], prefix: str) -> set[int]:
+    """Return the numbers of the subjects whose names are ``prefix`` and a number that may be an id."""
+    texts = (one.name.removeprefix(prefix) for one in subjects if one.name.startswith(prefix))
+    return {int(text) for text in texts if text.isdecimal() and text.isascii() and len(text) <= 15}
+
+
+def foremost(
+    connection: Connection, service: Service, subjects: Sequence[Subject], most: int
+) -> list[Subject]:
+    """Choose those of very many subjects of one kind that may be among the ``most`` that are nearest to their
+    limits: with limits of their own, with jobs, downloads or requests, and that keep the most bytes.
+
+    All others have the same limits and use none of them, and follow by their names.
+    """
+    if len(subjects) <= 2 * most + _MAX_NAMED:
+        return list(subjects)
+    streams, rates = streams_of(service), service.rates
+    stored = set(connection.execute(select(quotas.c.name)).scalars())
+    busy = {*_running(connection), *_queued(connection)}
+    kept = kept_by_account(connection)
+    large = set(nlargest(most, kept, key=lambda name: kept[name]))
+
+    def is_used(one: Subject) -> bool:
+        if one in busy or one.text in stored or (one.kind == "account" and one.name in large):
+            return True
+        return bool(streams.running_of(one) or rates.counted(one.text))
+
+    used = [one for one in subjects if is_used(one)]
+    chosen = set(used)
+    return [*used, *islice((one for one in subjects if one not in chosen), most)]
 
 
 def use_of(connection: Connection, service: Service, subjects: Sequence[Subject]) -> list[SubjectUse]:
     """Return the use of each of ``subjects``, in order."""
     allowances = service.allowances.of(subjects, connection)
     running, queued = _running(connection), _queued(connection)
-    kept = {Subject("account", name): size for name, size in kept_by_account(connection).items()}
-    kept |= {Subject("root", name): size for name, size in kept_by_root(connection).items()}
+    if len(subjects) <= _FEW:
+        kept = {subject: bytes_kept(connection, subject) for subject in subjects}
+    else:
+        kept = {Subject("account", name): size for name, size in kept_by_account(connection).items()}
+        kept |= {Subject("root", name): size for name, size in kept_by_root(connection).items()}
     streams = streams_of(service)
     stored = {row.name: row.id for row in connection.execute(select(quotas.c.name, quotas.c.id))}
     labels = labels_of(connection, subjects)
@@ -180,6 +236,11 @@ def _limits(kind: SubjectKind, allowance: Allowance, used: Mapping[str, int]) ->
             is_of_process=name in ("downloads", "download_bytes_per_second", "requests"),
             level=_level(name, used.get(name, 0), allowed, allowance),
         )
+
+
+def bytes_level(used: int, allowance: Allowance) -> Level:
+    """Return how near the bytes of an account or a root are to their limit."""
+    return _level("bytes_kept", used, allowance.bytes_kept, allowance)
 
 
 def _level(name: str, used: int, allowed: int | None, allowance: Allowance) -> Level:

@@ -17,6 +17,7 @@ from dcp.server.catalog.changes import set_state
 from dcp.server.catalog.details import get_checkpoint, lock_checkpoint
 from dcp.server.catalog.errors import CatalogError, StateError
 from dcp.server.catalog.labels import Change
+from dcp.server.core import allowances
 from dcp.server.core.jobs.kind import (
     CheckpointId,
     Globs,
@@ -41,7 +42,7 @@ from dcp.server.core.jobs.subjects import (
 from dcp.server.core.problems import ConflictError, ForbiddenError
 from dcp.server.core.security.principal import Principal
 from dcp.server.core.settings import Settings
-from dcp.server.database.tables import aliases, checkpoints, jobs
+from dcp.server.database.tables import aliases, checkpoints, jobs, roots
 from dcp.server.features.scan import ScanKind
 from dcp.server.records.administration import Scope
 from dcp.server.records.checkpoints import CheckpointDetail
@@ -85,6 +86,16 @@ def alias_of(connection: Connection, checkpoint_id: int) -> str | None:
     """Return the first of the aliases that name a checkpoint, which keep it whole."""
     query = select(aliases.c.name).where(aliases.c.checkpoint_id == checkpoint_id).order_by(aliases.c.name)
     return connection.execute(query).scalars().first()
+
+
+def kept_by(connection: Connection, checkpoint_id: int) -> list[allowances.Subject]:
+    """Return the root that keeps the bytes of a checkpoint, and the account, if one has registered it."""
+    query = select(roots.c.name, checkpoints.c.owner).join_from(checkpoints, roots)
+    row = connection.execute(query.where(checkpoints.c.id == checkpoint_id)).one_or_none()
+    if row is None:
+        return []
+    found = [allowances.Subject("root", row.name)]
+    return found if row.owner is None else [*found, allowances.Subject("account", row.owner)]
 
 
 def restore(connection: Connection, checkpoint_id: int, change: Change) -> CheckpointDetail:

@@ -16,6 +16,7 @@ from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.inputs import Name, Query, Step, Text
 from dcp.server.catalog.names import check_pattern
 from dcp.server.catalog.runs import root_id
+from dcp.server.core.allowances import keeping
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import IfMatch, PageParams, PageQuery, Precondition, check_visible
@@ -187,11 +188,16 @@ def delete_checkpoint(
 
 @feature.post("/checkpoints/{checkpoint_id}/restore", tag="deletion", scope="delete", errors=(404, 409, 412))
 def restore_checkpoint(checkpoint_id: IdPath, ask: Ask, match: IfMatch) -> CheckpointDetail:
-    """Restore a deleted checkpoint, unless its bytes are being purged already."""
+    """Restore a deleted checkpoint, unless its bytes are being purged already.
+
+    Its bytes count again: above a limit of its account or root only admins of all roots restore it.
+    """
     change = ask.author.change(match.version(f"c{checkpoint_id}"))
 
     def act(connection: Connection) -> CheckpointDetail:
-        found = deletion.restore(connection, checkpoint_id, change)
+        kept_by = () if ask.caller.may_everywhere("admin") else deletion.kept_by(connection, checkpoint_id)
+        with keeping(connection, ask.service.allowances, kept_by):
+            found = deletion.restore(connection, checkpoint_id, change)
         change.record(connection, "checkpoint.restore", f"checkpoint:{checkpoint_id}", {})
         ask.response.headers["ETag"] = found.etag
         return found

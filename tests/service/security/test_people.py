@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -208,6 +211,7 @@ FORGED: dict[str, Callable[[dict[str, Any], dict[str, Any]], str | None]] = {
     "audiences": _changed(aud=[CLIENT, "another-client"], azp="another-client"),
     "expired": _changed(exp=int(time.time()) - 600, iat=int(time.time()) - 900),
     "subject": _changed(sub=""),
+    "subject-with-nul": _changed(sub="a\0b"),
     "no-signature": _signed_none,
     "signed-with-our-secret": lambda header, claims: jwt.encode(
         {**header, "alg": "HS256"}, claims, OctKey.import_key(SECRET), algorithms=["HS256"]
@@ -331,6 +335,35 @@ def test_names_are_of_one_person_alone(tmp_path: Path, provider: Provider, chang
         ):
             boss.page(page)
         assert "No matches" in boss.page("/people?q=zzz").text
+
+
+def test_an_address_is_verified_by_the_document_that_has_it(catalog: Catalog, provider: Provider) -> None:
+    """Not by userinfo that has another one; and a person in very many groups has their rights."""
+    provider.person = {"sub": "a9", "email": "boss@example.org"}
+    groups = ["vision", *(f"z{number}" for number in range(3000))]
+    provider.userinfo = {"email": "own@example.org", "email_verified": True, "groups": groups}
+    assert seen(catalog, person(catalog.app).client) == {"run/step-1"}
+    found = account_of(catalog, "a9")
+    assert (found["email"], len(found["groups"])) == (None, 2000)
+    provider.person = {"sub": "a9", "email_verified": True}
+    provider.userinfo |= {"email_verified": False}
+    person(catalog.app)
+    assert account_of(catalog, "a9")["email"] is None
+
+
+def test_a_provider_that_hangs_holds_few_threads(catalog: Catalog, provider: Provider) -> None:
+    """More sign-ins than may wait for it are refused at once, and the others pass once it answers."""
+    person(catalog.app)
+    has_answer = threading.Event()
+    provider.forge = lambda header, claims: None if has_answer.wait(30) else "x.y.z"
+    browsers = [Browser(catalog.app.client()) for _ in range(20)]
+    with ThreadPoolExecutor(len(browsers)) as pool:
+        signing_in = [pool.submit(go, browser) for browser in browsers]
+        refused = [done.result().status_code for done in itertools.islice(as_completed(signing_in), 8)]
+        assert refused == [503] * 8 and not has_answer.is_set()
+        assert seen(catalog, catalog.http) == {"run/step-1", "run/step-2"}
+        has_answer.set()
+        assert sum(done.result().status_code == 303 for done in signing_in) == 12
 
 
 def test_an_admin_of_a_root_rules_it_alone(catalog: Catalog, provider: Provider) -> None:
