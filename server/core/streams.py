@@ -190,7 +190,7 @@ def stream_of(
 
     return _Stream(
         ask.service.own(_Open).streams,
-        ask.caller.identity if ask.caller.is_admitted else f"address {ask.address}",
+        ask.caller.owner if ask.caller.is_admitted else f"address {ask.address}",
         events(),
         shutdown_event=stop,  # the stream ends whole when the server stops, and clients reconnect to the next
         shutdown_grace_period=_GRACE_SECONDS,
@@ -216,7 +216,7 @@ class _Stream(EventSourceResponse):
             raise UnavailableError("too many streams of events are open; read without a stream")
         if streams[who] >= _MAX_STREAMS_EACH:
             raise TooManyRequestsError(
-                f"{_MAX_STREAMS_EACH} streams of events are open with this key; end one, or read without",
+                f"{_MAX_STREAMS_EACH} streams of events of this account are open; end one, or read without",
                 headers={"Retry-After": "10"},
             )
         streams[who] += 1

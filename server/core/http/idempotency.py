@@ -58,10 +58,10 @@ class Reservation:
     since_seconds: float
 
 
-def hash_of(method: str, path: str, query: bytes, body: bytes) -> bytes:
-    """Tells whether two requests are the same."""
+def hash_of(method: str, path: str, query: bytes, body: bytes, rights: object) -> bytes:
+    """Hash a request, to compare two. A caller who has other rights since gets no answer of before."""
     digest = hashlib.sha256()
-    for part in (method.encode(), path.encode("utf-8", "replace"), query, body):
+    for part in (method.encode(), path.encode("utf-8", "replace"), query, body, repr(rights).encode()):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.digest()
@@ -107,7 +107,9 @@ def _begin(
         connection.execute(update(idempotency).where(*where).values(**values, headers=None, body=None))
         return None
     if bytes(row.request_hash) != request_hash:
-        raise UnprocessableError("this Idempotency-Key belongs to another request")
+        raise UnprocessableError(
+            "this Idempotency-Key belongs to another request, or was sent with other rights"
+        )
     if row.status_code is None:
         raise _at_work()
     return KeptAnswer(row.status_code, row.headers or {}, bytes(row.body or b""))
@@ -232,7 +234,8 @@ class IdempotencyMiddleware:
         await self._run(scope, message, receive, send, reservation)
 
     async def _begin(self, scope: Scope, wanted: Reservation, body: bytes) -> KeptAnswer | None:
-        request_hash = hash_of(scope["method"], scope["path"], scope["query_string"], body)
+        rights = scope["state"]["principal"].scopes_by_root
+        request_hash = hash_of(scope["method"], scope["path"], scope["query_string"], body, rights)
         service = self._service
         taken_seconds = max(TAKEN_SECONDS, 2 * service.settings.request_seconds)
         return await run_in_threadpool(

@@ -144,19 +144,19 @@ Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 class LargeBodies:
-    """The threads of one application, and how many requests of each key they have; for its event loop."""
+    """The threads of one application, and how many requests of each account they have; for its event loop."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="dcp-large-body")
         self._of: Counter[str] = Counter()
 
     async def handle(self, request: Request, handler: Handler) -> Response:
-        """Handle the request in a thread. Raises TooManyRequestsError where its key has enough under way."""
+        """Handle the request in a thread. Raises TooManyRequestsError where its account has enough."""
         principal = getattr(request.state, "principal", None)
-        who = principal.identity if isinstance(principal, Principal) else ""
+        who = principal.owner if isinstance(principal, Principal) else ""
         if self._of[who] >= _OF_KEY:
             raise TooManyRequestsError(
-                f"{_OF_KEY} large bodies of this key are being read, and no more at a time are taken",
+                f"{_OF_KEY} large bodies of this account are being read, and no more at a time are taken",
                 headers={"Retry-After": str(_RETRY_SECONDS)},
             )
         self._of[who] += 1

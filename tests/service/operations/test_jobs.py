@@ -241,12 +241,19 @@ def test_events_that_become_visible_late_are_told(catalog: Catalog, url: str) ->
     assert found != sorted(found, key=int) and len({*found}) == 4
 
 
-def test_a_key_has_so_many_streams(catalog: Catalog, url: str) -> None:
-    """32: one more is 429 until one of them has ended; other keys have their own."""
-    place, key = f"{url}{JOBS}/{submit(catalog)}/events", catalog.app.key("read", name="one")
-    headers = {"Authorization": f"Bearer {key}"}
+def test_an_account_has_so_many_streams(catalog: Catalog, url: str) -> None:
+    """32, by all of its keys: one more is 429 until one of them has ended; others have their own."""
+    place = f"{url}{JOBS}/{submit(catalog)}/events"
+    number = catalog.http.post(f"{API}/accounts", json={"name": "ci"}).json()["id"]
+    catalog.http.post(f"{API}/grants", json={"account_id": number, "role": "viewer", "root": None})
+    made = [{"name": name, "account_id": number} for name in ("one", "two")]
+    keys = [catalog.http.post(f"{API}/keys", json=one).json()["key"] for one in made]
+    headers, others = ({"Authorization": f"Bearer {key}"} for key in keys)
     with ExitStack() as stack:
-        first, *_ = [stack.enter_context(SOCKETS.stream("GET", place, headers=headers)) for _ in range(32)]
+        first, *_ = [
+            stack.enter_context(SOCKETS.stream("GET", place, headers=one))
+            for one in [headers] * 16 + [others] * 16
+        ]
         refused = SOCKETS.get(place, headers=headers)
         assert (refused.status_code, "retry-after" in refused.headers) == (429, True)
         with stream(place, catalog.app.key("read", name="other")) as events:

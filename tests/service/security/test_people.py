@@ -167,7 +167,15 @@ def test_rights_come_from_groups_and_bound_keys(database: Any, tmp_path: Path, p
         assert (last["actor"], last["root"]) == ("person:alice@example.org/key:laptop", "main")
 
         alice = account_of(catalog, "alice@example.org")
-        assert grant(catalog, "viewer", "other", account_id=alice["id"]).status_code == 201
+        elsewhere = grant(catalog, "contributor", "other", account_id=alice["id"]).json()
+        noted: dict[str, Any] = {"json": {"text": "secret"}, "headers": {"Idempotency-Key": "once"}}
+        notes = f"/checkpoints/{other}/notes"
+        assert [catalog.status("POST", notes, client, **noted) for _ in range(2)] == [201, 201]
+        change = {"role": "viewer"}
+        assert catalog.status("PATCH", f"/grants/{elsewhere['id']}", json=change) == 200
+        replayed = client.post(f"{API}{notes}", **noted)  # its answer is kept, but for other rights
+        assert replayed.status_code == 422 and "secret" not in replayed.text
+        assert len(catalog.get(notes)["items"]) == 1
         assert seen(catalog, client) == {"run/step-1", "run/step-2"}
         refused = client.put(f"{API}/checkpoints/{other}/tags/good")  # seen, but not to be changed
         assert refused.status_code == 404 and "your role" in refused.json()["detail"]
