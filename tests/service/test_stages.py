@@ -115,7 +115,8 @@ def test_from_candidate_to_production_and_back(catalog: Catalog) -> None:
         ("promoted", "production", second),
         ("demoted", "production", second),
     ]
-    actions = {one["action"] for one in pages(catalog.http, "/audit")}
+    admin = catalog.app.client("admin", roots=["main"])  # of the root alone
+    actions = {one["action"] for one in pages(admin, "/audit")}
     assert actions >= {"stage_request.create", "stage_request.approve", "stage.demote", "alias.set"}
 
 

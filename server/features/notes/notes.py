@@ -70,8 +70,8 @@ NOTES: Final = Resource(
     detail=lambda row: {"root": row.root, "run": row.run, "checkpoint": row.checkpoint_id},
     query=_QUERY,
     is_visible=lambda row, visible: visible is None or row.root in visible,
-    check=_check_author,
     root=lambda row: row.root,
+    check=_check_author,
     forget=lambda connection, number: connection.execute(
         delete(note_versions).where(note_versions.c.note_id == number)
     ),

@@ -84,6 +84,7 @@ QUOTAS: Final = Resource(
     tag="q{id}",
     record=lambda row, etag: record_of_row(Quota, row, etag=etag),
     detail=lambda row: {"kind": row.kind, "subject": row.subject, "limits": row.limits},
+    root=lambda row: row.subject if row.kind == "root" else None,
 )
 
 
