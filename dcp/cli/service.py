@@ -226,8 +226,11 @@ def _create(
 ) -> Answer:
     """Make a key and print it, for the only time. It is on stdout alone, so that it can be piped."""
     lasts_seconds = None if expires is None else _duration(expires)
+    from sqlalchemy import select
+
     from dcp.server.catalog import audit
     from dcp.server.core.security import keys
+    from dcp.server.database.tables import grants
     from dcp.server.records.administration import Scope
 
     scopes: list[Any] = scope or ["read"]
@@ -248,6 +251,14 @@ def _create(
         )
         detail = {"name": name, "scopes": sorted({*scopes}), "roots": root, "account": made.account}
         audit.record(connection, "cli", "key.create", f"key:{made.id}", detail, now=now_seconds)
+        granted = select(grants.c.id).where(grants.c.account_id == made.account_id).limit(1)
+        is_idle = made.account_id is not None and connection.execute(granted).first() is None
+    if is_idle:
+        where = f"the page /people/{made.account_id}, or by POST /api/v1/grants"
+        print(
+            f"{made.account} has no role: the key is refused until an admin grants one on {where}",
+            file=sys.stderr,
+        )
     data = {"id": made.id, "name": name, "scopes": sorted({*scopes}), "key": made.key}
     return Answer(data, lambda: print(made.key))
 
@@ -315,8 +326,11 @@ def _print_keys(keys: list[dict[str, Any]]) -> None:
         roots = "all" if key["roots"] is None else ",".join(key["roots"])
         times = describe_time(key["created_seconds"]), describe_time(key["used_seconds"])
         state = "valid" if key["is_valid"] else "revoked" if key["revoked_seconds"] else "expired"
-        rows.append((key["id"], key["name"], key["prefix"], ",".join(key["scopes"]), roots, *times, state))
-    header = (">id", "name", "prefix", "scopes", "roots", "created", "used", "state")
+        owner = key["account"] or "-"
+        rows.append(
+            (key["id"], key["name"], owner, key["prefix"], ",".join(key["scopes"]), roots, *times, state)
+        )
+    header = (">id", "name", "account", "prefix", "scopes", "roots", "created", "used", "state")
     printing.table(header, rows)
 
 

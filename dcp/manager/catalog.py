@@ -332,27 +332,31 @@ class Registrar:
             said = f"{status} {_detail(answer)}"
             if status >= 500 or status in _TRY_AGAIN or answer.is_redirect:
                 after = answer.headers.get("Retry-After", "")
-                return self._away(said, float(after) if after.isdecimal() else 0.0)
+                seconds = float(after) if after.isdecimal() else 0.0
+                return self._away(said, seconds, refuses_key=status in (401, 403))
             self._failed_in_a_row = 0
             if status in _NOT_YET and note.refusals < _REFUSALS and _member(answer, "limit") is None:
                 note.refusals += 1
                 note.due = time.monotonic() + min(_LONGEST_PAUSE_SECONDS / 2, 0.5 * 2.0**note.refusals)
                 return False
-            logger.warning("%s: %s was not registered: %s", self._run_url, note.key, said)
+            logger.warning("%s: %s was not registered: %s", self._run_url, note.body.get("key"), said)
         else:
             if self._failed_in_a_row:
                 logger.info("%s: the catalog %s answers again", self._run_url, self._options.url)
             for said in _member(answer, "warnings") or ():
-                logger.warning("%s: %s was registered: %s", self._run_url, note.key, str(said)[:500])
+                logger.warning(
+                    "%s: %s was registered: %s", self._run_url, note.body.get("key"), str(said)[:500]
+                )
         self._failed_in_a_row = 0
         return True
 
-    def _away(self, what: str, at_least_seconds: float = 0.0) -> bool:
+    def _away(self, what: str, at_least_seconds: float = 0.0, *, refuses_key: bool = False) -> bool:
         if not self._failed_in_a_row:
             logger.warning(
-                "%s: the catalog %s cannot be reached now, and is notified of checkpoints later: %s",
+                "%s: the catalog %s %s now, and is notified of checkpoints later: %s",
                 self._run_url,
                 self._options.url,
+                "refuses the key" if refuses_key else "cannot be reached",
                 what,
             )
         self._failed_in_a_row += 1

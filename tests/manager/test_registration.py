@@ -98,7 +98,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_it_is_tried_again_or_let_go(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Errors of the service, and a checkpoint that it does not see yet, are asked about again, in order; what
     it does not take is logged with its reason and removed, and the next one is sent."""
-    statuses = iter([429, 404, 201, 422, 201])
+    statuses = iter([403, 429, 404, 201, 422, 201])
 
     def answer(asked: Asked) -> Answer:
         return Answer(next(statuses), {"detail": "not such a key"}, headers={"Retry-After": "0"})
@@ -106,8 +106,8 @@ def test_it_is_tried_again_or_let_go(tmp_path: Path, caplog: pytest.LogCaptureFi
     with scripted_service(answer) as service, caplog.at_level(logging.WARNING, "dcp.manager.catalog"):
         saved(tmp_path, service.url, range(1, 2))
         saved(tmp_path, service.url, range(2, 4))
-        assert [body["step"] for body in service.bodies()] == [1, 1, 1, 2, 3]
-    assert "not such a key" in caplog.text
+        assert [body["step"] for body in service.bodies()] == [1, 1, 1, 1, 2, 3]
+    assert "refuses the key now" in caplog.text and "step-00000002 was not registered: 422" in caplog.text
     assert spooled(tmp_path) == []
 
 

@@ -66,7 +66,11 @@ class Requires:
 
 def _needed(caller: Principal, scope: Scope, where: str = "") -> str:
     if caller.account_id is not None:
-        return f"this needs a role with the scope {scope!r}{where}"
+        needed = f"this needs a role with the scope {scope!r}{where}"
+        if caller.key_id is None:
+            return needed
+        rights = "; ".join(f"{', '.join(held)} in {root}" for root, held in caller.scopes_by_root.items())
+        return f"{needed}, and a key with it; this key has {rights or 'no rights'}"
     return f"this needs a key{where or f' with the scope {scope!r}'}"
 
 

@@ -45,7 +45,9 @@ def test_a_key_from_its_making_to_its_end(tmp_path: Path) -> None:
         left = datetime.fromisoformat(known["expires_at"]).timestamp() - Path(tmp_path).stat().st_mtime
         assert left == pytest.approx(30 * 86_400, abs=300)
         run("keys create ci", status=3)  # there is a valid one of this name
-        mine = [run(f"keys create {name} --account nightly") for name in ("ci", "cd")]  # of an account
+        made = [run(f"keys create {name} --account nightly") for name in ("ci", "cd")]  # of an account
+        assert all("nightly has no role: the key is refused until" in said for said in made)
+        mine = [said.split()[0] for said in made]
         answers = [app.base.get(f"{API}/account", headers={"Authorization": f"Bearer {one}"}) for one in mine]
         assert {one.json()["actor"] for one in answers} == {"service-account:nightly"}
         run("keys create x --account a/b", status=2)
