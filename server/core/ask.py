@@ -135,7 +135,11 @@ class Ask:
         """Return the URL of a checkpoint, with a placeholder for that of its root unless the caller may know
         it."""
         root = checkpoint.root
-        url = redact(self.settings.roots[root].url) if self.caller.may("admin", root) else f"WHERE {root} IS"
+        url = (
+            redact(self.settings.roots[root].url)
+            if self.caller.may("admin", root)
+            else f"<URL of root {root}>"
+        )
         return f"{url.rstrip('/')}/{checkpoint.key}"
 
     def tag(self, etag: str) -> None:

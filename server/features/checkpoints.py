@@ -252,7 +252,7 @@ def snippets_of(found: Any, root: Any, base_url: str) -> list[Snippet]:
 def _place(found: Any, root: Any) -> str:
     """Return where it is in storage; where that may not be known, what to put there."""
     return (
-        f"WHERE {found.root} IS/{found.key}"
+        f"<URL of root {found.root}>/{found.key}"
         if root is None or root.url is None
         else f"{root.url.rstrip('/')}/{found.key}"
     )

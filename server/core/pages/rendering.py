@@ -207,7 +207,7 @@ _ADVICE: Final = {
     401: "Sign in with an API key.",
     403: "An administrator can create a key with the scope: dcp keys create NAME --scope SCOPE.",
     404: "It may have been renamed, or your key may not see its root.",
-    409: "Its state has changed. Reload its page.",
+    409: "Reload its page for its present state.",
     410: "The page of the checkpoint still has its entry in the catalog.",
     412: "It was changed in the meantime. Reload its page.",
     429: "Wait a moment.",

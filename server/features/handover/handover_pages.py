@@ -87,7 +87,9 @@ def hand_over_form(checkpoint_id: IdPath, ask: Ask) -> str:
 def handovers_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
     """Show the handovers, and buttons that hand over."""
     items = list_handovers(found.id, ask).items
-    return {"handovers": items, "targets": options_of(ask.settings).targets} if items else None
+    options = options_of(ask.settings)
+    unsent = ["wandb"] if options.wandb is not None and options.wandb.folder is not None else []
+    return {"handovers": items, "targets": options.targets, "unsent": unsent} if items else None
 
 
 def _last_job(connection: Connection, checkpoint_id: int, target: Target, ask: Ask) -> Job | None:

@@ -104,7 +104,9 @@ def sign_in_person(ask: Ask, claims: Mapping[str, Any], options: PeopleSettings)
                 "Your account is disabled. An administrator can enable it.", "the account is disabled"
             )
         return Refusal(
-            "You are in none of the groups that may use this catalog.", "the person is in no allowed group"
+            f"{facts['email'] or claims['sub']} is in none of the groups that may use this catalog. Ask for "
+            "one of them where accounts are managed, or sign in there with another account.",
+            "the person is in no allowed group",
         )
 
     return ask.service.database.transact(act)

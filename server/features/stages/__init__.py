@@ -20,6 +20,6 @@ feature: Final = Feature(
     web=["stage_routes", "stage_pages"],
     work=["expiry"],
     events=["stage.requested", "stage.promoted", "stage.rejected", "stage.demoted"],
-    links=[Link("run", "Stages", "/runs/{id}/stages")],
+    links=[Link("run", "Stages", "/runs/{id}/stages"), Link("menu", "Stage requests", "/stage-requests")],
     settings=StagesSettings,
 )

@@ -132,7 +132,18 @@ def test_foreign_words_in_the_log_are_text(keyed: App, admin: Browser, text: str
     note(keyed, text, text, f"root:{text}", {text: {"deep": [text]}}, address=text)
     page = admin.page("/audit")
     assert text[:60].replace("\u202e", "\\u202e") in page.text
-    of_ours = {"", "/", "/audit", "/keys", "/people", "/quotas", "/usage", "/api/v1/audit", "/docs"} | {
+    of_ours = {
+        "",
+        "/",
+        "/audit",
+        "/keys",
+        "/people",
+        "/quotas",
+        "/usage",
+        "/stage-requests",
+        "/api/v1/audit",
+        "/docs",
+    } | {
         "/checkpoints",
         "/jobs",
         "/roots",

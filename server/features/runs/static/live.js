@@ -5,7 +5,7 @@
 (() => {
   const live = document.querySelector("[data-live]");
   if (!live || !window.htmx) return;
-  const PARTS = ["live-activity", "live-facts", "live-steps", "live-metric", "checkpoints"];
+  const PARTS = ["live-activity", "live-facts", "live-notices", "live-steps", "live-metric", "checkpoints"];
   const PAUSE = 3000;
   let updated = live.dataset.updated;
   let isReading = false;
