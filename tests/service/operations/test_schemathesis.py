@@ -25,7 +25,7 @@ _SECONDS = 1500
 _KEY_ID = "UPDATE api_keys SET id = 1000000007"
 """So that whoever tries small numbers does not revoke the key that is used."""
 
-_STREAMS = ("watch_job", "watch_jobs")
+_STREAMS = ("watch_job", "watch_jobs", "watch_run")
 """Are listened to for ten seconds each time: in the exhaustive runs only."""
 
 
