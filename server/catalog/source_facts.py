@@ -56,7 +56,7 @@ def structure_of(index: CheckpointIndex) -> StructureFacts:
 
 
 def content_digest_of(index: CheckpointIndex) -> str | None:
-    """One digest for all tensors, by their names; None where the manifest does not have all of theirs."""
+    """One digest for all tensors, by their names; None where the manifest lacks the digest of one."""
     if not len(index.digests) or not all(index.digests):
         return None
     return digest_of_all((fqn, index.digest(row) or "") for row, fqn in enumerate(index.fqns))
@@ -219,8 +219,8 @@ def fingerprint_of(marks: Iterable[FileInfo]) -> str:
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _save_id(told: Mapping[str, Any]) -> str | None:
-    save_id = told.get("save_id")
+def _save_id(provenance: Mapping[str, Any]) -> str | None:
+    save_id = provenance.get("save_id")
     return save_id if type(save_id) is str and 0 < len(save_id) <= 64 else None
 
 

@@ -1,4 +1,4 @@
-"""The audit log: who did what and when, listed and as a page; admins of some roots see entries of theirs."""
+"""The audit log: who did what and when, listed and as a page, to admins of some roots for these."""
 
 from __future__ import annotations
 

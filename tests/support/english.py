@@ -17,7 +17,9 @@ _NOUN = re.compile(r"(The|A|An)\b")
 _WORDS = re.compile(r"(?i)\b(told|tells? of|of ours|of others|somebody|goes on|go on|what there is)\b")
 
 
-_ALSO = {"server": re.compile(r"(?i)\b(nobody|everybody|anybody|that is about|that are about|dear)\b")}
+_ALSO = {
+    "server": re.compile(r"(?i)\b(nobody|everybody|anybody|of theirs|that is about|that are about|dear)\b")
+}
 """Words that some folders alone do without."""
 
 

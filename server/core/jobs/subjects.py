@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from sqlalchemy import Connection, select
 
@@ -37,6 +37,9 @@ from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import checkpoints, roots
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.opening import Source, SourcePlace, index_at
+
+if TYPE_CHECKING:
+    from dcp.inspection.values.tensor_reading import TensorReader
 
 _CHUNK: Final = 500
 
@@ -145,6 +148,21 @@ def unchanged(place: SourcePlace) -> Iterator[str]:
     yield fingerprint
     if fingerprint_at(place) != fingerprint:
         raise TransientJobError("the checkpoint was replaced while it was being read")
+
+
+@contextmanager
+def read_tensors(context: JobContext, subject: Subject) -> Iterator[tuple[TensorReader, str]]:
+    """Yield a reader that verifies what it reads, and the fingerprint. Raises as `unchanged` and
+    `storage_errors` do."""
+    from dcp.inspection.values.tensor_reading import TensorReader
+
+    root, place = open_place(context, subject)
+    with (
+        storage_errors(root),
+        unchanged(place) as fingerprint,
+        TensorReader(place.store, index_at(place), verify="full") as reader,
+    ):
+        yield reader, fingerprint
 
 
 @contextmanager

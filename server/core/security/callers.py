@@ -188,7 +188,7 @@ def end_session(connection: Connection, token: str) -> None:
 
 
 def end_sessions(connection: Connection, account_id: int) -> None:
-    """Sign a person out everywhere, also where a key of theirs was used."""
+    """Sign a person out everywhere, also where one of the person's keys was used."""
     own = select(api_keys.c.id).where(api_keys.c.account_id == account_id)
     connection.execute(
         delete(sessions).where((sessions.c.account_id == account_id) | sessions.c.key_id.in_(own))

@@ -19,13 +19,10 @@ from dcp.server.core.jobs.subjects import (
     CheckpointParams,
     SimpleKind,
     Subject,
-    open_place,
-    storage_errors,
-    unchanged,
+    read_tensors,
 )
 from dcp.server.records.administration import Scope
 from dcp.server.records.jobs import Job
-from dcp.storage.formats.opening import index_at
 
 
 class DigestKind(SimpleKind[CheckpointParams]):
@@ -46,15 +43,9 @@ class DigestKind(SimpleKind[CheckpointParams]):
     ) -> Json:
         """As `SimpleKind.run`."""
         from dcp.inspection.values.digests import digests
-        from dcp.inspection.values.tensor_reading import TensorReader
 
         (subject,) = subjects
-        root, place = open_place(context, subject)
-        with (
-            storage_errors(root),
-            unchanged(place) as fingerprint,
-            TensorReader(place.store, index_at(place), verify="full") as reader,
-        ):
+        with read_tensors(context, subject) as (reader, fingerprint):
             found = digests(reader, progress=lambda done, total: report_progress(done))
         return {
             "content_digest": found.digest,

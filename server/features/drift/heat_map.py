@@ -44,7 +44,7 @@ class DriftStep:
 class DriftLayer:
     """The tensors of one layer, or of ``layers`` neighbouring ones where there are very many, by step.
 
-    ``relative_l2``: the root mean square of theirs, weighed by elements. ``changed``: the share of elements
+    ``relative_l2``: their root mean square, weighed by elements. ``changed``: the share of elements
     that are not the same. ``nonfinite``: NaN or infinite elements after the step, also of tensors that are
     as they were when these came in. A step after which all elements of the layer are such has no
     ``relative_l2``.

@@ -31,7 +31,7 @@ from dcp.server.features.notes.note_routes import (
     list_note_versions,
     list_run_notes,
 )
-from dcp.server.features.notes.notes import NOTES, Subject, may_change, subject_of
+from dcp.server.features.notes.notes import NOTES, NoteSubject, may_change, subject_of
 from dcp.server.records.checkpoints import CheckpointDetail, Run
 from dcp.server.records.lists import Page
 
@@ -50,16 +50,16 @@ class NotesView(Query):
 @feature.panel("checkpoint", "panel.html", order=35)
 def checkpoint_panel(ask: Ask, found: CheckpointDetail) -> dict[str, Any] | None:
     """Show the newest notes on a checkpoint, and the form for another one."""
-    return _panel(ask, Subject(found.run_id, found.id), found.root)
+    return _panel(ask, NoteSubject(found.run_id, found.id), found.root)
 
 
 @feature.panel("run", "panel.html", order=10)
 def run_panel(ask: Ask, found: Run) -> dict[str, Any] | None:
     """Show the newest notes on a run, and the form for another one."""
-    return _panel(ask, Subject(found.id), found.root)
+    return _panel(ask, NoteSubject(found.id), found.root)
 
 
-def _panel(ask: Ask, subject: Subject, root: str) -> dict[str, Any] | None:
+def _panel(ask: Ask, subject: NoteSubject, root: str) -> dict[str, Any] | None:
     page = ask.find(notes.list_notes, ask.visible, subject=subject, limit=_SHOWN)
     may_write = ask.caller.may("write", root)
     if not page.items and not may_write:
@@ -76,7 +76,7 @@ def _listed(page: Page[Note]) -> dict[str, Any]:
 def run_notes_page(run_id: IdPath, view: Annotated[NotesView, InQuery()], ask: Ask) -> dict[str, Any]:
     """List the notes on a run, with those on its checkpoints where the address says so."""
     page = list_run_notes(run_id, ask, PageParams(20, view.cursor), view.with_checkpoints)
-    return {**_listed(page), **_about(ask, Subject(run_id)), "view": view}
+    return {**_listed(page), **_about(ask, NoteSubject(run_id)), "view": view}
 
 
 @feature.page("/checkpoints/{checkpoint_id}/notes", "notes.html")
@@ -98,7 +98,7 @@ def note_page(note_id: IdPath, ask: Ask) -> dict[str, Any]:
         "html": html_of(note.text),
         "versions": [(one, html_of(one.text)) for one in list_note_versions(note_id, ask).items],
         "may_change": _may_change(note_id, ask),
-        **_about(ask, Subject(note.run_id, note.checkpoint_id)),
+        **_about(ask, NoteSubject(note.run_id, note.checkpoint_id)),
     }
 
 
@@ -106,7 +106,7 @@ def note_page(note_id: IdPath, ask: Ask) -> dict[str, Any]:
 def edit_note_page(note_id: IdPath, ask: Ask) -> dict[str, Any]:
     """Show the form that changes a note."""
     note = get_note(note_id, ask)
-    subject = Subject(note.run_id, note.checkpoint_id)
+    subject = NoteSubject(note.run_id, note.checkpoint_id)
     return _written(ask, subject, text=note.text, note=note, etag=note.etag)
 
 
@@ -115,7 +115,7 @@ def _may_change(note_id: int, ask: Ask) -> bool:
         return may_change(ask, NOTES.find(connection, note_id, ask.visible))
 
 
-def _about(ask: Ask, subject: Subject) -> dict[str, Any]:
+def _about(ask: Ask, subject: NoteSubject) -> dict[str, Any]:
     """Return the run, and the checkpoint if it is on one, for titles and breadcrumbs."""
 
     def both(connection: Connection) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def _about(ask: Ask, subject: Subject) -> dict[str, Any]:
 
 def _written(
     ask: Ask,
-    subject: Subject,
+    subject: NoteSubject,
     *,
     text: str,
     note: Note | None = None,
@@ -152,7 +152,7 @@ def _written(
     }
 
 
-def _typed(ask: Ask, subject: Subject, note: Note | None = None) -> NoteText | Response:
+def _typed(ask: Ask, subject: NoteSubject, note: Note | None = None) -> NoteText | Response:
     """Return the text that was sent; or the page with its preview, or with what is wrong with it."""
     typed = ask.form.text("text")
     etag = ask.form.text("etag")
@@ -183,7 +183,7 @@ def create_checkpoint_note_form(checkpoint_id: IdPath, ask: Ask) -> str | Respon
     return _created(ask, ask.find(subject_of, ask.visible, checkpoint_id=checkpoint_id))
 
 
-def _created(ask: Ask, subject: Subject) -> str | Response:
+def _created(ask: Ask, subject: NoteSubject) -> str | Response:
     body = _typed(ask, subject)
     if isinstance(body, Response):
         return body
@@ -199,7 +199,7 @@ def change_note_form(note_id: IdPath, ask: Ask) -> str | Response:
     """Change a note, or preview the change. If the note has changed since, show the form again with the typed
     text."""
     note = get_note(note_id, ask)
-    subject = Subject(note.run_id, note.checkpoint_id)
+    subject = NoteSubject(note.run_id, note.checkpoint_id)
     body = _typed(ask, subject, note)
     if isinstance(body, Response):
         return body
@@ -218,4 +218,4 @@ def delete_note_form(note_id: IdPath, ask: Ask) -> str:
     """Delete a note with its history."""
     note = get_note(note_id, ask)
     delete_note(note_id, ask, Precondition(ask.form.optional("etag")))
-    return f"{Subject(note.run_id, note.checkpoint_id).path}#notes"
+    return f"{NoteSubject(note.run_id, note.checkpoint_id).path}#notes"

@@ -78,7 +78,7 @@ NOTES: Final = Resource(
 )
 
 
-class Subject(NamedTuple):
+class NoteSubject(NamedTuple):
     """The run that a note is on, or one of its checkpoints."""
 
     run_id: int
@@ -98,14 +98,14 @@ def subject_of(
     *,
     run_id: int | None = None,
     checkpoint_id: int | None = None,
-) -> Subject:
+) -> NoteSubject:
     """Find the subject by one of both. Raises MissingError if there is none that may be seen."""
     if checkpoint_id is not None:
-        return Subject(get_checkpoint(connection, checkpoint_id, visible).run_id, checkpoint_id)
-    return Subject(get_run(connection, run_id or 0, visible).id)
+        return NoteSubject(get_checkpoint(connection, checkpoint_id, visible).run_id, checkpoint_id)
+    return NoteSubject(get_run(connection, run_id or 0, visible).id)
 
 
-def _on(subject: Subject, with_checkpoints: bool = False) -> list[ColumnElement[bool]]:
+def _on(subject: NoteSubject, with_checkpoints: bool = False) -> list[ColumnElement[bool]]:
     if subject.checkpoint_id is not None:
         return [notes.c.checkpoint_id == subject.checkpoint_id]
     of_run = notes.c.run_id == subject.run_id
@@ -116,7 +116,7 @@ def list_notes(
     connection: Connection,
     visible: frozenset[str] | None,
     *,
-    subject: Subject | None = None,
+    subject: NoteSubject | None = None,
     with_checkpoints: bool = False,
     text: str | None = None,
     author: str | None = None,
@@ -172,7 +172,7 @@ def find_notes(
         )
 
 
-def add_note(connection: Connection, ask: Ask, subject: Subject, text: str) -> Row[Any]:
+def add_note(connection: Connection, ask: Ask, subject: NoteSubject, text: str) -> Row[Any]:
     """Add a note, and emit its event. Raises ConflictError where there are too many."""
     counted = select(func.count()).select_from(notes).where(*_on(subject))
     if connection.execute(counted).scalar_one() >= MAX_NOTES:

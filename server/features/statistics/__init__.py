@@ -16,14 +16,13 @@ from dcp.server.catalog.details import get_checkpoint
 from dcp.server.core.feature import Feature
 from dcp.server.core.jobs.kind import CheckpointId, Globs, JobContext, Parameters, ReportProgress
 from dcp.server.core.jobs.ledger.rows import Json
-from dcp.server.core.jobs.subjects import SimpleKind, Subject, open_place, storage_errors, unchanged
+from dcp.server.core.jobs.subjects import SimpleKind, Subject, read_tensors
 from dcp.server.core.security.principal import Scope
 from dcp.server.database.documents import read_items, write_document
 from dcp.server.database.engine import insert_or_update
 from dcp.server.database.tables import statistics
 from dcp.server.records.declaring import Hidden, Shown, moment
 from dcp.server.records.jobs import Job
-from dcp.storage.formats.opening import index_at
 
 if TYPE_CHECKING:
     from dcp.inspection.values.statistics import CheckpointStatistics, ElementStatistics
@@ -77,15 +76,9 @@ class StatsKind(SimpleKind[StatsParams]):
     ) -> Json:
         """As `SimpleKind.run`."""
         from dcp.inspection.values.statistics import statistics
-        from dcp.inspection.values.tensor_reading import TensorReader
 
         (subject,) = subjects
-        root, place = open_place(context, subject)
-        with (
-            storage_errors(root),
-            unchanged(place) as fingerprint,
-            TensorReader(place.store, index_at(place), verify="full") as reader,
-        ):
+        with read_tensors(context, subject) as (reader, fingerprint):
             found = statistics(
                 reader,
                 only=params.only,
