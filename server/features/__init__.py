@@ -44,7 +44,6 @@ FEATURES: Final = (
     "checkpoint_page",
     "retention",
     "diff",
-    "digests",
     "downloads",
     "drift",
     "will_it_load",

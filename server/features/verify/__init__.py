@@ -1,9 +1,10 @@
-"""Verification: every byte of a checkpoint compared with its checksums by a job (kind ``verify``)."""
+"""Jobs that read all of a checkpoint: ``verify`` compares every byte with its checksums, ``digest`` computes
+digests of the tensors, by which checkpoints with the same weights are found."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
@@ -23,6 +24,7 @@ from dcp.server.core.jobs.subjects import (
     SimpleKind,
     Subject,
     open_place,
+    read_tensors,
     storage_errors,
     unchanged,
 )
@@ -100,26 +102,72 @@ class VerifyKind(SimpleKind[CheckpointParams]):
     def record(self, connection: Connection, job: Job, result: Json) -> None:
         """Record the verdict. Where the content is still the verified one, change the checkpoint and emit
         "checkpoint.verified" or "checkpoint.damaged"."""
-        now, subject = time.time(), Subject(**result["subject"])
-        row = lock_checkpoint(connection, subject.id)
-        outcome, findings = result["outcome"], clean_json(result["findings"])
+        now, outcome, findings = time.time(), result["outcome"], clean_json(result["findings"])
+        row, is_same = _read_checkpoint(connection, result)
         kept = {name: result[name] for name in ("fingerprint", "outcome", "checked_bytes", "seconds")}
-        kept |= {"checkpoint_id": subject.id, "findings": findings, "job_id": job.id, "created_seconds": now}
+        kept |= {"checkpoint_id": row["id"], "findings": findings, "job_id": job.id, "created_seconds": now}
         connection.execute(insert(verifications).values(mode="full", **kept))
-        # The fingerprint is no sign where the catalog has none yet, as of a checkpoint just registered.
-        is_same = row["state"] == "committed" and subject.is_same(row)
-        if is_same and row["fingerprint"] in (None, result["fingerprint"]):
+        if is_same:
             problem = None if outcome == "good" else next((one["message"] for one in findings), outcome)
             found = {"verification": outcome, "verified_seconds": now, "problem": problem}
             digest = result.get("content_digest") or row["content_digest"]
-            bump(connection, subject.id, now, **found, content_digest=digest)
+            bump(connection, row["id"], now, **found, content_digest=digest)
             touch_run(connection, row["run_id"], now)
             kind = "checkpoint.verified" if outcome == "good" else "checkpoint.damaged"
             emit_all(connection, [checkpoint_event(kind, row, mode="full", problem=problem)], now=now)
         detail = {"outcome": outcome, "job": job.id, "findings": result["finding_count"]}
-        audit.record(
-            connection, job.created_by, "checkpoint.verify", f"checkpoint:{subject.id}", detail, now=now
-        )
+        target = f"checkpoint:{row['id']}"
+        audit.record(connection, job.created_by, "checkpoint.verify", target, detail, now=now)
+
+
+class DigestKind(SimpleKind[CheckpointParams]):
+    """The digests of one checkpoint: those of its manifest, and of the other tensors by reading them."""
+
+    name: ClassVar[str] = "digest"
+    about: ClassVar[str] = "Compute digests of the tensors of a checkpoint, to find others with the same."
+    scope: ClassVar[Scope] = "write"
+    params = CheckpointParams
+    preload: ClassVar[tuple[str, ...]] = ("dcp.inspection.values.digests",)
+
+    def run(
+        self,
+        context: JobContext,
+        params: CheckpointParams,
+        subjects: Sequence[Subject],
+        report_progress: ReportProgress,
+    ) -> Json:
+        """As `SimpleKind.run`."""
+        from dcp.inspection.values.digests import digests
+
+        (subject,) = subjects
+        with read_tensors(context, subject) as (reader, fingerprint):
+            found = digests(reader, progress=lambda done, total: report_progress(done))
+        return {
+            "content_digest": found.digest,
+            "tensors": len(found.tensors),
+            "bytes_read": found.bytes_read,
+            "fingerprint": fingerprint,
+            "subject": asdict(subject),
+        }
+
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
+        """Keep the digest of all tensors, if the checkpoint's content is still the one that was read."""
+        now, digest = time.time(), result["content_digest"]
+        row, is_same = _read_checkpoint(connection, result)
+        if is_same:
+            bump(connection, row["id"], now, content_digest=digest)
+            touch_run(connection, row["run_id"], now)
+            target, detail = f"checkpoint:{row['id']}", {"job": job.id, "content_digest": digest}
+            audit.record(connection, job.created_by, "checkpoint.digest", target, detail, now=now)
+
+
+def _read_checkpoint(connection: Connection, result: Json) -> tuple[Mapping[Any, Any], bool]:
+    """Lock the row of the checkpoint that a job has read, and check whether its content is still the same."""
+    subject = Subject(**result["subject"])
+    row = lock_checkpoint(connection, subject.id)
+    # The fingerprint is no sign where the catalog has none yet, as of a checkpoint just registered.
+    is_same = subject.is_same(row) and row["fingerprint"] in (None, result["fingerprint"])
+    return row, row["state"] == "committed" and is_same
 
 
 def _shown(found: Finding, root: StorageRoot) -> dict[str, Any]:
@@ -166,4 +214,4 @@ def _verification(row: Any, checkpoint: CheckpointDetail) -> Verification:
     return record_of_row(Verification, row, created_at=created_at, is_current=is_verdict or is_same)
 
 
-feature: Final = Feature("verify", __name__, kinds=[VerifyKind()], web=["verdicts"])
+feature: Final = Feature("verify", __name__, kinds=[VerifyKind(), DigestKind()], web=["verdicts"])
