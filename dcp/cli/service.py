@@ -134,7 +134,7 @@ def worker(
     settings = _settings(config, database_url=database, concurrency=concurrency)
     from dcp.server.core.jobs.worker import Worker
     from dcp.server.core.logs import configure_logs
-    from dcp.server.features import allowances
+    from dcp.server.features import allowances, role_settings
     from dcp.server.features import schedules as schedules_of
 
     configure_logs(settings)
@@ -143,7 +143,13 @@ def worker(
         signal.signal(number, lambda _number, _frame: stop.set())
     if until_input_ends:
         threading.Thread(target=_watch_input, args=(stop,), name="input", daemon=True).start()
-    Worker(settings, schedules=schedules_of(settings), allowances=allowances(settings)).run(stop)
+    worker = Worker(
+        settings,
+        schedules=schedules_of(settings),
+        allowances=allowances(settings),
+        roles=role_settings(settings),
+    )
+    worker.run(stop)
 
 
 def _watch_input(stop: threading.Event) -> None:

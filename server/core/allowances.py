@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog.runs import bytes_of_account, bytes_of_root
 from dcp.server.core.problems import ConflictError, ProblemError, TooManyRequestsError
-from dcp.server.core.security.principal import LOCAL, Principal
+from dcp.server.core.security.principal import LOCAL
 from dcp.server.core.security.rates import Rate
 from dcp.server.core.settings import Settings
 from dcp.server.database.engine import Database, lock_names
@@ -90,12 +90,12 @@ class Allowances:
         """Read the database again, if that was more than a second ago. Called for each request with a key."""
 
 
-def subjects_of(caller: Principal, root: str | None = None) -> tuple[Subject, ...]:
-    """Return the subjects that a request of ``caller`` counts for; with one for the ``root`` that it is
-    for."""
-    found = [Subject("account", caller.owner)]
-    if caller.key_id is not None:
-        found.append(Subject("key", str(caller.key_id)))
+def subjects_of(owner: str, key_id: int | None, root: str | None = None) -> tuple[Subject, ...]:
+    """Return the subjects that a request or a job of an account and a key counts for; with one for the
+    ``root`` that it is for."""
+    found = [Subject("account", owner)]
+    if key_id is not None:
+        found.append(Subject("key", str(key_id)))
     if root is not None:
         found.append(Subject("root", root))
     return tuple(found)

@@ -20,9 +20,8 @@ from dcp.server.core.http.context import Service
 from dcp.server.core.http.dependencies import Writer
 from dcp.server.core.http.idempotency import transact
 from dcp.server.core.jobs.kind import Kind, Parameters
-from dcp.server.core.jobs.ledger.limits import check_queue
-from dcp.server.core.jobs.ledger.offers import with_offers
-from dcp.server.core.jobs.ledger.reading import get_job, last_job
+from dcp.server.core.jobs.ledger.claims import check_queue
+from dcp.server.core.jobs.ledger.reading import get_job, last_job, with_offers
 from dcp.server.core.jobs.ledger.rows import progress_of
 from dcp.server.core.jobs.ledger.transitions import submit_or_join
 from dcp.server.core.logs import redact
@@ -31,7 +30,7 @@ from dcp.server.core.pages.requests import Form, own_path, query_of, set_cookie
 from dcp.server.core.problems import ForbiddenError, UnauthorizedError
 from dcp.server.core.roots import Roots
 from dcp.server.core.security.callers import begin_session, end_session
-from dcp.server.core.security.principal import Principal, Scope
+from dcp.server.core.security.principal import Principal
 from dcp.server.core.settings import Settings
 from dcp.server.records.checkpoints import Checkpoint
 from dcp.server.records.jobs import Job
@@ -174,13 +173,16 @@ class Ask:
 
         def submit(connection: Connection) -> Job:
             job_kind = self.service.kinds[kind.name]
-            caller = self._having(kind.scope)
+            if not self.caller.may(job_kind.scope):
+                raise ForbiddenError(f"this needs the scope {job_kind.scope!r}", scope=job_kind.scope)
+            caller = self.caller.having(job_kind.scope)
             spec = job_kind.specify(connection, params, caller, self.settings)
             if job_kind.scope == "convert":  # it writes checkpoints
-                check_room(connection, self.service.allowances, subjects_of(caller, spec.root))
-            spec = replace(spec, owner=self.caller.owner, key_id=self.caller.key_id)
+                subjects = subjects_of(caller.owner, caller.key_id, spec.root)
+                check_room(connection, self.service.allowances, subjects)
+            spec = replace(spec, owner=caller.owner, key_id=caller.key_id)
             if priority is not None:
-                if priority > 0 and not self.caller.may("admin", spec.root):
+                if priority > 0 and not caller.may("admin", spec.root):
                     raise ForbiddenError("a priority above 0 needs the scope 'admin'", scope="admin")
                 spec = replace(spec, priority=priority)
             job_id, is_new = submit_or_join(connection, spec, self.now)
@@ -210,12 +212,6 @@ class Ask:
         token = self.service.database.transact(act)
         set_cookie(self.request, answer, SESSION_COOKIE, token, self.settings.session_seconds)
         return answer
-
-    def _having(self, scope: Scope) -> Principal:
-        if not self.caller.may(scope):
-            raise ForbiddenError(f"this needs the scope {scope!r}", scope=scope)
-        self.request.state.principal = self.caller.having(scope)
-        return self.caller
 
     def check_queue(self, connection: Connection, job_id: int) -> None:
         """Refuse a job that was queued in this transaction, where its account, key or root has too many.

@@ -180,7 +180,7 @@ def allowances(settings: Settings) -> Allowances:
 
 def role_settings(settings: Settings) -> RoleSettings:
     """Return the roles that the settings of one feature give. Raises FeatureError if several do."""
-    found = [one.roles(settings) for one in features() if one.roles is not None]
+    found = [one.roles(settings) for one in features(is_worker=True) if one.roles is not None]
     if len(found) > 1:
         raise FeatureError("several features give roles by their settings; remove one of them")
     return found[0] if found else NO_ROLES

@@ -99,6 +99,7 @@ class Job:
     document_id: Annotated[int | None, Hidden()] = None  # of the document with all of a large result
     dedup_key: Annotated[str | None, Hidden()] = None
     owner: Annotated[str, Hidden()] = ""  # the account that limits count it for
+    key_id: Annotated[int | None, Hidden()] = None
 
     @property
     def is_final(self) -> bool:

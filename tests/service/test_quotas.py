@@ -16,6 +16,7 @@ from fastapi.testclient import TestClient
 from tests.support.app import running_app
 from tests.support.catalog import API, Catalog, pages
 from tests.support.databases import MakeDatabase
+from tests.support.job_workers import served_by, until
 from tests.support.pages import Browser
 
 BYTES = 192
@@ -331,3 +332,37 @@ def test_the_form_of_a_quota(catalog: Catalog) -> None:
     assert browser.submit(again, **dict.fromkeys(typed, "")).status_code == 200
     assert catalog.get("/quotas")["items"] == []
     assert browser.get("/quotas/edit?kind=account&subject=key%23999").status_code == 422
+
+
+@pytest.mark.parametrize("change", ["revoked", "role", "room"])
+def test_a_queued_job_needs_what_its_submitter_may_and_has_when_it_begins(
+    catalog: Catalog, change: str
+) -> None:
+    """Fails where its key was revoked meanwhile, its account lost the role for it, or keeps what it may."""
+    catalog.add("run/step-1")
+    account = catalog.http.post(f"{API}/accounts", json={"name": "robots"}).json()["id"]
+    grant = {"role": "operator", "root": "main", "account_id": account}
+    role = catalog.http.post(f"{API}/grants", json=grant).json()["id"]
+    scopes = ["read", "write", "convert"]
+    key = {"name": "one", "scopes": scopes, "account_id": account}
+    made = catalog.http.post(f"{API}/keys", json=key).json()
+    client = catalog.app.client()
+    client.headers["Authorization"] = f"Bearer {made['key']}"
+    job = {"checkpoint_id": 1, "to": "torch", "target_key": "out.pt"}
+    number = client.post(f"{API}/jobs", json={"kind": "convert", "params": job}).json()["id"]
+    if change == "revoked":
+        assert catalog.status("DELETE", f"/keys/{made['id']}") == 200
+        said = ("ForbiddenError", "service-account:robots/key:one submitted the job, and is revoked")
+    elif change == "role":
+        tag = {"If-Match": catalog.http.get(f"{API}/grants/{role}").headers["ETag"]}
+        less = {"role": "contributor"}
+        assert catalog.status("PATCH", f"/grants/{role}", json=less, headers=tag) == 200
+        said = ("ForbiddenError", "has no scope 'convert' in root main any more")
+    else:
+        limit(catalog, "account", f"account#{account}", bytes_kept=0)
+        said = ("ConflictError", "bytes_kept: this account may have 0 bytes of checkpoints and has 0")
+    with served_by(catalog.app.service.settings):
+        until(lambda: catalog.get(f"/jobs/{number}")["finished_at"], "its end")
+    ended = catalog.get(f"/jobs/{number}")
+    assert (ended["state"], ended["error"]["type"]) == ("failed", said[0])
+    assert said[1] in ended["error"]["detail"] and not catalog.place("out.pt").exists()

@@ -26,7 +26,7 @@ from dcp.server.core.jobs.worker import Worker, open_executor
 from dcp.server.core.settings import Settings
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import audit, jobs, tasks
-from dcp.server.features import allowances
+from dcp.server.features import allowances, role_settings
 from dcp.server.features import schedules as schedules_of
 from dcp.server.records.jobs import Job, JobEvent, JobTask
 from tests.support.forking import forkserver_context
@@ -112,6 +112,7 @@ def working(
         backoff=_QUICK,
         executor=executor,
         allowances=allowances(settings),
+        roles=role_settings(settings),
     )
     stop = threading.Event()
     thread = threading.Thread(target=worker.run, args=(stop,), name="test-worker")

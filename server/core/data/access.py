@@ -398,7 +398,7 @@ class Data:
 
     def share(self, found: Readable) -> Share:
         """Return the part of the downloads that the caller may have, of this root."""
-        subjects = subjects_of(self._caller, found.root.name)
+        subjects = subjects_of(self._caller.owner, self._caller.key_id, found.root.name)
 
         def find() -> Mapping[Subject, Allowance] | None:
             with self._service.database.read() as connection:

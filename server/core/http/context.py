@@ -63,7 +63,7 @@ class Service:
 
     def count_request(self, caller: Principal) -> None:
         """Count a request of a key's caller. Raises `TooManyRequestsError` where it is one too many."""
-        for subject, allowance in self.allowances.of(subjects_of(caller)).items():
+        for subject, allowance in self.allowances.of(subjects_of(caller.owner, caller.key_id)).items():
             if allowance.requests is not None:
                 self.rates.count(subject.text, allowance.requests)
 

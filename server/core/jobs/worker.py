@@ -23,15 +23,23 @@ from typing import Any, Final
 import structlog
 from sqlalchemy import Connection
 
-from dcp.server.core.allowances import Allowances
+from dcp.server.core.allowances import Allowances, check_room, subjects_of
 from dcp.server.core.jobs.executors.executor import Executor, Order, ProcessOutcome, Running
 from dcp.server.core.jobs.executors.subprocess_main import Setup, error_of, load_kinds
 from dcp.server.core.jobs.executors.subprocesses import WarmProcessPool
 from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.ledger.claims import ClaimLimits, claim, has_work, renew, stopped
 from dcp.server.core.jobs.ledger.failures import DEFAULT_BACKOFF, expire_leases, fail, has_expired
-from dcp.server.core.jobs.ledger.offers import NOTE_SECONDS, note_offer, withdraw_offer
-from dcp.server.core.jobs.ledger.reading import payload_of, plan_of, task_documents, task_results
+from dcp.server.core.jobs.ledger.reading import (
+    NOTE_SECONDS,
+    note_offer,
+    other_roots,
+    payload_of,
+    plan_of,
+    task_documents,
+    task_results,
+    withdraw_offer,
+)
 from dcp.server.core.jobs.ledger.rows import Backoff, Claim, Held, Json, StaleFenceError, TaskSpec, is_large
 from dcp.server.core.jobs.ledger.transitions import (
     add_tasks,
@@ -42,10 +50,14 @@ from dcp.server.core.jobs.ledger.transitions import (
     release,
 )
 from dcp.server.core.jobs.schedules import PeriodicWork, Scheduler
+from dcp.server.core.problems import ForbiddenError
+from dcp.server.core.security.accounts import NO_ROLES, RoleSettings
+from dcp.server.core.security.callers import Callers
+from dcp.server.core.security.principal import account_of
 from dcp.server.core.settings import Settings
 from dcp.server.database.documents import prepare_document
 from dcp.server.database.engine import Database, DatabaseUnavailableError, Encoded, encode_json
-from dcp.server.records.jobs import JobFailure
+from dcp.server.records.jobs import Job, JobFailure
 
 DEFAULT_KINDS: Final = "dcp.server.features:kinds"
 _KILL_SECONDS: Final = 5.0
@@ -78,7 +90,7 @@ class Worker:
 
     ``schedules`` are what it does periodically, beside jobs. An ``executor`` that is given is not closed, and
     several may share it; else it is the one of the settings. ``allowances`` hold back jobs of accounts, keys
-    and roots that have enough at work.
+    and roots that have enough at work. ``roles`` are the rights by settings of those who submit jobs.
     """
 
     def __init__(
@@ -91,6 +103,7 @@ class Worker:
         clock: Callable[[], float] = time.time,
         executor: Executor | None = None,
         allowances: Allowances | None = None,
+        roles: RoleSettings = NO_ROLES,
     ) -> None:
         self.owner = f"{socket.gethostname()[:64]}:{os.getpid()}:{secrets.token_hex(4)}"
         self._settings = settings
@@ -104,6 +117,7 @@ class Worker:
         self._database = Database(
             settings.database_url.get_secret_value(), pool_size=settings.database_pool_size
         )
+        self._callers = Callers(self._database, clock, roles)
         self._executor = open_executor(settings, kinds) if executor is None else executor
         self._owns_executor = executor is None
         self._scheduler = Scheduler(
@@ -254,6 +268,7 @@ class Worker:
         elif made.phase == "plan":
             kind = self._kinds[job.kind]
             with self._database.read() as connection:
+                self._check_submitter(connection, job, kind)
                 prepared = kind.prepare(connection, kind.params.model_validate(job.params))
         return Order(
             kind=job.kind,
@@ -269,6 +284,27 @@ class Worker:
             memory_bytes=self._settings.task_memory_bytes,
             seconds=self._settings.task_seconds,
         )
+
+    def _check_submitter(self, connection: Connection, job: Job, kind: Kind[Any]) -> None:
+        """Check what has changed while the job was queued: raise ForbiddenError where the account or key that
+        submitted it may not do so any more, ConflictError where it keeps as many bytes as it may."""
+        account_id = account_of(job.owner)
+        if job.key_id is None and account_id is None:  # the service itself
+            return
+        (caller,) = self._callers.of_numbers(connection, [(job.key_id, account_id)])
+        if caller is None:
+            raise ForbiddenError(f"{job.created_by} submitted the job, and is revoked or disabled since")
+        if not caller.may(kind.scope, job.root):
+            where = "" if job.root is None else f" in root {job.root}"
+            raise ForbiddenError(
+                f"{job.created_by} submitted the job, and has no scope {kind.scope!r}{where} any more"
+            )
+        for root in other_roots(connection, job.id):
+            if not (caller.may("read", root) or caller.may(kind.scope, root)):
+                raise ForbiddenError(f"{job.created_by} submitted the job, and may not read root {root} now")
+        if kind.scope == "convert" and self._limits.allowances is not None:  # it writes checkpoints
+            subjects = subjects_of(caller.owner, job.key_id, job.root)
+            check_room(connection, self._limits.allowances, subjects)
 
     # -- what runs --
 

@@ -73,25 +73,25 @@ class Callers:
     def of_account(self, account_id: int) -> Principal | None:
         """Return the person or service account; None if it is disabled. Raises `DatabaseUnavailableError`."""
         with self._database.read() as connection:
-            account = accounts.accounts_of(connection, [account_id]).get(account_id)
-            return self._principals(connection, [(None, account)])[0]
+            return self.of_numbers(connection, [(None, account_id)])[0]
 
     def still_admitted(self, connection: Connection, callers: Iterable[P]) -> list[P]:
         """Return those of ``callers`` who have the same rights as when they were admitted."""
         asked = list(callers)
-        keys = keys_of(connection, [one.key_id for one in asked if one.key_id is not None])
-        found = accounts.accounts_of(
-            connection, [one.account_id for one in asked if one.account_id is not None]
-        )
-        pairs: list[_Found] = [
-            (
-                None if one.key_id is None else keys.get(one.key_id),
-                None if one.account_id is None else found.get(one.account_id),
-            )
-            for one in asked
-        ]
-        now = self._principals(connection, pairs)
+        now = self.of_numbers(connection, [(one.key_id, one.account_id) for one in asked])
         return [one for one, new in zip(asked, now, strict=True) if not one.is_admitted or _is_same(one, new)]
+
+    def of_numbers(
+        self, connection: Connection, asked: Sequence[tuple[int | None, int | None]]
+    ) -> list[Principal | None]:
+        """Find callers by the ids of their key, their account, or both; None for those that have ended."""
+        keys = keys_of(connection, [key for key, _ in asked if key is not None])
+        found = accounts.accounts_of(connection, [account for _, account in asked if account is not None])
+        pairs: list[_Found] = [
+            (None if key is None else keys.get(key), None if account is None else found.get(account))
+            for key, account in asked
+        ]
+        return self._principals(connection, pairs)
 
     def _admitted(self, connection: Connection, key: Key | None) -> Principal | None:
         if key is None:

@@ -8,7 +8,7 @@ from typing import Final, get_args
 
 from dcp.server.records.administration import Scope
 
-__all__ = ["ALL_SCOPES", "LOCAL", "NO_ROOTS", "SYSTEM", "Principal", "Scope"]
+__all__ = ["ALL_SCOPES", "LOCAL", "NO_ROOTS", "SYSTEM", "Principal", "Scope", "account_of"]
 
 ALL_SCOPES: Final[frozenset[Scope]] = frozenset(get_args(Scope))
 NO_ROOTS: Final[frozenset[str]] = frozenset()
@@ -81,6 +81,12 @@ class Principal:
     def having(self, scope: Scope) -> Principal:
         """Return the caller for what needs the scope: its ``roots`` are those where it has the scope."""
         return replace(self, roots=self.roots_with(scope))
+
+
+def account_of(owner: str) -> int | None:
+    """Return the id of the account that is the `Principal.owner`; None for a key without one."""
+    kind, _, number = owner.partition("#")
+    return int(number) if kind == "account" else None
 
 
 LOCAL: Final = Principal("local", ALL_SCOPES)

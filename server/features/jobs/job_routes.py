@@ -21,8 +21,7 @@ from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import PageParams, PageQuery
 from dcp.server.core.jobs.kind import Kind
 from dcp.server.core.jobs.ledger import reading, rows, transitions
-from dcp.server.core.jobs.ledger.offers import with_offers
-from dcp.server.core.jobs.ledger.reading import JobFilter
+from dcp.server.core.jobs.ledger.reading import JobFilter, with_offers
 from dcp.server.core.problems import ForbiddenError, NotFoundError, UnprocessableError
 from dcp.server.core.security.principal import SYSTEM, Principal, Scope
 from dcp.server.core.streams import described_stream

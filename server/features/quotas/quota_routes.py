@@ -262,7 +262,7 @@ _NO_LIMIT: Final = "none"
 @feature.page("/usage", "usage.html", tag="quotas", errors=())
 def get_usage(ask: Ask) -> Usage:
     """Return use and limits of the caller's account and key, and of the roots that it may see."""
-    own = subjects_of(ask.caller)
+    own = subjects_of(ask.caller.owner, ask.caller.key_id)
     visible = [root.name for root in ask.roots if ask.caller.may_see(root.name)]
     with ask.reading() as connection:
         found = use_of(connection, ask.service, [*own, *(Subject("root", name) for name in sorted(visible))])

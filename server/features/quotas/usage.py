@@ -20,11 +20,11 @@ from dcp.server.core.allowances import (
     SubjectKind,
     bytes_kept,
     bytes_warning,
+    subjects_of,
 )
 from dcp.server.core.data.access import streams_of
 from dcp.server.core.http.context import Service
 from dcp.server.core.jobs.ledger.claims import jobs_at_work
-from dcp.server.core.jobs.ledger.limits import job_subjects
 from dcp.server.core.security.accounts import actor_of
 from dcp.server.core.security.principal import LOCAL
 from dcp.server.database.tables import accounts, api_keys, jobs, roots
@@ -261,7 +261,7 @@ def _running(connection: Connection) -> Mapping[Subject, set[int]]:
     for one in jobs_at_work(connection):
         if not one.owner.startswith(SERVICE):
             root = None if one.root_id is None else names[one.root_id]
-            for subject in job_subjects(one.owner, one.key_id, root):
+            for subject in subjects_of(one.owner, one.key_id, root):
                 found[subject].add(one.job_id)
     return found
 
@@ -276,6 +276,6 @@ def _queued(connection: Connection) -> Counter[Subject]:
     )
     found: Counter[Subject] = Counter()
     for owner, key_id, root, count in connection.execute(query):
-        for subject in job_subjects(owner, key_id, root):
+        for subject in subjects_of(owner, key_id, root):
             found[subject] += count
     return found

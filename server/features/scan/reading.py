@@ -357,7 +357,7 @@ def observe(
 def _write(
     connection: Connection, facts: CheckpointFacts, caller: Principal, allowances: Allowances
 ) -> Registered:
-    with keeping(connection, allowances, subjects_of(caller, facts.root)) as warnings:
+    with keeping(connection, allowances, subjects_of(caller.owner, caller.key_id, facts.root)) as warnings:
         row = upsert_checkpoint(connection, facts, actor=caller.name)
     is_present = facts.state == "committed"
     return Registered(row.id, facts.root, facts.key, row.is_new, is_present, facts.save_id, tuple(warnings))

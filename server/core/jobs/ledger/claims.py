@@ -1,4 +1,4 @@
-"""Claims on the ledger: the next phase or task is leased to one worker for a time.
+"""Claims on the ledger: the next phase or task is leased to one worker for a time, within limits.
 
 A claim is a lease and a fence: the lease says until when no other worker takes it, the fence, one higher with
 each claim, that only the last one who took it may complete it. So a worker that was stopped for an hour and
@@ -7,15 +7,14 @@ wakes up changes nothing.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Row, and_, func, not_, or_, select, text, true, update
 
-from dcp.server.core.allowances import Allowances
-from dcp.server.core.jobs.ledger.limits import AtWork, may_run
+from dcp.server.core.allowances import SERVICE, Allowances, Subject, refusal, subjects_of
 from dcp.server.core.jobs.ledger.rows import (
     Claim,
     Held,
@@ -25,9 +24,11 @@ from dcp.server.core.jobs.ledger.rows import (
     lock_job,
     task_of_row,
 )
-from dcp.server.database.tables import jobs, tasks
+from dcp.server.database.engine import lock_names
+from dcp.server.database.tables import jobs, roots, tasks
 from dcp.server.records.jobs import Job
 
+_WAIT_SECONDS: Final = 60
 _AT_WORK: Final = ("planning", "running", "publishing")
 _FOUND: Final[Sequence[ColumnElement[Any]]] = (jobs.c.id, jobs.c.priority, jobs.c.owner, jobs.c.root_id)
 _CLAIMS_LOCK: Final = 7_218_330_041
@@ -48,6 +49,16 @@ class ClaimLimits:
 NO_LIMITS: Final = ClaimLimits()
 _Share = tuple[str, int | None]
 """The account of a job, and the number of its root: these have equal shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class AtWork:
+    """A job of which a phase or a task is leased."""
+
+    job_id: int
+    owner: str
+    key_id: int | None
+    root_id: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +141,7 @@ def _next(
         return None
     at_work = jobs_at_work(connection)
     if limits.allowances is not None and at_work:
-        beside = may_run(connection, at_work, limits.allowances)
+        beside = _may_run(connection, at_work, limits.allowances)
         if beside is not None:
             allowed = and_(allowed, beside)
             found = _found(connection, now, allowed)
@@ -269,6 +280,70 @@ def _running(connection: Connection, kind: str) -> int:
         .where(tasks.c.state == "running", jobs.c.kind == kind)
     )
     return connection.execute(of_jobs).scalar_one() + connection.execute(of_tasks).scalar_one()
+
+
+# -- limits of accounts, keys and roots ----------------------------------------------------------------------
+
+
+def check_queue(connection: Connection, allowances: Allowances, job_id: int) -> None:
+    """Refuse a job that was queued in this transaction, where an account, a key or its root has too many.
+
+    Raises TooManyRequestsError, after which the transaction must not be committed. Others that queue a job of
+    the same account, key or root wait for the end of this one, so that all of them together keep the limit.
+    """
+    query = select(jobs.c.owner, jobs.c.key_id, roots.c.name).outerjoin_from(jobs, roots)
+    owner, key_id, root = connection.execute(query.where(jobs.c.id == job_id)).one()
+    if owner.startswith(SERVICE):
+        return
+    limited = {
+        subject: allowance.jobs_queued
+        for subject, allowance in allowances.of(subjects_of(owner, key_id, root), connection).items()
+        if allowance.jobs_queued is not None
+    }
+    lock_names(connection, [f"jobs_queued {subject.text}" for subject in limited])
+    for subject, most in sorted(limited.items()):
+        count = _count_queued(connection, subject, most + 1)
+        if count > most:
+            raise refusal(subject, "jobs_queued", most, count - 1, wait_seconds=_WAIT_SECONDS)
+
+
+def _jobs_of(subject: Subject) -> ColumnElement[bool]:
+    if subject.kind == "account":
+        return jobs.c.owner == subject.name
+    if subject.kind == "key":
+        return and_(jobs.c.key_id.is_not(None), jobs.c.key_id == int(subject.name))
+    number = select(roots.c.id).where(roots.c.name == subject.name).scalar_subquery()
+    is_of_root = and_(jobs.c.root_id.is_not(None), jobs.c.root_id == number)
+    return and_(is_of_root, not_(jobs.c.owner.startswith(SERVICE)))
+
+
+def _count_queued(connection: Connection, subject: Subject, most: int) -> int:
+    queued = select(jobs.c.id).where(_jobs_of(subject), jobs.c.state == "queued").limit(most)
+    return connection.execute(select(func.count()).select_from(queued.subquery())).scalar_one()
+
+
+def _may_run(
+    connection: Connection, at_work: Iterable[AtWork], allowances: Allowances
+) -> ColumnElement[bool] | None:
+    """Return the jobs that may be claimed beside those ``at_work``: these themselves, and all others but
+    those of an account, a key or a root that has as many at work as it may have. None: all may."""
+    counted: defaultdict[Subject, set[int]] = defaultdict(set)
+    limited = {one.job_id: one for one in at_work if not one.owner.startswith(SERVICE)}
+    numbers = sorted({one.root_id for one in limited.values() if one.root_id is not None})
+    if not limited:
+        return None
+    query = select(roots.c.id, roots.c.name).where(roots.c.id.in_(numbers))
+    names = {row.id: row.name for row in connection.execute(query)} if numbers else {}
+    for one in limited.values():
+        root = None if one.root_id is None else names[one.root_id]
+        for subject in subjects_of(one.owner, one.key_id, root):
+            counted[subject].add(one.job_id)
+    full = [
+        _jobs_of(subject)
+        for subject, allowance in sorted(allowances.of(counted, connection).items(), key=lambda one: one[0])
+        if allowance.jobs_running is not None and len(counted[subject]) >= allowance.jobs_running
+    ]
+    return or_(jobs.c.id.in_(sorted(limited)), not_(or_(*full))) if full else None
 
 
 # -- while it is held ----------------------------------------------------------------------------------------

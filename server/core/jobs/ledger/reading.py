@@ -1,12 +1,12 @@
-"""Queries of the ledger: jobs, their tasks, progress and events. Nothing here changes anything."""
+"""Queries of the ledger: jobs, their tasks, progress and events; and the kinds of jobs that workers offer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, func, or_, select
+from sqlalchemy import ColumnElement, Connection, delete, func, or_, select
 
 from dcp.server.catalog.cursors import query_mark, read_page
 from dcp.server.core.jobs.ledger.rows import (
@@ -22,12 +22,16 @@ from dcp.server.core.jobs.ledger.rows import (
 from dcp.server.core.problems import NotFoundError
 from dcp.server.core.security.principal import SYSTEM
 from dcp.server.database.documents import read_document
-from dcp.server.database.tables import job_events, job_roots, jobs, roots, tasks
+from dcp.server.database.engine import insert_or_update
+from dcp.server.database.tables import job_events, job_roots, jobs, roots, tasks, workers
 from dcp.server.records.jobs import Job, JobEvent, JobProgress, JobState, JobTask
 from dcp.server.records.lists import Page
 
 _SHOWN: Final = 100
 """Jobs whose progress is shown together."""
+NOTE_SECONDS: Final = 15.0
+_GONE_SECONDS: Final = 60.0
+"""After the last note of a worker, which writes one every `NOTE_SECONDS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +86,12 @@ def last_job(
         query = query.where(jobs.c.state == "succeeded")
     number = connection.execute(query.order_by(jobs.c.id.desc()).limit(1)).scalar()
     return None if number is None else find_job(connection, number, visible, whole=whole)
+
+
+def other_roots(connection: Connection, job_id: int) -> list[str]:
+    """Return the roots of the checkpoints that a job names, without its own root."""
+    query = select(roots.c.name).join(job_roots, job_roots.c.root_id == roots.c.id)
+    return list(connection.execute(query.where(job_roots.c.job_id == job_id)).scalars())
 
 
 def list_jobs(
@@ -228,3 +238,27 @@ def _seen(visible: frozenset[str] | None) -> list[ColumnElement[Any]]:
         job_roots.c.job_id == jobs.c.id, job_roots.c.root_id.not_in(inside)
     )
     return [roots.c.name.in_(names), ~hidden.exists()]
+
+
+# -- kinds that workers offer -------------------------------------------------------------------------------
+
+
+def note_offer(connection: Connection, owner: str, kinds: Iterable[str], now: float) -> None:
+    """Note that a worker runs and does jobs of ``kinds``; forget those that have gone."""
+    row = {"owner": owner, "kinds": sorted(kinds), "seen_seconds": now}
+    insert_or_update(connection, workers, [row])
+    connection.execute(delete(workers).where(workers.c.seen_seconds < now - 10 * _GONE_SECONDS))
+
+
+def withdraw_offer(connection: Connection, owner: str) -> None:
+    """Forget a worker that ends."""
+    connection.execute(delete(workers).where(workers.c.owner == owner))
+
+
+def with_offers(connection: Connection, found: Sequence[Job], now: float) -> list[Job]:
+    """Return ``found`` with ``is_unserved`` set on those that have not ended and that no worker does."""
+    if all(job.is_final for job in found):
+        return list(found)
+    query = select(workers.c.kinds).where(workers.c.seen_seconds >= now - _GONE_SECONDS)
+    offered = {kind for kinds in connection.execute(query).scalars() for kind in kinds}
+    return [job if job.is_final else replace(job, is_unserved=job.kind not in offered) for job in found]
