@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
@@ -27,9 +27,8 @@ from starlette.types import Receive, Scope, Send
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.context import Service
 from dcp.server.core.problems import BrokenBodyError, TooManyRequestsError, UnavailableError
-from dcp.server.core.security.callers import Callers
 from dcp.server.core.security.principal import Principal
-from dcp.server.database.engine import Database, DatabaseUnavailableError
+from dcp.server.database.engine import DatabaseUnavailableError
 
 POLL_SECONDS: Final = 0.5
 HEARTBEAT_SECONDS: Final = 15.0
@@ -58,16 +57,20 @@ class News:
 OVER: Final = News(None, is_last=True)
 
 
+@dataclass(eq=False, kw_only=True)
 class Following:
-    """A follower, from behind the event ``after_id`` on."""
+    """A follower with the rights of ``caller``, from behind the event ``after_id`` on."""
 
-    def __init__(self, after_id: int, caller: Principal) -> None:
-        self.after_id = after_id
-        self.caller = caller
+    caller: Principal
+    after_id: int = 0
+    _loop: asyncio.AbstractEventLoop | None = None
+    _has_news: asyncio.Event = field(default_factory=asyncio.Event)
+    _news: News | None = None
+    _told: Mapping[int, Any] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Take news in the event loop that runs."""
         self._loop = asyncio.get_running_loop()
-        self._has_news = asyncio.Event()
-        self._news: News | None = None
-        self._told: Mapping[int, Any] = {}
 
     @property
     def waits(self) -> bool:
@@ -94,27 +97,29 @@ class Following:
         if news.events:
             self.after_id = max(self.after_id, news.events[-1].id)
         self._news = news
-        with suppress(RuntimeError):  # its loop is closed: it is gone, and says so itself
-            self._loop.call_soon_threadsafe(self._has_news.set)
+        if self._loop is not None:
+            with suppress(RuntimeError):  # its loop is closed: it is gone, and says so itself
+                self._loop.call_soon_threadsafe(self._has_news.set)
 
 
 F = TypeVar("F", bound=Following)
 
 
 class Feed(ABC, Generic[F]):
-    """Looks for all `Following`s of a process, of whatever they follow. ``callers`` tells
-    whose rights end."""
+    """Looks for all `Following`s of a process, of whatever they follow; `Service.own` makes it."""
 
-    def __init__(self, database: Database, callers: Callers) -> None:
-        self._database = database
-        self._callers = callers
+    def __init__(self, service: Service) -> None:
+        self._database = service.database
+        self._callers = service.callers
         self._following: set[F] = set()
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._is_running = False
 
     @contextmanager
-    def _followed(self, one: F) -> Iterator[F]:
+    def follow(self, one: F) -> Iterator[F]:
+        """Look for ``one`` in a block; it is told that it is over when the rights of its caller end."""
+        one.begin()
         with self._lock:
             self._following.add(one)
             if not self._is_running:
@@ -138,7 +143,7 @@ class Feed(ABC, Generic[F]):
             has_more = False
             try:
                 for begin in range(0, len(followers), _AT_ONCE):
-                    has_more |= self._look(followers[begin : begin + _AT_ONCE])
+                    has_more |= self._look_for(followers[begin : begin + _AT_ONCE])
             except Exception as error:  # noqa: BLE001 - followers must not wait for ever
                 if not isinstance(error, DatabaseUnavailableError):
                     _log.exception("events cannot be followed")
@@ -147,32 +152,36 @@ class Feed(ABC, Generic[F]):
             if not has_more:
                 self._wake.wait(POLL_SECONDS)
 
+    def _look_for(self, some: Sequence[F]) -> bool:
+        waiting = [one for one in some if one.waits]
+        with self._database.read() as connection:
+            callers = [one.caller for one in waiting]
+            still = {id(one) for one in self._callers.still_admitted(connection, callers)}
+            for one in waiting:
+                if id(one.caller) not in still:  # the key or account has ended, or has other rights now
+                    one.tell(OVER)
+            return self._look(connection, [one for one in waiting if id(one.caller) in still])
+
     @abstractmethod
-    def _look(self, some: Sequence[F]) -> bool:
+    def _look(self, connection: Connection, some: Sequence[F]) -> bool:
         """Look for ``some``, and tell them; whether there is more than a page."""
 
-    def _ended(self, connection: Connection, some: Sequence[F]) -> set[F]:
-        """Return those whose keys or accounts have ended, or have other rights now."""
-        still = {id(one) for one in self._callers.still_admitted(connection, [one.caller for one in some])}
-        return {one for one in some if id(one.caller) not in still}
 
-
-class _Open:
-    """Counts how many streams each caller has."""
-
-    def __init__(self, service: Service) -> None:
-        self.streams: Counter[str] = Counter()
+def _open_streams(service: Service) -> Counter[str]:
+    """Make the counter of the streams that each caller has."""
+    return Counter()
 
 
 def stream_of(
     ask: Ask,
-    followed: AbstractContextManager[Following],
+    feed: type[Feed[F]],
+    follower: F,
     show: Callable[[News], Iterable[ServerSentEvent]],
     *first: ServerSentEvent,
     comment: str,
 ) -> Response:
-    """Answer with a stream of what ``show`` makes of news, after ``first``. It is refused if this process, or
-    the caller, has too many."""
+    """Answer with a stream of what ``show`` makes of news for ``follower``, after ``first``. It is refused if
+    this process, or the caller, has too many."""
     stop = anyio.Event()
 
     async def events() -> AsyncIterator[ServerSentEvent]:
@@ -180,7 +189,7 @@ def stream_of(
         yield ServerSentEvent(comment=comment, retry=int(POLL_SECONDS * 1000))
         for event in first:
             yield event
-        with followed as following:
+        with ask.service.own(feed).follow(follower) as following:
             while time.monotonic() < until and not stop.is_set():
                 news = await following.take(POLL_SECONDS)
                 for event in () if news is None else show(news):
@@ -189,7 +198,7 @@ def stream_of(
                     return
 
     return _Stream(
-        ask.service.own(_Open).streams,
+        ask.service.own(_open_streams),
         ask.caller.owner if ask.caller.is_admitted else f"address {ask.address}",
         events(),
         shutdown_event=stop,  # the stream ends whole when the server stops, and clients reconnect to the next

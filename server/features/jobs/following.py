@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Final
 
 from fastapi import Header
@@ -22,7 +21,6 @@ from starlette.responses import Response
 from dcp.server.catalog.inputs import MAX_ID
 from dcp.server.core.answers import answer_model, answer_of
 from dcp.server.core.ask import Ask
-from dcp.server.core.http.context import Service
 from dcp.server.core.jobs.ledger.reading import (
     active_progress,
     all_events_after,
@@ -31,7 +29,6 @@ from dcp.server.core.jobs.ledger.reading import (
     last_event_id,
 )
 from dcp.server.core.jobs.ledger.rows import event_of_row, progress_of
-from dcp.server.core.security.principal import Principal
 from dcp.server.core.streams import OVER, Feed, Following, News, stream_of
 from dcp.server.database.tables import job_events, jobs
 from dcp.server.records.jobs import FINAL_STATES, JobEvent, JobProgress, JobState
@@ -43,48 +40,36 @@ the order in which they have numbered their events."""
 _KNOWN: Final = 4 * (_PAGE + _OVERLAP)
 
 
+@dataclass(eq=False, kw_only=True)
 class FollowingOne(Following):
     """Follows one job."""
 
-    def __init__(self, job_id: int, after_id: int, caller: Principal) -> None:
-        super().__init__(after_id, caller)
-        self.job_id = job_id
+    job_id: int
 
 
+@dataclass(eq=False, kw_only=True)
 class FollowingAll(Following):
-    """Follows all jobs in ``visible`` roots, with the scans that the service makes by itself or without."""
+    """Follows all visible jobs, with the scans that the service makes by itself or without."""
 
-    def __init__(self, after_id: int, caller: Principal, own_scans: bool) -> None:
-        super().__init__(after_id, caller)
-        self.visible = caller.roots
-        self.own_scans = own_scans
-        self.known: deque[int] | None = None  # events before ``after_id`` that are old; None before a look
+    own_scans: bool
+    known: deque[int] | None = None  # events before ``after_id`` that are old; None before a look
 
 
 class JobFeed(Feed[FollowingOne]):
     """For those who follow one job each."""
 
-    @contextmanager
-    def follow(self, job_id: int, after_id: int, caller: Principal) -> Iterator[FollowingOne]:
-        """Follow a job with a key; ended when that is revoked."""
-        with self._followed(FollowingOne(job_id, after_id, caller)) as one:
-            yield one
-
-    def _look(self, some: Sequence[FollowingOne]) -> bool:
-        waiting = [one for one in some if one.waits]
+    def _look(self, connection: Connection, some: Sequence[FollowingOne]) -> bool:
         after: dict[int, int] = {}
-        for one in waiting:
+        for one in some:
             after[one.job_id] = min(one.after_id, after.get(one.job_id, one.after_id))
-        with self._database.read() as connection:
-            ended = self._ended(connection, waiting)
-            # States first: if a job is over, all of its events are there, also if each statement has its own
-            # view.
-            states = _states(connection, list(after))
-            events, is_all = _events(connection, after)
-            progress = progress_of(connection, states)
-        for one in waiting:
+        # States first: if a job is over, all of its events are there, also where each statement has its own
+        # view.
+        states = _states(connection, list(after))
+        events, is_all = _events(connection, after)
+        progress = progress_of(connection, states)
+        for one in some:
             state = states.get(one.job_id)
-            if state is None or one in ended:
+            if state is None:
                 one.tell(OVER)
                 continue
             own = [event for event in events if event.job_id == one.job_id and event.id > one.after_id]
@@ -97,34 +82,20 @@ class JobFeed(Feed[FollowingOne]):
 class AllJobsFeed(Feed[FollowingAll]):
     """For those who follow all jobs: one look for each set of roots that may be seen."""
 
-    @contextmanager
-    def follow(self, after_id: int, caller: Principal, *, own_scans: bool = False) -> Iterator[FollowingAll]:
-        """Follow with a key; ended when that is revoked."""
-        with self._followed(FollowingAll(after_id, caller, own_scans)) as one:
-            yield one
-
-    def _look(self, some: Sequence[FollowingAll]) -> bool:
-        waiting = [one for one in some if one.waits]
+    def _look(self, connection: Connection, some: Sequence[FollowingAll]) -> bool:
         has_more = False
-        with self._database.read() as connection:
-            ended = self._ended(connection, waiting)
-            groups: defaultdict[tuple[Any, bool], list[FollowingAll]] = defaultdict(list)
-            for one in waiting:
-                if one in ended:
-                    one.tell(OVER)
-                else:
-                    groups[one.visible, one.own_scans].append(one)
-            for (visible, own_scans), alike in groups.items():
-                first = min(one.after_id for one in alike) - _OVERLAP
-                events = all_events_after(
-                    connection, first, visible, own_scans=own_scans, limit=_PAGE + _OVERLAP
-                )
-                progress = active_progress(connection, visible, own_scans=own_scans)
-                is_cut = len(events) == _PAGE + _OVERLAP
-                for one in alike:
-                    if not (is_cut and events[-1].id < one.after_id):  # else others catch up first
-                        one.tell(News(None, new_events(one, events), progress))
-                has_more |= is_cut
+        groups: defaultdict[tuple[Any, bool], list[FollowingAll]] = defaultdict(list)
+        for one in some:
+            groups[one.caller.roots, one.own_scans].append(one)
+        for (visible, own_scans), alike in groups.items():
+            first = min(one.after_id for one in alike) - _OVERLAP
+            events = all_events_after(connection, first, visible, own_scans=own_scans, limit=_PAGE + _OVERLAP)
+            progress = active_progress(connection, visible, own_scans=own_scans)
+            is_cut = len(events) == _PAGE + _OVERLAP
+            for one in alike:
+                if not (is_cut and events[-1].id < one.after_id):  # else others catch up first
+                    one.tell(News(None, new_events(one, events), progress))
+            has_more |= is_cut
         return has_more
 
 
@@ -177,8 +148,8 @@ def job_stream(ask: Ask, job_id: int, after_id: int) -> Response:
         job = get_job(connection, job_id, ask.visible)
         if after_id and job.is_final and not job_events_after(connection, job_id, after_id, limit=1):
             return Response(status_code=204)
-    followed = ask.service.own(_Feeds).one.follow(job_id, after_id, ask.caller)
-    return stream_of(ask, followed, _Shown(), comment="events of a job")
+    follower = FollowingOne(caller=ask.caller, after_id=after_id, job_id=job_id)
+    return stream_of(ask, JobFeed, follower, _Shown(), comment="events of a job")
 
 
 def all_jobs_stream(ask: Ask, after_id: int | None, *, own_scans: bool) -> Response:
@@ -186,18 +157,9 @@ def all_jobs_stream(ask: Ask, after_id: int | None, *, own_scans: bool) -> Respo
     `job_stream`."""
     if after_id is None:
         after_id = ask.find(last_event_id)
-    feed = ask.service.own(_Feeds).all
-    followed = feed.follow(after_id, ask.caller, own_scans=own_scans)
+    follower = FollowingAll(caller=ask.caller, after_id=after_id, own_scans=own_scans)
     ready = ServerSentEvent(id=str(after_id), event="ready", data="{}")
-    return stream_of(ask, followed, _Shown(), ready, comment="events of all jobs")
-
-
-class _Feeds:
-    """The feeds that streams of a process share."""
-
-    def __init__(self, service: Service) -> None:
-        self.one = JobFeed(service.database, service.callers)
-        self.all = AllJobsFeed(service.database, service.callers)
+    return stream_of(ask, AllJobsFeed, follower, _Shown(), ready, comment="events of all jobs")
 
 
 class _Shown:

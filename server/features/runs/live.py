@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain, pairwise, repeat
@@ -18,8 +17,6 @@ from starlette.responses import Response
 from dcp.server.catalog.runs import get_run
 from dcp.server.core.answers import IdPath, rfc3339_of
 from dcp.server.core.ask import Ask
-from dcp.server.core.http.context import Service
-from dcp.server.core.security.principal import Principal
 from dcp.server.core.streams import OVER, Feed, Following, News, described_stream, stream_of
 from dcp.server.database.tables import checkpoints, lineage, runs
 from dcp.server.features.runs import feature
@@ -95,13 +92,12 @@ def activity_of(connection: Connection, run_id: int, now: float) -> RunActivity:
 # -- the stream ----------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False, kw_only=True)
 class _FollowingRun(Following):
     """Follows a run; ``seen`` is the last change that it got."""
 
-    def __init__(self, run_id: int, caller: Principal) -> None:
-        super().__init__(0, caller)
-        self.run_id = run_id
-        self.seen: float | None = None
+    run_id: int
+    seen: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,35 +118,19 @@ class _Change:
 class RunFeed(Feed[_FollowingRun]):
     """One look at the database for all who follow runs."""
 
-    @contextmanager
-    def follow(self, run_id: int, caller: Principal) -> Iterator[_FollowingRun]:
-        """Follow a run with a key; ended when that is revoked."""
-        with self._followed(_FollowingRun(run_id, caller)) as one:
-            yield one
-
-    def _look(self, some: Sequence[_FollowingRun]) -> bool:
-        waiting = [one for one in some if one.waits]
+    def _look(self, connection: Connection, some: Sequence[_FollowingRun]) -> bool:
         column = runs.c
         query = select(column.id, column.updated_seconds, column.checkpoint_count, column.latest_step)
-        with self._database.read() as connection:
-            ended = self._ended(connection, waiting)
-            found = connection.execute(query.where(column.id.in_({one.run_id for one in waiting})))
-            changes = {row.id: _Change(*row) for row in found}
-        for one in waiting:
+        found = connection.execute(query.where(column.id.in_({one.run_id for one in some})))
+        changes = {row.id: _Change(*row) for row in found}
+        for one in some:
             change = changes.get(one.run_id)
-            if change is None or one in ended:
+            if change is None:
                 one.tell(OVER)
             elif change.updated_seconds != one.seen:
                 one.seen = change.updated_seconds
                 one.tell(News(None, [change]))
         return False
-
-
-class _RunFeeds:
-    """The feed that streams of a process share."""
-
-    def __init__(self, service: Service) -> None:
-        self.feed = RunFeed(service.database, service.callers)
 
 
 _STREAM: Final = described_stream(
@@ -167,11 +147,11 @@ def watch_run(run_id: IdPath, ask: Ask) -> Response:
     reconnect, and read the run where `updated_at` is another one.
     """
     ask.find(get_run, run_id, ask.visible)
-    followed = ask.service.own(_RunFeeds).feed.follow(run_id, ask.caller)
     kinds = chain(("ready",), repeat("changed"))
 
     def shown(news: News) -> Iterator[ServerSentEvent]:
         for change in news.events:
             yield ServerSentEvent(event=next(kinds), data=change.to_json())
 
-    return stream_of(ask, followed, shown, comment="changes of a run")
+    follower = _FollowingRun(caller=ask.caller, run_id=run_id)
+    return stream_of(ask, RunFeed, follower, shown, comment="changes of a run")
