@@ -20,22 +20,18 @@ from tools.synchronous import synchronous
 __all__ = ["CLIENT", "generated"]
 
 CLIENT: Final = Path(__file__).parents[1] / "server" / "client"
-_FOLDERS: Final = {"models": "generated", "methods": "asynchronous"}
 
 
 def generated() -> dict[Path, str]:
     """The texts of all generated modules, in the style of the repository."""
-    written = {
-        name: (CLIENT / "asynchronous" / f"{name}.py").read_text() for name in ("client", "connection")
-    }
-    methods = re.findall(r"\bdef (\w+)\(", written["client"])
+    asynchronous = (CLIENT / "asynchronous.py").read_text()
+    written = re.findall(r"\bdef (\w+)\(", asynchronous + (CLIENT / "operations.py").read_text())
     texts = {
-        f"{_FOLDERS[name]}/{name}.py": f"# Generated from the OpenAPI document by `make client`.\n{text}"
-        for name, text in modules(create_app(Settings()).openapi(), methods).items()
+        f"generated/{name}.py": f"# Generated from the OpenAPI document by `make client`.\n{text}"
+        for name, text in modules(create_app(Settings()).openapi(), written).items()
     }
-    for name, text in (written | {"methods": texts["asynchronous/methods.py"]}).items():
-        head = f"# Generated from asynchronous/{name}.py by `make client`.\n"
-        texts[f"synchronous/{name}.py"] = head + synchronous(text)
+    head = "# Generated from asynchronous.py by `make client`.\n"
+    texts["synchronous.py"] = head + synchronous(asynchronous)
     return {CLIENT / name: _formatted(CLIENT / name, text) for name, text in texts.items()}
 
 

@@ -104,15 +104,14 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Unpack
 
-from dcp.server.client.asynchronous.connection import AsyncHttpConnection, AsyncPages
 from dcp.server.client.requests import (
-    given, many, nothing, one, query, segment, with_cursor
+    Call, Listing, Operation, PagedCall, given, many, nothing, one, query, segment, with_cursor
 )
 from dcp.server.client.generated import models
 
 
-class AsyncMethods(AsyncHttpConnection):
-    """Methods of `AsyncClient` that send one request each."""
+class Methods:
+    """Methods of both clients that send one request each."""
 '''
 
 _WIDTH: Final = 106
@@ -239,15 +238,15 @@ class _Operation:
         about = _docstring(self._operation.get("description", self.name).partition("\n\n")[0])
         _, result = self._result()
         if not self._is_paged:
-            head = f"async def {self.method_name}(self, {self._arguments([])}) -> {result}:"
-            answer = "await self._call"
+            decorator, call, keywords = "Operation", "Call", []
         else:
-            size = f"page_size: int = {500 if '{' in self._path else 100}"
-            head = f"def {self.method_name}(self, {self._arguments([size])}) -> AsyncPages[{result}]:"
-            answer = "self._pages"
-        line = f"    return {answer}({self._request(self._url())})"
+            decorator, call = "Listing", "PagedCall"
+            keywords = [f"page_size: int = {500 if '{' in self._path else 100}"]
+        arguments = self._arguments(keywords)
+        head = f"@{decorator}\ndef {self.method_name}({arguments}) -> {call}[{result}]:"
+        line = f"    return {call}({self._request(self._url())})"
         if len(line) > _WIDTH:
-            line = f"    path = {self._url()}\n    return {answer}({self._request('path')})"
+            line = f"    path = {self._url()}\n    return {call}({self._request('path')})"
         return f"{head}\n{about}{line}"
 
     def _result(self) -> tuple[str, str]:
@@ -274,7 +273,7 @@ class _Operation:
         keywords = keywords + [f"{name}: {self._type(name, may_be_none=True)} = None" for name in named]
         keywords += ["etag: str | None = None"] * self._has_etag()
         options = [f"**options: Unpack[models.{self.options}]"] if self.options else []
-        return ", ".join([*positional, *(["*", *keywords] if keywords else []), *options])
+        return ", ".join(["self", *positional, *(["*", *keywords] if keywords else []), *options])
 
     def _request(self, path: str) -> str:
         """The arguments that make the request."""

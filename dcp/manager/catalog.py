@@ -44,6 +44,8 @@ KEY_VARIABLE: Final = "DCP_CATALOG_KEY"
 _PATH: Final = "/api/v1/checkpoints"
 _FIRST_PAUSE_SECONDS: Final = 1.0
 _LONGEST_PAUSE_SECONDS: Final = 60.0
+_WARN_AGAIN_SECONDS: Final = 86_400.0
+_SIZE: Final = re.compile(r"[0-9.,]+ ?[kMGTPE]?B\b")
 _REFUSALS: Final = 8
 """So often a note is sent that the catalog can make nothing of yet, because a network file system shows it an
 older state; a minute or two in all."""
@@ -142,6 +144,8 @@ class Registrar:
         self._own = uuid.uuid4().hex[:8]
         self._numbers = itertools.count()
         self._is_warned = False
+        self._warned: dict[str, float] = {}
+        """Warnings of the catalog, with the time from which they are logged again."""
         for work, name in ((self._write, "dcp-catalog-spool"), (self._send, "dcp-catalog-send")):
             threading.Thread(target=work, name=name, daemon=True).start()
 
@@ -343,12 +347,21 @@ class Registrar:
         else:
             if self._failed_in_a_row:
                 logger.info("%s: the catalog %s answers again", self._run_url, self._options.url)
-            for said in _member(answer, "warnings") or ():
-                logger.warning(
-                    "%s: %s was registered: %s", self._run_url, note.body.get("key"), str(said)[:500]
-                )
+            self._warn(note, [str(said)[:500] for said in _member(answer, "warnings") or ()])
         self._failed_in_a_row = 0
         return True
+
+    def _warn(self, note: _Note, warnings: list[str]) -> None:
+        """Log each warning of the catalog once a day, and anew when it says more than other numbers or had
+        ended meanwhile."""
+        now, before = time.monotonic(), self._warned
+        self._warned = {}
+        for said in warnings:
+            state = _SIZE.sub("", said)
+            self._warned[state] = before.get(state, now)
+            if now >= self._warned[state]:
+                logger.warning("%s: %s was registered: %s", self._run_url, note.body.get("key"), said)
+                self._warned[state] = now + _WARN_AGAIN_SECONDS
 
     def _away(self, what: str, at_least_seconds: float = 0.0, *, refuses_key: bool = False) -> bool:
         if not self._failed_in_a_row:

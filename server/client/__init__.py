@@ -5,8 +5,7 @@
 It needs httpx (``pip install 'dcphub[catalog]'``) and nothing of the service itself.
 """
 
-from dcp.server.client.asynchronous.client import AsyncClient
-from dcp.server.client.asynchronous.connection import AsyncPages
+from dcp.server.client.asynchronous import AsyncClient, AsyncPages
 from dcp.server.client.errors import (
     AnswerError,
     BadRequestError,
@@ -65,8 +64,7 @@ from dcp.server.client.generated.models import (
     WebhookSecret,
 )
 from dcp.server.client.streams import JobEvent
-from dcp.server.client.synchronous.client import Client
-from dcp.server.client.synchronous.connection import Pages
+from dcp.server.client.synchronous import Client, Pages
 
 __all__ = [
     "Alias",

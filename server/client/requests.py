@@ -9,21 +9,24 @@ import random
 import re
 import types
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, update_wrapper
 from typing import (
     TYPE_CHECKING,
     Any,
+    Concatenate,
     Final,
     Generic,
+    ParamSpec,
     TypeVar,
     Union,
     cast,
     get_args,
     get_origin,
     get_type_hints,
+    overload,
 )
 from urllib.parse import quote, urlsplit
 
@@ -45,7 +48,12 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from dcp.server.client.asynchronous import AsyncClient, AsyncPages
+    from dcp.server.client.synchronous import Client, Pages
 
+
+P = ParamSpec("P")
+C = TypeVar("C")
 T = TypeVar("T")
 _Decoder = Callable[[Any], Any]
 Params = tuple[tuple[str, str], ...]
@@ -53,7 +61,8 @@ Params = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """One request. ``parse`` makes the result of the JSON of the answer (None if it has no body).
+    """One request. ``parse`` makes the result of the JSON of the answer (None if it has no body); with
+    ``is_raw`` of its bytes.
 
     ``etag``: the version that is to be changed; another one is refused. ``only_reads``: a POST that changes
     nothing. ``has_secret``: the answer contains a secret, which is given once only.
@@ -67,6 +76,7 @@ class Call(Generic[T]):
     etag: str | None = None
     only_reads: bool = False
     has_secret: bool = False
+    is_raw: bool = False
 
     @property
     def is_repeatable(self) -> bool:
@@ -90,14 +100,15 @@ class Page(Generic[T]):
 class PagedCall(Generic[T]):
     """Requests for the pages of a list; with a ``body`` they are POSTs that change nothing."""
 
+    page_size: int
     path: str
     item: Callable[[Any], T]
     params: Params = ()
     body: Any = None
 
-    def page(self, limit: int, cursor: str | None = None) -> Call[Page[T]]:
-        """Return the request for a page of at most ``limit`` items."""
-        params = (*self.params, *query(limit=limit, cursor=cursor))
+    def page(self, cursor: str | None = None) -> Call[Page[T]]:
+        """Return the request for a page."""
+        params = (*self.params, *query(limit=self.page_size, cursor=cursor))
         method = "GET" if self.body is None else "POST"
         return Call(method, self.path, self._page, params, self.body, only_reads=True)
 
@@ -105,11 +116,44 @@ class PagedCall(Generic[T]):
         return Page([self.item(item) for item in _items(document)], _cursor(document))
 
 
-def json_call(
-    method: str, path: str, parameters: Mapping[str, Any] | None, body: Any, etag: str | None
-) -> Call[Any]:
-    """Any request; its result is the JSON of the answer."""
-    return Call(method, path, lambda document: document, query(**parameters or {}), body, etag)
+class _Request(Generic[P, C]):
+    """A method of both clients: a function that makes a request, which the client then sends."""
+
+    def __init__(self, make: Callable[Concatenate[Any, P], C]) -> None:
+        self._make = make
+        update_wrapper(cast(Any, self), make)
+
+    def _bound(self, client: Any, send: Callable[[C], Any]) -> Any:
+        make = self._make
+        if client is None:  # for documentation
+            return make
+
+        def method(*args: P.args, **options: P.kwargs) -> Any:
+            return send(make(client, *args, **options))
+
+        return update_wrapper(method, make.__get__(client))
+
+
+class Operation(_Request[P, Call[T]]):
+    """A method that sends one request: `AsyncClient` returns its result to be awaited."""
+
+    @overload
+    def __get__(self, client: Client, owner: Any = None) -> Callable[P, T]: ...
+    @overload
+    def __get__(self, client: AsyncClient, owner: Any = None) -> Callable[P, Coroutine[Any, Any, T]]: ...
+    def __get__(self, client: Any, owner: Any = None) -> Any:
+        return self._bound(client, client and client._send)
+
+
+class Listing(_Request[P, PagedCall[T]]):
+    """A method that lists, page by page."""
+
+    @overload
+    def __get__(self, client: Client, owner: Any = None) -> Callable[P, Pages[T]]: ...
+    @overload
+    def __get__(self, client: AsyncClient, owner: Any = None) -> Callable[P, AsyncPages[T]]: ...
+    def __get__(self, client: Any, owner: Any = None) -> Any:
+        return self._bound(client, client and client._pages)
 
 
 def query(**values: Any) -> Params:
@@ -317,6 +361,8 @@ def parsed(call: Call[T], response: httpx.Response) -> T:
     """Return the result of a call. Raises ProblemError and AnswerError."""
     if not response.is_success:
         raise error_of(response)
+    if call.is_raw:
+        return call.parse(response.content)
     if response.status_code == 204 or not response.content:
         return call.parse(None)
     try:

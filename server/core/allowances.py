@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
+from pydantic import ByteSize
 from sqlalchemy import Connection
 
 from dcp.server.catalog.runs import bytes_of_account, bytes_of_root
@@ -109,7 +111,7 @@ _REMEDIES: Final[Mapping[str, str]] = {
 _UNITS: Final[Mapping[str, str]] = {
     "jobs_queued": "jobs in the queue",
     "downloads": "downloads under way",
-    "bytes_kept": "bytes of checkpoints",
+    "bytes_kept": "of checkpoints",
 }
 
 
@@ -124,7 +126,8 @@ def refusal(
 ) -> ProblemError:
     """Return the problem of a request that a limit refuses: names the limit, the use and the remedy."""
     detail = (
-        f"{limit}: {_named(subject)} may have {allowed:,} {_UNITS[limit]} and has {used:,}; "
+        f"{limit}: {_named(subject)} may have {_amount(limit, allowed)} {_UNITS[limit]} and has "
+        f"{_amount(limit, used)}; "
         f"{_REMEDIES[limit]}, or ask an admin for a higher limit"
     )
     extra |= {
@@ -136,6 +139,12 @@ def refusal(
     if wait_seconds is None:
         return ConflictError(detail, **extra)
     return TooManyRequestsError(detail, headers={"Retry-After": str(wait_seconds)}, **extra)
+
+
+def _amount(limit: LimitName, value: int) -> str:
+    """Return a number, or bytes in the units of the settings, such as 1.5 TB."""
+    is_size = limit.startswith("bytes")
+    return ByteSize(value).human_readable(decimal=True, separator=" ") if is_size else f"{value:,}"
 
 
 def _named(subject: Subject) -> str:
@@ -189,14 +198,15 @@ def bytes_kept(connection: Connection, subject: Subject) -> int:
 
 def bytes_warning(subject: Subject, allowance: Allowance, used: int) -> str | None:
     """Return the warning for an account or a root that keeps more than it should, or None."""
+    size = partial(_amount, "bytes_kept")
     most, warned = allowance.bytes_kept, allowance.bytes_kept_warning
     if most is not None and used > most:
-        said = f"more than the {most:,} that it may have: registrations that add to them are refused"
+        said = f"more than the {size(most)} that it may have: registrations that add to them are refused"
     elif warned is not None and used > warned:
-        said = f"more than {warned:,}" + ("" if most is None else f"; it may have {most:,}")
+        said = f"more than {size(warned)}" + ("" if most is None else f"; it may have {size(most)}")
     else:
         return None
-    return f"bytes_kept: {_named(subject)} has {used:,} bytes of checkpoints, {said}"
+    return f"bytes_kept: {_named(subject)} has {size(used)} of checkpoints, {said}"
 
 
 def _limits_bytes(allowance: Allowance) -> bool:

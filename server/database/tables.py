@@ -562,6 +562,7 @@ api_keys: Final = Table(
     Column("revoked_seconds", Float),
     Column("used_seconds", Float),
     _ref("account_id", "accounts.id", index=True),  # whose it is; none: its own
+    Column("maker", String(256)),  # `Principal.maker`; none: made by the command line
 )
 
 sessions: Final = Table(

@@ -49,6 +49,13 @@ class Key:
         int | None, Shown("The account that it belongs to; its rights bound those of the key.")
     ]
     account: Annotated[str | None, Shown("The account's name in the audit log.")]
+    maker: Annotated[
+        str | None,
+        Shown(
+            "The account or key that made it, such as account#3; null: the command line. A key of no account "
+            "that an account made works only in roots where that account still is an admin."
+        ),
+    ]
 
 
 @dataclass(frozen=True, slots=True)

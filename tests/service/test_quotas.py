@@ -177,7 +177,7 @@ def test_bytes_kept_are_warned_of_and_then_refused(sites: list[Catalog]) -> None
     run = site.rows()["run/step-1"]["run_id"]
     for path in ("/roots", f"/runs/{run}"):
         page = bob.get(path, headers={"Accept": "text/html"}).text
-        assert "has 768 bytes of checkpoints, more than the 700 that it may have" in page
+        assert "has 768 B of checkpoints, more than the 700 B that it may have" in page
     site.http.delete(f"{API}/quotas/{root['id']}")
     assert register(5, bob).status_code == 201
 

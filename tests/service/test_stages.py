@@ -304,6 +304,55 @@ def test_approvers_by_account_and_group(make_database: MakeDatabase, tmp_path: P
         assert held(own) == {"production": number}
 
 
+def test_approvals_of_revoked_keys_do_not_count(catalog: Catalog) -> None:
+    """An approval by a key that was revoked since needs another one in its place."""
+    number = catalog.add("run/step-1")
+    dev, ann, bob, cat = writers(catalog, "dev", "ann", "bob", "cat")
+    assert ask(dev, number, "production").status_code == 201 and decide(ann, 1) == 200
+    assert catalog.status("DELETE", f"/keys/{catalog.get('/whoami', ann)['key_id']}") == 200
+    assert decide(bob, 1) == 200
+    found = catalog.get("/stage-requests/1")
+    assert (found["state"], found["approved_by"], held(catalog)) == ("requested", ["key:bob"], {})
+    assert decide(cat, 1) == 200 and held(catalog) == {"production": number}
+
+
+@pytest.mark.each_database
+def test_keys_count_for_the_account_that_made_them(make_database: MakeDatabase, tmp_path: Path) -> None:
+    """A key of no account approves nothing that the account which made it requested, nor what another key of
+    that account requested, and ends where the account is no admin any more."""
+    rule = {"approvals": 1, "requires_verified": False}
+    options: dict[str, Any] = {"features": {"stages": {"rules": {"production": rule}}}}
+    with running_app(make_database(), tmp_path, **options) as app:
+        own = Catalog(app, tmp_path)
+        number = own.add("run/step-1")
+        account = own.http.post(f"{API}/accounts", json={"name": "lead"}).json()["id"]
+        grant = own.http.post(f"{API}/grants", json={"account_id": account, "role": "admin"}).json()["id"]
+
+        def key(by: TestClient, name: str, **more: Any) -> TestClient:
+            body = {"name": name, "scopes": ["admin"], **more}
+            client = app.client()
+            client.headers["authorization"] = f"Bearer {by.post(f'{API}/keys', json=body).json()['key']}"
+            return client
+
+        lead = key(own.http, "lead", account_id=account)
+        one, other = key(lead, "one"), key(lead, "other", roots=["main"])
+        inner = key(one, "inner")
+        makers = {each["name"]: each["maker"] for each in own.get("/keys")["items"]}
+        assert {makers[name] for name in ("one", "other", "inner")} == {f"account#{account}"}
+        for asking, refused in ((lead, (one, inner)), (one, (lead, other, inner))):
+            request = ask(asking, number, "production").json()["id"]
+            assert [decide(each, request) for each in refused] == [403] * len(refused)
+            assert decide(asking, request, "withdraw") == 200
+        request = ask(inner, number, "production").json()["id"]
+        assert decide(lead, request) == 403 and decide(own.http, request) == 200
+        role = {"account_id": account, "role": "admin", "root": "main"}
+        assert own.status("POST", "/grants", json=role) == 201
+        assert own.status("DELETE", f"/grants/{grant}") == 204
+        assert [own.get("/whoami", each)["roots"] for each in (one, other, inner)] == [["main"]] * 3
+        assert own.status("PATCH", f"/accounts/{account}", json={"is_disabled": True}) == 200
+        assert [own.status("GET", "/whoami", each) for each in (one, other, inner)] == [401] * 3
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -479,6 +479,9 @@ class Key:
     """The account that it belongs to; its rights bound those of the key."""
     account: str | None = None
     """The account's name in the audit log."""
+    maker: str | None = None
+    """The account or key that made it, such as account#3; null: the command line. A key of no account
+    that an account made works only in roots where that account still is an admin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,11 +122,12 @@ def bounded(rights: Rights, scopes: Iterable[str], roots: Iterable[str] | None) 
     """Return what is left of ``rights`` with these scopes alone, in these roots alone."""
     wanted = frozenset(scopes)
     inside = None if roots is None else frozenset(roots)
-    held = {scope: _both(found, inside) for scope, found in rights.items() if {scope, "admin"} & wanted}
+    held = {scope: both(found, inside) for scope, found in rights.items() if {scope, "admin"} & wanted}
     return {scope: found for scope, found in held.items() if found is None or found}
 
 
-def _both(one: frozenset[str] | None, other: frozenset[str] | None) -> frozenset[str] | None:
+def both(one: frozenset[str] | None, other: frozenset[str] | None) -> frozenset[str] | None:
+    """Return the roots in both; None is all of them."""
     if one is None or other is None:
         return other if one is None else one
     return one & other

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, Row, delete, insert, select, update
 from dcp.server.core.security import accounts
 from dcp.server.core.security.accounts import NO_ROLES, RoleSettings
 from dcp.server.core.security.keys import KEY_PATTERN, actor_of_key, digest, find_key, is_valid, keys_of
-from dcp.server.core.security.principal import ALL_SCOPES, Principal, Scope
+from dcp.server.core.security.principal import ALL_SCOPES, NO_ROOTS, Principal, Scope
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import api_keys, sessions
 from dcp.server.records.administration import Key
@@ -86,19 +86,17 @@ class Callers:
     ) -> list[Principal | None]:
         """Find callers by the ids of their key, their account, or both; None for those that have ended."""
         keys = keys_of(connection, [key for key, _ in asked if key is not None])
-        found = accounts.accounts_of(connection, [account for _, account in asked if account is not None])
-        pairs: list[_Found] = [
-            (None if key is None else keys.get(key), None if account is None else found.get(account))
-            for key, account in asked
-        ]
+        owned = [(keys.get(key or 0), account) for key, account in asked]
+        numbers = [_bounding_account(key) if account is None else account for key, account in owned]
+        found = accounts.accounts_of(connection, [number for number in numbers if number is not None])
+        pairs = [(key, found.get(number or 0)) for (key, _), number in zip(owned, numbers, strict=True)]
         return self._principals(connection, pairs)
 
     def _admitted(self, connection: Connection, key: Key | None) -> Principal | None:
         if key is None:
             return None
-        account = None
-        if key.account_id is not None:
-            account = accounts.accounts_of(connection, [key.account_id])[key.account_id]
+        number = _bounding_account(key)
+        account = None if number is None else accounts.accounts_of(connection, [number])[number]
         principal = self._principals(connection, [(key, account)])[0]
         if principal is not None:
             self._note_use(key)
@@ -116,11 +114,15 @@ class Callers:
         if key is not None and not is_valid(key, now):
             return None
         if account is None:
-            return None if key is None or key.account_id is not None else _of_key_alone(key)
+            return None if key is None or _bounding_account(key) is not None else _of_key_alone(key, None)
         is_present = account.disabled_seconds is None
         if key is not None:
             is_present = accounts.is_present(account, self._roles, now)
-        return _of_account(key, account, rights[account.id]) if is_present else None
+        if not is_present:
+            return None
+        if key is not None and key.account_id is None:
+            return _of_key_alone(key, rights[account.id].get("admin", NO_ROOTS))
+        return _of_account(key, account, rights[account.id])
 
     def _note_use(self, key: Key) -> None:
         now_seconds = self._clock()
@@ -137,10 +139,21 @@ class Callers:
             self._database.transact(lambda connection: _mark_used(connection, used))
 
 
-def _of_key_alone(key: Key) -> Principal:
+def _bounding_account(key: Key | None) -> int | None:
+    """Return the account whose rights bound those of the key: its own, else the one that made it."""
+    if key is None or key.account_id is not None:
+        return None if key is None else key.account_id
+    kind, _, number = (key.maker or "").partition("#")
+    return int(number) if kind == "account" else None
+
+
+def _of_key_alone(key: Key, allowed: frozenset[str] | None) -> Principal | None:
+    """Return the caller with a key of no account, in the ``allowed`` roots alone; None if none is left."""
     scopes = ALL_SCOPES.intersection(cast(tuple[Scope, ...], key.scopes))
-    roots = None if key.roots is None else frozenset(key.roots)
-    return Principal(actor_of_key(key), scopes, roots, key.id)
+    roots = accounts.both(None if key.roots is None else frozenset(key.roots), allowed)
+    if roots is not None and not roots:
+        return None
+    return Principal(actor_of_key(key), scopes, roots, key.id, maker=key.maker)
 
 
 def _of_account(key: Key | None, account: Row[Any], rights: accounts.Rights) -> Principal:
@@ -158,9 +171,7 @@ def _of_account(key: Key | None, account: Row[Any], rights: accounts.Rights) -> 
 def _is_same(one: Principal, new: Principal | None) -> bool:
     if new is None:
         return False
-    if one.rights is None:  # a key without an account: its rights never change
-        return new.rights is None
-    return one.rights == new.rights
+    return one.rights == new.rights and (one.rights is not None or one.roots == new.roots)
 
 
 def _mark_used(connection: Connection, used: Mapping[int, float]) -> None:

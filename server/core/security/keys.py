@@ -52,6 +52,7 @@ def create_key(
     expires_seconds: float | None,
     now_seconds: float,
     account_id: int | None = None,
+    maker: str | None = None,
 ) -> CreatedKey:
     """Create a key; its ``key`` is shown once and cannot be read again.
 
@@ -73,6 +74,7 @@ def create_key(
         "created_seconds": now_seconds,
         "expires_seconds": expires_seconds,
         "account_id": account_id,
+        "maker": maker,
     }
     number = connection.execute(insert(api_keys).values(values).returning(api_keys.c.id)).scalar_one()
     return CreatedKey(**asdict(get_key(connection, number)), key=secret)

@@ -20,7 +20,8 @@ class Principal:
 
     A person or service account, and a key of one, has ``account_id``, ``account``, which is its name, and
     ``rights``: the roots in which it has each scope (None: all of them; a scope that is missing: none).
-    Without ``rights`` it has its ``scopes`` in all of its ``roots``. A route gets the caller with the roots
+    Without ``rights`` it has its ``scopes`` in all of its ``roots``. ``maker``: the account or key that made
+    a key without an account. A route gets the caller with the roots
     where it has the route's scope (`having`), so that ``roots`` are what a query may see.
     """
 
@@ -31,6 +32,7 @@ class Principal:
     account_id: int | None = None
     account: str | None = None
     rights: Mapping[Scope, frozenset[str] | None] | None = None
+    maker: str | None = None
 
     @property
     def identity(self) -> str:
@@ -43,6 +45,11 @@ class Principal:
     def owner(self) -> str:
         """The person or service account that limits and quotas count; a key without one counts for itself."""
         return self.identity if self.account_id is None else f"account#{self.account_id}"
+
+    @property
+    def answerable(self) -> str:
+        """The account that answers for the caller: of a key without one, the account that made it."""
+        return self.maker if self.maker is not None and self.maker.startswith("account#") else self.owner
 
     @property
     def is_admitted(self) -> bool:

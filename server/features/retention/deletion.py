@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Annotated, Any, ClassVar
 
@@ -35,6 +36,7 @@ from dcp.server.core.jobs.subjects import (
     Subject,
     find_subject,
     fingerprint_at,
+    open_database,
     open_place,
     roots_of_committed,
     storage_errors,
@@ -194,6 +196,7 @@ class PruneKind(SimpleKind[PruneParams]):
     scope: ClassVar[Scope] = "delete"
     params = PruneParams
     preload: ClassVar[tuple[str, ...]] = ("dcp.manager.dropping",)
+    needs_database: ClassVar[bool] = True  # to look once more at pins and aliases before bytes go
 
     @classmethod
     def dedup_key(cls, params: PruneParams) -> str:
@@ -223,11 +226,9 @@ class PruneKind(SimpleKind[PruneParams]):
 
     def prepare(self, connection: Connection, params: PruneParams) -> Json:
         """As `Kind.prepare`."""
-        try:
+        with _lasting():
             _check_held(connection, params.checkpoint_id)
             return super().prepare(connection, params)
-        except StateError as error:
-            raise PermanentJobError(str(error)) from error
 
     def run(
         self,
@@ -244,6 +245,8 @@ class PruneKind(SimpleKind[PruneParams]):
         if root.readonly or place.file is not None:
             why = f"root {root.name} is read-only" if root.readonly else "it is a file, and no checkpoint"
             raise PermanentJobError(why)
+        with _lasting(), open_database(context) as database, database.read() as connection:
+            _check_held(connection, subject.id)
         with storage_errors(root):
             if not _is_meant(place.store, subject, fingerprint_at(place)):
                 raise PermanentJobError("something else was saved in its place")
@@ -289,6 +292,15 @@ def is_pruned_now(connection: Connection, checkpoint_id: int) -> bool:
         jobs.c.state.not_in(FINAL_STATES),
     )
     return connection.execute(query).first() is not None
+
+
+@contextmanager
+def _lasting() -> Iterator[None]:
+    """Let a state that forbids the job end it: another attempt would find the same."""
+    try:
+        yield
+    except StateError as error:
+        raise PermanentJobError(str(error)) from error
 
 
 def _check_held(connection: Connection, checkpoint_id: int) -> None:

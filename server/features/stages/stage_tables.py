@@ -19,9 +19,10 @@ stage_requests: Final = Table(
     Column("state", String(16), nullable=False),  # a `RequestState`
     Column("reason", Text),
     Column("content", JSON_DOCUMENT, nullable=False),  # marks of what was requested
-    Column("approvals", JSON_DOCUMENT, nullable=False),  # [{"by": name, "owner": identity}, ...]
+    Column("approvals", JSON_DOCUMENT, nullable=False),  # [{"by": name, "owner", "maker", "key_id"}, ...]
     Column("requested_by", String(128), nullable=False),
     Column("owner", String(256), nullable=False),  # identity of who requested, which is never used again
+    Column("maker", String(256)),  # `Principal.maker` of who requested
     Column("version", Integer, nullable=False, server_default="1"),
     Column("created_seconds", Float, nullable=False),
     Column("updated_seconds", Float, nullable=False),

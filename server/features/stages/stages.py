@@ -7,7 +7,7 @@ promoted by approvals of what it was.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from dcp.server.core.http.dependencies import Precondition
 from dcp.server.core.problems import ForbiddenError
 from dcp.server.core.resource import Resource, record_of_row
 from dcp.server.core.security.accounts import accounts_of
+from dcp.server.core.security.keys import keys_of
 from dcp.server.core.security.principal import Scope
 from dcp.server.core.settings import Settings
 from dcp.server.database.tables import checkpoints, roots, runs
@@ -280,7 +281,7 @@ def request_promotion(
         "content": marks_of(row),
         "approvals": [],
         "requested_by": ask.caller.name[:128],
-        "owner": ask.caller.owner[:256],
+        **_party(ask),
     }
     request = REQUESTS.insert(connection, ask, values)
     _note(connection, ask, request, "requested", reason)
@@ -302,14 +303,14 @@ def approve(
     rule = rules.rule(request.stage)
     if not rules.may_approve(request.stage):
         raise _forbidden("approve a promotion to", request.stage, rule.approve_scope)
-    owner = ask.caller.owner[:256]
-    if owner == request.owner and not rule.self_approval:
+    party, before = _party(ask), _standing(connection, request.approvals)
+    if _is_same(party, request._mapping) and not rule.self_approval:
         raise ForbiddenError(f"stage {request.stage!r} needs the approval of another account or key")
-    if any(one["owner"] == owner for one in request.approvals):
+    if any(_is_same(party, one) for one in before):
         raise StateError("you have approved this request already", state="approved")
     row = lock_checkpoint(connection, request.checkpoint_id, ask.visible)
     _check_promotable(connection, rules, row, request.stage, request.content)
-    approvals = [*request.approvals, {"by": ask.caller.name[:128], "owner": owner}]
+    approvals = [*before, {"by": ask.caller.name[:128], "key_id": ask.caller.key_id, **party}]
     _note(connection, ask, request, "approved", reason)
     if len(approvals) < rule.approvals:
         return REQUESTS.update(connection, ask, request, {"approvals": approvals}, "approve")
@@ -362,7 +363,7 @@ def demote(
 def may_decide(connection: Connection, ask: Ask, number: int) -> dict[str, bool]:
     """Return what the caller may do with an open request: approve, reject, withdraw."""
     request = REQUESTS.find(connection, number, ask.visible)
-    rules, owner = Rules(ask, request.root), ask.caller.owner[:256]
+    rules, party = Rules(ask, request.root), _party(ask)
     is_open = (
         request.state == "requested"
         and not _has_expired(rules, request, ask.now)
@@ -370,14 +371,37 @@ def may_decide(connection: Connection, ask: Ask, number: int) -> dict[str, bool]
         and ask.caller.may("write", request.root)
     )
     may = is_open and rules.may_approve(request.stage)
-    is_other = owner != request.owner or rules.rule(request.stage).self_approval
-    is_first = not any(one["owner"] == owner for one in request.approvals)
+    is_other = not _is_same(party, request._mapping) or rules.rule(request.stage).self_approval
+    is_first = not any(_is_same(party, one) for one in _standing(connection, request.approvals))
     has_changed = is_changed(request.content, request._mapping)
     return {
         "approve": may and is_other and is_first and not has_changed,
         "reject": may,
-        "withdraw": is_open and (owner == request.owner or ask.caller.may("admin", request.root)),
+        "withdraw": is_open and (party["owner"] == request.owner or ask.caller.may("admin", request.root)),
     }
+
+
+def _party(ask: Ask) -> dict[str, str | None]:
+    """Return who requests or decides: the account or key, and who made the key."""
+    return {"owner": ask.caller.owner[:256], "maker": ask.caller.maker}
+
+
+def _is_same(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    """Return whether one account or key is behind both: a key counts for the one that made it, and keys that
+    one account made are the account's. Keys that another key made are different ones."""
+    if one["owner"] in (other["owner"], other["maker"]) or one["maker"] == other["owner"]:
+        return True
+    return one["maker"] == other["maker"] and (one["maker"] or "").startswith("account#")
+
+
+def _standing(connection: Connection, approvals: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the approvals that count: of keys that were not revoked and accounts that were not disabled."""
+    keys = keys_of(connection, [one["key_id"] for one in approvals if one["key_id"] is not None])
+    revoked = {f"key#{key.id}" for key in keys.values() if key.revoked_at is not None}
+    numbers = [one["owner"].removeprefix("account#") for one in approvals]
+    found = accounts_of(connection, [int(number) for number in numbers if number.isdecimal()])
+    ended = revoked | {f"account#{row.id}" for row in found.values() if row.disabled_seconds is not None}
+    return [one for one in approvals if ended.isdisjoint((one["owner"], f"key#{one['key_id']}"))]
 
 
 def _locked(connection: Connection, ask: Ask, number: int, match: Precondition) -> tuple[Rules, Row[Any]]:

@@ -234,6 +234,24 @@ def test_parts_of_what_is_held_stay(lean: JobSite, run: Path) -> None:
     assert there(run) == ["whole"] * 4
 
 
+@pytest.mark.parametrize("hold", ["pin", "alias"])
+def test_parts_stay_of_what_is_held_after_the_plan(lean: JobSite, run: Path, hold: str) -> None:
+    """A pin or an alias that is set while the job is planned stops its task."""
+    before = lean.found("main", "run/step-1")
+    job = lean.submit("prune", checkpoint_id=before.id)
+    made = lean.next("plan")
+    lean.worker.complete(made, lean.worker.carry_out(made))
+    if hold == "pin":
+        lean.http.put(f"/api/v1/checkpoints/{before.id}/pin").raise_for_status()
+    else:
+        path = f"/api/v1/runs/{before.run_id}/aliases/best"
+        lean.http.put(path, json={"checkpoint_id": before.id}).raise_for_status()
+    lean.worker.drain()
+    found = lean.job(job)
+    assert found.state == "failed" and found.error is not None and "stays whole" in found.error.detail
+    assert there(run) == ["whole"] * 4
+
+
 def test_a_policy_by_part(lean: JobSite, run: Path) -> None:
     """Keeps the optimizer of the newest; each other step loses it by a job of its own, or none on trial."""
     keep = {"optimizer": {"last": 1}}

@@ -1,5 +1,5 @@
-# Generated from asynchronous/connection.py by `make client`.
-"""Connections: send requests, repeat them, read answers, streams and pages; for `Client`."""
+# Generated from asynchronous.py by `make client`.
+"""`Client`: the service from a script, a notebook or a pipeline."""
 
 from __future__ import annotations
 
@@ -7,29 +7,40 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Generic, Self, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
 import httpx
 
 from dcp.server.client.errors import AnswerError, ProblemError, TransportError
+from dcp.server.client.generated import models
+from dcp.server.client.operations import Operations
 from dcp.server.client.requests import (
     Call,
     PagedCall,
-    Params,
     RetryPolicy,
     base_url_of,
     error_of,
     headers_of,
     httpx_request,
+    joined,
+    next_pause,
+    nothing,
     parsed,
+    query,
+    segment,
+    succeeded,
     transport_error,
+    wait_timeout,
+    with_cursor,
 )
 from dcp.server.client.streams import Download, EventStream, JobEvent, OnBytes
 
 T = TypeVar("T")
 
+_PAGE_SIZE: Final = 500
 _STREAM_SILENCE_SECONDS: Final = 60.0
 """The service sends something every 15 seconds."""
 _STREAM_FAILURES: Final = 10
@@ -38,10 +49,9 @@ _STREAM_FAILURES: Final = 10
 class Pages(Generic[T]):
     """A list of the service, fetched page by page during iteration; each iteration starts again."""
 
-    def __init__(self, fetch: Callable[[Call[Any]], Any], call: PagedCall[T], page_size: int) -> None:
+    def __init__(self, fetch: Callable[[Call[Any]], Any], call: PagedCall[T]) -> None:
         self._fetch = fetch
         self._call = call
-        self._page_size = page_size
 
     def __iter__(self) -> Iterator[T]:
         for page in self.pages():
@@ -51,7 +61,7 @@ class Pages(Generic[T]):
         """Iterate over pages. Where the service searches for long, some are short or empty."""
         cursor: str | None = None
         while True:
-            page = self._fetch(self._call.page(self._page_size, cursor))
+            page = self._fetch(self._call.page(cursor))
             yield page.items
             cursor = page.next_cursor
             if cursor is None:
@@ -59,7 +69,7 @@ class Pages(Generic[T]):
 
     def first(self) -> T | None:
         """Get the first item, or None of an empty list."""
-        for item in Pages(self._fetch, self._call, 1):
+        for item in Pages(self._fetch, replace(self._call, page_size=1)):
             return item
         return None
 
@@ -68,8 +78,21 @@ class Pages(Generic[T]):
         return list(self)
 
 
-class HttpConnection:
-    """The connection of a client; see `Client`."""
+class Client(Operations):
+    """The service at ``url``; a context manager::
+
+        with Client("https://catalog:8470", key="dcp_...") as client:
+            for checkpoint in client.checkpoints(run="llama/7", sort="metric:loss"):
+                print(checkpoint.step, checkpoint.metrics)
+
+    ``key`` is by default the environment's ``DCP_CATALOG_KEY``. ``timeout_seconds`` bounds each wait for the
+    network; what fails in passing is tried again, ``retries`` times. ``verify`` and ``transport`` are
+    httpx's. All errors are `dcp.server.client.ClientError`.
+
+    Options of methods, with their meanings and defaults, are those of the API. Changes with an ``etag`` are
+    made only if the object is still in that version. Requests that return a secret are not repeated once they
+    were sent, because the answer is given only once.
+    """
 
     def __init__(
         self,
@@ -105,27 +128,98 @@ class HttpConnection:
     ) -> None:
         self.close()
 
+    # -- contents and downloads ------------------------------------------------------------------------------
+
+    def diff(self, checkpoint_id: int, before: int, **options: Unpack[models.DiffQuery]) -> models.Diff:
+        """Get the differences from the checkpoint ``before``, by structure and checksums; no tensor is read.
+        With ``basis="values"`` the differences of values that the job "diff" found last."""
+        params = query(before=before, limit=_PAGE_SIZE, **options)
+        call = Call("GET", f"/checkpoints/{checkpoint_id}/diff", with_cursor(models.Diff), params)
+        return joined(self._parts(call))
+
+    def statistics(self, checkpoint_id: int) -> models.Statistics:
+        """Get the statistics of all values that were computed last. Raises NotFoundError before the first
+        `compute_statistics`."""
+        path, params = f"/checkpoints/{checkpoint_id}/statistics", query(limit=_PAGE_SIZE)
+        return joined(self._parts(Call("GET", path, with_cursor(models.Statistics), params)))
+
+    def download(
+        self,
+        checkpoint_id: int,
+        target: str | os.PathLike[str],
+        *,
+        resume: bool = True,
+        overwrite: bool = False,
+        on_bytes: OnBytes | None = None,
+        **options: Unpack[models.DownloadQuery],
+    ) -> Path:
+        """Download a checkpoint as one file: ``format`` "safetensors" or "torch".
+
+        ``target`` appears when all of it is there; what came before a failure is kept beside it, and the next
+        call resumes there if the checkpoint is still the same. Raises DownloadError for a download that
+        breaks off again and again, FileExistsError, OSError.
+        """
+        call = Call("GET", f"/checkpoints/{checkpoint_id}/download", nothing, query(**options))
+        return self._download(call, target, resume=resume, overwrite=overwrite, on_bytes=on_bytes)
+
+    def download_file(
+        self,
+        checkpoint_id: int,
+        name: str,
+        target: str | os.PathLike[str],
+        *,
+        resume: bool = True,
+        overwrite: bool = False,
+        on_bytes: OnBytes | None = None,
+    ) -> Path:
+        """Download one of the checkpoint's own files; directly from S3 where the service allows that."""
+        call = Call("GET", f"/checkpoints/{checkpoint_id}/files/{segment(name)}", nothing)
+        return self._download(call, target, resume=resume, overwrite=overwrite, on_bytes=on_bytes)
+
+    # -- jobs ------------------------------------------------------------------------------------------------
+
+    def wait(
+        self,
+        job: models.Job | int,
+        *,
+        timeout_seconds: float | None = None,
+        on_progress: Callable[[models.Job], None] | None = None,
+    ) -> models.Job:
+        """Wait until a job has succeeded.
+
+        Raises JobFailedError, JobCancelledError, and WaitTimeoutError if it has not ended in time (it is not
+        stopped).
+        """
+        job_id = job if isinstance(job, int) else job.id
+        begun, pause = time.monotonic(), 0.0
+        while True:
+            found = self.job(job_id)
+            if on_progress is not None:
+                on_progress(found)
+            if found.is_final:
+                return succeeded(found)
+            pause = next_pause(pause)
+            if timeout_seconds is not None and time.monotonic() - begun + pause > timeout_seconds:
+                raise wait_timeout(found, timeout_seconds)
+            time.sleep(pause)
+
+    def watch(self, job_id: int, *, after_id: int | None = None) -> Iterator[JobEvent]:
+        """Iterate over the events of a job as they happen, from its beginning (or after the event
+        ``after_id``) to its end. A connection that breaks is made again, and no event is missed."""
+        return self._watch(Call("GET", f"/jobs/{job_id}/events", nothing), EventStream(after_id))
+
+    def watch_jobs(self, *, after_id: int | None = None, scans: bool = False) -> Iterator[JobEvent]:
+        """Iterate over the events of all jobs from now on (or after the event ``after_id``), without end;
+        with ``scans`` also of those that the service makes by itself."""
+        return self._watch(Call("GET", "/jobs/events", nothing, query(scans=scans)), EventStream(after_id))
+
     # -- answers ---------------------------------------------------------------------------------------------
 
     def _send(self, call: Call[T]) -> T:
         return parsed(call, self._response(call))
 
-    def _call(
-        self, method: str, path: str, parse: Callable[[Any], T], params: Params = (), **options: Any
-    ) -> T:
-        """Send a `Call` with these ``options``."""
-        return self._send(Call(method, path, parse, params, **options))
-
-    def _pages(
-        self, page_size: int, path: str, item: Callable[[Any], T], params: Params = (), body: Any = None
-    ) -> Pages[T]:
-        return Pages(self._send, PagedCall(path, item, params, body), page_size)
-
-    def _bytes(self, call: Call[Any]) -> bytes:
-        response = self._response(call)
-        if not response.is_success:
-            raise error_of(response)
-        return response.content
+    def _pages(self, call: PagedCall[T]) -> Pages[T]:
+        return Pages(self._send, call)
 
     def _response(self, call: Call[Any]) -> httpx.Response:
         """Return the answer, read; that of a passing failure only after the last attempt."""

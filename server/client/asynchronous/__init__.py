@@ -1,1 +1,0 @@
-"""The client for asyncio and trio."""
