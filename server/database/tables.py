@@ -451,6 +451,7 @@ rules: Final = Table(
     Column("event", String(64), nullable=False),
     Column("condition", JSON_DOCUMENT, nullable=False),  # root, run glob, tag, format, every n steps
     Column("actions", JSON_DOCUMENT, nullable=False),  # jobs to make
+    Column("maker", String(256)),  # `Principal.answerable` of the admin who made or last changed it
     Column("version", Integer, nullable=False, server_default="1"),
     Column("created_seconds", Float, nullable=False),
     Column("updated_seconds", Float, nullable=False),
@@ -484,6 +485,7 @@ webhooks: Final = Table(
     Column("events", JSON_DOCUMENT, nullable=False),
     Column("roots", JSON_DOCUMENT),  # names; none: all
     Column("is_enabled", Boolean, nullable=False, server_default=true()),
+    Column("maker", String(256)),  # `Principal.answerable` of the admin who made or last changed it
     Column("disabled_reason", Text),  # where it was the service that disabled it
     Column("failing_since_seconds", Float),  # no delivery has succeeded since
     Column("version", Integer, nullable=False, server_default="1"),

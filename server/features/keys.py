@@ -104,7 +104,7 @@ def make_key(body: NewKey, ask: Ask, account_id: int | None) -> CreatedKey:
             roots=body.roots,
             expires_seconds=None if body.expires_in_seconds is None else now + body.expires_in_seconds,
             now_seconds=now,
-            maker=ask.caller.answerable if ask.caller.is_admitted else None,
+            maker=ask.caller.answerable,
         )
         detail: dict[str, Any] = {"name": body.name, "scopes": sorted(set(body.scopes)), "roots": body.roots}
         if made.account is not None:

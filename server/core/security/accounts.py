@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -48,6 +48,8 @@ class RoleSettings:
 
 
 NO_ROLES: Final = RoleSettings()
+NOT_ADMIN: Final = "the account that made it is no admin of its roots any more"
+"""Reason for which the service disables what an admin made; another admin may enable it."""
 _MAX_NAMED: Final = 500
 """Groups that one statement names."""
 
@@ -116,6 +118,32 @@ def _rights(account: Row[Any], granted: Mapping[str, Sequence[GroupRole]], setti
             before = held.get(scope, NO_ROOTS)
             held[scope] = None if before is None or one.root is None else before | {one.root}
     return held
+
+
+def account_number(identity: str | None) -> int | None:
+    """Return the id of the account in an identity such as ``account#3``; None if it is a key's."""
+    kind, _, number = (identity or "").partition("#")
+    return int(number) if kind == "account" else None
+
+
+def without_admin(
+    connection: Connection,
+    rows: Iterable[Row[Any]],
+    roots_of: Callable[[Row[Any]], Iterable[str] | None],
+    settings: RoleSettings,
+) -> list[Row[Any]]:
+    """Return the rows whose ``maker`` is an account that is no admin any more of all of their roots (None: of
+    all that there are)."""
+    makers = [(row, number) for row in rows if (number := account_number(row.maker)) is not None]
+    found = accounts_of(connection, [number for _, number in makers])
+    rights = rights_of(connection, list(found.values()), settings)
+
+    def is_admin(row: Row[Any], number: int) -> bool:
+        held, roots = rights[number].get("admin", NO_ROOTS), roots_of(row)
+        is_inside = held is None or (roots is not None and held.issuperset(roots))
+        return found[number].disabled_seconds is None and is_inside
+
+    return [row for row, number in makers if not is_admin(row, number)]
 
 
 def bounded(rights: Rights, scopes: Iterable[str], roots: Iterable[str] | None) -> Rights:

@@ -143,8 +143,7 @@ def _bounding_account(key: Key | None) -> int | None:
     """Return the account whose rights bound those of the key: its own, else the one that made it."""
     if key is None or key.account_id is not None:
         return None if key is None else key.account_id
-    kind, _, number = (key.maker or "").partition("#")
-    return int(number) if kind == "account" else None
+    return accounts.account_number(key.maker)
 
 
 def _of_key_alone(key: Key, allowed: frozenset[str] | None) -> Principal | None:

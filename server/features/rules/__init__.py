@@ -8,7 +8,7 @@ from functools import partial
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
-from sqlalchemy import Connection, Row, literal, select
+from sqlalchemy import Connection, Row, literal, select, update
 
 from dcp.server.catalog import audit
 from dcp.server.catalog.details import get_checkpoint
@@ -22,10 +22,11 @@ from dcp.server.core.jobs.ledger.transitions import submit_or_join
 from dcp.server.core.jobs.schedules import ScheduleContext
 from dcp.server.core.problems import ProblemError
 from dcp.server.core.resource import Resource
-from dcp.server.core.security.principal import ALL_SCOPES, Principal
+from dcp.server.core.security.accounts import NOT_ADMIN, without_admin
+from dcp.server.core.security.principal import ALL_SCOPES, SYSTEM, Principal
 from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import jobs, lineage, rules
-from dcp.server.features import kinds
+from dcp.server.features import kinds, role_settings
 from dcp.server.features.convert.conversion import target_dedup_key
 from dcp.server.features.convert.options import ConvertOptions, ConvertParams
 from dcp.server.records.administration import Rule
@@ -57,10 +58,18 @@ def is_within(
     condition: Mapping[str, Any], actions: Iterable[Mapping[str, Any]], visible: frozenset[str] | None
 ) -> bool:
     """Return whether a rule reads and writes in ``visible`` roots alone."""
-    named = [action.get(name) for action in actions for name in ("target_root", "hf_root")]
-    return visible is None or visible.issuperset(
-        [condition.get("root"), *(name for name in named if name is not None)]
-    )
+    roots = _roots(condition, actions)
+    return visible is None or (roots is not None and visible.issuperset(roots))
+
+
+def _roots(condition: Mapping[str, Any], actions: Iterable[Mapping[str, Any]]) -> set[str] | None:
+    """Return the roots in which a rule reads and writes; None for all."""
+    named = {action.get(name) for action in actions for name in ("target_root", "hf_root")}
+    return None if condition.get("root") is None else {condition["root"], *(named - {None})}
+
+
+def _roots_of(rule: Row[Any]) -> set[str] | None:
+    return _roots(rule.condition, rule.actions)
 
 
 RULES: Final = Resource(
@@ -155,12 +164,23 @@ def _expanded(template: str, fields: Mapping[str, object]) -> str:
 def apply_rules(connection: Connection, events: Sequence[CatalogEvent], context: ScheduleContext) -> None:
     """Submit the jobs of all enabled rules that the events concern."""
     rules = RULES.rows(connection, is_enabled=True)
+    for rule in without_admin(connection, rules, _roots_of, role_settings(context.settings)):
+        rules.remove(rule)
+        _disable(connection, rule, context.now)
     for event in events:
         concerned = [rule for rule in rules if _is_for(rule, event)]
         found = _committed(connection, event) if concerned else None
         if found is not None:
             for rule in concerned:
                 _apply(connection, rule, found, context)
+
+
+def _disable(connection: Connection, rule: Row[Any], now: float) -> None:
+    values = {"is_enabled": False, "version": rule.version + 1, "updated_seconds": now}
+    connection.execute(update(RULES.table).where(RULES.table.c.id == rule.id).values(values))
+    detail = {"name": rule.name, "reason": NOT_ADMIN}
+    about = "rule.disable", f"rule:{rule.id}", detail
+    audit.record(connection, SYSTEM.name, *about, now=now, root=RULES.root(rule))
 
 
 def _is_for(rule: Row[Any], event: CatalogEvent) -> bool:

@@ -82,7 +82,7 @@ def delete_rule(rule_id: IdPath, ask: Ask, match: IfMatch) -> None:
 def _values(body: RuleRequest | RuleChange, ask: Ask) -> dict[str, Any]:
     """Check the given fields, which would else be refused at each event, and return their columns."""
     _check_roots(body, ask)
-    values = {name: value for name, value in body if value is not None}
+    values = {name: value for name, value in body if value is not None} | {"maker": ask.caller.answerable}
     if body.condition is not None:
         if body.condition.run is not None:
             check_pattern("condition.run", body.condition.run)

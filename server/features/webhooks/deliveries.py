@@ -20,9 +20,11 @@ from dcp.server.catalog.cursors import read_page
 from dcp.server.catalog.errors import MissingError
 from dcp.server.catalog.events import CatalogEvent, emit, last_event_id
 from dcp.server.core.jobs.schedules import ScheduleContext
+from dcp.server.core.security.accounts import NOT_ADMIN, without_admin
 from dcp.server.core.security.principal import SYSTEM
 from dcp.server.database.engine import insert_missing
 from dcp.server.database.tables import checkpoints, deliveries, events, roots, runs, webhooks
+from dcp.server.features import role_settings
 from dcp.server.features.webhooks import feature
 from dcp.server.features.webhooks.hooks import (
     HOOKS,
@@ -87,7 +89,10 @@ def queue_deliveries(
 ) -> None:
     """Make the deliveries of events to all enabled webhooks."""
     query = HOOKS.select.where(webhooks.c.is_enabled).order_by(webhooks.c.id)
-    hooks = connection.execute(query.with_for_update(read=True)).all()  # none is deleted meanwhile
+    hooks = [*connection.execute(query.with_for_update(read=True))]  # none is deleted meanwhile
+    for hook in without_admin(connection, hooks, lambda hook: hook.roots, role_settings(context.settings)):
+        hooks.remove(hook)
+        _disable(connection, hook, NOT_ADMIN, context.now)
     rows = [
         _waiting(hook.id, event.id, context.now) for event in events for hook in hooks if _wants(hook, event)
     ]

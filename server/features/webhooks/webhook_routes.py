@@ -78,6 +78,7 @@ def create_webhook(body: WebhookRequest, ask: Ask) -> WebhookSecret:
     values = _checked(body.model_dump(exclude={"secret"}), ask)
     secret = body.secret or new_secret()
     values["secret"] = Sealer.from_settings(ask.settings).seal(secret)
+    values["maker"] = ask.caller.answerable
 
     def act(connection: Connection) -> Row[Any]:
         return HOOKS.insert(connection, ask, values, {"events": values["events"]})
@@ -105,7 +106,8 @@ def change_webhook(webhook_id: IdPath, body: WebhookChange, ask: Ask, match: IfM
     def act(connection: Connection) -> Row[Any]:
         hook = HOOKS.lock(connection, ask, webhook_id, match)
         is_back = values.get("is_enabled") and not hook.is_enabled
-        reset = {"disabled_reason": None, "failing_since_seconds": None} if is_back else {}
+        reset: dict[str, Any] = {"disabled_reason": None, "failing_since_seconds": None} if is_back else {}
+        reset["maker"] = ask.caller.answerable
         return HOOKS.update(connection, ask, hook, values | reset, detail={"changed": sorted(values)})
 
     return HOOKS.answer(ask, ask.transact(act))

@@ -58,6 +58,39 @@ def test_what_is_committed_is_verified_and_converted(catalog: Catalog) -> None:
     assert {row["verification"] for row in catalog.rows().values()} == {"good"}
 
 
+def test_what_an_account_made_ends_with_its_role(catalog: Catalog) -> None:
+    """A rule and a webhook of an account that is no admin any more are disabled, and another admin may enable
+    them."""
+    account = catalog.http.post(f"{API}/accounts", json={"name": "lead"}).json()["id"]
+    role = {"account_id": account, "role": "admin", "root": "main"}
+    grant = catalog.http.post(f"{API}/grants", json=role).json()["id"]
+    body = {"name": "lead", "account_id": account, "scopes": ["admin"]}
+    lead = catalog.app.client()
+    lead.headers["authorization"] = f"Bearer {catalog.http.post(f'{API}/keys', json=body).json()['key']}"
+    body = {"name": "r", "actions": [VERIFY], "condition": {"root": "main"}}
+    assert catalog.status("POST", "/rules", lead, json=body) == 201
+    body = {"url": "https://hooks.example.com/x", "roots": ["main"], "events": ["checkpoint.committed"]}
+    assert catalog.status("POST", "/webhooks", lead, json=body) == 201
+    jobs = []
+    for step in range(3):
+        save(catalog, f"a/step-{step}")
+        catalog.scan()
+        catalog.app.work(catalog.app.service.clock(), "events:automation", "events:webhooks")
+        jobs.append(len(made(catalog)))
+        hook, found = catalog.get("/webhooks/1"), catalog.get("/rules/1")
+        assert hook["is_enabled"] is found["is_enabled"] is (step != 1)
+        if step == 0:
+            assert catalog.status("DELETE", f"/grants/{grant}") == 204
+        elif step == 1:
+            assert "no admin" in hook["disabled_reason"]
+            for path in ("/webhooks/1", "/rules/1"):
+                assert catalog.status("PATCH", path, json={"is_enabled": True}) == 200
+    assert jobs == [1, 1, 2]
+    assert len(catalog.get("/webhooks/1/deliveries")["items"]) == 2
+    actions = [one["action"] for one in catalog.get("/audit")["items"]]
+    assert actions.count("rule.disable") == actions.count("webhook.disable") == 1
+
+
 CONDITIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({}, ["a/step-10", "a/step-15", "b/c/step-10"]),
     ({"run": "a"}, ["a/step-10", "a/step-15"]),
