@@ -41,7 +41,6 @@ from dcp.server.client.errors import (
     WaitTimeoutError,
     problem_error,
 )
-from dcp.server.client.generated import models
 from dcp.version import __version__
 
 if TYPE_CHECKING:
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from dcp.server.client.asynchronous import AsyncClient, AsyncPages
+    from dcp.server.client.generated import models
     from dcp.server.client.synchronous import Client, Pages
 
 
@@ -271,7 +271,7 @@ def _typed(value: Any, kind: type[Any]) -> Any:
     return value
 
 
-_Listed = TypeVar("_Listed", models.Diff, models.Statistics)
+_Listed = TypeVar("_Listed", "models.Diff", "models.Statistics")
 
 _PASSING: Final = frozenset({429, 502, 503, 504})
 _LOST: Final = frozenset({502, 504})
