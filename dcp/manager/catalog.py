@@ -144,7 +144,7 @@ class Registrar:
         self._own = uuid.uuid4().hex[:8]
         self._numbers = itertools.count()
         self._is_warned = False
-        self._warned: dict[str, float] = {}
+        self._said: dict[str, float] = {}
         """Warnings of the catalog, with the time from which they are logged again."""
         for work, name in ((self._write, "dcp-catalog-spool"), (self._send, "dcp-catalog-send")):
             threading.Thread(target=work, name=name, daemon=True).start()
@@ -238,7 +238,7 @@ class Registrar:
         """Read the notes of earlier processes, the oldest first; unreadable ones are removed, and too many of
         them."""
         found: list[str] = []
-        with self._warned():
+        with self._said():
             for info in self._spool.list():
                 is_stale = time.time() - info.modified_seconds > _STALE_SECONDS
                 if _NAME.fullmatch(info.name):
@@ -259,7 +259,7 @@ class Registrar:
         """Put a note on disk, if that works."""
         name = f"{time.time_ns():020d}-{self._own}-{next(self._numbers):06d}.json"
         data = json.dumps(note.body).encode()
-        with self._warned():
+        with self._said():
             if len(data) <= _MAX_NOTE_BYTES:
                 self._spool.make_root()
                 self._spool.publish(name, data, durable=True, expected=None)
@@ -267,7 +267,7 @@ class Registrar:
 
     def _forget(self, name: str) -> None:
         """Remove a note that has arrived, or never will."""
-        with self._warned():
+        with self._said():
             if name:
                 self._spool.delete(name)
 
@@ -354,14 +354,14 @@ class Registrar:
     def _warn(self, note: _Note, warnings: list[str]) -> None:
         """Log each warning of the catalog once a day, and anew when it says more than other numbers or had
         ended meanwhile."""
-        now, before = time.monotonic(), self._warned
-        self._warned = {}
+        now, before = time.monotonic(), self._said
+        self._said = {}
         for said in warnings:
             state = _SIZE.sub("", said)
-            self._warned[state] = before.get(state, now)
-            if now >= self._warned[state]:
+            self._said[state] = before.get(state, now)
+            if now >= self._said[state]:
                 logger.warning("%s: %s was registered: %s", self._run_url, note.body.get("key"), said)
-                self._warned[state] = now + _WARN_AGAIN_SECONDS
+                self._said[state] = now + _WARN_AGAIN_SECONDS
 
     def _away(self, what: str, at_least_seconds: float = 0.0, *, refuses_key: bool = False) -> bool:
         if not self._failed_in_a_row:

@@ -64,8 +64,8 @@ def is_within(
 
 def _roots(condition: Mapping[str, Any], actions: Iterable[Mapping[str, Any]]) -> set[str] | None:
     """Return the roots in which a rule reads and writes; None for all."""
-    named = {action.get(name) for action in actions for name in ("target_root", "hf_root")}
-    return None if condition.get("root") is None else {condition["root"], *(named - {None})}
+    named = {action.get(name) for action in actions for name in ("target_root", "hf_root")} - {None}
+    return None if condition.get("root") is None else {condition["root"], *map(str, named)}
 
 
 def _roots_of(rule: Row[Any]) -> set[str] | None:
