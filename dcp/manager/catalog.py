@@ -238,7 +238,7 @@ class Registrar:
         """Read the notes of earlier processes, the oldest first; unreadable ones are removed, and too many of
         them."""
         found: list[str] = []
-        with self._said():
+        with self._warned():
             for info in self._spool.list():
                 is_stale = time.time() - info.modified_seconds > _STALE_SECONDS
                 if _NAME.fullmatch(info.name):
@@ -259,7 +259,7 @@ class Registrar:
         """Put a note on disk, if that works."""
         name = f"{time.time_ns():020d}-{self._own}-{next(self._numbers):06d}.json"
         data = json.dumps(note.body).encode()
-        with self._said():
+        with self._warned():
             if len(data) <= _MAX_NOTE_BYTES:
                 self._spool.make_root()
                 self._spool.publish(name, data, durable=True, expected=None)
@@ -267,7 +267,7 @@ class Registrar:
 
     def _forget(self, name: str) -> None:
         """Remove a note that has arrived, or never will."""
-        with self._said():
+        with self._warned():
             if name:
                 self._spool.delete(name)
 
