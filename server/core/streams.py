@@ -118,7 +118,7 @@ class Feed(ABC, Generic[F]):
 
     @contextmanager
     def follow(self, one: F) -> Iterator[F]:
-        """Look for ``one`` in a block; it is told that it is over when the rights of its caller end."""
+        """Look for ``one`` in a block; it gets `OVER` when the rights of its caller end."""
         one.begin()
         with self._lock:
             self._following.add(one)

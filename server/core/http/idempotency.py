@@ -2,7 +2,7 @@
 
 The answer of the first is kept for a day and given again. A route that writes to the database keeps its
 answer in the same transaction (`transact`), so that no crash comes between; of the
-others the answer is kept afterwards (`finish`). A request that is still at work, or that ended with the
+others the answer is kept afterwards (`settle`). A request that is still at work, or that ended with the
 process it was in, answers 409 to a second one; after ``taken_seconds`` the second takes the place of the
 first, which then has no effect any more.
 """
@@ -68,51 +68,42 @@ def hash_of(method: str, path: str, query: bytes, body: bytes, rights: object) -
 
 
 def begin(
-    database: Database,
-    actor: str,
-    key: str,
-    request_hash: bytes,
-    now_seconds: float,
-    taken_seconds: float = TAKEN_SECONDS,
+    database: Database, wanted: Reservation, request_hash: bytes, taken_seconds: float = TAKEN_SECONDS
 ) -> KeptAnswer | None:
     """Reserve the key for this request, or return the answer that there is.
 
     Raises ConflictError while the first is at work, UnprocessableError if the key was another request's.
     """
+    actor, key = wanted.actor, wanted.key
+
+    def act(connection: Connection) -> KeptAnswer | None:
+        where = (idempotency.c.actor == actor, idempotency.c.key == key)
+        row = connection.execute(select(idempotency).where(*where)).one_or_none()
+        values = {
+            "request_hash": request_hash,
+            "status_code": None,
+            "created_seconds": wanted.since_seconds,
+        }
+        if row is None:
+            connection.execute(insert(idempotency).values(actor=actor, key=key, **values))
+            return None
+        age_seconds = wanted.since_seconds - row.created_seconds
+        if age_seconds > KEPT_SECONDS or (row.status_code is None and age_seconds > taken_seconds):
+            connection.execute(update(idempotency).where(*where).values(**values, headers=None, body=None))
+            return None
+        if bytes(row.request_hash) != request_hash:
+            raise UnprocessableError(
+                "this Idempotency-Key belongs to another request, or was sent with other rights"
+            )
+        if row.status_code is None:
+            raise _at_work()
+        return KeptAnswer(row.status_code, row.headers or {}, bytes(row.body or b""))
+
     try:
-        return database.transact(
-            lambda connection: _begin(connection, actor, key, request_hash, now_seconds, taken_seconds)
-        )
+        return database.transact(act)
     except IntegrityError:
         # another one was quicker; it is at work now
         raise _at_work() from None
-
-
-def _begin(
-    connection: Connection,
-    actor: str,
-    key: str,
-    request_hash: bytes,
-    now_seconds: float,
-    taken_seconds: float,
-) -> KeptAnswer | None:
-    where = (idempotency.c.actor == actor, idempotency.c.key == key)
-    row = connection.execute(select(idempotency).where(*where)).one_or_none()
-    values = {"request_hash": request_hash, "status_code": None, "created_seconds": now_seconds}
-    if row is None:
-        connection.execute(insert(idempotency).values(actor=actor, key=key, **values))
-        return None
-    age_seconds = now_seconds - row.created_seconds
-    if age_seconds > KEPT_SECONDS or (row.status_code is None and age_seconds > taken_seconds):
-        connection.execute(update(idempotency).where(*where).values(**values, headers=None, body=None))
-        return None
-    if bytes(row.request_hash) != request_hash:
-        raise UnprocessableError(
-            "this Idempotency-Key belongs to another request, or was sent with other rights"
-        )
-    if row.status_code is None:
-        raise _at_work()
-    return KeptAnswer(row.status_code, row.headers or {}, bytes(row.body or b""))
 
 
 def _at_work() -> ConflictError:
@@ -132,17 +123,18 @@ def keep(connection: Connection, reservation: Reservation, answer: KeptAnswer) -
         raise ConflictError("this took too long: another request with this Idempotency-Key continues it")
 
 
-def finish(database: Database, reservation: Reservation, answer: KeptAnswer) -> None:
-    """Keep what was answered, unless another request has taken the key since."""
-    with suppress(ConflictError):
-        database.transact(lambda connection: keep(connection, reservation, answer))
+def settle(database: Database, reservation: Reservation, answer: KeptAnswer | None) -> None:
+    """Keep what was answered, or free the key of a request that changed nothing; neither where another
+    request has taken the key since."""
 
+    def act(connection: Connection) -> None:
+        if answer is None:
+            connection.execute(delete(idempotency).where(*_unanswered(reservation)))
+        else:
+            with suppress(ConflictError):
+                keep(connection, reservation, answer)
 
-def forget(database: Database, reservation: Reservation) -> None:
-    """Free the key of a request that changed nothing."""
-    database.transact(
-        lambda connection: connection.execute(delete(idempotency).where(*_unanswered(reservation)))
-    )
+    database.transact(act)
 
 
 def _unanswered(reservation: Reservation) -> tuple[ColumnElement[bool], ...]:
@@ -156,18 +148,11 @@ def _unanswered(reservation: Reservation) -> tuple[ColumnElement[bool], ...]:
 
 def forget_old(database: Database, now_seconds: float) -> None:
     """Drop what has been kept for long enough."""
+    is_old = idempotency.c.created_seconds < now_seconds - KEPT_SECONDS
     with database.read() as connection:
-        old = connection.execute(
-            select(idempotency.c.key)
-            .where(idempotency.c.created_seconds < now_seconds - KEPT_SECONDS)
-            .limit(1)
-        ).first()
-    if old is not None:  # so that no request waits for a writer that has nothing to write
-        database.transact(
-            lambda connection: connection.execute(
-                delete(idempotency).where(idempotency.c.created_seconds < now_seconds - KEPT_SECONDS)
-            )
-        )
+        found = connection.execute(select(idempotency.c.key).where(is_old).limit(1)).first()
+    if found is not None:  # so that no request waits for a writer that has nothing to write
+        database.transact(lambda connection: connection.execute(delete(idempotency).where(is_old)))
 
 
 _KEY: Final = re.compile(r"[\x21-\x7e]{1,128}")
@@ -238,15 +223,7 @@ class IdempotencyMiddleware:
         request_hash = hash_of(scope["method"], scope["path"], scope["query_string"], body, rights)
         service = self._service
         taken_seconds = max(TAKEN_SECONDS, 2 * service.settings.request_seconds)
-        return await run_in_threadpool(
-            begin,
-            service.database,
-            wanted.actor,
-            wanted.key,
-            request_hash,
-            wanted.since_seconds,
-            taken_seconds,
-        )
+        return await run_in_threadpool(begin, service.database, wanted, request_hash, taken_seconds)
 
     async def _run(
         self, scope: Scope, message: Message, receive: Receive, send: Send, reservation: Reservation
@@ -265,12 +242,8 @@ class IdempotencyMiddleware:
         await recorder.release()
 
     async def _keep(self, reservation: Reservation, answer: KeptAnswer | None) -> None:
-        database = self._service.database
         try:
-            if answer is None:
-                await run_in_threadpool(forget, database, reservation)
-            else:
-                await run_in_threadpool(finish, database, reservation, answer)
+            await run_in_threadpool(settle, self._service.database, reservation, answer)
         except DatabaseUnavailableError as error:
             _log.warning("idempotency key not kept", error=str(error))
 

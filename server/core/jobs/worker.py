@@ -79,7 +79,7 @@ class _Entry:
     done_bytes: int | None = None
     is_told: bool = True  # whether the ledger knows `done_bytes`
     outcome: ProcessOutcome | None = None
-    results: tuple[Json, ...] = ()  # of the tasks, where it is published
+    results: Sequence[Json] = ()  # of the tasks, where it is published
     document: int | None = None  # which has the outcome's result, if that is large
     plan_data: str = ""  # JSON
     added: int = 0  # tasks of its plan that are written already
@@ -256,20 +256,16 @@ class Worker:
     def _order(self, made: Claim, plan: Json) -> Order:
         job, task = made.job, made.task
         number = "job" if task is None else str(task.number)
-        prepared: Json = {}
-        payload: Json = {}
-        results: tuple[Json, ...] = ()
-        if task is not None:
-            with self._database.read() as connection:
-                payload = payload_of(connection, task)
-        elif made.phase == "publish":
-            with self._database.read() as connection:
-                results = task_results(connection, job.id)
-        elif made.phase == "plan":
-            kind = self._kinds[job.kind]
-            with self._database.read() as connection:
+        found: dict[str, Any] = {}
+        with self._database.read() as connection:
+            if task is not None:
+                found["payload"] = payload_of(connection, task)
+            elif made.phase == "publish":
+                found["results"] = task_results(connection, job.id)
+            elif made.phase == "plan":
+                kind = self._kinds[job.kind]
                 self._check_submitter(connection, job, kind)
-                prepared = kind.prepare(connection, kind.params.model_validate(job.params))
+                found["prepared"] = kind.prepare(connection, kind.params.model_validate(job.params))
         return Order(
             kind=job.kind,
             phase=made.phase,
@@ -277,10 +273,8 @@ class Worker:
             attempt_name=f"{job.id}-{int(job.created_at.timestamp() * 1e6):x}-{number}-{made.fence}",
             task_number=None if task is None else task.number,
             params=job.params if made.phase in ("plan", "discard") else {},
-            prepared=prepared,
-            payload=payload,
             plan_data=plan,  # a task has what it needs
-            results=results,
+            **found,
             memory_bytes=self._settings.task_memory_bytes,
             seconds=self._settings.task_seconds,
         )

@@ -17,7 +17,7 @@ import uuid
 from asyncio import CancelledError
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final
 
@@ -118,14 +118,17 @@ class DaskExecutor:
     # -- the thread that talks to the cluster --
 
     def _talk(self) -> None:
+        answered_seconds = time.monotonic()
         while not self._is_closing:
             try:
                 self._connect()
                 self._beat()
                 self._submit()
+                answered_seconds = time.monotonic()
             except Exception as error:  # noqa: BLE001 - the cluster is away, whatever Dask calls it
                 _log.warning("Dask is away", address=self._address, error=repr(error))
-                self._lose(error)
+                is_busy = time.monotonic() - answered_seconds < self._lease_seconds / 2
+                self._lose(error, only_killed=is_busy)
             is_urgent = any(remote.is_killed for remote in list(self._remotes.values()))
             self._wake.wait(_LOOK_SECONDS / 2 if is_urgent else _BEAT_SECONDS)
             self._wake.clear()
@@ -161,7 +164,7 @@ class DaskExecutor:
                 remote.future = self._client.submit(
                     carry_out_there,
                     self._setup,
-                    remote.order.document(),
+                    asdict(remote.order),
                     remote.name,
                     self._channel,
                     self._lease_seconds,
@@ -204,9 +207,13 @@ class DaskExecutor:
         for remote in killed:
             remote.is_told = True
 
-    def _lose(self, error: BaseException | None) -> None:
+    def _lose(self, error: BaseException | None, *, only_killed: bool = False) -> None:
+        lost = replace(_away(error), is_environment=error is not None)
         for remote in list(self._remotes.values()):
-            self._end(remote, ProcessOutcome() if remote.is_killed else ProcessOutcome(error=_away(error)))
+            if remote.is_killed:
+                self._end(remote, ProcessOutcome())
+            elif not only_killed:
+                self._end(remote, ProcessOutcome(error=lost))
 
     # -- what comes back --
 
@@ -281,15 +288,14 @@ def carry_out_there(
 
     is_wanted = _StillWanted(_Variable(channel), name, lease_seconds)
     if not is_wanted():
-        return {"result": None, "error": None}
+        return asdict(ProcessOutcome())
     worker.log_event(channel, {"name": name, "done_bytes": None})
     pool = _pool(setup)
-    child = pool.start(Order.from_document(document), on_progress, on_done)
+    child = pool.start(Order(**document), on_progress, on_done)
     while not ended.wait(_LOOK_SECONDS):
         if not is_wanted():
             pool.kill(child)
-    error = outcomes[0].error
-    return {"result": outcomes[0].result, "error": None if error is None else asdict(error)}
+    return asdict(outcomes[0])
 
 
 class _StillWanted:

@@ -15,8 +15,8 @@ import socket
 import struct
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -41,21 +41,10 @@ class Order:
     prepared: Json = field(default_factory=dict)
     payload: Json = field(default_factory=dict)
     plan_data: Json = field(default_factory=dict)
-    results: tuple[Json, ...] = ()
+    results: Sequence[Json] = ()
     memory_bytes: int = 0
     seconds: float = 0.0
     work_folder: str = ""  # set by the executor
-
-    def document(self) -> dict[str, Any]:
-        """As it travels."""
-        return asdict(self)
-
-    @classmethod
-    def from_document(cls, document: Mapping[str, Any]) -> Order:
-        """Return the inverse of `document`."""
-        values = dict(document)
-        values["results"] = tuple(values["results"])
-        return cls(**values)
 
 
 def send_message(connection: socket.socket, message: Mapping[str, Any]) -> None:
@@ -67,20 +56,17 @@ def send_message(connection: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 def receive_message(connection: socket.socket) -> dict[str, Any]:
-    """Return the next one; EOFError at the end, or if it ends within one."""
-    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
-    message: dict[str, Any] = json.loads(_exactly(connection, length))
+    """Return the one message that is sent; EOFError if it ends before."""
+    head = connection.recv(_LENGTH.size, socket.MSG_WAITALL)
+    if len(head) < _LENGTH.size:
+        raise EOFError
+    (length,) = _LENGTH.unpack(head)
+    with connection.makefile("rb") as stream:
+        data = stream.read(length)
+    if len(data) < length:
+        raise EOFError
+    message: dict[str, Any] = json.loads(data)
     return message
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        part = connection.recv(min(count - len(data), _MAX_BYTES))
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)
 
 
 class Messages:

@@ -221,7 +221,7 @@ def _kill(pid: int) -> None:
 
 
 def _work(connection: socket.socket, setup: Setup, kinds: Mapping[str, Kind[Any]]) -> None:
-    order = Order.from_document(receive_message(connection))
+    order = Order(**receive_message(connection))
     _limit_memory(order.memory_bytes)
     try:
         answer: dict[str, Any] = {"result": _carry_out(connection, order, setup, kinds)}

@@ -14,7 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -138,7 +138,7 @@ class WarmProcessPool:
             with suppress(OSError):  # the warm process has died: the watching thread sees that, and tells
                 socket.send_fds(control, [json.dumps({"start": child.number}).encode()], [theirs.fileno()])
         with suppress(OSError):  # the child has died
-            send_message(ours, order.document())
+            send_message(ours, asdict(order))
         return child
 
     def kill(self, child: TaskProcess, error: JobFailure | None = None) -> None:
