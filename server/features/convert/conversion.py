@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
@@ -163,10 +163,12 @@ class TargetKind(Kind[T]):
         with self._conversion(context, shared) as conversion:
             done = (driver.decode(result["result"], TaskResult) for result in results)
             report = conversion.publish(prepared, done)
-        root = _root(context, params)
+        root, key = _root(context, params), params.target_key
+        # the structure is left to a scan
+        facts = facts_of_source(root.name, key, root.source(key), observed_seconds=time.time())
         return {
             "root": root.name,
-            "key": params.target_key,
+            "key": key,
             "format": params.to,
             "files": list(report.files[:_MAX_LISTED]),
             "file_count": len(report.files),
@@ -179,7 +181,7 @@ class TargetKind(Kind[T]):
             "map": _map_label(params),
             **({"unmerged": list(report.unmerged[:_MAX_LISTED])} if report.unmerged else {}),
             **({"sources": sources} if (sources := self.made_of(_subjects(shared), params)) else {}),
-            "target": facts_document(root, params.target_key),
+            "target": {name: getattr(facts, name) for name in _FACTS},
         }
 
     def discard(self, context: JobContext, plan_data: Json) -> None:
@@ -205,10 +207,48 @@ class TargetKind(Kind[T]):
                 discard_attempt(target, _attempt_of(name), 0)
 
     def record(self, connection: Connection, job: Job, result: Json) -> None:
-        """As `Kind.record`."""
+        """As `Kind.record`: register the target with its sources, and submit a scan that reads its structure.
+        Without a step of its own it has that of the first source."""
         params = self.params.model_validate(job.params)
-        sources = [one["id"] for one in result.get("sources", ())] or params.source_ids
-        record_target(connection, job, sources, self.lineage, self.done, params.tags, result)
+        source_ids = [one["id"] for one in result.get("sources", ())] or params.source_ids
+        now, root, key = time.time(), result["root"], result["key"]
+        query = select(checkpoints.c.id, checkpoints.c.step).where(checkpoints.c.id.in_(source_ids))
+        steps = {row.id: row.step for row in connection.execute(query)}
+        facts = CheckpointFacts(root=root, key=key, tags=frozenset(params.tags), **result["target"])
+        if facts.step is None:
+            facts = replace(facts, step=steps.get(source_ids[0]))
+        owner = None if job.owner.startswith(SERVICE) else job.owner
+        facts = replace(facts, registered_by=job.created_by, owner=owner)
+        target = upsert_checkpoint(connection, facts, now=now, actor=job.created_by).id
+        # without a fingerprint the scan opens it, and finds the structure
+        without_structure = (checkpoints.c.id == target) & checkpoints.c.structure_id.is_(None)
+        connection.execute(update(checkpoints).where(without_structure).values(fingerprint=None))
+        label = result.get("map")
+        for source_id in steps:
+            add_lineage(connection, target, source_id, kind=self.lineage, job_id=job.id, map=label, now=now)
+        several = {"sources": list(source_ids)} if len(source_ids) > 1 else {}
+        detail = {"root": root, "key": key, "from": source_ids[0], **several, "job": job.id}
+        if label:
+            detail["map"] = label
+        audit.record(connection, job.created_by, self.done, f"checkpoint:{target}", detail, now=now)
+        # not a scan that runs already: it may have listed the folder before the target was there
+        submit_behind(connection, ScanKind.of_folder(root, facts.run_key), now)
+        emit(
+            connection,
+            "checkpoint.converted",
+            root_id=root_id(connection, root),
+            checkpoint_id=target,
+            data={
+                "root": root,
+                "run": facts.run_key,
+                "key": key,
+                "step": facts.step,
+                "format": facts.format,
+                "source_id": source_ids[0],
+                "job_id": job.id,
+            },
+            now=now,
+        )
 
     @contextmanager
     def _conversion(
@@ -333,62 +373,3 @@ def refuse_known(connection: Connection, root: str, key: str) -> None:
     found = connection.execute(query).first()
     if found is not None:
         raise ConflictError(f"{root}:{found.key} is a checkpoint already ({found.state})", key=found.key)
-
-
-def facts_document(root: StorageRoot, key: str) -> dict[str, Any]:
-    """Return the facts of a target as JSON; its structure is left to a scan."""
-    facts = facts_of_source(root.name, key, root.source(key), observed_seconds=time.time())
-    return {name: getattr(facts, name) for name in _FACTS}
-
-
-def record_target(
-    connection: Connection,
-    job: Job,
-    source_ids: Sequence[int],
-    lineage: LineageKind,
-    done: str,
-    tags: Iterable[str],
-    result: Json,
-) -> None:
-    """Register the target, record its sources and, as ``done``, the author of the job, emit
-    "checkpoint.converted", and submit a scan that reads its structure. Without a step of its own it has that
-    of the first of ``source_ids``."""
-    now, root, key = time.time(), result["root"], result["key"]
-    query = select(checkpoints.c.id, checkpoints.c.step).where(checkpoints.c.id.in_(source_ids))
-    steps = {row.id: row.step for row in connection.execute(query)}
-    facts = CheckpointFacts(root=root, key=key, tags=frozenset(tags), **result["target"])
-    if facts.step is None:
-        facts = replace(facts, step=steps.get(source_ids[0]))
-    owner = None if job.owner.startswith(SERVICE) else job.owner
-    facts = replace(facts, registered_by=job.created_by, owner=owner)
-    target = upsert_checkpoint(connection, facts, now=now, actor=job.created_by).id
-    # without a fingerprint the scan opens it, and finds the structure
-    without_structure = (checkpoints.c.id == target) & checkpoints.c.structure_id.is_(None)
-    connection.execute(update(checkpoints).where(without_structure).values(fingerprint=None))
-    for source_id in steps:
-        add_lineage(
-            connection, target, source_id, kind=lineage, job_id=job.id, map=result.get("map"), now=now
-        )
-    several = {"sources": list(source_ids)} if len(source_ids) > 1 else {}
-    detail = {"root": root, "key": key, "from": source_ids[0], **several, "job": job.id}
-    if result.get("map"):
-        detail["map"] = result["map"]
-    audit.record(connection, job.created_by, done, f"checkpoint:{target}", detail, now=now)
-    # not a scan that runs already: it may have listed the folder before the target was there
-    submit_behind(connection, ScanKind.of_folder(root, facts.run_key), now)
-    emit(
-        connection,
-        "checkpoint.converted",
-        root_id=root_id(connection, root),
-        checkpoint_id=target,
-        data={
-            "root": root,
-            "run": facts.run_key,
-            "key": key,
-            "step": facts.step,
-            "format": facts.format,
-            "source_id": source_ids[0],
-            "job_id": job.id,
-        },
-        now=now,
-    )

@@ -104,19 +104,18 @@ def list_jobs(
     limit: int = 50,
 ) -> Page[Job]:
     """Return a page of jobs, the newest first. Of large results they have what is short."""
-    conditions = [*_seen(visible)]
-    if wanted.states:
-        conditions.append(jobs.c.state.in_(sorted(wanted.states)))
-    if wanted.kinds:
-        conditions.append(jobs.c.kind.in_(sorted(wanted.kinds)))
-    if wanted.root is not None:
-        conditions.append(roots.c.name == wanted.root)
-    if wanted.checkpoint_id is not None:
-        conditions.append(jobs.c.checkpoint_id == wanted.checkpoint_id)
-    if wanted.created_by is not None:
-        conditions.append(jobs.c.created_by == wanted.created_by)
-    conditions += _wanted_scans(wanted.own_scans)
-    query = select_jobs().where(*conditions)
+    any_of = ((jobs.c.state, wanted.states), (jobs.c.kind, wanted.kinds))
+    equal = (
+        (roots.c.name, wanted.root),
+        (jobs.c.checkpoint_id, wanted.checkpoint_id),
+        (jobs.c.created_by, wanted.created_by),
+    )
+    query = select_jobs().where(
+        *_seen(visible),
+        *_wanted_scans(wanted.own_scans),
+        *(column.in_(sorted(values)) for column, values in any_of if values),
+        *(column == value for column, value in equal if value is not None),
+    )
     key = jobs.c.id, int
     return read_page(connection, query, job_of_row, mark, key, cursor=cursor, limit=limit, descending=True)
 

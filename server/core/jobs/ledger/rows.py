@@ -200,12 +200,16 @@ def unfinished_job(connection: Connection, dedup_key: str | None) -> int | None:
     return connection.execute(query).scalar_one_or_none()
 
 
-def held_job(connection: Connection, held: Held) -> Job:
-    """Return the locked job, if its claim is valid; raises StaleFenceError."""
+def _locked(connection: Connection, held: Held) -> Job:
     try:
-        job = lock_job(connection, held.job_id)
+        return lock_job(connection, held.job_id)
     except NotFoundError as error:
         raise StaleFenceError(f"job {held.job_id} is not there any more") from error
+
+
+def held_job(connection: Connection, held: Held) -> Job:
+    """Return the locked job, if its claim is valid; raises StaleFenceError."""
+    job = _locked(connection, held)
     lease = connection.execute(select(jobs.c.fence, jobs.c.lease_owner).where(jobs.c.id == job.id)).one()
     if lease.lease_owner is None or lease.fence != held.fence:
         raise StaleFenceError(f"job {job.id}: the claim {held.fence} is over; the job is at {lease.fence}")
@@ -214,10 +218,7 @@ def held_job(connection: Connection, held: Held) -> Job:
 
 def held_task(connection: Connection, held: Held) -> tuple[Job, JobTask]:
     """Return the locked job and the task, if the claim is valid; raises StaleFenceError."""
-    try:
-        job = lock_job(connection, held.job_id)
-    except NotFoundError as error:
-        raise StaleFenceError(f"job {held.job_id} is not there any more") from error
+    job = _locked(connection, held)
     row = connection.execute(select_tasks().where(tasks.c.id == held.task_id)).one_or_none()
     if (
         row is None
