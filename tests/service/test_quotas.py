@@ -360,7 +360,7 @@ def test_a_queued_job_needs_what_its_submitter_may_and_has_when_it_begins(
         said = ("ForbiddenError", "has no scope 'convert' in root main any more")
     else:
         limit(catalog, "account", f"account#{account}", bytes_kept=0)
-        said = ("ConflictError", "bytes_kept: this account may have 0 bytes of checkpoints and has 0")
+        said = ("ConflictError", "bytes_kept: this account may have 0 B of checkpoints and has 0 B")
     with served_by(catalog.app.service.settings):
         until(lambda: catalog.get(f"/jobs/{number}")["finished_at"], "its end")
     ended = catalog.get(f"/jobs/{number}")
