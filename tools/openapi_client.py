@@ -11,12 +11,12 @@ __all__ = ["modules"]
 _API: Final = "/api/v1"
 _SCALARS: Final = {"boolean": "bool", "integer": "int", "null": "None", "number": "float", "string": "str"}
 _NAMES: Final = {
+    "ApiKey": "Key",
     "DecisionAnswer": "RetentionDecision",
     "FacetsAnswer": "CheckpointFacets",
     "GridAnswer": "TensorGrid",
     "JobErrorAnswer": "JobFailure",
     "LogLineAnswer": "JobLogLine",
-    "NewKeyAnswer": "CreatedKey",
     "PhasesAnswer": "SavePhases",
     "PointAnswer": "SeriesPoint",
     "PolicyAnswer": "RetentionPolicy",

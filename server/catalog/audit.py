@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, Final
 
-from sqlalchemy import Connection, Table, insert, select
+from sqlalchemy import Connection, Row, Table, insert, select
 
 from dcp.server.catalog.cursors import read_page
 from dcp.server.catalog.inputs import clean_json, clean_text
 from dcp.server.database.mapping import record_of_row
-from dcp.server.database.tables import audit, checkpoints, jobs, roots, runs
+from dcp.server.database.tables import audit, checkpoints, job_roots, jobs, roots, runs
 from dcp.server.records.administration import AuditEntry
 from dcp.server.records.lists import Page
 
@@ -35,6 +34,7 @@ def record(
     """Write one entry, which becomes visible with the transaction. No secrets.
 
     ``root``: that of the target, for the admins of the root; that of a checkpoint, run or job is looked up.
+    Admins of some roots read the detail of a job if they are admins of all of its roots.
     """
     connection.execute(
         insert(audit).values(
@@ -46,6 +46,7 @@ def record(
             request_id=None if request_id is None else clean_text(request_id)[:64],
             address=None if address is None else clean_text(address)[:64],
             root=root or _root_of(connection, target),
+            other_roots=_other_roots(connection, target) or None,
         )
     )
 
@@ -57,6 +58,15 @@ def _root_of(connection: Connection, target: str) -> str | None:
     table = _TABLES[kind]
     query = select(roots.c.name).join(table, table.c.root_id == roots.c.id).where(table.c.id == int(number))
     return connection.execute(query).scalar_one_or_none()
+
+
+def _other_roots(connection: Connection, target: str) -> list[str]:
+    """Return the further roots of a job: noted here, because the entry stays longer than the job."""
+    kind, _, number = target.partition(":")
+    if kind != "job" or not number.isdecimal():
+        return []
+    query = select(roots.c.name).join(job_roots, job_roots.c.root_id == roots.c.id)
+    return list(connection.execute(query.where(job_roots.c.job_id == int(number))).scalars())
 
 
 def last_removal(connection: Connection, checkpoint_id: int) -> AuditEntry | None:
@@ -88,7 +98,7 @@ def audit_page(
     limit: int = 50,
 ) -> Page[AuditEntry]:
     """Entries of this actor, action, target and root (each exactly), newest first, from ``since_seconds`` to
-    before ``until_seconds``; those in ``visible`` roots alone."""
+    before ``until_seconds``; those in ``visible`` roots alone, without details that concern other roots."""
     query = select(audit)
     for name, value in {"actor": actor, "action": action, "target": target, "root": root}.items():
         if value is not None:
@@ -99,6 +109,10 @@ def audit_page(
         query = query.where(audit.c.at_seconds >= since_seconds)
     if until_seconds is not None:
         query = query.where(audit.c.at_seconds < until_seconds)
-    make = partial(record_of_row, AuditEntry)
+
+    def entry(row: Row[Any]) -> AuditEntry:
+        is_whole = visible is None or visible.issuperset(row.other_roots or ())
+        return record_of_row(AuditEntry, row, **({} if is_whole else {"detail": None}))
+
     key = (audit.c.id, int)
-    return read_page(connection, query, make, "audit", key, cursor=cursor, limit=limit, descending=True)
+    return read_page(connection, query, entry, "audit", key, cursor=cursor, limit=limit, descending=True)

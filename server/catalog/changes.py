@@ -7,7 +7,6 @@ caller's transaction.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -18,7 +17,7 @@ from dcp.server.catalog.details import bump, get_checkpoint, labels_of, lock_che
 from dcp.server.catalog.errors import InvalidQueryError, StateError
 from dcp.server.catalog.events import NewEvent, checkpoint_event, emit_all
 from dcp.server.catalog.facts import CheckpointFacts, Upserted, announcement, change_of
-from dcp.server.catalog.runs import KeptChange, RunChange, ensure_runs, refresh_runs, root_id
+from dcp.server.catalog.runs import SumChanges, ensure_runs, root_id
 from dcp.server.catalog.structures import ensure_structures
 from dcp.server.database.engine import dialect_insert, insert_missing, insert_or_update
 from dcp.server.database.tables import checkpoint_names, checkpoints, metrics, tags
@@ -82,8 +81,7 @@ class _Batch:
         self.roots = roots
         self.done: dict[_Place, Upserted] = {}
         self.ignored: set[_Place] = set()
-        self.runs: defaultdict[int, RunChange] = defaultdict(RunChange)
-        self.kept = KeptChange()
+        self.sums = SumChanges()
         self.events: list[NewEvent] = []
 
     def write(self, facts: Mapping[_Place, CheckpointFacts]) -> None:
@@ -117,8 +115,7 @@ class _Batch:
         self._add_labels(facts, runs)
 
     def finish(self) -> None:
-        refresh_runs(self.connection, self.runs, now=self.now)
-        self.kept.write(self.connection)
+        self.sums.write(self.connection, now=self.now)
         emit_all(self.connection, self.events, now=self.now)
 
     def _rows(self, places: Iterable[_Place]) -> dict[_Place, dict[str, Any]]:
@@ -165,9 +162,7 @@ class _Batch:
         for number, root, key in inserted:
             one = facts[root, key]
             self._did((root, key), number, one, is_new=True, committed=one.state == "committed")
-            columns = new[root, key]
-            self.runs[columns["run_id"]].count(None, (one.state, columns["bytes"]))
-            self.kept.count(None, columns | {"root_id": root})
+            self.sums.count(None, new[root, key] | {"root_id": root})
         names = sorted({facts[root, key].name for _, root, key in inserted})
         insert_missing(self.connection, checkpoint_names, [{"name": name} for name in names])
         return {(root, key) for _, root, key in inserted}
@@ -184,9 +179,7 @@ class _Batch:
         bump(self.connection, row["id"], self.now, **change.columns)
         if change.is_other_save:
             self.connection.execute(delete(metrics).where(metrics.c.checkpoint_id == row["id"]))
-        after = row | change.columns
-        self.runs[row["run_id"]].count((row["state"], row["bytes"]), (after["state"], after["bytes"]))
-        self.kept.count(row, after)
+        self.sums.count(row, row | change.columns)
         self._did(place, row["id"], facts, is_new=False, committed=change.became_committed)
 
     def _did(
@@ -234,7 +227,7 @@ class _Batch:
                 bump(self.connection, done.id, self.now)
                 self._did(place, done.id, one, is_new=False, committed=False)
             if more_tags or more_metrics:
-                self.runs.setdefault(runs[place[0], one.run_key], RunChange())
+                self.sums.touch(runs[place[0], one.run_key])
         insert_missing(self.connection, tags, new_tags)
         insert_or_update(self.connection, metrics, new_metrics)
 
@@ -273,12 +266,9 @@ def set_state(
         deleted_seconds={"deleted": now, "purged": row["deleted_seconds"]}.get(state),
         purge_after_seconds=purge_after_seconds if state == "deleted" else None,
     )
-    change = RunChange()
-    change.count((row["state"], row["bytes"]), (state, row["bytes"]))
-    refresh_runs(connection, {row["run_id"]: change}, now=now)
-    kept = KeptChange()
-    kept.count(row, {**row, "state": state})
-    kept.write(connection)
+    sums = SumChanges()
+    sums.count(row, {**row, "state": state})
+    sums.write(connection, now=now)
     before = {"from": row["state"], "to": state, "root": row["root"], "key": row["key"]}
     about = f"checkpoint:{checkpoint_id}", before
     audit.record(connection, actor, "checkpoint.state", *about, now=now, root=row["root"])
@@ -304,8 +294,7 @@ def mark_vanished(
     number = root_id(connection, root)
     wanted = sorted(set(keys))
     gone: list[int] = []
-    changes: defaultdict[int, RunChange] = defaultdict(RunChange)
-    kept = KeptChange()
+    sums = SumChanges()
     for start in range(0, len(wanted), _CHUNK):
         query = (
             select(*(checkpoints.c[name] for name in ("id", "root_id", "run_id", "owner", "state", "bytes")))
@@ -320,8 +309,7 @@ def mark_vanished(
         )
         for row in connection.execute(query):
             gone.append(row.id)
-            changes[row.run_id].count((row.state, row.bytes), ("vanished", row.bytes))
-            kept.count(row._mapping, None)
+            sums.count(row._mapping, None)
     if gone:
         connection.execute(
             update(checkpoints)
@@ -334,6 +322,5 @@ def mark_vanished(
             ),
             [{"number": one} for one in gone],
         )
-        refresh_runs(connection, changes, now=now)
-        kept.write(connection)
+        sums.write(connection, now=now)
     return len(gone)

@@ -164,14 +164,6 @@ class Sort:
 # -- as SQL --------------------------------------------------------------------------------------------------
 
 
-_COMPARED: Final[dict[Comparison, str]] = {
-    "<": "__lt__",
-    "<=": "__le__",
-    "=": "__eq__",
-    "!=": "__ne__",
-    ">=": "__ge__",
-    ">": "__gt__",
-}
 _c: Final = checkpoints.c
 
 
@@ -293,15 +285,12 @@ def _tests_of_range(
 
 
 def _of_labels(wanted: CheckpointFilter) -> list[RowCondition]:
-    values: list[ColumnElement[bool]] = [
-        getattr(metrics.c.value, _COMPARED[one.comparison])(one.value) for one in wanted.metrics
-    ]
     return [
         *(_labelled(tags, tags.c.tag == tag) for tag in sorted({*wanted.tag})),
         *([_labelled(aliases, aliases.c.name == wanted.alias)] if wanted.alias is not None else []),
         *(
-            _labelled(metrics, metrics.c.name == one.name, value)
-            for one, value in zip(wanted.metrics, values, strict=True)
+            _labelled(metrics, metrics.c.name == one.name, metrics.c.value.bool_op(one.comparison)(one.value))
+            for one in wanted.metrics
         ),
     ]
 

@@ -141,21 +141,6 @@ _SORTS: Final[Mapping[str, tuple[Column[Any], type]]] = {
 _CHUNK: Final = 250
 
 
-@dataclass(slots=True)
-class RunChange:
-    """Checkpoints and bytes added to a run; negative if they were removed."""
-
-    checkpoints: int = 0
-    bytes: int = 0
-
-    def count(self, before: tuple[str, int] | None, after: tuple[str, int]) -> None:
-        """Count a checkpoint whose state and bytes were ``before``, and are ``after``."""
-        for sign, found in ((-1, before), (1, after)):
-            if found is not None and found[0] == "committed":
-                self.checkpoints += sign
-                self.bytes += sign * found[1]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFilter:
     """Runs of a root, whose key has a part, or matches a glob; all of what is given holds."""
@@ -230,35 +215,6 @@ def list_runs(
     )
 
 
-def refresh_runs(connection: Connection, changes: Mapping[int, RunChange], *, now: float) -> None:
-    """Keep the sums of runs whose checkpoints have changed; the cost does not grow with the runs."""
-    if not changes:
-        return
-    of_run = (checkpoints.c.run_id == bindparam("number"), checkpoints.c.state == "committed")
-    latest_step = select(checkpoints.c.step).where(*of_run).order_by(checkpoints.c.step_order.desc()).limit(1)
-    latest_seconds = (
-        select(checkpoints.c.committed_seconds)
-        .where(*of_run)
-        .order_by(checkpoints.c.committed_seconds.desc())
-        .limit(1)
-    )
-    connection.execute(
-        update(runs)
-        .where(runs.c.id == bindparam("number"))
-        .values(
-            checkpoint_count=runs.c.checkpoint_count + bindparam("more_checkpoints"),
-            bytes=runs.c.bytes + bindparam("more_bytes"),
-            latest_step=latest_step.scalar_subquery(),
-            latest_seconds=latest_seconds.scalar_subquery(),
-            updated_seconds=now,
-        ),
-        [
-            {"number": number, "more_checkpoints": change.checkpoints, "more_bytes": change.bytes}
-            for number, change in sorted(changes.items())
-        ],
-    )
-
-
 def touch_run(connection: Connection, run_id: int, now: float) -> None:
     """Note that a label, metric or verdict of one of its checkpoints has changed: ``updated_seconds`` is of
     any change, so that what is computed of a run knows when it is old."""
@@ -282,50 +238,79 @@ def _ids(connection: Connection, places: Sequence[tuple[int, str]]) -> dict[tupl
     return found
 
 
-# -- bytes kept ----------------------------------------------------------------------------------------------
+# -- sums ----------------------------------------------------------------------------------------------------
 
 NO_ACCOUNT: Final = ""
 
 
-class KeptChange:
-    """Checkpoints and bytes that come and go, by root and account; `write` adds them to the sums."""
+class SumChanges:
+    """Checkpoints and bytes that come and go, by run, and by root and account; `write` adds them to the
+    sums."""
 
     def __init__(self) -> None:
-        self._added: defaultdict[tuple[int, str], list[int]] = defaultdict(lambda: [0, 0])
+        self._of_runs: defaultdict[int, list[int]] = defaultdict(lambda: [0, 0])
+        self._kept: defaultdict[tuple[int, str], list[int]] = defaultdict(lambda: [0, 0])
+
+    def touch(self, run_id: int) -> None:
+        """Note that a checkpoint of the run has changed in another way."""
+        self._of_runs[run_id]
 
     def count(self, before: Mapping[Any, Any] | None, after: Mapping[Any, Any] | None) -> None:
         """Note that a row of ``checkpoints`` was ``before`` and is ``after``; None: there is none."""
         for sign, row in ((-1, before), (1, after)):
+            if row is not None:
+                self.touch(row["run_id"])
             if row is not None and row["state"] == "committed":
-                added = self._added[row["root_id"], row["owner"] or NO_ACCOUNT]
-                added[0] += sign
-                added[1] += sign * row["bytes"]
+                kept = self._kept[row["root_id"], row["owner"] or NO_ACCOUNT]
+                for added in (self._of_runs[row["run_id"]], kept):
+                    added[0] += sign
+                    added[1] += sign * row["bytes"]
 
-    def write(self, connection: Connection) -> None:
-        """Write the sums, in the transaction of the change."""
+    def write(self, connection: Connection, *, now: float) -> None:
+        """Write the sums, in the transaction of the change; the cost does not grow with the runs."""
+        if not self._of_runs:
+            return
+        of_run = (checkpoints.c.run_id == bindparam("number"), checkpoints.c.state == "committed")
+
+        def latest(value: Column[Any], order: Column[Any]) -> Any:
+            return select(value).where(*of_run).order_by(order.desc()).limit(1).scalar_subquery()
+
+        connection.execute(
+            update(runs)
+            .where(runs.c.id == bindparam("number"))
+            .values(
+                checkpoint_count=runs.c.checkpoint_count + bindparam("more_checkpoints"),
+                bytes=runs.c.bytes + bindparam("more_bytes"),
+                latest_step=latest(checkpoints.c.step, checkpoints.c.step_order),
+                latest_seconds=latest(checkpoints.c.committed_seconds, checkpoints.c.committed_seconds),
+                updated_seconds=now,
+            ),
+            [
+                {"number": number, "more_checkpoints": count, "more_bytes": size}
+                for number, (count, size) in sorted(self._of_runs.items())
+            ],
+        )
         rows = [
             {"root_id": root, "owner": owner, "checkpoint_count": count, "bytes": size}
-            for (root, owner), (count, size) in sorted(self._added.items())
+            for (root, owner), (count, size) in sorted(self._kept.items())
             if count or size
         ]
-        if not rows:
-            return
-        statement = dialect_insert(connection, kept)
-        more = {name: kept.c[name] + statement.excluded[name] for name in ("checkpoint_count", "bytes")}
-        keys = ["root_id", "owner"]
-        connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=more), rows)
+        if rows:
+            statement = dialect_insert(connection, kept)
+            more = {name: kept.c[name] + statement.excluded[name] for name in ("checkpoint_count", "bytes")}
+            keys = ["root_id", "owner"]
+            connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=more), rows)
 
 
-def bytes_of_account(connection: Connection, owner: str) -> int:
-    """Return the bytes of all committed checkpoints that an account registered."""
-    query = select(func.coalesce(func.sum(kept.c.bytes), 0)).where(kept.c.owner == owner)
-    return int(connection.execute(query).scalar_one())
-
-
-def bytes_of_root(connection: Connection, root: str) -> int:
-    """Return the bytes of all committed checkpoints of a root."""
-    number = select(roots.c.id).where(roots.c.name == root).scalar_subquery()
-    query = select(func.coalesce(func.sum(kept.c.bytes), 0)).where(kept.c.root_id == number)
+def bytes_kept_of(connection: Connection, *, owner: str | None = None, root: str | None = None) -> int:
+    """Return the bytes of all committed checkpoints that an account registered, or of a root."""
+    query = select(func.coalesce(func.sum(kept.c.bytes), 0))
+    if owner is not None:
+        query = query.where(kept.c.owner == owner)
+    if root is not None:
+        query = query.where(
+            kept.c.root_id == select(roots.c.id).where(roots.c.name == root).scalar_subquery()
+        )
     return int(connection.execute(query).scalar_one())
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 from pydantic import ByteSize
 from sqlalchemy import Connection
 
-from dcp.server.catalog.runs import bytes_of_account, bytes_of_root
+from dcp.server.catalog.runs import bytes_kept_of
 from dcp.server.core.problems import ConflictError, ProblemError, TooManyRequestsError
 from dcp.server.core.security.principal import LOCAL
 from dcp.server.core.security.rates import Rate
@@ -34,7 +34,7 @@ SERVICE: Final = "service:"
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Subject:
+class LimitSubject:
     """An account (by `Principal.owner`), a key (by its id) or a root (by its name)."""
 
     kind: SubjectKind
@@ -77,13 +77,13 @@ class Allowances:
         )
 
     def of(
-        self, subjects: Iterable[Subject], connection: Connection | None = None
-    ) -> Mapping[Subject, Allowance]:
+        self, subjects: Iterable[LimitSubject], connection: Connection | None = None
+    ) -> Mapping[LimitSubject, Allowance]:
         """Return the allowance of each subject: as the database has it now by ``connection``, else as it was
         at the last `refresh`."""
         return {subject: self.default(subject) for subject in subjects}
 
-    def default(self, subject: Subject) -> Allowance:
+    def default(self, subject: LimitSubject) -> Allowance:
         """Return the allowance of a subject for which nothing else is declared."""
         is_limited = subject.kind == "account" and subject.name != LOCAL.owner
         return self.of_account if is_limited and not subject.name.startswith(SERVICE) else Allowance()
@@ -92,14 +92,14 @@ class Allowances:
         """Read the database again, if that was more than a second ago. Called for each request with a key."""
 
 
-def subjects_of(owner: str, key_id: int | None, root: str | None = None) -> tuple[Subject, ...]:
+def subjects_of(owner: str, key_id: int | None, root: str | None = None) -> tuple[LimitSubject, ...]:
     """Return the subjects that a request or a job of an account and a key counts for; with one for the
     ``root`` that it is for."""
-    found = [Subject("account", owner)]
+    found = [LimitSubject("account", owner)]
     if key_id is not None:
-        found.append(Subject("key", str(key_id)))
+        found.append(LimitSubject("key", str(key_id)))
     if root is not None:
-        found.append(Subject("root", root))
+        found.append(LimitSubject("root", root))
     return tuple(found)
 
 
@@ -116,7 +116,7 @@ _UNITS: Final[Mapping[str, str]] = {
 
 
 def refusal(
-    subject: Subject,
+    subject: LimitSubject,
     limit: LimitName,
     allowed: int,
     used: int,
@@ -147,7 +147,7 @@ def _amount(limit: LimitName, value: int) -> str:
     return ByteSize(value).human_readable(decimal=True, separator=" ") if is_size else f"{value:,}"
 
 
-def _named(subject: Subject) -> str:
+def _named(subject: LimitSubject) -> str:
     return subject.text if subject.kind == "root" else f"this {subject.kind}"
 
 
@@ -156,7 +156,7 @@ def _named(subject: Subject) -> str:
 
 @contextmanager
 def keeping(
-    connection: Connection, allowances: Allowances, subjects: Iterable[Subject]
+    connection: Connection, allowances: Allowances, subjects: Iterable[LimitSubject]
 ) -> Iterator[list[str]]:
     """Keep the limits of bytes in a block that registers checkpoints: at its end the list has the warnings.
 
@@ -179,7 +179,7 @@ def keeping(
             warnings.append(warning)
 
 
-def check_room(connection: Connection, allowances: Allowances, subjects: Iterable[Subject]) -> None:
+def check_room(connection: Connection, allowances: Allowances, subjects: Iterable[LimitSubject]) -> None:
     """Raise ConflictError where one of ``subjects`` keeps as many bytes as it may, before more come."""
     for subject, allowance in sorted(allowances.of(subjects, connection).items(), key=lambda one: one[0]):
         if allowance.bytes_kept is not None:
@@ -188,15 +188,16 @@ def check_room(connection: Connection, allowances: Allowances, subjects: Iterabl
                 raise refusal(subject, "bytes_kept", allowance.bytes_kept, used)
 
 
-def bytes_kept(connection: Connection, subject: Subject) -> int:
+def bytes_kept(connection: Connection, subject: LimitSubject) -> int:
     """Return the bytes of the committed checkpoints of an account or a root. Keys keep none of their own."""
     if subject.kind == "key":
         return 0
-    read = bytes_of_account if subject.kind == "account" else bytes_of_root
-    return read(connection, subject.name)
+    if subject.kind == "account":
+        return bytes_kept_of(connection, owner=subject.name)
+    return bytes_kept_of(connection, root=subject.name)
 
 
-def bytes_warning(subject: Subject, allowance: Allowance, used: int) -> str | None:
+def bytes_warning(subject: LimitSubject, allowance: Allowance, used: int) -> str | None:
     """Return the warning for an account or a root that keeps more than it should, or None."""
     size = partial(_amount, "bytes_kept")
     most, warned = allowance.bytes_kept, allowance.bytes_kept_warning

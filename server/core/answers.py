@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Self, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
@@ -86,8 +86,6 @@ def rfc3339_of(time: datetime) -> str:
 # -- records as JSON -----------------------------------------------------------------------------------------
 
 
-R = TypeVar("R", bound="RecordAnswer")
-
 _Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
 _ANSWERS: Final[dict[Any, type[RecordAnswer]]] = {}
 """By record: those that others have in them."""
@@ -95,7 +93,7 @@ _ABSENT: Final = object()
 
 
 class RecordAnswer(Answer):
-    """A record as it is answered with: see `answers`."""
+    """A record as it is answered with: see `answer_model`."""
 
     record: ClassVar[type[Any]]
     members: ClassVar[tuple[RecordField, ...]]
@@ -141,23 +139,10 @@ def _default(field: RecordField) -> Any:
     return field.default if is_new else _ABSENT
 
 
-def answers(record: type[Any]) -> Callable[[type[R]], type[R]]:
-    """Return a class decorator: the model has the fields of the record, all of which every answer has."""
-
-    def made(answer: type[R]) -> type[R]:
-        model = _made(record, answer, answer.__name__, answer.__doc__)
-        _ANSWERS[record] = model
-        return model
-
-    return made
-
-
-def _made(
-    record: type[Any], base: type[R], name: str, doc: str | None, args: tuple[Any, ...] = ()
-) -> type[R]:
+def _made(record: type[Any], name: str, doc: str, args: tuple[Any, ...]) -> type[RecordAnswer]:
     fields = [_filled(field, args) for field in fields_of(record) if not field.is_hidden]
     types: dict[str, Any] = {field.name: (_type(field), _described(field)) for field in fields}
-    model = create_model(name, __base__=base, __module__=base.__module__, __doc__=doc, **types)
+    model = create_model(name, __base__=RecordAnswer, __module__=__name__, __doc__=doc, **types)
     model.record = record
     model.members = tuple(fields)
     writers = {field.name: _writer(field.hint) for field in fields}
@@ -182,7 +167,7 @@ def answer_model(returned: Any) -> Any:
         args = get_args(returned)
         summary = inspect.cleandoc(record.__doc__ or "").partition("\n\n")[0]
         name = "".join(arg.__name__ for arg in args) + record.__name__
-        found = _ANSWERS[returned] = _made(record, RecordAnswer, name, summary, args)
+        found = _ANSWERS[returned] = _made(record, name, summary, args)
     return found
 
 

@@ -12,12 +12,12 @@ from fastapi.responses import HTMLResponse, RedirectResponse
 from pydantic import BaseModel
 from sqlalchemy import Connection
 
+from dcp.server.catalog.labels import Change
 from dcp.server.core.allowances import check_room, subjects_of
 from dcp.server.core.data.access import Data
 from dcp.server.core.data.responses import CACHE, NotModifiedError, is_unchanged
 from dcp.server.core.http.admission import SESSION_COOKIE
 from dcp.server.core.http.context import Service
-from dcp.server.core.http.dependencies import Writer
 from dcp.server.core.http.idempotency import transact
 from dcp.server.core.jobs.kind import Kind, Parameters
 from dcp.server.core.jobs.ledger.claims import check_queue
@@ -96,11 +96,6 @@ class Ask:
         return self.service.clock()
 
     @property
-    def author(self) -> Writer:
-        """The caller, for what is changed and audited."""
-        return Writer(self.caller, self.now, self.request_id, self.address)
-
-    @property
     def address(self) -> str | None:
         """The address that the request comes from, if it is known."""
         return None if self.request.client is None else self.request.client.host
@@ -148,6 +143,18 @@ class Ask:
         if is_unchanged(self.request.headers, etag):
             raise NotModifiedError(etag)
 
+    def change(self, expected_version: int | None = None) -> Change:
+        """Describe the caller's change, for functions of the catalog and the audit log; ``expected_version``
+        None is any."""
+        return Change(
+            actor=self.caller.name,
+            now=self.now,
+            expected_version=expected_version,
+            visible=self.visible,
+            request_id=self.request_id,
+            address=self.address,
+        )
+
     def reading(self) -> AbstractContextManager[Connection]:
         """Open a connection that only reads, for several queries that must agree."""
         return self.service.database.read()
@@ -189,7 +196,7 @@ class Ask:
             if is_new:
                 self.check_queue(connection, job_id)
                 detail = {"kind": spec.kind, "params": dict(spec.params)}
-                self.author.change(None).record(connection, "job.submit", f"job:{job_id}", detail)
+                self.change().record(connection, "job.submit", f"job:{job_id}", detail)
             self.response.headers["Location"] = f"/api/v1/jobs/{job_id}"
             return get_job(connection, job_id)
 
@@ -202,8 +209,9 @@ class Ask:
         subject = f"account:{caller.account_id}" if caller.key_id is None else f"key:{caller.key_id}"
 
         def act(connection: Connection) -> str:
-            author = Writer(caller, self.now, self.request_id, self.address or "unknown")
-            author.change(None).record(connection, "session.begin", subject, None)
+            address = self.address or "unknown"
+            change = Change(actor=caller.name, now=self.now, request_id=self.request_id, address=address)
+            change.record(connection, "session.begin", subject, None)
             if before is not None:
                 end_session(connection, before)
             return begin_session(connection, caller, self.now, self.settings.session_seconds)

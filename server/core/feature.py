@@ -102,20 +102,14 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    """A page, or without a ``template`` the target of a form.
+class PageRoute(Route):
+    """A page, or without a ``template`` the target of a form. One with a ``tag`` is an operation as well.
 
     ``handle`` of a page returns the values of its template, or a record, which is the template's ``found``
     and the answer of the API at the same path; that of a form returns the path to show next.
     """
 
-    method: Literal["GET", "POST"]
-    path: str
-    handle: Callable[..., Any]
-    scope: Access
-    template: str
-    tag: str = ""
-    all_roots: bool = False
+    template: str = ""
     panels: Literal["checkpoint", "run", "root", ""] = ""
     only_browsers: bool = False
 
@@ -183,7 +177,7 @@ class Feature:
     package: str = ""
     roles: Callable[[Settings], RoleSettings] | None = None
     routes: list[Route] = field(default_factory=list)
-    pages: list[Page] = field(default_factory=list)
+    pages: list[PageRoute] = field(default_factory=list)
     consumers: list[Consumer] = field(default_factory=list)
     schedules: list[Callable[[Settings], Iterable[PeriodicWork]]] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
@@ -295,12 +289,21 @@ class Feature:
         _check_scope(scope, path)
 
         def declare(handle: F) -> F:
-            self.pages.append(
-                Page("GET", path, handle, scope, template, tag, all_roots, panels, only_browsers)
+            found = PageRoute(
+                "GET",
+                path,
+                handle,
+                tag,
+                scope,
+                errors=errors,
+                all_roots=all_roots,
+                template=template,
+                panels=panels,
+                only_browsers=only_browsers,
             )
+            self.pages.append(found)
             if tag:
-                route = Route("GET", path, handle, tag, scope, errors=errors, all_roots=all_roots)
-                self.routes.append(route)
+                self.routes.append(found)
             return handle
 
         return declare
@@ -310,7 +313,7 @@ class Feature:
         _check_scope(scope, path)
 
         def declare(handle: F) -> F:
-            self.pages.append(Page("POST", path, handle, scope, "", all_roots=all_roots))
+            self.pages.append(PageRoute("POST", path, handle, "", scope, all_roots=all_roots))
             return handle
 
         return declare

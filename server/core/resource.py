@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeVar
 
@@ -13,7 +12,6 @@ from sqlalchemy.exc import IntegrityError
 
 from dcp.server.catalog.cursors import decode_cursor, encode_cursor
 from dcp.server.catalog.errors import ChangedError, MissingError, StateError
-from dcp.server.records.declaring import fields_of, moment
 from dcp.server.records.lists import Page
 
 if TYPE_CHECKING:
@@ -95,7 +93,7 @@ class Resource(Generic[R]):
         self, connection: Connection, ask: Ask, values: _Values, detail: _Values | None = None
     ) -> Row[Any]:
         """Add a row. StateError if there is one of its name."""
-        now = ask.author.now_seconds
+        now = ask.now
         statement = insert(self.table).values(**values, created_seconds=now, updated_seconds=now)
         self._check_name(connection, values, None)
         try:
@@ -127,7 +125,7 @@ class Resource(Generic[R]):
         """Change a row that is locked. StateError if there is another one of its new name."""
         self._check_name(connection, values, row.id)
         statement = update(self.table).where(self.table.c.id == row.id)
-        new = {**values, "version": row.version + 1, "updated_seconds": ask.author.now_seconds}
+        new = {**values, "version": row.version + 1, "updated_seconds": ask.now}
         try:
             connection.execute(statement.values(**new))
         except IntegrityError as error:
@@ -157,7 +155,7 @@ class Resource(Generic[R]):
         """Write an entry of the audit log."""
         shown = self.detail(row) if detail is None else detail
         about = f"{self.noun}.{action}", f"{self.noun}:{row.id}", shown
-        ask.author.change(None).record(connection, *about, root=self.root(row))
+        ask.change().record(connection, *about, root=self.root(row))
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -216,15 +214,3 @@ class Resource(Generic[R]):
 
     def _etag(self, row: Row[Any]) -> str:
         return f'"{self.tag.format(id=row.id)}-{row.version}"'
-
-
-def record_of_row(kind: type[R], row: Row[Any], **given: Any) -> R:
-    """Make a record of the columns of ``row`` with the names of its fields, and of ``given`` fields."""
-    values = dict(given)
-    for field in fields_of(kind):
-        if field.name not in given:
-            value = row._mapping[field.column]
-            if value is not None and field.hint is datetime:
-                value = moment(value)
-            values[field.name] = tuple(value) if isinstance(value, list) else value
-    return kind(**values)

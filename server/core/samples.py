@@ -1,4 +1,4 @@
-"""Metrics of the database: samples of catalog, jobs, scans and webhooks at one moment.
+"""Metrics of the database: samples of catalog, jobs and scans at one moment.
 
 Each statement is bounded whatever the catalog's size: sums over runs, ranges of an index, the newest rows.
 """
@@ -14,7 +14,6 @@ from sqlalchemy import Connection, Select, func, select, text
 from dcp.server.database.tables import (
     checkpoints,
     consumers,
-    deliveries,
     events,
     jobs,
     roots,
@@ -22,7 +21,6 @@ from dcp.server.database.tables import (
     schedules,
     tasks,
     verifications,
-    webhooks,
 )
 
 WINDOW_SECONDS: Final = 3600.0
@@ -45,23 +43,23 @@ def read_state(connection: Connection, now: float) -> list[Metric]:
         *_roots(connection),
         *_jobs(connection, now),
         *_verification(connection, now),
-        *_webhooks(connection, now),
         *_schedules(connection, now),
-        _gauge("dcp_database_bytes", "Size of the database", [], [((), _database_bytes(connection))]),
+        gauge("dcp_database_bytes", "Size of the database", [], [((), _database_bytes(connection))]),
     ]
 
 
-def _gauge(name: str, help_text: str, labels: list[str], rows: Rows) -> Metric:
+def gauge(name: str, help_text: str, labels: list[str], rows: Rows) -> Metric:
+    """Make a metric of its samples: values of ``labels``, and the number."""
     family = GaugeMetricFamily(name, help_text, labels=labels)
     for values, value in rows:
         family.add_metric(list(values), float(value))
     return family
 
 
-def _counts(
+def counts(
     connection: Connection, names: Iterable[str], statement: Select[str, int]
 ) -> list[tuple[tuple[str, ...], float]]:
-    # Those that have none are 0, so that their series do not come and go.
+    """Run a query that counts by name. Those of ``names`` without any are 0, so that their series stay."""
     counts = dict.fromkeys(names, 0) | {
         str(name): int(count) for name, count in connection.execute(statement)
     }
@@ -75,11 +73,11 @@ def _catalog(connection: Connection) -> Iterator[Metric]:
         .where(checkpoints.c.state.in_(_RARE_STATES))
         .group_by(checkpoints.c.state)
     )
-    rows = [(("committed",), committed), *_counts(connection, _RARE_STATES, rare)]
-    yield _gauge(
+    rows = [(("committed",), committed), *counts(connection, _RARE_STATES, rare)]
+    yield gauge(
         "dcp_catalog_checkpoints", "Checkpoints by state, but those that were purged", ["state"], rows
     )
-    yield _gauge(
+    yield gauge(
         "dcp_catalog_runs", "Runs", [], [((), connection.execute(select(func.count(runs.c.id))).scalar_one())]
     )
 
@@ -107,7 +105,7 @@ def _roots(connection: Connection) -> Iterator[Metric]:
     )
     for number, (name, help_text) in enumerate(columns, start=1):
         rows = [((row[0],), float(row[number] or 0)) for row in found]
-        yield _gauge(name, help_text, ["root"], rows)
+        yield gauge(name, help_text, ["root"], rows)
 
 
 def _jobs(connection: Connection, now: float) -> Iterator[Metric]:
@@ -117,7 +115,7 @@ def _jobs(connection: Connection, now: float) -> Iterator[Metric]:
         .group_by(jobs.c.kind, jobs.c.state)
     )
     rows = [((kind, state), count) for kind, state, count in unfinished]
-    yield _gauge("dcp_jobs", "Jobs that have not ended, by kind and state", ["kind", "state"], rows)
+    yield gauge("dcp_jobs", "Jobs that have not ended, by kind and state", ["kind", "state"], rows)
     ended = connection.execute(
         select(
             jobs.c.kind,
@@ -129,19 +127,19 @@ def _jobs(connection: Connection, now: float) -> Iterator[Metric]:
         .group_by(jobs.c.kind, jobs.c.state)
     ).all()
     rows = [((kind, state), count) for kind, state, count, _ in ended]
-    yield _gauge("dcp_jobs_recent", "Jobs that ended in the last hour", ["kind", "state"], rows)
+    yield gauge("dcp_jobs_recent", "Jobs that ended in the last hour", ["kind", "state"], rows)
     rows = [((kind, state), seconds or 0) for kind, state, _, seconds in ended]
-    yield _gauge("dcp_jobs_recent_seconds", "Their durations, summed", ["kind", "state"], rows)
+    yield gauge("dcp_jobs_recent_seconds", "Their durations, summed", ["kind", "state"], rows)
     # A job that waits for its next attempt is not kept waiting by us.
     oldest = connection.execute(
         select(func.min(jobs.c.created_seconds)).where(
             jobs.c.state == "queued", jobs.c.not_before_seconds <= now
         )
     ).scalar()
-    yield _age("dcp_jobs_oldest_queued_seconds", "How long the oldest queued job has waited", oldest, now)
+    yield age("dcp_jobs_oldest_queued_seconds", "How long the oldest queued job has waited", oldest, now)
     active = ("queued", "running")
     states = select(tasks.c.state, func.count()).where(tasks.c.state.in_(active)).group_by(tasks.c.state)
-    yield _gauge("dcp_tasks", "Tasks of jobs", ["state"], _counts(connection, active, states))
+    yield gauge("dcp_tasks", "Tasks of jobs", ["state"], counts(connection, active, states))
 
 
 def _verification(connection: Connection, now: float) -> Iterator[Metric]:
@@ -156,27 +154,8 @@ def _verification(connection: Connection, now: float) -> Iterator[Metric]:
         .where(newest.c.created_seconds > now - WINDOW_SECONDS)
         .group_by(newest.c.outcome)
     )
-    rows = _counts(connection, ("good", "damaged"), recent)
-    yield _gauge("dcp_verifications_recent", "Verifications in the last hour", ["outcome"], rows)
-
-
-def _webhooks(connection: Connection, now: float) -> Iterator[Metric]:
-    counts = {"enabled": 0, "disabled": 0}
-    for is_enabled, count in connection.execute(
-        select(webhooks.c.is_enabled, func.count()).group_by(webhooks.c.is_enabled)
-    ):
-        counts["enabled" if is_enabled else "disabled"] = count
-    yield _gauge("dcp_webhooks", "Webhooks", ["state"], [((state,), n) for state, n in counts.items()])
-    states = select(deliveries.c.state, func.count()).group_by(deliveries.c.state)
-    rows = _counts(connection, ("waiting", "delivered", "failed"), states)
-    yield _gauge("dcp_webhook_deliveries", "Deliveries that are remembered, by state", ["state"], rows)
-    oldest = connection.execute(
-        select(func.min(deliveries.c.created_seconds))
-        .select_from(deliveries.join(webhooks, deliveries.c.webhook_id == webhooks.c.id))
-        .where(deliveries.c.state == "waiting", webhooks.c.is_enabled)
-    ).scalar()
-    help_text = "How long the oldest delivery that is not there yet has been due or tried"
-    yield _age("dcp_webhook_oldest_waiting_seconds", help_text, oldest, now)
+    rows = counts(connection, ("good", "damaged"), recent)
+    yield gauge("dcp_verifications_recent", "Verifications in the last hour", ["outcome"], rows)
 
 
 def _schedules(connection: Connection, now: float) -> Iterator[Metric]:
@@ -186,17 +165,18 @@ def _schedules(connection: Connection, now: float) -> Iterator[Metric]:
         for name, event_id in connection.execute(select(consumers.c.name, consumers.c.event_id))
     ]
     help_text = "Events that a consumer (automation, webhooks) has not dealt with"
-    yield _gauge("dcp_events_behind", help_text, ["consumer"], rows)
+    yield gauge("dcp_events_behind", help_text, ["consumer"], rows)
     # Others have nothing to do at times, and are late then.
     due = connection.execute(
         select(schedules.c.due_seconds).where(schedules.c.name == REGULAR_SCHEDULE)
     ).scalar()
     help_text = "How late the clean-up of every ten minutes is; grows while no worker runs"
-    yield _age("dcp_worker_late_seconds", help_text, due, now)
+    yield age("dcp_worker_late_seconds", help_text, due, now)
 
 
-def _age(name: str, help_text: str, since: float | None, now: float) -> Metric:
-    return _gauge(name, help_text, [], [((), max(now - since, 0.0) if since is not None else 0.0)])
+def age(name: str, help_text: str, since: float | None, now: float) -> Metric:
+    """Make a metric of the seconds since a moment; 0 without one."""
+    return gauge(name, help_text, [], [((), max(now - since, 0.0) if since is not None else 0.0)])
 
 
 def _database_bytes(connection: Connection) -> int:

@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute
 from dcp.server.core.answers import answer_model, answer_of, problems
 from dcp.server.core.ask import Ask, AskDep
 from dcp.server.core.data.responses import NotModifiedError, not_modified
-from dcp.server.core.feature import Access, Feature, Page, Panel, Route
+from dcp.server.core.feature import Access, Feature, PageRoute, Panel, Route
 from dcp.server.core.http.dependencies import public, requires
 from dcp.server.core.http.routes import API, api_router
 from dcp.server.core.pages.requests import BrowserRoute, FormDep, pages_router
@@ -74,7 +74,7 @@ def _access(scope: Access, all_roots: bool) -> Any:
     return requires(None if scope == "any" else scope, all_roots=all_roots)
 
 
-def _add_page(router: Any, feature: Feature, declared: Page, panels: Sequence[Panel]) -> None:
+def _add_page(router: Any, feature: Feature, declared: PageRoute, panels: Sequence[Panel]) -> None:
     signature = _with_queries(_signature(declared.handle), panels)
     extra = inspect.Parameter("form_", inspect.Parameter.KEYWORD_ONLY, annotation=FormDep)
     if declared.method == "GET":

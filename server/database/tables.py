@@ -56,6 +56,14 @@ def _ref(name: str, target: str, **options: Any) -> Column[int]:
     return Column(name, ID, ForeignKey(target), **options)
 
 
+def resource_table(name: str, *columns: Any) -> Table:
+    """Declare a table of what people create and change: with an id, a version, and the times of both, which
+    `dcp.server.core.resource` needs."""
+    times = [Column(f"{each}_seconds", Float, nullable=False) for each in ("created", "updated")]
+    version = Column("version", Integer, nullable=False, server_default="1")
+    return Table(name, metadata, _id(), version, *times, *columns)
+
+
 def _document() -> Column[int]:
     # No foreign key: SQLite adds none to a table that is there. Only what nothing refers to is removed.
     return Column("document_id", ID, index=True)
@@ -282,6 +290,7 @@ audit: Final = Table(
     Column("request_id", String(64)),
     Column("address", String(64)),
     Column("root", String(63)),  # in which it was, for its own admins; none: in none, or in several
+    Column("other_roots", JSON_DOCUMENT),  # names of those that the detail concerns as well
     Index(None, "root", "id"),
 )
 
@@ -440,82 +449,10 @@ document_parts: Final = Table(
 )
 """Lists and long texts of ``documents``, some of it in a row."""
 
-# -- what is to be done by itself ----------------------------------------------------------------------------
-
-rules: Final = Table(
-    "automation_rules",
-    metadata,
-    _id(),
-    Column("name", String(128), nullable=False, unique=True),
-    Column("is_enabled", Boolean, nullable=False, server_default=true()),
-    Column("event", String(64), nullable=False),
-    Column("condition", JSON_DOCUMENT, nullable=False),  # root, run glob, tag, format, every n steps
-    Column("actions", JSON_DOCUMENT, nullable=False),  # jobs to make
-    Column("maker", String(256)),  # `Principal.answerable` of the admin who made or last changed it
-    Column("version", Integer, nullable=False, server_default="1"),
-    Column("created_seconds", Float, nullable=False),
-    Column("updated_seconds", Float, nullable=False),
-)
-
-retention_policies: Final = Table(
-    "retention_policies",
-    metadata,
-    _id(),
-    Column("name", String(128), nullable=False, unique=True),
-    Column("is_enabled", Boolean, nullable=False, server_default=true()),
-    _ref("root_id", "roots.id", nullable=False),
-    Column("run_glob", Text, nullable=False),
-    Column("keep", JSON_DOCUMENT, nullable=False),  # the fields of `dcp.Retention`
-    Column("grace_seconds", Float, nullable=False),
-    Column("interval_seconds", Float, nullable=False),
-    Column("version", Integer, nullable=False, server_default="1"),
-    Column("created_seconds", Float, nullable=False),
-    Column("updated_seconds", Float, nullable=False),
-)
-
-webhooks: Final = Table(
-    "webhooks",
-    metadata,
-    _id(),
-    Column("url", Text, nullable=False),
-    Column("secret", Text, nullable=False),  # signs; never shown again
-    Column("previous_secret", Text),  # signs as well until then, after the secret was rotated
-    Column("previous_until_seconds", Float),
-    Column("description", Text, nullable=False, server_default=""),
-    Column("events", JSON_DOCUMENT, nullable=False),
-    Column("roots", JSON_DOCUMENT),  # names; none: all
-    Column("is_enabled", Boolean, nullable=False, server_default=true()),
-    Column("maker", String(256)),  # `Principal.answerable` of the admin who made or last changed it
-    Column("disabled_reason", Text),  # where it was the service that disabled it
-    Column("failing_since_seconds", Float),  # no delivery has succeeded since
-    Column("version", Integer, nullable=False, server_default="1"),
-    Column("created_seconds", Float, nullable=False),
-    Column("updated_seconds", Float, nullable=False),
-)
-
-deliveries: Final = Table(
-    "webhook_deliveries",
-    metadata,
-    _id(),
-    _ref("webhook_id", "webhooks.id", nullable=False),
-    _ref("event_id", "events.id", nullable=False),
-    Column("state", String(16), nullable=False),  # "waiting", "delivered", "failed"
-    Column("attempt", Integer, nullable=False, server_default="0"),
-    Column("created_seconds", Float, nullable=False),
-    Column("due_seconds", Float, nullable=False),
-    Column("status_code", Integer),
-    Column("error", Text),
-    Column("delivered_seconds", Float),
-    UniqueConstraint("webhook_id", "event_id"),
-    Index(None, "state", "due_seconds"),
-)
-
 # -- who may -------------------------------------------------------------------------------------------------
 
-accounts: Final = Table(
+accounts: Final = resource_table(
     "accounts",
-    metadata,
-    _id(),
     Column("kind", String(16), nullable=False),  # "person", "service"
     Column("name", String(64), nullable=False),
     Column("title", String(256), nullable=False, server_default=""),
@@ -523,9 +460,6 @@ accounts: Final = Table(
     Column("subject", String(255)),
     Column("email", String(320)),  # only if the provider has verified it
     Column("groups", JSON_DOCUMENT, nullable=False),  # as of the last sign-in
-    Column("version", Integer, nullable=False, server_default="1"),
-    Column("created_seconds", Float, nullable=False),
-    Column("updated_seconds", Float, nullable=False),
     Column("seen_seconds", Float),
     Column("disabled_seconds", Float),
     UniqueConstraint("kind", "name"),
@@ -533,19 +467,14 @@ accounts: Final = Table(
 )
 """People who sign in, and service accounts."""
 
-grants: Final = Table(
+grants: Final = resource_table(
     "grants",
-    metadata,
-    _id(),
     _ref("account_id", "accounts.id", index=True),
     Column("group_name", String(256), index=True),  # either of both
     Column("grantee", String(300), nullable=False),  # both in one, because NULLs are never equal
     Column("role", String(16), nullable=False),
     Column("root", String(63), nullable=False),  # "*": all
     Column("created_by", String(128), nullable=False),
-    Column("version", Integer, nullable=False, server_default="1"),
-    Column("created_seconds", Float, nullable=False),
-    Column("updated_seconds", Float, nullable=False),
     UniqueConstraint("grantee", "root"),
 )
 """Roles of accounts and of groups, by root."""

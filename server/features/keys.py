@@ -12,14 +12,14 @@ from pydantic import AfterValidator, Field, ValidationError
 from sqlalchemy import Connection
 
 from dcp.server.catalog.inputs import MAX_ID, Name, Request
-from dcp.server.core.answers import IdPath, RecordAnswer, answers
+from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
 from dcp.server.core.pages.requests import Form
 from dcp.server.core.problems import ConflictError, ForbiddenError, ProblemError, UnprocessableError
 from dcp.server.core.security import accounts, keys
 from dcp.server.core.security.principal import Scope
-from dcp.server.records.administration import CreatedKey, Key
+from dcp.server.records.administration import ApiKey, CreatedKey
 from dcp.server.records.lists import Items
 
 feature: Final = Feature("keys", __name__)
@@ -32,12 +32,6 @@ def _distinct(values: list[T]) -> list[T]:
     if len(set(values)) < len(values):
         raise ValueError("one of them is there twice")
     return values
-
-
-# The name is not Key: schemathesis would link key_id to its answers, and revoke the key it uses.
-@answers(Key)
-class KeyAnswer(RecordAnswer):
-    """A key without its secret."""
 
 
 class NewKey(Request):
@@ -67,7 +61,7 @@ class NewKey(Request):
 
 
 @feature.get("/keys", tag="keys", scope="admin", errors=())
-def list_keys(ask: Ask) -> Items[Key]:
+def list_keys(ask: Ask) -> Items[ApiKey]:
     """All keys, revoked and expired ones too; for admins of some roots those of these roots alone."""
     return Items(tuple(ask.find(keys.list_keys, ask.visible)))
 
@@ -127,26 +121,26 @@ def _check_account(connection: Connection, account_id: int, ask: Ask) -> None:
         raise ConflictError(f"account {account_id} is disabled: enable it first", state="disabled")
 
 
-def _note(connection: Connection, action: str, key: Key, detail: dict[str, Any], ask: Ask) -> None:
+def _note(connection: Connection, action: str, key: ApiKey, detail: dict[str, Any], ask: Ask) -> None:
     root = key.roots[0] if key.roots is not None and len(key.roots) == 1 else None
-    change = ask.author.change(None)
+    change = ask.change()
     change.record(connection, action, f"key:{key.id}", detail, root=root)
 
 
 @feature.get("/keys/{key_id}", tag="keys", scope="admin")
-def get_key(key_id: IdPath, ask: Ask) -> Key:
+def get_key(key_id: IdPath, ask: Ask) -> ApiKey:
     """One key."""
     return ask.find(keys.get_key, key_id, ask.visible)
 
 
 @feature.delete("/keys/{key_id}", tag="keys", scope="admin")
-def revoke_key(key_id: IdPath, ask: Ask) -> Key:
+def revoke_key(key_id: IdPath, ask: Ask) -> ApiKey:
     """End a key at once and for ever; it stays in the list. Again is fine."""
     with ask.service.database.write() as connection:
         return end_key(connection, keys.get_key(connection, key_id, ask.visible), ask)
 
 
-def end_key(connection: Connection, before: Key, ask: Ask) -> Key:
+def end_key(connection: Connection, before: ApiKey, ask: Ask) -> ApiKey:
     """Revoke the key ``before``."""
     if before.revoked_at is not None:
         return before

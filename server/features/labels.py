@@ -6,6 +6,7 @@ that both think theirs is the best checkpoint must not overwrite each other unse
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 from urllib.parse import urlencode
@@ -52,29 +53,25 @@ class AliasChange(Request):
 @feature.put(_CHECKPOINT + "/tags/{tag:path}", tag="labels", scope="write", errors=_CHANGE)
 def add_tag(checkpoint_id: IdPath, tag: NamePath, ask: Ask, if_match: IfMatch) -> CheckpointDetail:
     """Add a tag. A tag that the checkpoint has already changes nothing."""
-    change = ask.author.change(if_match.version(f"c{checkpoint_id}"))
-    return ask.tagged(ask.transact(lambda c: labels.add_tags(c, checkpoint_id, [tag], change)))
+    return _changed(ask, if_match, checkpoint_id, labels.add_tags, [tag])
 
 
 @feature.delete(_CHECKPOINT + "/tags/{tag:path}", tag="labels", scope="write", errors=_CHANGE)
 def remove_tag(checkpoint_id: IdPath, tag: NamePath, ask: Ask, if_match: IfMatch) -> CheckpointDetail:
     """Remove a tag. A tag that the checkpoint does not have changes nothing."""
-    change = ask.author.change(if_match.version(f"c{checkpoint_id}"))
-    return ask.tagged(ask.transact(lambda c: labels.remove_tags(c, checkpoint_id, [tag], change)))
+    return _changed(ask, if_match, checkpoint_id, labels.remove_tags, [tag])
 
 
 @feature.put(_CHECKPOINT + "/pin", tag="labels", scope="write", errors=_CHANGE)
 def pin_checkpoint(checkpoint_id: IdPath, ask: Ask, if_match: IfMatch) -> CheckpointDetail:
     """Protect the checkpoint from deletion, also by retention."""
-    change = ask.author.change(if_match.version(f"c{checkpoint_id}"))
-    return ask.tagged(ask.transact(lambda c: labels.set_pinned(c, checkpoint_id, True, change)))
+    return _changed(ask, if_match, checkpoint_id, labels.set_pinned, True)
 
 
 @feature.delete(_CHECKPOINT + "/pin", tag="labels", scope="write", errors=_CHANGE)
 def unpin_checkpoint(checkpoint_id: IdPath, ask: Ask, if_match: IfMatch) -> CheckpointDetail:
     """Allow that it is deleted again."""
-    change = ask.author.change(if_match.version(f"c{checkpoint_id}"))
-    return ask.tagged(ask.transact(lambda c: labels.set_pinned(c, checkpoint_id, False, change)))
+    return _changed(ask, if_match, checkpoint_id, labels.set_pinned, False)
 
 
 @feature.patch(_CHECKPOINT + "/metrics", tag="labels", scope="write", errors=_CHANGE)
@@ -82,8 +79,14 @@ def change_metrics(
     checkpoint_id: IdPath, body: MetricsChange, ask: Ask, if_match: IfMatch
 ) -> CheckpointDetail:
     """Set metrics, or remove them."""
-    change = ask.author.change(if_match.version(f"c{checkpoint_id}"))
-    return ask.tagged(ask.transact(lambda c: labels.set_metrics(c, checkpoint_id, body.metrics, change)))
+    return _changed(ask, if_match, checkpoint_id, labels.set_metrics, body.metrics)
+
+
+def _changed(
+    ask: Ask, if_match: Precondition, checkpoint_id: int, act: Callable[..., CheckpointDetail], value: Any
+) -> CheckpointDetail:
+    change = ask.change(if_match.version(f"c{checkpoint_id}"))
+    return ask.tagged(ask.transact(lambda connection: act(connection, checkpoint_id, value, change)))
 
 
 # -- aliases -------------------------------------------------------------------------------------------------
@@ -116,7 +119,7 @@ def set_alias(run_id: IdPath, name: NamePath, body: AliasChange, ask: Ask, if_ma
             run_id,
             name,
             body.checkpoint_id,
-            ask.author.change(expected),
+            ask.change(expected),
             is_admin=ask.caller.may("admin", get_run(connection, run_id, ask.visible).root),
             is_protected=body.is_protected,
         )
@@ -133,7 +136,7 @@ def delete_alias(run_id: IdPath, name: NamePath, ask: Ask, if_match: IfMatch) ->
         labels.get_alias(connection, run_id, name, ask.visible)
         if_match.required()
         _check_free(connection, run_id, name, ask)
-        change = ask.author.change(_expected(connection, run_id, name, if_match, ask))
+        change = ask.change(_expected(connection, run_id, name, if_match, ask))
         labels.delete_alias(
             connection,
             run_id,

@@ -109,7 +109,7 @@ def _check(principal: Principal | None) -> None:
         raise ForbiddenError("metrics need a key with the scope 'read' for all roots", scope="read")
 
 
-@feature.get("/whoami", tag="keys", errors=())
+@feature.get("/whoami", tag="keys", scope="any", errors=())
 def get_whoami(ask: Ask) -> Whoami:
     """Return the name, the scopes and the roots of the key; without keys every caller is `local`, and may
     all."""

@@ -1,4 +1,4 @@
-"""Keys, webhooks, rules, retention, and the audit log."""
+"""Scopes, keys, the caller, and the audit log."""
 
 from __future__ import annotations
 
@@ -12,9 +12,6 @@ from dcp.server.records.declaring import OneOf, Shown
 Scope = Literal["read", "write", "convert", "delete", "admin"]
 """read: look. write: register, label, pin, verify. convert: jobs that write to roots. delete: delete, and
 retention. admin: keys, webhooks, rules, protected aliases, audit log; it implies the others."""
-DeliveryState = Literal["waiting", "delivered", "failed"]
-
-_Etag = Annotated[str, Shown("For If-Match.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +30,7 @@ class AuditEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ApiKey:  # not Key: schemathesis would link key_id to answers of that name, and revoke the key it uses
     """An API key without what it is made of; ``roots`` None: for all. ``used_at`` is right to a minute."""
 
     id: int
@@ -74,150 +71,7 @@ class Whoami:
 
 
 @dataclass(frozen=True, slots=True)
-class CreatedKey(Key):
+class CreatedKey(ApiKey):
     """A new key, with the only sight of it, which is in no repr."""
 
     key: Annotated[str, Shown("Shown now and never again.")] = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Webhook:
-    """A URL to which events are posted; ``roots`` None: events of all roots."""
-
-    id: int
-    url: str
-    events: tuple[str, ...]
-    roots: Annotated[tuple[str, ...] | None, Shown("null: all.")]
-    description: str
-    is_enabled: bool
-    disabled_reason: Annotated[str | None, Shown("The reason why the service disabled it.")]
-    failing_since: Annotated[datetime | None, Shown("No delivery has succeeded since.")]
-    previous_secret_until: Annotated[datetime | None, Shown("Until then the previous secret signs as well.")]
-    created_at: datetime
-    updated_at: datetime
-    etag: _Etag
-
-
-@dataclass(frozen=True, slots=True)
-class WebhookSecret(Webhook):
-    """A webhook and its new secret, which is shown this once, and in no repr."""
-
-    secret: str = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delivery:
-    """One event for one webhook; ``state``: "waiting", "delivered" or "failed"."""
-
-    id: int
-    webhook_id: int
-    message_id: Annotated[str, Shown("The header `webhook-id`: the same in each attempt.")]
-    event: str
-    state: Annotated[str, OneOf(DeliveryState)]
-    attempts: int
-    max_attempts: Annotated[int, Shown(may_be_absent=True)] = 10
-    status_code: Annotated[int | None, Shown("Of the receiver's last answer.")]
-    error: str | None
-    created_at: datetime
-    next_attempt_at: datetime | None
-    delivered_at: datetime | None
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A rule: ``actions`` are jobs to submit on ``event``, for checkpoints that meet ``condition``."""
-
-    id: int
-    name: str
-    event: str
-    condition: Mapping[str, Any]
-    actions: tuple[Mapping[str, Any], ...]
-    is_enabled: bool
-    version: int
-    created: datetime
-    updated: datetime
-    etag: _Etag
-
-
-@dataclass(frozen=True, slots=True)
-class RetentionPolicy:
-    """A retention policy for some runs; ``keep`` as in `dcp.Retention`."""
-
-    id: int
-    name: str
-    root: str
-    run_glob: str
-    keep: Mapping[str, Any]
-    grace_seconds: float
-    interval_seconds: float
-    is_enabled: bool
-    version: int
-    created: datetime
-    updated: datetime
-    etag: _Etag
-
-
-@dataclass(frozen=True, slots=True)
-class RetentionDecision:
-    """A checkpoint with the reasons to keep it; it is deleted if there are none. Of one that is kept
-    ``drops`` are the parts to drop, with ``dropped_bytes`` of tensors."""
-
-    checkpoint_id: int
-    key: str
-    step: int | None
-    bytes: int
-    reasons: tuple[str, ...]
-    drops: Annotated[
-        tuple[str, ...], Shown("Parts that would be dropped from it, such as optimizer.", may_be_absent=True)
-    ] = ()
-    dropped_bytes: Annotated[int, Shown("Of their tensors.", may_be_absent=True)] = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RetentionPreview:
-    """A preview of a policy for one run; ``checkpoints``: up to 1,000, those to delete first.
-
-    ``unjudged``: a sentence on each rule by a metric that no checkpoint has, which therefore keeps all.
-    """
-
-    run_id: int
-    run: str
-    kept: int
-    deleted: int
-    deleted_bytes: int
-    checkpoints: Annotated[tuple[RetentionDecision, ...], Shown("Up to 1,000; those to delete come first.")]
-    unjudged: Annotated[
-        tuple[str, ...], Shown("On each rule by a metric that no checkpoint has: it keeps all.")
-    ] = ()
-    dropped: Annotated[int, Shown("Of those kept, how many lose a part.", may_be_absent=True)] = 0
-    dropped_bytes: Annotated[int, Shown("Of the tensors of these parts.", may_be_absent=True)] = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RetentionTotals:
-    """A preview of a policy for all runs together."""
-
-    runs: int
-    kept: int
-    kept_bytes: int
-    deleted: int
-    deleted_bytes: Annotated[int, Shown("Freed once the grace is over.")]
-    unjudged_runs: Annotated[int, Shown("Runs with a rule by a metric that none of their checkpoints has.")]
-    is_cut: Annotated[bool, Shown("Always false: all runs are counted.")]
-    dropped: Annotated[int, Shown("Of those kept, how many lose a part.", may_be_absent=True)] = 0
-    dropped_bytes: Annotated[int, Shown("Of the tensors of these parts.", may_be_absent=True)] = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TensorBytes:
-    """Bytes of some tensors of older checkpoints of a run, which dropping them would free.
-
-    Of ``checkpoints`` committed ones, ``held`` are pinned or named by an alias, and count no bytes.
-    """
-
-    run_id: int
-    checkpoints: int
-    held: Annotated[int, Shown("Of them, pinned or named by an alias; their bytes are not counted.")]
-    tensors: Annotated[int, Shown("In all of them, those whose names match.")]
-    bytes: Annotated[int, Shown("Of these tensors.")]
-    total_bytes: Annotated[int, Shown("Of all tensors of these checkpoints.")]

@@ -13,7 +13,9 @@ from standardwebhooks import Webhook
 
 from dcp.server.catalog.events import CHECKPOINT_EVENTS as ALL_EVENTS
 from dcp.server.catalog.events import emit
-from dcp.server.database.tables import deliveries, events, metadata, roots, webhooks
+from dcp.server.database.tables import events, metadata, roots
+from dcp.server.features.webhooks import deliveries_table as deliveries
+from dcp.server.features.webhooks import webhooks
 from dcp.server.features.webhooks.deliveries import (
     MAX_ATTEMPTS,
     RETRY_SECONDS,

@@ -463,7 +463,8 @@ class JobWaiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A key without its secret."""
+    """An API key without what it is made of; ``roots`` None: for all. ``used_at`` is right to a
+    minute."""
 
     id: int
     name: str

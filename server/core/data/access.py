@@ -24,8 +24,9 @@ from sqlalchemy import Connection
 
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.inputs import short_name
-from dcp.server.core.allowances import Allowance, Subject, subjects_of
-from dcp.server.core.data.responses import Body, BodyResponse, Share, Streams, choose_range, disposition
+from dcp.server.core.allowances import Allowance, LimitSubject, subjects_of
+from dcp.server.core.data.responses import Body, BodyResponse, choose_range, disposition
+from dcp.server.core.data.sharing import Share, Streams
 from dcp.server.core.http.context import Service
 from dcp.server.core.problems import ConflictError, GoneError, NotFoundError, UnavailableError
 from dcp.server.core.roots import StorageRoot
@@ -400,7 +401,7 @@ class Data:
         """Return the part of the downloads that the caller may have, of this root."""
         subjects = subjects_of(self._caller.owner, self._caller.key_id, found.root.name)
 
-        def find() -> Mapping[Subject, Allowance] | None:
+        def find() -> Mapping[LimitSubject, Allowance] | None:
             with self._service.database.read() as connection:
                 if not self._is_allowed(connection):
                     return None

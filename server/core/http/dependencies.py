@@ -20,7 +20,6 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from dcp.server.catalog.inputs import MAX_PAGE
-from dcp.server.catalog.labels import Change
 from dcp.server.core.problems import (
     ForbiddenError,
     NotFoundError,
@@ -190,27 +189,6 @@ async def _precondition(
 
 
 IfMatch = Annotated[Precondition, Depends(_precondition)]
-
-
-@dataclass(frozen=True, slots=True)
-class Writer:
-    """The author of a change, and the request: for the audit log."""
-
-    principal: Principal
-    now_seconds: float
-    request_id: str | None
-    address: str | None
-
-    def change(self, expected_version: int | None) -> Change:
-        """Make the change for functions of the catalog; ``expected_version`` None is any."""
-        return Change(
-            actor=self.principal.name,
-            now=self.now_seconds,
-            expected_version=expected_version,
-            visible=self.principal.roots,
-            request_id=self.request_id,
-            address=self.address,
-        )
 
 
 @dataclass(frozen=True, slots=True)

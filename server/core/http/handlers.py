@@ -44,13 +44,9 @@ _log = structlog.get_logger(__name__)
 
 def install_handlers(app: FastAPI) -> None:
     """Let ``app`` answer errors of routes so. What escapes them is for the outermost middleware."""
-    app.add_exception_handler(ProblemError, _answer)
-    app.add_exception_handler(RequestValidationError, _answer)
-    app.add_exception_handler(HTTPException, _answer)
-    app.add_exception_handler(CatalogError, _answer)
-    app.add_exception_handler(DatabaseUnavailableError, _answer)
-    app.add_exception_handler(CheckpointError, _answer)
-    app.add_exception_handler(OSError, _answer)
+    of_routes = (ProblemError, RequestValidationError, HTTPException, CatalogError)
+    for kind in (*of_routes, DatabaseUnavailableError, CheckpointError, OSError):
+        app.add_exception_handler(kind, _answer)
 
 
 async def _answer(request: Request, error: Exception) -> Response:

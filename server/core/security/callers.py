@@ -21,14 +21,14 @@ from dcp.server.core.security.keys import KEY_PATTERN, actor_of_key, digest, fin
 from dcp.server.core.security.principal import ALL_SCOPES, NO_ROOTS, Principal, Scope
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import api_keys, sessions
-from dcp.server.records.administration import Key
+from dcp.server.records.administration import ApiKey
 
 _USE_SECONDS: Final = 60.0
 """`used_seconds` is not written more often than this."""
 _TOKEN: Final = re.compile(r"[A-Za-z0-9_-]{43}")
 
 P = TypeVar("P", bound=Principal)
-_Found = tuple[Key | None, Row[Any] | None]
+_Found = tuple[ApiKey | None, Row[Any] | None]
 """A key, or an account, or a key and the account that it belongs to."""
 
 
@@ -92,7 +92,7 @@ class Callers:
         pairs = [(key, found.get(number or 0)) for (key, _), number in zip(owned, numbers, strict=True)]
         return self._principals(connection, pairs)
 
-    def _admitted(self, connection: Connection, key: Key | None) -> Principal | None:
+    def _admitted(self, connection: Connection, key: ApiKey | None) -> Principal | None:
         if key is None:
             return None
         number = _bounding_account(key)
@@ -109,7 +109,7 @@ class Callers:
         return [self._principal(key, account, rights, now) for key, account in found]
 
     def _principal(
-        self, key: Key | None, account: Row[Any] | None, rights: Mapping[int, accounts.Rights], now: float
+        self, key: ApiKey | None, account: Row[Any] | None, rights: Mapping[int, accounts.Rights], now: float
     ) -> Principal | None:
         if key is not None and not is_valid(key, now):
             return None
@@ -124,7 +124,7 @@ class Callers:
             return _of_key_alone(key, rights[account.id].get("admin", NO_ROOTS))
         return _of_account(key, account, rights[account.id])
 
-    def _note_use(self, key: Key) -> None:
+    def _note_use(self, key: ApiKey) -> None:
         now_seconds = self._clock()
         used = key.used_at.timestamp() if key.used_at is not None else 0.0
         if now_seconds - used >= _USE_SECONDS:
@@ -139,14 +139,14 @@ class Callers:
             self._database.transact(lambda connection: _mark_used(connection, used))
 
 
-def _bounding_account(key: Key | None) -> int | None:
+def _bounding_account(key: ApiKey | None) -> int | None:
     """Return the account whose rights bound those of the key: its own, else the one that made it."""
     if key is None or key.account_id is not None:
         return None if key is None else key.account_id
     return accounts.account_number(key.maker)
 
 
-def _of_key_alone(key: Key, allowed: frozenset[str] | None) -> Principal | None:
+def _of_key_alone(key: ApiKey, allowed: frozenset[str] | None) -> Principal | None:
     """Return the caller with a key of no account, in the ``allowed`` roots alone; None if none is left."""
     scopes = ALL_SCOPES.intersection(cast(tuple[Scope, ...], key.scopes))
     roots = accounts.both(None if key.roots is None else frozenset(key.roots), allowed)
@@ -155,7 +155,7 @@ def _of_key_alone(key: Key, allowed: frozenset[str] | None) -> Principal | None:
     return Principal(actor_of_key(key), scopes, roots, key.id, maker=key.maker)
 
 
-def _of_account(key: Key | None, account: Row[Any], rights: accounts.Rights) -> Principal:
+def _of_account(key: ApiKey | None, account: Row[Any], rights: accounts.Rights) -> Principal:
     owner = accounts.actor_of(account.kind, account.name)
     name = owner if key is None else actor_of_key(key)
     if key is not None:

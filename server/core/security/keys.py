@@ -22,7 +22,7 @@ from dcp.server.core.security.accounts import actor_of
 from dcp.server.core.security.principal import ALL_SCOPES, Principal, Scope
 from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import accounts, api_keys
-from dcp.server.records.administration import CreatedKey, Key, Whoami
+from dcp.server.records.administration import ApiKey, CreatedKey, Whoami
 
 KEY_PATTERN: Final = re.compile(r"dcp_([a-z0-9]{8})_([A-Za-z0-9_-]{43})")
 _ALPHABET: Final = "abcdefghijklmnopqrstuvwxyz0123456789"
@@ -31,12 +31,12 @@ MAX_ACTOR: Final = 128
 """Characters of columns with the name of a caller."""
 
 
-def actor_of_key(key: Key) -> str:
+def actor_of_key(key: ApiKey) -> str:
     """Return the name of the key in the audit log, with that of its account first."""
     return f"{'' if key.account is None else key.account + '/'}key:{key.name}"[:MAX_ACTOR]
 
 
-def is_valid(key: Key, now_seconds: float) -> bool:
+def is_valid(key: ApiKey, now_seconds: float) -> bool:
     """Return whether the key is neither revoked nor expired."""
     if key.revoked_at is not None:
         return False
@@ -82,7 +82,7 @@ def create_key(
 
 def list_keys(
     connection: Connection, visible: frozenset[str] | None = None, *, account_id: int | None = None
-) -> list[Key]:
+) -> list[ApiKey]:
     """List keys, also revoked ones, in the order of their creation: those for ``visible`` roots alone, or
     those of an account."""
     query = _keys().order_by(api_keys.c.id)
@@ -91,7 +91,7 @@ def list_keys(
     return [key for key in map(_key, connection.execute(query)) if _is_visible(key, visible)]
 
 
-def get_key(connection: Connection, key_id: int, visible: frozenset[str] | None = None) -> Key:
+def get_key(connection: Connection, key_id: int, visible: frozenset[str] | None = None) -> ApiKey:
     """Return a key. Raises NotFoundError, also for one that is for other than ``visible`` roots."""
     key = keys_of(connection, [key_id]).get(key_id)
     if key is None or not _is_visible(key, visible):
@@ -99,7 +99,7 @@ def get_key(connection: Connection, key_id: int, visible: frozenset[str] | None 
     return key
 
 
-def _is_visible(key: Key, visible: frozenset[str] | None) -> bool:
+def _is_visible(key: ApiKey, visible: frozenset[str] | None) -> bool:
     return visible is None or (key.roots is not None and visible.issuperset(key.roots))
 
 
@@ -117,7 +117,7 @@ def whoami(connection: Connection, principal: Principal) -> Whoami:
     )
 
 
-def keys_of(connection: Connection, key_ids: Collection[int]) -> dict[int, Key]:
+def keys_of(connection: Connection, key_ids: Collection[int]) -> dict[int, ApiKey]:
     """Find keys by their ids."""
     if not key_ids:
         return {}
@@ -125,7 +125,7 @@ def keys_of(connection: Connection, key_ids: Collection[int]) -> dict[int, Key]:
     return {row.id: _key(row) for row in found}
 
 
-def revoke_key(connection: Connection, key_id: int, now_seconds: float) -> Key:
+def revoke_key(connection: Connection, key_id: int, now_seconds: float) -> ApiKey:
     """End a key at once. One that has ended stays as it is. Raises NotFoundError."""
     connection.execute(
         update(api_keys)
@@ -135,7 +135,7 @@ def revoke_key(connection: Connection, key_id: int, now_seconds: float) -> Key:
     return get_key(connection, key_id)
 
 
-def find_key(connection: Connection, secret: str, now_seconds: float) -> Key | None:
+def find_key(connection: Connection, secret: str, now_seconds: float) -> ApiKey | None:
     """Return the key ``secret`` is, if it is one that is valid."""
     match = KEY_PATTERN.fullmatch(secret)
     if match is None:
@@ -163,8 +163,8 @@ def _keys() -> Select[Any]:
     return select(api_keys, *owner).outerjoin(accounts, accounts.c.id == api_keys.c.account_id)
 
 
-def _key(row: Row[Any]) -> Key:
+def _key(row: Row[Any]) -> ApiKey:
     scopes = tuple(sorted(ALL_SCOPES.intersection(cast(list[Scope], row.scopes))))
     roots = None if row.roots is None else tuple(sorted(row.roots))
     account = None if row.account_id is None else actor_of(row.account_kind, row.account_name)
-    return record_of_row(Key, row._mapping, scopes=scopes, roots=roots, account=account)
+    return record_of_row(ApiKey, row._mapping, scopes=scopes, roots=roots, account=account)

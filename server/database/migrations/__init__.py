@@ -27,7 +27,8 @@ _LOCK: Final = 0x64_63_70_68_75_62  # "dcphub": of all processes that start at o
 
 
 class UnknownRevisionError(ValueError):
-    """The database was made by a version of this program that this one cannot upgrade from."""
+    """The database was made by a version of this program that this one cannot upgrade from: of an unknown
+    revision, or of a known one with other columns, as unreleased versions have made them."""
 
 
 def upgrade(database: Database) -> str | None:
@@ -44,6 +45,7 @@ def upgrade(database: Database) -> str | None:
         before = _revision(connection)
         if before is None or _is_older(before):
             _migrate(connection, is_empty=before is None)
+        _check_columns(connection)
         metadata.create_all(connection)  # those of features that are new here
         return before
 
@@ -64,8 +66,27 @@ def is_pending(database: Database) -> bool:
     """Return whether `upgrade` has something to do. Raises UnknownRevisionError as it does."""
     with database.read() as connection:
         before = _revision(connection)
+        is_old = before is None or _is_older(before)
         missing = metadata.tables.keys() - inspect(connection).get_table_names()
-    return before is None or _is_older(before) or bool(missing)
+        if not is_old:
+            _check_columns(connection)
+    return is_old or bool(missing)
+
+
+def _check_columns(connection: Connection) -> None:
+    """Compare the columns of the tables that are there with those of this version: a column that is missing,
+    or one more that every new row would have to fill, fails queries much later and without a reason."""
+    for (_, name), columns in inspect(connection).get_multi_columns().items():
+        if (table := metadata.tables.get(name)) is not None:
+            known = {column.name for column in table.columns}
+            needed = {one["name"] for one in columns if not one["nullable"] and not one["default"]}
+            missing = known - {one["name"] for one in columns}
+            if other := sorted(missing | (needed - known)):
+                raise UnknownRevisionError(
+                    f"the database is of an unreleased version (its table {name} differs in "
+                    f"{', '.join(other)}) and cannot be upgraded: configure a new database; roots are "
+                    "scanned again"
+                )
 
 
 def _is_older(revision: str) -> bool:

@@ -7,21 +7,16 @@ from typing import Final
 from sqlalchemy import Column, Float, ForeignKey, Index, Integer, String, Table, Text
 
 from dcp.server.database.mapping import ID
-from dcp.server.database.tables import metadata
+from dcp.server.database.tables import metadata, resource_table
 
-notes: Final = Table(
+notes: Final = resource_table(
     "notes",
-    metadata,
-    Column("id", ID, primary_key=True, autoincrement=True),
     Column("run_id", ID, ForeignKey("runs.id"), nullable=False),
     Column("checkpoint_id", ID, ForeignKey("checkpoints.id")),  # none: of the run as a whole
     Column("text", Text, nullable=False),
     Column("author", String(128), nullable=False),
     Column("owner", String(256), nullable=False),  # the author's identity, which is never used again
     Column("edited_by", String(128)),
-    Column("version", Integer, nullable=False, server_default="1"),
-    Column("created_seconds", Float, nullable=False),
-    Column("updated_seconds", Float, nullable=False),
     Index(None, "run_id", "id"),
     Index(None, "checkpoint_id", "id"),
 )

@@ -16,7 +16,8 @@ from dcp.server.catalog.search import SearchHit
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import Precondition
 from dcp.server.core.problems import ConflictError, ForbiddenError
-from dcp.server.core.resource import Resource, record_of_row
+from dcp.server.core.resource import Resource
+from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import checkpoints, roots, runs
 from dcp.server.features.notes.markdown import plain_of
 from dcp.server.features.notes.note_records import Note, NoteVersion

@@ -26,7 +26,7 @@ from dcp.server.features import keys
 from dcp.server.features.people import feature, web
 from dcp.server.features.people.accounts import ACCOUNTS, GRANTS
 from dcp.server.features.people.settings import role_settings
-from dcp.server.records.administration import CreatedKey, Key, Scope
+from dcp.server.records.administration import ApiKey, CreatedKey, Scope
 from dcp.server.records.people import Account, AccountKind, Grant, Role
 
 _ANY: Final = Precondition(None)
@@ -66,7 +66,7 @@ def _own(ask: Ask, made: CreatedKey | None = None, fault: ProblemError | None = 
 
 
 def _key_form(
-    ask: Ask, found: Iterable[Key], made: CreatedKey | None, fault: ProblemError | None
+    ask: Ask, found: Iterable[ApiKey], made: CreatedKey | None, fault: ProblemError | None
 ) -> dict[str, Any]:
     return {
         "keys": [key for key in found if is_valid(key, ask.now)],

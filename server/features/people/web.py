@@ -27,7 +27,7 @@ from dcp.server.core.security.callers import end_sessions
 from dcp.server.core.security.keys import list_keys
 from dcp.server.features.people import feature
 from dcp.server.features.people.accounts import ACCOUNTS, GRANTS
-from dcp.server.records.administration import Key
+from dcp.server.records.administration import ApiKey
 from dcp.server.records.lists import Items, Page
 from dcp.server.records.people import Account, AccountKind, Grant, Role
 
@@ -149,7 +149,7 @@ def sign_out_account(account_id: IdPath, ask: Ask) -> None:
 
 
 @feature.get(_ACCOUNT + "/keys", **_ADMIN)
-def list_account_keys(account_id: IdPath, ask: Ask) -> Items[Key]:
+def list_account_keys(account_id: IdPath, ask: Ask) -> Items[ApiKey]:
     """List the keys of an account, revoked and expired ones too (in the roots of the admin)."""
     ask.find(ACCOUNTS.find, account_id)
     return Items(tuple(ask.find(list_keys, ask.visible, account_id=account_id)))
@@ -232,7 +232,7 @@ def get_own_account(ask: Ask) -> Account:
 
 
 @feature.get("/account/keys", tag="people", scope="any", errors=(404,))
-def list_own_keys(ask: Ask) -> Items[Key]:
+def list_own_keys(ask: Ask) -> Items[ApiKey]:
     """List the keys of the caller's account, revoked and expired ones too."""
     return Items(tuple(ask.find(list_keys, account_id=own_account(ask))))
 

@@ -9,15 +9,15 @@ from dataclasses import replace
 from typing import Annotated, Any, Final, get_args
 
 from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field
-from sqlalchemy import Column, Connection, Float, Integer, String, Table, Text, select
+from sqlalchemy import Column, Connection, String, Text, select
 
-from dcp.server.core.allowances import Allowance, Allowances, LimitName, Subject, SubjectKind
+from dcp.server.core.allowances import Allowance, Allowances, LimitName, LimitSubject, SubjectKind
 from dcp.server.core.feature import Feature, Link
 from dcp.server.core.security.rates import Rate
 from dcp.server.core.settings import Settings
 from dcp.server.database.engine import Database
-from dcp.server.database.mapping import ID, JSON_DOCUMENT
-from dcp.server.database.tables import metadata
+from dcp.server.database.mapping import JSON_DOCUMENT
+from dcp.server.database.tables import resource_table
 
 __all__ = ["LIMITS", "LIMITS_OF", "MOST", "QuotaAllowances", "RateText", "feature", "quotas"]
 
@@ -31,18 +31,13 @@ LIMITS_OF: Final[Mapping[SubjectKind, tuple[LimitName, ...]]] = {
 }
 """The limits that a subject of each kind can have: bytes are kept for accounts, and requests have no root."""
 
-quotas: Final = Table(
+quotas: Final = resource_table(
     "quotas",
-    metadata,
-    Column("id", ID, primary_key=True, autoincrement=True),
-    Column("name", String(320), nullable=False, unique=True),  # of kind and subject: `Subject.text`
+    Column("name", String(320), nullable=False, unique=True),  # of kind and subject: `LimitSubject.text`
     Column("kind", String(16), nullable=False),
     Column("subject", String(192), nullable=False),
     Column("limits", JSON_DOCUMENT, nullable=False),  # by name; null: no limit; not there: the default
     Column("note", Text, nullable=False, server_default=""),
-    Column("version", Integer, nullable=False, server_default="1"),
-    Column("created_seconds", Float, nullable=False),
-    Column("updated_seconds", Float, nullable=False),
 )
 
 
@@ -110,8 +105,8 @@ class QuotaAllowances(Allowances):
         self._lock = threading.Lock()
 
     def of(
-        self, subjects: Iterable[Subject], connection: Connection | None = None
-    ) -> Mapping[Subject, Allowance]:
+        self, subjects: Iterable[LimitSubject], connection: Connection | None = None
+    ) -> Mapping[LimitSubject, Allowance]:
         """As `Allowances.of`."""
         wanted = list(subjects)
         stored = self._stored
@@ -119,7 +114,7 @@ class QuotaAllowances(Allowances):
             stored = _stored(connection, [subject.text for subject in wanted])
         return {subject: _changed(self.default(subject), stored.get(subject.text, {})) for subject in wanted}
 
-    def default(self, subject: Subject) -> Allowance:
+    def default(self, subject: LimitSubject) -> Allowance:
         """As `Allowances.default`."""
         found = super().default(subject)
         if subject.kind == "account" and found == Allowance():  # the service itself, or keys are not needed

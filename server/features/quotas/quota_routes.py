@@ -19,7 +19,7 @@ from dcp.server.catalog.runs import kept_by_account, kept_by_root
 from dcp.server.core.allowances import (
     Allowance,
     LimitName,
-    Subject,
+    LimitSubject,
     SubjectKind,
     bytes_kept,
     bytes_warning,
@@ -132,7 +132,7 @@ class QuotaChange(Request):
 @feature.post("/quotas", **_ADMIN, status=201, errors=(409,))
 def create_quota(body: NewQuota, ask: Ask) -> Quota:
     """Store limits for an account, a key or a root. They hold at once, in all processes."""
-    subject = Subject(body.kind, body.subject)
+    subject = LimitSubject(body.kind, body.subject)
     limits = _checked(subject.kind, body.limits.given())
 
     def act(connection: Connection) -> Quota:
@@ -214,7 +214,7 @@ def delete_quota(quota_id: IdPath, ask: Ask, match: IfMatch) -> None:
     _expire(ask)
 
 
-def _columns(subject: Subject, limits: Mapping[str, Any], note: str) -> dict[str, Any]:
+def _columns(subject: LimitSubject, limits: Mapping[str, Any], note: str) -> dict[str, Any]:
     return {
         "name": subject.text,
         "kind": subject.kind,
@@ -241,7 +241,7 @@ def _checked(kind: SubjectKind, limits: dict[str, Any]) -> dict[str, Any]:
     return limits
 
 
-def _check_exists(connection: Connection, subject: Subject) -> None:
+def _check_exists(connection: Connection, subject: LimitSubject) -> None:
     if subject not in labels_of(connection, [subject]):
         known = {"account": "account such as account#3 or key#3", "key": "key of this id", "root": "root"}
         raise UnprocessableError(f"subject: there is no {known[subject.kind]}", field="subject")
@@ -259,13 +259,13 @@ _SHOWN: Final = 200
 _NO_LIMIT: Final = "none"
 
 
-@feature.page("/usage", "usage.html", tag="quotas", errors=())
+@feature.page("/usage", "usage.html", scope="any", tag="quotas", errors=())
 def get_usage(ask: Ask) -> Usage:
     """Return use and limits of the caller's account and key, and of the roots that it may see."""
     own = subjects_of(ask.caller.owner, ask.caller.key_id)
     visible = [root.name for root in ask.roots if ask.caller.may_see(root.name)]
     with ask.reading() as connection:
-        found = use_of(connection, ask.service, [*own, *(Subject("root", name) for name in sorted(visible))])
+        found = use_of(connection, ask.service, [*own, *(LimitSubject("root", name) for name in visible)])
     account, *others = found
     key = others.pop(0) if len(own) > 1 else None
     return Usage(account=account, key=key, roots=tuple(others))
@@ -307,10 +307,10 @@ class SubjectView(Query):
 @feature.page("/quotas/edit", "quota.html", scope="admin", all_roots=True)
 def quota_page(view: Annotated[SubjectView, InQuery()], ask: Ask) -> dict[str, Any]:
     """Show the form with the limits of one subject."""
-    return _form_values(Subject(view.kind, view.subject), ask)
+    return _form_values(LimitSubject(view.kind, view.subject), ask)
 
 
-def _form_values(subject: Subject, ask: Ask, fault: str | None = None) -> dict[str, Any]:
+def _form_values(subject: LimitSubject, ask: Ask, fault: str | None = None) -> dict[str, Any]:
     with ask.reading() as connection:
         _check_exists(connection, subject)
         (use,) = use_of(connection, ask.service, [subject])
@@ -350,7 +350,7 @@ def quota_form(ask: Ask) -> str | Response:
     kind, name = ask.form.text("kind"), ask.form.text("subject")
     if kind not in get_args(SubjectKind):
         raise UnprocessableError("kind: account, key or root", field="kind")
-    subject = Subject(cast(SubjectKind, kind), name)
+    subject = LimitSubject(cast(SubjectKind, kind), name)
     try:
         limits = _checked(subject.kind, _typed(subject.kind, ask))
         ask.transact(lambda connection: _store(connection, subject, limits, ask))
@@ -393,7 +393,7 @@ def _value(name: LimitName, text: str) -> Any:
 _SIZE: Final[TypeAdapter[ByteSize]] = TypeAdapter(ByteSize)
 
 
-def _store(connection: Connection, subject: Subject, limits: dict[str, Any], ask: Ask) -> None:
+def _store(connection: Connection, subject: LimitSubject, limits: dict[str, Any], ask: Ask) -> None:
     _check_exists(connection, subject)
     note = ask.form.text("note")
     row: Row[Any] | None = next(iter(QUOTAS.rows(connection, name=subject.text)), None)
@@ -425,7 +425,7 @@ def root_notice(ask: Ask, found: Root) -> dict[str, Any] | None:
 
 
 def _notice(root: str, ask: Ask) -> dict[str, Any] | None:
-    subject = Subject("root", root)
+    subject = LimitSubject("root", root)
     with ask.reading() as connection:
         allowance = ask.service.allowances.of([subject], connection)[subject]
         warning = bytes_warning(subject, allowance, bytes_kept(connection, subject))
@@ -443,17 +443,17 @@ def read_samples(connection: Connection, service: Service) -> Iterator[Metric]:
     """Read how full the limits of bytes are, and who keeps the most."""
     kept = kept_by_account(connection)
     most = sorted(kept, key=lambda name: kept[name], reverse=True)[:_ACCOUNTS]
-    labels = labels_of(connection, [Subject("account", name) for name in most])
+    labels = labels_of(connection, [LimitSubject("account", name) for name in most])
     family = GaugeMetricFamily(
         "dcp_account_bytes", "Bytes kept for the accounts that keep the most", labels=["account"]
     )
     for name in most:
-        family.add_metric([labels.get(Subject("account", name), name)], kept[name])
+        family.add_metric([labels.get(LimitSubject("account", name), name)], kept[name])
     yield family
     limits = GaugeMetricFamily("dcp_root_bytes_limit", "Bytes that a root may keep", labels=["root"])
     levels = Counter({(kind, level): 0 for kind in ("account", "root") for level in ("warning", "full")})
     by_root = kept_by_root(connection)
-    subjects = {Subject("account", name): size for name, size in kept.items()}
+    subjects = {LimitSubject("account", name): size for name, size in kept.items()}
     subjects |= {one: by_root.get(one.name, 0) for one in known_subjects(connection, "root")}
     for subject, allowance in service.allowances.of(subjects, connection).items():
         level = bytes_level(subjects[subject], allowance)

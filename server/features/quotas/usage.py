@@ -16,7 +16,7 @@ from dcp.server.core.allowances import (
     SERVICE,
     Allowance,
     LimitName,
-    Subject,
+    LimitSubject,
     SubjectKind,
     bytes_kept,
     bytes_warning,
@@ -100,13 +100,13 @@ class Usage:
     roots: tuple[SubjectUse, ...]
 
 
-def known_subjects(connection: Connection, kind: SubjectKind) -> list[Subject]:
+def known_subjects(connection: Connection, kind: SubjectKind) -> list[LimitSubject]:
     """Return all subjects of a kind that are known: also those that use nothing now."""
     stored = select(quotas.c.subject).where(quotas.c.kind == kind)
     names = set(connection.execute(stored).scalars())
     if kind == "root":
         names |= set(connection.execute(select(roots.c.name).where(roots.c.is_configured)).scalars())
-        return [Subject(kind, name) for name in sorted(names)]
+        return [LimitSubject(kind, name) for name in sorted(names)]
     valid = select(api_keys.c.id).where(api_keys.c.revoked_seconds.is_(None))
     if kind == "key":
         names |= {str(number) for number in connection.execute(valid).scalars()}
@@ -118,10 +118,10 @@ def known_subjects(connection: Connection, kind: SubjectKind) -> list[Subject]:
         owners = select(jobs.c.owner).where(jobs.c.finished_seconds.is_(None)).distinct()
         names |= set(connection.execute(owners).scalars()) | set(kept_by_account(connection))
         names = {name for name in names if not name.startswith(SERVICE)}
-    return [Subject(kind, name) for name in sorted(names)]
+    return [LimitSubject(kind, name) for name in sorted(names)]
 
 
-def labels_of(connection: Connection, subjects: Iterable[Subject]) -> dict[Subject, str]:
+def labels_of(connection: Connection, subjects: Iterable[LimitSubject]) -> dict[LimitSubject, str]:
     """Return the names of subjects; those that do not exist are left out."""
     wanted = set(subjects)
     of_accounts = select(accounts.c.id, accounts.c.kind, accounts.c.name)
@@ -131,9 +131,9 @@ def labels_of(connection: Connection, subjects: Iterable[Subject]) -> dict[Subje
         of_accounts = of_accounts.where(accounts.c.id.in_(_numbers(wanted, "account#")))
         numbers = _numbers(wanted, "key#") | _numbers((one for one in wanted if one.kind == "key"), "")
         of_keys = of_keys.where(api_keys.c.id.in_(numbers))
-    known: dict[Subject, str] = {}
+    known: dict[LimitSubject, str] = {}
     for row in connection.execute(of_accounts):
-        known[Subject("account", f"account#{row.id}")] = actor_of(row.kind, row.name)
+        known[LimitSubject("account", f"account#{row.id}")] = actor_of(row.kind, row.name)
     for key in connection.execute(of_keys):
         is_alone = key.account_id is None
         name = (
@@ -141,11 +141,11 @@ def labels_of(connection: Connection, subjects: Iterable[Subject]) -> dict[Subje
             if is_alone
             else f"{actor_of(key.account_kind, key.account_name)}/key:{key.name}"
         )
-        known[Subject("key", str(key.id))] = name
+        known[LimitSubject("key", str(key.id))] = name
         if is_alone:
-            known[Subject("account", f"key#{key.id}")] = name
-    known[Subject("account", LOCAL.owner)] = LOCAL.name
-    known |= {Subject("root", name): name for name in connection.execute(select(roots.c.name)).scalars()}
+            known[LimitSubject("account", f"key#{key.id}")] = name
+    known[LimitSubject("account", LOCAL.owner)] = LOCAL.name
+    known |= {LimitSubject("root", name): name for name in connection.execute(select(roots.c.name)).scalars()}
     return {subject: known[subject] for subject in wanted if subject in known}
 
 
@@ -153,15 +153,15 @@ _MAX_NAMED: Final = 500
 """Subjects that one statement names; for more of them all that are known are read."""
 
 
-def _numbers(subjects: Iterable[Subject], prefix: str) -> set[int]:
+def _numbers(subjects: Iterable[LimitSubject], prefix: str) -> set[int]:
     """Return the numbers of the subjects whose names are ``prefix`` and a number that may be an id."""
     texts = (one.name.removeprefix(prefix) for one in subjects if one.name.startswith(prefix))
     return {int(text) for text in texts if text.isdecimal() and text.isascii() and len(text) <= 15}
 
 
 def foremost(
-    connection: Connection, service: Service, subjects: Sequence[Subject], most: int
-) -> list[Subject]:
+    connection: Connection, service: Service, subjects: Sequence[LimitSubject], most: int
+) -> list[LimitSubject]:
     """Choose those of very many subjects of one kind that may be among the ``most`` that are nearest to their
     limits: with limits of their own, with jobs, downloads or requests, and that keep the most bytes.
 
@@ -175,7 +175,7 @@ def foremost(
     kept = kept_by_account(connection)
     large = set(nlargest(most, kept, key=lambda name: kept[name]))
 
-    def is_used(one: Subject) -> bool:
+    def is_used(one: LimitSubject) -> bool:
         if one in busy or one.text in stored or (one.kind == "account" and one.name in large):
             return True
         return bool(streams.running_of(one) or rates.counted(one.text))
@@ -185,15 +185,15 @@ def foremost(
     return [*used, *islice((one for one in subjects if one not in chosen), most)]
 
 
-def use_of(connection: Connection, service: Service, subjects: Sequence[Subject]) -> list[SubjectUse]:
+def use_of(connection: Connection, service: Service, subjects: Sequence[LimitSubject]) -> list[SubjectUse]:
     """Return the use of each of ``subjects``, in order."""
     allowances = service.allowances.of(subjects, connection)
     running, queued = _running(connection), _queued(connection)
     if len(subjects) <= _FEW:
         kept = {subject: bytes_kept(connection, subject) for subject in subjects}
     else:
-        kept = {Subject("account", name): size for name, size in kept_by_account(connection).items()}
-        kept |= {Subject("root", name): size for name, size in kept_by_root(connection).items()}
+        kept = {LimitSubject("account", name): size for name, size in kept_by_account(connection).items()}
+        kept |= {LimitSubject("root", name): size for name, size in kept_by_root(connection).items()}
     streams = streams_of(service)
     stored = {row.name: row.id for row in connection.execute(select(quotas.c.name, quotas.c.id))}
     labels = labels_of(connection, subjects)
@@ -254,10 +254,10 @@ def _level(name: str, used: int, allowed: int | None, allowance: Allowance) -> L
     return "warning" if used > warned else "ok"
 
 
-def _running(connection: Connection) -> Mapping[Subject, set[int]]:
+def _running(connection: Connection) -> Mapping[LimitSubject, set[int]]:
     """Return the jobs at work, by subject."""
     names = {row.id: row.name for row in connection.execute(select(roots.c.id, roots.c.name))}
-    found: defaultdict[Subject, set[int]] = defaultdict(set)
+    found: defaultdict[LimitSubject, set[int]] = defaultdict(set)
     for one in jobs_at_work(connection):
         if not one.owner.startswith(SERVICE):
             root = None if one.root_id is None else names[one.root_id]
@@ -266,7 +266,7 @@ def _running(connection: Connection) -> Mapping[Subject, set[int]]:
     return found
 
 
-def _queued(connection: Connection) -> Counter[Subject]:
+def _queued(connection: Connection) -> Counter[LimitSubject]:
     """Return the number of queued jobs, by subject."""
     query = (
         select(jobs.c.owner, jobs.c.key_id, roots.c.name, func.count())
@@ -274,7 +274,7 @@ def _queued(connection: Connection) -> Counter[Subject]:
         .where(jobs.c.state == "queued", ~jobs.c.owner.startswith(SERVICE))
         .group_by(jobs.c.owner, jobs.c.key_id, roots.c.name)
     )
-    found: Counter[Subject] = Counter()
+    found: Counter[LimitSubject] = Counter()
     for owner, key_id, root, count in connection.execute(query):
         for subject in subjects_of(owner, key_id, root):
             found[subject] += count

@@ -90,14 +90,14 @@ def alias_of(connection: Connection, checkpoint_id: int) -> str | None:
     return connection.execute(query).scalars().first()
 
 
-def kept_by(connection: Connection, checkpoint_id: int) -> list[allowances.Subject]:
+def kept_by(connection: Connection, checkpoint_id: int) -> list[allowances.LimitSubject]:
     """Return the root that keeps the bytes of a checkpoint, and the account, if one has registered it."""
     query = select(roots.c.name, checkpoints.c.owner).join_from(checkpoints, roots)
     row = connection.execute(query.where(checkpoints.c.id == checkpoint_id)).one_or_none()
     if row is None:
         return []
-    found = [allowances.Subject("root", row.name)]
-    return found if row.owner is None else [*found, allowances.Subject("account", row.owner)]
+    found = [allowances.LimitSubject("root", row.name)]
+    return found if row.owner is None else [*found, allowances.LimitSubject("account", row.owner)]
 
 
 def restore(connection: Connection, checkpoint_id: int, change: Change) -> CheckpointDetail:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 from sqlalchemy import Connection, Row, Select, case, func, null, or_, select
 
@@ -19,12 +19,7 @@ from dcp.server.catalog.inputs import format_in_catalog
 from dcp.server.catalog.names import check_pattern, matches
 from dcp.server.catalog.runs import get_run
 from dcp.server.database.tables import aliases, checkpoints, metrics, roots, runs, structure_tensors
-from dcp.server.records.administration import (
-    RetentionDecision,
-    RetentionPreview,
-    RetentionTotals,
-    TensorBytes,
-)
+from dcp.server.records.declaring import Shown
 from dcp.steps import OPTIMIZER, StepState
 from dcp.storage.formats.registry import DCP, TORCH_DCP
 
@@ -36,6 +31,72 @@ _COLUMNS: Final = (
 )
 
 _Checkpoint = Row[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionDecision:
+    """A checkpoint with the reasons to keep it; it is deleted if there are none. Of one that is kept
+    ``drops`` are the parts to drop, with ``dropped_bytes`` of tensors."""
+
+    checkpoint_id: int
+    key: str
+    step: int | None
+    bytes: int
+    reasons: tuple[str, ...]
+    drops: Annotated[
+        tuple[str, ...], Shown("Parts that would be dropped from it, such as optimizer.", may_be_absent=True)
+    ] = ()
+    dropped_bytes: Annotated[int, Shown("Of their tensors.", may_be_absent=True)] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPreview:
+    """A preview of a policy for one run; ``checkpoints``: up to 1,000, those to delete first.
+
+    ``unjudged``: a sentence on each rule by a metric that no checkpoint has, which therefore keeps all.
+    """
+
+    run_id: int
+    run: str
+    kept: int
+    deleted: int
+    deleted_bytes: int
+    checkpoints: Annotated[tuple[RetentionDecision, ...], Shown("Up to 1,000; those to delete come first.")]
+    unjudged: Annotated[
+        tuple[str, ...], Shown("On each rule by a metric that no checkpoint has: it keeps all.")
+    ] = ()
+    dropped: Annotated[int, Shown("Of those kept, how many lose a part.", may_be_absent=True)] = 0
+    dropped_bytes: Annotated[int, Shown("Of the tensors of these parts.", may_be_absent=True)] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionTotals:
+    """A preview of a policy for all runs together."""
+
+    runs: int
+    kept: int
+    kept_bytes: int
+    deleted: int
+    deleted_bytes: Annotated[int, Shown("Freed once the grace is over.")]
+    unjudged_runs: Annotated[int, Shown("Runs with a rule by a metric that none of their checkpoints has.")]
+    is_cut: Annotated[bool, Shown("Always false: all runs are counted.")]
+    dropped: Annotated[int, Shown("Of those kept, how many lose a part.", may_be_absent=True)] = 0
+    dropped_bytes: Annotated[int, Shown("Of the tensors of these parts.", may_be_absent=True)] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorBytes:
+    """Bytes of some tensors of older checkpoints of a run, which dropping them would free.
+
+    Of ``checkpoints`` committed ones, ``held`` are pinned or named by an alias, and count no bytes.
+    """
+
+    run_id: int
+    checkpoints: int
+    held: Annotated[int, Shown("Of them, pinned or named by an alias; their bytes are not counted.")]
+    tensors: Annotated[int, Shown("In all of them, those whose names match.")]
+    bytes: Annotated[int, Shown("Of these tensors.")]
+    total_bytes: Annotated[int, Shown("Of all tensors of these checkpoints.")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,28 @@ that are dropped cannot be restored.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
-from sqlalchemy import Connection, Row, delete, func, select, update
+from sqlalchemy import (
+    Boolean,
+    Column,
+    Connection,
+    Float,
+    ForeignKey,
+    Row,
+    String,
+    delete,
+    func,
+    select,
+    true,
+    update,
+)
+from sqlalchemy import Text as LongText
 
 from dcp.manager.retention import Retention
 from dcp.server.catalog.errors import CatalogError, InvalidQueryError
@@ -37,11 +53,42 @@ from dcp.server.core.resource import Resource
 from dcp.server.core.security.principal import SYSTEM, Principal
 from dcp.server.core.settings import Settings
 from dcp.server.database.engine import insert_missing
-from dcp.server.database.mapping import record_of_row
-from dcp.server.database.tables import checkpoints, jobs, retention_policies, roots, schedules
+from dcp.server.database.mapping import ID, JSON_DOCUMENT, record_of_row
+from dcp.server.database.tables import checkpoints, jobs, resource_table, roots, schedules
 from dcp.server.features.retention.deletion import PruneKind, PruneParams, delete_softly, in_use
-from dcp.server.features.retention.planning import plan_run, runs_of
-from dcp.server.records.administration import RetentionDecision, RetentionPolicy, Scope
+from dcp.server.features.retention.planning import RetentionDecision, plan_run, runs_of
+from dcp.server.records.administration import Scope
+from dcp.server.records.declaring import Shown
+
+retention_policies: Final = resource_table(
+    "retention_policies",
+    Column("name", String(128), nullable=False, unique=True),
+    Column("is_enabled", Boolean, nullable=False, server_default=true()),
+    Column("root_id", ID, ForeignKey("roots.id"), nullable=False),
+    Column("run_glob", LongText, nullable=False),
+    Column("keep", JSON_DOCUMENT, nullable=False),  # the fields of `dcp.Retention`
+    Column("grace_seconds", Float, nullable=False),
+    Column("interval_seconds", Float, nullable=False),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPolicy:
+    """A retention policy for some runs; ``keep`` as in `dcp.Retention`."""
+
+    id: int
+    name: str
+    root: str
+    run_glob: str
+    keep: Mapping[str, Any]
+    grace_seconds: float
+    interval_seconds: float
+    is_enabled: bool
+    version: int
+    created: datetime
+    updated: datetime
+    etag: Annotated[str, Shown("For If-Match.")]
+
 
 POLICIES: Final = Resource(
     retention_policies,

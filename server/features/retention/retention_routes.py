@@ -22,7 +22,15 @@ from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import IfMatch, PageParams, PageQuery, Precondition, check_visible
 from dcp.server.core.problems import ForbiddenError, NotFoundError
 from dcp.server.features.retention import deletion, feature
-from dcp.server.features.retention.planning import plan_run, retention_totals, runs_of, tensor_bytes
+from dcp.server.features.retention.planning import (
+    RetentionPreview,
+    RetentionTotals,
+    TensorBytes,
+    plan_run,
+    retention_totals,
+    runs_of,
+    tensor_bytes,
+)
 from dcp.server.features.retention.policies import (
     POLICIES,
     Keep,
@@ -31,8 +39,8 @@ from dcp.server.features.retention.policies import (
     PreviewRequest,
     RetentionKind,
     RetentionParams,
+    RetentionPolicy,
 )
-from dcp.server.records.administration import RetentionPolicy, RetentionPreview, RetentionTotals, TensorBytes
 from dcp.server.records.checkpoints import CheckpointDetail, Run
 from dcp.server.records.jobs import Job
 from dcp.server.records.lists import Page
@@ -173,7 +181,7 @@ def delete_checkpoint(
     if root not in ask.settings.writable_roots:
         raise ForbiddenError(f"root {root} is read-only, or not configured any more")
     grace = ask.settings.delete_grace_seconds if grace_seconds is None else grace_seconds
-    change = ask.author.change(match.version(f"c{checkpoint_id}"))
+    change = ask.change(match.version(f"c{checkpoint_id}"))
 
     def act(connection: Connection) -> CheckpointDetail:
         found = deletion.delete_softly(connection, checkpoint_id, grace, change)
@@ -192,7 +200,7 @@ def restore_checkpoint(checkpoint_id: IdPath, ask: Ask, match: IfMatch) -> Check
 
     Its bytes count again: above a limit of its account or root only admins of all roots restore it.
     """
-    change = ask.author.change(match.version(f"c{checkpoint_id}"))
+    change = ask.change(match.version(f"c{checkpoint_id}"))
 
     def act(connection: Connection) -> CheckpointDetail:
         kept_by = () if ask.caller.may_everywhere("admin") else deletion.kept_by(connection, checkpoint_id)

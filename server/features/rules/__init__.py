@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
-from sqlalchemy import Connection, Row, literal, select, update
+from sqlalchemy import Boolean, Column, Connection, Row, String, literal, select, true, update
 
 from dcp.server.catalog import audit
 from dcp.server.catalog.details import get_checkpoint
@@ -24,13 +26,13 @@ from dcp.server.core.problems import ProblemError
 from dcp.server.core.resource import Resource
 from dcp.server.core.security.accounts import NOT_ADMIN, without_admin
 from dcp.server.core.security.principal import ALL_SCOPES, SYSTEM, Principal
-from dcp.server.database.mapping import record_of_row
-from dcp.server.database.tables import jobs, lineage, rules
+from dcp.server.database.mapping import JSON_DOCUMENT, record_of_row
+from dcp.server.database.tables import jobs, lineage, resource_table
 from dcp.server.features import kinds, role_settings
 from dcp.server.features.convert.conversion import target_dedup_key
 from dcp.server.features.convert.options import ConvertOptions, ConvertParams
-from dcp.server.records.administration import Rule
 from dcp.server.records.checkpoints import CheckpointDetail
+from dcp.server.records.declaring import Shown
 
 __all__ = [
     "ACTIONS",
@@ -38,6 +40,7 @@ __all__ = [
     "Action",
     "Condition",
     "ConvertAction",
+    "Rule",
     "RuleEvent",
     "StatsAction",
     "VerifyAction",
@@ -70,6 +73,33 @@ def _roots(condition: Mapping[str, Any], actions: Iterable[Mapping[str, Any]]) -
 
 def _roots_of(rule: Row[Any]) -> set[str] | None:
     return _roots(rule.condition, rule.actions)
+
+
+rules: Final = resource_table(
+    "automation_rules",
+    Column("name", String(128), nullable=False, unique=True),
+    Column("is_enabled", Boolean, nullable=False, server_default=true()),
+    Column("event", String(64), nullable=False),
+    Column("condition", JSON_DOCUMENT, nullable=False),  # root, run glob, tag, format, every n steps
+    Column("actions", JSON_DOCUMENT, nullable=False),  # jobs to make
+    Column("maker", String(256)),  # `Principal.answerable` of the admin who made or last changed it
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule: ``actions`` are jobs to submit on ``event``, for checkpoints that meet ``condition``."""
+
+    id: int
+    name: str
+    event: str
+    condition: Mapping[str, Any]
+    actions: tuple[Mapping[str, Any], ...]
+    is_enabled: bool
+    version: int
+    created: datetime
+    updated: datetime
+    etag: Annotated[str, Shown("For If-Match.")]
 
 
 RULES: Final = Resource(

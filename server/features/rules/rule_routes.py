@@ -13,8 +13,16 @@ from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import IfMatch, PageQuery
 from dcp.server.core.problems import ForbiddenError, UnprocessableError
-from dcp.server.features.rules import RULES, Action, Condition, ConvertAction, RuleEvent, feature, is_within
-from dcp.server.records.administration import Rule
+from dcp.server.features.rules import (
+    RULES,
+    Action,
+    Condition,
+    ConvertAction,
+    Rule,
+    RuleEvent,
+    feature,
+    is_within,
+)
 from dcp.server.records.lists import Page
 
 _ADMIN: Final[dict[str, Any]] = {"tag": "rules", "scope": "admin"}

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from sqlalchemy import Column, Float, ForeignKey, Index, Integer, String, Table, Text
+from sqlalchemy import Column, Float, ForeignKey, Index, String, Table, Text
 
 from dcp.server.database.mapping import ID, JSON_DOCUMENT
-from dcp.server.database.tables import metadata
+from dcp.server.database.tables import metadata, resource_table
 
-stage_requests: Final = Table(
+stage_requests: Final = resource_table(
     "stage_requests",
-    metadata,
-    Column("id", ID, primary_key=True, autoincrement=True),
     Column("run_id", ID, ForeignKey("runs.id"), nullable=False),
     Column("checkpoint_id", ID, ForeignKey("checkpoints.id"), nullable=False),
     Column("stage", String(128), nullable=False),
@@ -23,9 +21,6 @@ stage_requests: Final = Table(
     Column("requested_by", String(128), nullable=False),
     Column("owner", String(256), nullable=False),  # identity of who requested, which is never used again
     Column("maker", String(256)),  # `Principal.maker` of who requested
-    Column("version", Integer, nullable=False, server_default="1"),
-    Column("created_seconds", Float, nullable=False),
-    Column("updated_seconds", Float, nullable=False),
     Index(None, "run_id", "id"),
     Index(None, "checkpoint_id", "id"),
     Index(None, "state", "id"),

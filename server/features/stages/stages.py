@@ -22,11 +22,12 @@ from dcp.server.catalog.runs import get_run
 from dcp.server.core.ask import Ask
 from dcp.server.core.http.dependencies import Precondition
 from dcp.server.core.problems import ForbiddenError
-from dcp.server.core.resource import Resource, record_of_row
+from dcp.server.core.resource import Resource
 from dcp.server.core.security.accounts import accounts_of
 from dcp.server.core.security.keys import keys_of
 from dcp.server.core.security.principal import Scope
 from dcp.server.core.settings import Settings
+from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import checkpoints, roots, runs
 from dcp.server.features.retention.deletion import is_pruned_now
 from dcp.server.features.stages import feature
@@ -356,7 +357,7 @@ def demote(
     _leave(connection, ask, run_id, stage)
     _enter(connection, ask, run_id, checkpoint_id, stage, holder.request_id, "demoted", reason)
     detail = {"root": row["root"], "run": row["run"], "checkpoint": checkpoint_id, "stage": stage}
-    ask.author.change(None).record(connection, "stage.demote", f"run:{run_id}", detail)
+    ask.change().record(connection, "stage.demote", f"run:{run_id}", detail)
     _emit(connection, ask, "stage.demoted", row, stage, holder.request_id, reason)
 
 
@@ -500,7 +501,7 @@ def _promote(
             delete(stage_holders).where(stage_holders.c.run_id == run_id, stage_holders.c.stage == stage)
         )
     content = marks_of(lock_checkpoint(connection, number))
-    change = ask.author.change(None)
+    change = ask.change()
     labels.set_alias(connection, run_id, stage, number, change, is_admin=True, is_protected=True)
     connection.execute(
         insert(stage_holders).values(
@@ -527,7 +528,7 @@ def _leave(connection: Connection, ask: Ask, run_id: int, stage: str) -> None:
         delete(stage_holders).where(stage_holders.c.run_id == run_id, stage_holders.c.stage == stage)
     )
     with suppress(MissingError):
-        labels.delete_alias(connection, run_id, stage, ask.author.change(None), is_admin=True)
+        labels.delete_alias(connection, run_id, stage, ask.change(), is_admin=True)
 
 
 def _note(

@@ -10,8 +10,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from sqlalchemy import Connection, Row, Select, delete, insert, select, update
 
@@ -23,17 +24,17 @@ from dcp.server.core.jobs.schedules import ScheduleContext
 from dcp.server.core.security.accounts import NOT_ADMIN, without_admin
 from dcp.server.core.security.principal import SYSTEM
 from dcp.server.database.engine import insert_missing
-from dcp.server.database.tables import checkpoints, deliveries, events, roots, runs, webhooks
+from dcp.server.database.tables import checkpoints, events, roots, runs
 from dcp.server.features import role_settings
-from dcp.server.features.webhooks import feature
+from dcp.server.features.webhooks import deliveries_table as deliveries
+from dcp.server.features.webhooks import feature, webhooks
 from dcp.server.features.webhooks.hooks import (
     HOOKS,
     Sealer,
     forget_previous_secrets,
     reseal_secrets,
 )
-from dcp.server.records.administration import Delivery
-from dcp.server.records.declaring import moment
+from dcp.server.records.declaring import OneOf, Shown, moment
 from dcp.server.records.lists import Page
 
 TEST_KIND: Final = "webhook.test"
@@ -50,8 +51,27 @@ _FORGET_BATCH: Final = 1000
 _GONE: Final = 410
 _ERROR_CHARACTERS: Final = 300
 
+DeliveryState = Literal["waiting", "delivered", "failed"]
 Hook = Row[Any]
 DeliveryRow = Row[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """One event for one webhook; ``state``: "waiting", "delivered" or "failed"."""
+
+    id: int
+    webhook_id: int
+    message_id: Annotated[str, Shown("The header `webhook-id`: the same in each attempt.")]
+    event: str
+    state: Annotated[str, OneOf(DeliveryState)]
+    attempts: int
+    max_attempts: Annotated[int, Shown(may_be_absent=True)] = 10
+    status_code: Annotated[int | None, Shown("Of the receiver's last answer.")]
+    error: str | None
+    created_at: datetime
+    next_attempt_at: datetime | None
+    delivered_at: datetime | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,10 +27,36 @@ from dcp.server.catalog.inputs import LateChoice
 from dcp.server.core.resource import Resource
 from dcp.server.core.settings import Settings
 from dcp.server.database.mapping import record_of_row
-from dcp.server.database.tables import deliveries, webhooks
 from dcp.server.features import event_kinds
-from dcp.server.records.administration import Webhook
-from dcp.server.records.declaring import moment
+from dcp.server.features.webhooks import deliveries_table as deliveries
+from dcp.server.features.webhooks import webhooks
+from dcp.server.records.declaring import Shown, moment
+
+
+@dataclass(frozen=True, slots=True)
+class Webhook:
+    """A URL to which events are posted; ``roots`` None: events of all roots."""
+
+    id: int
+    url: str
+    events: tuple[str, ...]
+    roots: Annotated[tuple[str, ...] | None, Shown("null: all.")]
+    description: str
+    is_enabled: bool
+    disabled_reason: Annotated[str | None, Shown("The reason why the service disabled it.")]
+    failing_since: Annotated[datetime | None, Shown("No delivery has succeeded since.")]
+    previous_secret_until: Annotated[datetime | None, Shown("Until then the previous secret signs as well.")]
+    created_at: datetime
+    updated_at: datetime
+    etag: Annotated[str, Shown("For If-Match.")]
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookSecret(Webhook):
+    """A webhook and its new secret, which is shown this once, and in no repr."""
+
+    secret: str = field(repr=False)
+
 
 SEALED_PREFIX: Final = "sealed1:"
 _PREFIX: Final = "whsec_"

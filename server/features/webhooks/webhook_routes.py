@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
+from prometheus_client.core import Metric
 from pydantic import AfterValidator, Field, StringConstraints
 from pydantic.json_schema import SkipJsonSchema
-from sqlalchemy import Connection, Row
+from sqlalchemy import Connection, Row, func, select
 
 from dcp.server.catalog.inputs import Request, Text
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
+from dcp.server.core.http.context import Service
 from dcp.server.core.http.dependencies import IfMatch, PageQuery
 from dcp.server.core.problems import ConflictError, ForbiddenError, UnprocessableError
-from dcp.server.database.tables import webhooks
+from dcp.server.core.samples import age, counts, gauge
 from dcp.server.features import event_kinds
-from dcp.server.features.webhooks import deliveries, feature
+from dcp.server.features.webhooks import deliveries, deliveries_table, feature, webhooks
 from dcp.server.features.webhooks.addresses import MAX_URL_LENGTH, Allowed, RefusedUrlError, parse_url
-from dcp.server.features.webhooks.deliveries import delivery_of
-from dcp.server.features.webhooks.hooks import HOOKS, EventKind, Sealer, check_secret, new_secret
-from dcp.server.records.administration import Delivery, DeliveryState, Webhook, WebhookSecret
+from dcp.server.features.webhooks.deliveries import Delivery, DeliveryState, delivery_of
+from dcp.server.features.webhooks.hooks import (
+    HOOKS,
+    EventKind,
+    Sealer,
+    Webhook,
+    WebhookSecret,
+    check_secret,
+    new_secret,
+)
 from dcp.server.records.lists import Page
 
 _ADMIN: Final[dict[str, Any]] = {"tag": "webhooks", "scope": "admin"}
@@ -208,3 +218,24 @@ def redeliver_webhook_delivery(webhook_id: IdPath, delivery_id: IdPath, ask: Ask
         return delivery_of(delivery)
 
     return ask.transact(act)
+
+
+@feature.samples
+def read_samples(connection: Connection, service: Service) -> Iterator[Metric]:
+    """Read the metrics of webhooks and their deliveries."""
+    by_state = {"enabled": 0, "disabled": 0}
+    for is_enabled, count in connection.execute(
+        select(webhooks.c.is_enabled, func.count()).group_by(webhooks.c.is_enabled)
+    ):
+        by_state["enabled" if is_enabled else "disabled"] = count
+    yield gauge("dcp_webhooks", "Webhooks", ["state"], [((state,), n) for state, n in by_state.items()])
+    states = select(deliveries_table.c.state, func.count()).group_by(deliveries_table.c.state)
+    rows = counts(connection, ("waiting", "delivered", "failed"), states)
+    yield gauge("dcp_webhook_deliveries", "Deliveries that are remembered, by state", ["state"], rows)
+    oldest = connection.execute(
+        select(func.min(deliveries_table.c.created_seconds))
+        .select_from(deliveries_table.join(webhooks, deliveries_table.c.webhook_id == webhooks.c.id))
+        .where(deliveries_table.c.state == "waiting", webhooks.c.is_enabled)
+    ).scalar()
+    help_text = "How long the oldest delivery that is not there yet has been due or tried"
+    yield age("dcp_webhook_oldest_waiting_seconds", help_text, oldest, service.clock())

@@ -21,11 +21,10 @@ from dcp.server.core.data.responses import (
     BodyResponse,
     ByteRange,
     PlannedResponse,
-    Share,
-    Streams,
     choose_range,
     disposition,
 )
+from dcp.server.core.data.sharing import Share, Streams
 from dcp.server.core.http.handlers import install_handlers
 from dcp.server.core.http.middleware import RequestMiddleware
 from dcp.server.core.logs import configure_logs

@@ -68,6 +68,26 @@ def test_a_database_of_an_unknown_version_is_refused(database: Database, tmp_pat
         assert done.status == 3 and "configure a new database" in " ".join(done.err.split())
 
 
+@pytest.mark.parametrize(
+    "change",
+    ["ALTER TABLE audit DROP COLUMN other_roots", "ALTER TABLE audit RENAME COLUMN target TO subject"],
+)
+def test_a_database_with_other_columns_is_refused(database: Database, tmp_path: Path, change: str) -> None:
+    """One of an earlier checkout, at the same revision: readiness and commands name the table and what to
+    do."""
+    with database.write() as connection:
+        if "target" in change:
+            connection.execute(text("DROP INDEX ix_audit_target"))
+        connection.execute(text(change))
+    url = database.url.render_as_string(hide_password=False)
+    with running_app(url, tmp_path, auth="off") as app:
+        answer = app.base.get("/readyz")
+        assert answer.status_code == 503 and "table audit differs in" in answer.json()["checks"]["database"]
+    for line in ("db upgrade", "keys list"):
+        done = command(*line.split(), "--database", url)
+        assert done.status == 3 and "configure a new database" in " ".join(done.err.split())
+
+
 def test_a_migration_that_fails_leaves_nothing(empty_database: Database) -> None:
     """A table of ours is in the way: no other one is made, and without it all is well. One of another program
     stays as it is."""

@@ -427,6 +427,16 @@ def test_an_admin_of_a_root_rules_it_alone(catalog: Catalog, provider: Provider)
     assert catalog.status("PATCH", f"/rules/{rule['id']}", client, json=change) == 403
     catalog.http.put(f"{API}/checkpoints/2/tags/x")
     catalog.http.put(f"{API}/checkpoints/1/tags/x")
+    params = {"checkpoint_id": 2, "to": "torch", "target_root": "main", "target_key": "copy.pt"}
+    made = catalog.http.post(f"{API}/jobs", json={"kind": "convert", "params": params})
+    assert made.status_code == 202, made.text
+    catalog.http.post(f"{API}/jobs", json={"kind": "verify", "params": {"checkpoint_id": 1}})
+    seen_jobs = catalog.get("/audit", client, action="job.submit")["items"]
+    jobs = {one["target"]: one["detail"] for one in seen_jobs}
+    # those of the jobs of its own root alone: the parameters of the other one name what is elsewhere
+    assert [job for job, detail in jobs.items() if detail is None] == [f"job:{made.json()['id']}"]
+    (entry,) = catalog.get("/audit", action="job.submit", target=f"job:{made.json()['id']}")["items"]
+    assert entry["detail"]["params"]["checkpoint_id"] == 2
     log = catalog.get("/audit", client)["items"]
     assert {one["root"] for one in log} == {"main"}
     assert {"grant.create", "key.create", "rule.create", "checkpoint.tag"} <= {one["action"] for one in log}

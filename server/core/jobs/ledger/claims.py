@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Row, and_, func, not_, or_, select, text, true, update
 
-from dcp.server.core.allowances import SERVICE, Allowances, Subject, refusal, subjects_of
+from dcp.server.core.allowances import SERVICE, Allowances, LimitSubject, refusal, subjects_of
 from dcp.server.core.jobs.ledger.rows import (
     Claim,
     Held,
@@ -307,7 +307,7 @@ def check_queue(connection: Connection, allowances: Allowances, job_id: int) -> 
             raise refusal(subject, "jobs_queued", most, count - 1, wait_seconds=_WAIT_SECONDS)
 
 
-def _jobs_of(subject: Subject) -> ColumnElement[bool]:
+def _jobs_of(subject: LimitSubject) -> ColumnElement[bool]:
     if subject.kind == "account":
         return jobs.c.owner == subject.name
     if subject.kind == "key":
@@ -317,7 +317,7 @@ def _jobs_of(subject: Subject) -> ColumnElement[bool]:
     return and_(is_of_root, not_(jobs.c.owner.startswith(SERVICE)))
 
 
-def _count_queued(connection: Connection, subject: Subject, most: int) -> int:
+def _count_queued(connection: Connection, subject: LimitSubject, most: int) -> int:
     queued = select(jobs.c.id).where(_jobs_of(subject), jobs.c.state == "queued").limit(most)
     return connection.execute(select(func.count()).select_from(queued.subquery())).scalar_one()
 
@@ -327,7 +327,7 @@ def _may_run(
 ) -> ColumnElement[bool] | None:
     """Return the jobs that may be claimed beside those ``at_work``: these themselves, and all others but
     those of an account, a key or a root that has as many at work as it may have. None: all may."""
-    counted: defaultdict[Subject, set[int]] = defaultdict(set)
+    counted: defaultdict[LimitSubject, set[int]] = defaultdict(set)
     limited = {one.job_id: one for one in at_work if not one.owner.startswith(SERVICE)}
     numbers = sorted({one.root_id for one in limited.values() if one.root_id is not None})
     if not limited:
