@@ -170,7 +170,7 @@ def list_grants(
     return GRANTS.page(ask, page, **{name: value for name, value in values.items() if value is not None})
 
 
-@feature.post("/grants", **_ADMIN, status=201, errors=(403, 409))
+@feature.post("/grants", **_ADMIN, status=201, errors=(403, 404, 409))
 def create_grant(body: NewGrant, ask: Ask) -> Grant:
     """Grant a role; an account or group has one in each root, and one for all roots beside."""
     if (body.account_id is None) == (body.group is None):
