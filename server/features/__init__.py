@@ -58,7 +58,6 @@ FEATURES: Final = (
     "runs",
     "shards",
     "stages",
-    "statistics",
     "tensors",
     "verify",
     "webhooks",
@@ -73,7 +72,7 @@ FEATURES: Final = (
 )
 """Folders and files beside this one. Of two routes that fit a path the first one answers."""
 
-_WITHOUT_WORK: Final = ("shards", "tensors")
+_WITHOUT_WORK: Final = ("shards",)
 """Folders of pages and routes alone, as files are: they import FastAPI, and a worker does without them."""
 
 

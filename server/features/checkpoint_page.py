@@ -22,7 +22,7 @@ from dcp.server.features.diff import DiffKind, DiffParams
 from dcp.server.features.diff.comparison import Differences
 from dcp.server.features.downloads import list_files
 from dcp.server.features.roots import roots_of
-from dcp.server.features.tensors import list_tensors, tensor_tree
+from dcp.server.features.tensors.routes import list_tensors, tensor_tree
 from dcp.server.features.verify import Verification, newest_verifications
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
 from dcp.storage.commit_names import METADATA_NAME

@@ -15,7 +15,7 @@ from dcp.server.core.jobs.kind import CheckpointId, Globs, JobContext, Parameter
 from dcp.server.core.jobs.ledger.rows import Json
 from dcp.server.core.jobs.subjects import SimpleKind, Subject, open_source, storage_errors
 from dcp.server.core.security.principal import Scope
-from dcp.server.features.statistics import finite
+from dcp.server.features.tensors import finite
 from dcp.server.records.declaring import OneOf, Shown
 from dcp.storage.formats.torch.python_values import value_text
 

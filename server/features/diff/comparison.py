@@ -37,8 +37,8 @@ from dcp.server.features.diff import (
     DiffParams,
     feature,
 )
-from dcp.server.features.tensors import get_tensor_statistics
 from dcp.server.features.tensors.histograms import histogram_picture
+from dcp.server.features.tensors.routes import get_tensor_statistics
 from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.jobs import Job
 

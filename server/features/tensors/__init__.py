@@ -1,229 +1,234 @@
-"""Tensors in the API: names as pages and as a tree; one tensor, or a slice of it, with its values."""
+"""Tensors of a checkpoint, and statistics of their values, which a job (kind ``stats``) computes in one pass.
+
+Marks of tensors that are dead or exploding follow from the statistics, by rules that pages state.
+"""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, replace
-from types import EllipsisType
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
-from fastapi import Depends, Query, Response
+from pydantic import Field
+from sqlalchemy import Connection, select
 
 from dcp.server.catalog.details import get_checkpoint
-from dcp.server.catalog.structures import Tensor, TreeNode, tensors_page, tree_level
-from dcp.server.core.answers import IdPath, problems
-from dcp.server.core.ask import Ask, AskDep
-from dcp.server.core.data.responses import NOT_MODIFIED, binary, is_unchanged, not_modified
 from dcp.server.core.feature import Feature
-from dcp.server.core.http.dependencies import PageQuery, requires
-from dcp.server.core.http.routes import api_router
-from dcp.server.core.problems import UnprocessableError
-from dcp.server.features.statistics.kept import MeasuredTensor, kept_statistics
-from dcp.server.records.declaring import Shown
-from dcp.server.records.lists import Page
+from dcp.server.core.jobs.kind import CheckpointId, Globs, JobContext, Parameters, ReportProgress
+from dcp.server.core.jobs.ledger.rows import Json
+from dcp.server.core.jobs.subjects import SimpleKind, Subject, read_tensors
+from dcp.server.core.security.principal import Scope
+from dcp.server.database.documents import read_items, write_document
+from dcp.server.database.engine import insert_or_update
+from dcp.server.database.tables import statistics
+from dcp.server.records.declaring import Hidden, Shown, moment
+from dcp.server.records.jobs import Job
 
 if TYPE_CHECKING:
-    from dcp.inspection.values.tensor_reading import Slices
-
-feature: Final = Feature("tensors", __name__, web=["page", "slices", "layers"])
+    from dcp.inspection.values.statistics import CheckpointStatistics, ElementStatistics
 
 
-GridValue = Literal["mean", "min", "max", "abs_max", "nonfinite"]
-
-
-@dataclass(frozen=True, slots=True)
-class TreePage:
-    """One level of the tree of names, in their order."""
-
-    prefix: str
-    items: tuple[TreeNode, ...]
-    next_cursor: str | None
+_HISTOGRAMS: Final = 512
+"""Tensors whose histograms are kept; those of more would be larger than some checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
-class TensorGrid:
-    """A matrix, or a slice that is one, as ``rows`` times ``columns`` cells, row by row.
+class Statistics:
+    """Statistics of the values of all tensors together, and of those of this page."""
 
-    Cell (i, j) is of the rows from ``i * shape[0] // rows`` on and the columns from ``j * shape[1] //
-    columns`` on. What is not finite counts in ``nonfinite`` alone; a cell without finite values has None.
-    """
-
-    fqn: str
-    dtype: str
-    shape: Annotated[tuple[int, ...], Shown("Of the slice, as a matrix.")]
-    rows: int
-    columns: int
-    is_sampled: Annotated[bool, Shown("Only a part of each cell was read, because the tensor is large.")]
-    read_elements: int
-    mean: tuple[float | None, ...]
-    min: tuple[float | None, ...]
-    max: tuple[float | None, ...]
-    abs_max: tuple[float | None, ...]
-    nonfinite: tuple[int, ...]
+    is_stale: Annotated[bool, Shown("The checkpoint was replaced since they were computed.")]
+    created_at: datetime
+    job_id: int | None
+    total: Any
+    tensor_count: int
+    tensors: tuple[Any, ...] = ()
+    next_cursor: str | None = None
+    document_id: Annotated[int, Hidden()] = 0  # of those of each tensor
 
 
-router = api_router("/checkpoints/{checkpoint_id}/tensors", tags=["data"], dependencies=[requires("read")])
+class StatsParams(Parameters):
+    """The checkpoint, which tensors of it, and the bins of each histogram at most."""
 
-_TENSORS: Final = "/checkpoints/{checkpoint_id}/tensors"
-_ERRORS: Final = (400, 401, 403, 404, 421, 422, 429, 503)
-_READ_ERRORS: Final = (409, 410, 412, *_ERRORS)
-_MAX_NAME: Final = 4096
-_MAX_SLICES: Final = 64
-_PART: Final = re.compile(
-    r"(?P<start>-?[0-9]{1,18})?(?:(?P<is_slice>:)(?P<stop>-?[0-9]{1,18})?(?::(?P<step>-?[0-9]{1,18})?)?)?"
-)
-
-_Fqn = Annotated[str | None, Query(min_length=1, max_length=_MAX_NAME, description="Its name.")]
-_OldFqn = Annotated[
-    str | None,
-    Query(alias="name", min_length=1, max_length=_MAX_NAME, deprecated=True, description="The same as fqn."),
-]
-_Slice = Annotated[
-    str | None,
-    Query(alias="slice", max_length=512, description="As numpy has it.", examples=["0:2,:,-1"]),
-]
-_Side = Annotated[int, Query(ge=1, le=256, description="As many cells at most.")]
+    checkpoint_id: CheckpointId
+    only: Globs | None = None
+    exclude: Globs | None = None
+    bins: Annotated[int, Field(ge=8, le=256)] = 32
 
 
-async def _fqn(fqn: _Fqn = None, old: _OldFqn = None) -> str:
-    if fqn is None and old is None:
-        raise UnprocessableError("which tensor? fqn is its name, as the list of tensors has it", field="fqn")
-    if None not in (fqn, old) and fqn != old:
-        raise UnprocessableError("fqn and name are two words for one thing: give one", field="name")
-    return fqn or old or ""
+class StatsKind(SimpleKind[StatsParams]):
+    """Statistics of one checkpoint; those of all its tensors are kept with it."""
 
+    name: ClassVar[str] = "stats"
+    about: ClassVar[str] = "Compute statistics and histograms of the tensors of a checkpoint."
+    scope: ClassVar[Scope] = "read"
+    params = StatsParams
+    preload: ClassVar[tuple[str, ...]] = (
+        "dcp.inspection.values.statistics",
+        "dcp.inspection.values.tensor_reading",
+    )
 
-Fqn = Annotated[str, Depends(_fqn)]
+    def run(
+        self,
+        context: JobContext,
+        params: StatsParams,
+        subjects: Sequence[Subject],
+        report_progress: ReportProgress,
+    ) -> Json:
+        """As `SimpleKind.run`."""
+        from dcp.inspection.values.statistics import statistics
 
-
-def parse_slices(text: str | None) -> Slices | None:
-    """Parse ``0:2,:,3`` as numpy reads it; None for none. Raises UnprocessableError for anything else."""
-    if text is None or not text.strip():
-        return None
-    parts: list[slice | int | EllipsisType] = []
-    for part in text.split(",", _MAX_SLICES):
-        stripped = part.strip()
-        match = _PART.fullmatch(stripped)
-        if stripped == "...":
-            parts.append(...)
-        elif match is None or not stripped or (match["step"] and int(match["step"]) == 0):
-            raise UnprocessableError(
-                f"{part[:40]!r} in the slice is none of 3, 0:2, ::-1 and ...", field="slice"
+        (subject,) = subjects
+        with read_tensors(context, subject) as (reader, fingerprint):
+            found = statistics(
+                reader,
+                only=params.only,
+                exclude=params.exclude,
+                bins=params.bins,
+                progress=lambda done, total: report_progress(done),
             )
-        elif match["is_slice"]:
-            numbers = (match["start"], match["stop"], match["step"])
-            parts.append(slice(*(int(number) if number else None for number in numbers)))
-        else:
-            parts.append(int(match["start"]))
-    return tuple(parts)
+        return {**_document(found), "fingerprint": fingerprint}
+
+    def record(self, connection: Connection, job: Job, result: Json) -> None:
+        """As `Kind.record`."""
+        params = StatsParams.model_validate(job.params)
+        if params.only is not None or params.exclude is not None:
+            return
+        tensors = result.get("tensors", [])
+        kept = {name: value for name, value in result.items() if name not in ("fingerprint", "tensors")}
+        row = {
+            "checkpoint_id": params.checkpoint_id,
+            "fingerprint": result["fingerprint"],
+            "result": kept | {"tensor_count": len(tensors)},
+            "created_seconds": time.time(),
+            "job_id": job.id,
+            # a large result is a document already, with the list of tensors
+            "document_id": job.document_id or write_document(connection, {"tensors": tensors}),
+        }
+        insert_or_update(connection, statistics, [row])
 
 
-@feature.get(_TENSORS, tag="data", errors=_ERRORS)
-def list_tensors(
-    checkpoint_id: IdPath,
-    ask: Ask,
-    page: PageQuery,
-    glob: Annotated[str | None, Query(min_length=1, max_length=256, examples=["layers.*.weight"])] = None,
-    kind: Literal["tensor", "object"] | None = None,
-    dtype: Annotated[str | None, Query(max_length=32, examples=["bfloat16"])] = None,
-) -> Page[Tensor]:
-    """Tensors and values by name, as they were when the checkpoint was found; nothing is read."""
-    row = ask.find(get_checkpoint, checkpoint_id, ask.visible)
-    if row.structure_id is None:
-        return Page((), None)
-    given: dict[str, Any] = {"glob": glob, "kind": kind, "dtype": dtype}
-    return ask.find(tensors_page, row.structure_id, limit=page.limit, cursor=page.cursor, **given)
+def finite(value: float | int | None) -> float | int | None:
+    """Return the number as JSON can hold it: None where it is not finite."""
+    if isinstance(value, int):
+        return value if -(2**63) <= value < 2**63 else float(value)
+    return value if value is not None and math.isfinite(value) else None
 
 
-@feature.get(_TENSORS + "/tree", tag="data", errors=_ERRORS)
-def tensor_tree(
-    checkpoint_id: IdPath,
-    ask: Ask,
-    page: PageQuery,
-    prefix: Annotated[
-        str, Query(max_length=_MAX_NAME, description="A name without its last dot; the top without it.")
-    ] = "",
-    collapsed: Annotated[
-        bool, Query(description="A name with a single one below it is one with that: model.decoder.")
-    ] = False,
-) -> TreePage:
-    """One level of the tree that the dots in the names make."""
-    row = ask.find(get_checkpoint, checkpoint_id, ask.visible)
-    if row.structure_id is None:
-        return TreePage(prefix, (), None)
-    options: dict[str, Any] = {"limit": page.limit, "cursor": page.cursor, "is_collapsed": collapsed}
-    found = ask.find(tree_level, row.structure_id, prefix, **options)
-    return TreePage(prefix, found.items, found.next_cursor)
+def statistics_json(found: ElementStatistics | None, *, histogram: bool) -> dict[str, Any] | None:
+    """Return the statistics of one tensor as JSON; ``histogram``: include both of them."""
+    if found is None:
+        return None
+    names = ("count", "nans", "infs", "zeros", "min", "max", "mean", "std", "norm")
+    document: dict[str, Any] = {name: finite(getattr(found, name)) for name in names}
+    for name in ("histogram", "linear"):
+        bins = getattr(found, name) if histogram else None
+        document[name] = (
+            None
+            if bins is None
+            else {"edges": [finite(edge) for edge in bins.edges], "counts": list(bins.counts)}
+        )
+    return document
 
 
-@router.head("/data", name="head_tensor", include_in_schema=False)
-@router.get(
-    "/data",
-    name="tensor_data",
-    response_class=Response,
-    responses={**binary("The file."), **problems(416, *_READ_ERRORS)},
-)
-def tensor_data(
-    checkpoint_id: IdPath,
-    fqn: Fqn,
-    ask: AskDep,
-    taken: _Slice = None,
-    to: Annotated[
-        Literal["npy", "safetensors"],
-        Query(alias="format", description=".npy has float32 for what numpy has not."),
-    ] = "npy",
-) -> Response:
-    """One tensor, or a slice of it, as .npy or .safetensors. Only what this needs is read, and compared."""
-    from dcp.server.features.tensors.values import plan_tensor  # only here, as all that reads tensors
-
-    slices = parse_slices(taken)
-    found = ask.data.open(checkpoint_id)
-    etag = found.opened.etag("tensor", fqn, slices, to)
-    with found.problems():
-        body, dtype, shape = plan_tensor(found.opened, fqn, slices, to)
-    if is_unchanged(ask.request.headers, etag):
-        return not_modified(etag)
-    headers = {"X-DCP-Dtype": dtype, "X-DCP-Shape": ",".join(map(str, shape))}
-    return ask.data.answer(ask.request, found, body, f"{fqn}.{to}", etag, headers)
+def _document(found: CheckpointStatistics) -> dict[str, Any]:
+    """Return the ``tensors`` in their order, and the ``total``; numbers that are not finite are null."""
+    histograms = len(found.tensors) <= _HISTOGRAMS
+    return {
+        "tensors": [
+            {
+                "fqn": tensor.fqn,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "statistics": statistics_json(tensor.statistics, histogram=histograms),
+            }
+            for tensor in found.tensors
+        ],
+        "total": statistics_json(found.total, histogram=True),
+        "bytes_read": found.bytes_read,
+    }
 
 
-@feature.get(_TENSORS + "/grid", tag="data", errors=_READ_ERRORS, responses=NOT_MODIFIED)
-def get_tensor_grid(
-    checkpoint_id: IdPath,
-    fqn: Fqn,
-    ask: Ask,
-    taken: Annotated[
-        str | None,
-        Query(alias="slice", max_length=512, description="What leaves two dimensions.", examples=["0,:,:"]),
-    ] = None,
-    rows: _Side = 128,
-    columns: _Side = 128,
-    value: Annotated[list[GridValue] | None, Query(max_length=5, description="All, if not given.")] = None,
-) -> TensorGrid:
-    """Return a tensor, or a slice of it, in cells with the mean, minimum and maximum of what each covers.
-
-    Only what this needs is read; of more than some ten million elements a part of each cell.
-    """
-    from dcp.server.features.tensors.values import tensor_grid
-
-    slices = parse_slices(taken)
-    found = ask.data.open(checkpoint_id)
-    ask.tag(found.opened.etag("grid", fqn, slices, rows, columns, value))
-    with found.problems():
-        grid = tensor_grid(found.opened, fqn, slices, rows=rows, columns=columns)
-    left_out = () if value is None else set(get_args(GridValue)) - set(value)
-    emptied: dict[str, Any] = dict.fromkeys(left_out, ())
-    return replace(grid, **emptied)
+def stored_statistics(
+    connection: Connection, checkpoint_id: int, visible: frozenset[str] | None = None
+) -> Statistics | None:
+    """Return the stored statistics without those of each tensor, None without any; `MissingError` for a
+    checkpoint that may not be seen."""
+    detail = get_checkpoint(connection, checkpoint_id, visible)
+    row = connection.execute(select(statistics).where(statistics.c.checkpoint_id == checkpoint_id)).first()
+    if row is None:
+        return None
+    created_at = moment(row.created_seconds)
+    is_stale = row.fingerprint != detail.fingerprint
+    if detail.fingerprint is None:  # not known yet
+        is_stale = created_at < detail.committed_at
+    total, count = row.result.get("total"), row.result["tensor_count"]
+    return Statistics(is_stale, created_at, row.job_id, total, count, document_id=row.document_id)
 
 
-@feature.get(_TENSORS + "/statistics", tag="data", errors=_READ_ERRORS)
-def get_tensor_statistics(checkpoint_id: IdPath, fqn: Fqn, ask: Ask) -> MeasuredTensor:
-    """Statistics of one tensor: as a job has computed them; else, if it is not large, it is read now."""
-    from dcp.server.features.tensors.values import tensor_statistics
+def tensors_of(connection: Connection, found: Statistics, begin: int, end: int) -> list[Any]:
+    """Return the statistics of the tensors ``begin`` to ``end``."""
+    return read_items(connection, found.document_id, "tensors", begin, end)
 
-    kept = kept_statistics(ask, checkpoint_id, fqn)
-    if kept is not None:
-        return kept
-    found = ask.data.open(checkpoint_id)
-    with found.problems():
-        return tensor_statistics(found.opened, fqn)
+
+# -- marks ---------------------------------------------------------------------------------------------------
+
+
+LARGE: Final = 10_000.0
+"""A magnitude that weights and their moments do not have where training goes well."""
+
+Values = Mapping[str, Any]
+"""Statistics of a tensor as the API has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """``kind`` and why."""
+
+    kind: Literal["exploding", "dead"]
+    reason: str
+
+
+def mark_of(dtype: str, values: Values | None, second_moment: Values | None = None) -> Mark | None:
+    """Return the mark of a tensor of floats with more than one element: exploding with NaN or infinite
+    elements, or one above `LARGE`; dead if all of it is 0, or its ``second_moment``, which is then what no
+    gradient has reached."""
+    if values is None or "float" not in dtype or values["count"] < 2:
+        return None
+    wrong = [
+        f"{values[name]:,} {word}" for name, word in (("nans", "NaN"), ("infs", "infinite")) if values[name]
+    ]
+    if wrong:
+        return Mark("exploding", " and ".join(wrong))
+    largest = largest_of(values)
+    if largest is not None and largest > LARGE:
+        return Mark("exploding", f"the largest is {largest:.3g}")
+    if values["zeros"] == values["count"]:
+        return Mark("dead", "all of it is 0")
+    if second_moment is not None and second_moment["zeros"] == second_moment["count"] > 1:
+        return Mark("dead", "its second moment is 0: no gradient has reached it")
+    return None
+
+
+def largest_of(values: Values) -> float | None:
+    """Return the largest magnitude of the finite elements; infinite where JSON could not hold it."""
+    if not values["count"] or values["nans"] + values["infs"] == values["count"]:
+        return None
+    ends = [values["min"], values["max"]]
+    return math.inf if None in ends else float(max(map(abs, ends)))
+
+
+def norm_of(values: Values) -> float | None:
+    """Return the norm of all elements: NaN or infinite where one of them is."""
+    return math.nan if values["nans"] else math.inf if values["infs"] else values["norm"]
+
+
+def rms_of(values: Values) -> float | None:
+    """Return the root mean square of the finite elements."""
+    finite = values["count"] - values["nans"] - values["infs"]
+    return values["norm"] / math.sqrt(finite) if finite and values["norm"] is not None else None
+
+
+feature: Final = Feature("tensors", __name__, kinds=[StatsKind()], web=["routes", "page", "layers"])

@@ -14,9 +14,18 @@ from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.names import in_order, layer_of
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
-from dcp.server.features.statistics import StatsKind, StatsParams, stored_statistics, tensors_of
-from dcp.server.features.tensors import feature
-from dcp.server.features.tensors.marks import LARGE, Mark, largest_of, mark_of, norm_of
+from dcp.server.features.tensors import (
+    LARGE,
+    Mark,
+    StatsKind,
+    StatsParams,
+    feature,
+    largest_of,
+    mark_of,
+    norm_of,
+    stored_statistics,
+    tensors_of,
+)
 
 _ROWS: Final = 200
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, Literal
 
-from dcp.server.features.tensors.marks import Mark, mark_of, rms_of
+from dcp.server.features.tensors import Mark, mark_of, rms_of
 from dcp.storage.errors import CheckpointError
 from dcp.storage.formats.index import UNKNOWN, CheckpointIndex
 from dcp.storage.formats.torch.python_values import decode_value

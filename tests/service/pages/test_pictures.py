@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from dcp.inspection.values.statistics import Summary
-from dcp.server.features.statistics import statistics_json
-from dcp.server.features.tensors.marks import mark_of
+from dcp.server.features.tensors import mark_of, statistics_json
 
 
 @pytest.mark.parametrize(
