@@ -73,12 +73,6 @@ class PlannedDownload:
     held_bytes: int
 
 
-def download_etag(opened: OpenCheckpoint, options: DownloadOptions) -> str:
-    """Return the entity tag of the bytes: a layout depends on nothing but the files, the options and the
-    version of dcp."""
-    return opened.etag("download", __version__, options)
-
-
 def download_name(opened: OpenCheckpoint, options: DownloadOptions) -> str:
     """Return the name of the file that a client is offered."""
     stem = opened.key.rpartition("/")[2]
@@ -214,7 +208,7 @@ def download(checkpoint_id: IdPath, options: Annotated[DownloadOptions, Query()]
     found = ask.data.open(checkpoint_id)
     opened, plans = found.opened, ask.service.own(Plans)
     is_small = is_small_download(opened)
-    etag = download_etag(opened, options)
+    etag = opened.etag("download", __version__, options)  # a layout depends on nothing else
     if is_unchanged(ask.request.headers, etag):
         return not_modified(etag)
 
@@ -278,11 +272,12 @@ def download_file(
     found = ask.data.open(checkpoint_id)
     with found.problems():
         info = _file_of(found.opened, name)
-        etag = _file_etag(found.opened, info)
+        etag = found.opened.etag("file", info.name, info.size_bytes, info.modified_seconds)
         if is_unchanged(request.headers, etag):
             return not_modified(etag)
-        url = _presigned_url(found.opened, name) if redirect and request.method == "GET" else None
-    if url is not None:
+        sign = getattr(found.opened.store, "presigned_url", None)  # only some storages can
+        url = sign and redirect and request.method == "GET" and sign(name, _PRESIGNED_SECONDS)
+    if url:
         return RedirectResponse(url, 307, {"Cache-Control": "no-store"})
     body = FileBody(found.opened.store, info.name, info.size_bytes)
     return ask.data.answer(request, found, body, name, etag)
@@ -333,14 +328,3 @@ def _file_of(opened: OpenCheckpoint, name: str) -> FileInfo:
     if info is None:
         raise NotFoundError(f"the checkpoint has no file {name[:255]!r}")
     return info
-
-
-def _file_etag(opened: OpenCheckpoint, info: FileInfo) -> str:
-    """Return an entity tag that changes whenever the file is replaced."""
-    return opened.etag("file", info.name, info.size_bytes, info.modified_seconds)
-
-
-def _presigned_url(opened: OpenCheckpoint, name: str) -> str | None:
-    """Return a URL by which the storage itself serves the file; None where it cannot."""
-    sign = getattr(opened.store, "presigned_url", None)
-    return None if sign is None else sign(name, _PRESIGNED_SECONDS)

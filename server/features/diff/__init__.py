@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
@@ -175,20 +175,8 @@ def _document(found: compared.Difference) -> dict[str, Any]:
     """Return the differences, up to 50,000 of each; ``is_cut``: there are more. ``counts`` are of all."""
     return {
         "is_empty": found.is_empty,
-        "tensors": [
-            {
-                "fqn": one.fqn,
-                "kind": one.kind,
-                "before": _facts(one.before),
-                "after": _facts(one.after),
-                "values": None if one.values is None else _values(one.values),
-            }
-            for one in found.tensors[:_MAX_DIFFERENCES]
-        ],
-        "objects": [
-            {"fqn": one.fqn, "kind": one.kind, "before": text_of(one.before), "after": text_of(one.after)}
-            for one in found.objects[:_MAX_DIFFERENCES]
-        ],
+        "tensors": [_plain(one) for one in found.tensors[:_MAX_DIFFERENCES]],
+        "objects": [asdict(one) for one in with_texts(found.objects[:_MAX_DIFFERENCES])],
         "counts": Counter(one.kind for one in found.tensors),
         "tensor_count": len(found.tensors),
         "object_count": len(found.objects),
@@ -199,23 +187,19 @@ def _document(found: compared.Difference) -> dict[str, Any]:
     }
 
 
-def _facts(facts: compared.TensorFacts | None) -> dict[str, Any] | None:
-    return None if facts is None else {"fqn": facts.fqn, "dtype": facts.dtype, "shape": list(facts.shape)}
+def _plain(one: compared.TensorDifference) -> dict[str, Any]:
+    found = asdict(one)
+    if one.values is not None:
+        found["values"] |= {name: finite(found["values"][name]) for name in ("max_abs", "relative_l2")}
+    return found
 
 
-def _values(values: compared.ValueDifference) -> dict[str, Any]:
-    return {
-        "elements": values.elements,
-        "differing": values.differing,
-        "nonfinite": values.nonfinite,
-        "max_abs": finite(values.max_abs),
-        "relative_l2": finite(values.relative_l2),
-        "nonfinite_after": values.nonfinite_after,
-    }
+def with_texts(objects: Sequence[compared.ObjectDifference]) -> list[compared.ObjectDifference]:
+    """Return the differences with the beginnings of values as text."""
+    return [replace(one, before=_text_of(one.before), after=_text_of(one.after)) for one in objects]
 
 
-def text_of(value: Any) -> str | None:
-    """Return the beginning of a value as text."""
+def _text_of(value: Any) -> str | None:
     return None if value is None else value_text(value)[:_MAX_TEXT]
 
 

@@ -24,7 +24,6 @@ from dcp.server.core.data.access import SharedValues
 from dcp.server.core.http.dependencies import PageParams, PageQuery
 from dcp.server.core.jobs.ledger.reading import get_job, last_job
 from dcp.server.core.jobs.subjects import find_subject
-from dcp.server.core.pages.rendering import page
 from dcp.server.core.pages.requests import FormDep, MovedError
 from dcp.server.core.problems import NotFoundError, ProblemError, UnprocessableError
 from dcp.server.features.diff import (
@@ -118,33 +117,18 @@ def diff_checkpoints(
     order: Annotated[DifferenceOrder, Query(description=_ORDER)] = "name",
 ) -> Diff:
     """Compare it with the checkpoint `before`. No tensor is read; values are compared by the job `diff`."""
-    return _page_of(ask, before, checkpoint_id, page, basis, kind or (), glob, order)
-
-
-def _page_of(
-    ask: Ask,
-    a: int,
-    b: int,
-    rows: PageParams,
-    basis: Basis | None,
-    kinds: Sequence[DifferenceKind] = (),
-    glob: str | None = None,
-    order: DifferenceOrder = "name",
-) -> Diff:
-    """Return a page of the tensors of these kinds that differ between ``a``, the one before, and ``b``.
-    Raises NotFoundError where the values are to be compared and no job has done that."""
     from dcp.server.features.diff.differences import chosen
 
     if glob is not None:
         check_pattern("glob", glob)
-    content, found, job = _found(ask, a, b, basis)
-    mark = query_mark("diff", a, b, content, basis, kinds, glob, order)
-    begin = offset_of(rows.cursor, mark)
-    tensors = chosen(found, kinds, glob, order)
-    end = begin + rows.limit
+    content, found, job = _found(ask, before, checkpoint_id, basis)
+    mark = query_mark("diff", before, checkpoint_id, content, basis, kind or (), glob, order)
+    begin = offset_of(page.cursor, mark)
+    tensors = chosen(found, kind or (), glob, order)
+    end = begin + page.limit
     return Diff(
-        a=a,
-        b=b,
+        a=before,
+        b=checkpoint_id,
         basis=found.basis,
         counts=found.counts,
         equal_tensors=found.equal,
@@ -221,7 +205,7 @@ def diff_page(view: Annotated[DiffView, Query()], ask: Ask) -> dict[str, Any] | 
     before = ask.find(get_checkpoint, view.a, ask.visible)
     if gone := [one for one in (before, after) if one.state != "committed"]:
         values = {"view": view, "gone": gone, "before": before, "after": after}
-        return page(ask.request, "diff/diff.html", 409, found=None, **values)
+        return ask.page("diff/diff.html", 409, found=None, **values)
     return _differences(before, after, view, ask)
 
 
@@ -265,10 +249,10 @@ def _shown(a: int, b: int, view: DiffView, ask: Ask) -> tuple[Diff, str]:
     given: dict[str, Any] = {"before": a, "kind": view.kind, "glob": view.pattern}
     order = view.order or "weights"
     try:
-        found = _page_of(ask, a, b, rows, "values", kinds, view.pattern, order)
+        found = diff_checkpoints(b, a, ask, rows, "values", kinds, view.pattern, order)
         given |= {"basis": "values", "order": order}
     except NotFoundError:
-        found = _page_of(ask, a, b, rows, None, kinds, view.pattern, "weights")
+        found = diff_checkpoints(b, a, ask, rows, None, kinds, view.pattern, "weights")
     query = urlencode({name: value for name, value in given.items() if value is not None})
     return found, f"/api/v1/checkpoints/{b}/diff?{query}"
 
@@ -278,7 +262,7 @@ def _nonfinite(a: int, b: int, found: Diff, ask: Ask) -> DifferingTensor | None:
     any."""
     if found.basis != "values":
         return None
-    worst = _page_of(ask, a, b, PageParams(1, None), "values", order="nonfinite").tensors
+    worst = diff_checkpoints(b, a, ask, PageParams(1, None), "values", order="nonfinite").tensors
     values = worst[0].values if worst else None
     return worst[0] if values is not None and values.nonfinite else None
 

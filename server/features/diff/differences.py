@@ -6,8 +6,9 @@ No payload is read.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final, Literal
 
@@ -22,7 +23,7 @@ from dcp.inspection.values.tensor_reading import TensorReader
 from dcp.server.catalog.inputs import short_name
 from dcp.server.catalog.names import is_of_optimizer
 from dcp.server.core.data.access import OpenCheckpoint
-from dcp.server.features.diff import Basis, DifferenceOrder, text_of
+from dcp.server.features.diff import Basis, DifferenceOrder, with_texts
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.index import CheckpointIndex
 
@@ -113,10 +114,8 @@ def _known_facts(facts: Mapping[str, Any] | None) -> TensorFacts | None:
 
 def _counts(tensors: Collection[TensorDifference]) -> dict[str, int]:
     """Return the counts by kind of difference; every kind is there."""
-    found = dict.fromkeys(_KINDS, 0)
-    for tensor in tensors:
-        found[tensor.kind] += 1
-    return found
+    kinds: list[str] = [tensor.kind for tensor in tensors]
+    return dict.fromkeys(_KINDS, 0) | Counter(kinds)
 
 
 def _of_indexes(
@@ -126,7 +125,7 @@ def _of_indexes(
     equal: int,
     equal_objects: int,
 ) -> ContentDifference:
-    shown = tuple(replace(one, before=text_of(one.before), after=text_of(one.after)) for one in objects)
+    shown = tuple(with_texts(objects))
     return ContentDifference(basis, tensors, shown, len(objects), equal, equal_objects, _counts(tensors))
 
 

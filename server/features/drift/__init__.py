@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
@@ -191,49 +190,48 @@ def _elements(index: CheckpointIndex) -> dict[str, int]:
 # -- layers --------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _LayerSums:
-    """Sums over the tensors of a layer; ``squares`` are of the distances of ``compared`` elements."""
+_SUMS: Final = ("elements", "compared", "differing", "nonfinite", "squares")
+"""Sums over the tensors of a layer; "squares" are of the distances of "compared" elements."""
 
-    elements: int = 0
-    compared: int = 0
-    differing: int = 0
-    nonfinite: int = 0
-    squares: float = 0.0
-
-    def add(self, **sums: float) -> None:
-        """Add to the sums of these names."""
-        for name, value in sums.items():
-            setattr(self, name, getattr(self, name) + value)
-
-    @property
-    def changed(self) -> float | None:
-        """The share of elements that changed."""
-        return self.differing / self.elements if self.elements else None
-
-    @property
-    def relative_l2(self) -> float | None:
-        """The root mean square of the relative L2 of the tensors, weighed by elements; None where all are
-        NaN or infinite."""
-        is_known = self.compared and self.nonfinite < self.elements
-        return math.sqrt(self.squares / self.compared) if is_known else None
+_Sums = dict[str, float]
 
 
-def _layers(found: Difference, elements: Mapping[str, int]) -> dict[str, Json]:
+def _no_sums() -> _Sums:
+    return dict.fromkeys(_SUMS, 0)
+
+
+def _add(sums: _Sums, **more: float) -> None:
+    for name, value in more.items():
+        sums[name] += value
+
+
+def _changed(sums: _Sums) -> float | None:
+    """Return the share of elements that changed."""
+    return sums["differing"] / sums["elements"] if sums["elements"] else None
+
+
+def _relative_l2(sums: _Sums) -> float | None:
+    """Return the root mean square of the relative L2 of the tensors, weighed by elements; None where all are
+    NaN or infinite."""
+    is_known = sums["compared"] and sums["nonfinite"] < sums["elements"]
+    return math.sqrt(sums["squares"] / sums["compared"]) if is_known else None
+
+
+def _layers(found: Difference, elements: Mapping[str, int]) -> dict[str, _Sums]:
     """Return the sums by layer. A tensor that was all 0 has no relative L2."""
-    layers: defaultdict[str, _LayerSums] = defaultdict(_LayerSums)
+    layers: defaultdict[str, _Sums] = defaultdict(_no_sums)
     for fqn in found.equal:
         count = elements.get(fqn, 0)
-        layers[layer_of(fqn)].add(elements=count, compared=count)
+        _add(layers[layer_of(fqn)], elements=count, compared=count)
     for one in found.tensors:
         if one.values is None:
             continue
         values, layer = one.values, layers[layer_of(one.fqn)]
-        layer.add(elements=values.elements, differing=values.differing, nonfinite=values.nonfinite_after)
+        _add(layer, elements=values.elements, differing=values.differing, nonfinite=values.nonfinite_after)
         distance = values.relative_l2
         if distance is not None and math.isfinite(distance):
-            layer.add(compared=values.elements, squares=values.elements * distance**2)
-    return {name: asdict(layer) for name, layer in layers.items()}
+            _add(layer, compared=values.elements, squares=values.elements * distance**2)
+    return dict(layers)
 
 
 def _nonfinite(found: Difference) -> dict[str, int]:
@@ -267,17 +265,18 @@ def _row(names: Sequence[str], steps: Sequence[Mapping[str, Any]]) -> dict[str, 
     """One layer, or several neighbouring ones, step by step."""
     found = [_joined([layers[name] for name in names if name in layers]) for layers in steps]
     columns = {
-        column: [None if one is None else getattr(one, column) for one in found]
-        for column in ("relative_l2", "changed", "nonfinite")
+        "relative_l2": [one and _relative_l2(one) for one in found],
+        "changed": [one and _changed(one) for one in found],
+        "nonfinite": [one and one["nonfinite"] for one in found],
     }
     name = names[0] if len(names) == 1 else f"{names[0]} \N{HORIZONTAL ELLIPSIS} {names[-1]}"
     return {"name": name, "layers": len(names), **columns}
 
 
-def _joined(layers: Sequence[Mapping[str, Any]]) -> _LayerSums | None:
-    whole = _LayerSums()
+def _joined(layers: Sequence[Mapping[str, Any]]) -> _Sums | None:
+    whole = _no_sums()
     for one in layers:
-        whole.add(**one)
+        _add(whole, **one)
     return whole if layers else None
 
 

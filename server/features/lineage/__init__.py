@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal
 
-from sqlalchemy import ColumnElement, Connection, literal, null, select, union_all
+from sqlalchemy import ColumnElement, Connection, Select, literal, null, select, union_all
 
 from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.errors import InvalidQueryError
@@ -108,7 +108,7 @@ def lineage_of(connection: Connection, checkpoint_id: int, visible: frozenset[st
     What may not be seen is not there, and nor is what is only connected through it.
     """
     start = get_checkpoint(connection, checkpoint_id, visible)
-    nodes = {start.id: _node(connection, [start.id], visible, 0)[0]}
+    nodes = {start.id: _level(connection, [start.id], visible, 0)[0]}
     edges: dict[tuple[int, int, str], LineageEdge] = {}
     is_cut = False
     for direction in (-1, 1):
@@ -118,7 +118,7 @@ def lineage_of(connection: Connection, checkpoint_id: int, visible: frozenset[st
             distance += direction
             found = _edges(connection, level, direction)
             ends = {edge.parent_id if direction < 0 else edge.child_id for edge in found} - nodes.keys()
-            new = _node(connection, ends, visible, distance)
+            new = _level(connection, ends, visible, distance)
             is_cut = is_cut or len(nodes) + len(new) > MAX_NODES
             new = new[: MAX_NODES - len(nodes)]
             nodes |= {node.id: node for node in new}
@@ -136,19 +136,9 @@ def same_tensors(
     """Others whose tensors are the same, the newest first."""
     if found.content_digest is None:
         return []
-    query = (
-        select(*_NODE)
-        .join_from(checkpoints, roots, roots.c.id == checkpoints.c.root_id)
-        .where(
-            checkpoints.c.content_digest == found.content_digest,
-            checkpoints.c.id != found.id,
-            checkpoints.c.state == "committed",
-        )
-        .order_by(checkpoints.c.id.desc())
-        .limit(MAX_ALSO_IN)
-    )
-    if visible is not None:
-        query = query.where(roots.c.name.in_(sorted(visible)))
+    own = checkpoints.c.content_digest == found.content_digest
+    is_other = (checkpoints.c.id != found.id) & (checkpoints.c.state == "committed")
+    query = _nodes(visible, own & is_other).order_by(checkpoints.c.id.desc()).limit(MAX_ALSO_IN)
     return [LineageNode(**row._mapping, distance=0) for row in connection.execute(query)]
 
 
@@ -177,17 +167,13 @@ def _end(child: ColumnElement[Any], parent: ColumnElement[Any], direction: int) 
     return child if direction < 0 else parent
 
 
-def _node(
+def _nodes(visible: frozenset[str] | None, condition: ColumnElement[bool]) -> Select[Any]:
+    query = select(*_NODE).join_from(checkpoints, roots, roots.c.id == checkpoints.c.root_id).where(condition)
+    return query if visible is None else query.where(roots.c.name.in_(sorted(visible)))
+
+
+def _level(
     connection: Connection, numbers: Iterable[int], visible: frozenset[str] | None, distance: int
 ) -> list[LineageNode]:
-    query = (
-        select(*_NODE)
-        .join_from(checkpoints, roots, roots.c.id == checkpoints.c.root_id)
-        .where(checkpoints.c.id.in_(sorted(numbers)))
-        .order_by(checkpoints.c.id)
-    )
-    return [
-        LineageNode(**row._mapping, distance=distance)
-        for row in connection.execute(query)
-        if visible is None or row.root in visible
-    ]
+    query = _nodes(visible, checkpoints.c.id.in_(sorted(numbers))).order_by(checkpoints.c.id)
+    return [LineageNode(**row._mapping, distance=distance) for row in connection.execute(query)]

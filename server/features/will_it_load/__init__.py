@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator
 
@@ -26,10 +26,6 @@ from dcp.server.core.jobs.ledger.rows import Json
 from dcp.server.core.jobs.subjects import SimpleKind, Subject
 from dcp.server.core.security.principal import Scope
 from dcp.server.records.declaring import OneOf, Shown
-
-if TYPE_CHECKING:
-    pass
-
 
 LoadAnswer = Literal["yes", "rename", "cast", "no"]
 

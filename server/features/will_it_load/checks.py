@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, get_args
 
 from dcp.planners.load.plan import hint_for_missing, rename_for_missing
 from dcp.planners.load.selection import renamer
+from dcp.server.catalog.inputs import clean_text
 from dcp.server.catalog.structures import TensorType
 from dcp.server.core.problems import UnprocessableError
 from dcp.server.features.will_it_load import LoadAnswer, LoadCheck, LoadFindings, LoadProblem, LoadProblemKind
@@ -156,10 +157,10 @@ def check_load(
         answer,
         len(state.tensors) + len(state.values),
         plain,
-        rules,
+        {clean_text(regex): clean_text(text) for regex, text in rules.items()},
         renamed,
-        hint,
-        _code(renamed or plain, rules, place, through),
+        hint and clean_text(hint),
+        clean_text(_code(renamed or plain, rules, place, through)),
     )
 
 
@@ -179,7 +180,8 @@ def _findings(index: CheckpointIndex, state: StateNames, stored_name: Callable[[
     for one in _problems(index, state, stored_name):
         counts[one.kind] += 1
         if counts[one.kind] <= _LISTED:
-            problems.append(one)
+            stored = one.stored_fqn and clean_text(one.stored_fqn)
+            problems.append(replace(one, fqn=clean_text(one.fqn), stored_fqn=stored))
     of_each = {kind: counts[kind] for kind in get_args(LoadProblemKind)}
     lacking = sum(of_each.values()) - of_each["unexpected"]
     return LoadFindings(len(state.tensors) + len(state.values) - lacking, of_each, tuple(problems))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import urlencode
 
@@ -15,20 +14,18 @@ from dcp.planners.weight_maps.weight_map import ready_maps
 from dcp.server.catalog.details import get_checkpoint, keys_of
 from dcp.server.catalog.errors import StateError
 from dcp.server.catalog.filters import CheckpointFilter
-from dcp.server.catalog.inputs import Id, Request, clean_text
+from dcp.server.catalog.inputs import Id, Request
 from dcp.server.catalog.inputs import Query as QueryModel
 from dcp.server.catalog.listing import list_checkpoints
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.data.access import Readable
 from dcp.server.core.jobs.ledger.reading import get_job
-from dcp.server.core.pages.rendering import page
 from dcp.server.core.pages.requests import FormDep, checked
 from dcp.server.core.problems import NotFoundError, UnprocessableError
 from dcp.server.features.convert.options import MapChoice
 from dcp.server.features.will_it_load import (
     LoadCheck,
-    LoadFindings,
     LoadProblem,
     ShapesKind,
     ShapesParams,
@@ -160,15 +157,7 @@ def _checked(
 
     with found.problems():
         index = _mapped(found, through, config)
-        check = check_load(found.row.id, index, state, ask.place_of(found.row), _map_code(through))
-    return replace(
-        check,
-        plain=_clean(check.plain),
-        renamed=check.renamed and _clean(check.renamed),
-        rename={clean_text(regex): clean_text(text) for regex, text in check.rename.items()},
-        hint=check.hint and clean_text(check.hint),
-        code=clean_text(check.code),
-    )
+        return check_load(found.row.id, index, state, ask.place_of(found.row), _map_code(through))
 
 
 def _mapped(found: Readable, through: MapChoice, config: Mapping[str, Any]) -> CheckpointIndex:
@@ -193,14 +182,6 @@ def _map_code(through: MapChoice) -> str | None:
     more = ", inverse=True" if through.inverse else ""
     more += f", below={through.below!r}" if through.below else ""
     return f"map=dcp.weight_map({through.given!r}{more})" if more else f"map={through.given!r}"
-
-
-def _clean(found: LoadFindings) -> LoadFindings:
-    problems = [
-        replace(one, fqn=clean_text(one.fqn), stored_fqn=one.stored_fqn and clean_text(one.stored_fqn))
-        for one in found.problems
-    ]
-    return replace(found, problems=tuple(problems))
 
 
 # -- the page ------------------------------------------------------------------------------------------------
@@ -268,8 +249,7 @@ def _page(
     recent = ask.find(list_checkpoints, newest, limit=_OFFERED, visible=ask.visible).items
     keys = {} if view.state_of is None else ask.find(keys_of, [view.state_of], ask.visible)
     findings = check and (check.renamed or check.plain)
-    return page(
-        ask.request,
+    return ask.page(
         "will_it_load/will_it_load.html",
         200 if fault is None else UnprocessableError.status,
         **{"job": None, "text": "", "twin": f"/api/v1/checkpoints/{checkpoint_id}", **others},
