@@ -13,7 +13,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Annotated, Any, Final, Literal
@@ -61,6 +61,11 @@ class TreeNode:
     objects: int
     bytes: int
     entry: Annotated[Tensor | None, Shown("Set where the name itself is a tensor or a value.")] = None
+
+    @property
+    def is_optimizer(self) -> bool:
+        """True if it belongs to an optimizer, by its name."""
+        return is_of_optimizer(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +137,14 @@ def _ids(connection: Connection, digests: Iterable[str]) -> dict[str, int]:
 
 def _write(connection: Connection, facts: StructureFacts) -> int:
     columns = _columns(facts)
-    number = _insert(connection, columns)
+    statement = dialect_insert(connection, structures).on_conflict_do_nothing().returning(structures.c.id)
+    number = connection.execute(statement, columns).scalar()
     if number is None:  # another process has written it since, and this waited for its end
         return _ids(connection, [facts.digest])[facts.digest]
     if facts.tensors:
         connection.execute(insert(structure_tensors), _tensor_rows(number, _as_counted(facts)))
-    _write_patterns(connection, number, facts)
-    _insert_dtypes(connection, number, columns["dtypes"])
-    return number
+    _write_names(connection, number, facts, columns["dtypes"])
+    return int(number)
 
 
 def _prepare(database: Database, facts: StructureFacts, now: float) -> None:
@@ -171,8 +176,7 @@ def _publish(connection: Connection, number: int, facts: StructureFacts, dtypes:
             connection.execute(named)
     except IntegrityError:  # in this instant
         return False
-    _insert_dtypes(connection, number, dtypes)
-    _write_patterns(connection, number, facts)
+    _write_names(connection, number, facts, dtypes)
     return True
 
 
@@ -192,17 +196,6 @@ def _columns(facts: StructureFacts) -> dict[str, Any]:
     }
 
 
-def _insert(connection: Connection, columns: Mapping[str, Any]) -> int | None:
-    statement = dialect_insert(connection, structures).on_conflict_do_nothing().returning(structures.c.id)
-    number = connection.execute(statement, columns).scalar()
-    return None if number is None else int(number)
-
-
-def _insert_dtypes(connection: Connection, number: int, dtypes: Mapping[str, int]) -> None:
-    rows = [{"structure_id": number, "dtype": dtype} for dtype in sorted(dtypes)]
-    insert_missing(connection, structure_dtypes, rows)
-
-
 def _tensor_rows(structure_id: int, tensors: Sequence[Tensor], first: int = 0) -> list[dict[str, object]]:
     return [
         {
@@ -218,8 +211,12 @@ def _tensor_rows(structure_id: int, tensors: Sequence[Tensor], first: int = 0) -
     ]
 
 
-def _write_patterns(connection: Connection, structure_id: int, facts: StructureFacts) -> None:
-    """Collect the patterns of names, each with its first tensor, in the order of names."""
+def _write_names(
+    connection: Connection, structure_id: int, facts: StructureFacts, dtypes: Iterable[str]
+) -> None:
+    """Write the dtypes, and the patterns of names, each with its first tensor, in the order of names."""
+    rows: list[dict[str, Any]] = [{"structure_id": structure_id, "dtype": one} for one in sorted(dtypes)]
+    insert_missing(connection, structure_dtypes, rows)
     found: dict[str, list[int]] = {}
     for position, tensor in enumerate(facts.tensors):
         pattern = pattern_of(short_name(tensor.fqn))
@@ -230,7 +227,7 @@ def _write_patterns(connection: Connection, structure_id: int, facts: StructureF
     if not found:
         return
     insert_missing(connection, tensor_patterns, [{"pattern": pattern} for pattern in sorted(found)])
-    rows: list[dict[str, Any]] = [
+    rows = [
         {"structure_id": structure_id, "pattern": pattern, "position": position, "tensor_count": count}
         for pattern, (position, count) in found.items()
     ]
@@ -244,20 +241,6 @@ _COUNTED: Final = 2000
 _PARTS: Final = 12
 _LONG_NAME: Final = 80
 """Longer names are not those of a model or an optimizer, and no globs."""
-
-
-@dataclass(frozen=True, slots=True)
-class TreePart:
-    """All that is below ``name``, tensors of ``bytes``."""
-
-    name: str
-    tensors: int
-    bytes: int
-
-    @property
-    def is_optimizer(self) -> bool:
-        """True if it belongs to an optimizer, by its name."""
-        return is_of_optimizer(self.name)
 
 
 def tensors_page(
@@ -276,9 +259,7 @@ def tensors_page(
     """
     table = structure_tensors.c
     mark = query_mark("tensors", structure_id, glob, kind, dtype)
-    query = select(table.position, table.fqn, table.kind, table.dtype, table.shape, table.bytes).where(
-        table.structure_id == structure_id
-    )
+    query = select(structure_tensors).where(table.structure_id == structure_id)
     if glob is not None:
         query = query.where(matches(connection, table.fqn, check_pattern("glob", glob)))
     if kind is not None:
@@ -374,7 +355,7 @@ def _common(first: str, last: str) -> str:
     return first[: next(differ, min(len(first), len(last)))].rpartition(".")[0]
 
 
-def parts_of(connection: Connection, structure_id: int | None) -> list[TreePart]:
+def parts_of(connection: Connection, structure_id: int | None) -> list[TreeNode]:
     """Return the parts of a checkpoint, such as a model and its optimizer: the top of the tree, and the level
     below a name that holds an optimizer among others. Nothing where there are many."""
     if structure_id is None:
@@ -382,18 +363,18 @@ def parts_of(connection: Connection, structure_id: int | None) -> list[TreePart]
     top = _parts_below(connection, structure_id, "")
     if any(one.is_optimizer for one in top):
         return top
-    parts: list[TreePart] = []
+    parts: list[TreeNode] = []
     for one in top:
         inner = _parts_below(connection, structure_id, one.name)
         parts += inner if any(each.is_optimizer for each in inner) else [one]
     return parts
 
 
-def _parts_below(connection: Connection, structure_id: int, prefix: str) -> list[TreePart]:
+def _parts_below(connection: Connection, structure_id: int, prefix: str) -> list[TreeNode]:
     nodes = tree_level(connection, structure_id, prefix, limit=_PARTS + 1).items
     start = f"{prefix}." if prefix else ""
     return [
-        TreePart(f"{start}{one.name}", one.tensors, one.bytes)
+        replace(one, name=f"{start}{one.name}")
         for one in (nodes if len(nodes) <= _PARTS else ())
         if one.tensors and one.entry is None and len(one.name) < _LONG_NAME
     ]
@@ -417,9 +398,7 @@ def _entries(connection: Connection, structure_id: int, names: Sequence[str]) ->
     table = structure_tensors.c
     if not names:
         return {}
-    query = select(table.fqn, table.kind, table.dtype, table.shape, table.bytes).where(
-        table.fqn.in_(names), table.structure_id == structure_id
-    )
+    query = select(structure_tensors).where(table.fqn.in_(names), table.structure_id == structure_id)
     return {row.fqn: _entry(row) for row in connection.execute(query)}
 
 

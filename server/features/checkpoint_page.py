@@ -11,7 +11,7 @@ from dcp.server.catalog.details import get_checkpoint
 from dcp.server.catalog.inputs import Query
 from dcp.server.catalog.listing import neighbour
 from dcp.server.catalog.names import in_order
-from dcp.server.catalog.structures import TreePart, parts_of, tree_levels
+from dcp.server.catalog.structures import TreeNode, parts_of, tree_levels
 from dcp.server.core.answers import IdPath
 from dcp.server.core.ask import Ask
 from dcp.server.core.feature import Feature
@@ -153,7 +153,7 @@ def _changes(
     return {"changes": changes, "is_cut": found.is_cut, "change_job": job}
 
 
-def _optimizers(of: CheckpointDetail, ask: Ask) -> list[TreePart]:
+def _optimizers(of: CheckpointDetail, ask: Ask) -> list[TreeNode]:
     """Return the parts that are an optimizer's, unless all are, so that the weights can be loaded without
     them."""
     if "hx-request" in ask.request.headers:  # for a part of the page that does not show them

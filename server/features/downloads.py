@@ -85,13 +85,6 @@ def _suffix(options: DownloadOptions) -> str:
     return target_named(options.to)[0].suffixes[0]
 
 
-def is_small_download(opened: OpenCheckpoint) -> bool:
-    """Check whether planning and sending all of it takes milliseconds."""
-    index = opened.index
-    entries = index.tensor_count + len(index.objects)
-    return entries <= _SMALL_ENTRIES and index.tensor_bytes <= SMALL_BYTES // 4  # a cast may make it larger
-
-
 def plan_download(
     opened: OpenCheckpoint, options: DownloadOptions, check: Wanted = lambda: None
 ) -> PlannedDownload:
@@ -207,7 +200,9 @@ def download(checkpoint_id: IdPath, options: Annotated[DownloadOptions, Query()]
     """
     found = ask.data.open(checkpoint_id)
     opened, plans = found.opened, ask.service.own(Plans)
-    is_small = is_small_download(opened)
+    entries = opened.index.tensor_count + len(opened.index.objects)
+    # planned and sent in milliseconds; a cast may make it larger
+    is_small = entries <= _SMALL_ENTRIES and opened.index.tensor_bytes <= SMALL_BYTES // 4
     etag = opened.etag("download", __version__, options)  # a layout depends on nothing else
     if is_unchanged(ask.request.headers, etag):
         return not_modified(etag)

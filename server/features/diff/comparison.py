@@ -278,21 +278,13 @@ def _with_step_before(after: CheckpointDetail, ask: Ask) -> str:
 
 @feature.form("/diff/values", scope="read")
 def compare_values_form(form: FormDep, ask: Ask) -> str:
-    """Compare the values, as a job."""
+    """Compare the values, as a job, and return to the form: on the page of both, or ``on`` that of ``b``."""
     try:
         params = DiffParams(a=int(form.text("a")), b=int(form.text("b")))
     except ValueError:
         raise UnprocessableError("a and b are the numbers of two checkpoints") from None
     ask.submit(DiffKind, params)
-    return f"/diff?a={params.a}&b={params.b}"
-
-
-@feature.form("/checkpoints/{checkpoint_id}/change", scope="read")
-def change_form(checkpoint_id: IdPath, form: FormDep, ask: Ask) -> str:
-    """Compare it with another checkpoint, value by value, and return to its page."""
-    before = form.text("before")
-    if not before.isdecimal() or len(before) > 18:
-        raise UnprocessableError("before: the number of a checkpoint", field="before")
-    ask.submit(DiffKind, DiffParams(a=int(before), b=checkpoint_id))
+    if form.text("on") != "checkpoint":
+        return f"/diff?a={params.a}&b={params.b}"
     query = {"colour": "change", **({"prefix": prefix} if (prefix := form.text("prefix")) else {})}
-    return f"/checkpoints/{checkpoint_id}?{urlencode(query)}#tensors"
+    return f"/checkpoints/{params.b}?{urlencode(query)}#tensors"

@@ -192,7 +192,7 @@ _EVEN: Final = 1.05
 """Share of the mean up to which there is no imbalance."""
 
 
-class _Part(QueryModel):
+class _Selection(QueryModel):
     first_rank: Rank | None = None
     last_rank: Rank | None = None
     begin: Annotated[_Offset, Field(description="The first byte of each file.")] = 0
@@ -209,14 +209,14 @@ class _Part(QueryModel):
             check_pattern("glob", self.glob)
 
 
-class ShardMapQuery(_Part):
+class ShardMapQuery(_Selection):
     """The ranks, bytes and tensors of a map, and the number of its cells."""
 
     rows: Annotated[int, Field(ge=1, le=512, description="As many rows of files at most.")] = 128
     bins: Annotated[int, Field(ge=1, le=512, description="As many bins of bytes at most.")] = 64
 
 
-class StoredChunksQuery(_Part, Paged):
+class StoredChunksQuery(_Selection, Paged):
     """The ranks, bytes and tensors of a list of chunks."""
 
 
@@ -335,7 +335,7 @@ def list_stored_chunks(
 # -- pages ---------------------------------------------------------------------------------------------------
 
 
-class ShardsView(_Part):
+class ShardsView(_Selection):
     """The shown part of the map: ranks, bytes of their files, tensors with ``glob`` in their names."""
 
     glob: Annotated[str, Field(max_length=254)] | None = None

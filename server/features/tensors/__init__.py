@@ -49,6 +49,44 @@ class Statistics:
     document_id: Annotated[int, Hidden()] = 0  # of those of each tensor
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredTensor:
+    """Statistics of the values of one tensor. ``is_kept``: computed by a job, at ``computed_at``; else read
+    for this answer."""
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...]
+    statistics: Annotated[Mapping[str, Any] | None, Shown("null: bits that are not numbers.")]
+    is_kept: Annotated[bool, Shown("Computed by a job; else read for this answer.")]
+    computed_at: Annotated[datetime | None, Shown("By the job.")] = None
+
+
+GridValue = Literal["mean", "min", "max", "abs_max", "nonfinite"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGrid:
+    """A matrix, or a slice that is one, as ``rows`` times ``columns`` cells, row by row.
+
+    Cell (i, j) is of the rows from ``i * shape[0] // rows`` on and the columns from ``j * shape[1] //
+    columns`` on. What is not finite counts in ``nonfinite`` alone; a cell without finite values has None.
+    """
+
+    fqn: str
+    dtype: str
+    shape: Annotated[tuple[int, ...], Shown("Of the slice, as a matrix.")]
+    rows: int
+    columns: int
+    is_sampled: Annotated[bool, Shown("Only a part of each cell was read, because the tensor is large.")]
+    read_elements: int
+    mean: tuple[float | None, ...]
+    min: tuple[float | None, ...]
+    max: tuple[float | None, ...]
+    abs_max: tuple[float | None, ...]
+    nonfinite: tuple[int, ...]
+
+
 class StatsParams(Parameters):
     """The checkpoint, which tensors of it, and the bins of each histogram at most."""
 

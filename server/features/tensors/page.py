@@ -23,15 +23,19 @@ from dcp.server.core.pages.drawing import polyline
 from dcp.server.core.problems import ProblemError, UnprocessableError
 from dcp.server.features.checkpoints import Snippet
 from dcp.server.features.shards import Chunk, ShardedTensor
-from dcp.server.features.tensors import LARGE, StatsKind, StatsParams, feature, largest_of, mark_of
-from dcp.server.features.tensors.histograms import histogram_picture, linear_picture
-from dcp.server.features.tensors.routes import (
+from dcp.server.features.tensors import (
+    LARGE,
     GridValue,
     MeasuredTensor,
+    StatsKind,
+    StatsParams,
     TensorGrid,
-    kept_statistics,
-    parse_slices,
+    feature,
+    largest_of,
+    mark_of,
 )
+from dcp.server.features.tensors.histograms import histogram_picture, linear_picture
+from dcp.server.features.tensors.routes import kept_statistics, parse_slices
 from dcp.server.records.checkpoints import Checkpoint, CheckpointDetail
 
 _SMALL_BYTES: Final = 1 << 20

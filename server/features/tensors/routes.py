@@ -4,9 +4,7 @@ statistics."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
 from types import EllipsisType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 from urllib.parse import urlencode
@@ -25,21 +23,21 @@ from dcp.server.core.pages.requests import FormDep
 from dcp.server.core.problems import NotFoundError, UnprocessableError
 from dcp.server.database.documents import find_item
 from dcp.server.features.tensors import (
+    GridValue,
+    MeasuredTensor,
     Statistics,
     StatsKind,
     StatsParams,
+    TensorGrid,
     feature,
     stored_statistics,
     tensors_of,
 )
-from dcp.server.records.declaring import Shown
 from dcp.server.records.jobs import Job
 from dcp.server.records.lists import Page
 
 if TYPE_CHECKING:
     from dcp.inspection.values.tensor_reading import Slices
-
-GridValue = Literal["mean", "min", "max", "abs_max", "nonfinite"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,41 +47,6 @@ class TreePage:
     prefix: str
     items: tuple[TreeNode, ...]
     next_cursor: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class TensorGrid:
-    """A matrix, or a slice that is one, as ``rows`` times ``columns`` cells, row by row.
-
-    Cell (i, j) is of the rows from ``i * shape[0] // rows`` on and the columns from ``j * shape[1] //
-    columns`` on. What is not finite counts in ``nonfinite`` alone; a cell without finite values has None.
-    """
-
-    fqn: str
-    dtype: str
-    shape: Annotated[tuple[int, ...], Shown("Of the slice, as a matrix.")]
-    rows: int
-    columns: int
-    is_sampled: Annotated[bool, Shown("Only a part of each cell was read, because the tensor is large.")]
-    read_elements: int
-    mean: tuple[float | None, ...]
-    min: tuple[float | None, ...]
-    max: tuple[float | None, ...]
-    abs_max: tuple[float | None, ...]
-    nonfinite: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredTensor:
-    """Statistics of the values of one tensor. ``is_kept``: computed by a job, at ``computed_at``; else read
-    for this answer."""
-
-    fqn: str
-    dtype: str
-    shape: tuple[int, ...]
-    statistics: Annotated[Mapping[str, Any] | None, Shown("null: bits that are not numbers.")]
-    is_kept: Annotated[bool, Shown("Computed by a job; else read for this answer.")]
-    computed_at: Annotated[datetime | None, Shown("By the job.")] = None
 
 
 router = api_router("/checkpoints/{checkpoint_id}/tensors", tags=["data"], dependencies=[requires("read")])

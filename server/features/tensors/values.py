@@ -19,8 +19,7 @@ from dcp.server.core.data.access import OpenCheckpoint
 from dcp.server.core.data.planned import ArrayBody, PlannedBody
 from dcp.server.core.data.responses import Body
 from dcp.server.core.problems import UnprocessableError
-from dcp.server.features.tensors import statistics_json
-from dcp.server.features.tensors.routes import MeasuredTensor, TensorGrid
+from dcp.server.features.tensors import MeasuredTensor, TensorGrid, statistics_json
 from dcp.storage.engine.read import ReadEngine
 from dcp.storage.formats import dtypes
 from dcp.storage.formats.dtypes import CASTABLE, Dtype

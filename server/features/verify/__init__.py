@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 from sqlalchemy import Connection, insert, select
 
@@ -28,16 +28,12 @@ from dcp.server.core.jobs.subjects import (
     storage_errors,
     unchanged,
 )
-from dcp.server.core.roots import StorageRoot
 from dcp.server.database.mapping import record_of_row
 from dcp.server.database.tables import verifications
 from dcp.server.records.administration import Scope
 from dcp.server.records.checkpoints import CheckpointDetail
 from dcp.server.records.declaring import Shown, moment
 from dcp.server.records.jobs import Job
-
-if TYPE_CHECKING:
-    from dcp.inspection.verification import Finding
 
 _MAX_FINDINGS: Final = 200
 _MAX_MESSAGE: Final = 1000
@@ -86,7 +82,10 @@ class VerifyKind(SimpleKind[CheckpointParams]):
         shown = sorted(report.findings, key=lambda found: found.is_note)
         return {
             "outcome": "good" if report.ok else "damaged",
-            "findings": [_shown(found, root) for found in shown[:_MAX_FINDINGS]],
+            "findings": [
+                asdict(one) | {"message": root.hide(one.message)[:_MAX_MESSAGE]}
+                for one in shown[:_MAX_FINDINGS]
+            ],
             "finding_count": len(shown),
             "files": report.files,
             "tensors": report.tensors,
@@ -168,17 +167,6 @@ def _read_checkpoint(connection: Connection, result: Json) -> tuple[Mapping[Any,
     # The fingerprint is no sign where the catalog has none yet, as of a checkpoint just registered.
     is_same = subject.is_same(row) and row["fingerprint"] in (None, result["fingerprint"])
     return row, row["state"] == "committed" and is_same
-
-
-def _shown(found: Finding, root: StorageRoot) -> dict[str, Any]:
-    return {
-        "kind": found.kind,
-        "message": root.hide(found.message)[:_MAX_MESSAGE],
-        "file": found.file,
-        "fqn": found.fqn,
-        "offset": found.offset,
-        "length": found.length,
-    }
 
 
 def outcomes_of_jobs(connection: Connection, jobs: Collection[int]) -> dict[int, str]:

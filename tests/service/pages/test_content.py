@@ -426,7 +426,7 @@ def test_nothing_is_compared_with_what_is_in_other_roots(
     for path, fields in (
         ("/diff/values", {"a": other, "b": own}),
         ("/diff/values", {"a": own, "b": other}),
-        (f"/checkpoints/{own}/change", {"before": other}),
+        ("/diff/values", {"a": other, "b": own, "on": "checkpoint"}),
         (f"/checkpoints/{other}/statistics", {}),
         (f"/checkpoints/{other}/will-it-load", {"text": '{"w": [1]}'}),
         ("/runs/2/drift", {}),
