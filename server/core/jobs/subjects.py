@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
@@ -151,18 +151,20 @@ def unchanged(place: SourcePlace) -> Iterator[str]:
 
 
 @contextmanager
-def read_tensors(context: JobContext, subject: Subject) -> Iterator[tuple[TensorReader, str]]:
-    """Yield a reader that verifies what it reads, and the fingerprint. Raises as `unchanged` and
-    `storage_errors` do."""
+def read_tensors(context: JobContext, *subjects: Subject) -> Iterator[list[tuple[TensorReader, str]]]:
+    """Yield for each checkpoint a reader that verifies what it reads, and the fingerprint. Raises as
+    `unchanged` and `storage_errors` do."""
     from dcp.inspection.values.tensor_reading import TensorReader
 
-    root, place = open_place(context, subject)
-    with (
-        storage_errors(root),
-        unchanged(place) as fingerprint,
-        TensorReader(place.store, index_at(place), verify="full") as reader,
-    ):
-        yield reader, fingerprint
+    found = []
+    places = [open_place(context, subject) for subject in subjects]
+    with storage_errors(*{root.name: root for root, _ in places}.values()), ExitStack() as stack:
+        for subject, (root, place) in zip(subjects, places, strict=True):
+            fingerprint = stack.enter_context(unchanged(place))
+            name = f"{root.name}:{subject.key}"
+            reader = TensorReader(place.store, index_at(place), verify="full", name=name)
+            found.append((stack.enter_context(reader), fingerprint))
+        yield found
 
 
 @contextmanager

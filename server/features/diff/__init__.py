@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
@@ -13,7 +12,7 @@ from dcp.server.catalog.structures import TensorType
 from dcp.server.core.feature import Feature
 from dcp.server.core.jobs.kind import CheckpointId, Globs, JobContext, Parameters, ReportProgress
 from dcp.server.core.jobs.ledger.rows import Json
-from dcp.server.core.jobs.subjects import SimpleKind, Subject, open_source, storage_errors
+from dcp.server.core.jobs.subjects import SimpleKind, Subject, read_tensors
 from dcp.server.core.security.principal import Scope
 from dcp.server.features.tensors import finite
 from dcp.server.records.declaring import OneOf, Shown
@@ -21,7 +20,6 @@ from dcp.storage.formats.torch.python_values import value_text
 
 if TYPE_CHECKING:
     from dcp.inspection.values import difference as compared
-    from dcp.inspection.values.tensor_reading import TensorReader
 
 
 Basis = Literal["values", "checksums", "structure"]
@@ -143,7 +141,7 @@ class DiffKind(SimpleKind[DiffParams]):
         """As `SimpleKind.run`."""
         from dcp.inspection.values.difference import diff
 
-        with readers_of(context, *subjects) as (before, after):
+        with read_tensors(context, *subjects) as [(before, _), (after, _)]:
             found = diff(
                 before,
                 after,
@@ -154,21 +152,6 @@ class DiffKind(SimpleKind[DiffParams]):
             )
         contents = {"a": subjects[0].content, "b": subjects[1].content}
         return {"a": params.a, "b": params.b, "contents": contents, **_document(found)}
-
-
-@contextmanager
-def readers_of(context: JobContext, a: Subject, b: Subject) -> Iterator[tuple[TensorReader, TensorReader]]:
-    """Readers of two checkpoints, which compare all that they read with its checksums."""
-    from dcp.inspection.values.tensor_reading import TensorReader
-
-    root_a, first = open_source(context, a)
-    root_b, second = open_source(context, b)
-    with (
-        storage_errors(root_a, root_b),
-        TensorReader(first.store, first.index, verify="full", name=first.name) as before,
-        TensorReader(second.store, second.index, verify="full", name=second.name) as after,
-    ):
-        yield before, after
 
 
 def _document(found: compared.Difference) -> dict[str, Any]:

@@ -19,11 +19,10 @@ from dcp.server.catalog.timeline import steps_of_run
 from dcp.server.core.feature import Feature, Link
 from dcp.server.core.jobs.kind import Globs, JobContext, JobPlan, Kind, Parameters, ReportProgress, TaskSpec
 from dcp.server.core.jobs.ledger.rows import JobSpec, Json
-from dcp.server.core.jobs.subjects import Subject, find_subject
+from dcp.server.core.jobs.subjects import Subject, find_subject, read_tensors
 from dcp.server.core.problems import ProblemError
 from dcp.server.core.security.principal import Principal, Scope
 from dcp.server.core.settings import Settings
-from dcp.server.features.diff import readers_of
 
 if TYPE_CHECKING:
     from dcp.inspection.values.difference import Difference
@@ -152,7 +151,7 @@ def _compare(
     from dcp.inspection.values.difference import diff
     from dcp.inspection.values.statistics import statistics_of_row
 
-    with readers_of(context, a, b) as (before, after):
+    with read_tensors(context, a, b) as [(before, _), (after, _)]:
         found = diff(
             before,
             after,

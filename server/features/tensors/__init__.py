@@ -118,8 +118,7 @@ class StatsKind(SimpleKind[StatsParams]):
         """As `SimpleKind.run`."""
         from dcp.inspection.values.statistics import statistics
 
-        (subject,) = subjects
-        with read_tensors(context, subject) as (reader, fingerprint):
+        with read_tensors(context, *subjects) as [(reader, fingerprint)]:
             found = statistics(
                 reader,
                 only=params.only,

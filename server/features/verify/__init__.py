@@ -138,15 +138,14 @@ class DigestKind(SimpleKind[CheckpointParams]):
         """As `SimpleKind.run`."""
         from dcp.inspection.values.digests import digests
 
-        (subject,) = subjects
-        with read_tensors(context, subject) as (reader, fingerprint):
+        with read_tensors(context, *subjects) as [(reader, fingerprint)]:
             found = digests(reader, progress=lambda done, total: report_progress(done))
         return {
             "content_digest": found.digest,
             "tensors": len(found.tensors),
             "bytes_read": found.bytes_read,
             "fingerprint": fingerprint,
-            "subject": asdict(subject),
+            "subject": asdict(subjects[0]),
         }
 
     def record(self, connection: Connection, job: Job, result: Json) -> None:
