@@ -69,7 +69,7 @@ def document_of_text(text: str) -> dict[str, Any]:
     try:
         return parse_json(text.encode("utf-8", "surrogatepass"), "the text")
     except CheckpointFormatError as error:
-        raise UnprocessableError(f"{error}; {_HOW}", field="text") from None
+        raise _wrong(f"{error}; {_HOW}") from None
 
 
 def state_of_document(document: Mapping[str, Any]) -> StateNames:
@@ -87,13 +87,17 @@ def state_of_document(document: Mapping[str, Any]) -> StateNames:
     return _state([(name, one) for name, one in document.items() if name != "__metadata__"], (), False)
 
 
+def _wrong(problem: str) -> UnprocessableError:
+    return UnprocessableError(problem, field="text")
+
+
 def _state(named: Iterable[tuple[Any, Any]], values: Iterable[Any], has_values: bool) -> StateNames:
     tensors = {_name(name): _tensor(name, one) for name, one in named}
     others = frozenset(map(_name, values))
     if not tensors and not others:
-        raise UnprocessableError(f"there is no tensor in it; {_HOW}", field="text")
+        raise _wrong(f"there is no tensor in it; {_HOW}")
     if len(tensors) + len(others) > _MAX_NAMES:
-        raise UnprocessableError(f"more than {_MAX_NAMES:,} names", field="text")
+        raise _wrong(f"more than {_MAX_NAMES:,} names")
     return StateNames(tensors, others, has_values)
 
 
@@ -103,10 +107,7 @@ def _member(one: Any, name: str) -> Any:
 
 def _name(name: Any) -> str:
     if not isinstance(name, str) or len(name) > _MAX_CHARACTERS:
-        raise UnprocessableError(
-            f"{str(name)[:60]!r} is no name of a tensor; {_HOW}",
-            field="text",
-        )
+        raise _wrong(f"{str(name)[:60]!r} is no name of a tensor; {_HOW}")
     return name
 
 
@@ -120,9 +121,7 @@ def _dtype(name: Any, given: Any) -> str | None:
         return None
     found = _BY_ANY_NAME.get(given.removeprefix("torch.")) if isinstance(given, str) else None
     if found is None:
-        raise UnprocessableError(
-            f"{str(name)[:100]!r} has {str(given)[:60]!r}, which is no dtype", field="text"
-        )
+        raise _wrong(f"{str(name)[:100]!r} has {str(given)[:60]!r}, which is no dtype")
     return found
 
 
@@ -131,9 +130,7 @@ def _shape(name: Any, given: Any) -> tuple[int, ...] | None:
         return None
     is_list = isinstance(given, list) and len(given) <= _MAX_DIMENSIONS
     if not is_list or not all(type(length) is int and 0 <= length < 2**63 for length in given):
-        raise UnprocessableError(
-            f"{str(name)[:100]!r} has {str(given)[:60]!r}, which is no shape; {_HOW}", field="text"
-        )
+        raise _wrong(f"{str(name)[:100]!r} has {str(given)[:60]!r}, which is no shape; {_HOW}")
     return tuple(given)
 
 
