@@ -38,7 +38,7 @@ help:
 	@echo "make bench     ours, stock torch and others in turn, on the same data"
 	@echo "make packages  a wheel and an sdist, installed with each extra on each Python, and tried"
 	@echo "make format    what ruff can repair by itself"
-	@echo "make pictures  the screenshots of docs/pages.md, of what the demo trains"
+	@echo "make pictures  the screenshots of docs/tutorial/pages.md, of what the demo trains"
 	@echo "make client   write the generated parts of the typed client"
 	@echo "make clean     remove .venv and the caches"
 

@@ -4,8 +4,8 @@ A step is a folder below the root, named by a format. It counts if a save commit
 not begun. Which ones there are is known from listings alone; manifests are read for facts, and only once.
 
 A manifest never changes once it is published; pins, what verification found, and that a deletion has begun
-come later, and are notes in a small file beside it. `docs/format.md` specifies the bytes. Changes are
-compared and replaced, so that two processes that note something at once lose nothing. Torch-free.
+come later, and are notes in a small file beside it. `docs/reference/format.md` specifies the bytes. Changes
+are compared and replaced, so that two processes that note something at once lose nothing. Torch-free.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python examples/accelerate_loop.py --checkpoints /tmp/accelerate
     torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py --checkpoints /tmp/accelerate
 
-Stop it in any way, start it again. docs/trainers.md says what is saved.
+Stop it in any way, start it again. docs/how-to/use-a-trainer.md says what is saved.
 """
 
 from __future__ import annotations

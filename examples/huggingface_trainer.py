@@ -3,7 +3,7 @@
     python examples/huggingface_trainer.py --checkpoints /tmp/trainer
     torchrun --standalone --nproc-per-node 2 examples/huggingface_trainer.py --checkpoints /tmp/trainer
 
-Stop it in any way (SIGTERM, kill -9), start it again. docs/trainers.md says what is saved.
+Stop it in any way (SIGTERM, kill -9), start it again. docs/how-to/use-a-trainer.md says what is saved.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Digests of tensors' logical bytes: the same however a tensor is sharded and stored, and combined from those
-of its parts. What they are, and what they tell, is section 10 of `docs/format.md`. Torch-free.
+of its parts. What they are, and what they tell, is section 10 of `docs/reference/format.md`. Torch-free.
 
 They are made in the field with 2**128 elements as AES-GCM has it (NIST SP 800-38D, 6.3), in Python's ints and
 in numpy. A block of 16 bytes is an element: the highest bit of its first byte is the coefficient of 1, the

@@ -51,7 +51,7 @@ def serve(
 ) -> None:
     """Serve the catalog over HTTP: with nothing given, of ./checkpoints, on this machine only.
 
-    All settings may stand in a file or in the environment; see docs/operations.md.
+    All settings may stand in a file or in the environment; see docs/how-to/run-the-service.md.
     """
     flags: dict[str, Any] = {
         "host": host,

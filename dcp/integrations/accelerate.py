@@ -1,4 +1,4 @@
-"""Accelerate: `use` makes its `save_state` and `load_state` go through dcp, as docs/trainers.md says."""
+"""Accelerate: `use` routes `save_state` and `load_state` through dcp (docs/how-to/use-a-trainer.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face `Trainer` whose checkpoints go through `CheckpointManager`, as docs/trainers.md says."""
+"""Hugging Face `Trainer` that saves through `CheckpointManager` (docs/how-to/use-a-trainer.md)."""
 
 from __future__ import annotations
 

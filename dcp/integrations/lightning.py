@@ -1,5 +1,7 @@
-"""Lightning's Trainer saves and resumes through dcp: a plug-in, a strategy and a callback (docs/trainers.md).
-When to save and what to keep stays ModelCheckpoint's; a checkpoint is a folder of the name that it gives.
+"""Lightning's Trainer saves and resumes through dcp: a plug-in, a strategy and a callback.
+
+See docs/how-to/use-a-trainer.md. When to save and what to keep stays
+ModelCheckpoint's; a checkpoint is a folder of the name that it gives.
 """
 
 from __future__ import annotations
@@ -225,7 +227,8 @@ class RankStates(Callback):
 
     On another number of ranks generators stay as they are and loops are rank 0's, with a warning. Within an
     epoch a run continues with the same data only if the loader has a state, as torchdata's has, and its order
-    follows from that: see docs/trainers.md. ``shuffle=True`` draws it from a generator, and a save warns.
+    follows from that: see docs/how-to/use-a-trainer.md. ``shuffle=True`` draws it from a generator, and a
+    save warns.
     """
 
     _resumed: _State | None = None

@@ -218,7 +218,7 @@ def check_private(package: str, holder: Any, names: Iterable[str] | Mapping[str,
         if there is None or (wanted and tuple(inspect.signature(there).parameters) != wanted):
             raise RuntimeError(
                 f"{package} {version(package)} has no {name}{wanted or ''}, which dcp needs; "
-                "docs/trainers.md has the version that was tried"
+                "docs/how-to/use-a-trainer.md has the version that was tried"
             )
 
 

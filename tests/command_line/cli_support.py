@@ -16,7 +16,7 @@ from tests.support.command import Outcome as Outcome
 from tests.support.command import run as run
 
 BLOCK_BYTES = 4 << 20
-"""What one checksum is of, as docs/format.md says."""
+"""What one checksum is of, as docs/reference/format.md says."""
 
 
 def state() -> dict[str, Any]:
@@ -74,8 +74,7 @@ def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> 
 
 
 def begin_deletion(folder: Path) -> None:
-    """Leave the tombstone of a deletion that was killed before anything had gone (docs/format.md, section
-    8)."""
+    """Leave the tombstone of a deletion that was killed before anything had gone (format, section 8)."""
     save_id, now = str(dcp.open_index(folder).provenance["save_id"]), time.time()
     tombstone = {"save_id": save_id, "time": now, "owners": [save_id], "newest": now}
     notes = {"kind": "dcphub.notes", "version": [1, 0], "pinned": False, "verified": None}

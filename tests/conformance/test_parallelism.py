@@ -186,7 +186,9 @@ def test_the_page_is_a_test_of_pytest(tmp_path: Path) -> None:
     """As it stands, in a user's folder, with processes as they are made by default."""
     root = Path(__file__).parents[2]
     (block,) = re.findall(
-        r"^```python\n(.*?)^```", (root / "docs/conformance.md").read_text(), re.MULTILINE | re.DOTALL
+        r"^```python\n(.*?)^```",
+        (root / "docs/how-to/test-your-parallelism.md").read_text(),
+        re.MULTILINE | re.DOTALL,
     )
     (tmp_path / "my_trainer.py").write_text(_TRAINER)
     (tmp_path / "test_checkpoints.py").write_text(block)

@@ -224,8 +224,8 @@ def test_hugging_face_recipes_resume_bit_for_bit(tmp_path: Path, script: str, ra
 
 
 def test_every_recipe_is_documented() -> None:
-    """docs/recipes.md has each script's command lines, as they stand in the script."""
-    text = (EXAMPLES.parent / "docs" / "recipes.md").read_text()
+    """docs/how-to/write-a-training-script.md has each script's command lines, as they stand in the script."""
+    text = (EXAMPLES.parent / "docs/how-to/write-a-training-script.md").read_text()
     for script in sorted(EXAMPLES.glob("*.py")):
         assert f"examples/{script.name}" in text
         docstring = script.read_text().split('"""')[1]

@@ -1,4 +1,4 @@
-"""docs/format.md is enough to read a checkpoint: a second reader, written from it, reads what we write."""
+"""docs/reference/format.md is enough to read a checkpoint: a second reader, written from it, proves it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import dcp
 from tests.support.ranks import run_ranks
 from tests.support.values import raw
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/reference/format.md"
 GOLDEN = Path(__file__).parent / "golden" / "record-bfloat16-2x3.zip"
 
 

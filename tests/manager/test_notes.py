@@ -19,7 +19,7 @@ from dcp.errors import UnsupportedFormatError
 from tests.support.command import run as command
 from tests.support.manager_runs import manager_of, state_at
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "format.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/reference/format.md"
 
 
 def sealed(fields: Any) -> bytes:
@@ -58,7 +58,7 @@ def whole(run: Run) -> dict[str, Any]:
 
 
 def test_the_document_has_the_bytes(tmp_path: Path) -> None:
-    """docs/format.md names every key, and the bytes it shows are those of a pin."""
+    """docs/reference/format.md names every key, and the bytes it shows are those of a pin."""
     with manager_of(tmp_path, mode="sync", verify_saved="off") as manager:
         manager.save(1, state_at(1))
         manager.pin(1)

@@ -1,4 +1,4 @@
-"""Digests and checksums. Internal: pure; compared with docs/format.md's own definition, zlib and equality."""
+"""Digests and checksums. Internal: pure; compared with docs/reference/format.md and zlib."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_digest_tells_dtype_and_shape() -> None:
     forms = (("bfloat16", (2, 3)), ("float16", (2, 3)), ("bfloat16", (3, 2)), ("bfloat16", (6,)))
     shown = [shown_digest(total, dtype, shape) for dtype, shape in forms]
     told = b"dcphub tensor digest 1\nbfloat16\n2,3\n" + total
-    text = (pathlib.Path(__file__).parents[2] / "docs" / "format.md").read_text()
+    text = (pathlib.Path(__file__).parents[2] / "docs/reference/format.md").read_text()
     assert len({*shown}) == 4 and shown[0] == hashlib.blake2b(told, digest_size=16).hexdigest()
     assert all(one in text for one in (total.hex(), shown[0], shown_digest(bytes(16), "float32", ())))
 

@@ -67,27 +67,27 @@ def test_the_library_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         server.client.create_bucket(Bucket="my-bucket")
     names: dict[str, object] = {"model": torch.nn.Linear(3, 4)}
 
-    run_page("docs/saving-and-loading.md", names, 4)
+    run_page("docs/how-to/save-and-load.md", names, 4)
     assert (tmp_path / "checkpoints" / "step-00001000" / "manifest.msgpack").exists()
     report = names["report"]
     assert getattr(report, "unexpected") == ["rng.rank-0"]  # noqa: B009 - names are objects to mypy
     assert names["state"]["step"] == 1000  # type: ignore[index]
     assert names["weights"]["weight"].dtype is torch.bfloat16  # type: ignore[index]
 
-    run_page("docs/manager.md", names, 1)
+    run_page("docs/how-to/manage-a-run.md", names, 1)
     assert names["restored"] is None
     manager = dcp.CheckpointManager(tmp_path / "checkpoints" / "run", no_dist=True)
     assert manager.all_steps() == [50, 90, 100]  # each 50th, the last two; the best is one of them
     manager.close()
 
-    run_page("docs/asynchronous.md", names, 1)
+    run_page("docs/how-to/save-asynchronously.md", names, 1)
     assert dcp.open_index(tmp_path / "checkpoints" / "by-hand").tensor_count == 2
 
-    run_page("docs/object-stores.md", names, 1)
+    run_page("docs/how-to/use-an-object-store.md", names, 1)
     assert dcp.open_index("s3://my-bucket/runs/by-hand").tensor_count == 2
     assert newest_checkpoint("s3://my-bucket/runs/first") == "step-00000010"
 
-    run_page("docs/conversion.md", names, 1)
+    run_page("docs/how-to/convert.md", names, 1)
     torch_state = torch.load(tmp_path / "model.pt", weights_only=True)
     assert torch_state["model"]["weight"].dtype == torch.bfloat16
     assert len(list((tmp_path / "checkpoints" / "from-file").glob("*.distcp"))) >= 1
@@ -103,7 +103,7 @@ def test_weight_maps_fuse_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for name, size in sizes.items()
     }
     save_file({**state, "norm.weight": torch.rand(6)}, "apart.safetensors")
-    run_page("docs/weight-maps.md", {}, 1)
+    run_page("docs/how-to/map-weights.md", {}, 1)
     assert dcp.read("fused")["model.norm.weight"].shape == (6,)
     fused, back = dcp.read("fused")["layers.1.qkv.weight"], load_file("back.safetensors")
     assert torch.equal(fused.view(2, 6, 4, 6)[:, 4], state["layers.1.k.weight"].view(2, 4, 6))
@@ -115,7 +115,7 @@ def test_digests_and_the_proof_of_a_resume(tmp_path: Path, monkeypatch: pytest.M
     """As the page says: nothing is read for the proof, and what is changed is named."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    run_page("docs/digests.md", names, 2)
+    run_page("docs/how-to/compare-by-digest.md", names, 2)
     assert getattr(names["finding"], "fqn") == "model.bias"  # noqa: B009 - names are objects to mypy
 
 
@@ -143,7 +143,7 @@ def run_until_saved(folder: Path, arguments: list[str], by: signal.Signals) -> i
 
 def test_the_quick_start_goes_on_after_a_kill(tmp_path: Path) -> None:
     """As the page says: killed, started again, it begins with the step after the newest; SIGTERM ends it."""
-    (script,) = blocks_of("docs/quick-start.md")
+    (script,) = blocks_of("docs/tutorial/first-run.md")
     (tmp_path / "train.py").write_text(script)
     assert run_until_saved(tmp_path, ["train.py"], signal.SIGKILL) == 1
     newest = max(steps_of(tmp_path))
@@ -153,7 +153,7 @@ def test_the_quick_start_goes_on_after_a_kill(tmp_path: Path) -> None:
 
 def damage_a_byte(folder: Path) -> None:
     """As the page tells to; it is a tensor's."""
-    page = (ROOT / "docs/quick-start.md").read_text()
+    page = (ROOT / "docs/tutorial/first-run.md").read_text()
     lines = [line for line in page.splitlines() if line.startswith(("STEP=", "printf "))]
     assert len(lines) == 2
     script = "\n".join([*lines, f"{sys.executable} -m dcp verify $STEP"])
@@ -165,7 +165,7 @@ def damage_a_byte(folder: Path) -> None:
 @pytest.mark.exhaustive
 def test_the_quick_start_goes_on_with_two_ranks(tmp_path: Path) -> None:
     """Sharded, from what one process saved, and back."""
-    (script,) = blocks_of("docs/quick-start.md")
+    (script,) = blocks_of("docs/tutorial/first-run.md")
     (tmp_path / "train.py").write_text(script)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     for arguments in (["train.py"], [*torchrun, "train.py"], ["train.py"]):
@@ -176,7 +176,7 @@ def test_the_quick_start_goes_on_with_two_ranks(tmp_path: Path) -> None:
 def test_every_page_is_two_links_away() -> None:
     """From the README: each page below docs/ is linked there, or on the list of all pages."""
     linked = set()
-    for page in ("README.md", "docs/README.md"):
+    for page in ("README.md", "docs/index.md"):
         folder = (ROOT / page).parent
         for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", (ROOT / page).read_text()):
             place = (folder / target).resolve()

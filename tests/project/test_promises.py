@@ -1,4 +1,4 @@
-"""Each promise of the README has tests that `make test` runs, and faults that break it (docs/promises.md)."""
+"""Each promise of the README has tests and faults that break it (docs/concepts/promises.md)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rows() -> list[Row]:
     """Names of tests and of faults are in backticks."""
     return [
         Row(promise, *(tuple(re.findall(r"`([^`]+)`", cell)) for cell in (tests, faults)))
-        for promise, tests, faults in cells("docs/promises.md", "# What is promised")
+        for promise, tests, faults in cells("docs/concepts/promises.md", "# What is promised")
     ]
 
 

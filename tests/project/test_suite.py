@@ -16,7 +16,7 @@ def _stands_for_torchs(name: str) -> bool:
     return find_spec(f"torch.distributed.checkpoint.{name}") is not None
 
 
-INSIDE: Final = ("architecture.md", "contributing.md")
+INSIDE: Final = ("docs/design", "docs/contributing.md")
 """Pages that describe how it is built; the modules that they name are not promised to anybody."""
 
 DOORS: Final = frozenset(
@@ -64,7 +64,9 @@ _FOREIGN: Final = re.compile(
 
 @cache
 def _named_by_pages() -> frozenset[str]:
-    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name not in INSIDE]
+    pages = [
+        page for page in (ROOT / "docs").rglob("*.md") if not str(page.relative_to(ROOT)).startswith(INSIDE)
+    ]
     found: set[str] = set()
     for page in (*pages, ROOT / "README.md"):
         found |= set(re.findall(r"\bdcp(?:\.\w+)+", page.read_text()))

@@ -198,8 +198,8 @@ def grouped(layers: int, *rates: float) -> tuple[nn.Module, torch.optim.Optimize
 
 @pytest.mark.parametrize(("layers", "rates"), [(3, (0.5, 0.01)), (1, (0.3,))])
 def test_other_groups_of_parameters_by_name(tmp_path: Path, layers: int, rates: tuple[float, ...]) -> None:
-    """As docs/recipes.md has it: groups are cut anew, with a parameter more, or fewer; settings are those of
-    the new groups. By numbers it is an error."""
+    """Groups are cut anew, with a parameter more, or fewer; settings are those of the new groups.
+    By numbers it is an error."""
     by_name = StateDictOptions(flatten_optimizer_state_dict=True)
     net, optimizer = grouped(2, 0.1)
     torch.autograd.backward(net(torch.ones(1, 2)).sum())

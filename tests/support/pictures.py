@@ -1,4 +1,6 @@
-"""``python -m tests.support.pictures``: the pictures of docs/pages.md, taken from what the demo has trained.
+"""``python -m tests.support.pictures``: the pictures of docs/tutorial/pages.md.
+
+Taken from what the demo has trained.
 
 With ``--demo DIR`` of a demo that was kept (``dcp demo --root DIR``), else one is run before.
 """

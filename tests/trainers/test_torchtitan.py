@@ -1,5 +1,5 @@
 """torchtitan's checkpoint manager over ours: killed in a save, resumed; by its interface in our words, and
-the real package where it is installed (docs/trainers.md says why it is not beside the others)."""
+the real package where it is installed (docs/how-to/use-a-trainer.md says why it is not beside the others)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Digests of a checkpoint's tensors, of whatever format and sharding: those that it tells, or by reading.
 
-What they are is in `docs/format.md`, section 10. Torch-free, in bounded memory.
+What they are is in `docs/reference/format.md`, section 10. Torch-free, in bounded memory.
 """
 
 from __future__ import annotations

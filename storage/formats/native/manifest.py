@@ -1,9 +1,9 @@
 """The manifest: a `CheckpointIndex` as one msgpack file, small and quick to decode, with a CRC over itself.
 
-`docs/format.md` specifies the bytes. Columns that follow from others (payload lengths, positions of ragged
-rows) are not stored; offsets are stored relative to what they are near to. Strides of payloads and checksums
-of records are in no manifest on disk: ranks that load one torch.save file together get its index as a
-manifest. Torch-free.
+`docs/reference/format.md` specifies the bytes. Columns that follow from others (payload lengths, positions of
+ragged rows) are not stored; offsets are stored relative to what they are near to. Strides of payloads and
+checksums of records are in no manifest on disk: ranks that load one torch.save file together get its index as
+a manifest. Torch-free.
 
 A column of integers is ``[count, first, base, width, packing, data]``. ``data`` holds little-endian unsigned
 residuals of ``width`` bytes (0: none, all are zero; 8: signed, base 0). With ``first`` nil they are

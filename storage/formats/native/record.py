@@ -6,7 +6,7 @@ CRC-32 stands behind it, in a data descriptor and in the central directory (PKWA
 purpose bit 3). So a writer streams prefix, payload and suffix, and touches the payload once.
 
 Prefix and suffix depend on dtype, shape and the file offset modulo 64 alone, and are cached by these.
-The module imports neither torch nor zipfile; `docs/format.md` specifies what it writes.
+The module imports neither torch nor zipfile; `docs/reference/format.md` specifies what it writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/catalog-client.md runs as it stands."""
+"""docs/how-to/use-the-client.md runs as it stands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.app import running_app
 from tests.support.job_workers import served_by
 from tests.support.sockets import listening
 
-PAGE = Path(__file__).parents[3] / "docs" / "catalog-client.md"
+PAGE = Path(__file__).parents[3] / "docs/how-to/use-the-client.md"
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,8 @@ from tests.support.service import Service
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
-OPERATIONS = (ROOT / "docs/operations.md").read_text()
-API_PAGE = (ROOT / "docs/api.md").read_text()
+OPERATIONS = (ROOT / "docs/how-to/run-the-service.md").read_text()
+API_PAGE = (ROOT / "docs/reference/rest-conventions.md").read_text()
 CONTAINERFILE = (DEPLOY / "Containerfile").read_text().replace("\\\n", " ")
 ROW = re.compile(r"^\| (?P<first>[^|]*) \| (?P<second>[^|]*) \|", re.MULTILINE)
 OURS = ("api", "worker")
@@ -80,7 +80,7 @@ def check_command(line: str) -> None:
     assert all(word in shown.out for word in words if word.startswith("--")), line
 
 
-# -- docs/api.md ---------------------------------------------------------------------------------------------
+# -- The REST conventions ---------------------------------------------------------------------------------
 
 
 def section(heading: str) -> str:
@@ -192,7 +192,7 @@ def test_a_receiver_can_verify_as_the_example_does() -> None:
     assert "After ten attempts" in API_PAGE
 
 
-# -- docs/operations.md --------------------------------------------------------------------------------------
+# -- Settings and operation -------------------------------------------------------------------------------
 
 IN_WORDS = {
     "roots": "`checkpoints` is `./checkpoints`",
@@ -269,7 +269,7 @@ def test_every_command_and_file_is_there() -> None:
     for block, inline in lines:
         check_command(block or inline)
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", OPERATIONS + API_PAGE):
-        assert (ROOT / "docs" / target).exists(), target
+        assert (ROOT / "docs" / "how-to" / target).exists(), target
 
 
 # -- deploy/ -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What docs/catalog.md and docs/api.md show of the service, against a real one started as they say."""
+"""Examples of docs/tutorial/catalog.md and docs/reference/rest-conventions.md, on a real service."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_the_examples_run_against_the_service_that_they_start(
 ) -> None:
     """Registered by the manager, found, tagged, verified, downloaded: the file has the model's values."""
     monkeypatch.chdir(tmp_path)
-    (block,) = blocks_of("docs/catalog.md")
-    readme = (ROOT / "docs/catalog.md").read_text()
+    (block,) = blocks_of("docs/tutorial/catalog.md")
+    readme = (ROOT / "docs/tutorial/catalog.md").read_text()
     (line,) = re.findall(r"^dcp serve [^#\n]*", readme, re.MULTILINE)
     (folder,) = re.findall(r"^mkdir -p (\S+)", readme, re.MULTILINE)
     (tmp_path / folder).mkdir()
@@ -55,7 +55,7 @@ def test_the_examples_run_against_the_service_that_they_start(
         downloaded = load_file(tmp_path / "best.safetensors")
         assert set(downloaded) == {"app.model.weight", "app.model.bias"}
         assert torch.equal(downloaded["app.model.weight"], model.weight)
-        (example,) = blocks_of("docs/api.md")
+        (example,) = blocks_of("docs/reference/rest-conventions.md")
         (tmp_path / "model.safetensors").unlink(missing_ok=True)
         exec(compile(example.replace("http://127.0.0.1:8470", address), "api.md", "exec"), {})
         assert capsys.readouterr().out.split() == [str(best.id), "tuned", "10", "0.5"]
