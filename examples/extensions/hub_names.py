@@ -1,7 +1,7 @@
-"""A feature in one file: loads of checkpoints that have the names of Hugging Face's hub.
+"""A load feature: load checkpoints with the names of the Hugging Face Hub into another model definition.
 
-A state dict with ``module.layers.0.wq.weight`` takes what is stored as
-``model.layers.0.self_attn.q_proj.weight``. Checkpoints with names of ``module`` load as ever.
+``model.layers.0.self_attn.q_proj.weight`` is loaded into ``module.layers.0.wq.weight``. Checkpoints that
+already use the names of ``module`` load without a change.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _OTHERS = {
 
 
 class HubNames(LoadFeature):
-    """Shows a checkpoint under the names that a model here has."""
+    """Rename the entries of a checkpoint to the names of the model."""
 
     name = "hub_names"
 
     def view(self, view: View, beside: Any) -> View:
-        """The same tensors and values under other names; nothing has been read of them yet."""
+        """Return a view with the same tensors and values under other names."""
         return view.renamed(own_name)
 
 
 def own_name(stored: str) -> str:
-    """Return the name of a parameter here; what is no layer of such a model keeps its name."""
+    """Return the name in the model for a ``stored`` name; unknown names stay the same."""
     match = _LAYER.match(stored)
     if match is None or match[2] not in _PARTS:
         return _OTHERS.get(stored, stored)

@@ -1,4 +1,4 @@
-"""A feature of the service in one file: NaNs by layer, with a page, and a post for each new checkpoint."""
+"""A service feature: a job that counts NaNs by layer, a page, and a POST for each new checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dcp.server.core.jobs.subjects import CheckpointParams, SimpleKind, Subject,
 
 
 class NanKind(SimpleKind[CheckpointParams]):
-    """Reads the values of one checkpoint."""
+    """Count the NaNs of one checkpoint."""
 
     name, scope, params = "nan_counts", "read", CheckpointParams
     button = "Count NaNs by layer"
@@ -31,7 +31,7 @@ class NanKind(SimpleKind[CheckpointParams]):
         subjects: Sequence[Subject],
         report: ReportProgress,
     ) -> Mapping[str, Any]:
-        """Count the NaNs of each layer: of all tensors whose names have it before the last dot."""
+        """Sum the NaNs by layer, the part of a tensor's name before the last dot."""
         from dcp.inspection.values.statistics import statistics
         from dcp.inspection.values.tensor_reading import TensorReader
 
@@ -58,14 +58,14 @@ feature.links = [Link("checkpoint", "NaNs by layer", "/checkpoints/{id}/nans")]
 
 @feature.page("/checkpoints/{checkpoint_id}/nans", "nans.html")
 def nans_page(checkpoint_id: IdPath, ask: Ask) -> dict[str, Any]:
-    """Show the counts of the last job."""
+    """Show the result of the last job."""
     job = ask.last_result(NanKind, CheckpointParams(checkpoint_id=checkpoint_id))
     return {"layers": ((job and job.result) or {}).get("layers")}
 
 
 @feature.consumer("nan_counts", kinds=["checkpoint.committed"], is_slow=True)
 def post(connection: None, events: Sequence[CatalogEvent], context: ScheduleContext) -> None:
-    """Post the ids of new checkpoints to the URL of the settings; an error is tried again."""
+    """Post the ids of new checkpoints to the configured URL. Errors are retried."""
     if url := feature.options(context.settings).url:
         body = {"checkpoints": [event.checkpoint_id for event in events]}
         httpx.post(url, json=body, timeout=10).raise_for_status()

@@ -1,4 +1,4 @@
-"""A format in one file: a folder with a ``.npy`` file for each tensor, which is called as the tensor is."""
+"""A format: a folder with one ``.npy`` file per tensor, named like the tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HEADER_BYTES = 64 << 10
 
 
 def read_folder(store: Store) -> CheckpointIndex | None:
-    """Of each file the header is read, and no element."""
+    """Read the header of each file into an index; read no elements. None if the folder has no such file."""
     sizes = {info.name: info.size_bytes for info in store.list() if _FILE.fullmatch(info.name)}
     if not sizes:
         return None
@@ -36,14 +36,16 @@ def _tensor(store: Store, name: str) -> WholeTensor:
     except ValueError as error:
         raise CheckpointFormatError(f"{path}: {error}", path=path) from error
     if is_fortran or dtype.name not in dtypes.BY_NAME or dtype.byteorder == ">":
-        raise UnsupportedFormatError(f"{path}: {dtype}, Fortran order: {is_fortran}; save it anew", path=path)
+        raise UnsupportedFormatError(
+            f"{path}: {dtype}, Fortran order: {is_fortran}; save in C order", path=path
+        )
     code = dtypes.BY_NAME[dtype.name].code
     return WholeTensor(name.removesuffix(".npy"), code, shape, name, offset=header.tell())
 
 
 def lay_out(job: LayoutJob) -> Planned:
-    """A header for each tensor, and its bytes as they are; there is no place for anything else."""
-    _, dropped = job.kept({value.fqn: "is no tensor" for value in job.entries.values})
+    """Lay out one file per tensor: a header and the unchanged elements. Values are dropped."""
+    _, dropped = job.kept({value.fqn: "not a tensor" for value in job.entries.values})
     tensors, shapes = job.entries.tensors, job.entries.shapes
     kinds = [dtypes.BY_CODE[tensor.dtype_code] for tensor in tensors]
     heads = [_header(kind.name, shape) for kind, shape in zip(kinds, shapes, strict=True)]

@@ -1,4 +1,4 @@
-"""A planner by one step of ours: what torch.compile puts before names is left out of the checkpoint."""
+"""A save planner: remove the prefix of torch.compile from the names in a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _COMPILED = "_orig_mod."
 
 
 class PlainNamesPlanner(dcp.DefaultSavePlanner):
-    """``dcp.save(state, planner=PlainNamesPlanner())``: models load into what is compiled and what is not."""
+    """Save names without ``_orig_mod.``, so that compiled and uncompiled models load the checkpoint."""
 
     def set_up_planner(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
-        """The step in which a planner gets to know what there is to save; the others take it from there."""
+        """Rename the entries before planning; the inherited steps do the rest."""
         super().set_up_planner(plain_names(state_dict), *args, **options)
 
 
 def plain_names(value: Any) -> Any:
-    """The same nested state dict, by names as they are without torch.compile."""
+    """Return the nested state dict ``value`` with the names of an uncompiled model."""
     if not isinstance(value, dict):
         return value
     return {

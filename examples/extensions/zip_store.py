@@ -1,6 +1,6 @@
-"""A store in one file: checkpoints in a zip archive, which are only read.
+"""A read-only store: checkpoints in a zip archive.
 
-``zip:///data/runs.zip`` is an archive as a whole, ``zip:///data/runs.zip/run/step-1`` a folder in it.
+``zip:///data/runs.zip`` is the archive, ``zip:///data/runs.zip/run/step-1`` a folder inside the archive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _URL = re.compile(r"zip://(?P<archive>/.*?\.zip)(?:/(?P<folder>.*))?", re.DOTALL
 
 
 class ZipStore(ReadOnlyStore):
-    """A folder of an archive. Members that are not compressed are read fastest."""
+    """A folder of a zip archive. Uncompressed members are read fastest."""
 
     capabilities = Capabilities(is_writable=False, lists_folders=True, lists_tree=True)
 
@@ -27,18 +27,18 @@ class ZipStore(ReadOnlyStore):
         match = _URL.fullmatch(url.rstrip("/"))
         if match is None:
             raise StorageError(
-                f"{url!r} names no archive: write zip:///absolute/path.zip", path=url, op="open"
+                f"{url!r} is not the URL of an archive: use zip:///absolute/path.zip", path=url, op="open"
             )
         self.url = match[0]
         self._archive = Path(match["archive"])
         self._prefix = f"{match['folder']}/" if match["folder"] else ""
 
     def list(self) -> list[FileInfo]:
-        """Out of the archive's directory, as everything else."""
+        """Return the files of this folder, sorted by name."""
         return sorted((info for folder, info in self.tree() if not folder), key=lambda info: info.name)
 
     def tree(self) -> Iterator[tuple[str, FileInfo]]:
-        """All members below the folder, as `Store.tree`."""
+        """Yield all files below this folder with the path of their folder."""
         if self._archive.exists():
             members = ZipFile(self._archive).infolist()
             for member in sorted(members, key=lambda member: member.filename):
@@ -48,7 +48,7 @@ class ZipStore(ReadOnlyStore):
                     yield folder, FileInfo(name, member.file_size, seconds)
 
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
-        """A member by its name."""
+        """Open the file ``name`` of this folder."""
         try:
             return _Member(ZipFile(self._archive), self._prefix + check_name(name), self.path_of(name))
         except (FileNotFoundError, KeyError):
@@ -62,11 +62,11 @@ class _Member(ReadHandle):
 
     def preadv(self, buffers: Sequence[memoryview], offset: int) -> None:
         try:
-            with self._guard:  # threads share one position
+            with self._guard:  # threads share one file position
                 self._file.seek(offset)
                 for buffer in buffers:
                     if len(data := self._file.read(buffer.nbytes)) < buffer.nbytes:
-                        raise CorruptCheckpointError(f"{self._path} ends too early", path=self._path)
+                        raise CorruptCheckpointError(f"{self._path} is truncated", path=self._path)
                     buffer[:] = data
         except BadZipFile as error:
             raise CorruptCheckpointError(f"{self._path}: {error}", path=self._path) from error

@@ -1,13 +1,11 @@
-"""The extensions of `docs/contributing.md`: a store, a format and a planner, each in one file of its own.
-
-They are used as a package that is installed: by the entry points of its metadata, and by nothing else.
-"""
+"""Plug-ins of `docs/how-to/write-a-plug-in.md`, used by the entry points of an installed package."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import os
+import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +18,7 @@ import torch
 import dcp
 from dcp.features import registry
 from dcp.server.client import Client as ClientOfService
+from dcp.storage.stores.contract import StoreContract
 from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
 from tests.support.receivers import Receiver
@@ -77,12 +76,23 @@ def places(tmp_path: Path) -> dict[str, Path]:
 
 def test_the_document_shows_the_files_and_they_are_short() -> None:
     """Each is on the page as it is, and under 80 lines."""
-    page = (ROOT / "docs" / "contributing.md").read_text()
+    page = (ROOT / "docs/how-to/write-a-plug-in.md").read_text()
     for file in FILES:
         text = file.read_text()
         assert f"```python\n{text}```" in page, file.name
         assert len(text.splitlines()) < _MOST_LINES, file.name
     assert len(FILES) == 6
+
+
+def test_the_example_of_a_test_of_a_store() -> None:
+    """It makes a class that has the tests of the shipped suite."""
+    page = (ROOT / "docs/how-to/write-a-plug-in.md").read_text()
+    (block,) = [
+        one for one in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class TestMyStore" in one
+    ]
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert issubclass(names["TestMyStore"], StoreContract)
 
 
 def test_a_store_in_one_file(installed: dict[str, str], places: dict[str, Path], tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ DOORS: Final = frozenset(
     | {f"dcp.integrations.{path.stem}" for path in (ROOT / "dcp/integrations").glob("[a-z]*.py")}
 )
 """What no page need name: it stands for a module of torch's, is a trainer's plug-in, or is what formats and
-stores of other packages are written against, as contributing.md says."""
+stores of other packages are written against, as write-a-plug-in.md says."""
 
 FOREIGN: Final = frozenset(
     {"_C", "_EmptyStateDictLoadPlanner", "_cached_global_plan", "_cached_metadata", "_cached_save_plan"}
