@@ -36,9 +36,7 @@ def _tensor(store: Store, name: str) -> WholeTensor:
     except ValueError as error:
         raise CheckpointFormatError(f"{path}: {error}", path=path) from error
     if is_fortran or dtype.name not in dtypes.BY_NAME or dtype.byteorder == ">":
-        raise UnsupportedFormatError(
-            f"{path}: {dtype}, Fortran order: {is_fortran}; save in C order", path=path
-        )
+        raise UnsupportedFormatError(f"{path}: {dtype}, Fortran order: {is_fortran}; use C order", path=path)
     code = dtypes.BY_NAME[dtype.name].code
     return WholeTensor(name.removesuffix(".npy"), code, shape, name, offset=header.tell())
 
