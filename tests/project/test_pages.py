@@ -119,6 +119,52 @@ def test_digests_and_the_proof_of_a_resume(tmp_path: Path, monkeypatch: pytest.M
     assert getattr(names["finding"], "fqn") == "model.bias"  # noqa: B009 - names are objects to mypy
 
 
+class Learner(torch.nn.Module):
+    """A model with the two calls that the Trainer and Lightning's part of the page make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the loss as a Hugging Face model does."""
+        return {"loss": (self.layer(x) - labels).square().mean()}
+
+
+@pytest.mark.exhaustive
+def test_the_trainers_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer, Accelerate, torchdata and Lightning save where the page says."""
+    lightning = pytest.importorskip("lightning.pytorch")
+    monkeypatch.chdir(tmp_path)
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        """The smallest module that trains."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.learner = Learner()
+
+        def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            """Return the loss."""
+            return self.learner(**batch)["loss"]  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            """Plain SGD."""
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def train_dataloader(self) -> torch.utils.data.DataLoader[dict[str, torch.Tensor]]:
+            """The page's data."""
+            return torch.utils.data.DataLoader(data)  # type: ignore[arg-type]
+
+    data = [{"x": torch.rand(3), "labels": torch.rand(1)} for _ in range(20)]
+    model = Learner()
+    optimizer = torch.optim.AdamW(model.parameters())
+    names = {"model": model, "optimizer": optimizer, "data": data, "module": Module()}
+    run_page("docs/how-to/use-a-trainer.md", names, 4)
+    for folder in ("out/checkpoint-30", "project/checkpoints/checkpoint_0", "lightning/last.ckpt"):
+        assert dcp.open_index(folder).tensor_count
+
+
 def steps_of(folder: Path) -> list[int]:
     """What the quick start's run has saved."""
     with dcp.CheckpointManager(folder / "runs" / "first", no_dist=True, handle_sigterm=False) as manager:
