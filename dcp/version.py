@@ -1,3 +1,3 @@
 """The version of this package, readable without installed metadata."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -83,7 +83,7 @@ def _write_root(root: Path, checkpoints: int, runs: int, tensors: int) -> None:
             "time": _COMMITTED_SECONDS + number,
             "world_size": _RANKS,
             "torch_version": "2.13.0",
-            "dcphub_version": "0.1.0",
+            "dcphub_version": "0.2.0",
             "rank_seconds": seconds,
         }
         user = {"step": number // runs, "run": f"run {number % runs}", "metrics": {"loss": 1 / (1 + number)}}

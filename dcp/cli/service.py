@@ -181,7 +181,7 @@ def _opened(settings: Settings, *, with_tables: bool = True, is_made: bool = Fal
                 fail(f"there is no database {file}: dcp serve makes it, or dcp db upgrade")
             if with_tables and migrations.is_pending(opened):
                 if opened.dialect != "sqlite" or not settings.migrate:
-                    fail("the database has not the tables of this version: run dcp db upgrade first")
+                    fail("the database lacks the tables of this version: back it up and run dcp db upgrade")
                 migrations.upgrade(opened)
             with opened.read():
                 pass

@@ -39,7 +39,7 @@ def copy_of_the_source(folder: Path) -> Path:
     folder.mkdir()
     for name in ("dcp", "src", *LAYERS):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=IGNORED)
-    for name in ("LICENSE", "README.md", "pyproject.toml"):
+    for name in ("LICENSE", "NOTICE", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     (folder / "out").mkdir()
     return folder
@@ -126,7 +126,10 @@ def test_wheel_holds_exactly_the_source_files(tmp_path: Path) -> None:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
         metadata = [name for name in wheel.namelist() if ".dist-info/" in name]
     assert names == set(source_files())
-    assert any(name.endswith("/LICENSE") for name in metadata)
+    licences = {name.partition("/licenses/")[2] for name in metadata if "/licenses/" in name}
+    vendor = "server/core/pages/static/vendor"
+    vendored = {f"{vendor}/{path.name}" for path in (ROOT / vendor).glob("*.LICENSE")}
+    assert vendored and licences == {"LICENSE", "NOTICE"} | vendored
 
 
 TORCH_FREE = (

@@ -134,7 +134,10 @@ def prepare_database(service: Service) -> str | None:
                 before = migrations.current(database)
                 if before == migrations.REVISION:
                     return "tables of a feature are missing: dcp db upgrade"
-                return f"at revision {before}, and not at {migrations.REVISION}: dcp db upgrade"
+                return (
+                    f"the database is {'empty' if before is None else f'at revision {before}'}, and "
+                    f"{migrations.REVISION} is needed: back it up and run dcp db upgrade"
+                )
             before = migrations.upgrade(database)
             event = "new database" if before is None else "database upgraded"
             _log.info(event, file=database.url.database, before=before, after=migrations.REVISION)

@@ -1,9 +1,7 @@
-"""Migrations: an empty database gets the tables of this version, one of an older release is brought up to it.
+"""Migrations: create the tables in an empty database, or upgrade the database of an older release.
 
-Tables that a feature declares of the same ``metadata`` are created where they are missing, also in a database
-that is up to date: a plug-in may come later than its first checkpoint.
-
-Alembic takes a third of a second and 15 MB to import, and is only imported where something has to be done.
+Tables declared by features are created where missing, even in a current database, because a plug-in may be
+installed later. Alembic takes 0.3 s and 15 MB to import, so only an upgrade imports it.
 """
 
 from __future__ import annotations
@@ -15,30 +13,40 @@ from sqlalchemy import Connection, inspect, text
 
 from dcp.server.database.engine import Database
 from dcp.server.database.tables import metadata
+from dcp.version import __version__
 
 if TYPE_CHECKING:
     from alembic.config import Config
 
 
-REVISION: Final = "0.1.0"
-"""The newest one in ``versions``, which the tables of this version have."""
+REVISION: Final = "0.2.0"
+"""The newest revision in ``versions``."""
 
-_LOCK: Final = 0x64_63_70_68_75_62  # "dcphub": of all processes that start at once, one migrates
+_LOCK: Final = 0x64_63_70_68_75_62  # "dcphub": one of the processes that start together migrates
+
+_REMEDY: Final = (
+    "Run the version that made it, or configure a new database: the service then scans the roots again, but "
+    "API keys, notes, tags and the audit log stay in the old database"
+)
 
 
 class UnknownRevisionError(ValueError):
-    """The database was made by a version of this program that this one cannot upgrade from: of an unknown
-    revision, or of a known one with other columns, as unreleased versions have made them."""
+    """The database cannot be upgraded: its revision is unknown, or an unreleased version made its tables."""
 
 
 def upgrade(database: Database) -> str | None:
-    """Bring the database up to date, all of it or nothing; returns the revision it had, None if it was empty.
+    """Upgrade the database in one transaction.
 
-    Raises `DatabaseUnavailableError`; UnknownRevisionError for one of a newer or an unreleased version.
+    Returns:
+        The revision before the upgrade; None for an empty database.
+
+    Raises:
+        DatabaseUnavailableError: The database does not answer.
+        UnknownRevisionError: A newer or an unreleased version made the database.
     """
     with database.write() as connection:
         if database.dialect == "postgresql":
-            # An index of a large table takes as long as it takes, and so does waiting for who builds it.
+            # Building an index of a large table, or waiting for another process to build it, has no limit.
             connection.execute(text("SET LOCAL statement_timeout = 0"))
             connection.execute(text("SET LOCAL lock_timeout = 0"))
             connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
@@ -46,7 +54,7 @@ def upgrade(database: Database) -> str | None:
         if before is None or _is_older(before):
             _migrate(connection, is_empty=before is None)
         _check_columns(connection)
-        metadata.create_all(connection)  # those of features that are new here
+        metadata.create_all(connection)  # tables of newly installed features
         return before
 
 
@@ -63,7 +71,7 @@ def _migrate(connection: Connection, *, is_empty: bool) -> None:
 
 
 def is_pending(database: Database) -> bool:
-    """Return whether `upgrade` has something to do. Raises UnknownRevisionError as it does."""
+    """Return whether `upgrade` would change the database; raise UnknownRevisionError like `upgrade`."""
     with database.read() as connection:
         before = _revision(connection)
         is_old = before is None or _is_older(before)
@@ -74,8 +82,7 @@ def is_pending(database: Database) -> bool:
 
 
 def _check_columns(connection: Connection) -> None:
-    """Compare the columns of the tables that are there with those of this version: a column that is missing,
-    or one more that every new row would have to fill, fails queries much later and without a reason."""
+    """Refuse missing columns and unknown required ones: queries would fail later, with an obscure error."""
     for (_, name), columns in inspect(connection).get_multi_columns().items():
         if (table := metadata.tables.get(name)) is not None:
             known = {column.name for column in table.columns}
@@ -83,9 +90,8 @@ def _check_columns(connection: Connection) -> None:
             missing = known - {one["name"] for one in columns}
             if other := sorted(missing | (needed - known)):
                 raise UnknownRevisionError(
-                    f"the database is of an unreleased version (its table {name} differs in "
-                    f"{', '.join(other)}) and cannot be upgraded: configure a new database; roots are "
-                    "scanned again"
+                    f"cannot upgrade the database of an unreleased version: table {name} differs in "
+                    f"{', '.join(other)}. {_REMEDY}"
                 )
 
 
@@ -97,8 +103,8 @@ def _is_older(revision: str) -> bool:
     known = {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
     if revision not in known:
         raise UnknownRevisionError(
-            f"the database is of another version (revision {revision}; this one needs {REVISION}) and "
-            "cannot be upgraded: run that version, or configure a new database; roots are scanned again"
+            f"cannot upgrade the database from revision {revision}; dcphub {__version__} needs {REVISION}. "
+            f"{_REMEDY}"
         )
     return True
 

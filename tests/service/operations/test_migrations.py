@@ -12,6 +12,7 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Column, Integer, Table, inspect, text
 from sqlalchemy.exc import DBAPIError
 
+from dcp.server.catalog.runs import sync_roots
 from dcp.server.database import migrations
 from dcp.server.database.engine import Database, DatabaseUnavailableError
 from dcp.server.database.tables import metadata
@@ -52,8 +53,21 @@ def test_a_feature_may_bring_tables_later(database: Database, tmp_path: Path) ->
         metadata.remove(table)
 
 
+def test_a_database_of_the_first_version_is_upgraded(database: Database) -> None:
+    """Revision 0.1.0 has the same tables: its rows stay, and a second upgrade finds nothing to do."""
+    with database.write() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '0.1.0'"))
+        sync_roots(connection, {"kept": "/runs"}, now=1.0)
+    assert migrations.is_pending(database)
+    assert migrations.upgrade(database) == "0.1.0"
+    assert migrations.current(database) == migrations.REVISION == "0.2.0"
+    assert not migrations.is_pending(database)
+    with database.read() as connection:
+        assert connection.execute(text("SELECT name FROM roots")).scalars().all() == ["kept"]
+
+
 def test_a_database_of_an_unknown_version_is_refused(database: Database, tmp_path: Path) -> None:
-    """An unreleased or a newer one: readiness and commands say so and what to do; nothing is changed."""
+    """Readiness and commands name the revision and the remedy; nothing is changed."""
     with database.write() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '0011'"))
     with pytest.raises(migrations.UnknownRevisionError, match=r"revision 0011; .* configure a new database"):
@@ -68,24 +82,33 @@ def test_a_database_of_an_unknown_version_is_refused(database: Database, tmp_pat
         assert done.status == 3 and "configure a new database" in " ".join(done.err.split())
 
 
+@pytest.mark.parametrize("revision", ["0.1.0", migrations.REVISION])
 @pytest.mark.parametrize(
     "change",
     ["ALTER TABLE audit DROP COLUMN other_roots", "ALTER TABLE audit RENAME COLUMN target TO subject"],
 )
-def test_a_database_with_other_columns_is_refused(database: Database, tmp_path: Path, change: str) -> None:
-    """One of an earlier checkout, at the same revision: readiness and commands name the table and what to
-    do."""
+def test_a_database_with_other_columns_is_refused(
+    database: Database, tmp_path: Path, change: str, revision: str
+) -> None:
+    """One of an unreleased version: readiness and commands name table and remedy; nothing is changed."""
     with database.write() as connection:
+        connection.execute(text(f"UPDATE alembic_version SET version_num = '{revision}'"))
         if "target" in change:
             connection.execute(text("DROP INDEX ix_audit_target"))
         connection.execute(text(change))
     url = database.url.render_as_string(hide_password=False)
+    needs_command = database.dialect == "postgresql" and revision != migrations.REVISION
     with running_app(url, tmp_path, auth="off") as app:
         answer = app.base.get("/readyz")
-        assert answer.status_code == 503 and "table audit differs in" in answer.json()["checks"]["database"]
+        problem = "run dcp db upgrade" if needs_command else "table audit differs in"
+        assert answer.status_code == 503 and problem in answer.json()["checks"]["database"]
     for line in ("db upgrade", "keys list"):
+        problem = (
+            "run dcp db upgrade" if needs_command and line == "keys list" else "configure a new database"
+        )
         done = command(*line.split(), "--database", url)
-        assert done.status == 3 and "configure a new database" in " ".join(done.err.split())
+        assert done.status == 3 and problem in " ".join(done.err.split())
+    assert migrations.current(database) == revision
 
 
 def test_a_migration_that_fails_leaves_nothing(empty_database: Database) -> None:
