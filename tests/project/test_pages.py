@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,21 +94,88 @@ def test_the_library_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert len(list((tmp_path / "checkpoints" / "from-file").glob("*.distcp"))) >= 1
 
 
-def test_weight_maps_fuse_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the page says: fused by group, and what it was."""
-    monkeypatch.chdir(tmp_path)
+class Fused(torch.nn.Module):
+    """A module of the map's target names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(6, 48, bias=False)
+
+
+def unfused_weights() -> dict[str, torch.Tensor]:
+    """Tensors of the map's source names."""
     sizes = {"q": 32, "k": 8, "v": 8}
-    state = {
+    layers = {
         f"layers.{layer}.{name}.weight": torch.rand(size, 6)
         for layer in range(2)
         for name, size in sizes.items()
     }
-    save_file({**state, "norm.weight": torch.rand(6)}, "apart.safetensors")
-    run_page("docs/how-to/map-weights.md", {}, 1)
+    return {**layers, "norm.weight": torch.rand(6)}
+
+
+def test_weight_maps_fuse_and_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversions, loads, saves and a manager map names and layouts both ways."""
+    monkeypatch.chdir(tmp_path)
+    state = unfused_weights()
+    save_file(state, "apart.safetensors")
+    layers = torch.nn.ModuleList([Fused(), Fused()])
+    model = torch.nn.ModuleDict(
+        {"model": torch.nn.ModuleDict({"layers": layers, "norm": torch.nn.LayerNorm(6, bias=False)})}
+    )
+    run_page("docs/how-to/map-weights.md", {"model": model}, 3)
     assert dcp.read("fused")["model.norm.weight"].shape == (6,)
-    fused, back = dcp.read("fused")["layers.1.qkv.weight"], load_file("back.safetensors")
+    fused, back = dcp.read("fused")["model.layers.1.qkv.weight"], load_file("back.safetensors")
     assert torch.equal(fused.view(2, 6, 4, 6)[:, 4], state["layers.1.k.weight"].view(2, 4, 6))
-    assert all(torch.equal(back[name], tensor) for name, tensor in state.items())
+    assert torch.equal(model.state_dict()["model.layers.1.qkv.weight"], fused)
+    for saved in (back, dcp.read("as-before"), dcp.read("run/step-00000001")):
+        assert saved.keys() == state.keys()
+        assert all(torch.equal(saved[name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.exhaustive
+def test_conversions_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's last block saves the file's tensors again."""
+    import transformers
+
+    monkeypatch.chdir(tmp_path)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    build: Any = transformers.AutoModelForCausalLM.from_config
+    mixtral = build(transformers.MixtralConfig(**sizes, **heads, vocab_size=37, tie_word_embeddings=False))
+    mixtral.save_pretrained("Mixtral-8x7B")
+    block = blocks_of("docs/how-to/map-weights.md")[3]
+    exec(compile(block, "map-weights.md", "exec"), {"dcp": dcp, "mixtral": mixtral})
+    stored, saved = dcp.read("Mixtral-8x7B"), dcp.read("as-files")
+    assert saved.keys() == stored.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in stored.items())
+
+
+def test_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weighted sum of files, and the mean and the moving average of a run."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"a": 1.0, "b": 2.0}.items():
+        save_file({"weight": torch.full((4,), value)}, f"{name}.safetensors")
+    model = torch.nn.Linear(1, 1, bias=False)
+    with dcp.CheckpointManager("runs/first", no_dist=True) as manager:
+        for step in range(1, 10):
+            torch.nn.init.constant_(model.weight, step)
+            manager.save(step, {"model": model}, force=True)
+    run_page("docs/how-to/merge.md", {}, 1)
+    soup = load_file("soup.safetensors")["weight"]
+    assert soup.dtype is torch.bfloat16
+    assert torch.equal(soup, torch.full((4,), 1.3).bfloat16())
+    assert dcp.read("mean")["model"]["weight"].item() == 5.5
+    assert 5.5 < dcp.read("ema")["model"]["weight"].item() < 5.6
+
+
+def test_the_best_step_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step with the lowest loss, of the two newest and the best; tests/service tries the catalog's."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    run_page("docs/how-to/find-the-best-and-export.md", names, 1)
+    assert names["losses"] == {200: 0.4, 300: 0.5, 400: 0.6}
+    assert names["step"] == 200
+    assert load_file("best.safetensors").keys() == {"model.weight", "model.bias"}
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""docs/how-to/use-the-client.md runs as it stands."""
+"""docs/how-to/use-the-client.md and the catalog's part of find-the-best-and-export.md run as they stand."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from dcp.server.client import Client
 from tests.support.app import running_app
@@ -14,6 +15,7 @@ from tests.support.job_workers import served_by
 from tests.support.sockets import listening
 
 PAGE = Path(__file__).parents[3] / "docs/how-to/use-the-client.md"
+BEST = PAGE.with_name("find-the-best-and-export.md")
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,3 +40,25 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         names["client"].close()  # type: ignore[attr-defined]
     assert (tmp_path / "best.safetensors").stat().st_size
     assert (tmp_path / "manifest.msgpack").read_bytes()
+
+
+def test_the_best_checkpoint_is_found_and_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page's run, scanned, sorted by a metric; the step with the lowest value is downloaded."""
+    monkeypatch.chdir(tmp_path)
+    url = f"sqlite:///{tmp_path / 'catalog.sqlite'}"
+    roots = {"runs": {"url": str(tmp_path / "runs"), "scan_seconds": 0}}
+    train, find = re.findall(r"^```python\n(.*?)^```", BEST.read_text(), re.MULTILINE | re.DOTALL)
+    exec(compile(train, str(BEST), "exec"), {})
+    quick: dict[str, Any] = {"work_folder": tmp_path / "work", "poll_seconds": 0.05}
+    with (
+        running_app(url, tmp_path, auth="off", roots=roots, **quick) as app,
+        listening(app.app) as address,
+        served_by(app.service.settings),
+    ):
+        with Client(address) as client:
+            client.wait(client.scan("runs"), timeout_seconds=120)
+        exec(compile(find.replace("http://127.0.0.1:8470", address), str(BEST), "exec"), {})
+    assert "200 0.4" in capsys.readouterr().out.splitlines()
+    assert load_file("best-of-catalog.safetensors").keys() == {"model.weight", "model.bias"}
