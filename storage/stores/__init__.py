@@ -1,6 +1,7 @@
-"""Moving bytes: where checkpoints are kept, behind one small interface. Imports no torch.
+"""Stores: move bytes between the library and a disk, an object store or memory, behind a small interface.
+Imports no torch.
 
-A kind of store is a file here, or comes from another package (`register_store`), with its URL schemes and its
+Each kind of store is a module here, or comes from another package (`register_store`), with URL schemes and
 capabilities as data.
 """
 

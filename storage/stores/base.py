@@ -1,11 +1,11 @@
-"""The store interface: everything the package asks of a place that keeps files.
+"""Store interface: the operations that the library needs from a folder of files.
 
 A checkpoint is a flat folder of immutable data files plus a few small files that are published atomically.
-The interface has exactly the operations this needs, so that an object store can offer them too: no append to
-a finished file, no rename, no nested folders. One backend is one file beside this one, and every backend
-passes `dcp.storage.stores.contract.StoreContract`.
+The interface has no append to finished files, no rename and no nested folders, and object stores can
+implement all of it. Every backend is a module beside this module and passes
+`dcp.storage.stores.contract.StoreContract`.
 
-Errors are typed (`dcp.storage.errors`) and carry ``path`` and, where an operation failed, ``op``.
+Errors are typed (`dcp.storage.errors`) and carry ``path`` and, for a failed operation, ``op``.
 """
 
 from __future__ import annotations
@@ -32,23 +32,25 @@ from dcp.storage.errors import (
 )
 
 LOCK_NAME: Final = ".lock"
-"""The advisory lock's file where a backend needs one; reserved, and left out of listings."""
+"""Name of the advisory lock file; reserved, and hidden from listings."""
 
 TEMPORARY_PREFIX: Final = ".tmp-"
-"""Files written aside for a publish are named so. A crash may leave one; garbage collection removes it."""
+"""Prefix of temporary files of a publish. A crash may leave such a file; garbage collection removes it."""
 
 RELEASE_GIL_BYTES: Final = 64 << 10
-"""Copies from this size on let other threads run."""
+"""Minimum size of copies that release the GIL."""
 
 _NAME_LIMIT_BYTES: Final = 255
 _VERSION_LIMIT_BYTES: Final = 1 << 34
 
 
 def check_name(name: str) -> str:
-    """Return ``name`` itself if it is one plain path component that a file of a store may have.
+    """Return ``name`` if valid as a file name of a store: a single plain path component.
 
-    Raises `CheckpointFormatError` otherwise: names come out of metadata that others wrote, and must not
-    reach outside of the folder.
+    Names come from untrusted metadata and must not reach outside of the folder.
+
+    Raises:
+        CheckpointFormatError: If the name is invalid.
     """
     try:
         size = len(name.encode())
@@ -68,7 +70,7 @@ def check_name(name: str) -> str:
 
 
 def is_name(name: str) -> bool:
-    """Return whether a file or folder of a store may have this name."""
+    """Return True if a file or folder of a store may have this name."""
     try:
         check_name(name)
     except CheckpointFormatError:
@@ -77,7 +79,11 @@ def is_name(name: str) -> bool:
 
 
 def place_text(place: object) -> str:
-    """Return the path or URL that names a place, as text; `StorageError` for what names none."""
+    """Return the path or URL of a place as text.
+
+    Raises:
+        StorageError: If ``place`` is not a path or URL.
+    """
     text = os.fspath(place) if isinstance(place, os.PathLike) else place
     if not isinstance(text, str):
         raise StorageError(
@@ -111,7 +117,7 @@ def byte_view(data: Buffer) -> memoryview:
 
 
 def copy_bytes(target: memoryview, source: bytes | memoryview) -> None:
-    """Copy into a view of bytes of the same length; large copies let other threads run (release the GIL)."""
+    """Copy bytes between views of equal length. Large copies release the GIL."""
     if len(source) < RELEASE_GIL_BYTES:
         target[:] = source
     else:
@@ -119,22 +125,22 @@ def copy_bytes(target: memoryview, source: bytes | memoryview) -> None:
 
 
 class Inflow(Protocol):
-    """Takes in a range of a file as it comes, so that what has come is used while a cache has it."""
+    """Destination of a range that arrives in pieces, used while the bytes are still in the cache."""
 
     @property
     def size_bytes(self) -> int:
-        """Return how much it takes."""
+        """Number of bytes expected."""
 
     def buffers(self) -> Iterator[memoryview]:
-        """Yield memory for all of it, in order, for one attempt to fetch it; from any thread.
+        """Yield memory for the whole range, in order, for one attempt; called from any thread.
 
-        The next buffer is asked for when the last one is full, and after the last one once more. Asked anew,
-        it begins anew: what came by an attempt before does not count.
+        The next buffer is requested when the last is full, and once more after the last. Each iteration
+        starts over: bytes of an earlier attempt are discarded.
         """
 
 
 class Views:
-    """The `Inflow` into memory that is all there."""
+    """`Inflow` into existing memory."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views = views
@@ -146,11 +152,11 @@ class Views:
 
 
 class Closable(ABC):
-    """Holds something until `close`, which a ``with`` block calls at its end."""
+    """Base class of objects with a `close` method, usable in a ``with`` statement."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what is held."""
+        """Release all resources."""
 
     def __enter__(self) -> Self:
         return self
@@ -160,41 +166,42 @@ class Closable(ABC):
 
 
 class ReadHandle(Closable):
-    """An open file, read at explicit offsets, by any number of threads at once."""
+    """Open file with reads at explicit offsets, from any number of threads."""
 
     name: str
     size_bytes: int
 
     @abstractmethod
     def preadv(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Fill all ``buffers`` exactly, in order, from byte ``offset`` on, without a copy in between.
+        """Fill all ``buffers`` in order from byte ``offset``, without intermediate copies.
 
-        Raises `CorruptCheckpointError` if the file ends before, `StorageError` if reading fails. Contents of
-        the buffers are then undefined.
+        Raises:
+            CorruptCheckpointError: If the file is too short. The contents of the buffers are undefined.
+            StorageError: If the read fails. The contents of the buffers are undefined.
         """
 
     def receive(self, inflow: Inflow, offset: int) -> None:
-        """Read as `preadv`, into the buffers of ``inflow``, where its size is worth one request."""
+        """Read like `preadv` into the buffers of ``inflow``, as a single request."""
         for buffer in inflow.buffers():
             self.preadv([buffer], offset)
             offset += len(buffer)
 
     def pread(self, length: int, offset: int) -> bytes:
-        """Return exactly ``length`` bytes: for headers, where a destination of one's own is not worth it."""
+        """Return exactly ``length`` bytes, for example of a header."""
         data = bytearray(length)
         self.preadv([memoryview(data)], offset)
         return bytes(data)
 
     @abstractmethod
     def close(self) -> None:
-        """Release the file; idempotent. No read may be running in another thread."""
+        """Release the file. Idempotent; no other thread may be reading."""
 
 
 class WriteHandle:
-    """A new file at ``path``, written front to back by one thread at a time: open, finished or aborted.
+    """New file at ``path``, written front to back by one thread at a time.
 
-    As a context manager it finishes on a normal exit and aborts on an exception. A subclass has `_append`,
-    `_complete` and `_throw_away`, or methods of its own instead of those that call them.
+    As a context manager, finish on a normal exit and abort on an exception. A subclass implements
+    `_append`, `_complete` and `_throw_away`, or overrides the methods that call them.
     """
 
     def __init__(self, name: str, path: str) -> None:
@@ -205,14 +212,15 @@ class WriteHandle:
 
     @property
     def position(self) -> int:
-        """Return the bytes accepted so far, so that the caller learns at which offset a record begins."""
+        """Number of bytes accepted: the offset of the next record."""
         return self._position
 
     def write(self, data: Buffer) -> None:
-        """Append ``data``, consumed before return: the caller may change the memory at once.
+        """Append ``data``. The caller may change the memory after the return.
 
-        Raises `StorageFullError` or `StorageError`, also for an earlier write that failed in the background;
-        then only `abort` is of use.
+        Raises:
+            StorageFullError: If the storage or quota is full.
+            StorageError: If this write or an earlier background write failed. Call `abort` afterwards.
         """
         self._check_usable()
         view = byte_view(data)
@@ -220,15 +228,17 @@ class WriteHandle:
         self._position += len(view)
 
     def write_many(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Append all of ``parts``, as `write` does each."""
+        """Append all ``parts`` in order, like `write`."""
         for part in parts:
             self.write(part)
 
     def finish(self) -> int:
-        """Bring everything to storage, durable where `Store.create` was asked so; returns the size in bytes.
+        """Complete the file and return the size in bytes. Idempotent.
 
-        Raises `CheckpointConflictError` if another process has ended its upload (`Store.abort_uploads`).
-        The name itself is durable only after `Store.sync`, once for all files of a folder. Idempotent.
+        The file is durable if `Store.create` requested durability. The name is durable after `Store.sync`.
+
+        Raises:
+            CheckpointConflictError: If another process aborted the upload (`Store.abort_uploads`).
         """
         if self._state != "finished":
             self._check_usable()
@@ -237,7 +247,7 @@ class WriteHandle:
         return self.position
 
     def abort(self) -> None:
-        """Remove the file, for a save that failed. Idempotent; after `finish` it does nothing."""
+        """Remove the unfinished file. Idempotent; no effect after `finish`."""
         if self._state == "open":
             self._state = "aborted"
             self._throw_away()
@@ -262,21 +272,21 @@ class WriteHandle:
             raise ValueError(f"{self._path} is {self._state}: nothing can be written to it any more")
 
     def _append(self, view: memoryview) -> None:
-        """Take in some bytes."""
+        """Append bytes to the file."""
         raise NotImplementedError(f"{type(self).__name__} has neither write() nor _append()")
 
     def _complete(self) -> None:
-        """Make the file."""
+        """Complete the file."""
         raise NotImplementedError(f"{type(self).__name__} has neither finish() nor _complete()")
 
     def _throw_away(self) -> None:
-        """Throw away what was written."""
+        """Discard the unfinished file."""
         raise NotImplementedError(f"{type(self).__name__} has neither abort() nor _throw_away()")
 
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """One regular file of a store; ``modified_seconds`` counts from the epoch."""
+    """Regular file of a store; ``modified_seconds`` counts from the epoch."""
 
     name: str
     size_bytes: int
@@ -284,11 +294,10 @@ class FileInfo:
 
 
 class Version:
-    """The content that a small file has now: opaque, to be compared for equality only.
+    """Content of a small file at a moment: opaque, compared for equality only.
 
-    Equal versions mean equal content, so that a replacement that compares versions loses no update. It is
-    made of the stamp that a service gives, or, where there is none as trustworthy, of the content itself,
-    whose digest costs something and is made when it is compared.
+    Equal versions mean equal content: a compare-and-replace loses no update. The token is a stamp of the
+    service or, without a reliable stamp, a digest of the content, computed on first comparison.
     """
 
     __slots__ = ("_token",)
@@ -298,7 +307,7 @@ class Version:
 
     @property
     def token(self) -> str:
-        """Return the text that is compared."""
+        """Token used in comparisons."""
         if isinstance(self._token, bytes):
             self._token = f"sha256:{hashlib.sha256(self._token).hexdigest()}"
         return self._token
@@ -318,15 +327,15 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class ReadProfile:
-    """Preferences of a store for reads: what a request costs decides how many there should be, and how large.
+    """Preferred number and size of reads of a store.
 
-    - ``threads``: reads at a time; None goes by the machine's cores.
-    - ``request_bytes``: how much one request should fetch; larger pieces are split.
-    - ``join_below_bytes``: pieces up to this size are read together with their neighbours; with ``scatter``
-      how large a request may be that has to be in memory as a whole before it is handed out.
-    - ``gap_bytes``: bytes that may be read for nothing to join two pieces.
-    - ``scatter``: joined pieces go straight to their destinations by one `ReadHandle.preadv`, because a
-      request costs far more than a buffer.
+    - ``threads``: parallel reads; None depends on the number of cores.
+    - ``request_bytes``: bytes per request; larger pieces are split.
+    - ``join_below_bytes``: pieces up to this size are read together with neighbors; with ``scatter``, the
+      largest request that is buffered as a whole.
+    - ``gap_bytes``: unneeded bytes that may be read to join two pieces.
+    - ``scatter``: read joined pieces into their destinations with one `ReadHandle.preadv`, for stores with
+      expensive requests.
     """
 
     threads: int | None = None
@@ -338,14 +347,14 @@ class ReadProfile:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Properties of a store by which callers choose a way; its class is not asked for.
+    """Properties of a store for callers that choose between algorithms.
 
-    - ``is_local``: `Store.url` is the path of a folder of this machine.
+    - ``is_local``: `Store.url` is the path of a local folder.
     - ``is_shared``: other processes see the same files.
-    - ``is_writable``: files can be made and removed.
-    - ``lists_folders``: `Store.folders` tells the folders below it, and `Store.tree`, unless it is local,
-      all that is in them.
-    - ``lists_tree``: that is one listing, and costs less than looking into each folder.
+    - ``is_writable``: files can be created and removed.
+    - ``lists_folders``: `Store.folders` lists child folders and, for remote stores, `Store.tree` lists
+      all files below.
+    - ``lists_tree``: `Store.tree` is a single listing, cheaper than a listing per folder.
     """
 
     is_local: bool = False
@@ -356,13 +365,13 @@ class Capabilities:
 
 
 class Anything(Enum):
-    """The type of `ANY`."""
+    """Type of `ANY`."""
 
     ANY = "any"
 
 
 ANY: Final = Anything.ANY
-"""``expected=ANY``: publish whatever is there now."""
+"""Value of ``expected=`` that publishes regardless of the present content."""
 
 
 _EXTREME: Final = "slowest_"
@@ -371,7 +380,7 @@ Expected: TypeAlias = Version | Literal[Anything.ANY] | None
 
 
 def traffic_since(now: dict[str, float], before: Mapping[str, float]) -> dict[str, float]:
-    """Return the `Store.traffic` of ``now`` less what it was ``before``; of extremes the present value."""
+    """Return the difference of two results of `Store.traffic`; maxima keep the value of ``now``."""
     if now == before:
         return {}
     return {
@@ -394,8 +403,11 @@ os.register_at_fork(after_in_child=_start_afresh)
 
 @contextmanager
 def locked(url: str, timeout_seconds: float) -> Iterator[None]:
-    """Hold the lock of a place between the threads of this process, which exists as long as a thread has it.
-    Raises `StorageError` if another thread holds it for ``timeout_seconds``."""
+    """Hold the in-process lock of a place.
+
+    Raises:
+        StorageError: If another thread holds the lock for ``timeout_seconds``.
+    """
     with _locks_guard:
         lock = _LOCKS.setdefault((os.getpid(), url), threading.RLock())
     if not lock.acquire(timeout=max(0.0, timeout_seconds)):
@@ -412,41 +424,52 @@ def locked(url: str, timeout_seconds: float) -> Iterator[None]:
 
 
 class Store(ABC):
-    """A flat folder of files, safe to use from several threads and processes."""
+    """Flat folder of files, safe for several threads and processes.
+
+    Subclasses implement the operations for a kind of storage. Open a store with
+    `dcp.storage.stores.open_store`.
+    """
 
     url: str
-    """Names the folder in messages."""
+    """URL or path of the folder, used in messages."""
 
     read_profile: ReadProfile = ReadProfile()
-    """How reads of it are best scheduled."""
+    """Preferred scheduling of reads."""
 
     capabilities: Capabilities = Capabilities()
-    """What it is and can do."""
+    """Properties of this store."""
 
     def path_of(self, name: str) -> str:
         """Return ``name`` below `url`, for messages and the ``path`` of errors."""
         return f"{self.url}/{name}"
 
     def make_root(self) -> None:  # noqa: B027 - a prefix of keys needs no making
-        """Create the folder and its parents, durably; fine if it is there. Before the first data file."""
+        """Create the folder and parents durably, before the first data file. No effect on an existing
+        folder.
+        """
 
     @abstractmethod
     def list(self) -> list[FileInfo]:
-        """Return the regular files directly below the root, sorted by name, temporary ones too (garbage
-        collection needs them), the lock file not; ``[]`` if the root does not exist.
+        """Return the regular files directly below the root, sorted by name; ``[]`` for a missing root.
+
+        Temporary files are included, the lock file is not.
         """
 
     def stat(self, name: str) -> FileInfo | None:
-        """Return one file's size without opening it; None if there is no regular file of that name."""
+        """Return size and time of a file without opening the file; None if no regular file has this name."""
         check_name(name)
         return next((info for info in self.list() if info.name == name), None)
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
-        """Return a whole small file (a manifest) in one request.
+        """Return a whole small file, such as a manifest, in one request.
 
-        Raises `CheckpointNotFoundError` if it is absent, and `CheckpointFormatError` above ``limit_bytes``,
-        before memory for it is taken. The size is checked on the open file, so that a swap in between gains
-        nothing.
+        Args:
+            name: File name.
+            limit_bytes: Maximum size, checked on the open file before memory is allocated.
+
+        Raises:
+            CheckpointNotFoundError: If the file is absent.
+            CheckpointFormatError: If the file is larger than ``limit_bytes``.
         """
         with self.open_read(name) as handle:
             if handle.size_bytes > limit_bytes:
@@ -454,61 +477,82 @@ class Store(ABC):
             return handle.pread(handle.size_bytes, 0)
 
     def read_start(self, name: str, size_bytes: int) -> tuple[bytes, int]:
-        """Return (the first ``size_bytes`` of a file, or all if it has fewer; how many it has). One request.
+        """Return the first ``size_bytes`` of a file (fewer for a short file) and the total size, in one
+        request.
 
-        Raises `CheckpointNotFoundError` if it is absent.
+        Raises:
+            CheckpointNotFoundError: If the file is absent.
         """
         with self.open_read(name) as handle:
             return handle.pread(min(size_bytes, handle.size_bytes), 0), handle.size_bytes
 
     @abstractmethod
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
-        """Open a data file for ranged reads. Raises `CheckpointNotFoundError` if it is absent.
+        """Open a data file for ranged reads.
 
-        Given the size that the file must have, a store may take it for granted now and save a request. It
-        then raises `CheckpointNotFoundError` or `CorruptCheckpointError` (another size) at the first read.
+        Args:
+            name: File name.
+            expected_bytes: Known size. The store may skip the size request and report a missing or
+                different file at the first read.
+
+        Raises:
+            CheckpointNotFoundError: If the file is absent.
+            CorruptCheckpointError: If the size differs from ``expected_bytes``.
         """
 
     def create(
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> WriteHandle:
-        """Begin a data file. Raises `StorageError` if the name exists: data files are never overwritten.
-        A store that cannot see unfinished files raises it at the latest in `WriteHandle.finish`.
+        """Create a data file.
 
-        ``expected_bytes`` is the size that the file will have; a store may reserve it, and raise
-        `StorageFullError` now instead of after hours. It need not be exact.
+        Args:
+            name: File name.
+            durable: Survive a power loss after `WriteHandle.finish`.
+            expected_bytes: Approximate final size. The store may reserve space and raise `StorageFullError`
+                early.
+            replace: Replace an existing file: on S3 when the new file completes, elsewhere at once.
 
-        With ``replace`` a file of that name gives way: on S3 at the instant at which the new one appears,
-        else now.
+        Raises:
+            StorageError: If the name exists and ``replace`` is False; stores with invisible unfinished
+                files raise in `WriteHandle.finish`.
         """
         raise self._refused("create", self.path_of(name))
 
     def version(self, name: str) -> Version | None:
-        """Return which content a small file has now, to replace exactly that one later; None if it is
-        absent. A digest, unless the store has anything better."""
+        """Return the present version of a small file for a later compare-and-replace; None if absent."""
         try:
             return Version(self.read(name, limit_bytes=_VERSION_LIMIT_BYTES))
         except CheckpointNotFoundError:
             return None
 
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
-        """Make ``name`` hold ``data``, atomically: the commit. After a crash it is the old or the new.
+        """Set the content of ``name`` atomically: the commit. A crash leaves the old or the new content.
 
-        ``expected=None`` publishes only if the name does not exist, a `Version` only over that content, `ANY`
-        always. Raises `CheckpointConflictError` if something else is there. Any other error leaves open what
-        happened, unless it says that it is ``published``: the caller has to look.
+        Args:
+            name: File name.
+            data: New content.
+            durable: Survive a power loss after the return.
+            expected: None publishes only a new name, a `Version` replaces only this content, `ANY` always
+                publishes.
+
+        Returns:
+            The version of the new content.
+
+        Raises:
+            CheckpointConflictError: If the present content differs from ``expected``.
+            StorageError: If the outcome is unknown, unless ``published`` is set; the caller must check.
         """
         raise self._refused("publish", self.path_of(name))
 
     def delete(self, name: str) -> None:
-        """Remove a file; a missing one is fine, since deletion is repeated after crashes."""
+        """Remove a file. No effect if the file is missing."""
         raise self._refused("delete", self.path_of(name))
 
     def delete_if(self, name: str, expected: Version) -> bool:
-        """Remove a file that still has the content ``expected``; False if it has another, and stays.
+        """Remove a file with the content ``expected``; return False if the content differs.
 
-        A missing one is fine. Compared and removed in one step where the store can; else one after the other,
-        which is one step too for the holder of a lock that excludes other processes.
+        A missing file counts as removed. Comparison and removal are one atomic step where supported, or
+        under a lock that excludes other processes.
         """
         there = self.version(name)
         if there is None:
@@ -519,10 +563,7 @@ class Store(ABC):
         return True
 
     def delete_all(self, names: Sequence[str]) -> dict[str, Exception]:
-        """Remove several files, in few requests where the store can; returns what failed, by name.
-
-        Every name is tried. The order among them is not defined.
-        """
+        """Remove several files in any order; return failures by name. Every name is tried."""
         failed: dict[str, Exception] = {}
         for name in names:
             try:
@@ -532,7 +573,7 @@ class Store(ABC):
         return failed
 
     def conflict(self, name: str) -> CheckpointConflictError:
-        """Return what `publish` raises where something else than was expected is there."""
+        """Return the error of `publish` for unexpected content."""
         return CheckpointConflictError(
             f"{self.path_of(name)} was published by another writer since this save began, and is untouched; "
             "save under another id, or load what is there first",
@@ -540,18 +581,18 @@ class Store(ABC):
         )
 
     def taken(self, name: str) -> StorageError:
-        """Return what `create` raises where there is a file of the name."""
+        """Return the error of `create` for an existing name."""
         path = self.path_of(name)
         return StorageError(
             f"{path} exists already: data files are never overwritten", path=path, op="create"
         )
 
     def absent(self, name: str) -> CheckpointNotFoundError:
-        """Return what reading raises where there is no file of the name."""
+        """Return the error of a read of a missing file."""
         return CheckpointNotFoundError(f"{self.path_of(name)} does not exist", path=self.path_of(name))
 
     def too_large(self, name: str, size_bytes: int, limit_bytes: int) -> CheckpointFormatError:
-        """Return what `read` raises for a file that is larger than one of its kind may be."""
+        """Return the error of `read` for a file above the limit."""
         return CheckpointFormatError(
             f"{self.path_of(name)} has {size_bytes} bytes, more than the {limit_bytes} that such a file may "
             "have: it is damaged or hostile",
@@ -561,59 +602,60 @@ class Store(ABC):
         )
 
     def abort_uploads(self, belongs: Callable[[str], bool]) -> int:
-        """End unfinished uploads of the files for which ``belongs(name)``; returns how many there were.
+        """Abort unfinished uploads of files with ``belongs(name)`` and return their number.
 
-        A killed writer leaves them on an object store, where no listing shows them and they cost money. A
-        writer that is still at work on one of them fails. Stores without such a thing have none.
+        Object stores keep and charge for unfinished uploads of killed writers, invisible in listings. An
+        active writer of such an upload fails. Other stores return 0.
         """
         return 0
 
     def traffic(self) -> dict[str, float]:
-        """Return what this object has asked of its service so far; ``{}`` where nothing is counted.
+        """Return counters of requests made by this object; ``{}`` without counters.
 
-        Where it is: "requests" in all and by kind ("get", "put", ...), "retries", "bytes_received",
+        Keys: "requests" in total and by kind ("get", "put", ...), "retries", "bytes_received",
         "bytes_sent", "request_seconds" (summed) and "slowest_request_seconds".
         """
         return {}
 
     def lock(self, *, timeout_seconds: float) -> AbstractContextManager[None]:
-        """Hold a lock, advisory and exclusive between threads, and between processes where the store has such
-        a thing; released when the holder dies.
+        """Hold an exclusive advisory lock between threads and, if supported, processes.
 
-        An object store has not: there only the comparison in `publish` arbitrates. Re-entrant in one thread
-        through one store object. Raises `StorageError` after ``timeout_seconds``.
+        The lock is re-entrant in a thread through one store object and released when the holder dies.
+        Object stores lock only between threads; conditional requests in `publish` exclude other processes.
+
+        Raises:
+            StorageError: After ``timeout_seconds``.
         """
         return locked(self.url, timeout_seconds)
 
     def sync(self) -> None:  # noqa: B027 - a service has done so when it answers
-        """Make names durable: finished files survive a power loss only after this."""
+        """Make names durable. Finished files survive a power loss only after this call."""
 
     def make_durable(self) -> None:
-        """Do as `sync`, also for files that were finished without ``durable``: all that are here."""
+        """Like `sync`, including files finished without ``durable``."""
         self.sync()
 
     def remove_root(self) -> None:  # noqa: B027 - a prefix of keys is gone with its last one
-        """Remove the folder if it is empty, and leave it alone if it is not; a missing one is fine."""
+        """Remove the folder if empty. No effect on a missing or non-empty folder."""
 
     # -- folders below, where `Capabilities.lists_folders` says that it knows of any ------------------------
 
     def exists(self) -> bool:
-        """Return whether the folder itself is there. Kinds without folders, which have nothing to make, say
-        yes."""
+        """Return True if the folder exists; always True for stores without folders."""
         return True
 
     def folders(self) -> Sequence[str]:
-        """Return the names of the folders directly below this one, sorted; one listing. ``[]`` if there are
-        none."""
+        """Return the sorted names of folders directly below this folder, by one listing."""
         return sorted({folder.partition("/")[0] for folder, _ in self.tree() if folder})
 
     def walk(self) -> Iterator[tuple[str, FileInfo]]:
-        """Yield the files of all folders directly below this one: (folder, file)."""
+        """Yield (folder, file) for all files of the folders directly below this folder."""
         return ((folder, info) for folder, info in self.tree() if folder and "/" not in folder)
 
     def tree(self) -> Iterator[tuple[str, FileInfo]]:
-        """Yield all files below, however deep: (folder relative to this one, "" is itself; file), in an order
-        in which all that is below a folder comes together."""
+        """Yield (relative folder, file) for all files below at any depth; "" is the folder itself. Files
+        below a folder come together.
+        """
         raise StorageError(
             f"{self.url}: the checkpoints below a {type(self).__name__} cannot be listed",
             path=self.url,
@@ -628,28 +670,26 @@ class Store(ABC):
 
 
 class ReadOnlyStore(Store):
-    """A store of files that are only read: `list` and `open_read` are all that a subclass has to have.
-
-    It lists the folders below it where it has a `tree` as well, and says so in its `capabilities`.
-    """
+    """Read-only store. A subclass implements `list` and `open_read`, and `tree` to list folders."""
 
     capabilities = Capabilities(is_writable=False)
 
     def make_root(self) -> None:
-        """Refuse it, as all that writes."""
+        """Raise an error, like all write operations."""
         raise self._refused("mkdir", self.url)
 
     def remove_root(self) -> None:
-        """Refuse it."""
+        """Raise an error."""
         raise self._refused("rmdir", self.url)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreType:
-    """The URLs of a kind of store, and the function that makes one: see `dcp.storage.stores.register_store`.
+    """URL schemes of a kind of store and the function that opens a store; see
+    `dcp.storage.stores.register_store`.
 
-    ``open`` gets the URL as it was given (of ``file`` a path, too) and its storage options. A type that is
-    not ``takes_options`` never gets any: giving some is an error.
+    ``open`` receives the URL (or a path for ``file``) and the storage options. Without ``takes_options``,
+    any option is an error.
     """
 
     schemes: tuple[str, ...]

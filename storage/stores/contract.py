@@ -1,14 +1,14 @@
-"""The contract of a store as tests, shipped so that every backend runs the same ones.
+"""Store contract: tests that every backend must pass.
 
-Subclass, give it a ``store`` fixture with an empty store, and collect it::
+Subclass the contract, provide a ``store`` fixture with an empty store, and collect the class with pytest::
 
     class TestMyStore(StoreContract):
         @pytest.fixture
         def store(self, tmp_path):
             return MyStore(tmp_path)
 
-Where the bytes can be reached without the store, override `raw_read`, so that an error that writing and
-reading have in common shows. Needs pytest; nothing of the package imports this module.
+Override `raw_read` if the bytes are reachable without the store, to detect errors common to reads and
+writes. Needs pytest; no other module of the package imports this module.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BOUNDARY_SIZES: Sequence[int] = (
     *(0, 1, 511, 512, 4095, 4096, 4097, 256 * 1024, _MIB - 1, _MIB, _MIB + 1),
     *(8 * _MIB - 1, 8 * _MIB, 8 * _MIB + 1, 16 * _MIB + 4096, 20 * _MIB + 7),
 )
-"""File sizes around the blocks and buffers that writers work in."""
+"""File sizes around the block and buffer sizes of writers."""
 
 HOSTILE_NAMES: Sequence[str] = (
     *("", ".", "..", "/etc/passwd", "../up", "a/b", "a\\b", "nul\0", "x" * 256, "\udc80", LOCK_NAME),
@@ -47,28 +47,27 @@ HOSTILE_NAMES: Sequence[str] = (
 
 
 def pattern_bytes(size: int, seed: int = 0) -> bytes:
-    """Return bytes that do not repeat at any power of two, so that a misplaced block shows."""
+    """Return bytes without repetition at powers of two, to detect misplaced blocks."""
     unit = bytes((7 * n + seed) % 251 for n in range(251))
     return (unit * (size // len(unit) + 1))[:size]
 
 
 def write_file(store: Store, name: str, data: bytes, *, durable: bool = False, piece: int = 3 * _MIB) -> None:
-    """One finished file, written in pieces."""
+    """Write a finished file in pieces."""
     with store.create(name, durable=durable, expected_bytes=len(data)) as handle:
         for start in range(0, len(data), piece):
             handle.write(memoryview(data)[start : start + piece])
 
 
 class StoreContract:
-    """Every backend passes these. See the module's docstring.
+    """Tests of a store backend. See the module's docstring.
 
-    What differs between kinds of stores, and both ways keep the promises, a subclass says:
+    Subclasses declare permitted differences:
 
-    - ``sees_unfinished``: whether files that are being written are there for others. Where they are not, the
-      second one of a name fails in `finish`.
-    - ``keeps_replaced``: whether who has opened a file can read it to its end after it was replaced. Where
-      not (False), reading on raises `CorruptCheckpointError`: never a mix of two contents. None promises
-      nothing: then only the checksums of a checkpoint tell.
+    - ``sees_unfinished``: unfinished files are visible. If False, a second file of the same name fails in
+      `finish`.
+    - ``keeps_replaced``: open handles can read a replaced file to the end. If False, such reads raise
+      `CorruptCheckpointError`. None gives no guarantee; only checksums detect mixed contents.
     """
 
     sees_unfinished = True
@@ -76,15 +75,15 @@ class StoreContract:
 
     @pytest.fixture
     def store(self) -> Store:
-        """Provide an empty store with its root made. Every backend overrides this."""
+        """Return an empty store with an existing root. Override this fixture."""
         raise TypeError(f"{type(self).__name__} must override the fixture 'store'")
 
     def raw_read(self, store: Store, name: str) -> bytes | None:
-        """Return the file's bytes, None if it is absent; past the store where the backend can."""
+        """Return the bytes of a file without the store if possible; None if absent."""
         return None if store.stat(name) is None else store.read(name, limit_bytes=1 << 30)
 
     def reopen(self, store: Store) -> Store:
-        """Return another store object for the same place, as another process would have."""
+        """Return another store object for the same place."""
         return store
 
     @pytest.mark.parametrize("durable", [False, True])
@@ -154,7 +153,7 @@ class StoreContract:
 
     @pytest.mark.parametrize("size", [5, 20 * _MIB])
     def test_create_is_exclusive(self, store: Store, size: int) -> None:
-        """A name that exists, even unfinished, cannot be created again, and keeps its bytes."""
+        """Creating an existing name fails, even while unfinished, and keeps the bytes."""
         data = pattern_bytes(size)
         with store.create("data.bin", durable=False) as handle:
             if self.sees_unfinished:
@@ -169,7 +168,7 @@ class StoreContract:
 
     @pytest.mark.parametrize("size", [5, 20 * _MIB])
     def test_create_replaces_if_asked(self, store: Store, size: int) -> None:
-        """The old file gives way to the new one; where there is none, that is fine."""
+        """With replace, the new file replaces an old file or a missing file."""
         write_file(store, "data.bin", pattern_bytes(size))
         with store.create("data.bin", durable=True, replace=True) as handle:
             handle.write(pattern_bytes(size, 1))
@@ -231,7 +230,7 @@ class StoreContract:
 
     @pytest.mark.parametrize("name", ["a b", "ünïcode", "%2e%2e", ".hidden", "x" * 255, "*", "-rf"])
     def test_unusual_names(self, store: Store, name: str) -> None:
-        """Whatever is one plain component works as a name."""
+        """Every plain path component works as a name."""
         write_file(store, name, b"1")
         assert [info.name for info in store.list()] == [name]
         assert self.raw_read(store, name) == b"1"
@@ -320,7 +319,7 @@ class StoreContract:
         assert [info.name for info in store.list()] == ["a", "b"]
 
     def test_open_handle_and_replacement(self, store: Store) -> None:
-        """A reader of the old file reads it to its end, or gets an error; never the new one."""
+        """A reader of a replaced file reads the old content or fails; never the new content."""
         store.publish("m", b"old", durable=False)
         with store.open_read("m") as handle:
             assert handle.pread(1, 0) == b"o"
@@ -334,7 +333,7 @@ class StoreContract:
         assert store.read("m", limit_bytes=9) == b"new!"
 
     def test_expected_size(self, store: Store) -> None:
-        """A file that is opened with the size it must have is read; another size or no file is an error."""
+        """Opening with the right size works; another size or a missing file fails."""
         data = pattern_bytes(5000)
         write_file(store, "data.bin", data)
         with store.open_read("data.bin", expected_bytes=5000) as handle:
@@ -356,7 +355,7 @@ class StoreContract:
         assert store.delete_all([]) == {}
 
     def test_unfinished_uploads(self, store: Store) -> None:
-        """Uploads that are asked for end, others and finished files stay."""
+        """Selected uploads are aborted; other uploads and finished files stay."""
         write_file(store, "done.bin", pattern_bytes(20 * _MIB))
         kept, ended = store.create("kept.bin", durable=True), store.create("ended.bin", durable=True)
         for handle in (kept, ended):
@@ -374,7 +373,7 @@ class StoreContract:
     @pytest.mark.parametrize("durable", [False, True])
     @pytest.mark.parametrize("size", [0, 10, 9 * _MIB + 1])
     def test_publish(self, store: Store, size: int, durable: bool) -> None:
-        """Publishing creates and replaces; its version is what version() says; it leaves nothing behind."""
+        """Publishing creates and replaces, returns the version, and leaves no temporary file."""
         first = store.publish("m", pattern_bytes(size), durable=durable, expected=None)
         assert self.raw_read(store, "m") == pattern_bytes(size)
         assert store.version("m") == first
@@ -386,7 +385,7 @@ class StoreContract:
         assert [info.name for info in store.list()] == ["m"]
 
     def test_publish_conflicts(self, store: Store) -> None:
-        """Create-only over something, and replacing what is no longer there, fail and change nothing."""
+        """Create-only over an existing file and replacement of changed content fail without effect."""
         old = store.publish("m", b"old", durable=False, expected=None)
         store.publish("m", b"new", durable=False)
         gone = Version("sha256:0")
@@ -398,7 +397,7 @@ class StoreContract:
         assert [info.name for info in store.list()] == ["m"]
 
     def test_delete_if(self, store: Store) -> None:
-        """Only the content that was compared is removed; what is missing already is fine."""
+        """Only compared content is removed; a missing file is no error."""
         store.make_root()
         first = store.publish("m", b"1", durable=False)
         second = store.publish("m", b"2", durable=False)
@@ -444,7 +443,7 @@ class StoreContract:
         return True
 
     def test_lock_excludes_threads(self, store: Store) -> None:
-        """Never are two threads inside the lock."""
+        """At most one thread holds the lock."""
         inside: list[int] = []
         overlaps: list[int] = []
 
@@ -520,7 +519,7 @@ def _holds(store: Store) -> bool:
 
 
 def _race(count: int, act: Callable[[int], bool]) -> list[int]:
-    """Run ``act(n)`` in ``count`` threads started together; which returned True."""
+    """Run ``act(n)`` in ``count`` threads started together; return the numbers with a True result."""
     start = threading.Barrier(count)
 
     def run(n: int) -> bool:

@@ -1,6 +1,6 @@
-"""A store that fails on purpose: operations of another store are counted, logged, failed, torn or delayed.
+"""Fault injection: wrap a store and count, log, fail, tear or delay operations.
 
-A tool of the test suite, shipped for backends and training frameworks that want to test their own recovery::
+Use this store to test the recovery of a backend or training framework::
 
     store = FaultInjectingStore(PosixStore(path), Fault("write", at=3, error=OSError(errno.EIO, "injected")))
 """
@@ -29,9 +29,9 @@ M = TypeVar("M", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One call: ``number`` counts all operations of the store from 1; ``size_bytes`` where bytes are moved.
+    """Logged call: ``number`` counts all operations from 1; ``size_bytes`` is set for transfers.
 
-    ``op`` is the method's name: make_root, list, stat, read, open_read, preadv, create, write, finish, abort,
+    ``op`` is the method name: make_root, list, stat, read, open_read, preadv, create, write, finish, abort,
     version, publish, delete, lock, sync, remove_root. pread is logged as preadv.
     """
 
@@ -43,11 +43,11 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """An event at the ``at``-th (from 1) operation that matches ``op`` and ``name`` (shell patterns).
+    """Fault at the ``at``-th operation (from 1) that matches ``op`` and ``name`` (shell patterns).
 
-    With ``onwards`` at all from that one on. In this order: wait ``delay_seconds``; call ``hook`` (it may
-    kill the process); raise ``error``. A write that is to fail first writes ``torn_bytes`` of its data.
-    ``flip_byte``: in what a read returns, the byte at this position (modulo the length) is inverted.
+    With ``onwards``, also at all later matches. Order of effects: wait ``delay_seconds``, call ``hook``
+    (which may kill the process), raise ``error``. A failing write first writes ``torn_bytes`` of the data.
+    ``flip_byte`` inverts the byte at this position (modulo the length) in the result of a read.
     """
 
     op: str = "*"
@@ -62,7 +62,7 @@ class Fault:
 
 
 def _counted(method: M, op: str = "") -> M:
-    """Return ``method`` of `Store` as an operation that is counted, and carried out by the inner store."""
+    """Return ``method`` of `Store` as a counted operation of the inner store."""
 
     @functools.wraps(method)
     def call(self: FaultInjectingStore, *args: Any, **options: Any) -> Any:
@@ -75,9 +75,10 @@ def _counted(method: M, op: str = "") -> M:
 
 
 class FaultInjectingStore(Store):
-    """``inner`` with faults. ``log`` has every operation begun, in order; ``counts`` how many by name.
+    """Store with injected faults around ``inner``.
 
-    Faults that are added later count from then on.
+    ``log`` lists all operations in order; ``counts`` holds the number by name. Faults added later count
+    from then on.
     """
 
     def __init__(self, inner: Store, *faults: Fault) -> None:
@@ -92,7 +93,7 @@ class FaultInjectingStore(Store):
 
     @property
     def counts(self) -> Counter[str]:
-        """Return how often each operation was begun."""
+        """Number of operations by name."""
         with self._guard:
             return Counter(operation.op for operation in self.log)
 
@@ -103,7 +104,7 @@ class FaultInjectingStore(Store):
             self._seen.extend(0 for _ in faults)
 
     def clear(self) -> None:
-        """Inject no more faults: the machine has been repaired."""
+        """Remove all faults."""
         with self._guard:
             self._faults.clear()
             self._seen.clear()
@@ -122,7 +123,7 @@ class FaultInjectingStore(Store):
     remove_root = _counted(Store.remove_root)
 
     def exists(self) -> bool:
-        """See `Store`; no operation of its own."""
+        """See `Store`; not an operation."""
         return self.inner.exists()
 
     def traffic(self) -> dict[str, float]:
@@ -130,28 +131,28 @@ class FaultInjectingStore(Store):
         return self.inner.traffic()
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
-        """See `Store`; a byte may be flipped."""
+        """See `Store`; ``flip_byte`` applies."""
         due = self._run("read", name)
         data = bytearray(self.inner.read(name, limit_bytes=limit_bytes))
         _flip([memoryview(data)], due)
         return bytes(data)
 
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
-        """See `Store`; reads through the handle are operations, too."""
+        """See `Store`; reads through the handle are operations."""
         self._run("open_read", name)
         return _FaultyReadHandle(self, self.inner.open_read(name, expected_bytes=expected_bytes))
 
     def create(
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> WriteHandle:
-        """See `Store`; writes through the handle are operations, too."""
+        """See `Store`; writes through the handle are operations."""
         self._run("create", name)
         return _FaultyWriteHandle(
             self, self.inner.create(name, durable=durable, expected_bytes=expected_bytes, replace=replace)
         )
 
     def _begin(self, op: str, name: str = "", size_bytes: int = 0) -> tuple[Operation, Sequence[Fault]]:
-        """Log the operation, and return the faults that are due at it."""
+        """Log the operation and return the due faults."""
         with self._guard:
             operation = Operation(len(self.log) + 1, op, name, size_bytes)
             self.log.append(operation)

@@ -1,4 +1,4 @@
-"""Files in the memory of this process: for tests, examples, and state that need not outlive the process."""
+"""In-memory store: files in the memory of this process, for tests, examples and temporary state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ _GUARD = threading.RLock()
 
 
 class MemoryStore(Store):
-    """Stores of one ``name`` share their files. Nothing survives the process; ``durable`` has no effect."""
+    """In-memory store. Stores of the same ``name`` share files until the process ends; ``durable`` has no
+    effect.
+    """
 
     capabilities = Capabilities(is_shared=False, lists_folders=True)
 
@@ -53,12 +55,12 @@ class MemoryStore(Store):
         raise TypeError(f"{self.url} is in the memory of this process: a copy would be another folder")
 
     def list(self) -> list[FileInfo]:
-        """Return a snapshot; files that are being written are listed with their size so far."""
+        """Return a snapshot, including unfinished files with their present size."""
         with _GUARD:
             return [file.info(name) for name, file in sorted(self._files.items())]
 
     def stat(self, name: str) -> FileInfo | None:
-        """Return the size so far, for a file that is being written."""
+        """Return the file's size, also for an unfinished file."""
         file = self._files.get(check_name(name))
         return file.info(name) if file else None
 
@@ -70,13 +72,13 @@ class MemoryStore(Store):
         return bytes(data)
 
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
-        """Open a file; the handle keeps the file's memory, also when the file is deleted or replaced."""
+        """Open a file; the handle keeps the content after deletion or replacement."""
         return _MemoryReadHandle(name, self.path_of(name), self._file(name).data)
 
     def create(
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> WriteHandle:
-        """Begin a file, which grows in memory; sizes and durability have no effect."""
+        """Create a file that grows in memory; expected size and durability have no effect."""
         file = _MemoryFile(bytearray(), time.time())
         with _GUARD:
             if replace:
@@ -99,7 +101,7 @@ class MemoryStore(Store):
         return Version(data)
 
     def delete(self, name: str) -> None:
-        """Open read handles still read it."""
+        """Delete a file; open read handles stay valid."""
         with _GUARD:
             self._files.pop(check_name(name), None)
 
@@ -109,11 +111,11 @@ class MemoryStore(Store):
             return super().delete_if(name, expected)
 
     def folders(self) -> Sequence[str]:
-        """Return only folders with files directly in them: empty ones are what looking at a name leaves."""
+        """Return folders with files directly in them."""
         return sorted(name for name in self._below() if "/" not in name and is_name(name))
 
     def tree(self) -> Iterator[tuple[str, FileInfo]]:
-        """Yield the files of the other stores whose names begin as this one's, and of this one."""
+        """Yield the files of this store and of stores with names below this store's name."""
         for info in self.list():
             yield "", info
         for folder in sorted(self._below(), key=lambda name: f"{name}/"):

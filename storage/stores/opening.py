@@ -1,9 +1,8 @@
-"""Opening of stores: the kind of store of a path or URL, and stores made with storage options.
+"""Open stores: choose the kind of store of a path or URL, and list the folders of a run.
 
-Kinds of stores are declared beside each store (`STORE_TYPE`). Others are registered by `register_store`, or
-by a package whose metadata names them: the entry point group `dcphub.stores`, with a name for each scheme.
-These are read when a scheme is asked for that is not built in. Whatever is left is for fsspec to know.
-Folders below a place are found without opening each of them (`ParentFolder`).
+Built-in kinds are declared by `STORE_TYPE` of each module. Others register by `register_store` or by the
+entry point group `dcphub.stores`, with an entry per scheme, loaded on first use of an unknown scheme. All
+remaining schemes go to fsspec. `ParentFolder` finds folders below a place without opening each folder.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from dcp.storage.stores.objects import STORE_TYPE as OBJECTS
 from dcp.storage.stores.posix.store import STORE_TYPE as POSIX
 
 OpenStore: TypeAlias = Callable[[str | os.PathLike[str]], Store]
-"""What makes the store of a checkpoint id, as `open_store` does."""
+"""Factory of the store of a checkpoint id, like `open_store`."""
 
 _GROUP: Final = "dcphub.stores"
 
@@ -37,19 +36,31 @@ _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://(.*)", re.DOTALL)
 _MEMORY: Final = re.compile(r"memory://", re.IGNORECASE)
 _LOCAL: Final = re.compile(r"file://|(?!.*://)", re.IGNORECASE | re.DOTALL)
 _MOOT_LOCALLY: Final = frozenset({"auto_mkdir"})
-"""Options of fsspec's local file system that say what a local store does anyway."""
+"""Options of fsspec's local file system without effect on a local store."""
 
 
 def open_store(
     checkpoint_id: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> Store:
-    """Return the store of a checkpoint: a path, ``file:///path``, ``memory://name`` (this process only),
-    ``s3://`` or any other URL that fsspec has a file system for.
+    """Open the store of a checkpoint.
 
-    ``storage_options`` are those of the file system, as all users of fsspec pass them, and ours of
-    `dcp.storage.stores.objects.store.ObjectOptions`. Nothing is touched yet. Raises `StorageError` for what
-    names no place, an unknown scheme and options where none apply; for a missing package the first operation
-    does.
+    No file is touched. A missing package is reported by the first operation.
+
+    Args:
+        checkpoint_id: Path, ``file:///path``, ``memory://name`` (this process only),
+            ``s3://bucket/prefix``, or another fsspec URL.
+        storage_options: Options of the fsspec file system and of
+            `dcp.storage.stores.objects.store.ObjectOptions`.
+
+    Returns:
+        The store.
+
+    Raises:
+        StorageError: For an invalid place, an unknown scheme, or options for a store without options.
+
+    Examples:
+        store = open_store("s3://bucket/run/step-00000100", {"concurrency": 32})
+        names = [file.name for file in store.list()]
     """
     text = place_text(checkpoint_id)
     store_type = type_of_place(text)
@@ -63,7 +74,11 @@ def open_store(
 
 
 def type_of_place(place: str) -> StoreType:
-    """Return the kind of store of a path or URL. Raises `StorageError` for what names no place."""
+    """Return the kind of store of a path or URL.
+
+    Raises:
+        StorageError: If ``place`` is not a path or URL.
+    """
     url = _URL.fullmatch(place)
     if url is None and ":" in place:
         _refuse_mangled(place)
@@ -72,7 +87,9 @@ def type_of_place(place: str) -> StoreType:
 
 
 def _refuse_mangled(text: str) -> None:
-    """Raise StorageError for a path that was a URL once, rather than make a local folder of its scheme."""
+    """Raise StorageError for a path that was mangled from a URL, instead of creating a folder named like
+    the scheme.
+    """
     # pathlib takes two slashes of a URL for one
     schemes = "|".join(map(re.escape, sorted(_BY_SCHEME)))
     mangled = re.fullmatch(rf"(?:.*/)?({schemes}):(/.*)?", text, re.DOTALL | re.IGNORECASE)
@@ -94,10 +111,12 @@ def _refuse_mangled(text: str) -> None:
 
 
 def register_store(store_type: StoreType) -> None:
-    """Let URLs of ``store_type.schemes`` be opened by it, in this process; the last one registered counts.
+    """Register a kind of store for the URLs of ``store_type.schemes`` in this process. The last
+    registration wins.
 
-    OptionError for what is no StoreType; StorageError for schemes that are ours, no schemes, or not in a
-    tuple: those of a string would be its letters.
+    Raises:
+        OptionError: If the argument is not a `StoreType`.
+        StorageError: For built-in schemes, no schemes, or schemes that are not a tuple.
     """
     if not isinstance(store_type, StoreType):
         raise OptionError(f"a {type(store_type).__name__} is no StoreType: {store_type!r:.200}")
@@ -111,7 +130,7 @@ def register_store(store_type: StoreType) -> None:
 
 
 def _type_of_package(scheme: str) -> StoreType:
-    """Return the kind of store that another package has for a scheme; that of object services if none has."""
+    """Return the kind of store of another package for a scheme, or the fsspec store."""
     found = loaded_extension(_GROUP, scheme)
     if found is not None and not (isinstance(found, StoreType) and scheme in found.schemes):
         raise StorageError(
@@ -123,11 +142,11 @@ def _type_of_package(scheme: str) -> StoreType:
 
 
 class OpenWith:
-    """`dcp.storage.stores.open_store` with ``storage_options``: what takes an ``open_store`` takes this.
+    """Picklable store factory: `dcp.storage.stores.open_store` with fixed ``storage_options``.
 
-    It can be pickled, and options are compared by value. Its repr has their names only, because their
-    values are credentials. With ``through_fsspec``, ``memory://`` is fsspec's own file system of that
-    name, as for `torch.distributed.checkpoint.FsspecReader`, and not `MemoryStore`.
+    Options are compared by value; the repr shows only their names, because values may be credentials. With
+    ``through_fsspec``, ``memory://`` is fsspec's file system, as for
+    `torch.distributed.checkpoint.FsspecReader`, not `MemoryStore`.
     """
 
     def __init__(
@@ -139,7 +158,7 @@ class OpenWith:
         self.through_fsspec = through_fsspec
 
     def __call__(self, checkpoint_id: str | os.PathLike[str]) -> Store:
-        """Return the store of a path or URL; nothing is touched. Raises what `open_store` raises."""
+        """Open the store of a path or URL. Raises the errors of `open_store`."""
         options, text = self.storage_options, place_text(checkpoint_id)
         if self.through_fsspec:
             if _MEMORY.match(text):
@@ -161,7 +180,7 @@ class OpenWith:
 
 
 def check_storage_options(storage_options: object) -> None:
-    """Raise TypeError, which shows no value, for what cannot be storage options."""
+    """Raise TypeError for invalid storage options, without showing values."""
     if storage_options is None:
         return
     if not isinstance(storage_options, Mapping) or any(type(name) is not str for name in storage_options):
@@ -172,74 +191,75 @@ def check_storage_options(storage_options: object) -> None:
 
 
 SmallFiles = dict[str, FileInfo]
-"""Small files of one folder by name; what else is in the folder was not looked at."""
+"""Small files of a folder by name."""
 
 _REQUESTS_AT_ONCE: Final = 16
 
 
 class ParentFolder:
-    """A place with stores directly below it. Errors are those of `Store`.
+    """Place with stores directly below, such as a run with steps. Errors are those of `Store`.
 
-    ``place`` is the store of the root itself, which lists folders; ``open_store`` makes those below. Where
-    the place lists all that is below it at once, whatever is asked about all folders is answered from one
-    such listing, and what is asked about one from a listing of that one.
+    ``place`` is the store of the root, which lists folders; ``open_store`` opens the stores below. If the
+    place lists whole trees, questions about all folders use a single listing.
     """
 
     def __init__(self, place: Store, open_store: OpenStore) -> None:
         self.place = place
         self.url = place.url
-        """Names the place in messages; that of a folder is ``url/name``."""
+        """URL of the place, used in messages; a folder is ``url/name``."""
         self._open_store = open_store
 
     @property
     def local_path(self) -> Path | None:
-        """Return where it is on this machine; None for any other place."""
+        """Path on this machine; None for other places."""
         return Path(self.url) if self.place.capabilities.is_local else None
 
     @property
     def lists_tree(self) -> bool:
-        """Return whether a request costs more than what it brings: folders are better asked for all at
-        once."""
+        """True if requests are expensive and folders should be listed at once."""
         return self.place.capabilities.lists_tree
 
     @property
     def at_once(self) -> int:
-        """Return how many small files below are worth reading at a time: 1 where a request costs next to
-        nothing."""
+        """Number of small files to read in parallel; 1 for cheap requests."""
         return _REQUESTS_AT_ONCE if self.lists_tree else 1
 
     def names(self) -> list[str]:
-        """Return the names of the folders directly below that could be checkpoints, sorted: one listing.
+        """Return the sorted names of folders that may be checkpoints, by one listing; ``[]`` for a missing
+        place.
 
-        None of them is opened. ``[]`` if the place does not exist.
+        No folder is opened.
         """
         return sorted(name for name in self.place.folders() if is_name(name))
 
     def store(self, name: str) -> Store:
-        """Return the folder ``name`` as a store; nothing is touched. Raises `CheckpointFormatError` for a
-        path."""
+        """Return the folder ``name`` as a store without touching any file.
+
+        Raises:
+            CheckpointFormatError: If ``name`` is a path.
+        """
         return self._open_store(f"{self.url.rstrip('/')}/{check_name(name)}")
 
     def listings(self) -> dict[str, list[FileInfo] | None]:
-        """Return the folders of `names`, each with all its files, sorted, where the one listing that this
-        costs tells them (then only those with files); else with None."""
+        """Return the folders of `names`, each with the sorted files if a single listing shows them (then
+        without empty folders), otherwise with None.
+        """
         if not self.lists_tree:
             return dict.fromkeys(self.names())
         return {name: sorted(files.values(), key=lambda info: info.name) for name, files in self._walk()}
 
     def look(self, also: Collection[str] = ()) -> dict[str, SmallFiles]:
-        """Return every folder with the commit objects in it, and with those of the files ``also`` that are
-        there.
+        """Return every folder with its commit objects and the existing files among ``also``.
 
-        Costs one listing and a request for each file asked for, where that listing does not tell them; no
-        file is read. A folder that vanishes meanwhile is listed as empty.
+        Costs one listing, plus one request per file if the listing does not show files. No file is read. A
+        folder that vanishes meanwhile appears empty.
         """
         if not self.lists_tree:
             return {name: self.look_into(name, also) for name in self.names()}
         return {name: _wanted(files.values(), also) for name, files in self._walk()}
 
     def look_into(self, name: str, also: Collection[str] = ()) -> SmallFiles:
-        """Return one folder, as `look`; empty if it is not there."""
+        """Return one folder like `look`; empty if missing."""
         store = self.store(name)
         if self.lists_tree:
             return _wanted(store.list(), also)
@@ -268,11 +288,15 @@ _open_plainly: Final = open_store
 
 
 def open_parent_folder(root: str | os.PathLike[str], *, open_store: OpenStore = open_store) -> ParentFolder:
-    """Return the root at a path or URL: whatever `dcp.storage.stores.open_store` opens and lists folders of.
-    Nothing is touched yet.
+    """Open the root of a run at a path or URL, without touching any file.
 
-    ``open_store`` makes the stores below it; for a root with storage options it is
-    `dcp.storage.stores.opening.OpenWith`. Raises `StorageError` for a scheme that is not known.
+    Args:
+        root: Path or URL of a store that lists folders.
+        open_store: Factory of the stores below; for storage options use
+            `dcp.storage.stores.opening.OpenWith`.
+
+    Raises:
+        StorageError: For an unknown scheme.
     """
     # The second time because a store that is wrapped by another cannot be asked what is below it.
     for opener in (open_store, _open_plainly):

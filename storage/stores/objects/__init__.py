@@ -1,7 +1,7 @@
-"""Object stores: S3 and whatever else fsspec reaches, behind the store interface.
+"""Object stores: S3 and other fsspec file systems behind the store interface.
 
-`store` has what all have in common; `s3` and `filesystem` say how one request is made, and `requests` repeats
-what fails in passing. Imports no torch, and s3fs only when an ``s3://`` store makes its first request.
+`store` has the common part, `s3` and `filesystem` the requests of each kind, and `requests` the retries.
+Imports no torch; imports s3fs at the first request of an ``s3://`` store.
 """
 
 from __future__ import annotations
@@ -31,4 +31,4 @@ STORE_TYPE: Final = StoreType(
     open=_open,
     takes_options=True,
 )
-"""The usual ones; whatever else fsspec has a file system for is opened by this type as well."""
+"""Store type of common schemes; also opens all other schemes known to fsspec."""

@@ -1,9 +1,9 @@
-"""Requests to a bucket of S3. Options are s3fs' to read; botocore signs, sends and keeps connections.
+"""S3 requests: s3fs reads the options, botocore signs, sends and keeps connections.
 
-`S3FileSystem` gives ranges as new bytes objects, repeats on its own terms, and cannot complete an upload
-under a condition. So it only makes the client: botocore's synchronous one. Its connections let a caller
-leave, and bodies go from the socket into memory that is already there. Nothing is sent twice: a commit that
-is sent again unseen is answered with 412, and who does not know that takes its own commit for another's.
+`S3FileSystem` returns ranges as new bytes objects, retries by itself and cannot complete an upload under a
+condition. Therefore only botocore's synchronous client is used. Callers can leave a request, and bodies are
+received into existing memory. Requests are never repeated here: a hidden repeat of a commit would be
+answered with 412 and look like another writer's commit.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from dcp.storage.stores.objects.store import ObjectOptions
 T = TypeVar("T")
 
 _LEAST_BYTES_PER_SECOND: Final = 256 << 10
-"""What a request sends or fetches whole comes faster than this, or is given up."""
+"""Minimum rate of requests that are sent or fetched as a whole."""
 _SLOWEST_BYTES_PER_SECOND: Final = 16 << 10
-"""A body that is slower on the whole is given up, whatever trickles. A line that many share is not."""
+"""Minimum average rate of a body, low enough for a shared network."""
 _STEP_BYTES: Final = 1 << 20
-"""After so many bytes a thread looks whether it was called off, and says how far it is."""
+"""Bytes between checks for cancellation and progress reports."""
 _LOOK_SECONDS: Final = 0.5
 _KEPT_SECONDS: Final = 30.0
-"""A connection whose last request is older is not used again: on the way it may be forgotten by now."""
+"""Maximum idle time of a kept connection, because the network may have dropped older connections."""
 
 
 class _Attempt:
-    """The work of a thread for a caller, who may `abort` it."""
+    """Work of a thread for a caller, who may `abort` the work."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -66,12 +66,12 @@ class _Attempt:
             _CURRENT.reset(token)
 
     def is_late(self, limit_seconds: float) -> bool:
-        """Return whether it is slower than is waited for; before a thread is here it is not late."""
+        """Return True if the attempt exceeds its time limit; False before a thread has started."""
         allowed = limit_seconds + self._moved_bytes / _SLOWEST_BYTES_PER_SECOND
         return time.monotonic() - self._begun_seconds > allowed
 
     def abort(self) -> bool:
-        """End it; whether the thread may be writing to the caller's memory until it has noticed."""
+        """End the attempt; return True if the thread may still write to the caller's memory."""
         with self._lock:
             self._is_aborted = True
             if self._socket is not None:
@@ -82,14 +82,14 @@ class _Attempt:
             return self._is_filling
 
     def hold(self, used: socket.socket | None) -> None:
-        """Use this socket from now on, or none."""
+        """Use this socket from now on, or None."""
         with self._lock:
             if used is not None:
                 self._go_on()
             self._socket = used
 
     def steps(self, data: memoryview) -> Iterator[memoryview]:
-        """Yield the steps in which bytes are sent, each with a time limit of its own."""
+        """Yield pieces to send, each with a separate timeout."""
         for begin in range(0, len(data), _STEP_BYTES):
             self._go_on()
             step = data[begin : begin + _STEP_BYTES]
@@ -97,7 +97,7 @@ class _Attempt:
             self._moved_bytes += len(step)
 
     def fill(self, raw: Any, inflow: Inflow) -> None:
-        """Fill all buffers from urllib3's answer ``raw``, whose body must not end before nor have more."""
+        """Fill all buffers from urllib3's answer ``raw``, whose body must have exactly this size."""
         body = raw._fp  # http.client's: urllib3's own would make new bytes objects of it
         self._is_filling = True
         try:
@@ -126,7 +126,7 @@ _CURRENT: Final[ContextVar[_Attempt]] = ContextVar("_CURRENT")
 
 
 class S3Bucket:
-    """Requests to one bucket, each one attempt, from any thread. Every failure is a `RequestError`."""
+    """Requests to a bucket from any thread, one attempt each. Every failure is a `RequestError`."""
 
     def __init__(self, name: str, storage_options: Mapping[str, Any], options: ObjectOptions) -> None:
         given = dict(storage_options)
@@ -168,7 +168,7 @@ class S3Bucket:
         self._threads = ThreadPoolExecutor(options.concurrency + 4, thread_name_prefix="dcp-http")
 
     def ask(self, method: str, size_bytes: int = 0, /, **arguments: Any) -> dict[str, Any]:
-        """Return the answer to a request of botocore's ``method``, which sends so many bytes."""
+        """Send botocore's ``method`` with ``size_bytes`` of data and return the answer."""
         return self.attempt(lambda: self.call(method, arguments), size_bytes)
 
     def endpoint(self) -> str:
@@ -176,7 +176,7 @@ class S3Bucket:
         return self.attempt(lambda: str(self._botocore().meta.endpoint_url))
 
     def presigned_url(self, key: str, seconds: int) -> str:
-        """Return a URL to GET an object by, which is made here, without a request."""
+        """Return a presigned URL to GET an object, computed locally."""
 
         def act() -> str:
             arguments = self._arguments("get_object", {"Key": key})
@@ -185,10 +185,11 @@ class S3Bucket:
         return self.attempt(act)
 
     def attempt(self, act: Callable[[], T], whole_bytes: int = 0, body_bytes: int = 0) -> T:
-        """Return what ``act`` returns, in a thread of its own; it moves so many bytes whole, or as a body.
+        """Run ``act`` in a separate thread and return the result.
 
-        However this ends, nothing is written to the caller's memory afterwards. Fails if it takes longer than
-        some time and what these bytes, and those that were moved, may take; or once `CALLED_OFF` is set.
+        ``whole_bytes`` are moved as a whole, ``body_bytes`` as a body; both determine the time limit.
+        Nothing is written to the caller's memory after the return. Fails at the time limit, or when
+        `CALLED_OFF` is set.
         """
         first_step = min(body_bytes, _STEP_BYTES) / _SLOWEST_BYTES_PER_SECOND
         limit_seconds = self._free_seconds + whole_bytes / _LEAST_BYTES_PER_SECOND + first_step
@@ -214,12 +215,12 @@ class S3Bucket:
             raise s3_failure(error, self.name) from error
 
     def call(self, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Do as `ask`, within an attempt; a body of the answer has not been read."""
+        """Call like `ask`, within an attempt; the body of the answer is not read."""
         answer: dict[str, Any] = getattr(self._botocore(), method)(**self._arguments(method, arguments))
         return answer
 
     def fill(self, answer: Mapping[str, Any], inflow: Inflow) -> None:
-        """Receive the body of an answer where it belongs, within the attempt that got it."""
+        """Receive the body of an answer, within the attempt of the answer."""
         _CURRENT.get().fill(answer["Body"]._raw_stream, inflow)
 
     def _arguments(self, method: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,7 +231,7 @@ class S3Bucket:
         return merged
 
     def _botocore(self) -> Any:
-        """Return botocore's client, made of the options as s3fs reads them."""
+        """Return botocore's client with the options of s3fs."""
         with self._lock:
             if self._client is None:
                 with suppress(StopIteration):
@@ -250,7 +251,7 @@ class S3Bucket:
 
 
 def _leavable(pool: Any, wait_seconds: float) -> Any:
-    """Return a kind of urllib3's connection pools whose connections serve an `_Attempt`."""
+    """Return a subclass of urllib3's connection pools whose connections serve an `_Attempt`."""
 
     class Connection(pool.ConnectionCls):  # type: ignore[misc]
         used_seconds = 0.0
@@ -289,14 +290,14 @@ def _keep_endpoint(context: dict[str, Any], **_: Any) -> None:
 
 
 class _Session:
-    """The session that `S3FileSystem` makes its client by: botocore's synchronous one."""
+    """Session for the client of `S3FileSystem`, backed by botocore's synchronous session."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._client: Any = None
 
     def create_client(self, *names: str, **options: Any) -> _Session:
-        """Make a client as aiobotocore's session does, which gives what has to be entered."""
+        """Return a client context, like aiobotocore's session."""
         self._client = self._session.create_client(*names, **options)
         return self
 
@@ -305,8 +306,9 @@ class _Session:
 
 
 def session_of(**options: Any) -> Session:
-    """Return botocore's session with these options. All sessions share the descriptions of services, which
-    take a tenth of a second to parse, and megabytes."""
+    """Return botocore's session with these options. All sessions share the service descriptions, which take
+    0.1 s to parse.
+    """
     session = Session(**options)
     session.lazy_register_component("data_loader", lambda: _loader(session.get_config_variable("data_path")))
     return session
@@ -318,6 +320,6 @@ def _loader(data_path: str | None) -> Loader:
 
 
 def read_descriptions() -> None:
-    """Read what the first client of a process needs, for those that are forked from this one."""
+    """Load the data needed by the first client, before a process forks."""
     for description in ("service-2", "endpoint-rule-set-1"):
         _loader(None).load_service_model("s3", description)

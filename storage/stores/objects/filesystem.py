@@ -1,8 +1,8 @@
-"""Stores on any file system of fsspec, by the operations that all of them have.
+"""fsspec stores: any fsspec file system, through operations common to all.
 
-Whole objects by `pipe_file`, ranges by `cat_file`, larger files through `open`. What a file system promises
-beyond that differs: exclusive creation is atomic where it has its own `pipe_file` for it. None of fsspec's
-can compare and replace; in this process's memory a lock does it.
+Small objects use `pipe_file`, ranges `cat_file`, larger files `open`. Exclusive creation is atomic only for
+file systems with a `pipe_file` of their own. fsspec has no compare-and-replace; for in-process memory a
+lock provides it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ _MEMORY_LOCK: Final = threading.RLock()
 
 
 class FsspecStore(ObjectStore):
-    """A folder of a file system of fsspec's. ``storage_options`` are its own, and `ObjectOptions`. Keys are
-    the file system's own paths."""
+    """Folder of an fsspec file system. ``storage_options`` are those of the file system plus
+    `ObjectOptions`; keys are the file system's paths.
+    """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
         scheme = url.partition("://")[0]
@@ -58,7 +59,7 @@ class FsspecStore(ObjectStore):
 
     @cached_property
     def prefix(self) -> str:  # type: ignore[override]  # found out when it is asked for
-        """The path of the folder, which the file system's class knows."""
+        """Path of the folder."""
         with self._opening():
             path = fsspec.get_filesystem_class(self.place)._strip_protocol(self.url)
         return f"{str(path).rstrip('/')}/"
@@ -76,7 +77,7 @@ class FsspecStore(ObjectStore):
         return isinstance(self._filesystem, MemoryFileSystem)
 
     def _identity_of_place(self) -> str:
-        """Return the file system, as fsspec tells it from others of its kind, without the path."""
+        """Return the identity of the file system without the path, as defined by fsspec."""
         with self._opening():
             of_url = fsspec.get_filesystem_class(self.place)._get_kwargs_from_urls(self.url)
         return f"{self.place}://{sorted(of_url.items())}"
@@ -105,10 +106,10 @@ class FsspecStore(ObjectStore):
             ) from error
 
     def _has_condition(self, *, creates: bool) -> bool | None:
-        """Return whether files are published under a condition, as this process's memory does.
+        """Return True if files can be published under a condition, as for in-process memory.
 
-        Of creating: False where fsspec looks before it writes; None, to be tried, where the file system takes
-        the argument, because some ignore it.
+        For creation: False if fsspec checks before writing, None (probe) if the file system accepts the
+        argument, which some ignore.
         """
         if self._is_memory or not creates:
             return self._is_memory
@@ -119,7 +120,7 @@ class FsspecStore(ObjectStore):
 
     @contextmanager
     def attempt(self) -> Iterator[Any]:
-        """Lend the file system, whose errors become `RequestError`s."""
+        """Provide the file system and convert errors to `RequestError`."""
         try:
             yield self._filesystem
         except (RequestError, StorageError):
@@ -132,7 +133,7 @@ class FsspecStore(ObjectStore):
             return _info(key, filesystem.info(key))
 
     def _tag(self, key: str) -> str:
-        """Return the entity tag, or a digest of the content where there are none."""
+        """Return the entity tag, or a digest of the content."""
         info = self._head(key)
         return info.etag or Version(self._start(key, max(1, info.size_bytes))[0]).token
 
@@ -184,7 +185,7 @@ class FsspecStore(ObjectStore):
     def create(
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> WriteHandle:
-        """Begin a file: such services take the name at once."""
+        """Create a file; the service reserves the name at once."""
         key = self.key_of(name)
         if replace:
             self.delete(name)
@@ -215,19 +216,19 @@ class FsspecStore(ObjectStore):
                 self._filesystem.rmdir(self.prefix.rstrip("/"))
 
     def exists(self) -> bool:
-        """Return whether the folder is there; where prefixes are all there is, it always is."""
+        """Return True if the folder exists, or for file systems with prefixes only."""
         folder = self.prefix.rstrip("/")
         return not self._has_folders or bool(self._run("head", folder, lambda fs: fs.isdir(folder)))
 
     def walk(self) -> Iterator[tuple[str, FileInfo]]:
-        """Walk by `find`, which is one listing of everything where the file system has one."""
+        """List by `find`: a single listing on most file systems."""
         page = self._list(self.prefix, lambda fs, folder: fs.find(folder, maxdepth=2, detail=True).values())
         return (
             (folder, info) for folder, info in files_of(page, self.prefix) if folder and "/" not in folder
         )
 
     def _pages(self, prefix: str, *, shallow: bool) -> Iterator[Page]:
-        """Make one listing for each folder."""
+        """List each folder separately."""
         page = self._list(prefix, lambda filesystem, folder: filesystem.ls(folder, detail=True))
         yield page
         if not shallow:
@@ -255,7 +256,7 @@ class FsspecStore(ObjectStore):
 
 
 class _StreamWriteHandle(WriteHandle):
-    """A file object of the file system, which is closed to make the object."""
+    """File object of the file system; closing creates the object."""
 
     def __init__(self, store: FsspecStore, name: str, file: IO[bytes]) -> None:
         super().__init__(name, store.path_of(name))
@@ -269,7 +270,7 @@ class _StreamWriteHandle(WriteHandle):
         self._once("close", self._file.close)
 
     def _once(self, op: str, act: Callable[[], object]) -> None:
-        """Make one attempt: it is not known how much of it was done."""
+        """Make a single attempt, because the progress of a failed attempt is unknown."""
         try:
             with self._store.attempt():
                 act()

@@ -1,11 +1,9 @@
-"""Requests with patience: repeated while they fail in passing, counted, and named in the error they end in.
+"""Retries: repeat transient failures, count requests, and name permanent failures.
 
-Waiting follows "full jitter" (M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015): a
-uniformly random time up to a bound that doubles, so that a thousand ranks that were throttled together do not
-come back together.
-No package of a file system is imported to tell its errors: fsspec's are known by Python's own types, the
-status of HTTP that they carry, and words in the names of their types; those of S3 by the codes of its
-answers.
+Pauses use "full jitter" (M. Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015): a
+uniformly random time below a bound that doubles, to spread the retries of many throttled ranks. Errors are
+classified without importing file system packages: fsspec's by Python types, HTTP status and type names;
+those of S3 by error codes.
 """
 
 from __future__ import annotations
@@ -39,27 +37,27 @@ _LONGEST_WAIT_SECONDS: Final = 60.0
 
 
 class Failure(Enum):
-    """Reasons why a request failed, as far as it decides what to do next."""
+    """Kinds of request failures, which decide the next action."""
 
     MISSING = "missing"
-    """There is no such object (or upload)."""
+    """Object or upload does not exist."""
     CONDITION = "condition"
-    """Something else is there than the request's condition says."""
+    """Precondition of the request failed."""
     RANGE = "range"
-    """The object ends before the range begins."""
+    """Range begins after the end of the object."""
     PASSING = "passing"
-    """Throttled, timed out, reset, cut short, or an error of the server: the next attempt may succeed."""
+    """Transient: throttled, timed out, reset, cut short, or a server error."""
     FULL = "full"
-    """No space or quota left."""
+    """Space or quota exhausted."""
     FINAL = "final"
-    """Denied, no such bucket, not understood: the next attempt would fail alike."""
+    """Permanent: denied, missing bucket, or malformed request."""
 
 
 class RequestError(Exception):
-    """One attempt failed; the service's or the library's error is chained.
+    """Failure of one attempt, with the service's or library's error as the cause.
 
-    ``is_unresolved``: the name of the service's host has no address. ``is_ambiguous``: an earlier attempt of
-    the same request failed in passing, and may have been carried out.
+    ``is_unresolved``: the host name has no address. ``is_ambiguous``: an earlier attempt failed transiently
+    and may have taken effect.
     """
 
     def __init__(
@@ -78,14 +76,15 @@ class RequestError(Exception):
 
 
 def _is_unresolved(error: BaseException) -> bool:
-    """Return whether an error, or one that it was made of, says that a host's name has no address."""
+    """Return True if an error or one of its causes reports a host name without an address."""
     chain = _chain(error, implied=True)
     return any(isinstance(one, socket.gaierror) or "DNSError" in type(one).__name__ for one in chain)
 
 
 def _chain(error: BaseException | None, *, implied: bool = False) -> Iterator[BaseException]:
-    """Yield an error, and those that it was raised from; with ``implied`` also those that botocore and
-    aiohttp keep in attributes, or in whose handling it was raised."""
+    """Yield an error and its causes; with ``implied``, also errors in attributes of botocore and aiohttp,
+    and contexts.
+    """
     for _ in range(_LONGEST_CHAIN):
         if error is None:
             return
@@ -127,7 +126,7 @@ _SETTLED_BY_STATUS: Final = {404: Failure.MISSING, 412: Failure.CONDITION, 416: 
 
 
 def s3_failure(error: Exception, bucket: str) -> RequestError:
-    """Return ``error`` of one attempt at S3 as a `RequestError`; its text never has credentials."""
+    """Return ``error`` of an S3 attempt as a `RequestError` without credentials in the text."""
     from botocore import exceptions, parsers
 
     if isinstance(error, exceptions.ClientError):
@@ -159,9 +158,9 @@ def s3_failure(error: Exception, bucket: str) -> RequestError:
 
 
 def answer_failure(response: Mapping[str, Any], bucket: str) -> RequestError:
-    """Return the error of an answer: by the code of its body, which HEAD does not have, or by its status.
+    """Return the error of an answer by the code of the body (absent for HEAD) or by the status.
 
-    ``response`` is what botocore makes of it: Error, with Code and Message, and ResponseMetadata.
+    ``response`` is botocore's parsed answer: Error, with Code and Message, and ResponseMetadata.
     """
     metadata, body = response.get("ResponseMetadata", {}), response.get("Error", {})
     status, code = int(metadata.get("HTTPStatusCode", 0)), str(body.get("Code", ""))
@@ -203,15 +202,15 @@ def _retry_after(metadata: Mapping[str, Any]) -> float:
 
 _MISSING: Final = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _FINAL: Final = (NotImplementedError, TypeError, ValueError, AttributeError)
-"""What does not depend on the service."""
+"""Permanent errors of any service."""
 _REFUSED_NAME: Final = re.compile(r"Auth|Credential|AccessDenied|Forbidden|Permission|TokenNotFound")
 _REFUSED_TEXT: Final = re.compile(
     r"(Forbidden|Unauthorized|Access ?Denied|Permission denied)\b", re.IGNORECASE
 )
 _FINAL_NAMES: Final = frozenset({"OfflineModeIsEnabled", "error_perm"})
-"""Of huggingface_hub, and of ftplib: the answers 500 to 599 to a command."""
+"""Permanent errors of huggingface_hub, and of ftplib (replies 500 to 599)."""
 _PASSING_NAMES: Final = frozenset({"TransportError"})
-"""Of google.auth, all of whose errors are of a type with "Auth" in its name: the network failed."""
+"""Transient errors of google.auth: network failures."""
 _REFUSED_STATUS: Final = frozenset({401, 403, 407})
 _BY_STATUS: Final = {
     404: Failure.MISSING,
@@ -226,8 +225,9 @@ _FINAL_ERRNO: Final = frozenset({errno.EROFS, errno.ENAMETOOLONG, errno.EINVAL, 
 
 
 def filesystem_failure(error: Exception, place: str) -> RequestError:
-    """Return ``error`` of one attempt in the file system ``place`` as a `RequestError`. What is not known to
-    be settled may pass."""
+    """Return ``error`` of an attempt in the file system ``place`` as a `RequestError`. Unknown errors count
+    as transient.
+    """
     text = f"{type(error).__name__}: {error}"
     chain = list(_chain(error))
     if isinstance(error, _MISSING):
@@ -253,8 +253,7 @@ def filesystem_failure(error: Exception, place: str) -> RequestError:
 
 
 def _is_of_the_network(error: BaseException) -> bool:
-    """Return whether there was no answer at all: fsspec's HTTP says of that, too, that there is no such
-    file."""
+    """Return True if no answer arrived; fsspec's HTTP file system reports such failures as missing files."""
     return isinstance(error, ConnectionError | TimeoutError) or "ClientConnectionError" in _type_names(error)
 
 
@@ -263,7 +262,7 @@ def _type_names(error: BaseException) -> set[str]:
 
 
 def _status(error: BaseException) -> int:
-    """Return the status of HTTP that an error carries, 0 without any that is one of a failure."""
+    """Return the HTTP status of an error; 0 without a failure status."""
     for holder in (error, getattr(error, "response", None)):
         for name in ("status_code", "status", "code"):
             value = getattr(holder, name, None)
@@ -292,23 +291,23 @@ def _of_type(error: Exception) -> Failure:
 
 
 CALLED_OFF: Final[ContextVar[threading.Event | None]] = ContextVar("CALLED_OFF", default=None)
-"""Once it is set nobody wants the answer any more: the attempt ends, as one that failed in passing."""
+"""Set when the answer is no longer wanted: the attempt ends as a transient failure."""
 
 _FIRST_PAUSE_SECONDS: Final = 0.1
 _LONGEST_PAUSE_SECONDS: Final = 15.0
 _QUIET_ATTEMPTS: Final = 2
 _UNRESOLVED_SECONDS: Final = 5.0
-"""The patience with a host that has no address and never answered: most likely its name is misspelt."""
+"""Retry time for a host without an address that never answered: probably a misspelled name."""
 _FORGET_SECONDS: Final = 60.0
 _unresolved_since: dict[tuple[str, str], float] = {}
-"""When hosts were found to have no address."""
+"""Times of first failed name lookups by host."""
 _answered_hosts: set[tuple[str, str]] = set()
-"""Of this process, whose stores come and go: there the patience is that with any outage."""
+"""Hosts that answered this process; these get the full retry time."""
 _ANSWERS: Final = frozenset({Failure.MISSING, Failure.CONDITION, Failure.RANGE})
 
 
 class Requests:
-    """The requests of one store object to ``place`` (a bucket), and what they cost. Thread-safe."""
+    """Requests of a store to ``place`` (a bucket), with counters. Thread-safe."""
 
     def __init__(self, url: str, place: str, retry_seconds: float) -> None:
         self._url = url
@@ -333,12 +332,15 @@ class Requests:
         sent_bytes: int = 0,
         called_off: threading.Event | None = None,
     ) -> T:
-        """Return what ``attempt`` returns, made again as long as it fails in passing and is not
-        ``called_off`` (or, where that is not given, `interrupt` is called), or `CALLER_LEFT` is set.
+        """Run ``attempt`` until success, and return the result.
 
-        ``op`` names the request for counters and errors. Raises `RequestError` for those of ``answers`` that
-        the caller interprets, `StorageError` (with ``bucket``, ``key``, ``op``, ``attempts``) for all other
-        failures.
+        Transient failures are retried until ``retry_seconds``, until ``called_off`` is set (without this
+        argument: until `interrupt`), or until `CALLER_LEFT` is set. ``op`` names the request in counters
+        and errors.
+
+        Raises:
+            RequestError: For failures in ``answers``, which the caller handles.
+            StorageError: For all other failures, with ``bucket``, ``key``, ``op`` and ``attempts``.
         """
         called_off = or_unwanted(self._interrupted if called_off is None else called_off)
         token = CALLED_OFF.set(called_off)
@@ -386,7 +388,7 @@ class Requests:
             CALLED_OFF.reset(token)
 
     def interrupt(self) -> None:
-        """End what is under way in other threads: their caller is leaving, and waits for them to do so."""
+        """End pending requests of other threads, because the caller is leaving."""
         interrupted, self._interrupted = self._interrupted, threading.Event()
         interrupted.set()
 

@@ -1,4 +1,4 @@
-"""Stores on S3: a prefix of a bucket, and uploads whose parts are sent while the next ones fill."""
+"""S3 stores: a prefix of a bucket, and multipart uploads that send parts while the next parts fill."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _URL: Final = re.compile(r"s3a?://([^/]+)/?(.*)", re.DOTALL)
 _RANGE: Final = re.compile(r"(\d+)-\d+/(\d+)")
 _WHOLE_PUT_BYTES: Final = 64 << 20
-"""A publish above this goes in parts, as data files do."""
+"""Maximum size of a publish in a single request."""
 _DELETED_AT_ONCE: Final = 1000
 _MAX_PARTS: Final = 10_000
 _PLANNED_PARTS: Final = 4_000
@@ -41,7 +41,7 @@ _GROW_AFTER_PARTS: Final = 5_000
 
 
 class S3Store(ObjectStore):
-    """A prefix of a bucket. ``storage_options`` are those of `s3fs.S3FileSystem`, and `ObjectOptions`."""
+    """Prefix of an S3 bucket. ``storage_options`` are those of `s3fs.S3FileSystem` plus `ObjectOptions`."""
 
     streams_bodies = True
 
@@ -54,7 +54,7 @@ class S3Store(ObjectStore):
 
     @property
     def bucket(self) -> S3Bucket:
-        """Return the client of the bucket."""
+        """Client of the bucket."""
         bucket: S3Bucket = self.shared().client
         return bucket
 
@@ -70,7 +70,7 @@ class S3Store(ObjectStore):
         return S3Bucket(self.place, self._filesystem_options, self.options), self.options.concurrency
 
     def _has_condition(self, *, creates: bool) -> bool | None:
-        """Return True for Amazon's own endpoints; other services have to show it."""
+        """Return True for Amazon's endpoints, None (probe) for other services."""
         host = urlsplit(self.bucket.endpoint()).hostname or ""
         return True if host.endswith((".amazonaws.com", ".amazonaws.com.cn")) else None
 
@@ -121,7 +121,7 @@ class S3Store(ObjectStore):
         return str(self.bucket.ask("put_object", len(data), **arguments, **_conditions(condition))["ETag"])
 
     def put(self, key: str, data: bytes, condition: str | None) -> str:
-        """Put large objects in parts, as data files."""
+        """Put an object; large objects in parts."""
         if len(data) <= _WHOLE_PUT_BYTES:
             return super().put(key, data, condition)
         handle = PartsWriteHandle(self, key.removeprefix(self.prefix), condition, len(data))
@@ -151,8 +151,7 @@ class S3Store(ObjectStore):
     def _paged(
         self, op: str, method: str, arguments: dict[str, Any], following: Mapping[str, str]
     ) -> Iterator[dict[str, Any]]:
-        """Yield the answers to a request that is made again for what follows, by the names of where that
-        begins."""
+        """Yield the answers of a paged request; ``following`` maps continuation fields to arguments."""
         while True:
             page = self.requests.run(op, self.prefix, partial(self.bucket.ask, method, **arguments))
             yield page
@@ -164,7 +163,7 @@ class S3Store(ObjectStore):
         self.bucket.ask("delete_object", Key=key)
 
     def delete_all(self, names: Sequence[str]) -> dict[str, Exception]:
-        """Make one request for each thousand files."""
+        """Delete up to a thousand files per request."""
         if len(names) == 1:
             return super().delete_all(names)
         failed: dict[str, Exception] = {}
@@ -190,8 +189,7 @@ class S3Store(ObjectStore):
         return failed
 
     def delete_if(self, name: str, expected: Version) -> bool:
-        """Delete it if it is equal, compared here, because not all services do, and by those that do once
-        more."""
+        """Compare, then delete with a condition, because some services ignore conditions."""
         key, there = self.key_of(name), self.version(name)
         if there != expected:
             return there is None
@@ -212,7 +210,7 @@ class S3Store(ObjectStore):
         return True
 
     def abort_upload(self, key: str, upload_id: str, level: int) -> None:
-        """Throw the parts away; an upload that is not there any more is fine."""
+        """Abort an upload; a missing upload is no error."""
         abort = partial(self.bucket.ask, "abort_multipart_upload", Key=key, UploadId=upload_id)
         try:
             self._unless_missing("abort_upload", key, abort)
@@ -222,7 +220,7 @@ class S3Store(ObjectStore):
     def abort_uploads(
         self, belongs: Callable[[str], bool], level: int = logging.DEBUG, begin: str = ""
     ) -> int:
-        """Make two requests or more. Without the permission to list uploads it does nothing."""
+        """List and abort uploads. No effect without the permission to list uploads."""
         following = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
         where, start = {"Prefix": f"{self.prefix}{begin}"}, len(self.prefix)
         try:
@@ -241,23 +239,23 @@ class S3Store(ObjectStore):
     def create(
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> WriteHandle:
-        """Begin a file without a request; that the name is taken shows when the file is finished."""
+        """Create a file without a request; an existing name is detected in `finish`."""
         # Not tried out: save ids make names unique, and a thousand ranks would all have to.
         condition = None if replace or self.options.conditional_writes == "off" else ABSENT
         return PartsWriteHandle(self, name, condition, expected_bytes, replace=replace)
 
     def presigned_url(self, name: str, seconds: int) -> str:
-        """Return a URL that anyone may GET the file by for ``seconds``; computed here, without a request."""
+        """Return a presigned URL to GET the file for ``seconds``, computed locally."""
         key = self.key_of(name)
         return self.requests.run("presign", key, partial(self.bucket.presigned_url, key, seconds))
 
 
 class PartsWriteHandle(WriteHandle):
-    """Parts are assembled in memory that all files share, and sent by threads of the place.
+    """Multipart upload: parts are assembled in shared memory and sent by threads of the place.
 
-    A file that fits into one part is one request, at the end. The object appears at the end only, if
-    ``condition`` holds then: else `finish` raises `StorageError`, and `complete` the `RequestError`.
-    With ``replace`` there may be one of that name before.
+    A file of one part takes a single request at the end. The object appears at the end, if ``condition``
+    holds: otherwise `finish` raises `StorageError` and `complete` raises `RequestError`. With ``replace``,
+    an existing object is replaced.
     """
 
     def __init__(
@@ -306,15 +304,15 @@ class PartsWriteHandle(WriteHandle):
                 self._send()
 
     def _reap(self) -> None:
-        """Wait for the oldest part under way; raises what kept it from being stored.
+        """Wait for the oldest pending part and raise its error.
 
-        Until it has ended it stays among those under way, so that an interrupted wait leaves it to `abort`.
+        The part stays pending until done, so that `abort` covers an interrupted wait.
         """
         self._parts.append(result_of(self._sent[0]))
         self._sent.popleft()
 
     def _send(self) -> None:
-        """Hand the part on to a thread."""
+        """Hand the part to a thread."""
         while self._sent and self._sent[0].done():
             self._reap()
         if self._upload_id is None:
@@ -345,7 +343,7 @@ class PartsWriteHandle(WriteHandle):
         return self._store.requests.run("begin_upload", self._key, attempt)
 
     def _put(self, upload_id: str, number: int, memory: Part, size: int) -> dict[str, Any]:
-        """Send a part, with the CRC-32 that the service is to find; returns what completing says of it."""
+        """Send a part with a CRC-32, and return the entry for completion."""
         data = memory.data if size == len(memory.data) else memory.data[:size]
         part = {"PartNumber": number, "ChecksumCRC32": _checksum(crc32(data))}
         where = {"Key": self._key, "UploadId": upload_id, "Body": data}
@@ -383,8 +381,12 @@ class PartsWriteHandle(WriteHandle):
             raise StorageError(f"{self._path}: {error}", path=self._path, op="finish") from error
 
     def complete(self) -> str:
-        """Finish, and return the entity tag. Raises `RequestError` if ``condition`` does not hold, or if that
-        is how a request looks that was repeated because its answer was lost."""
+        """Complete the upload and return the entity tag.
+
+        Raises:
+            RequestError: If ``condition`` does not hold, also for a repeated request whose first answer was
+                lost.
+        """
         if self._upload_id is None:
             data = bytes(memoryview(self._part.data)[: self._filled]) if self._part is not None else b""
             # One request, whatever its size: `S3Store.put` would begin such an upload again.
@@ -410,10 +412,8 @@ class PartsWriteHandle(WriteHandle):
         return etag
 
     def _abort_strangers(self) -> None:
-        """End the uploads of this name that began without an answer: they are known to no one, and cost
-        money.
-
-        Names are used once, so whatever uploads there are to this one are ours, and at the end none is used.
+        """Abort uploads of this name that began without an answer. Names are unique, so all belong to this
+        writer.
         """
         if self._begun >= 2:
             self._store.abort_uploads(lambda name: name == self.name, logging.WARNING, self.name)
@@ -431,8 +431,7 @@ class PartsWriteHandle(WriteHandle):
             self._abort_strangers()
 
     def _ended(self) -> CheckpointConflictError:
-        """Return the error of an upload that was ended: of uploads that it did not begin a writer only ends
-        those of saves that it has beaten."""
+        """Return the error of an upload aborted by the save that won."""
         return CheckpointConflictError(
             f"the upload of {self._path} was ended by another: a writer that has finished at this place, or "
             "a clean-up that removed what it took for remains of a killed one; nothing of this one is kept",

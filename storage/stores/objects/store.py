@@ -1,13 +1,12 @@
-"""Stores on object services: `ObjectStore`, and what it asks of each kind of service.
+"""Object store base class: `ObjectStore` and the requests that each service implements.
 
-A folder is a prefix of keys, a file an object, and a file appears when its last request has been answered.
-Nothing is ever renamed or copied. What makes a commit atomic is the conditional request that publishes the
-manifest; see `dcp.storage.commit` for why no lock is needed.
+A folder is a prefix of keys, a file an object. A file appears with the last request of the upload. Nothing
+is renamed or copied. The conditional publish of the manifest makes a commit atomic; `dcp.storage.commit`
+explains why no lock is needed.
 
-Every step of a run has a store object of its own; a session with the service costs far more than a request.
-So clients, with their connections, threads and buffers, are shared: one lives as long as any store of its
-place or a handle of theirs, and those of the last few places longer. Credentials are part of a place: in a
-service that is given new ones every hour, the old ones' sessions end.
+Every step of a run has a store object, while sessions with a service are expensive. Clients with
+connections, threads and buffers are therefore shared by all stores of a place. The clients of the last few
+places stay open. Credentials belong to the place: after a change of credentials the old sessions end.
 """
 
 from __future__ import annotations
@@ -56,16 +55,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 REQUEST_BYTES: Final = 16 << 20
-"""More than this is asked for by several requests at once."""
+"""Maximum size of a request; larger reads use parallel requests."""
 
 _GAP_BYTES: Final = 256 << 10
 _JOINED_BYTES: Final = 8 << 20
-"""What has to be put together goes through memory of our own, of which each thread has as much."""
+"""Scratch memory per thread for joined reads."""
 
 ABSENT: Final = "*"
-"""The condition that no object has the key yet. Others are the entity tag of the one that must be there, and
-None
-for whatever is there."""
+"""Condition of a new key. Other conditions are the entity tag of the present object, or None for no
+condition.
+"""
 
 _MISSING: Final = frozenset({Failure.MISSING})
 _REFUSED: Final = frozenset({Failure.MISSING, Failure.CONDITION})
@@ -73,10 +72,9 @@ _UNREADABLE: Final = frozenset({Failure.MISSING, Failure.CONDITION, Failure.RANG
 
 
 ConditionalWrites = Literal["auto", "trust", "off"]
-"""How a commit makes sure that nobody else commits at the same time. "auto": by the service's conditional
-writes, tried out once unless they are known to work. "trust": as "auto", without trying. "off": look, then
-write: what another writer does in between is lost. For services without conditional writes and one writer
-to a place."""
+"""Protection against concurrent commits. "auto" uses the service's conditional writes, probed once unless
+known to work; "trust" skips the probe; "off" checks and then writes, which is safe only with one writer.
+"""
 
 
 def _default_concurrency() -> int:
@@ -85,16 +83,15 @@ def _default_concurrency() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectOptions:
-    """Options that can be set in ``storage_options`` beside the file system's own options.
+    """Options in ``storage_options`` beside those of the file system.
 
     - ``conditional_writes``: see `ConditionalWrites`.
-    - ``retry_seconds``: for how long a request that fails in passing (throttled, timed out, reset, an error
-      of the server) is repeated. 0 tries once.
-    - ``request_timeout_seconds``: how long one attempt may wait for the next bytes.
-    - ``concurrency``: requests that are under way at a time, for a store object: 4 a core, from 8 to 16, as
-      more than the cores can serve only wait for each other.
-    - ``part_bytes``: size of the parts that a file is uploaded in; larger ones are taken for files that
-      would need too many. Memory for uploads is ``concurrency * part_bytes``.
+    - ``retry_seconds``: time to repeat transient failures (throttling, timeouts, resets, server errors); 0
+      disables retries.
+    - ``request_timeout_seconds``: wait for the next bytes of one attempt.
+    - ``concurrency``: parallel requests of a store; by default 4 per core, from 8 to 16.
+    - ``part_bytes``: size of upload parts; larger for files with too many parts. Uploads use
+      ``concurrency * part_bytes`` of memory.
     """
 
     conditional_writes: ConditionalWrites = "auto"
@@ -121,7 +118,7 @@ class ObjectOptions:
 
 
 class Part:
-    """Memory for a part of an upload."""
+    """Memory of an upload part."""
 
     def __init__(self, size_bytes: int) -> None:
         self.data = bytearray(size_bytes)
@@ -132,10 +129,10 @@ _PARTS: Final[WeakSet[Part]] = WeakSet()
 
 @dataclass
 class Shared:
-    """A client, and the threads that carry its requests.
+    """Client and request threads shared by stores of a place.
 
-    ``heeds_conditions``: whether the service heeds the condition of creating (True) and of replacing (False),
-    where that was tried out, by one thread at a time.
+    ``heeds_conditions``: result of the probe for creation (True) and replacement (False), run by one thread
+    at a time.
     """
 
     client: Any
@@ -145,8 +142,9 @@ class Shared:
     trying: threading.Lock = field(default_factory=threading.Lock)
 
     def part(self, size_bytes: int, *, is_first: bool) -> Part | None:
-        """Return memory for a part of a file; None for another than the first one if those of all files take
-        as much as `ObjectOptions` say. Nobody gives it back: one that is not used any more is gone."""
+        """Return memory for a part; None if all parts reach the limit of `ObjectOptions` and ``is_first``
+        is False. Unreferenced parts are freed.
+        """
         with _guard:
             taken = sum(len(part.data) for part in _PARTS)
             limit = max(2 * size_bytes, self.options.concurrency * self.options.part_bytes)
@@ -158,7 +156,7 @@ class Shared:
 
 
 _KEPT_PLACES: Final = 4
-"""What of so many places is kept though nobody uses it: the next step of a run will."""
+"""Number of unused places whose clients are kept for the next step of a run."""
 
 _Key = tuple[int, str]
 _ALIVE: Final[WeakValueDictionary[_Key, Shared]] = WeakValueDictionary()
@@ -177,7 +175,7 @@ os.register_at_fork(after_in_child=_start_afresh)
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """One object; ``etag`` changes whenever the content does, and is empty in listings of some services."""
+    """Object of a listing; ``etag`` changes with the content, and is empty in listings of some services."""
 
     key: str
     size_bytes: int
@@ -186,28 +184,25 @@ class ObjectInfo:
 
 
 Page: TypeAlias = tuple[list[ObjectInfo], list[str]]
-"""A part of a listing: objects, and common prefixes with their ``/``."""
+"""Part of a listing: objects, and common prefixes ending with ``/``."""
 
 
 class ObjectStore(Store):
-    """Files below a prefix of keys, which needs no making; durable when the
-    service has answered.
+    """Files below a prefix of keys. The folder needs no creation; files are durable after the service's
+    answer.
 
-    Stores of one place share their connections; a pickled or forked one makes its own. No request is made
-    before the first operation.
+    Stores of a place share connections; pickled or forked stores open new connections at the first
+    operation. `publish` is atomic between processes by conditional requests, or refused without them unless
+    ``conditional_writes="off"``. `lock` excludes only threads of one process.
 
-    `publish` is atomic between processes by conditional requests. Where a service has none, it is refused
-    unless ``conditional_writes="off"`` accepts that one writer may overwrite what another has just written.
-    `lock` is between the threads of one process, everywhere.
-
-    A subclass says how one request is made: each is retried by `requests`, and fails with a `RequestError`.
+    A subclass implements single requests, which `requests` retries and which fail with `RequestError`.
     """
 
     capabilities = Capabilities(lists_folders=True, lists_tree=True)
     prefix: str
-    """What the keys of all files here begin with."""
+    """Common prefix of all keys."""
     streams_bodies: ClassVar[bool] = False
-    """Whether bodies go to their places as they come, so that no memory depends on how much is asked for."""
+    """True if bodies are received into place, without memory proportional to the request."""
 
     def __init__(self, url: str, place: str, storage_options: Mapping[str, Any] | None) -> None:
         if "::" in url:
@@ -236,81 +231,79 @@ class ObjectStore(Store):
 
     @abstractmethod
     def _make_client(self) -> tuple[Any, int]:
-        """Return the client that stores of this place share, and how many requests are worth sending at a
-        time."""
+        """Return the shared client and a sensible number of parallel requests."""
 
     @abstractmethod
     def _has_condition(self, *, creates: bool) -> bool | None:
-        """Return whether creating (else replacing) under a condition is atomic; None if that has to be
-        tried."""
+        """Return True if conditional creation (or replacement) is atomic, False if not, None to probe."""
 
     @abstractmethod
     def _head(self, key: str) -> ObjectInfo:
-        """Return what the object is; `Failure.MISSING` if it is absent."""
+        """Return size and tag of an object; `Failure.MISSING` if absent."""
 
     @abstractmethod
     def _start(self, key: str, limit_bytes: int) -> tuple[bytes, ObjectInfo]:
-        """Return the first ``limit_bytes`` (at least 1) of the object, or all of it; the info has its true
-        size."""
+        """Return up to ``limit_bytes`` (at least 1) from the start of an object; the info has the full
+        size.
+        """
 
     @abstractmethod
     def _get(self, key: str, begin: int, inflow: Inflow, etag: str | None) -> ObjectInfo:
-        """Fill the buffers of ``inflow`` (one-dimensional, of bytes) from byte ``begin`` on, all of them or
-        fail.
+        """Fill all buffers of ``inflow`` from byte ``begin``.
 
-        `Failure.RANGE` if the object ends before; `Failure.CONDITION` if its tag is not ``etag``; a body that
-        ends too early is `Failure.PASSING`. Nothing is written to the buffers after the return. The size in
-        the result is -1, and the tag empty, where the answer does not tell.
+        Fails with `Failure.RANGE` beyond the end, `Failure.CONDITION` for another tag than ``etag``,
+        `Failure.PASSING` for a short body. Nothing is written to the buffers after the return. The returned
+        size is -1 and the tag empty if unknown.
         """
 
     @abstractmethod
     def _put(self, key: str, data: bytes, condition: str | None) -> str:
-        """Store a whole object under ``condition`` (else `Failure.CONDITION`); returns its entity tag."""
+        """Put a whole object under ``condition`` (otherwise `Failure.CONDITION`) and return the entity tag."""
 
     @abstractmethod
     def _delete(self, key: str) -> None:
-        """Delete an object; a missing one is fine, or `Failure.MISSING`."""
+        """Delete an object; a missing object succeeds or fails with `Failure.MISSING`."""
 
     @abstractmethod
     def _pages(self, prefix: str, *, shallow: bool) -> Iterator[Page]:
-        """Yield the objects whose keys begin with ``prefix``, by requests that are repeated.
+        """Yield the objects below ``prefix`` by retried requests.
 
-        ``shallow``: only objects without a further ``/``, and of those with one the prefixes up to it.
+        ``shallow``: only objects without a further ``/``, plus common prefixes up to the next ``/``.
         """
 
     def _tag(self, key: str) -> str:
-        """Return the object's entity tag; `Failure.MISSING` if it is absent."""
+        """Return the entity tag of an object; `Failure.MISSING` if absent."""
         return self._head(key).etag
 
     # -- folders ---------------------------------------------------------------------------------------------
 
     def list(self) -> list[FileInfo]:
-        """Make one request for each thousand files, on S3."""
+        """List the files: one request per thousand files on S3."""
         pages = self._pages(self.prefix, shallow=True)
         found = [info for page in pages for folder, info in files_of(page, self.prefix) if not folder]
         return sorted(found, key=attrgetter("name"))
 
     def folders(self) -> Sequence[str]:
-        """Return the names of the folders directly below this one, sorted."""
+        """Return the sorted names of folders directly below."""
         start = len(self.prefix)
         pages = self._pages(self.prefix, shallow=True)
         found = {deeper[start:].removesuffix("/") for _, prefixes in pages for deeper in prefixes}
         return sorted(filter(is_name, found))
 
     def tree(self) -> Iterator[tuple[str, FileInfo]]:
-        """List it by one listing of everything."""
+        """List all files below in a single listing."""
         for page in self._pages(self.prefix, shallow=False):
             yield from files_of(page, self.prefix)
 
     # -- small files -----------------------------------------------------------------------------------------
 
     def stat(self, name: str) -> FileInfo | None:
-        """Make one request."""
+        """Return size and time of a file, by one request."""
         info = self.look(self.key_of(name))
         return None if info is None else FileInfo(name, info.size_bytes, info.modified_seconds)
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
-        """Make one request up to `REQUEST_BYTES`; what is more comes by further ones, at once."""
+        """Read in one request up to `REQUEST_BYTES`, in parallel requests beyond."""
         data, info = self._first(name, max(1, min(limit_bytes, REQUEST_BYTES)))
         if info.size_bytes > limit_bytes:
             raise self.too_large(name, info.size_bytes, limit_bytes)
@@ -322,7 +315,7 @@ class ObjectStore(Store):
         return bytes(whole)
 
     def read_start(self, name: str, size_bytes: int) -> tuple[bytes, int]:
-        """Make one request, of at most `REQUEST_BYTES`."""
+        """Read the start in one request of at most `REQUEST_BYTES`."""
         data, info = self._first(name, min(size_bytes, REQUEST_BYTES))
         return data, info.size_bytes
 
@@ -334,13 +327,13 @@ class ObjectStore(Store):
         return found
 
     def version(self, name: str) -> Version | None:
-        """Return the entity tag, where the service has any: one request. Else a digest of the content."""
+        """Return the entity tag, or a digest of the content without tags."""
         key = self.key_of(name)
         tag = self._unless_missing("head", key, lambda: self._tag(key))
         return None if tag is None else Version(f"etag:{tag}")
 
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
-        """Make a conditional request: the service compares, not this process. See `ConditionalWrites`."""
+        """Publish by a conditional request; see `ConditionalWrites`."""
         key = self.key_of(name)
         condition = None if expected is ANY else ABSENT
         if isinstance(expected, Version):
@@ -365,27 +358,26 @@ class ObjectStore(Store):
             raise StorageError(f"{path}: {error}", path=path, op="publish") from error
 
     def put(self, key: str, data: bytes, condition: str | None) -> str:
-        """Return the entity tag of what is put; `RequestError` where ``condition`` does not hold."""
+        """Put an object and return the entity tag; `RequestError` if ``condition`` does not hold."""
         put = partial(self._put, key, data, condition)
         return self.requests.run("put", key, put, answers=_REFUSED, sent_bytes=len(data))
 
     def _holds(self, name: str, data: bytes) -> bool:
-        """Return whether ``data`` is what the file has now; another writer's may be longer, or be gone
-        already."""
+        """Return True if the file has the content ``data``; the file may be longer or missing."""
         try:
             return self.read(name, limit_bytes=len(data)) == data
         except (CheckpointFormatError, CheckpointNotFoundError):
             return False
 
     def delete(self, name: str) -> None:
-        """Make one request."""
+        """Delete by one request."""
         key = self.key_of(name)
         self._unless_missing("delete", key, lambda: self._delete(key))
 
     # -- data files ------------------------------------------------------------------------------------------
 
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> ReadHandle:
-        """Open a file: on S3 no request, given the size."""
+        """Open a file; with a known size, S3 needs no request."""
         key = self.key_of(name)
         if expected_bytes is not None and self.streams_bodies:
             return ObjectReadHandle(self, name, ObjectInfo(key, expected_bytes, 0.0, ""))
@@ -395,14 +387,13 @@ class ObjectStore(Store):
         return ObjectReadHandle(self, name, info)
 
     def traffic(self) -> dict[str, float]:
-        """Count the requests of this store object; "requests" has each attempt, "retries" those that were not
-        the first."""
+        """Return counters of this store: "requests" counts attempts, "retries" repeated attempts."""
         return self.requests.traffic()
 
     # -- within ----------------------------------------------------------------------------------------------
 
     def shared(self) -> Shared:
-        """Return the client of this place and these options, in this process: a forked child has its own."""
+        """Return the client of this place and these options in this process."""
         pid, found = self._found
         if found is not None and pid == os.getpid():
             return found
@@ -429,7 +420,7 @@ class ObjectStore(Store):
         return f"{self.prefix}{check_name(name)}"
 
     def look(self, key: str) -> ObjectInfo | None:
-        """Return what the object is; None if it is absent."""
+        """Return size and tag of an object; None if absent."""
         return self._unless_missing("head", key, lambda: self._head(key))
 
     def _unless_missing(self, op: str, key: str, attempt: Callable[[], T]) -> T | None:
@@ -439,11 +430,13 @@ class ObjectStore(Store):
             return None
 
     def _compares(self, *, creates: bool) -> bool:
-        """Return whether the service is to compare; False where the user has agreed that it does not.
+        """Return True if the service compares conditions, False if the user switched comparison off.
 
-        Raises `StorageError` where it cannot, and the user has not agreed. Many that speak S3 ignore
-        conditions that they do not know, and would let two writers both believe that they have won: unless
-        it is known, it is tried out, once for all stores that share a client.
+        Many S3-like services ignore unknown conditions, and two writers would both succeed. Unknown
+        services are therefore probed once per shared client.
+
+        Raises:
+            StorageError: If the service ignores conditions and comparison is on.
         """
         if self.options.conditional_writes != "auto":
             return self.options.conditional_writes == "trust"
@@ -470,7 +463,7 @@ class ObjectStore(Store):
         return True
 
     def _heeds_condition(self, wrong: str) -> bool:
-        """Write what must be refused to a key of its own, which is removed again, and see whether it is."""
+        """Probe the service: write to a temporary key under a false condition, and return True if refused."""
         key = f"{self.prefix}.dcp-probe-{uuid.uuid4().hex}"
         try:
             self.put(key, b"1", None)
@@ -487,8 +480,7 @@ class ObjectStore(Store):
 
 
 def files_of(page: Page, prefix: str) -> Iterator[tuple[str, FileInfo]]:
-    """Yield (folder relative to ``prefix``, "" is itself; file) of what could be files and folders of
-    checkpoints."""
+    """Yield (folder relative to ``prefix``, file) for names valid in checkpoints; "" is the prefix itself."""
     for info in page[0]:
         folder, _, name = info.key[len(prefix) :].rpartition("/")
         if is_name(name) and (not folder or all(map(is_name, folder.split("/")))):
@@ -496,9 +488,9 @@ def files_of(page: Page, prefix: str) -> Iterator[tuple[str, FileInfo]]:
 
 
 class ObjectReadHandle(ReadHandle):
-    """An object that is the same one from the first read to the last: its entity tag is held on to.
+    """Object pinned by the entity tag of the first read.
 
-    ``size_bytes`` is what the object must have, and compared with what the service says of it.
+    ``size_bytes`` is the expected size, compared with the service's answers.
     """
 
     def __init__(self, store: ObjectStore, name: str, info: ObjectInfo) -> None:
@@ -512,7 +504,7 @@ class ObjectReadHandle(ReadHandle):
         self._is_closed = False
 
     def preadv(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Make one request, or for more than `REQUEST_BYTES` several."""
+        """Read in one request up to `REQUEST_BYTES`, in several beyond."""
         views = [view for buffer in buffers if len(view := byte_view(buffer))]
         self._check(sum(map(len, views)), offset)
         tasks = [partial(self._get, Views(part), begin) for part, begin in _split(views, offset)]
@@ -534,7 +526,7 @@ class ObjectReadHandle(ReadHandle):
             wait(futures)
 
     def receive(self, inflow: Inflow, offset: int) -> None:
-        """Make one request, whatever its size."""
+        """Read in one request of any size."""
         self._check(inflow.size_bytes, offset)
         self._get(inflow, offset)
 
@@ -544,7 +536,7 @@ class ObjectReadHandle(ReadHandle):
         return super().pread(length, offset)
 
     def close(self) -> None:
-        """Do nothing: connections belong to the store, so there is nothing else to release."""
+        """Do nothing, because connections belong to the store."""
         self._is_closed = True
 
     def _check(self, size: int, offset: int) -> None:
@@ -594,7 +586,7 @@ class ObjectReadHandle(ReadHandle):
 
 
 def _split(views: Sequence[memoryview], offset: int) -> Iterator[tuple[list[memoryview], int]]:
-    """Yield ``views`` in parts of at most `REQUEST_BYTES`, each with the offset at which it begins."""
+    """Yield ``views`` in parts of at most `REQUEST_BYTES` with the offset of each part."""
     part: list[memoryview] = []
     size = 0
     for view in views:

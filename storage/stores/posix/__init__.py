@@ -1,4 +1,4 @@
-"""Files below one folder of a POSIX file system: the store, and its open files.
+"""POSIX store: files below a folder, and open files.
 
-The folders of a run are `dcp.storage.stores.opening`.
+`dcp.storage.stores.opening` lists the folders of a run.
 """

@@ -1,10 +1,10 @@
-"""Open files of a POSIX store: the writer (O_DIRECT and overlapped where durable), the reader, and errors.
+"""POSIX files: the writer (O_DIRECT in the background for durable files), the reader, and errors.
 
-Errnos by which a mount says that it lacks an operation are separated from failures. A refused operation is
-replaced by the next safest one, and a warning says once what is missing. Every errno that is not named here
-is a failure and is raised, among them EIO, ENOSPC, EDQUOT, ESTALE and ETIMEDOUT: what the operation was to do
-may or may not have happened. Each operation has a table of its own, since EACCES is what SMB says of a lock
-that another client holds, and other mounts of a folder that cannot be synced.
+Errnos that mean an unsupported operation are separate from failures. An unsupported operation is replaced
+by the next safest operation, with a warning once. All other errnos are failures and are raised, among them
+EIO, ENOSPC, EDQUOT, ESTALE and ETIMEDOUT; the operation may or may not have happened. Each operation has
+its own table, because EACCES of an SMB lock means a busy lock, while other mounts return EACCES for an
+unsupported folder sync.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from dcp.storage.threads import result_of
 logger = logging.getLogger(__name__)
 
 NO_OPERATION: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
-"""What any operation says that a file system does not have."""
+"""Errnos of any unsupported operation."""
 
 NO_FOLDER_SYNC: Final = NO_OPERATION | {errno.EACCES, errno.EBADF, errno.EISDIR, errno.EPERM}
-"""Of fsync of a folder, and of opening one for that: SMB, object mounts, folders that may not be read."""
+"""Errnos of an unsupported fsync or open of a folder: SMB, object mounts, unreadable folders."""
 
 NO_LINKS: Final = NO_OPERATION | {errno.EACCES, errno.EMLINK, errno.EPERM, errno.EXDEV}
-"""Of link, where the new name is in the folder of the old: FAT, SMB, AFS, object mounts."""
+"""Errnos of unsupported hard links within a folder: FAT, SMB, AFS, object mounts."""
 
 NO_LOCKS: Final = NO_OPERATION | {errno.EBADF, errno.ENOLCK, errno.EPERM}
-"""Of flock: Lustre mounted without ``flock``, NFS without lockd, object mounts."""
+"""Errnos of unsupported flock: Lustre mounted without ``flock``, NFS without lockd, object mounts."""
 
 NO_EXCHANGE: Final = NO_OPERATION | {errno.EACCES, errno.EPERM}
-"""Of renameat2 with RENAME_EXCHANGE, of two folders: NFS, FUSE, SMB."""
+"""Errnos of unsupported renameat2 with RENAME_EXCHANGE on folders: NFS, FUSE, SMB."""
 
 WITHOUT_LOCKS: Final = (
     "a file system without locks, so that two jobs which replace one checkpoint, or convert to one target, "
@@ -63,15 +63,15 @@ _warned: set[tuple[int, str]] = set()
 
 
 def is_link_refused(error: OSError, source: Path) -> bool:
-    """Return whether ``error`` of a hard link to ``source`` means that the mount has none.
+    """Return True if ``error`` of a hard link to ``source`` means an unsupported operation.
 
-    The kernel says ENOENT where a mount reports no link count (``st_nlink`` 0) of a file that is there.
+    The kernel returns ENOENT on mounts that report no link count (``st_nlink`` 0) for an existing file.
     """
     return error.errno in NO_LINKS or (error.errno == errno.ENOENT and os.path.lexists(source))
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, as far as the file system can. Raises OSError where that fails."""
+    """Make the names in a folder durable if supported. Raises OSError on failure."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -90,7 +90,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def warn_once(folder: Path, error: OSError, what: str) -> None:
-    """Say that ``folder`` is on ``what``, once a process for each mount and text."""
+    """Warn once per process, mount and text about ``what`` of the file system of ``folder``."""
     try:
         device = folder.stat().st_dev
     except OSError:
@@ -102,18 +102,20 @@ def warn_once(folder: Path, error: OSError, what: str) -> None:
 
 
 Observe: TypeAlias = Callable[[str, str], None] | None
-"""Called with (step, file name) before every primitive that changes storage: crash tests kill there."""
+"""Callback of (step, file name) before every system call that changes storage; crash tests kill the process
+there.
+"""
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _IOV_MAX: Final = 1024
 _SMALL_FILE_BYTES: Final = 1 << 20
-"""Up to here one buffered write and fsync is faster than O_DIRECT."""
+"""Maximum file size written with one buffered write and fsync, faster than O_DIRECT."""
 _GATHER_BYTES: Final = 256 << 10
-"""From here on what need not be durable goes to the kernel from the caller's memory without a copy."""
+"""Minimum size of non-durable writes without a copy."""
 _BUFFERS_PER_FILE: Final = 2
-"""One being filled while the other is written. Four gained 3 % on a busy machine, nothing on an idle one."""
+"""Buffers per file: one filling while the other is written. Four buffers gained at most 3 %."""
 RESERVED_FROM_BYTES: Final = 64 << 20
-"""Smaller files need no `PosixWriteHandle.reserve`."""
+"""Minimum file size for `PosixWriteHandle.reserve`."""
 _SIZE_BYTES: Final = attrgetter("nbytes")
 
 _NO_SYNC: Final = (
@@ -129,11 +131,11 @@ _NO_CUT: Final = (
     "direct_io=False)), or to the URL of the store behind it, such as s3://bucket/prefix"
 )
 _ADVICE: Final = {"fsync": _NO_SYNC, "fdatasync": _NO_SYNC, "rename": _NO_RENAME}
-"""Of operations without a replacement, where a mount does not have them."""
+"""Advice by operation for mounts without a replacement."""
 
 
 def storage_error(error: OSError, op: str, path: str | os.PathLike[str]) -> StorageError:
-    """Return the typed error for a failed system call; chain it with ``raise ... from error``."""
+    """Return the typed error of a failed system call; chain with ``raise ... from error``."""
     kind, advice = StorageError, ""
     if error.errno in _FULL:
         kind, advice = StorageFullError, "; free space (or raise the quota or file size limit) and save again"
@@ -148,8 +150,7 @@ def storage_error(error: OSError, op: str, path: str | os.PathLike[str]) -> Stor
 
 
 def path_of_descriptor(descriptor: int) -> str:
-    """Return where an open file or folder is, whatever its path leads to by now; "" where that is not
-    known."""
+    """Return the present path of an open file or folder; "" if unknown."""
     try:
         return str(Path(f"/proc/self/fd/{descriptor}").readlink())
     except OSError:
@@ -157,10 +158,10 @@ def path_of_descriptor(descriptor: int) -> str:
 
 
 def is_named(path: Path, descriptor: int) -> bool:
-    """Return whether the file that is open and locked is the one which has this name.
+    """Return True if ``path`` names the open and locked file.
 
-    Where inode numbers change, as on some FUSE mounts, its end tells: what is appended for a moment is there
-    under the name as well. Raises OSError, such as FileNotFoundError if nothing has the name.
+    If inode numbers change, as on some FUSE mounts, a byte is appended and looked up under the name. Raises
+    OSError, for example FileNotFoundError.
     """
     status = os.fstat(descriptor)
     if os.path.samestat(status, path.stat(follow_symlinks=False)):
@@ -183,12 +184,12 @@ def is_named(path: Path, descriptor: int) -> bool:
 
 
 def is_below(path: str, folder: str) -> bool:
-    """Return whether a path without links is below ``folder``, which has none either."""
+    """Return True if ``path`` is below ``folder``; neither contains links."""
     return bool(folder) and path.startswith(f"{folder.rstrip('/')}/")
 
 
 def broken_link(path: Path) -> str | None:
-    """Return what is wrong with ``path`` or a folder above, if that is a symbolic link that leads nowhere."""
+    """Return a description if ``path`` or a parent is a dangling symbolic link."""
     for part in (path, *path.parents):
         with suppress(OSError):
             if part.is_symlink() and not part.exists():
@@ -198,7 +199,7 @@ def broken_link(path: Path) -> str | None:
 
 @contextmanager
 def step(observe: Observe, op: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Announce a primitive to the observer, and turn its failure into a typed error."""
+    """Announce a system call to the observer and convert a failure to a typed error."""
     if observe is not None:
         observe(op, Path(path).name)
     try:
@@ -212,34 +213,34 @@ def step(observe: Observe, op: str, path: str | os.PathLike[str]) -> Iterator[No
 # -- writing -------------------------------------------------------------------------------------------------
 
 _ALIGNMENT_BYTES: Final = 4096
-"""Of memory, file offset and length in O_DIRECT writes; a device that wants more is served buffered."""
+"""Alignment of memory, offset and length in O_DIRECT writes; other devices use buffered writes."""
 _BUFFER_BYTES: Final = 8 << 20
 _KEPT_BUFFERS: Final = 4
 
 
 class BufferPool:
-    """Page-aligned memory that is reused, because first touch of fresh memory costs ten copies.
+    """Reused page-aligned memory, because the first touch of new memory is slow.
 
-    O_DIRECT needs aligned memory, and a caller's tensors rarely are. The pool keeps up to `_KEPT_BUFFERS`;
-    one that an interrupted caller lost counts no more once it is garbage. It never blocks: a handle that
-    waits for a buffer waits for one of its own that is on its way to the disk, so that many files open at
-    once cannot starve each other.
+    O_DIRECT needs aligned memory. The pool keeps up to `_KEPT_BUFFERS`; a buffer lost by an interrupted
+    caller is garbage collected. The pool never blocks: a handle waits only for its own buffers, so that
+    many open files cannot deadlock.
     """
 
     def __init__(self) -> None:
         self.start_afresh()
 
     def start_afresh(self) -> None:
-        """Forget all, in a forked child: the lock may be held by a thread that does not exist here, and
-        buffers that were out belong to handles of the parent, which give nothing back here."""
+        """Reset the pool in a forked child, where the lock and lent buffers belong to threads of the
+        parent.
+        """
         self._lock = threading.RLock()  # the collector may run what gives a buffer back, wherever it is held
         self._free: list[mmap.mmap] = []
         self._out: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
     def take(self, *, is_first: bool) -> mmap.mmap | None:
-        """Hand out a buffer; None for another than the first one of a file if `_KEPT_BUFFERS` are out.
+        """Return a buffer; None if `_KEPT_BUFFERS` are lent and ``is_first`` is False.
 
-        Without a first one no progress is possible; a second one is to overlap copy and write.
+        The first buffer is required for progress; a second overlaps copy and write.
         """
         with self._lock:
             if not is_first and len(self._out) >= _KEPT_BUFFERS:
@@ -252,7 +253,7 @@ class BufferPool:
             return buffer
 
     def give(self, buffer: mmap.mmap) -> None:
-        """Return a buffer; one that is beyond the bound is let go."""
+        """Return a buffer to the pool or free it."""
         with self._lock:
             self._out.discard(buffer)
             if len(self._out) + len(self._free) < _KEPT_BUFFERS:
@@ -264,12 +265,12 @@ os.register_at_fork(after_in_child=_POOL.start_afresh)
 
 
 class PosixWriteHandle(WriteHandle):
-    """A new file, durable or not; a file smaller than a buffer starts no thread.
+    """New file, durable or not. Files smaller than a buffer start no thread.
 
-    Durable: bytes are copied into bounce buffers, and a background thread writes full ones with O_DIRECT. The
-    page cache is left out because writing through it and syncing is slower and pushes the training data out
-    of it. Where O_DIRECT is refused (older tmpfs, some network file systems) the thread writes buffered.
-    Otherwise small writes are gathered, and large ones go to the kernel from where they are.
+    Durable files are copied to bounce buffers, which a background thread writes with O_DIRECT: faster than
+    the page cache plus fsync, and without evicting training data from the cache. Without O_DIRECT support
+    the thread writes buffered. Other files collect small writes and pass large writes directly to the
+    kernel.
     """
 
     def __init__(
@@ -293,13 +294,14 @@ class PosixWriteHandle(WriteHandle):
 
     @property
     def position(self) -> int:
-        """Return the bytes accepted so far."""
+        """Number of bytes accepted."""
         return self._flushed_bytes + self._fill_bytes
 
     def reserve(self, size_bytes: int) -> None:
-        """Allocate the file's blocks, so that a full disk shows before hours of writing. It gains no speed.
+        """Allocate blocks to detect a full disk early. No effect on file systems without support.
 
-        Raises `StorageFullError`; a file system that cannot reserve is fine.
+        Raises:
+            StorageFullError: If the space is not available.
         """
         # Only with O_DIRECT on: where the file system cannot allocate, glibc writes a byte to every block
         # instead, which takes minutes; O_DIRECT refuses those odd writes at once.
@@ -315,7 +317,7 @@ class PosixWriteHandle(WriteHandle):
             return
 
     def write(self, data: Buffer) -> None:
-        """Copy it into the buffer being filled; waits only while all buffers are on their way to the disk."""
+        """Copy into the present buffer; wait only while all buffers are being written."""
         if type(data) is not bytes:
             data = byte_view(data)
         size = len(data)
@@ -345,7 +347,7 @@ class PosixWriteHandle(WriteHandle):
                 self._send()
 
     def write_many(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Append all, where it need not be durable in few system calls and without a copy."""
+        """Append all parts; non-durable files use few system calls and no copy."""
         if self._is_durable or sum(map(len, parts)) < _GATHER_BYTES:
             super().write_many(parts)
         else:
@@ -353,7 +355,7 @@ class PosixWriteHandle(WriteHandle):
             self._write_now(parts)
 
     def finish(self) -> int:
-        """Bring everything to storage, and close the file."""
+        """Complete and close the file."""
         if self._state != "finished":
             self._check_usable()
             try:
@@ -396,7 +398,7 @@ class PosixWriteHandle(WriteHandle):
             )
 
     def _release(self) -> None:
-        """Give back memory, thread and descriptor once nothing is written in the background any more."""
+        """Release memory, thread and descriptor after pending writes."""
         self._limit_bytes = -1
         self._view = memoryview(b"")
         if self._process_id == os.getpid():  # else the buffers and the thread are the parent's
@@ -422,13 +424,14 @@ class PosixWriteHandle(WriteHandle):
         self._limit_bytes = _BUFFER_BYTES if self._is_durable else _GATHER_BYTES
 
     def _await_oldest(self) -> mmap.mmap:
-        """Wait for the oldest buffer under way. Until it is written it stays among those, so that an
-        interrupted wait leaves it to `abort`, which waits before others may have it."""
+        """Wait for the oldest pending buffer. The buffer stays pending until written, so that `abort`
+        covers an interrupted wait.
+        """
         result_of(self._in_flight[0][0])
         return self._in_flight.popleft()[1]
 
     def _write_now(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Append what was gathered, and ``parts``; continues short writes (signals, nearly full disks)."""
+        """Append collected data and ``parts``; continue after short writes."""
         pending: Sequence[bytes | memoryview] = [self._view[: self._fill_bytes], *parts]
         size = left = sum(map(len, pending))
         try:
@@ -460,7 +463,7 @@ class PosixWriteHandle(WriteHandle):
         self._fill_bytes = self._limit_bytes = 0
 
     def _pwrite(self, data: memoryview, offset: int) -> None:
-        """Write at an offset, unless something before has failed or the file is given up."""
+        """Write at an offset, unless an earlier write failed or the file was aborted."""
         if self._failure is not None or self._state != "open":
             return
         try:
@@ -482,7 +485,7 @@ class PosixWriteHandle(WriteHandle):
             raise
 
     def _set_direct(self, wanted: bool) -> bool:
-        """Switch O_DIRECT on, if the file can have it, or off; return whether it is on."""
+        """Switch O_DIRECT on (if supported) or off; return the state."""
         if wanted != self._direct and (self._may_be_direct or not wanted):
             flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
             try:
@@ -496,12 +499,12 @@ class PosixWriteHandle(WriteHandle):
         return self._direct
 
     def _drain(self) -> None:
-        """Wait until all that was sent is written."""
+        """Wait for all pending writes."""
         while self._in_flight:
             _POOL.give(self._await_oldest())
 
     def _flush_to_end(self) -> None:
-        """Make the content durable, so that only closing is left."""
+        """Make the content durable; only closing remains."""
         while self._in_flight:
             _POOL.give(self._await_oldest())
         size = self._fill_bytes
@@ -527,7 +530,7 @@ class PosixWriteHandle(WriteHandle):
 
 
 class PosixReadHandle(ReadHandle):
-    """Reads a regular file straight into the buffers of the caller."""
+    """Regular file, read directly into the caller's buffers."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.name = path.name
@@ -549,8 +552,7 @@ class PosixReadHandle(ReadHandle):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def preadv(self, buffers: Sequence[memoryview], offset: int) -> None:
-        """Make one system call where the kernel allows it; more after a partial read (a signal, or more than
-        the 2 GiB that one call moves)."""
+        """Read with one system call if possible; more after partial reads or above 2 GiB."""
         if self._descriptor < 0:
             raise ValueError(f"{self._path} is closed: it cannot be read any more")
         for first in range(0, len(buffers), _IOV_MAX):
@@ -587,7 +589,7 @@ class PosixReadHandle(ReadHandle):
 
 
 def after(buffers: Sequence[bytes | memoryview], count: int) -> list[memoryview]:
-    """Return what is left of ``buffers`` after the first ``count`` bytes."""
+    """Return the rest of ``buffers`` after the first ``count`` bytes."""
     left = deque(map(byte_view, buffers))
     while left and count >= len(left[0]):
         count -= len(left.popleft())

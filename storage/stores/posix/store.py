@@ -1,4 +1,4 @@
-"""Files below one folder of a POSIX file system: local disks, NFS, Lustre and the like."""
+"""POSIX store: files below a folder on local disks, NFS, Lustre and similar file systems."""
 
 from __future__ import annotations
 
@@ -56,26 +56,30 @@ from dcp.storage.stores.posix.files import (
 
 _MAKE_ATTEMPTS: Final = 20
 _PUBLISH_LOCK_SECONDS: Final = 60.0
-"""A replacement holds the lock for a read and a rename; longer waits mean a hanging file system."""
+"""Timeout of the publish lock, which is held for a read and a rename; longer waits mean a hanging file
+system.
+"""
 
 _LOCK_BUSY: Final = frozenset({errno.EWOULDBLOCK, errno.EACCES, errno.EINTR, errno.ENOENT, errno.ESTALE})
-"""Held by another writer, or removed by its last holder since it was opened: ENOENT here, ESTALE on NFS."""
+"""Errnos of a busy lock: held by another writer, or removed since opening (ENOENT, or ESTALE on NFS)."""
 
 
 class PosixStore(Store):
-    """A folder as a `Store`. The folder itself may be a symbolic link; the files in it may not, unless asked.
+    """Store in a folder of a POSIX file system.
 
-    - ``follow_links``: read through symbolic links, as in the cache folders of model hubs. Off by default:
-      a hostile checkpoint could make a link to any file that the user can read.
-    - ``links_within``: read through symbolic links to files that lie below this folder, and no others. What
-      counts is where the open file is, so that exchanging links meanwhile gains nothing. Linux only.
-    - ``direct_io``: False writes durable files through the page cache too.
-    - ``hard_links``: False commits with a rename under the lock, as is done anyway where there are no hard
-      links; then only writers of this package are kept from overwriting each other.
+    The folder may be a symbolic link; files in the folder may not, by default.
+
+    - ``follow_links``: read through symbolic links, as in caches of model hubs. Off by default: a hostile
+      checkpoint could link to any file of the user.
+    - ``links_within``: read through symbolic links to files below this folder only. The check uses the open
+      file and cannot be bypassed by exchanging links. Linux only.
+    - ``direct_io``: False writes durable files through the page cache.
+    - ``hard_links``: False commits with a rename under the lock, as on file systems without hard links; this
+      excludes only writers of this package.
     - ``observe``: called as ``observe(step, name)`` before every system call that changes storage.
 
-    On a file system without locks a warning says that writers of other processes are not kept out of a
-    replacement; a new name is still given to one writer only, by its hard link.
+    Without file locks, a warning says that replacements by several processes are not excluded; hard links
+    still give a new name to one writer only.
     """
 
     capabilities = Capabilities(is_local=True, lists_folders=True)
@@ -114,7 +118,7 @@ class PosixStore(Store):
         return vars(self) | {"_lock_owners": set()}
 
     def make_root(self) -> None:
-        """Make the folder; each that is new is made durable in its parent."""
+        """Create the folder; each new folder is made durable in its parent."""
         refused: StorageError | None = None
         for _ in range(_MAKE_ATTEMPTS):  # who removes the checkpoint that was there removes the folder, too
             try:
@@ -146,7 +150,7 @@ class PosixStore(Store):
             sync_folder(folder.parent)
 
     def exists(self) -> bool:
-        """Return whether it is a folder, perhaps behind a symbolic link."""
+        """Return True for a folder or a link to a folder."""
         with step(None, "stat", self._root):
             return self._root.is_dir()
 
@@ -158,14 +162,14 @@ class PosixStore(Store):
             return []
 
     def folders(self) -> Sequence[str]:
-        """Return folders, also behind symbolic links; names that no checkpoint may have are left out."""
+        """Return folders, including links to folders, without invalid names."""
         with step(None, "list", self._root):
             return sorted(
                 entry.name for entry in self._entries() if _is_folder(entry) and is_name(entry.name)
             )
 
     def list(self) -> list[FileInfo]:
-        """Leave out folders, links (unless followed), FIFOs and devices."""
+        """List regular files, without folders, links (unless followed), FIFOs and devices."""
         found: list[FileInfo] = []
         with step(None, "list", self._root):
             for entry in self._entries():
@@ -178,7 +182,7 @@ class PosixStore(Store):
         return sorted(found, key=attrgetter("name"))
 
     def stat(self, name: str) -> FileInfo | None:
-        """Look at a file; None too for a link (unless followed) and whatever else is no regular file."""
+        """Return size and time of a regular file; None for links (unless followed) and other types."""
         path = self._root / check_name(name)
         try:
             status = path.stat(follow_symlinks=self._follow_links)
@@ -191,8 +195,7 @@ class PosixStore(Store):
         return FileInfo(name, status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else None
 
     def open_read(self, name: str, *, expected_bytes: int | None = None) -> PosixReadHandle:
-        """Open a file; raises `CheckpointFormatError` for a link (unless followed), FIFO, device or
-        folder."""
+        """Open a file; raises `CheckpointFormatError` for a link (unless followed), FIFO, device or folder."""
         path = self._root / check_name(name)
         # Without O_NONBLOCK opening a FIFO would wait for a writer for ever; regular files ignore it.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
@@ -225,7 +228,7 @@ class PosixStore(Store):
     def create(
         self, name: str, *, durable: bool, expected_bytes: int | None = None, replace: bool = False
     ) -> PosixWriteHandle:
-        """Begin a file by O_EXCL, so that a link planted under the name is not followed either."""
+        """Create a file with O_EXCL, which does not follow planted links."""
         path = self._root / check_name(name)
         if replace:
             self.delete(name)
@@ -242,8 +245,7 @@ class PosixStore(Store):
         return handle
 
     def publish(self, name: str, data: bytes, *, durable: bool, expected: Expected = ANY) -> Version:
-        """Publish a file: written aside, then linked (create-only) or renamed under the lock, then the folder
-        is synced."""
+        """Write a temporary file, then link (create-only) or rename under the lock, then sync the folder."""
         target = self._root / check_name(name)
         temporary = self._root / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
         try:
@@ -269,14 +271,14 @@ class PosixStore(Store):
         return Version(data)
 
     def delete(self, name: str) -> None:
-        """Open handles still read it."""
+        """Delete a file; open handles stay valid."""
         path = self._root / check_name(name)
         with step(self._observe, "unlink", path):
             path.unlink(missing_ok=True)
 
     @contextmanager
     def lock(self, *, timeout_seconds: float) -> Iterator[None]:
-        """Hold flock on a file in the folder, removed on release so that a checkpoint is not cluttered."""
+        """Hold flock on a file in the folder, removed on release."""
         thread = (os.getpid(), threading.get_ident())  # a forked child does not hold what its parent holds
         if thread in self._lock_owners:
             yield
@@ -316,8 +318,7 @@ class PosixStore(Store):
             sync_folder(self._root)
 
     def make_durable(self) -> None:
-        """Call fsync of each file, then of the folder. What other hosts have in their caches is theirs to
-        sync."""
+        """Sync each file, then the folder. Caches of other hosts are not covered."""
         for info in self.list():
             path = self._root / info.name
             with step(self._observe, "fsync", path):
@@ -332,7 +333,7 @@ class PosixStore(Store):
         self.sync()
 
     def remove_root(self) -> None:
-        """Remove the folder if it is empty; a lock file that a killed process left behind does not count."""
+        """Remove the folder if empty, ignoring a stale lock file."""
         with step(None, "list", self._root):
             names = {entry.name for entry in self._entries()}
         # Whoever holds the lock, or wrote a file just now, still needs the folder: not ours to remove.
@@ -351,7 +352,7 @@ class PosixStore(Store):
         return is_below(place, self._links_within) and not Path(place).is_symlink()
 
     def _link(self, temporary: Path, target: Path) -> bool:
-        """Give the file its name only if no other has it, without a lock. False if links are refused."""
+        """Link the file to its name exclusively, without a lock; return False if links are unsupported."""
         try:
             with step(self._observe, "link", target):
                 target.hardlink_to(temporary)
@@ -374,8 +375,9 @@ class PosixStore(Store):
         return True
 
     def _acquire(self, path: Path, give_up: float) -> int | OSError | None:
-        """Return the locked file; None if another has it at the time ``give_up``; the error of a file system
-        without locks."""
+        """Return the locked file, None if busy until ``give_up``, or the error of a file system without
+        locks.
+        """
         pause_seconds = 0.001
         while True:
             is_new = not os.path.lexists(path)
@@ -409,8 +411,7 @@ class PosixStore(Store):
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether it is a folder, also of a link; one of those that lead in a circle is none, like one to
-    nowhere."""
+    """Return True for a folder or a link to one; dangling and circular links return False."""
     try:
         return entry.is_dir()
     except OSError as error:
