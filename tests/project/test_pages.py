@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 import dcp
 from dcp.demo.places import newest_checkpoint
 from dcp.demo.s3_server import S3Server
+from dcp.state_dict import StateDictOptions, get_optimizer_state_dict
 from tests.support.programs import Program
 from tests.support.s3 import raw_s3
 
@@ -75,7 +76,7 @@ def test_the_library_pages_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert names["state"]["step"] == 1000  # type: ignore[index]
     assert names["weights"]["weight"].dtype is torch.bfloat16  # type: ignore[index]
 
-    run_page("docs/how-to/manage-a-run.md", names, 1)
+    run_page("docs/how-to/manage-a-run.md", names, 4)
     assert names["restored"] is None
     manager = dcp.CheckpointManager(tmp_path / "checkpoints" / "run", no_dist=True)
     assert manager.all_steps() == [50, 90, 100]  # each 50th, the last two; the best is one of them
@@ -274,6 +275,51 @@ def damage_a_byte(folder: Path) -> None:
     verified = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True)
     assert verified.returncode == 1, verified.stderr
     assert re.search(r"checksum: .*'training\.", verified.stdout + verified.stderr)
+
+
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.exhaustive)])
+def test_the_fsdp2_script_resumes_on_one_rank(tmp_path: Path, ranks: str) -> None:
+    """Saves ten steps, and resumes with the eleventh on one rank."""
+    script = blocks_of("docs/how-to/write-a-training-script.md")[0]
+    (tmp_path / "train_fsdp2.py").write_text(script)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for count, last, first in ((ranks, "10", 1), ("1", "12", 11)):
+        command = [*torchrun, count, "train_fsdp2.py", last]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == ["begins", "with", "step", str(first)]
+
+
+def test_the_training_script_page_loads_fused_weights_and_regrouped_optimizers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fills the parameter through its views; a new parameter and the new rates stay as they are."""
+    monkeypatch.chdir(tmp_path)
+    fused, renamed = blocks_of("docs/how-to/write-a-training-script.md")[1:3]
+    stored = {f"attention.{name}.weight": torch.rand(2, 2) for name in "qkv"}
+    dcp.save(stored, checkpoint_id="checkpoints/separate")
+    model = torch.nn.Module()
+    model.qkv = torch.nn.Linear(2, 6)
+    exec(compile(fused, "fused", "exec"), {"dcp": dcp, "model": model})
+    assert torch.equal(model.qkv.weight, torch.cat([*stored.values()]))
+
+    by_name = StateDictOptions(flatten_optimizer_state_dict=True)
+    old = torch.optim.AdamW([model.qkv.weight], lr=1e-3)
+    model.qkv.weight.grad = torch.ones_like(model.qkv.weight)
+    old.step()
+    old.zero_grad()
+    before = torch.nn.Module()
+    before.qkv = torch.nn.Linear(2, 6, bias=False)
+    before.qkv.weight = model.qkv.weight
+    state = {"optimizer": get_optimizer_state_dict(before, old, options=by_name)}
+    dcp.save(state, checkpoint_id="checkpoints/by-name")
+    new = torch.optim.AdamW(
+        [{"params": [model.qkv.bias], "lr": 0.5}, {"params": [model.qkv.weight]}], lr=0.25
+    )
+    exec(compile(renamed, "renamed", "exec"), {"dcp": dcp, "model": model, "optimizer": new})
+    assert torch.equal(new.state[model.qkv.weight]["exp_avg"], old.state[model.qkv.weight]["exp_avg"])
+    assert [group["lr"] for group in new.param_groups] == [0.5, 0.25]
 
 
 @pytest.mark.exhaustive

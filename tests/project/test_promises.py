@@ -11,10 +11,10 @@ from tests.support.mutants import MUTANTS, Mutant, mutants
 from tests.support.suite import ROOT, has_test
 
 BENEATH = {
-    "what is saved by one is loaded by the other",
-    "`dcp.save`, `dcp.load`, `dcp.async_save`, planners, readers and writers under torch's names",
+    "compatible with DCP in both directions",
+    "`dcp.save`, `dcp.load` and `dcp.async_save` have the signatures of torch",
 }
-"""What the README says in sentences."""
+"""Promises that the README makes outside of its table."""
 
 FAULTS = mutants()
 
@@ -43,7 +43,7 @@ def rows() -> list[Row]:
     """Names of tests and of faults are in backticks."""
     return [
         Row(promise, *(tuple(re.findall(r"`([^`]+)`", cell)) for cell in (tests, faults)))
-        for promise, tests, faults in cells("docs/concepts/promises.md", "# What is promised")
+        for promise, tests, faults in cells("docs/concepts/promises.md", "# Promises and their tests")
     ]
 
 
